@@ -228,21 +228,14 @@ def test_a_draft_model_for_windows_alone_keeps_keys(tmp_path):
         LLM(tmp_path, device="cpu", speculative=DraftModel(tmp_path / "latents"))
 
 
-def test_it_is_said_which_steps_are_not_compiled(saved):
-    """A list of operations knows windows, in one group or several, and no latents."""
-    case, directory, _ = saved
+def test_all_steps_are_compiled(saved):
+    """A list of operations knows windows, in one group or several, latents and mixtures."""
+    _, directory, _ = saved
     llm = LLM(directory, device="cpu", num_blocks=30)
     try:
         stats = llm.engine.stats()
-        reasons = dict.fromkeys(LATENTS, "attention must be heads, got latents") | {
-            "gemma3": "norm must be rms, got shifted_rms",
-            "gpt_oss": "has_sinks must be False, got True",
-        }
-        if case in reasons:
-            assert stats.why_not_compiled == reasons[case]
-        else:
-            assert isinstance(llm.engine.runner, CompiledRunner)
-            assert stats.why_not_compiled == ""
+        assert isinstance(llm.engine.runner, CompiledRunner)
+        assert stats.why_not_compiled == ""
     finally:
         llm.close()
 

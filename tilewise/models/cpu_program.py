@@ -1,53 +1,49 @@
-"""A decoder as a list of operations over fixed buffers, which a CPU runs in one compiled call."""
+"""What a decoder's list of operations for a CPU is to the runner of compiled steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tilewise.nn.packed import PackedLinear
-from tilewise.ops.panels import Panels
+from tilewise.cache.spec import CacheLayer
+from tilewise.nn.context import AttentionContext
 
 if TYPE_CHECKING:
     from tilewise.kernels.cpu.step.program import Program
 
-__all__ = ["CpuProgram", "panels_of", "weight_of"]
+__all__ = ["CpuAttention", "CpuProgram"]
+
+
+class CpuAttention(NamedTuple):
+    """The attention of a layer in a program.
+
+    Attributes:
+        writes: the index of the operation that writes the layer's keys.
+        first, end: the operations that attend from one row of each sequence.
+        attend: a function of the context and cache of a step and of its number of rows, which does
+            what these operations do for sequences with several rows.
+    """
+
+    writes: int
+    first: int
+    end: int
+    attend: Callable[[AttentionContext, CacheLayer, int], None]
 
 
 class CpuProgram(NamedTuple):
     """A model's program for the runner of compiled steps.
 
     Attributes:
-        program: the list of operations. Its buffers are x, h, qkv, o and act, of every row, and
-            final and logits, of the rows that sample a token: the last two operations are the last
-            norm and the head.
-        attention: the index in the list of each layer's attention; the operation before it writes
-            the layer's keys.
+        program: the list of operations. The last two are the last norm and the head; their buffers
+            are final and logits.
+        attention: the attention of each layer.
         reserve_angles: a function of a number of positions and a device, which returns the cosines
-            and sines of at least so many positions.
+            and sines of at least so many positions, those of all rotary settings side by side.
     """
 
     program: Program
-    attention: list[int]
+    attention: list[CpuAttention]
     reserve_angles: Callable[[int, torch.device], tuple[Tensor, Tensor]]
-
-
-def panels_of(linear: nn.Module | None) -> Panels:
-    """Return the weights of a packed linear."""
-    assert isinstance(linear, PackedLinear)
-    return linear.panels
-
-
-def weight_of(module: nn.Module | None) -> Callable[[], Tensor]:
-    """Return a function that returns a module's current weight."""
-    assert module is not None
-    parameters = module._parameters
-
-    def find() -> Tensor:
-        weight = parameters.get("weight")  # a tenth of the time of an attribute access
-        return cast(Tensor, module.weight) if weight is None else weight
-
-    return find

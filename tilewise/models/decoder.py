@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise.cache.spec import CacheLayer, KVLayer
+from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.cpu_program import CpuProgram
 from tilewise.models.weight_table import Weight
@@ -97,11 +97,12 @@ class Decoder(nn.Module):
         """Say why there is no `cpu_program` of this model, or return None where there is one."""
         return f"the model must be a NativeDecoder, got {type(self).__name__}"
 
-    def cpu_program(self, caches: Sequence[KVLayer], *, batch_invariant: bool) -> CpuProgram:
+    def cpu_program(self, caches: Sequence[CacheLayer], *, batch_invariant: bool) -> CpuProgram:
         """Return a step of this model as a list of operations for a CPU.
 
         Args:
-            caches: the keys and values of each layer, which the list writes and reads.
+            caches: the keys and values or the latents of each layer, which the list writes and
+                reads.
             batch_invariant: whether the bits of a row depend neither on its place in the step nor
                 on the rows beside it.
         """

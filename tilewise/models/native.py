@@ -10,22 +10,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.cache.spec import CacheLayer, KVLayer
+from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
-from tilewise.models.cpu_program import CpuProgram, panels_of, weight_of
+from tilewise.models.cpu_program import CpuProgram
 from tilewise.models.decoder import Decoder
 from tilewise.models.families import FAMILIES
-from tilewise.models.layer_config import PRE_NORM, FeedForwardConfig, LayerConfig, NormConfig
+from tilewise.models.layer_config import PRE_NORM, LayerConfig, NormConfig
+from tilewise.models.native_program import program_of, why_no_program
 from tilewise.models.weight_table import Weight
 from tilewise.nn.attention import Attention
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.experts import Experts, ExpertsConfig
 from tilewise.nn.invariant_linear import InvariantLinear
-from tilewise.nn.layers import MLP, GatedMLP, LayerNorm, Parts, RankPart, RMSNorm, ShiftedRMSNorm
+from tilewise.nn.layers import (
+    MLP,
+    GatedMLP,
+    LayerNorm,
+    Parts,
+    RankPart,
+    RMSNorm,
+    ShiftedRMSNorm,
+    activate,
+)
 from tilewise.nn.mla import MultiheadLatentAttention
-from tilewise.nn.packed import PackedEmbedding, PackedLinear
+from tilewise.nn.packed import PackedLinear
 from tilewise.nn.rope import RotaryEmbedding
-from tilewise.ops import cpu_step as step
 
 __all__ = ["NativeDecoder", "NativeLayer", "for_device"]
 
@@ -371,7 +380,11 @@ class NativeDecoder(Decoder):
         if config.logit_scale != 1:
             wide = wide * config.logit_scale
         cap = config.logit_softcap
-        return wide if cap is None else torch.tanh(wide / cap) * cap
+        if cap is None:
+            return wide
+        head = self.lm_head if self.packed_head is None else self.packed_head
+        is_as_steps = self.has_inference_bits or isinstance(head, PackedLinear)
+        return activate(torch.tanh, wide / cap, on_cpu=is_as_steps) * cap
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
         """Replace the weights by the layout that this CPU reads fastest; see `Decoder`.
@@ -448,101 +461,11 @@ class NativeDecoder(Decoder):
 
     def why_no_cpu_program(self) -> str | None:
         """Say why there is no `cpu_program` of this model, or return None where there is one."""
-        config = self.config
-        for what, found, wanted in _plain_facts(config):
-            if found not in wanted:
-                return f"{what} must be {wanted[0]}, got {found}"
-        if config.head_dim % 2:
-            return f"head_dim must be even, got {config.head_dim}"
-        linears = [m for m in self.modules() if isinstance(m, (nn.Linear, PackedLinear))]
-        if not linears or not all(isinstance(m, PackedLinear) for m in linears):
-            return "the weights must be packed, see Decoder.pack_for_inference"
-        return None
+        return why_no_program(self)
 
-    def cpu_program(self, caches: Sequence[KVLayer], *, batch_invariant: bool) -> CpuProgram:
+    def cpu_program(self, caches: Sequence[CacheLayer], *, batch_invariant: bool) -> CpuProgram:
         """Return a step as a list of operations for a CPU."""
-        config = self.config
-        (rope,) = config.ropes
-        eps, first = config.norm.eps, config.layers[0]
-        heads = first.attention.num_q_heads, first.attention.num_kv_heads
-        program = step.new_program(
-            self.dtype,
-            caches[0],
-            num_q_heads=heads[0],
-            num_layers=config.num_layers,
-            half=rope.rotary_dim // 2,
-            batch_invariant=batch_invariant,
-        )
-        x = program.buffer("x", config.hidden_size)
-        h = program.buffer("h", config.hidden_size)
-        qkv = program.buffer("qkv", (heads[0] + 2 * heads[1]) * config.head_dim)
-        o = program.buffer("o", heads[0] * config.head_dim)
-        act = program.buffer("act", config.intermediate_size)
-        final = program.buffer("final", config.hidden_size)
-        logits = program.buffer("logits", config.vocab_size, torch.float32)
-        table = self.embed_tokens
-        assert isinstance(table, nn.Embedding | PackedEmbedding)
-        program.embed(table.panels if isinstance(table, PackedEmbedding) else weight_of(table), x)
-        places = list[int]()
-        for i, (layer, kv) in enumerate(zip(self.layers, caches, strict=True)):
-            assert isinstance(layer, NativeLayer)
-            attention, mlp = layer.attention, layer.mlp
-            assert isinstance(attention, Attention)
-            assert isinstance(mlp, GatedMLP)
-            program.norm(x, h, weight_of(layer.attention_norm), eps)
-            program.product(h, qkv, panels_of(attention.qkv_proj), step.STORE)
-            norms = None
-            if attention.q_norm is not None:
-                norms = weight_of(attention.q_norm), weight_of(attention.k_norm)
-            program.rotate(qkv, i, kv, eps, norms)
-            places.append(len(program))
-            own = config.layers[i].attention
-            program.attend(qkv, o, i, kv, scale=own.softmax_scale, window=own.window)
-            program.product(o, x, panels_of(attention.o_proj), step.ADD)
-            program.norm(x, h, weight_of(layer.mlp_norm), eps)
-            program.product(h, act, panels_of(mlp.gate_up_proj), step.GATE)
-            program.product(act, x, panels_of(mlp.down_proj), step.ADD)
-        program.norm(x, final, weight_of(self.norm), eps, is_sampled=True)
-        head = self.lm_head if self.packed_head is None else self.packed_head
-        program.product(final, logits, panels_of(head), step.LOGITS, is_sampled=True)
-        return CpuProgram(program, places, self.rotary.reserve)
-
-
-def _plain_facts(config: ModelConfig) -> list[tuple[str, object, tuple[object, ...]]]:
-    """Return what a compiled step asks of a model: a name, what is found, what is wanted."""
-    facts: list[tuple[str, object, tuple[object, ...]]] = [
-        ("norm", config.norm.kind, ("rms",)),
-        ("learned_positions", config.learned_positions, (None,)),
-        ("embedding_scale", config.embedding_scale, (1.0,)),
-        ("embedding_norm", config.embedding_norm, (False,)),
-        ("residual_scale", config.residual_scale, (1.0,)),
-        ("logit_scale", config.logit_scale, (1.0,)),
-        ("logit_softcap", config.logit_softcap, (None,)),
-        ("head_bias", config.head_bias, (False,)),
-    ]
-    first = config.layers[0]
-    shape = first.attention.cached_head, first.attention.num_q_heads
-    for layer in config.layers:
-        attention, block = layer.attention, layer.feed_forward
-        facts += [
-            ("attention", "latents" if attention.latent else "heads", ("heads",)),
-            ("norms", layer.norms, (PRE_NORM,)),
-            ("is_parallel", layer.is_parallel, (False,)),
-            ("rope", attention.rope, (first.attention.rope,)),
-            ("heads", (attention.cached_head, attention.num_q_heads), (shape,)),
-            ("qk_norm_over", attention.qk_norm_over, ("head",)),
-            ("norms_after_rope", attention.norms_after_rope, (False,)),
-            ("qk_norm", attention.qk_norm, (None, config.norm)),
-            ("has_sinks", attention.has_sinks, (False,)),
-            ("softcap", attention.softcap, (0.0,)),
-            ("alibi_slopes", attention.alibi_slopes, ((),)),
-            ("feed_forward", type(block).__name__, ("FeedForwardConfig",)),
-            ("is_gated", isinstance(block, FeedForwardConfig) and block.is_gated, (True,)),
-            ("hidden_act", block.activation, ("silu", "swish")),
-        ]
-        if attention.rope is None or attention.rope.interleaved:
-            facts.append(("rope", "none or interleaved", ("one of halves",)))
-    return facts
+        return program_of(self, caches, batch_invariant=batch_invariant)
 
 
 def for_device(config: ModelConfig, device: torch.device) -> ModelConfig:

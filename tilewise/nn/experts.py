@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.nn.layers import ACTIVATIONS, GatedMLP, RMSNorm, activate, project
+from tilewise.nn.layers import ACTIVATIONS, GatedMLP, RMSNorm, activate, name_of, project
 from tilewise.nn.packed import PackedLinear, can_pack
 from tilewise.nn.valued import valued
-from tilewise.ops import panels
+from tilewise.ops import cpu_step, panels
 from tilewise.ops.choose_experts import Scores, check_choice
 from tilewise.ops.expert_mlp import ExpertActivation
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
@@ -110,10 +110,10 @@ class Experts(nn.Module):
     """y = sum over a token's experts e of weight[e] down[e](act(gate[e](x)) up[e](x)), and the
     block that all tokens use; see `ops.choose_experts` and `ops.expert_mlp`.
 
-    In inference on a GPU these ops compute it. Elsewhere rows are sorted by expert and each expert
-    multiplies its rows at once: in inference on a CPU by weights in panels (see
-    `pack_for_inference`), with gradients by torch's products. The host then waits for the counts of
-    rows. Gradients flow through the experts' outputs and weights, not through the choice.
+    In inference on a GPU these ops compute it, on a CPU the operations of a compiled step, once
+    `pack_for_inference` was called. Elsewhere rows are sorted by expert and each expert multiplies
+    its rows at once by torch's products; the host then waits for the counts of rows. Gradients flow
+    through the experts' outputs and weights, not through the choice.
 
     Args:
         hidden_size: E; like the experts' intermediate size a multiple of 32 with MXFP4.
@@ -128,9 +128,8 @@ class Experts(nn.Module):
         down: (N, E, I), or MXFP4's blocks with `down_scale`.
         shared, shared_gate: the block that all tokens use and the projection to its gate, or None.
         is_invariant: True if a token's bits must not depend on other tokens, also on a GPU.
-        has_inference_bits: True if the differentiable pass on a GPU returns the values of
-            inference.
-        multiply: a function for x @ weight.T + bias, where neither panels nor the op compute it.
+        has_inference_bits: True if the differentiable pass returns the values of inference.
+        packed: the mixture as a compiled step takes it, once packed; else None.
         fuses_on_cpu: True if the activation on a CPU returns the values of packed inference.
     """
 
@@ -147,7 +146,6 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.is_invariant = self.has_inference_bits = self.fuses_on_cpu = False
-        self.multiply: Callable[..., Tensor] = F.linear
         count, inner = config.num_experts, config.intermediate_size
         wide = torch.float32 if config.routes_in_float32 else None
         self.router = nn.Linear(hidden_size, count, bias=config.router_bias, dtype=wide)
@@ -179,7 +177,7 @@ class Experts(nn.Module):
             self.shared = GatedMLP(hidden_size, config.shared_size, name, bias=config.shared_bias)
             if config.shared_is_gated:
                 self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
-        self._panels: list[tuple[panels.Panels, panels.Panels]] = []
+        self.packed: cpu_step.Mixture | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Move or convert all tensors, but keep float32 what is float32 in a model of 16 bits."""
@@ -197,13 +195,19 @@ class Experts(nn.Module):
         """Map x (..., E) to (..., E); experts are chosen by `router_input`, or by x if None."""
         rows = x.reshape(-1, x.shape[-1])
         logits = self._logits(rows if router_input is None else router_input.reshape(rows.shape))
-        if torch.is_grad_enabled() and (
+        if self.packed is not None:
+            y = cpu_step.mix(rows, logits, self.packed)
+        elif torch.is_grad_enabled() and (
             rows.requires_grad or any(p.requires_grad for p in self.parameters())
         ):
             y = self._by_expert(rows, *self._choose(logits))
-            if self.has_inference_bits and rows.is_cuda:
+            if self.has_inference_bits:
                 with torch.no_grad():
-                    value = self._in_one(rows, logits)
+                    value = (
+                        self._in_one(rows, logits)
+                        if rows.is_cuda
+                        else cpu_step.mix(rows, logits, self._packed())
+                    )
                 y = valued(y, value)
         elif rows.is_cuda and rows.dtype != torch.float64:
             y = self._in_one(rows, logits)
@@ -226,36 +230,81 @@ class Experts(nn.Module):
         if any(panels.why_not_pack(self._plain(name, 0)) is not None for name in ("up", "down")):
             return
 
-        def packed(name: str, e: int) -> panels.Panels:
-            bias = getattr(self, f"{name}_bias")
-            weight = self._plain(name, e).detach()
-            held = None if bias is None else bias[e].detach()
-            return panels.pack_int8(weight, held)[0] if is_int8 else panels.pack(weight, held)
-
-        self._panels = [
-            (packed("up", e), packed("down", e)) for e in range(self.config.num_experts)
-        ]
+        self.packed = self._packed(is_int8=is_int8)
         self.fuses_on_cpu = True
         for name in ("up", "down", "up_bias", "down_bias", "up_scale", "down_scale"):
             delattr(self, name)
         if can_pack(self.router.weight):
             self.router = PackedLinear(self.router.weight, self.router.bias)  # type: ignore[assignment]
 
+    @property
+    def num_active_weights(self) -> int:
+        """The packed weights of the experts of one token, padding included; 0 before packing."""
+        packed = self.packed
+        if packed is None:
+            return 0
+        return packed.num_active * (packed.up[0].num_weights + packed.down[0].num_weights)
+
+    def _packed(self, *, is_int8: bool = False) -> cpu_step.Mixture:
+        """Return the mixture as a compiled step takes it, its weights in panels."""
+        config = self.config
+
+        def panels_of(name: str, e: int) -> panels.Panels:
+            held = getattr(self, f"{name}_bias")
+            weight = self._plain(name, e).detach()
+            bias = None if held is None else held[e].detach()
+            if name == "up":
+                if config.is_interleaved:
+                    weight = torch.cat((weight[0::2], weight[1::2]))
+                    bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
+                weight, bias = panels.interleave(weight, bias)
+            return panels.pack_int8(weight, bias)[0] if is_int8 else panels.pack(weight, bias)
+
+        is_clamped = config.activation == _CLAMPED
+        return cpu_step.Mixture(
+            [panels_of("up", e) for e in range(config.num_experts)],
+            [panels_of("down", e) for e in range(config.num_experts)],
+            config.num_active,
+            scores=config.scores,
+            normalised=config.normalised,
+            norm_eps=config.norm_eps,
+            scale=config.weight_scale,
+            correction_bias=self._held("correction_bias"),
+            num_groups=config.num_groups,
+            num_active_groups=config.num_active_groups,
+            best_in_group=config.best_in_group,
+            jitter=config.jitter,
+            expert_scale=self._held("expert_scale"),
+            logit_scale=config.logit_scale,
+            weighs_input=config.weighs_input,
+            function=_CLAMPED if is_clamped else name_of(ACTIVATIONS[config.activation]),
+            limit=config.limit,
+            alpha=config.alpha,
+        )
+
+    def _held(self, name: str) -> cpu_step.Held | None:
+        """Return a function that returns a parameter as it is then, or None if there is none."""
+        return None if getattr(self, name) is None else lambda: cast(Tensor, getattr(self, name))
+
     def _logits(self, rows: Tensor) -> Tensor:
-        """Return the logits (T, N) of the experts."""
+        """Return the logits (T, N) of the experts, without their factor."""
         config = self.config
         if self.router_norm is not None:
             rows = self.router_norm(rows)
         if config.routes_in_float32 and rows.dtype.itemsize < 4:
             rows = rows.float()
-        logits = project(self.router, rows)
-        return logits if config.logit_scale == 1.0 else logits.float() * config.logit_scale
+        return project(self.router, rows)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Return the logits times their factor."""
+        scale = self.config.logit_scale
+        return logits if scale == 1.0 else logits.float() * scale
 
     def _in_one(self, x: Tensor, logits: Tensor) -> Tensor:
         """Return the sum of a token's experts by the ops of inference."""
         config = self.config
         chosen, weights = ops.choose_experts(
-            logits,
+            self._scaled(logits),
             config.num_active,
             scores=config.scores,
             normalised=config.normalised,
@@ -289,7 +338,7 @@ class Experts(nn.Module):
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts and their weights, (T, k); see `ops.choose_experts`."""
-        config = self.config
+        config, logits = self.config, self._scaled(logits)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         if config.scores == "sparse_mixer":
             chosen, weights = _mixed(wide, config.jitter)
@@ -356,14 +405,11 @@ class Experts(nn.Module):
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
         """Return the output of one expert for its rows (T, E)."""
-        if self._panels:
-            up, down = self._panels[e]
-            return panels.multiply(self._activate(panels.multiply(x, up)), down)
         up_bias, down_bias = (
             None if bias is None else bias[e] for bias in (self.up_bias, self.down_bias)
         )
-        both = self.multiply(x, self._plain("up", e), up_bias)
-        return self.multiply(self._activate(both), self._plain("down", e), down_bias)
+        both = F.linear(x, self._plain("up", e), up_bias)
+        return F.linear(self._activate(both), self._plain("down", e), down_bias)
 
     def _activate(self, both: Tensor) -> Tensor:
         config = self.config

@@ -14,6 +14,7 @@ from tilewise import ops
 from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.valued import valued
 from tilewise.ops import (
+    cpu_step,
     invariant_linear_leaves_parts,
     linear_leaves_parts,
     linear_pays,
@@ -30,6 +31,7 @@ __all__ = [
     "RankPart",
     "ShiftedRMSNorm",
     "activate",
+    "name_of",
     "project",
     "project_in_parts",
 ]
@@ -53,7 +55,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
 }
 # The names in `ops.activate` of functions whose bits in torch depend on an element's position.
-_ELEMENTWISE = {F.silu: "silu", F.gelu: "gelu", _gelu_tanh: "gelu_tanh", torch.sigmoid: "sigmoid"}
+_ELEMENTWISE = {
+    F.silu: "silu",
+    F.gelu: "gelu",
+    _gelu_tanh: "gelu_tanh",
+    torch.sigmoid: "sigmoid",
+    torch.tanh: "tanh",
+}
+_NAMES = _ELEMENTWISE | {F.relu: "relu", _relu_squared: "relu_squared"}
 
 
 # On a CPU torch's operations are faster for few rows, and a Llama's steps are compiled whole
@@ -65,15 +74,20 @@ FUSED_ON = ("cuda",)
 def fuse_on_cpu(module: nn.Module) -> None:
     """Make norms and activations below `module` round as a compiled step does, in inference."""
     for child in module.modules():
-        if isinstance(child, (RMSNorm, GatedMLP, MLP)):
+        if isinstance(child, FUSED_MODULES):
             child.fuses_on_cpu = True
+
+
+def name_of(function: Callable[[Tensor], Tensor]) -> str:
+    """Return the name in a compiled step of one of ACTIVATIONS."""
+    return _NAMES[function]
 
 
 def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -> Tensor:
     """Return function(x); on a CPU its values do not depend on an element's position.
 
     Args:
-        function: one of ACTIVATIONS, or torch.sigmoid; its gradient is torch's.
+        function: one of ACTIVATIONS, torch.sigmoid or torch.tanh; its gradient is torch's.
         x: (..., E), contiguous in the last dim.
         on_cpu: True to return the values of `ops.activate` on a CPU.
     """
@@ -230,9 +244,12 @@ class ShiftedRMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(dim))
         self.eps = eps
+        self.fuses_on_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
+        if self.fuses_on_cpu and _fuses(x, self.weight, on_cpu=True):
+            return cpu_step.normalise(x, self.weight, None, self.eps, 1.0, centres=False)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = 1.0 + self.weight.to(wide)
         return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
@@ -268,12 +285,22 @@ class LayerNorm(nn.LayerNorm):
         is_shifted: bool = False,
     ) -> None:
         super().__init__(dim, eps, elementwise_affine=has_weight, bias=has_bias)
-        self.is_shifted = is_shifted
+        self.is_shifted, self.fuses_on_cpu = is_shifted, False
         if is_shifted:
             nn.init.zeros_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dim of input (..., dim)."""
+        if self.fuses_on_cpu and _fuses(input, *self.parameters(), on_cpu=True):
+            ones = torch.ones(self.normalized_shape, dtype=input.dtype)
+            return cpu_step.normalise(
+                input,
+                ones if self.weight is None else self.weight,
+                self.bias,
+                self.eps,
+                1.0 if self.is_shifted else 0.0,
+                centres=True,
+            )
         weight = self.weight + 1 if self.is_shifted else self.weight
         return F.layer_norm(input, self.normalized_shape, weight, self.bias, self.eps)
 
@@ -329,3 +356,7 @@ class MLP(nn.Module):
         y: Tensor = activate(self.activation, self.up_proj(x), on_cpu=self.fuses_on_cpu)
         y = self.down_proj(y)
         return y
+
+
+FUSED_MODULES = (RMSNorm, ShiftedRMSNorm, LayerNorm, GatedMLP, MLP)
+"""The modules with a `fuses_on_cpu`, see `fuse_on_cpu`."""

@@ -292,7 +292,7 @@ class MultiheadLatentAttention(nn.Module):
             q_rope = torch.einsum("tm,hdm->thd", c_q, weight)
             q_rope = ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
             q_latent = torch.einsum("tm,hmr->thr", c_q, self.e)
-        o = self._attend_latents(q_latent, q_rope, ctx, kv)
+        o = self.attend_latents(q_latent, q_rope, ctx, kv)
         if self.f is not None:
             return torch.einsum("thr,hre->te", o, self.f)
         y: Tensor = self.o_proj(self._times_up(o, is_invariant, is_key=False).flatten(-2))
@@ -302,10 +302,10 @@ class MultiheadLatentAttention(nn.Module):
         """Attend from queries (T, Hq, Dn + Dr) to the latents themselves; return o (T, Hq, Dv)."""
         q_nope, q_rope = q.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
         q_latent = self._times_up(q_nope, ctx.batch_invariant, is_key=True)
-        o = self._attend_latents(q_latent, q_rope, ctx, kv)
+        o = self.attend_latents(q_latent, q_rope, ctx, kv)
         return self._times_up(o, ctx.batch_invariant, is_key=False)
 
-    def _attend_latents(
+    def attend_latents(
         self, q_latent: Tensor, q_rope: Tensor, ctx: AttentionContext, kv: LatentLayer
     ) -> Tensor:
         """Attend from (T, Hq, R) and (T, Hq, Dr) to cached latents; return o (T, Hq, R)."""

@@ -22,7 +22,16 @@ from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.nn.attention import Attention, attend_as_steps
 from tilewise.nn.experts import Experts
-from tilewise.nn.layers import MLP, GatedMLP, Parts, RankPart, RMSNorm, activate
+from tilewise.nn.layers import (
+    FUSED_MODULES,
+    GatedMLP,
+    LayerNorm,
+    Parts,
+    RankPart,
+    RMSNorm,
+    ShiftedRMSNorm,
+    activate,
+)
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.valued import valued
 from tilewise.ops import panels
@@ -97,10 +106,31 @@ class _GatedMLP(GatedMLP):
         return down
 
 
+class _ShiftedRMSNorm(ShiftedRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of x (..., dim)."""
+        with torch.no_grad():
+            value = super().forward(x)
+        return valued(super().forward(x), value)
+
+
+class _LayerNorm(LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the last dim of input (..., dim)."""
+        with torch.no_grad():
+            value = super().forward(input)
+        return valued(super().forward(input), value)
+
+
 _VALUED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _Linear,
     RMSNorm: _RMSNorm,
     GatedMLP: _GatedMLP,
+}
+# What a CPU's engine computes by kernels of its own, and a GPU's by torch's operations.
+_VALUED_ON_CPU: dict[type[nn.Module], type[nn.Module]] = {
+    ShiftedRMSNorm: _ShiftedRMSNorm,
+    LayerNorm: _LayerNorm,
 }
 
 
@@ -126,18 +156,18 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
             raise UnsupportedError(f"weights must be such that {who} them: {reason}")
     if is_on_gpu and any(isinstance(m, MultiheadLatentAttention) for m in model.modules()):
         raise UnsupportedError("attention must keep keys and values on a GPU, got latents")
+    kinds = _VALUED if is_on_gpu else _VALUED | _VALUED_ON_CPU
     for module in list(model.modules()):
-        if type(module) in _VALUED:
-            module.__class__ = _VALUED[type(module)]
-        if isinstance(module, (RMSNorm, GatedMLP, MLP)):
+        if type(module) in kinds:
+            module.__class__ = kinds[type(module)]
+        if isinstance(module, FUSED_MODULES):
             module.fuses_on_cpu = not is_on_gpu
         if isinstance(module, Attention):
             module.attends_as_cached = is_on_gpu
         if isinstance(module, Experts):
+            module.has_inference_bits, module.fuses_on_cpu = True, not is_on_gpu
             # One tile for any number of rows, as in a batch-invariant engine.
-            module.has_inference_bits = module.is_invariant = is_on_gpu
-            module.multiply = F.linear if is_on_gpu else product
-            module.fuses_on_cpu = not is_on_gpu
+            module.is_invariant = is_on_gpu
     if not is_on_gpu:
         attend_as_steps(model)
 

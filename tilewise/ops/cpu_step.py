@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE, Batch, Tables
+from tilewise.kernels.cpu.step.operands import Buffer, Heads, Held, Latents, Mixture, Norm
+from tilewise.kernels.cpu.step.panels import WIDTH
 from tilewise.ops.dispatch import kernel_module
 from tilewise.ops.panels import DTYPES
 
@@ -18,9 +21,18 @@ __all__ = [
     "GATE",
     "LOGITS",
     "STORE",
+    "WIDTH",
     "Batch",
+    "Buffer",
+    "Heads",
+    "Held",
+    "Latents",
+    "Mixture",
+    "Norm",
     "Tables",
+    "mix",
     "new_program",
+    "normalise",
     "why_not",
 ]
 
@@ -43,3 +55,34 @@ def new_program(*args: Any, **kwargs: Any) -> Program:
     """Return an empty list, see `kernels.cpu.step.program.Program`."""
     program: Program = kernel_module("step.program", "cpu").Program(*args, **kwargs)
     return program
+
+
+def normalise(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shift: float, *, centres: bool
+) -> Tensor:
+    """Return (x - mean) / sqrt(mean((x - mean)^2) + eps) (shift + weight) + bias of rows (..., E).
+
+    The bits are those of a step. Without `centres` the mean is 0; nothing is rounded in between.
+
+    Args:
+        x: float32, float16 or bfloat16, on a CPU.
+        weight, bias: (E,), of its dtype; the bias may be None.
+        eps: added to the mean square.
+        shift: added to the weight.
+        centres: True to subtract the mean.
+    """
+    launch = kernel_module("step.whole_norm", "cpu").launch
+    y: Tensor = launch(x, weight, bias, eps, shift, centres=centres)
+    return y
+
+
+def mix(x: Tensor, logits: Tensor, mixture: Mixture) -> Tensor:
+    """Return what a mixture of experts makes of rows, with the bits of a step.
+
+    Args:
+        x: (T, E) float32, float16 or bfloat16, on a CPU: the dtype of the mixture.
+        logits: (T, N) of the experts, in x's dtype or float32.
+        mixture: the packed experts, and how they are chosen.
+    """
+    y: Tensor = kernel_module("step.mixed_rows", "cpu").launch(x, logits, mixture)
+    return y

@@ -41,6 +41,8 @@ def activate(x: Tensor, function: str) -> Tensor:
     elif function == "gelu_tanh":
         inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
         y = wide * torch.sigmoid(2 * inner)  # 0.5 (1 + tanh(u)) = sigmoid(2 u)
+    elif function == "tanh":
+        y = torch.tanh(wide)
     else:
         y = torch.sigmoid(wide)
         if function == "silu":

@@ -10,14 +10,12 @@ op of `ops`, and what lies between two of them a compiled call.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise import ops
-from tilewise.cache.spec import KVLayer
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch
 from tilewise.engine.sizing import widest_batch
@@ -27,11 +25,10 @@ from tilewise.engine.steps.runner import ModelRunner, Samples
 from tilewise.engine.steps.sampler import greedy_tokens, is_greedy, sample
 from tilewise.engine.steps.teams import Teams
 from tilewise.models.decoder import Decoder
+from tilewise.nn.context import AttentionContext
+from tilewise.nn.experts import Experts
 from tilewise.nn.packed import PackedLinear
 from tilewise.ops import cpu_step as step
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["CompiledRunner", "runner_for", "why_not"]
 
@@ -43,7 +40,6 @@ WORK_PER_THREAD = 2**21
 # threads that they cost in each layer. The story model, two cores of a Xeon with AMX, 2026-11-23:
 # a prompt of 30 tokens 6.8 -> 2.5 ms, of 200 (2^23.3) 13.5 -> 9.7, of 300 (2^24.5) 19.5 -> 21.1.
 MOST_WORK_BY_ROWS = 2**23
-_ALL_BUFFERS = ("x", "h", "qkv", "o", "act", "final", "logits")
 
 
 def _most_threads(num_multiplications: int) -> int:
@@ -104,14 +100,15 @@ class CompiledRunner(ModelRunner):
         if reason is not None:
             raise ValueError(f"model must be one that a compiled step can run: {reason}")
         linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
-        self._num_weights = sum(linear.panels.num_weights for linear in linears)
+        self._num_weights = sum(linear.panels.num_weights for linear in linears) + sum(
+            module.num_active_weights for module in model.modules() if isinstance(module, Experts)
+        )
         super().__init__(
             model, storage, num_parameters=self._num_weights, batch_invariant=batch_invariant
         )
         self._config = model.config
-        caches = cast(list[KVLayer], storage.layers)
         self.program, self._attention, self._reserve_angles = model.cpu_program(
-            caches, batch_invariant=batch_invariant
+            storage.layers, batch_invariant=batch_invariant
         )
         self._segments = self._split()
         self.teams = Teams()
@@ -127,9 +124,9 @@ class CompiledRunner(ModelRunner):
         """
         groups = self._group_of or (0,) * len(self._attention)
         edges = [(0, groups[0])]
-        for place, group in zip(self._attention, groups, strict=True):
+        for attention, group in zip(self._attention, groups, strict=True):
             if group != edges[-1][1]:
-                edges.append((place - 1, group))  # keys are written right before they are read
+                edges.append((attention.writes, group))
         ends = [*(first for first, _ in edges[1:]), len(self.program)]
         return [(first, end, group) for (first, group), end in zip(edges, ends, strict=True)]
 
@@ -178,7 +175,7 @@ class CompiledRunner(ModelRunner):
     def _decode(self, inputs: DecodeArrays) -> Tensor:
         program, rows = self.program, inputs.rows
         count = len(rows.ids)
-        program.reserve(count, _ALL_BUFFERS)
+        program.reserve(count, count)
         buffer = program.buffers["logits"]
         known, logits, array = self._logits
         if known is not buffer or len(array) != count:
@@ -211,8 +208,7 @@ class CompiledRunner(ModelRunner):
             slots, table = other.slot_mapping.numpy(), other.block_table.numpy()
             batches.append(batch._replace(slots=slots, table=table))
         num_rows, num_sampled = len(batch.ids), len(batch.sampled)
-        program.reserve(num_rows, ("x", "h", "qkv", "o", "act"))
-        program.reserve(num_sampled, ("final", "logits"))
+        program.reserve(num_rows, num_sampled)
         tables = self._rotations(int(batch.lengths.max()))
         end = len(program) if num_sampled else len(program) - 2
         is_decode = ctx.max_seqlen_q == 1
@@ -229,11 +225,13 @@ class CompiledRunner(ModelRunner):
         else:
             first = 0
             with self.threads(num_rows):
-                for layer, place in enumerate(self._attention):
+                for layer, attention in enumerate(self._attention):
                     group = self._group_of[layer] if self._group_of else 0
-                    program.run(batches[group], tables, num_threads, first, place)
-                    self._attend(layer, inputs)
-                    first = place + 1
+                    program.run(batches[group], tables, num_threads, first, attention.first)
+                    attention.attend(
+                        self._context(layer, inputs), self.storage.layers[layer], num_rows
+                    )
+                    first = attention.end
             program.run(batch, tables, num_threads, first, end)
         self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / num_rows)
         self._last = batch, tables
@@ -260,7 +258,7 @@ class CompiledRunner(ModelRunner):
         """
         batch, tables = self._last
         program, end = self.program, len(self.program)
-        program.reserve(len(rows), ("final", "logits"))
+        program.reserve(0, len(rows))
         most = _most_threads(len(rows) * self._num_weights)
         sampled = batch._replace(sampled=rows.numpy())
         program.run(sampled, tables, most, end - 2, end)  # the last norm and the head
@@ -274,7 +272,7 @@ class CompiledRunner(ModelRunner):
         """
         batch, tables = self._last
         program, end = self.program, len(self.program)
-        program.reserve(len(rows), ("final",))
+        program.reserve(0, len(rows))
         sampled = batch._replace(sampled=rows.numpy())
         program.run(sampled, tables, 1, end - 2, end - 1)  # the last norm
         return program.buffers["final"][: len(rows), : self._config.hidden_size]
@@ -302,30 +300,12 @@ class CompiledRunner(ModelRunner):
             self._num_angles, self._angles = len(cos), self.program.with_angles(cos, sin)
         return self._angles
 
-    def _attend(self, layer: int, inputs: ModelInputs) -> None:
-        """Attention of one layer where a sequence has several rows: an op, not one of the list."""
-        config, ctx = self._config, inputs.ctx.of_layer(layer)
-        rows, dim = len(inputs.ids), config.head_dim
-        qkv, o = self.program.buffers["qkv"], self.program.buffers["o"]
-        q = qkv[:rows, : config.num_q_heads * dim].unflatten(-1, (config.num_q_heads, dim))
-        k_cache, v_cache, *rest = self.storage.layers[layer]
-        k_scale, v_scale = rest or (None, None)
-        attended = ops.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            block_table=ctx.block_table,
-            seqlens_k=ctx.seqlens_k,
-            cu_seqlens_q=ctx.cu_seqlens_q,
-            max_seqlen_q=ctx.max_seqlen_q,
-            softmax_scale=config.layers[layer].attention.softmax_scale,
-            window=config.layers[layer].attention.window,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            tree_mask=ctx.tree_mask,
-            batch_invariant=self.batch_invariant,
-        )
-        o[:rows, : config.num_q_heads * dim] = attended.flatten(-2)
+    def _context(self, layer: int, inputs: ModelInputs) -> AttentionContext:
+        """Where the rows of a layer belong, for attention as an op."""
+        ctx = inputs.ctx.of_layer(layer)
+        if ctx.batch_invariant != self.batch_invariant:
+            ctx = replace(ctx, batch_invariant=self.batch_invariant)
+        return ctx
 
 
 def _by_rows(batch: step.Batch) -> step.Batch:

@@ -43,7 +43,7 @@ from tilewise.kernels.spec import LatentTensors, PagedSpec
 from tilewise.kernels.tiles.paged import TileConfig
 
 # Unless batch-invariant: more tasks would only add partial sums, fewer would leave cores idle.
-_TASKS_PER_CORE = 4
+TASKS_PER_CORE = 4
 
 
 def why_not(spec: PagedSpec) -> str | None:
@@ -91,7 +91,7 @@ class LatentForwardPlan:
         self._like = np.empty(0, self._real)
         self._packed_like = np.empty(0, packed_type(spec.dtype, simd.HAS_BF16_DOT and is_narrow))
         # The machine's cores rather than the threads in use, on which results must not depend.
-        self._split_tasks = _TASKS_PER_CORE * (os.cpu_count() or 1)
+        self._split_tasks = TASKS_PER_CORE * (os.cpu_count() or 1)
         self._sums_of_row = -(-spec.v_head_dim // 32) * 32 + ACC_PAD
 
     def run(self, *tensors: Tensor | None) -> Results:

@@ -10,26 +10,53 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Operations, and the columns of their rows.
-EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
+# Operations. From OWN_KERNEL on each is a kernel of its own, called by its address.
+EMBED, NORM, PRODUCT, ROTATE, ATTEND, OWN_KERNEL = range(6)
+# Columns of their rows.
 (CODE, SOURCE, SOURCE_ROW, TARGET, TARGET_ROW, WEIGHT, INPUTS, GROUPS, BIAS, EPILOGUE, IS_SAMPLED,
- LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW, FORM, JOINS, Q_NORM, K_NORM,
- NORM_CODE) = range(22)  # fmt: skip
-NUM_COLUMNS = 22
+ LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW, FORM, JOINS, Q_NORM, K_NORM, NORM_CODE,
+ KIND, COPIES, PARTS, PIECES, SOURCE_STEP, TARGET_STEP, OUTPUTS, NUM_Q, NUM_KV, DIM, V_DIM, HALF,
+ ANGLES, IS_INTERLEAVED, Q_AT, K_AT, V_AT, Q_STEP, K_BLOCK, K_ROW, K_HEAD, V_BLOCK, V_ROW, V_HEAD,
+ SCALE_BLOCK, SCALE_ROW, SCALE_HEAD, FUNCTION, KERNEL, CHUNK, EXTRA, EXTRA_ROW, Q_WEIGHT, Q_BIAS,
+ K_WEIGHT, K_BIAS, NORM_STEP, IS_AFTER, PHASE, NUM_EXPERTS, NUM_ACTIVE, SCORES, IS_NORMALISED,
+ NUM_GROUPS, ACTIVE_GROUPS, BEST_IN_GROUP, CORRECTION, EXPERT_SCALE, PLACES, ORDER, WEIGHTS,
+ GATE_ROWS, GATE_STRIDE) = range(75)  # fmt: skip
+NUM_COLUMNS = 75
 FRAME = WEIGHT
 # JOINS: for a norm, whether the threads of the next product may compute it themselves; for a
 # product, whether a thread may apply the rotation that follows to its own results: then the number
 # of groups that contain whole heads, otherwise 0.
 # FRAME: for attention, the address of the part of its problem that is the same in all steps, see
 # `attention/frame.py`; it has no weight.
-# Q_NORM, K_NORM: for a rotation, the addresses of the weights of the heads' norms, 0 without;
-# NORM_CODE is their dtype.
+# Q_NORM, K_NORM: for a rotation, the addresses of the weights of the heads' norms, 0
+# without; NORM_CODE is their dtype.
+# Q_WEIGHT, Q_BIAS, K_WEIGHT, K_BIAS: the addresses of weights and biases of norms of heads that
+# round, of the kind KIND; NORM_STEP: the bytes from head to head of them; IS_AFTER: whether they
+# follow the rotation.
+# Q_AT, K_AT, V_AT: where q, k and v begin in a row; Q_STEP: from a query head to the next.
+# BIAS of an embedding: the address of a table whose rows are added by position.
+# EXTRA: the address of rows that are added to the sums of ADD before the target is, or 0.
+# COPIES: how many rows there are for each token; PARTS: how many products or norms of equal size
+# lie side by side in a row, SOURCE_STEP and TARGET_STEP apart; PIECES: the address of the runs of
+# rows of each expert, see `mixture.py`.
+# WEIGHT: with PARTS or PIECES, the address of pairs of addresses, of weights and of biases.
+# NORM_STEP of a norm of parts: the bytes from a part's weights to the next's.
+# OUTPUTS: how many columns a product may write; 0 for whole groups, which buffers have room for.
+# PHASE ... GATE_STRIDE: see `mixture.py`.
 # Layout of a weight: rows (only for an embedding table), panels, or 8-bit panels.
 ROWS, PANELS, PANELS_OF_INT8 = range(3)
 
-# What is done with the sums of a product: stored, added to the target, used as a gate and its
-# factor, or rounded and stored as float32; see `layers.py`.
+# What is done with the sums of a product: stored (after a function), added to the target, used as
+# a gate and its factor, or rounded and stored as float32; see `layers.py`.
 STORE, ADD, GATE, LOGITS = range(4)
+# Bits of KIND, of a norm: the quotient is rounded before the weight multiplies it; the mean is
+# subtracted first; the row is a part of a wider one.
+ROUNDS, CENTRES, IS_PART = 1, 2, 4
+# Columns of the numbers of an operation: epsilon; the factor of an embedding, of what is added to
+# the target, or of logits; what is added to the weight of a norm; the bound and the factor of
+# gpt-oss's gate; the softcap of logits.
+EPS, FACTOR, SHIFT, LIMIT, ALPHA, CAP = range(6)
+NUM_NUMBERS = 6
 
 
 class Batch(NamedTuple):
@@ -52,33 +79,24 @@ class Batch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The numbers that all attention operations of a list share.
+    """The numbers that all operations of a list share.
 
-    They are the numbers of heads, the channels, the dtype codes and, for the cache, the bytes from
-    block to block and so on, equal for keys and values.
+    They are the dtype codes of the model and of its cache, the tokens of a block, and the widest
+    head.
     """
 
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    half: int
     code: int
     cache_code: int
-    cache_size: int
     block_size: int
-    block_bytes: int
-    row_bytes: int
-    head_bytes: int
-    scale_block: int
-    scale_row: int
-    scale_head: int
+    most_dim: int
 
 
 class Tables(NamedTuple):
-    """The constant arrays: cosines and sines of all positions, flat."""
+    """The constant arrays: cosines and sines of all positions, flat, `row` numbers a position."""
 
     cos: np.ndarray
     sin: np.ndarray
+    row: int
 
 
 class Workspace(NamedTuple):
@@ -96,7 +114,6 @@ class Likes(NamedTuple):
         attend: the address of `attend_rows`, or of the kernel in `paged/decode_tiles.py` if
             in_tiles is 1.
         cache_size, packed_size: the bytes of an element of the cache and of packed queries.
-        chunk: the keys of a chunk.
     """
 
     real: np.ndarray
@@ -105,4 +122,3 @@ class Likes(NamedTuple):
     in_tiles: int
     cache_size: int
     packed_size: int
-    chunk: int

@@ -16,13 +16,23 @@ from numba import types
 
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.threads import inner
-from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, PANELS_OF_INT8, ROWS, STORE
+from tilewise.kernels.cpu.step.codes import (
+    ADD,
+    CENTRES,
+    GATE,
+    IS_PART,
+    PANELS_OF_INT8,
+    ROUNDS,
+    ROWS,
+    STORE,
+)
 from tilewise.kernels.cpu.step.dequantise import (
     add_scaled,
     embed_output,
     part_of,
     widen_steps,
 )
+from tilewise.kernels.cpu.step.functions import CLAMPED, SIGMOID, applied
 from tilewise.kernels.cpu.step.int8 import SCALE_BYTES, STEP_BYTES, STEPS
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_pairs, has_words, multiply_rows
@@ -36,7 +46,6 @@ from tilewise.kernels.cpu.step.words import (
 )
 
 BLOCK_ROWS = 32  # rows of a block of sums
-LOG2_E = 1.4426950408889634
 
 
 @inner
@@ -46,6 +55,17 @@ def bytes_of_group(word_like, inputs, is_int8):
     if is_int8:
         return steps * STEP_BYTES + (steps + STEPS - 1) // STEPS * SCALE_BYTES
     return steps * STEP * WIDTH * word_like.itemsize
+
+
+@inner
+def copy_words(word_like, target, source, count):
+    """Copy `count` words of the model's dtype."""
+    size = word_like.itemsize
+    for column in range(count):
+        if size == 2:
+            copy_half_word(target + 2 * column, source + 2 * column)
+        else:
+            copy_word(target + 4 * column, source + 4 * column)
 
 
 @inner
@@ -59,11 +79,7 @@ def embed_row(word_like, like, token, table, inputs, form, target, wide):
     size = word_like.itemsize
     if form == ROWS:
         start = table + token * inputs * size
-        for column in range(inputs):
-            if size == 2:
-                copy_half_word(target + 2 * column, start + 2 * column)
-            else:
-                copy_word(target + 4 * column, start + 4 * column)
+        copy_words(word_like, target, start, inputs)
         # The padding of a row may contain NaN from the row before it.
         for byte in range(inputs * size, (inputs + STEP - 1) // STEP * STEP * size, 2):
             clear_half_word(target + byte)
@@ -88,81 +104,173 @@ def embed_row(word_like, like, token, table, inputs, form, target, wide):
 
 
 @inner
-def normalise_row(word_like, like, source, target, weight, dim, eps):
-    """target = round(source / sqrt(mean(source^2) + eps)) * weight; the padding becomes zero."""
+def scale_row(word_like, like, row, inputs, factor, other, wide):
+    """row = round(round(row * factor) + other), `other` the address of a row without padding or 0.
+
+    Args:
+        wide: the address of scratch for a register of words.
+    """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
-    squares = simd.splat(like, 0.0)
-    columns = (dim + lanes - 1) // lanes * lanes
-    for column in range(0, columns, lanes):
-        x = get(word_like, source + column * size)
-        squares = simd.fma(x, x, squares)
-    factor = types.float32(1.0 / math.sqrt(types.float64(simd.sum_lanes(squares)) / dim + eps))
     factors = simd.splat(like, factor)
-    for column in range(0, columns, lanes):
-        x = rounded(word_like, simd.mul(get(word_like, source + column * size), factors))
-        put(word_like, target + column * size, simd.mul(x, get(word_like, weight + column * size)))
+    for column in range(0, inputs, lanes):
+        x = rounded(word_like, simd.mul(get(word_like, row + column * size), factors))
+        if other != 0:
+            start = other + column * size
+            if column + lanes > inputs:  # what follows the row may be no memory
+                put(word_like, wide, simd.splat(like, 0.0))
+                copy_words(word_like, wide, start, inputs - column)
+                start = wide
+            x = simd.add(x, get(word_like, start))
+        put(word_like, row + column * size, x)
 
 
 @inner
-def _store_sums(word_like, like, c, rows, bias, target, target_row):
-    """target = round(sums + bias)."""
+def _get_some(word_like, like, address, column, count):
+    """Return the register at `column` of a row of `count` words, zeros after its end."""
+    x = get(word_like, address + column * word_like.itemsize)
+    if column + simd.REGISTER_BYTES // 4 > count:
+        mask = simd.within(like, types.int64(column), types.int64(0), types.int64(count))
+        x = simd.select(mask, x, simd.splat(like, 0.0))
+    return x
+
+
+@inner
+def normalise_row(word_like, like, source, target, weight, bias, dim, eps, shift, factor, kind,
+                  adds, spare):  # fmt: skip
+    """target = (x - mean) / sqrt(mean((x - mean)^2) + eps) (shift + weight) + bias of a row.
+
+    Without CENTRES the mean is 0. With ROUNDS the quotient is rounded before it is multiplied.
+    Without IS_PART the padding of the target, up to whole registers, becomes zero.
+
+    Args:
+        weight, bias: addresses, followed by zeros up to whole registers; bias may be 0 for none.
+        kind: the bits ROUNDS, CENTRES and IS_PART.
+        adds: True if the target is increased by the rounded result, rounded again times `factor`.
+        spare: the address of scratch for a register of words.
+    """
+    size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
+    zero = simd.splat(like, 0.0)
+    mean = zero
+    if kind & CENTRES:
+        total = zero
+        for column in range(0, dim, lanes):
+            total = simd.add(total, _get_some(word_like, like, source, column, dim))
+        mean = simd.splat(like, types.float32(types.float64(simd.sum_lanes(total)) / dim))
+    squares = zero
+    for column in range(0, dim, lanes):
+        x = simd.sub(_get_some(word_like, like, source, column, dim), mean)
+        if column + lanes > dim:
+            mask = simd.within(like, types.int64(column), types.int64(0), types.int64(dim))
+            x = simd.select(mask, x, zero)
+        squares = simd.fma(x, x, squares)
+    inverse = types.float32(1.0 / math.sqrt(types.float64(simd.sum_lanes(squares)) / dim + eps))
+    inverses, shifts = simd.splat(like, inverse), simd.splat(like, shift)
+    factors = simd.splat(like, factor)
+    for column in range(0, dim, lanes):
+        x = simd.mul(simd.sub(_get_some(word_like, like, source, column, dim), mean), inverses)
+        if kind & ROUNDS:
+            x = rounded(word_like, x)
+        x = simd.mul(x, simd.add(get(word_like, weight + column * size), shifts))
+        if bias != 0:
+            x = simd.add(x, get(word_like, bias + column * size))
+        at = target + column * size
+        if adds:
+            x = rounded(word_like, simd.mul(rounded(word_like, x), factors))
+            x = simd.add(get(word_like, at), x)
+        if column + lanes <= dim:
+            put(word_like, at, x)
+        elif kind & IS_PART:
+            put(word_like, spare, x)
+            copy_words(word_like, at, spare, dim - column)
+        else:
+            mask = simd.within(like, types.int64(column), types.int64(0), types.int64(dim))
+            put(word_like, at, simd.select(mask, x, zero))
+
+
+@inner
+def _with_bias(like, c, bias, row, column):
+    """Return a register of sums + bias."""
+    x = get(like, c + 4 * (row * WIDTH + column))
+    return x if bias == 0 else simd.add(x, get(like, bias + 4 * column))
+
+
+@inner
+def _store_sums(word_like, like, c, rows, bias, target, target_row, function, outputs):
+    """target = round(f(round(sums + bias))), of the first `outputs` columns."""
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     for row in range(rows):
         start = target + row * target_row
         for column in range(0, WIDTH, lanes):
-            x = get(like, c + 4 * (row * WIDTH + column))
-            if bias != 0:
-                x = simd.add(x, get(like, bias + 4 * column))
-            put(word_like, start + column * size, x)
+            x = applied(like, function, rounded(word_like, _with_bias(like, c, bias, row, column)))
+            if column + lanes <= outputs:
+                put(word_like, start + column * size, x)
+            elif column < outputs:
+                spare = c + 4 * (row * WIDTH + column)  # the sums themselves are no longer needed
+                put(word_like, spare, x)
+                copy_words(word_like, start + column * size, spare, outputs - column)
 
 
 @inner
-def _add_sums(word_like, like, c, rows, bias, target, target_row):
-    """target = round(target + round(sums + bias))."""
+def _add_sums(word_like, like, c, rows, bias, target, target_row, factor, extra, extra_row):
+    """target = round(target + round(extra + round(round(sums + bias) * factor))).
+
+    Args:
+        extra: the address of rows, or 0 for none.
+    """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
+    factors = simd.splat(like, factor)
     for row in range(rows):
         start = target + row * target_row
         for column in range(0, WIDTH, lanes):
-            x = get(like, c + 4 * (row * WIDTH + column))
-            if bias != 0:
-                x = simd.add(x, get(like, bias + 4 * column))
+            x = rounded(word_like, _with_bias(like, c, bias, row, column))
+            x = rounded(word_like, simd.mul(x, factors))
+            if extra != 0:
+                other = get(word_like, extra + row * extra_row + column * size)
+                x = rounded(word_like, simd.add(other, x))
             at = start + column * size
-            put(word_like, at, simd.add(get(word_like, at), rounded(word_like, x)))
+            put(word_like, at, simd.add(get(word_like, at), x))
 
 
 @inner
-def _gate_sums(word_like, like, c, rows, bias, target, target_row):
-    """target = round(round(silu(gate)) * up); sums are 16 of gate, 16 of up, and so on."""
+def _gate_sums(word_like, like, c, rows, bias, target, target_row, function, limit, alpha):
+    """target = round(round(f(gate)) * up); sums are 16 of gate, 16 of up, and so on.
+
+    CLAMPED is (up + 1) (gate sigmoid(alpha gate)) of a gate of at most `limit`, and of an up of at
+    most that size, each operation rounded; see `ops.expert_mlp`.
+    """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
-    one, log2_e = simd.splat(like, 1.0), simd.splat(like, -LOG2_E)
+    one, alphas = simd.splat(like, 1.0), simd.splat(like, alpha)
+    most, least = simd.splat(like, limit), simd.splat(like, -limit)
     for row in range(rows):
         start = target + row * target_row
         for pair in range(0, WIDTH, 2 * COLUMNS):
             for column in range(0, COLUMNS, lanes):
-                at = c + 4 * (row * WIDTH + pair + column)
-                gate, up = get(like, at), get(like, at + 4 * COLUMNS)
-                if bias != 0:
-                    where = bias + 4 * (pair + column)
-                    gate = simd.add(gate, get(like, where))
-                    up = simd.add(up, get(like, where + 4 * COLUMNS))
-                gate, up = rounded(word_like, gate), rounded(word_like, up)
-                # exp2 accepts arguments of at most 126; beyond, silu is below 2^-119 of them.
-                exponent = simd.minimum(simd.mul(gate, log2_e), simd.splat(like, 126.0))
-                silu = simd.div(gate, simd.add(one, simd.exp2(exponent)))
-                x = simd.mul(rounded(word_like, silu), up)
-                put(word_like, start + (pair // 2 + column) * size, x)
+                gate = rounded(word_like, _with_bias(like, c, bias, row, pair + column))
+                up = rounded(word_like, _with_bias(like, c, bias, row, pair + COLUMNS + column))
+                if function == CLAMPED:
+                    gate = simd.minimum(gate, most)
+                    up = simd.maximum(least, simd.minimum(up, most))
+                    share = rounded(word_like, simd.mul(gate, alphas))
+                    share = rounded(word_like, applied(like, SIGMOID, share))
+                    gate = rounded(word_like, simd.mul(gate, share))
+                    up = rounded(word_like, simd.add(up, one))
+                else:
+                    gate = rounded(word_like, applied(like, function, gate))
+                put(word_like, start + (pair // 2 + column) * size, simd.mul(gate, up))
 
 
 @inner
-def _store_logits(word_like, like, c, rows, bias, target, target_row):
-    """target = round(sums + bias), as float32."""
+def _store_logits(word_like, like, c, rows, bias, target, target_row, factor, cap):
+    """target = cap tanh(x / cap) of x = round(sums + bias) * factor, as float32."""
     lanes = simd.REGISTER_BYTES // 4
+    factors, caps = simd.splat(like, factor), simd.splat(like, cap)
     for row in range(rows):
         for column in range(0, WIDTH, lanes):
-            x = get(like, c + 4 * (row * WIDTH + column))
-            if bias != 0:
-                x = simd.add(x, get(like, bias + 4 * column))
-            put(like, target + row * target_row + 4 * column, rounded(word_like, x))
+            x = rounded(word_like, _with_bias(like, c, bias, row, column))
+            x = simd.mul(x, factors)
+            if cap > 0.0:
+                x = simd.mul(simd.tanh(simd.div(x, caps)), caps)
+            put(like, target + row * target_row + 4 * column, x)
 
 
 @inner
@@ -200,11 +308,16 @@ def multiply_int8(word_like, like, c, rows, a, lda, group, inputs, words, are_wi
 
 @inner
 def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, inputs, first, end,
-                  bias, epilogue, target, target_row, c, wide, words, must_widen):  # fmt: skip
+                  bias, epilogue, function, factor, limit, alpha, cap, outputs, extra, extra_row,
+                  target, target_row, c, wide, words, must_widen):  # fmt: skip
     """Compute groups first ... end - 1 of a product for some rows, with the epilogue.
 
     Args:
         source, source_row: the address of the rows, in full blocks of 32, and the bytes of a row.
+        function: the number of the function of STORE or GATE.
+        factor, limit, alpha, cap: the numbers of the epilogue, see `codes.py`.
+        outputs: the columns to be written of STORE, or 0 for all of the groups.
+        extra, extra_row: the address and the bytes of rows that ADD adds as well; 0 for none.
         c: the address of scratch for 32 x 64 sums, twice.
         words: the address of scratch for words, used if `is_int8`: the words of one scale, or with
             more than 32 rows of a whole group.
@@ -225,9 +338,10 @@ def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, in
         out = group * WIDTH * size
         if epilogue == GATE:
             out //= 2
-        elif epilogue == LOGITS:
+        elif epilogue > GATE:  # logits
             out = group * WIDTH * 4
         where = 0 if bias == 0 else bias + 4 * group * WIDTH
+        columns = WIDTH if outputs == 0 else outputs - group * WIDTH
         for row in range(0, rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, rows - row)
             at = a + row * lda
@@ -237,10 +351,15 @@ def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, in
                 multiply_rows(word_like, c, count, at, lda, start, inputs)
             to = target + row * target_row + out
             if epilogue == STORE:
-                _store_sums(word_like, like, c, count, where, to, target_row)
+                _store_sums(word_like, like, c, count, where, to, target_row, function, columns)
             elif epilogue == ADD:
-                _add_sums(word_like, like, c, count, where, to, target_row)
+                other = extra
+                if extra != 0:
+                    other += row * extra_row + out
+                _add_sums(word_like, like, c, count, where, to, target_row, factor, other,
+                          extra_row)  # fmt: skip
             elif epilogue == GATE:
-                _gate_sums(word_like, like, c, count, where, to, target_row)
+                _gate_sums(word_like, like, c, count, where, to, target_row, function, limit,
+                           alpha)  # fmt: skip
             else:
-                _store_logits(word_like, like, c, count, where, to, target_row)
+                _store_logits(word_like, like, c, count, where, to, target_row, factor, cap)

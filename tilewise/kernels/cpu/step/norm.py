@@ -132,10 +132,12 @@ def _normalise_rows(like, code, x, x_row, added, added_row, has_residual, weight
                 if is_half:
                     # rounded by the store
                     load_row(like, code, row, 0, total + index * to_row, dim)
-            factor = 1.0 / math.sqrt(_sum_of_squares(row, dim) / dim + eps)
+            # In the type of the row: a factor of float64 would round the elements after the last
+            # whole register otherwise than those before.
+            factor = row.dtype.type(1.0 / math.sqrt(_sum_of_squares(row, dim) / dim + eps))
             if is_half:
                 store_row(like, code, row, 0, factor, y + index * to_row, dim)
                 load_row(like, code, row, 0, y + index * to_row, dim)  # rounded by the store
-                factor = 1.0
+                factor = row.dtype.type(1.0)
             multiply_row(row, weights, dim)
             store_row(like, code, row, 0, factor, y + index * to_row, dim)

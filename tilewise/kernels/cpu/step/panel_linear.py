@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise.kernels.cpu.machine import amx
 from tilewise.kernels.cpu.machine.threads import keep_alive, kernel, next_task, run_tasks, scratch
 from tilewise.kernels.cpu.step.codes import STORE
+from tilewise.kernels.cpu.step.functions import IDENTITY
 from tilewise.kernels.cpu.step.int8 import STEPS
 from tilewise.kernels.cpu.step.layers import BLOCK_ROWS, multiply_task
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, row_stride
@@ -66,7 +67,7 @@ def _multiply(word_like, like, source, source_row, rows, chunk, weight, is_int8,
     c_at, words_at = types.int64(c.ctypes.data), types.int64(words.ctypes.data)
     wide_at = types.int64(wide.ctypes.data)
     per_chunk = (groups + GROUPS_PER_TASK - 1) // GROUPS_PER_TASK
-    held = -1
+    held, none = -1, 0.0
     while True:
         task = next_task(counter)
         if task >= num_tasks:
@@ -76,8 +77,9 @@ def _multiply(word_like, like, source, source_row, rows, chunk, weight, is_int8,
         multiply_task(
             word_like, like, source + which * chunk * source_row, source_row,
             min(chunk, rows - which * chunk), weight, is_int8, inputs, first,
-            min(first + GROUPS_PER_TASK, groups), bias, STORE,
-            target + which * chunk * target_row, target_row, c_at, wide_at, words_at, held != which,
+            min(first + GROUPS_PER_TASK, groups), bias, STORE, IDENTITY, none, none, none, none, 0,
+            0, 0, target + which * chunk * target_row, target_row, c_at, wide_at, words_at,
+            held != which,
         )  # fmt: skip
         held = which
     if has_tiles(word_like):

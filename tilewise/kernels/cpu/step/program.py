@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,7 +29,18 @@ from tilewise.kernels.cpu.attention.problem import (
     Sizes,
     packed_type,
 )
-from tilewise.kernels.cpu.machine import threads
+from tilewise.kernels.cpu.latent.kernel import (
+    LOG2_E,
+    attend_latents,
+    merge_splits,
+)
+from tilewise.kernels.cpu.latent.kernel import Arrays as LatentArrays
+from tilewise.kernels.cpu.latent.kernel import Sizes as LatentSizes
+from tilewise.kernels.cpu.latent.plan import TASKS_PER_CORE
+from tilewise.kernels.cpu.latent.tiles import ACC_PAD, PAD, ROWS
+from tilewise.kernels.cpu.machine import amx, threads
+from tilewise.kernels.cpu.machine.calls import address_of
+from tilewise.kernels.cpu.machine.frame import words_of
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
 from tilewise.kernels.cpu.machine.simd import HAS_BF16_DOT, REGISTER_BYTES
 from tilewise.kernels.cpu.paged.decode import SPLIT, chunk_of
@@ -37,36 +48,103 @@ from tilewise.kernels.cpu.paged.decode_launch import address_of_rows, key_bytes,
 from tilewise.kernels.cpu.paged.decode_tiles import address_of_tiles
 from tilewise.kernels.cpu.paged.plan import CODES
 from tilewise.kernels.cpu.step.codes import (
+    ACTIVE_GROUPS,
+    ADD,
+    ALPHA,
+    ANGLES,
     ATTEND,
+    BEST_IN_GROUP,
     BIAS,
+    CAP,
+    CENTRES,
+    CHUNK,
     CODE,
+    COPIES,
+    CORRECTION,
+    DIM,
     EMBED,
     EPILOGUE,
+    EPS,
+    EXPERT_SCALE,
+    EXTRA,
+    EXTRA_ROW,
+    FACTOR,
     FORM,
     FRAME,
+    FUNCTION,
+    GATE,
+    GATE_ROWS,
+    GATE_STRIDE,
     GROUPS,
+    HALF,
     INPUTS,
+    IS_AFTER,
+    IS_INTERLEAVED,
+    IS_NORMALISED,
+    IS_PART,
     IS_SAMPLED,
     JOINS,
+    K_AT,
+    K_BIAS,
+    K_BLOCK,
     K_CACHE,
+    K_HEAD,
     K_NORM,
+    K_ROW,
     K_SCALE,
+    K_WEIGHT,
+    KERNEL,
+    KIND,
     LAYER,
+    LIMIT,
     NORM,
     NORM_CODE,
+    NORM_STEP,
+    NUM_ACTIVE,
     NUM_COLUMNS,
+    NUM_EXPERTS,
+    NUM_GROUPS,
+    NUM_KV,
+    NUM_NUMBERS,
+    NUM_Q,
+    ORDER,
+    OUTPUTS,
+    OWN_KERNEL,
     PANELS,
     PANELS_OF_INT8,
+    PARTS,
+    PHASE,
+    PIECES,
+    PLACES,
     PRODUCT,
+    Q_AT,
+    Q_BIAS,
     Q_NORM,
+    Q_STEP,
+    Q_WEIGHT,
     ROTATE,
+    ROUNDS,
+    SCALE_BLOCK,
+    SCALE_HEAD,
+    SCALE_ROW,
+    SCORES,
+    SHIFT,
     SOURCE,
     SOURCE_ROW,
+    SOURCE_STEP,
+    STORE,
     TARGET,
     TARGET_ROW,
+    TARGET_STEP,
+    V_AT,
+    V_BLOCK,
     V_CACHE,
+    V_DIM,
+    V_HEAD,
+    V_ROW,
     V_SCALE,
     WEIGHT,
+    WEIGHTS,
     WINDOW,
     Batch,
     Likes,
@@ -75,11 +153,22 @@ from tilewise.kernels.cpu.step.codes import (
     Workspace,
 )
 from tilewise.kernels.cpu.step.crew import SYSCALL, Crew
+from tilewise.kernels.cpu.step.functions import CLAMPED
+from tilewise.kernels.cpu.step.functions import CODES as FUNCTIONS
+from tilewise.kernels.cpu.step.latents import (
+    ATTEND_LATENTS,
+    MERGE,
+    attend_rows_to_latents,
+)
+from tilewise.kernels.cpu.step.latents import NUM_STARTS as NUM_LATENT_STARTS
 from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
 from tilewise.kernels.cpu.step.meeting import LINE
-from tilewise.kernels.cpu.step.panels import WIDTH, Panels, padded, row_stride
+from tilewise.kernels.cpu.step.mixture import COMBINE, FLOATS, GATHER, ROUTE, mix_rows
+from tilewise.kernels.cpu.step.operands import Buffer, Heads, Held, Latents, Mixture, Norm
+from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
 from tilewise.kernels.cpu.step.run import (
     ASKED,
+    CHUNK_BYTES,
     FIRST_COUNTER,
     MOST_MEMBERS,
     OWN,
@@ -87,8 +176,9 @@ from tilewise.kernels.cpu.step.run import (
     STOPPED,
     run_list,
 )
+from tilewise.kernels.cpu.step.wide_product import multiply_wide
 
-__all__ = ["REAL_LIKE", "WORD_LIKE", "Buffer", "Program"]
+__all__ = ["REAL_LIKE", "WORD_LIKE", "Program"]
 
 WORD_LIKE = {
     torch.bfloat16: np.empty(0, np.uint16),
@@ -113,9 +203,6 @@ def _form_of(weight: Panels) -> int:
     return PANELS_OF_INT8 if weight.is_int8 else PANELS
 
 
-Held = Callable[[], Tensor]  # a function that returns a weight as its module holds it now
-
-
 @dataclass
 class _Weight:
     """A weight of a module, which may be changed or replaced later, and the operation that reads
@@ -123,7 +210,8 @@ class _Weight:
 
     Attributes:
         held: a function that returns the current weight.
-        op, column: the operation, and the column of its row that holds the weight's address.
+        op, column: the operation, and the column of its row that holds the weight's address; -1
+            for a weight whose copy lies where it always did.
         padded, dtype: the number of elements that it reads, at least the weight's, and their dtype.
         address: the address of the weight when it was last stored.
         kept: the tensor that the operation reads: the weight itself, or a copy if the weight is too
@@ -143,11 +231,13 @@ class _Weight:
     num_bytes: int = 0
 
 
-class Buffer(NamedTuple):
-    """A buffer of rows: its name and the bytes from row to row."""
+class _Memory(NamedTuple):
+    """What a buffer is made of: columns, dtype, rows a token (or sampled row), rows besides."""
 
-    name: str
-    row: int
+    columns: int
+    dtype: torch.dtype
+    copies: int
+    is_sampled: bool
 
 
 class Program:
@@ -155,54 +245,34 @@ class Program:
 
     Args:
         dtype: the dtype of weights and activations.
-        kv: a layer's cache, (N, P, Hk, D) keys and values and, with 8 bits, (N, P, Hk) scales.
-        num_q_heads: Hq, the number of query heads.
-        num_layers: L, the number of layers.
-        half: the pairs of channels that rotate.
+        kv: any layer's cache, see `Heads`, or latents: its dtype and its blocks are those of all.
         batch_invariant: True if a single row of a sequence must attend with the same bits as among
             several.
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        kv: Sequence[Tensor],
-        *,
-        num_q_heads: int,
-        num_layers: int,
-        half: int,
-        batch_invariant: bool = False,
+        self, dtype: torch.dtype, kv: Sequence[Tensor], *, batch_invariant: bool = False
     ) -> None:
         self.dtype, self.size = dtype, dtype.itemsize
-        k_cache, v_cache = kv[:2]
-        assert k_cache.shape == v_cache.shape
-        assert k_cache.is_contiguous()
-        block_size, num_kv_heads, head_dim = k_cache.shape[1:]
-        width = k_cache.element_size()
-        scales = [4 * stride for stride in kv[2].stride()] if len(kv) > 2 else [0, 0, 0]
-        code = DTYPE_CODES[dtype]
-        self.shape = Shape(
-            num_q_heads, num_kv_heads, head_dim, half, code, CODES[k_cache.dtype], width,
-            block_size, *(stride * width for stride in k_cache.stride()[:3]), *scales,
-        )  # fmt: skip
-        is_wide = width > 1 and k_cache.dtype != dtype
-        packed = packed_type(dtype, HAS_BF16_DOT and not is_wide)
-        if not batch_invariant and width == 1:
-            has_integers = takes_integers(k_cache.dtype, code, head_dim)
-            packed = np.uint16 if has_integers else np.float32
+        cache = kv[0]
+        self.code, self.cache_size = DTYPE_CODES[dtype], cache.element_size()
+        self.block_size, self._cache_dtype = cache.shape[1], cache.dtype
+        self._most_dim = 1
         self.batch_invariant = batch_invariant
-        self._packed, self._cache_dtype = np.empty(0, packed), k_cache.dtype
         self._likes: Likes | None = None  # None until a kernel for attention is needed
-        self._group = num_q_heads // num_kv_heads
-        self._num_layers = num_layers
-        self._slopes = np.zeros(num_q_heads, np.float32)
-        self._sinks = np.full(num_q_heads, -np.inf, np.float32)
+        self._shape = Shape(0, 0, 0, 0)
+        self._packed = np.empty(0, np.float32)
+        self._most_group = self._most_v_dim = self._most_lse = self._num_kv_heads = 0
+        self._most_kv_heads = 0
         self._ops: list[np.ndarray] = []
-        self._numbers: list[float] = []
-        self._places: list[tuple[int, int, str]] = []  # operation, column, buffer
-        self._widths: dict[str, tuple[int, torch.dtype]] = {}
-        self._kept: list[Tensor] = []  # tensors to which addresses refer
-        self._frames: list[np.ndarray] = []  # frames to which addresses refer
+        self._numbers: list[np.ndarray] = []
+        self._places: list[tuple[int, int, str, int]] = []  # operation, column, buffer, start
+        self._memory: dict[str, _Memory] = {}
+        self._kept: list[Any] = []  # tensors and arrays to which addresses refer
+        self._problem: Problem | None = None  # any of those of attention
+        self._own_kernels: list[tuple[int, Any]] = []  # operations and their kernels
+        self._called: list[tuple[int, Any, tuple[Any, ...]]] = []  # what such kernels call
+        self._most_latent_sums = 0  # numbers of a split of latents
         self._weights: list[_Weight] = []
         self._most_inputs = self._most_int8 = 0
         self._partial = np.empty(0, np.float32)
@@ -212,45 +282,95 @@ class Program:
         self._stopping = threading.Lock()  # held around both
         self._hire()
         self.buffers: dict[str, Tensor] = {}
+        self._may_join = False  # whether only the next operation reads the last norm
         self._private: set[str] = set()  # buffers in which threads have rows of their own
-        # rows of each buffer, as a tensor's own length is slow to read
-        self._rows: dict[str, int] = {}
+        self._reserved = (-1, -1)
         self.ops = np.empty((0, NUM_COLUMNS), np.int64)
-        self.numbers = np.empty(0)
+        self.numbers = np.empty((0, NUM_NUMBERS))
 
     def __len__(self) -> int:
         return len(self._ops)
 
-    def buffer(self, name: str, columns: int, dtype: torch.dtype | None = None) -> Buffer:
-        """Name a buffer of rows of `columns` elements, of the list's dtype or another."""
+    def buffer(
+        self,
+        name: str,
+        columns: int,
+        dtype: torch.dtype | None = None,
+        *,
+        copies: int = 1,
+        is_sampled: bool = False,
+    ) -> Buffer:
+        """Name a buffer of rows of `columns` elements, of the list's dtype or another.
+
+        Args:
+            copies: the rows for each token.
+            is_sampled: True for rows of those tokens only whose logits are needed.
+        """
         dtype = dtype or self.dtype
-        self._widths[name] = (row_stride(columns), dtype)
+        self._memory[name] = _Memory(row_stride(columns), dtype, copies, is_sampled)
         return Buffer(name, row_stride(columns) * dtype.itemsize)
 
-    def embed(self, table: Held | Panels, target: Buffer) -> None:
-        """target[r] = row ids[r] of a (V, K) table or of panels of it."""
-        op = self._append(EMBED, 0.0, None, target)
+    def embed(
+        self,
+        table: Held | Panels,
+        target: Buffer,
+        *,
+        factor: float = 1.0,
+        positions: Held | None = None,
+    ) -> None:
+        """target[r] = round(round(row ids[r] * factor) + row of its position).
+
+        Args:
+            table: (V, K), or panels of it.
+            positions: a table (P, K) whose rows are added, or None.
+        """
+        op = self._append(EMBED, None, target)
+        self._numbers[-1][FACTOR] = factor
         if isinstance(table, Panels):
             op[FORM], op[INPUTS] = _form_of(table), table.num_inputs
             op[WEIGHT] = self._address(table.words)
         else:
             op[INPUTS] = table().shape[1]
             self._read(table, WEIGHT)
+        if positions is not None:
+            self._read(positions, BIAS)
 
     def norm(
         self,
         source: Buffer,
         target: Buffer,
-        weight: Held,
-        eps: float,
+        norm: Norm,
         *,
+        adds: bool = False,
+        factor: float = 1.0,
+        is_shared: bool = False,
         is_sampled: bool = False,
+        parts: int = 0,
     ) -> None:
-        """Target = rms_norm(source); of the sampled rows only if `is_sampled`."""
-        op = self._append(NORM, eps, source, target)
-        op[INPUTS], op[IS_SAMPLED] = len(weight()), is_sampled
-        self._read(weight, WEIGHT, padded(int(op[INPUTS]), REGISTER_BYTES // 4))
-        self._private.add(target.name)
+        """Target = norm(source), or target += norm(source) * factor if `adds`.
+
+        Args:
+            is_shared: True if several operations read the target.
+            is_sampled: True for the sampled rows only.
+            parts: the number of parts of equal width of a row, each normalised by itself; 0 for the
+                whole row, which is followed by padding.
+        """
+        op = self._append(NORM, source, target)
+        weight = norm.weight()
+        dim = weight.shape[-1]
+        op[INPUTS], op[IS_SAMPLED], op[EPILOGUE] = dim, is_sampled, ADD if adds else STORE
+        op[KIND] = ROUNDS * norm.rounds + CENTRES * norm.centres + IS_PART * (parts > 0)
+        op[PARTS] = max(parts, 1)
+        op[SOURCE_STEP] = op[TARGET_STEP] = dim * self.size
+        op[NORM_STEP] = dim * self.size if weight.dim() > 1 else 0
+        self._numbers[-1][[EPS, SHIFT, FACTOR]] = norm.eps, norm.shift, factor
+        count = padded(weight.numel(), REGISTER_BYTES // 4)
+        self._read(norm.weight, WEIGHT, count)
+        if norm.bias is not None:
+            self._read(norm.bias, BIAS, count)
+        self._may_join = not (adds or is_shared or parts)
+        if self._may_join:
+            self._private.add(target.name)
 
     def product(
         self,
@@ -259,108 +379,368 @@ class Program:
         weight: Panels,
         epilogue: int,
         *,
+        function: str = "identity",
+        factor: float = 1.0,
+        limit: float = 0.0,
+        alpha: float = 0.0,
+        cap: float = 0.0,
+        extra: Buffer | None = None,
         is_sampled: bool = False,
     ) -> None:
-        """Target = source weight.T + bias, added, gated or stored; see `layers.py`."""
+        """Target = source weight.T + bias, stored, added, used as gate and factor, or as logits.
+
+        Args:
+            function: the name of the function of what is stored, or of the gate; "clamped" with
+                `limit` and `alpha`, see `layers.py`.
+            factor: multiplies what is added, or logits.
+            cap: c of c tanh(logits / c), 0 for none.
+            extra: rows that are added to what is added.
+        """
         assert weight.dtype == self.dtype
-        op = self._append(PRODUCT, 0.0, source, target)
+        op = self._append(PRODUCT, source, target)
         op[WEIGHT], op[BIAS] = self._address(weight.words), self._address(weight.bias)
         op[INPUTS], op[FORM] = weight.padded_inputs, _form_of(weight)
         op[GROUPS] = weight.padded_outputs // WIDTH
         op[EPILOGUE], op[IS_SAMPLED] = epilogue, is_sampled
+        op[FUNCTION] = CLAMPED if function == "clamped" else FUNCTIONS[function]
+        self._numbers[-1][[FACTOR, LIMIT, ALPHA, CAP]] = factor, limit, alpha, cap
+        if extra is not None:
+            op[EXTRA_ROW] = extra.row
         before = self._ops[-2] if len(self._ops) > 1 else op
-        if before[CODE] == NORM and self._places[-3] == (len(self._ops) - 2, TARGET, source.name):
+        is_next = self._places[-3][:3] == (len(self._ops) - 2, TARGET, source.name)
+        if before[CODE] == NORM and is_next and self._may_join:
             before[JOINS] = 1
+        if extra is not None:
+            self._places.append((len(self._ops) - 1, EXTRA, extra.name, extra.start))
         self._most_inputs = max(self._most_inputs, weight.padded_inputs)
         if weight.is_int8:
             self._most_int8 = max(self._most_int8, weight.padded_inputs)
 
+    def wide_product(self, source: Buffer, target: Buffer, weight: Panels) -> None:
+        """Target, float32, = source weight.T + bias of a float32 weight; see `wide_product.py`."""
+        assert weight.dtype == torch.float32
+        op = self._append(OWN_KERNEL, source, target)
+        op[WEIGHT], op[BIAS] = self._address(weight.words), self._address(weight.bias)
+        op[INPUTS], op[GROUPS] = weight.padded_inputs, weight.padded_outputs // WIDTH
+        self._own_kernels.append((len(self._ops) - 1, multiply_wide))
+
+    def products_of_heads(
+        self,
+        source: Buffer,
+        target: Buffer,
+        weights: Sequence[Panels],
+        *,
+        source_step: int,
+        target_step: int,
+        outputs: int = 0,
+    ) -> None:
+        """Target[h] = source[h] weights[h].T of heads that lie side by side in a row.
+
+        Args:
+            source_step, target_step: the columns from a head to the next.
+            outputs: the columns of a head that may be written; 0 for whole groups of 64.
+        """
+        self.product(source, target, weights[0], STORE)
+        op = self._ops[-1]
+        self._with_parts(op, weights)
+        op[SOURCE_STEP], op[TARGET_STEP] = source_step * self.size, target_step * self.size
+        op[OUTPUTS] = outputs
+
+    def _with_parts(self, op: np.ndarray, weights: Sequence[Panels]) -> None:
+        """Let a product have a weight of its own for each part."""
+        addresses = [[self._address(w.words), self._address(w.bias)] for w in weights]
+        table = np.array(addresses, np.int64)
+        self._kept.append(table)
+        op[PARTS], op[WEIGHT] = len(weights), table.ctypes.data
+
+    def mix(
+        self,
+        source: Buffer,
+        logits: Buffer,
+        target: Buffer,
+        mixture: Mixture,
+        *,
+        has_wide_logits: bool = False,
+        adds: bool = False,
+        factor: float = 1.0,
+        shared: Buffer | None = None,
+        shared_gate: Buffer | None = None,
+    ) -> None:
+        """Target = what a mixture of experts makes of the rows, or target += that * factor.
+
+        Args:
+            logits: the logits of the experts; float32 with `has_wide_logits`.
+            shared: the output of a block that all tokens use, or None.
+            shared_gate: the logit of that block's sigmoid in its first column, or None.
+        """
+        active, up, down = mixture.num_active, mixture.up[0], mixture.down[0]
+        rows = self.buffer("mixed rows", down.num_outputs, copies=active)
+        inner = self.buffer("mixed inner", up.num_outputs // 2, copies=active)
+        parts = self.buffer("mixed parts", down.num_outputs, copies=active)
+        weights = self.buffer("weights of experts", active, torch.float32)
+        places = self.buffer("places of rows", active, torch.int64)
+        order = self.buffer("rows by place", active, torch.int64)
+        pieces = self.buffer("runs of experts", 3 * active + 1, torch.int64)
+        tables = (WEIGHTS, weights), (PLACES, places), (ORDER, order), (PIECES, pieces)
+
+        def phase(number: int, of: Buffer, to: Buffer) -> np.ndarray:
+            op = self._append(OWN_KERNEL, of, to)
+            op[PHASE], op[NUM_ACTIVE] = number, active
+            self._own_kernels.append((len(self._ops) - 1, mix_rows))
+            weighs = number == ROUTE or mixture.weighs_input == (number == GATHER)
+            for column, buffer in tables:
+                if column != WEIGHTS or weighs:
+                    self._places.append((len(self._ops) - 1, column, buffer.name, 0))
+            return op
+
+        op = phase(ROUTE, logits, weights)
+        op[NUM_EXPERTS], op[FORM] = len(mixture.up), FLOATS * has_wide_logits
+        op[SCORES] = ("softmax", "sigmoid", "sparse_mixer").index(mixture.scores)
+        op[IS_NORMALISED], op[NUM_GROUPS] = mixture.normalised, mixture.num_groups
+        op[ACTIVE_GROUPS], op[BEST_IN_GROUP] = mixture.num_active_groups, mixture.best_in_group
+        self._numbers[-1][[EPS, FACTOR, LIMIT, ALPHA]] = (
+            mixture.norm_eps, mixture.scale, mixture.jitter, mixture.logit_scale,
+        )  # fmt: skip
+        longest = max(up.padded_inputs, down.padded_inputs) + STEP
+        op[CHUNK] = max(CHUNK_BYTES // (4 * longest) // BLOCK_ROWS, 1) * BLOCK_ROWS
+        count = len(mixture.up)
+        for held, column in (
+            (mixture.correction_bias, CORRECTION),
+            (mixture.expert_scale, EXPERT_SCALE),
+        ):
+            if held is not None:
+                self._read(held, column, count, torch.float32)
+        phase(GATHER, source, rows)[INPUTS] = up.padded_inputs
+        options = {"function": mixture.function, "limit": mixture.limit, "alpha": mixture.alpha}
+        for of, to, panels, epilogue in (
+            (rows, inner, mixture.up, GATE),
+            (inner, parts, mixture.down, STORE),
+        ):
+            self.product(of, to, panels[0], epilogue, **(options if epilogue == GATE else {}))
+            self._with_parts(self._ops[-1], panels)
+            self._ops[-1][COPIES] = active
+            self._places.append((len(self._ops) - 1, PIECES, pieces.name, 0))
+        op = phase(COMBINE, parts, target)
+        op[INPUTS], op[EPILOGUE] = down.padded_outputs, ADD if adds else STORE
+        self._numbers[-1][FACTOR] = factor
+        for buffer, columns in (
+            (shared, (EXTRA, EXTRA_ROW)),
+            (shared_gate, (GATE_ROWS, GATE_STRIDE)),
+        ):
+            if buffer is not None:
+                self._places.append((len(self._ops) - 1, columns[0], buffer.name, buffer.start))
+                op[columns[1]] = buffer.row
+
     def rotate(
         self,
         qkv: Buffer,
-        layer: int,
-        kv: Sequence[Tensor],
-        eps: float,
-        norms: tuple[Held, Held] | None = None,
+        heads: Heads,
+        *,
+        eps: float = 0.0,
+        q_norm: Held | None = None,
+        k_norm: Held | None = None,
+        q_rounded: Norm | None = None,
+        k_rounded: Norm | None = None,
+        is_after: bool = False,
     ) -> None:
-        """Rotate q and k in place in `qkv`, after their norms if given, and write k and v to the
-        cache."""
-        before, dim = self._ops[-1], self.shape.head_dim
+        """Rotate q and k in place in `qkv`, with their norms if given, and write k and v to the
+        cache.
+
+        Args:
+            q_norm, k_norm: functions that return the weights (D,) of root mean square norms with
+                `eps` before the rotation, which nothing rounds in between.
+            q_rounded, k_rounded: norms of heads, of weights (D,) or (H, D), which round; those of
+                q and k differ in their weights only.
+            is_after: True if these follow the rotation.
+        """
+        before, dim = self._ops[-1], heads.kv[0].shape[-1]
         if (
             before[CODE] == PRODUCT
-            and self._places[-1][1:] == (TARGET, qkv.name)
+            and self._places[-1][1:3] == (TARGET, qkv.name)
+            and heads.are_side_by_side
             and (WIDTH % dim == 0 or dim % WIDTH == 0)
         ):
             before[JOINS] = max(1, dim // WIDTH)
-        op = self._append(ROTATE, eps, qkv, qkv)
-        self._with_cache(op, layer, kv)
-        if norms is not None:
-            dtype = norms[0]().dtype
-            op[NORM_CODE] = DTYPE_CODES[dtype]
-            for weight, column in zip(norms, (Q_NORM, K_NORM), strict=True):
-                self._read(weight, column, dim, dtype)
+        op = self._append(ROTATE, qkv, qkv)
+        self._numbers[-1][EPS] = eps
+        self._with_cache(op, heads)
+        for held, column in ((q_norm, Q_NORM), (k_norm, K_NORM)):
+            if held is not None:
+                weight = held()
+                op[NORM_CODE] = DTYPE_CODES[weight.dtype]
+                self._read(held, column, len(weight), weight.dtype)
+        op[IS_AFTER] = is_after
+        columns = (Q_WEIGHT, Q_BIAS), (K_WEIGHT, K_BIAS)
+        for norm, (weights, biases) in zip((q_rounded, k_rounded), columns, strict=True):
+            if norm is None:
+                continue
+            weight = norm.weight()
+            op[KIND] = ROUNDS * norm.rounds + CENTRES * norm.centres
+            op[NORM_STEP] = dim * self.size if weight.dim() > 1 else 0
+            self._numbers[-1][[EPS, SHIFT]] = norm.eps, norm.shift
+            count = padded(weight.numel(), REGISTER_BYTES // 4)
+            self._read(norm.weight, weights, count)
+            if norm.bias is not None:
+                self._read(norm.bias, biases, count)
 
     def attend(
         self,
         q: Buffer,
         o: Buffer,
-        layer: int,
-        kv: Sequence[Tensor],
+        heads: Heads,
         *,
         scale: float,
-        window: int | None,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: Held | None = None,
+        slopes: Tensor | None = None,
     ) -> None:
-        """Attend to the cache from one row of each sequence."""
-        op = self._append(ATTEND, 0.0, q, o)
-        self._with_cache(op, layer, kv)
+        """Attend to the cache from one row of each sequence; see `ops.paged_attention`."""
+        op = self._append(ATTEND, q, o)
+        self._with_cache(op, heads)
         op[WINDOW] = -1 if window is None else window - 1
-        self._frames.append(frame_of(self._problem(op, scale)))
-        op[FRAME] = self._frames[-1].ctypes.data
+        op[LAYER] = self._num_kv_heads
+        sink_logits = np.full(heads.num_q, -np.inf, np.float32)
+        slope_of = np.zeros(heads.num_q, np.float32)
+        if slopes is not None:
+            slope_of[:] = slopes.detach().float().numpy()
+        is_scaled_only = softcap == 0.0 and slopes is None and scale > 0.0
+        rule = Rule(is_scaled_only, float(scale), float(softcap), False, slopes is not None)
+        if sinks is not None:
+            weight = _Weight(
+                sinks, len(self._ops) - 1, -1, heads.num_q, torch.float32,
+                kept=torch.from_numpy(sink_logits), is_copy=True,
+            )  # fmt: skip
+            self._weights.append(weight)
+            self._place(weight, sinks().detach())
+        self._problem = self._problem_of(op, rule, slope_of, sink_logits)
+        frame = frame_of(self._problem)
+        self._kept += [frame, self._problem]
+        op[FRAME] = frame.ctypes.data
+        channels = heads.kv[0].shape[-1] + heads.kv[1].shape[-1]
+        op[CHUNK] = chunk_of(heads.num_kv * key_bytes(channels, self.cache_size))
+        self._num_kv_heads += heads.num_kv
+        self._most_kv_heads = max(self._most_kv_heads, heads.num_kv)
+        self._most_group = max(self._most_group, heads.num_q // heads.num_kv)
+        self._most_v_dim = max(self._most_v_dim, heads.kv[1].shape[-1])
+        self._most_lse = max(self._most_lse, heads.num_q)
 
-    def _problem(self, op: np.ndarray, scale: float) -> Problem:
+    def attend_latents(
+        self, q_latent: Buffer, q_rope: Buffer, o: Buffer, latents: Latents, *, rope_step: int
+    ) -> None:
+        """o = attention of one row of each sequence to cached latents, in two operations.
+
+        Args:
+            q_latent, o: rows of heads of R channels, padded to whole groups of 64.
+            q_rope: the rotated channels, from the first head's on.
+            rope_step: the columns from a head's rotated channels to the next's.
+        """
+        cache, *scales = latents.cache
+        size, width = self.size, self.cache_size
+        rope_dim, head = cache.shape[-1] - latents.rank, padded(latents.rank, WIDTH) * self.size
+        is_narrow = self._cache_dtype == self.dtype or width == 1
+        is_bf16 = self.dtype == torch.bfloat16 and is_narrow
+        block_rows = min(ROWS, padded(latents.num_heads, PAD))
+        scale_row = [4 * x for x in scales[0].stride()[:2]] if scales else [0, 0]
+        sizes = LatentSizes(
+            latents.num_heads, latents.rank, rope_dim, self.code, CODES[self._cache_dtype],
+            cache.shape[-1] * width, q_latent.row, head, q_rope.row, rope_step * size, o.row, head,
+            0, self._address(cache), cache.stride(0) * width, cache.stride(1) * width,
+            self._address(scales[0] if scales else None), *scale_row, self.block_size, block_rows,
+            0, float(latents.scale) * LOG2_E, amx.HAS_AMX and is_bf16,
+        )  # fmt: skip
+        frame = np.array(words_of(sizes), np.int64)
+        packed = np.empty(0, packed_type(self.dtype, HAS_BF16_DOT and is_narrow))
+        nothing = np.empty((0, NUM_LATENT_STARTS), np.int64), np.empty((0, 0), np.int32)
+        arrays = LatentArrays(REAL_LIKE, packed, *nothing, *[REAL_LIKE] * 3)
+        call = sizes, arrays, REAL_LIKE, np.empty(0, np.int64), 1
+        self._kept.append(frame)
+        for phase, function in ((ATTEND_LATENTS, attend_latents), (MERGE, merge_splits)):
+            op = self._append(OWN_KERNEL, q_latent, o)
+            op[PHASE], op[FRAME], op[EXTRA_ROW] = phase, frame.ctypes.data, packed.itemsize
+            if not self.batch_invariant:
+                op[CHUNK] = TASKS_PER_CORE * (os.cpu_count() or 1)
+            self._places.append((len(self._ops) - 1, Q_AT, q_rope.name, q_rope.start))
+            self._own_kernels.append((len(self._ops) - 1, attend_rows_to_latents))
+            self._called.append((len(self._ops) - 1, function, call))
+        self._most_lse = max(self._most_lse, latents.num_heads)
+        blocks = -(-latents.num_heads // block_rows)
+        row = padded(latents.rank, 32) + ACC_PAD + 2
+        self._most_latent_sums = max(self._most_latent_sums, blocks * block_rows * row)
+
+    def _problem_of(
+        self, op: np.ndarray, rule: Rule, slopes: np.ndarray, sinks: np.ndarray
+    ) -> Problem:
         """Return a problem without sequences; the list inserts those of its step."""
-        shape, size = self.shape, self.size
-        head = shape.head_dim * size
+        dim, v_dim, num_q, num_kv = (int(op[column]) for column in (DIM, V_DIM, NUM_Q, NUM_KV))
+        is_wide = self.cache_size > 1 and self._cache_dtype != self.dtype
+        packed = packed_type(self.dtype, HAS_BF16_DOT and not is_wide)
+        if not self.batch_invariant and self.cache_size == 1:
+            has_integers = takes_integers(self._cache_dtype, self.code, dim)
+            packed = np.uint16 if has_integers else np.float32
+        self._packed = np.empty(0, packed)
         sizes = Sizes(
-            shape.num_kv_heads, self._group, shape.head_dim, shape.head_dim, int(op[WINDOW]), 0,
-            shape.code, shape.cache_code, shape.cache_size, int(op[SOURCE_ROW]), head,
-            shape.row_bytes, shape.head_bytes, shape.row_bytes, shape.head_bytes,
-            int(op[TARGET_ROW]), head, 0, shape.block_size, shape.block_bytes, shape.block_bytes,
-            k_scale=int(op[K_SCALE]), k_scale_block=shape.scale_block, k_scale_row=shape.scale_row,
-            k_scale_head=shape.scale_head, v_scale=int(op[V_SCALE]),
-            v_scale_block=shape.scale_block, v_scale_row=shape.scale_row,
-            v_scale_head=shape.scale_head,
+            num_kv, num_q // num_kv, dim, v_dim, int(op[WINDOW]), 0, self.code,
+            CODES[self._cache_dtype], self.cache_size, int(op[SOURCE_ROW]), int(op[Q_STEP]),
+            int(op[K_ROW]), int(op[K_HEAD]), int(op[V_ROW]), int(op[V_HEAD]),
+            int(op[TARGET_ROW]), v_dim * self.size, 0, self.block_size, int(op[K_BLOCK]),
+            int(op[V_BLOCK]),
+            k_scale=int(op[K_SCALE]), k_scale_block=int(op[SCALE_BLOCK]),
+            k_scale_row=int(op[SCALE_ROW]), k_scale_head=int(op[SCALE_HEAD]),
+            v_scale=int(op[V_SCALE]), v_scale_block=int(op[SCALE_BLOCK]),
+            v_scale_row=int(op[SCALE_ROW]), v_scale_head=int(op[SCALE_HEAD]),
         )  # fmt: skip
         nothing = np.empty((0, NUM_STARTS), np.int64), np.empty((0, 0), np.int32)
-        arrays = Arrays(REAL_LIKE, self._packed, *nothing, self._slopes, self._sinks)
-        return Problem(sizes, Rule(True, float(scale), 0.0, False, False), arrays)
+        arrays = Arrays(REAL_LIKE, self._packed, *nothing, slopes, sinks)
+        return Problem(sizes, rule, arrays)
 
     def _find_likes(self) -> Likes:
         """Return the kernel of attention, compiled or loaded, and the empty arrays of the list's
         types."""
-        shape, in_tiles = self.shape, self.batch_invariant
-        if in_tiles:
-            address = address_of_tiles(self._problem(np.zeros(NUM_COLUMNS, np.int64), 1.0))
-        else:
+        in_tiles, problem, address = self.batch_invariant, self._problem, 0
+        if problem is not None and in_tiles:
+            address = address_of_tiles(problem)
+        elif problem is not None:
             address = address_of_rows(REAL_LIKE, self._packed, self._cache_dtype)
+        self._find_own_kernels()
         return Likes(
-            REAL_LIKE, WORD_LIKE[self.dtype], address, int(in_tiles), shape.cache_size,
+            REAL_LIKE, WORD_LIKE[self.dtype], address, int(in_tiles), self.cache_size,
             self._packed.itemsize,
-            chunk_of(shape.num_kv_heads * key_bytes(2 * shape.head_dim, shape.cache_size)),
         )  # fmt: skip
 
-    def _append(
-        self, code: int, number: float, source: Buffer | None, target: Buffer
-    ) -> np.ndarray:
+    def _find_own_kernels(self) -> None:
+        """Compile or load the kernels of single operations, and note their addresses."""
+        found = dict[Any, int]()
+        nothing, numbers = np.empty(0, np.int64), np.empty(0)
+        none = np.empty(0, np.int32)
+        batch = Batch(*[nothing] * 3, none, none, none.reshape(0, 0), nothing)
+        work = Workspace(REAL_LIKE, nothing, REAL_LIKE)
+        given = REAL_LIKE, WORD_LIKE[self.dtype], nothing, numbers, batch, work, nothing, 1
+        for index, kernel in self._own_kernels:
+            if kernel not in found:
+                found[kernel] = address_of(kernel, *given)
+            self._ops[index][KERNEL] = found[kernel]
+        for index, kernel, call in self._called:
+            if kernel not in found:
+                found[kernel] = address_of(kernel, *call)
+            self._ops[index][EXTRA] = found[kernel]
+        if len(self.ops):
+            self.ops[:, KERNEL] = [op[KERNEL] for op in self._ops]
+            for index, _, _ in self._called:
+                self.ops[index, EXTRA] = self._ops[index][EXTRA]
+
+    def _append(self, code: int, source: Buffer | None, target: Buffer) -> np.ndarray:
         op, index = np.zeros(NUM_COLUMNS, np.int64), len(self._ops)
-        op[CODE] = code
+        op[CODE], op[COPIES], op[PARTS] = code, 1, 1
         if source is not None:
             op[SOURCE_ROW] = source.row
-            self._places.append((index, SOURCE, source.name))
+            self._places.append((index, SOURCE, source.name, source.start))
         op[TARGET_ROW] = target.row
-        self._places.append((index, TARGET, target.name))
+        self._places.append((index, TARGET, target.name, target.start))
         self._ops.append(op)
-        self._numbers.append(number)
+        numbers = np.zeros(NUM_NUMBERS)
+        numbers[FACTOR] = 1.0
+        self._numbers.append(numbers)
         return op
 
     def _address(self, tensor: Tensor | None) -> int:
@@ -379,13 +759,18 @@ class Program:
 
     def _place(self, weight: _Weight, now: Tensor) -> None:
         as_is = now.dtype == weight.dtype and now.is_contiguous()
-        weight.is_copy = not as_is or len(now) < weight.padded
-        weight.address, weight.num_bytes, kept = now.data_ptr(), 0, now
+        weight.address, weight.num_bytes = now.data_ptr(), 0
+        if weight.column < 0:
+            weight.kept.copy_(now)
+            return
+        flat = now if now.dim() == 1 or not weight.padded else now.reshape(-1)
+        weight.is_copy = not as_is or len(flat) < weight.padded
+        kept = now
         if weight.is_copy:
             weight.num_bytes = now.nbytes if as_is else 0
-            shape = (max(len(now), weight.padded), *now.shape[1:])
+            shape = (max(len(flat), weight.padded), *flat.shape[1:])
             kept = torch.zeros(shape, dtype=weight.dtype)
-            kept[: len(now)] = now
+            kept[: len(flat)] = flat
         weight.kept = kept
         for ops in (self._ops, self.ops):  # the second is empty until rows are reserved
             if len(ops) > weight.op:
@@ -401,30 +786,49 @@ class Program:
             elif weight.num_bytes:
                 ctypes.memmove(weight.kept.data_ptr(), weight.address, weight.num_bytes)
             elif weight.is_copy:
-                weight.kept[: len(now)] = now.detach()
+                flat = now.detach().reshape(-1) if weight.padded else now.detach()
+                weight.kept[: len(flat)] = flat
 
-    def _with_cache(self, op: np.ndarray, layer: int, kv: Sequence[Tensor]) -> None:
-        op[LAYER], op[K_CACHE], op[V_CACHE] = layer, *map(self._address, kv[:2])
-        if len(kv) > 2:
-            op[K_SCALE], op[V_SCALE] = map(self._address, kv[2:])
+    def _with_cache(self, op: np.ndarray, heads: Heads) -> None:
+        k_cache, v_cache, *scales = heads.kv
+        assert k_cache.stride(-1) == v_cache.stride(-1) == 1
+        assert k_cache.shape[1] == self.block_size
+        assert k_cache.dtype == self._cache_dtype
+        dims = k_cache.shape[-1], v_cache.shape[-1]
+        size, width = self.size, self.cache_size
+        op[K_CACHE], op[V_CACHE] = self._address(k_cache), self._address(v_cache)
+        op[[K_BLOCK, K_ROW, K_HEAD]] = [stride * width for stride in k_cache.stride()[:3]]
+        op[[V_BLOCK, V_ROW, V_HEAD]] = [stride * width for stride in v_cache.stride()[:3]]
+        if scales:
+            op[K_SCALE], op[V_SCALE] = map(self._address, scales)
+            op[[SCALE_BLOCK, SCALE_ROW, SCALE_HEAD]] = [4 * x for x in scales[0].stride()]
+        op[NUM_Q], op[NUM_KV], (op[DIM], op[V_DIM]) = heads.num_q, heads.num_kv, dims
+        op[[Q_AT, K_AT, V_AT]] = [at * size for at in (heads.q_at, heads.k_at, heads.v_at)]
+        op[Q_STEP], op[HALF], op[ANGLES] = heads.q_step * size, heads.half, heads.angles
+        op[IS_INTERLEAVED] = heads.is_interleaved
+        self._most_dim = max(self._most_dim, *dims)
 
-    def reserve(self, rows: int, names: Sequence[str]) -> None:
-        """Enlarge the named buffers to at least `rows` rows, and update their addresses in the
-        list."""
-        grown = len(self.ops) != len(self._ops)
-        for name in names:
-            if rows > self._rows.get(name, -1):
-                members = MOST_MEMBERS if name in self._private else 1
-                count = max(members * BLOCK_ROWS, 1 << (rows - 1).bit_length())
-                self._rows[name] = count
-                width, dtype = self._widths[name]
-                self.buffers[name] = torch.zeros((count, width), dtype=dtype)
-                grown = True
-        if grown:
-            self.ops, self.numbers = np.stack(self._ops), np.array(self._numbers)
-            for index, column, name in self._places:
-                if name in self.buffers:
-                    self.ops[index, column] = self.buffers[name].data_ptr()
+    def reserve(self, rows: int, sampled: int) -> None:
+        """Enlarge the buffers to at least `rows` rows, those of sampled rows to at least `sampled`,
+        and update their addresses in the list."""
+        if rows <= self._reserved[0] and sampled <= self._reserved[1]:
+            return
+        rows, sampled = max(rows, self._reserved[0]), max(sampled, self._reserved[1])
+        self._reserved = tuple[int, int](
+            max(BLOCK_ROWS, 1 << (count - 1).bit_length()) for count in (rows, sampled)
+        )
+        for name, memory in self._memory.items():
+            count = self._reserved[memory.is_sampled] * memory.copies
+            if memory.copies > 1:
+                count += BLOCK_ROWS  # products read whole blocks of rows from any row on
+            if name in self._private:
+                count = max(count, MOST_MEMBERS * BLOCK_ROWS)
+            held = self.buffers.get(name)
+            if held is None or len(held) < count:
+                self.buffers[name] = torch.zeros((count, memory.columns), dtype=memory.dtype)
+        self.ops, self.numbers = np.stack(self._ops), np.stack(self._numbers)
+        for index, column, name, start in self._places:
+            self.ops[index, column] = self.buffers[name].data_ptr() + start
 
     def run(self, batch: Batch, tables: Tables, num_threads: int, first: int, last: int) -> None:
         """Run operations first ... last - 1 on rows that the buffers hold.
@@ -441,11 +845,13 @@ class Program:
             raise StepStoppedError(f"step {self._step} was stopped between two lists")
         if self._likes is None:
             self._likes = self._find_likes()
+            cache_code = CODES[self._cache_dtype]
+            self._shape = Shape(self.code, cache_code, self.block_size, self._most_dim)
         meeting = self._meeting(len(self._ops))
         work = self._workspace(batch)
         given = (
             self.ops, self.numbers, first, last, num_threads, _GIVE_WAY, SYSCALL, meeting, batch,
-            self.shape, tables, work, self._likes, self._most_inputs, self._most_int8,
+            self._shape, tables, work, self._likes, self._most_inputs, self._most_int8,
         )  # fmt: skip
         crew = self._crew
         if num_threads == 1:
@@ -496,9 +902,8 @@ class Program:
                 helper.cancel() or helper.result()
 
     def with_angles(self, cos: Tensor, sin: Tensor) -> Tables:
-        """Return the tables of the list with these cosines and sines, (positions, half) float32."""
-        flat = (cos.reshape(-1).numpy(), sin.reshape(-1).numpy())
-        return Tables(*flat)
+        """Return the tables of the list with these cosines and sines, (positions, n) float32."""
+        return Tables(cos.reshape(-1).numpy(), sin.reshape(-1).numpy(), cos.shape[-1])
 
     def _meeting(self, num_ops: int) -> np.ndarray:
         """Return the counters of a call, zeros: cache lines of their own for each operation."""
@@ -515,18 +920,18 @@ class Program:
         """Return the memory that attention to the batch needs, which is kept from step to step."""
         num_sequences = len(batch.lengths)
         splits = 1
-        if not self.batch_invariant:
+        if not self.batch_invariant or self._most_latent_sums:
             splits = int((batch.lengths // SPLIT).sum()) + 2 * num_sequences
         key = (num_sequences, 1 << (splits - 1).bit_length())
         if self._workspace_key != key:
-            num_kv_heads, dim = self.shape.num_kv_heads, self.shape.head_dim
-            group = 1 if self._group == 1 else -(-self._group // 4) * 4
-            rows = key[1] * num_kv_heads * group
-            width = -(-dim // 64) * 64  # 64: elements of the widest load
-            sums, lse = rows * (width + 2), self.shape.num_q_heads * num_sequences
+            group = 1 if self._most_group == 1 else -(-self._most_group // 4) * 4
+            rows = key[1] * self._most_kv_heads * group
+            width = -(-self._most_v_dim // 64) * 64  # 64: elements of the widest load
+            sums = max(rows * (width + 2), key[1] * self._most_latent_sums)
+            lse = self._most_lse * num_sequences
             if len(self._partial) < sums + lse:
                 self._partial = np.empty(1 << (sums + lse).bit_length(), np.float32)
-            finished = np.zeros(self._num_layers * num_sequences * num_kv_heads, np.int64)
+            finished = np.zeros(self._num_kv_heads * num_sequences, np.int64)
             self._work = Workspace(self._partial[:sums], finished, self._partial[sums : sums + lse])
             self._workspace_key = key
         self._work.finished.fill(0)

@@ -16,10 +16,10 @@ import numpy as np
 from numba import types
 
 from tilewise.kernels.cpu.attention.frame import FRAME_WORDS, moved_frame, read_problem
-from tilewise.kernels.cpu.attention.problem import NUM_STARTS, K, V
+from tilewise.kernels.cpu.attention.problem import NUM_STARTS
 from tilewise.kernels.cpu.machine import amx
 from tilewise.kernels.cpu.machine.calls import call_at, empty_of
-from tilewise.kernels.cpu.machine.rows import F32, load_row
+from tilewise.kernels.cpu.machine.rows import load_row
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
     inner,
@@ -32,31 +32,78 @@ from tilewise.kernels.cpu.paged.decode_tiles import heads_of_task
 from tilewise.kernels.cpu.paged.quantise import INT8
 from tilewise.kernels.cpu.paged.rope_write import Rows, move_heads
 from tilewise.kernels.cpu.step.codes import (
+    ADD,
+    ALPHA,
+    ANGLES,
     ATTEND,
     BIAS,
+    CAP,
+    CHUNK,
     CODE,
+    COPIES,
+    DIM,
     EPILOGUE,
+    EPS,
+    EXTRA,
+    EXTRA_ROW,
+    FACTOR,
     FORM,
     FRAME,
+    FUNCTION,
     GROUPS,
+    HALF,
     INPUTS,
+    IS_AFTER,
+    IS_INTERLEAVED,
+    IS_PART,
     IS_SAMPLED,
     JOINS,
+    K_AT,
+    K_BIAS,
+    K_BLOCK,
     K_CACHE,
+    K_HEAD,
     K_NORM,
+    K_ROW,
     K_SCALE,
+    K_WEIGHT,
+    KERNEL,
+    KIND,
     LAYER,
+    LIMIT,
     NORM,
     NORM_CODE,
+    NORM_STEP,
+    NUM_KV,
+    NUM_Q,
+    OUTPUTS,
+    OWN_KERNEL,
     PANELS_OF_INT8,
+    PARTS,
+    PIECES,
     PRODUCT,
+    Q_AT,
+    Q_BIAS,
     Q_NORM,
+    Q_STEP,
+    Q_WEIGHT,
     ROTATE,
+    SCALE_BLOCK,
+    SCALE_HEAD,
+    SCALE_ROW,
+    SHIFT,
     SOURCE,
     SOURCE_ROW,
+    SOURCE_STEP,
     TARGET,
     TARGET_ROW,
+    TARGET_STEP,
+    V_AT,
+    V_BLOCK,
     V_CACHE,
+    V_DIM,
+    V_HEAD,
+    V_ROW,
     V_SCALE,
     WEIGHT,
     WINDOW,
@@ -77,6 +124,7 @@ from tilewise.kernels.cpu.step.layers import (
     embed_row,
     multiply_task,
     normalise_row,
+    scale_row,
 )
 from tilewise.kernels.cpu.step.meeting import (
     LINE,
@@ -116,62 +164,105 @@ def _counters(meeting, op):
 
 
 @inner
-def _head_weight(address, code, row, weight):
+def _head_weight(address, code, row, weight, dim):
     """Load the weight of a norm of heads in the type of `row`; empty if there is none."""
     if address == 0:
         return weight[:0]
-    load_row(row, code, weight, 0, address, len(weight))
-    return weight
+    load_row(row, code, weight, 0, address, dim)
+    return weight[:dim]
 
 
 @inner
-def _rotate(op, eps, shape, tables, batch, token, row, weight, first, end):
+def _normalise_heads(word_like, like, op, numbers, weight, bias, start, step, first, end, spare):
+    """Normalise heads first ... end - 1 of a row in place, of which `start` is the first's address.
+
+    Args:
+        weight, bias: the addresses of those of the first head, or 0 for none.
+        spare: the address of scratch for a register of words.
+    """
+    if weight == 0:
+        return
+    for head in range(first, end):
+        at = start + head * step
+        other = bias
+        if bias != 0:
+            other += head * op[NORM_STEP]
+        normalise_row(word_like, like, at, at, weight + head * op[NORM_STEP], other, op[DIM],
+                      numbers[EPS], numbers[SHIFT], 1.0, op[KIND] | IS_PART, False,
+                      spare)  # fmt: skip
+
+
+@inner
+def _rotate(word_like, like, op, numbers, shape, tables, batch, token, row, weight, first, end,
+            spare):  # fmt: skip
     """Rotate a token's queries in place, and its keys on their way to the cache with its values.
 
     Args:
         row, weight: scratch for the channels of a head, and for the weight of its norm.
         first, end: the range of heads to process, of q, k and v one after the other.
+        spare: the address of scratch for a register of words.
     """
-    size = 2 if shape.code != F32 else 4
-    dim = shape.head_dim
-    source, stride = op[SOURCE], op[SOURCE_ROW]
-    head = dim * size
-    num_q, num_kv = shape.num_q_heads, shape.num_kv_heads
-    position = batch.positions[token]
-    if first < num_q:
-        start = source + first * head
-        queries = Rows(start, stride, head, min(end, num_q) - first, dim, shape.code, start,
-                       stride * shape.block_size, stride, head, shape.code, 0, 0, 0, 0,
-                       False)  # fmt: skip
-        move_heads(queries, token, position, token, shape.block_size, row,
-                   _head_weight(op[Q_NORM], op[NORM_CODE], row, weight), eps, tables.cos,
-                   tables.sin, shape.half, False)  # fmt: skip
+    size = word_like.itemsize
+    dim, half, is_interleaved = op[DIM], op[HALF], op[IS_INTERLEAVED] == 1
+    eps, stride = numbers[EPS], op[SOURCE_ROW]
+    source = op[SOURCE] + token * stride
+    num_q, num_kv, head = op[NUM_Q], op[NUM_KV], dim * size
+    angle = batch.positions[token] * tables.row + op[ANGLES]
+    cos, sin = tables.cos[angle : angle + half], tables.sin[angle : angle + half]
+    none = types.int64(0)
+    first_q, end_q = first, min(end, num_q)
+    low, high = max(first - num_q, 0), min(end - num_q, num_kv)
+    is_after = op[IS_AFTER] == 1
+    q_at, k_at = source + op[Q_AT], source + op[K_AT]
+    if not is_after:
+        _normalise_heads(word_like, like, op, numbers, op[Q_WEIGHT], op[Q_BIAS], q_at, op[Q_STEP],
+                         first_q, end_q, spare)  # fmt: skip
+        _normalise_heads(word_like, like, op, numbers, op[K_WEIGHT], op[K_BIAS], k_at, head, low,
+                         high, spare)  # fmt: skip
+    if first_q < end_q:
+        start = q_at + first_q * op[Q_STEP]
+        queries = Rows(start, none, op[Q_STEP], end_q - first_q, dim, shape.code, start, none, none,
+                       op[Q_STEP], shape.code, 0, 0, 0, 0, False)  # fmt: skip
+        move_heads(queries, none, none, none, shape.block_size, row,
+                   _head_weight(op[Q_NORM], op[NORM_CODE], row, weight, dim), eps, cos, sin,
+                   half, is_interleaved)  # fmt: skip
+    if is_after:
+        if low < high:
+            start = k_at + low * head
+            keys = Rows(start, none, head, high - low, dim, shape.code, start, none, none, head,
+                        shape.code, 0, 0, 0, 0, False)  # fmt: skip
+            move_heads(keys, none, none, none, shape.block_size, row, weight[:0], eps, cos, sin,
+                       half, is_interleaved)  # fmt: skip
+            half = none
+        _normalise_heads(word_like, like, op, numbers, op[Q_WEIGHT], op[Q_BIAS], q_at, op[Q_STEP],
+                         first_q, end_q, spare)  # fmt: skip
+        _normalise_heads(word_like, like, op, numbers, op[K_WEIGHT], op[K_BIAS], k_at, head, low,
+                         high, spare)  # fmt: skip
     slot = batch.slots[token]
     if slot < 0:
         return
     owns = shape.cache_code >= INT8
-    low, high = max(first - num_q, 0), min(end - num_q, num_kv)
     if low < high:
-        keys = Rows(source + (num_q + low) * head, stride, head, high - low, dim, shape.code,
-                    op[K_CACHE] + low * shape.head_bytes, shape.block_bytes, shape.row_bytes,
-                    shape.head_bytes, shape.cache_code, op[K_SCALE] + low * shape.scale_head,
-                    shape.scale_block, shape.scale_row, shape.scale_head, owns)  # fmt: skip
-        move_heads(keys, token, position, slot, shape.block_size, row,
-                   _head_weight(op[K_NORM], op[NORM_CODE], row, weight), eps, tables.cos,
-                   tables.sin, shape.half, False)  # fmt: skip
+        keys = Rows(k_at + low * head, none, head, high - low, dim, shape.code,
+                    op[K_CACHE] + low * op[K_HEAD], op[K_BLOCK], op[K_ROW], op[K_HEAD],
+                    shape.cache_code, op[K_SCALE] + low * op[SCALE_HEAD], op[SCALE_BLOCK],
+                    op[SCALE_ROW], op[SCALE_HEAD], owns)  # fmt: skip
+        move_heads(keys, none, none, slot, shape.block_size, row,
+                   _head_weight(op[K_NORM], op[NORM_CODE], row, weight, dim), eps, cos, sin,
+                   half, is_interleaved)  # fmt: skip
     low, high = max(first - num_q - num_kv, 0), min(end - num_q - num_kv, num_kv)
     if low < high:
-        values = Rows(source + (num_q + num_kv + low) * head, stride, head, high - low, dim,
-                      shape.code, op[V_CACHE] + low * shape.head_bytes, shape.block_bytes,
-                      shape.row_bytes, shape.head_bytes, shape.cache_code,
-                      op[V_SCALE] + low * shape.scale_head, shape.scale_block, shape.scale_row,
-                      shape.scale_head, owns)  # fmt: skip
-        move_heads(values, token, position, slot, shape.block_size, row, weight[:0],
-                   eps, tables.cos, tables.sin, types.int64(0), False)  # fmt: skip
+        head = op[V_DIM] * size
+        values = Rows(source + op[V_AT] + low * head, none, head, high - low, op[V_DIM], shape.code,
+                      op[V_CACHE] + low * op[V_HEAD], op[V_BLOCK], op[V_ROW], op[V_HEAD],
+                      shape.cache_code, op[V_SCALE] + low * op[SCALE_HEAD], op[SCALE_BLOCK],
+                      op[SCALE_ROW], op[SCALE_HEAD], owns)  # fmt: skip
+        move_heads(values, none, none, slot, shape.block_size, row, weight[:0], eps, cos, sin, none,
+                   False)  # fmt: skip
 
 
 @inner
-def _attend(op, batch, work, likes, num_kv_heads, num_threads, starts, splits, frame, counter):
+def _attend(op, batch, work, likes, num_threads, starts, splits, frame, counter):
     """Attend from every sequence's one row, as `paged/decode_launch.py` would.
 
     The kernel of attention is called by address: inlined, it would be compiled again for each kind
@@ -180,9 +271,7 @@ def _attend(op, batch, work, likes, num_kv_heads, num_threads, starts, splits, f
     Args:
         frame: scratch for the operation's frame, into which this thread's `starts` are written.
     """
-    num_sequences = len(starts)
-    for sequence in range(num_sequences):
-        starts[sequence, K], starts[sequence, V] = op[K_CACHE], op[V_CACHE]
+    num_sequences, num_kv_heads = len(starts), op[NUM_KV]
     moved_frame(op[FRAME], starts, batch.table, frame)
     like = likes.real
     if likes.in_tiles == 1:
@@ -198,22 +287,43 @@ def _attend(op, batch, work, likes, num_kv_heads, num_threads, starts, splits, f
     heads = num_kv_heads
     while num_slots // heads < 4 * num_threads and heads % 2 == 0:
         heads //= 2
-    first = op[LAYER] * num_sequences * num_kv_heads
+    first = op[LAYER] * num_sequences
     finished = work.finished[first : first + num_sequences * num_kv_heads]
     nowhere = types.int64(0)
     call_at(likes.attend, (like, empty_of(likes.packed_size), empty_of(likes.cache_size), frame,
-                           likes.chunk, True, heads, splits, nowhere, nowhere, nowhere, nowhere,
+                           op[CHUNK], True, heads, splits, nowhere, nowhere, nowhere, nowhere,
                            nowhere, work.sums, finished, counter,
                            num_slots // heads))  # fmt: skip
 
 
 @inner
-def _normalise(word_like, like, op, eps, batch, begin, end, target):
+def _normalise(word_like, like, op, numbers, batch, begin, end, target, spare):
     """Write norms of rows begin ... end - 1 to rows at address `target`."""
     for row in range(begin, end):
         source = batch.sampled[row] if op[IS_SAMPLED] == 1 else row
-        normalise_row(word_like, like, op[SOURCE] + source * op[SOURCE_ROW],
-                      target + row * op[TARGET_ROW], op[WEIGHT], op[INPUTS], eps)  # fmt: skip
+        for part in range(op[PARTS]):
+            bias = op[BIAS]
+            if bias != 0:
+                bias += part * op[NORM_STEP]
+            normalise_row(
+                word_like, like, op[SOURCE] + source * op[SOURCE_ROW] + part * op[SOURCE_STEP],
+                target + row * op[TARGET_ROW] + part * op[TARGET_STEP],
+                op[WEIGHT] + part * op[NORM_STEP], bias, op[INPUTS], numbers[EPS], numbers[SHIFT],
+                numbers[FACTOR], op[KIND], op[EPILOGUE] == ADD, spare,
+            )  # fmt: skip
+
+
+@inner
+def _embed(word_like, like, op, factor, batch, row, c):
+    """Write the row that an embedding has for a token, and add that of its position if there is a
+    table of them."""
+    inputs, target = op[INPUTS], op[TARGET] + row * op[TARGET_ROW]
+    embed_row(word_like, like, batch.ids[row], op[WEIGHT], inputs, op[FORM], target, c)
+    if op[BIAS] != 0 or factor != 1.0:
+        other = types.int64(0)
+        if op[BIAS] != 0:
+            other = op[BIAS] + batch.positions[row] * inputs * word_like.itemsize
+        scale_row(word_like, like, target, inputs, factor, other, c)
 
 
 @inner
@@ -242,17 +352,15 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
     # Few rows use int8 weights in slices: a larger scratch would be mapped again in each step.
     steps = STEPS if num_rows <= BLOCK_ROWS else most_int8 // STEP
     words = scratch(WIDTH * STEP * steps if most_int8 > 0 else 1, word_like)
-    head_row, head_weight = scratch(shape.head_dim, like), scratch(shape.head_dim, like)
+    head_row, head_weight = scratch(shape.most_dim, like), scratch(shape.most_dim, like)
     # Unsigned ints mixed with those of `ops` would become float64, and compile callees twice.
     c_at, words_at = types.int64(c.ctypes.data), types.int64(words.ctypes.data)
     wide_at = types.int64(wide.ctypes.data)
     starts = np.empty((len(batch.lengths), NUM_STARTS), np.int64)
     splits = np.empty((len(batch.lengths), 2), np.int64)
     frame = np.empty(FRAME_WORDS, np.int64)
-    placed = False
     base = meeting.ctypes.data
     waiters = base + WAITERS * LINE
-    num_heads = shape.num_q_heads + 2 * shape.num_kv_heads
     # Helpers of a pool have no numbers, so no rows of their own.
     joins_norms = num_threads <= MOST_MEMBERS and (num_threads == 1 or syscall != 0)
     index = max(first, read_at(base))
@@ -274,8 +382,8 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                 norm, index = index, index + 1
                 op = ops[index]
                 code = op[CODE]
+        rows = num_sampled if op[IS_SAMPLED] == 1 else num_rows * op[COPIES]
         if code == PRODUCT:
-            rows = num_sampled if op[IS_SAMPLED] == 1 else num_rows
             source, stride = op[SOURCE], op[SOURCE_ROW]
             if norm >= 0:
                 source += member * BLOCK_ROWS * stride
@@ -295,44 +403,66 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                 per_task = max((groups + parts - 1) // parts, fewest, 1)
                 per_task = (per_task + align - 1) // align * align
             per_chunk = (groups + per_task - 1) // per_task
+            num_runs = chunks * op[PARTS]
+            if op[PIECES] != 0:
+                num_runs = read_at(op[PIECES])
             held = -1
             while True:
                 task = add_at(counter, 1)
-                if task >= chunks * per_chunk:
+                if task >= num_runs * per_chunk:
                     break
                 which = task // per_chunk
                 start = (task - which * per_chunk) * per_task
                 end = min(start + per_task, groups)
+                part = which // chunks
+                begin = (which - part * chunks) * chunk
+                count = min(chunk, rows - begin)
+                if op[PIECES] != 0:
+                    piece = op[PIECES] + 8 + 24 * which
+                    part, begin, count = read_at(piece), read_at(piece + 8), read_at(piece + 16)
+                weight, bias = op[WEIGHT], op[BIAS]
+                if op[PARTS] > 1:
+                    weight, bias = read_at(weight + 16 * part), read_at(weight + 16 * part + 8)
                 # while this thread holds a task the rows do not change
                 if norm >= 0 and held != which:
                     _normalise(word_like, like, ops[norm], numbers[norm], batch, types.int64(0),
-                               rows, source)  # fmt: skip
+                               rows, source, c_at)  # fmt: skip
+                extra = op[EXTRA]
+                if extra != 0:
+                    extra += begin * op[EXTRA_ROW]
                 multiply_task(
-                    word_like, like, source + which * chunk * stride, stride,
-                    min(chunk, rows - which * chunk), op[WEIGHT], is_int8, inputs, start, end,
-                    op[BIAS], op[EPILOGUE],
-                    op[TARGET] + which * chunk * op[TARGET_ROW], op[TARGET_ROW], c_at,
-                    wide_at, words_at, held != which,
+                    word_like, like, source + begin * stride + part * op[SOURCE_STEP], stride,
+                    count, weight, is_int8, inputs, start, end, bias, op[EPILOGUE], op[FUNCTION],
+                    numbers[index, FACTOR], numbers[index, LIMIT], numbers[index, ALPHA],
+                    numbers[index, CAP], op[OUTPUTS], extra, op[EXTRA_ROW],
+                    op[TARGET] + begin * op[TARGET_ROW] + part * op[TARGET_STEP], op[TARGET_ROW],
+                    c_at, wide_at, words_at, held != which,
                 )  # fmt: skip
                 held = which
                 if rotates:
-                    low = start * WIDTH // shape.head_dim
-                    high = min(end * WIDTH // shape.head_dim, num_heads)
-                    for row in range(which * chunk, min((which + 1) * chunk, rows)):
-                        _rotate(ops[index + 1], numbers[index + 1], shape, tables, batch, row,
-                                head_row, head_weight, low, high)  # fmt: skip
+                    dim = ops[index + 1, DIM]
+                    num_heads = ops[index + 1, NUM_Q] + 2 * ops[index + 1, NUM_KV]
+                    low = start * WIDTH // dim
+                    high = min(end * WIDTH // dim, num_heads)
+                    for row in range(begin, begin + count):
+                        _rotate(word_like, like, ops[index + 1], numbers[index + 1], shape, tables,
+                                batch, row, head_row, head_weight, low, high, c_at)  # fmt: skip
             if rotates:
                 index += 1
         elif code == ATTEND:
-            if not placed:
-                place_sequences(starts, batch.edges, batch.lengths, op[SOURCE], op[SOURCE_ROW],
-                                op[TARGET], op[TARGET_ROW], op[K_CACHE], op[V_CACHE])  # fmt: skip
-                placed = True
+            place_sequences(starts, batch.edges, batch.lengths, op[SOURCE] + op[Q_AT],
+                            op[SOURCE_ROW], op[TARGET], op[TARGET_ROW], op[K_CACHE],
+                            op[V_CACHE])  # fmt: skip
             place = (FIRST_COUNTER + 2 * index) * (LINE // 8)
-            _attend(op, batch, work, likes, shape.num_kv_heads, num_threads, starts, splits, frame,
+            _attend(op, batch, work, likes, num_threads, starts, splits, frame,
                     meeting[place : place + 1])  # fmt: skip
+        elif code >= OWN_KERNEL:
+            place = (FIRST_COUNTER + 2 * index) * (LINE // 8)
+            call_at(op[KERNEL], (like, word_like, op, numbers[index], batch, work,
+                                 meeting[place : place + 1], types.int64(num_threads)))  # fmt: skip
+            if has_tiles(word_like):
+                amx.configure()  # the kernel may have released its own
         else:
-            rows = num_sampled if op[IS_SAMPLED] == 1 else num_rows
             per_task = _rows_per_task(rows, num_threads)
             while True:
                 begin = add_at(counter, 1) * per_task
@@ -340,16 +470,16 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                     break
                 end = min(begin + per_task, rows)
                 if code == NORM:
-                    _normalise(word_like, like, op, numbers[index], batch, begin, end, op[TARGET])
+                    _normalise(word_like, like, op, numbers[index], batch, begin, end, op[TARGET],
+                               c_at)  # fmt: skip
                     continue
                 for row in range(begin, end):
                     if code == ROTATE:
-                        _rotate(op, numbers[index], shape, tables, batch, row, head_row,
-                                head_weight, types.int64(0), num_heads)  # fmt: skip
+                        _rotate(word_like, like, op, numbers[index], shape, tables, batch, row,
+                                head_row, head_weight, types.int64(0), op[NUM_Q] + 2 * op[NUM_KV],
+                                c_at)  # fmt: skip
                     else:
-                        target = op[TARGET] + row * op[TARGET_ROW]
-                        embed_row(word_like, like, batch.ids[row], op[WEIGHT], op[INPUTS],
-                                  op[FORM], target, c_at)  # fmt: skip
+                        _embed(word_like, like, op, numbers[index, FACTOR], batch, row, c_at)
         leave(active, waiters, syscall)
         wait_until_zero(active, give_way, waiters, syscall)
         index += 1
@@ -365,8 +495,9 @@ def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting,
     """Run operations first ... last - 1 as their owner, or help an owner, repeatedly.
 
     Args:
-        ops: (n, 22) int64, see the names of its columns; addresses and strides are in bytes.
-        numbers: (n,) float64, the epsilon of a norm or of those of heads.
+        ops: (n, NUM_COLUMNS) int64, see the names of its columns; addresses and strides are in
+            bytes.
+        numbers: (n, NUM_NUMBERS) float64, see the names of its columns.
         give_way, syscall: see `meeting.wait_until_zero`.
         meeting: int64 zeros, 2 n + 3 lines, with the number of a step that may be stopped. When the
             number to stop equals it, a thread that reads it begins no further operation, and

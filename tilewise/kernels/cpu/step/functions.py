@@ -1,0 +1,114 @@
+"""Activation functions of a register of float32, chosen by a number that is data.
+
+What      y = f(x): sigmoid, silu, gelu, gelu by tanh, relu, its square, tanh, or x itself.
+Grid      none: inlined into the epilogue of a product and into `elementwise.py`.
+One call  LANES elements.
+Traffic   none.
+Numerics  float32. 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2 u)), which does not cancel. gelu's normal
+          distribution is exp(-x^2 / 2) times a polynomial of 1 / (2 + |x|), within 4e-8 of x times
+          it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba.extending import intrinsic
+
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.threads import inner
+
+IDENTITY, SIGMOID, SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, TANH = range(8)
+# Not elementwise: gpt-oss's function of a gate and its factor, see `layers.py`.
+CLAMPED = 8
+
+CODES = {
+    "identity": IDENTITY,
+    "sigmoid": SIGMOID,
+    "silu": SILU,
+    "gelu": GELU,
+    "gelu_tanh": GELU_TANH,
+    "relu": RELU,
+    "relu_squared": RELU_SQUARED,
+    "tanh": TANH,
+}
+
+_LOG2E = 1.0 / math.log(2.0)
+_LARGEST = 126.0  # exponent up to which `simd.exp2` is exact; 2^-126 is 0 to any precision here
+# Of -2 u log2 e, u = sqrt(2 / pi) (x + 0.044715 x^3).
+_LINEAR = -2.0 * math.sqrt(2.0 / math.pi) * _LOG2E
+_CUBIC = 0.044715 * _LINEAR
+_POLE = 2.0  # of the polynomial's argument (|x| - 2) / (|x| + 2), -1 at 0 and 1 at infinity
+
+
+def _tail(places: np.ndarray) -> np.ndarray:
+    """Return exp(z^2 / 2) times the normal distribution at -z, where (z - 2) / (z + 2) is the
+    argument."""
+    tails = []
+    for place in places:
+        y = _POLE * (1.0 + place) / (1.0 - place) / math.sqrt(2.0)
+        if y < 25.0:
+            tails.append(0.5 * math.exp(y * y) * math.erfc(y))
+        else:  # erfc underflows; the next term of the series is below 2e-6 of a tail of 0.01
+            tails.append(0.5 / (y * math.sqrt(math.pi)) * (1.0 - 0.5 / (y * y)))
+    return np.array(tails)
+
+
+_TAIL = simd.chebyshev(_tail, -1.0, 1.0, 10)
+
+
+@intrinsic
+def _tail_at(typingctx, place):
+    """Compute `_tail`, lane by lane."""
+
+    def codegen(context, builder, sig, args):
+        return simd.horner(builder, args[0], _TAIL)
+
+    return place(place), codegen
+
+
+@inner
+def _share_below(like, x):
+    """Return the normal distribution at x."""
+    zero, one, pole = simd.splat(like, 0.0), simd.splat(like, 1.0), simd.splat(like, _POLE)
+    z = simd.absolute(x)
+    # (z - 2) / (z + 2), which is 1 at infinity
+    place = simd.fma(simd.div(one, simd.add(z, pole)), simd.splat(like, -2.0 * _POLE), one)
+    decay = simd.exp2(simd.mul(simd.mul(z, z), simd.splat(like, -0.5 * _LOG2E)))
+    tail = simd.mul(decay, _tail_at(place))
+    return simd.select(simd.at_least(zero, x), tail, simd.sub(one, tail))
+
+
+@inner
+def applied(like, function, x):
+    """Return f(x) of a register.
+
+    Args:
+        like: an empty array of float32.
+        function: the number of f.
+    """
+    if function == IDENTITY:
+        return x
+    if function == GELU:
+        return simd.mul(x, _share_below(like, x))
+    if function == TANH:
+        return simd.tanh(x)
+    zero, one = simd.splat(like, 0.0), simd.splat(like, 1.0)
+    if function == RELU:
+        return simd.maximum(zero, x)
+    if function == RELU_SQUARED:
+        positive = simd.maximum(zero, x)
+        return simd.mul(positive, positive)
+    limit = simd.splat(like, _LARGEST)
+    if function == GELU_TANH:
+        cubic, linear = simd.splat(like, _CUBIC), simd.splat(like, _LINEAR)
+        power = simd.mul(x, simd.fma(simd.mul(x, x), cubic, linear))
+    else:
+        power = simd.mul(x, simd.splat(like, -_LOG2E))
+    if function == SIGMOID:
+        return simd.div(one, simd.add(one, simd.exp2(simd.minimum(power, limit))))
+    # As in torch: -0 far below zero, NaN at minus infinity.
+    infinite = simd.splat(like, math.inf)
+    decay = simd.select(simd.at_least(limit, power), simd.exp2(power), infinite)
+    return simd.div(x, simd.add(one, decay))

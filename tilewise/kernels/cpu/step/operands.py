@@ -1,0 +1,145 @@
+"""What the operations of a list take: ranges of buffers, norms, and the places of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tilewise.kernels.cpu.step.panels import Panels
+
+__all__ = ["Buffer", "Heads", "Held", "Latents", "Mixture", "Norm"]
+
+Held = Callable[[], Tensor]
+"""A function that returns a weight as its module holds it now."""
+
+
+class Buffer(NamedTuple):
+    """A buffer of rows, or a range of columns of it.
+
+    Attributes:
+        name: the buffer's name.
+        row: the bytes from row to row.
+        start: the bytes from the start of a row to the range.
+    """
+
+    name: str
+    row: int
+    start: int = 0
+
+    def at(self, column: int, size: int) -> Buffer:
+        """Return the range from this column of the range on, of elements of so many bytes."""
+        return self._replace(start=self.start + column * size)
+
+
+class Norm(NamedTuple):
+    """A norm of rows; see `layers.normalise_row`.
+
+    Attributes:
+        weight: a function that returns the weight (E,), or (parts, E) of a norm of parts.
+        eps: the number that is added to the mean square.
+        bias: the same of the bias, or None.
+        shift: the number that is added to the weight.
+        rounds: True if the quotient is rounded before it is multiplied by the weight.
+        centres: True if the mean is subtracted first.
+    """
+
+    weight: Held
+    eps: float
+    bias: Held | None = None
+    shift: float = 0.0
+    rounds: bool = False
+    centres: bool = False
+
+
+class Heads(NamedTuple):
+    """How a layer's queries, keys and values lie in rows and in the cache.
+
+    Attributes:
+        kv: the layer's cache: keys (N, P, Hk, D), values (N, P, Hk, Dv) and, with 8 bits, their
+            scales (N, P, Hk).
+        num_q, num_kv: Hq and Hk.
+        q_at, k_at, v_at: the columns at which they begin.
+        q_step: the columns from a query head to the next.
+        half: the pairs of channels that rotate; 0 for none.
+        angles: the first column of the layer's angles among those of the tables.
+        is_interleaved: True if the pairs are (2 i, 2 i + 1) rather than (i, i + half).
+    """
+
+    kv: Sequence[Tensor]
+    num_q: int
+    num_kv: int
+    q_at: int
+    k_at: int
+    v_at: int
+    q_step: int
+    half: int = 0
+    angles: int = 0
+    is_interleaved: bool = False
+
+    @classmethod
+    def side_by_side(cls, kv: Sequence[Tensor], num_q: int, **options: Any) -> Heads:
+        """Return the heads of one product: those of q, then of k, then of v."""
+        num_kv, dim = kv[0].shape[2:]
+        start = num_q * dim
+        return cls(kv, num_q, num_kv, 0, start, start + num_kv * dim, dim, **options)
+
+    @property
+    def are_side_by_side(self) -> bool:
+        """Whether they lie as `side_by_side` lays them, all of one width."""
+        dims = {cache.shape[-1] for cache in self.kv[:2]}
+        start = self.num_q * self.q_step
+        places = (0, start, start + self.num_kv * self.q_step)
+        return dims == {self.q_step} and (self.q_at, self.k_at, self.v_at) == places
+
+
+class Latents(NamedTuple):
+    """How a layer attends to latents.
+
+    Attributes:
+        cache: (N, P, R + Dr), and with 8 bits its scales (N, P, 2).
+        num_heads: Hq, the number of heads.
+        rank: R, the channels of a latent.
+        scale: the factor of a product of a query and a key.
+    """
+
+    cache: Sequence[Tensor]
+    num_heads: int
+    rank: int
+    scale: float
+
+
+class Mixture(NamedTuple):
+    """A mixture of experts, see `ops.choose_experts` and `ops.expert_mlp`.
+
+    Attributes:
+        up, down: the panels of each expert; those of `up` as of a gated product.
+        num_active: k, the number of experts of a row.
+        scores: "softmax", "sigmoid" or "sparse_mixer".
+        normalised, norm_eps, scale, num_groups, num_active_groups, best_in_group, jitter: see
+            `ops.choose_experts`; `scale` is the factor of all weights.
+        correction_bias, expert_scale: functions that return (N,), or None.
+        logit_scale: the factor of the logits.
+        weighs_input: True if the weights multiply what enters the experts.
+        function, limit, alpha: the function of the gate, see `Program.product`.
+    """
+
+    up: Sequence[Panels]
+    down: Sequence[Panels]
+    num_active: int
+    scores: str = "softmax"
+    normalised: bool = True
+    norm_eps: float = 0.0
+    scale: float = 1.0
+    correction_bias: Held | None = None
+    num_groups: int = 1
+    num_active_groups: int = 1
+    best_in_group: int = 1
+    jitter: float = 0.01
+    expert_scale: Held | None = None
+    logit_scale: float = 1.0
+    weighs_input: bool = False
+    function: str = "silu"
+    limit: float = 0.0
+    alpha: float = 0.0

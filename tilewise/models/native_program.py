@@ -1,0 +1,440 @@
+"""A native decoder as a list of operations over fixed buffers, for one compiled call on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.cache.spec import CacheLayer, KVLayer, LatentLayer
+from tilewise.models.cpu_program import CpuAttention, CpuProgram
+from tilewise.models.decoder_config import DecoderConfig
+from tilewise.models.layer_config import LayerConfig
+from tilewise.nn.attention import Attention, attention_over
+from tilewise.nn.context import AttentionContext
+from tilewise.nn.experts import Experts, ExpertsConfig
+from tilewise.nn.layers import MLP, GatedMLP, LayerNorm, RMSNorm, ShiftedRMSNorm, name_of
+from tilewise.nn.mla import MultiheadLatentAttention
+from tilewise.nn.packed import PackedEmbedding, PackedLinear
+from tilewise.nn.rope import RotaryEmbedding
+from tilewise.ops import cpu_step as step
+from tilewise.ops.panels import Panels
+
+__all__ = ["program_of", "why_no_program"]
+
+
+def why_no_program(model: Any) -> str | None:
+    """Say why there is no program of a `NativeDecoder`, or return None where there is one."""
+    linears = [m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))]
+    if not linears or not all(isinstance(m, PackedLinear) for m in linears):
+        return "the weights must be packed, see Decoder.pack_for_inference"
+    for layer in model.config.layers:
+        reason = _why_not_layer(model.config, layer)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
+    attention, block = layer.attention, layer.feed_forward
+    if attention.latent is None and attention.head_dim % 2:
+        return f"head_dim must be even, got {attention.head_dim}"
+    if not layer.is_parallel:
+        return None
+    if config.residual_scale != 1:
+        return f"residual_scale must be 1 in parallel blocks, got {config.residual_scale}"
+    if isinstance(block, ExpertsConfig):
+        return "a block parallel to attention must be no mixture, got experts"
+    for name in ("attention_out_norm", "mlp_out_norm"):
+        if name in layer.norms:
+            return f"norms of parallel blocks must precede them, got {name}"
+    return None
+
+
+def program_of(model: Any, caches: Sequence[CacheLayer], *, batch_invariant: bool) -> CpuProgram:
+    """Return a step of a `NativeDecoder` as a list of operations; see `Decoder.cpu_program`."""
+    return _Writer(model, caches, batch_invariant).write()
+
+
+class _Writer:
+    """Writes the operations of a decoder, layer by layer."""
+
+    def __init__(self, model: Any, caches: Sequence[CacheLayer], batch_invariant: bool) -> None:
+        self.model, config = model, model.config
+        self.caches = [_parts_of(cache) for cache in caches]
+        self.size = model.dtype.itemsize
+        self.program = step.new_program(
+            model.dtype, self.caches[0], batch_invariant=batch_invariant
+        )
+        rotaries = [cast(RotaryEmbedding, rotary) for rotary in model.rotaries]
+        # The first column of each rotary setting among the angles of all, side by side.
+        self.angles = dict[object, int]()
+        column = 0
+        for rope in config.ropes:
+            self.angles[rope] = column
+            column += rope.rotary_dim // 2
+        self.reserve_angles = partial(_angles_of, rotaries)
+        width, buffer = config.hidden_size, self.program.buffer
+        self.x, self.h = buffer("x", width), buffer("h", width)
+        self.y = buffer("y", width)  # what a block writes before it is added to x
+        self.qkv = buffer("qkv", max(_qkv_columns(layer) for layer in config.layers))
+        self.o = buffer("o", max(_o_columns(layer) for layer in config.layers))
+        inner = [
+            block.shared_size if isinstance(block, ExpertsConfig) else block.intermediate_size
+            for block in (layer.feed_forward for layer in config.layers)
+        ]
+        self.act = buffer("act", max(1, *inner))
+        self.final = buffer("final", width, is_sampled=True)
+        self.logits = buffer("logits", config.vocab_size, torch.float32, is_sampled=True)
+        self.attention = list[CpuAttention]()
+
+    def write(self) -> CpuProgram:
+        """Return the whole program."""
+        model, config, program = self.model, self.model.config, self.program
+        table = model.embed_tokens
+        assert isinstance(table, nn.Embedding | PackedEmbedding)
+        scale = float(torch.tensor(config.embedding_scale).to(model.dtype))
+        positions = model.embed_positions
+        program.embed(
+            table.panels if isinstance(table, PackedEmbedding) else _weight_of(table),
+            self.x,
+            factor=scale,
+            positions=None if positions is None else _weight_of(positions),
+        )
+        if model.embed_norm is not None:
+            norm_of = _norm_of(model.embed_norm, model.dtype)
+            program.norm(self.x, self.x, norm_of, is_shared=True)
+        for index, module in enumerate(model.layers):
+            self._layer(module, config.layers[index], index)
+        program.norm(self.x, self.final, _norm_of(model.norm, model.dtype), is_sampled=True)
+        head = model.lm_head if model.packed_head is None else model.packed_head
+        program.product(
+            self.final,
+            self.logits,
+            _panels_of(head),
+            step.LOGITS,
+            factor=config.logit_scale,
+            cap=config.logit_softcap or 0.0,
+            is_sampled=True,
+        )
+        return CpuProgram(program, self.attention, self.reserve_angles)
+
+    def _layer(self, layer: Any, config: LayerConfig, index: int) -> None:
+        """Write one layer."""
+        reads_h = layer.is_parallel and layer.mlp_norm is None
+        is_latent = isinstance(layer.attention, MultiheadLatentAttention)
+        h = self._normalised(layer.attention_norm, is_shared=reads_h or is_latent)
+        if is_latent:
+            self._latents(cast(MultiheadLatentAttention, layer.attention), h, index)
+        else:
+            self._heads(cast(Attention, layer.attention), config, h, index)
+        o_proj = _panels_of(layer.attention.o_proj)
+        if layer.is_parallel:
+            self.program.product(self.o, self.y, o_proj, step.STORE)
+        else:
+            self._add(self.o, o_proj, layer.attention_out_norm)
+        if not reads_h:
+            is_mixture = isinstance(layer.mlp, Experts)
+            h = self._normalised(layer.mlp_norm, is_shared=is_mixture)
+        if isinstance(layer.mlp, Experts):
+            self._experts(layer.mlp, h, layer.mlp_out_norm)
+            return
+        self._fill_act(layer.mlp, h)
+        down = _panels_of(layer.mlp.down_proj)
+        if layer.is_parallel:
+            self.program.product(self.act, self.x, down, step.ADD, extra=self.y)
+        else:
+            self._add(self.act, down, layer.mlp_out_norm)
+
+    def _normalised(self, norm: nn.Module | None, *, is_shared: bool) -> step.Buffer:
+        """Write a norm of the residual stream; return what a block reads."""
+        if norm is None:
+            return self.x
+        self.program.norm(self.x, self.h, _norm_of(norm, self.model.dtype), is_shared=is_shared)
+        return self.h
+
+    def _add(self, source: step.Buffer, weight: Panels, norm: nn.Module | None) -> None:
+        """Write the last product of a block, whose result is added to the residual stream."""
+        scale = self.model.config.residual_scale
+        if norm is None:
+            self.program.product(source, self.x, weight, step.ADD, factor=scale)
+            return
+        self.program.product(source, self.y, weight, step.STORE)
+        self._add_normalised(norm)
+
+    def _add_normalised(self, norm: nn.Module) -> None:
+        """Write the norm of what a block has written to y, and its addition."""
+        norm_of, scale = _norm_of(norm, self.model.dtype), self.model.config.residual_scale
+        self.program.norm(self.y, self.x, norm_of, adds=True, factor=scale)
+
+    def _fill_act(self, block: nn.Module, h: step.Buffer) -> None:
+        """Write the products of a feed-forward block but for the last one."""
+        assert isinstance(block, GatedMLP | MLP)
+        function = name_of(block.activation)
+        if isinstance(block, GatedMLP):
+            weight = _panels_of(block.gate_up_proj)
+            self.program.product(h, self.act, weight, step.GATE, function=function)
+        else:
+            weight = _panels_of(block.up_proj)
+            self.program.product(h, self.act, weight, step.STORE, function=function)
+
+    def _experts(self, block: Experts, h: step.Buffer, out_norm: nn.Module | None) -> None:
+        """Write a mixture of experts."""
+        program, dtype = self.program, self.model.dtype
+        source = h
+        if block.router_norm is not None:
+            source = program.buffer("routed", self.model.config.hidden_size)
+            program.norm(h, source, _norm_of(block.router_norm, dtype), is_shared=True)
+        router = _panels_of(block.router)
+        is_wide = router.dtype != dtype
+        count = block.config.num_experts
+        logits = program.buffer("router", count, torch.float32 if is_wide else dtype)
+        if is_wide:
+            program.wide_product(source, logits, router)
+        else:
+            program.product(source, logits, router, step.STORE)
+        shared: step.Buffer | None = None
+        gate: step.Buffer | None = None
+        if block.shared is not None:
+            shared = program.buffer("shared", self.model.config.hidden_size)
+            self._fill_act(block.shared, h)
+            program.product(self.act, shared, _panels_of(block.shared.down_proj), step.STORE)
+        if block.shared_gate is not None:
+            gate = program.buffer("gate", 1)
+            program.product(h, gate, _panels_of(block.shared_gate), step.STORE)
+        assert block.packed is not None
+        program.mix(
+            h,
+            logits,
+            self.x if out_norm is None else self.y,
+            block.packed,
+            has_wide_logits=is_wide,
+            adds=out_norm is None,
+            factor=self.model.config.residual_scale,
+            shared=shared,
+            shared_gate=gate,
+        )
+        if out_norm is not None:
+            self._add_normalised(out_norm)
+
+    def _heads(self, attention: Attention, config: LayerConfig, h: step.Buffer, index: int) -> None:
+        """Write attention of heads, up to their outputs."""
+        program, own, kv = self.program, config.attention, self.caches[index]
+        dtype, rope = self.model.dtype, own.rope
+        num_q, num_kv, dim = attention.num_q_heads, attention.num_kv_heads, attention.head_dim
+        heads = step.Heads.side_by_side(
+            kv,
+            num_q,
+            half=0 if rope is None else rope.rotary_dim // 2,
+            angles=0 if rope is None else self.angles[rope],
+            is_interleaved=rope is not None and rope.interleaved,
+        )
+        program.product(h, self.qkv, _panels_of(attention.qkv_proj), step.STORE)
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        if q_norm is None or k_norm is None:
+            program.rotate(self.qkv, heads)
+        elif attention.norms_all_heads:
+            places = [self.qkv.at(at, self.size) for at in (heads.q_at, heads.k_at)]
+            for norm, place in zip((q_norm, k_norm), places, strict=True):
+                program.norm(place, place, _norm_of(norm, dtype), parts=1)
+            program.rotate(self.qkv, heads)
+        elif attention.norms_fuse and rope is not None:
+            assert isinstance(q_norm, RMSNorm)
+            held = _weight_of(q_norm), _weight_of(k_norm)
+            program.rotate(self.qkv, heads, eps=q_norm.eps, q_norm=held[0], k_norm=held[1])
+        else:
+            program.rotate(
+                self.qkv,
+                heads,
+                q_rounded=_norm_of(q_norm, dtype),
+                k_rounded=_norm_of(k_norm, dtype),
+                is_after=attention.norms_after_rope,
+            )
+        first = len(program)
+        slopes = torch.tensor(own.alibi_slopes) if own.alibi_slopes else None
+        program.attend(
+            self.qkv,
+            self.o,
+            heads,
+            scale=own.softmax_scale,
+            window=own.window,
+            softcap=own.softcap,
+            sinks=None if attention.sinks is None else _parameter(attention, "sinks"),
+            slopes=slopes,
+        )
+        v_dim = kv[1].shape[-1]
+
+        def attend(ctx: AttentionContext, cache: CacheLayer, rows: int) -> None:
+            buffers = program.buffers
+            q = buffers["qkv"][:rows, : num_q * dim].unflatten(-1, (num_q, dim))
+            over = attention_over(
+                cast(KVLayer, cache),
+                window=own.window,
+                softmax_scale=own.softmax_scale,
+                softcap=own.softcap,
+                sinks=attention.sinks,
+                alibi_slopes=slopes,
+            )
+            buffers["o"][:rows, : num_q * v_dim] = over(q, ctx).flatten(-2)
+
+        self.attention.append(CpuAttention(first - 1, first, len(program), attend))
+        assert num_kv == heads.num_kv
+
+    def _latents(self, attention: MultiheadLatentAttention, h: step.Buffer, index: int) -> None:
+        """Write attention over latents, up to the outputs of heads."""
+        program, dtype, kv = self.program, self.model.dtype, self.caches[index]
+        rank, num_heads = attention.kv_rank, attention.num_heads
+        nope, rotated, v_dim = attention.nope_dim, attention.rope_dim, attention.v_head_dim
+        dim, start, wide = nope + rotated, _whole(num_heads * (nope + rotated)), _whole(rank)
+        c_q = h
+        if attention.q_a_proj is not None:
+            assert attention.q_rank is not None
+            raw = program.buffer("latent of queries", attention.q_rank)
+            c_q = program.buffer("normalised latent of queries", attention.q_rank)
+            program.product(h, raw, _panels_of(attention.q_a_proj), step.STORE)
+            program.norm(raw, c_q, _norm_of(attention.q_a_norm, dtype))
+        program.product(c_q, self.qkv, _panels_of(attention.q_b_proj), step.STORE)
+        latent = self.qkv.at(start, self.size)
+        program.product(h, latent, _panels_of(attention.kv_a_proj), step.STORE)
+        program.norm(latent, latent, _norm_of(attention.kv_a_norm, dtype), parts=1)
+        cache, *scales = kv
+        keys = [cache[..., rank:].unsqueeze(2), *(scale[..., 1:] for scale in scales)]
+        values = [cache[..., :rank].unsqueeze(2), *(scale[..., :1] for scale in scales)]
+        parts = [part for pair in zip(keys, values, strict=True) for part in pair]
+        rope = self.model.config.layers[index].attention.rope
+        assert rope is not None
+        heads = step.Heads(
+            parts,
+            num_heads,
+            1,
+            q_at=nope,
+            k_at=start + rank,
+            v_at=start,
+            q_step=dim,
+            half=rotated // 2,
+            angles=self.angles[rope],
+            is_interleaved=attention.rope_interleaved,
+        )
+        program.rotate(self.qkv, heads)
+        writes = len(program) - 1
+        q_latent = program.buffer("latent queries", num_heads * wide)
+        o_latent = program.buffer("latent outputs", num_heads * wide)
+        assert attention.packed_uk is not None
+        assert attention.packed_uv is not None
+        program.products_of_heads(
+            self.qkv,
+            q_latent,
+            [_panels_of(each) for each in attention.packed_uk],
+            source_step=dim,
+            target_step=wide,
+        )
+        first = len(program)
+        latents = step.Latents(kv, num_heads, rank, attention.softmax_scale)
+        program.attend_latents(
+            q_latent, self.qkv.at(nope, self.size), o_latent, latents, rope_step=dim
+        )
+        end = len(program)
+        program.products_of_heads(
+            o_latent,
+            self.o,
+            [_panels_of(each) for each in attention.packed_uv],
+            source_step=wide,
+            target_step=v_dim,
+            outputs=v_dim,
+        )
+
+        def attend(ctx: AttentionContext, cache: CacheLayer, rows: int) -> None:
+            buffers = program.buffers
+            q, o = (
+                buffers[held.name][:rows, : num_heads * wide].unflatten(-1, (num_heads, wide))
+                for held in (q_latent, o_latent)
+            )
+            q_rope = buffers["qkv"][:rows, : num_heads * dim].unflatten(-1, (num_heads, dim))
+            found = attention.attend_latents(
+                q[..., :rank], q_rope[..., nope:], ctx, cast(LatentLayer, cache)
+            )
+            o[..., :rank] = found
+
+        self.attention.append(CpuAttention(writes, first, end, attend))
+
+
+def _whole(columns: int) -> int:
+    """Return `columns` rounded up to whole groups of a product's outputs."""
+    return -(-columns // step.WIDTH) * step.WIDTH
+
+
+def _qkv_columns(layer: LayerConfig) -> int:
+    attention = layer.attention
+    width = attention.num_q_heads * attention.head_dim
+    if attention.latent is not None:
+        return _whole(width) + attention.latent.kv_rank + attention.latent.rope_dim
+    _, dim, v_dim = attention.cached_head
+    return width + attention.num_kv_heads * (dim + v_dim)
+
+
+def _o_columns(layer: LayerConfig) -> int:
+    attention = layer.attention
+    latent = attention.latent
+    dim = attention.cached_head[2] if latent is None else latent.v_head_dim
+    return attention.num_q_heads * dim
+
+
+def _parts_of(cache: CacheLayer) -> tuple[Tensor, ...]:
+    return (cache,) if isinstance(cache, Tensor) else tuple(cache)
+
+
+def _angles_of(
+    rotaries: Sequence[RotaryEmbedding], count: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of at least `count` positions, of all settings side by side."""
+    if not rotaries:
+        nothing = torch.empty((count, 0))
+        return nothing, nothing
+    tables = [rotary.reserve(count, device) for rotary in rotaries]
+    if len(tables) == 1:
+        return tables[0]
+    most = min(len(cos) for cos, _ in tables)
+    return (
+        torch.cat([cos[:most] for cos, _ in tables], -1),
+        torch.cat([sin[:most] for _, sin in tables], -1),
+    )
+
+
+def _norm_of(module: nn.Module | None, dtype: torch.dtype) -> step.Norm:
+    """Return a norm as the list takes it."""
+    if isinstance(module, RMSNorm):
+        return step.Norm(_weight_of(module), module.eps, rounds=True)
+    if isinstance(module, ShiftedRMSNorm):
+        return step.Norm(_weight_of(module), module.eps, shift=1.0)
+    assert isinstance(module, LayerNorm)
+    ones = torch.ones(module.normalized_shape, dtype=dtype)
+    weight = (lambda: ones) if module.weight is None else _weight_of(module)
+    bias = None if module.bias is None else _parameter(module, "bias")
+    shift = 1.0 if module.is_shifted else 0.0
+    return step.Norm(weight, module.eps, bias=bias, shift=shift, centres=True)
+
+
+def _panels_of(linear: nn.Module | None) -> Panels:
+    """Return the weights of a packed linear."""
+    assert isinstance(linear, PackedLinear)
+    return linear.panels
+
+
+def _weight_of(module: nn.Module | None) -> step.Held:
+    """Return a function that returns a module's current weight."""
+    return _parameter(module, "weight")
+
+
+def _parameter(module: nn.Module | None, name: str) -> step.Held:
+    """Return a function that returns a module's current parameter of this name."""
+    assert module is not None
+    parameters = module._parameters
+
+    def find() -> Tensor:
+        found = parameters.get(name)  # a tenth of the time of an attribute access
+        return cast(Tensor, getattr(module, name)) if found is None else found
+
+    return find
