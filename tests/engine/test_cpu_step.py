@@ -134,6 +134,8 @@ LAYERS = {
             "norm": NormConfig("layer", has_weight=False),
             "embedding_scale": 3.3,
             "embedding_norm": True,
+            "learned_positions": 40,
+            "first_position": 2,
         },
     ),
     "norms behind blocks": (

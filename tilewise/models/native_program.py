@@ -97,12 +97,12 @@ class _Writer:
         table = model.embed_tokens
         assert isinstance(table, nn.Embedding | PackedEmbedding)
         scale = float(torch.tensor(config.embedding_scale).to(model.dtype))
-        positions = model.embed_positions
+        positions, first = model.embed_positions, config.first_position
         program.embed(
             table.panels if isinstance(table, PackedEmbedding) else _weight_of(table),
             self.x,
             factor=scale,
-            positions=None if positions is None else _weight_of(positions),
+            positions=None if positions is None else lambda: positions.weight[first:],
         )
         if model.embed_norm is not None:
             norm_of = _norm_of(model.embed_norm, model.dtype)
