@@ -11,6 +11,7 @@ import transformers
 from tests.models.tiny import VOCAB, PagedLoop
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, load_model
+from tilewise.models.families import FAMILIES
 from tilewise.models.native import NativeDecoder
 
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -178,3 +179,36 @@ def test_longrope_is_served_within_its_first_context_and_dynamic_scaling_within_
     assert config.context_length == 128
     with pytest.raises(CheckpointError, match="rope_type must be one that is written"):
         config.to_hf()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be positive, got 0"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ("gptj", {"rotary_dim": 65}, "rotary_dim must be even and at most the 256 channels"),
+        ("codegen", {"rotary_dim": 512}, "rotary_dim must be even and at most the 256 channels"),
+        ("olmoe", {"hidden_act": []}, r"must be one of .*, got \[\]"),
+    ],
+)
+def test_values_that_no_arithmetic_has_are_refused(model_type, changes, message):
+    config = published(model_type)
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_hf(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("gptj", "rotary_dim"), ("mistral", "num_key_value_heads")]
+)
+def test_an_absent_field_means_what_the_configuration_class_says(model_type, name):
+    config = published(model_type)
+    whole = ModelConfig.from_hf(config)
+    del config[name]
+    assert ModelConfig.from_hf(config) == whole
+
+
+def published(model_type):
+    """The contents of config.json of a configuration class that is told nothing."""
+    [name] = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    return config | {"architectures": [name]}

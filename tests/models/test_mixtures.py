@@ -50,6 +50,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2_greedy": ("DeepseekV2", _LATENT | _MOE | {"n_routed_experts": 8}),
     "deepseek_v3": ("DeepseekV3", _LATENT | _GROUPED),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        _LATENT | {n: x for n, x in _GROUPED.items() if n != "first_k_dense_replace"}),
+    "granitemoe": (
+        "GraniteMoe",
+        {"num_local_experts": 5, "attention_multiplier": 0.3, "embedding_multiplier": 2.0,
+         "residual_multiplier": 0.7, "logits_scaling": 3.0},
+    ),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 8, "head_dim": 16}),
 }  # fmt: skip
 
@@ -95,7 +103,8 @@ def test_logits_and_gradients_are_those_of_transformers(pair: tuple[Any, Any]) -
     [their_grad] = [
         grad for name, grad in theirs.items()
         if name.startswith(f"model.{router.split('.mlp')[0]}.")
-        and name.endswith("gate.weight") and "shared" not in name
+        and name.endswith(("gate.weight", "router.weight", "router.layer.weight"))
+        and "shared" not in name
     ]  # fmt: skip
     torch.testing.assert_close(ours_grad, their_grad, rtol=1e-3, atol=1e-4)
 

@@ -84,7 +84,7 @@ class ExpertsConfig:
             self.num_experts, self.num_active, self.scores, self.has_correction_bias,
             self.num_groups, self.num_active_groups, self.best_in_group,
         )  # fmt: skip
-        if self.activation != _CLAMPED and self.activation not in ACTIVATION_OF:
+        if self.activation not in [*ACTIVATION_OF, _CLAMPED]:
             names = ", ".join([*ACTIVATION_OF, _CLAMPED])
             raise ValueError(f"activation must be one of {names}, got {self.activation!r}")
         if self.shared_size and self.activation == _CLAMPED:

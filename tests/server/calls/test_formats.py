@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from tests.server.calls.test_parser import message
 from tilewise.server.calls.elements import ElementCalls
 from tilewise.server.calls.expressions import ExpressionCalls
+from tilewise.server.calls.literals import as_json
 from tilewise.server.calls.parser import CallParser
+from tilewise.server.calls.schema_types import typed
 from tilewise.server.calls.table import FORMATS, call_format
 from tilewise.server.chat_format import call_names, reasoning_names
 from tilewise.server.cut_json import completed
@@ -452,6 +454,21 @@ def test_long_texts_take_time_by_their_length_alone(name):
         return count[0]
 
     assert work(200) < 2.5 * work(100)
+
+
+def test_a_long_run_of_digits_that_is_no_number_is_a_text():
+    """A search that tries each digit in two places would not come back from this."""
+    word = "1" * 200_000 + "x"
+    for name, begin in (("pythonic", "[add(a="), ("gemma4", "<|tool_call>call:add{a:")):
+        end = ")]" if name == "pythonic" else "}<tool_call|>"
+        [(_, arguments)] = find(name, [begin + word + end])[2]
+        assert json.loads(arguments) == {"a": word}
+
+
+def test_a_list_with_a_number_that_python_does_not_read_is_passed_on():
+    written = "['a', " + "1" * 5000 + "]"
+    assert json.loads(typed(written, frozenset({"array", "string"}), as_json)) == written
+    assert typed(written, frozenset({"array"}), as_json) == json.dumps(written)
 
 
 def test_every_format_is_tried_and_names_are_of_one_format():

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and mixtures of experts behind the first layers.
+"""DeepSeek-V2 and V3, GLM-4.7-Flash: latent attention, and mixtures behind the first layers.
 
 Source: DeepSeek-AI, 2024, "DeepSeek-V2"; "DeepSeek-V3 technical report".
 """
@@ -67,6 +67,22 @@ def _v3(config: Json) -> dict[str, Any]:
     return _read(config, sizes, experts, first_dense(config, 3))
 
 
+def _glm4_lite(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
+    must_be(config, "topk_method", "noaux_tc")
+    must_be(config, "rope_interleave", True)
+    usual = ["dense", *["sparse"] * (sizes.num_layers - 1)]
+    types = config.get("mlp_layer_types") or usual
+    if not isinstance(types, list) or len(types) != sizes.num_layers:
+        raise CheckpointError(
+            f"mlp_layer_types must have one entry per layer ({sizes.num_layers}), got {types!r}"
+        )
+    is_dense = first_dense(config, 0)
+    given = {name: config.get(name) for name in _MIXTURE if config.get(name) is not None}
+    experts = grouped_experts({**_GLM4_LITE, **given}, sizes)
+    return _read(config, sizes, experts, lambda layer: types[layer] == "dense" or is_dense(layer))
+
+
 _MIXTURE = (
     "moe_intermediate_size", "n_routed_experts", "num_experts", "num_local_experts",
     "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor",
@@ -75,6 +91,10 @@ _MIXTURE = (
 # The defaults of the configuration classes.
 _V2: dict[str, Any] = {
     "moe_intermediate_size": 1407, "n_routed_experts": 64, "num_experts_per_tok": 6,
+}  # fmt: skip
+_GLM4_LITE: dict[str, Any] = {
+    "moe_intermediate_size": 1536, "n_routed_experts": 64, "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
 }  # fmt: skip
 _V3: dict[str, Any] = {
     "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_group": 8, "topk_group": 4,
@@ -198,5 +218,12 @@ FAMILIES = (
         _v3,
         _names,
         harmless=_WIDTHS + " num_nextn_predict_layers",
+    ),
+    Family(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        _glm4_lite,
+        _names,
+        harmless=_WIDTHS + " num_nextn_predict_layers scoring_func",
     ),
 )

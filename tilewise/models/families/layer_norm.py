@@ -174,7 +174,12 @@ def read_gptj(config: Json) -> dict[str, Any]:
     if width % heads:
         raise CheckpointError(f"n_embd must be a multiple of n_head {heads}, got {width}")
     dim, positions = width // heads, count(config, "n_positions")
-    turned = count_or(config, "rotary_dim", dim)
+    # An absent field means 64, as in the configuration classes; null means whole heads.
+    turned = count_or(config, "rotary_dim", dim if "rotary_dim" in config else 64)
+    if turned % 2 or turned > dim:
+        raise CheckpointError(
+            f"rotary_dim must be even and at most the {dim} channels of a head, got {turned}"
+        )
     rope = RopeConfig(turned, max_positions=positions, interleaved=True)
     attention = AttentionConfig(heads, heads, dim, softmax_scale=dim**-0.5, rope=rope)
     block = FeedForwardConfig(

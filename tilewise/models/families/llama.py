@@ -19,11 +19,12 @@ def _read(
     windows: tuple[int | None, ...] | None = None,
     *,
     head_dim: int | None = None,
+    num_kv_heads: int | None = None,
     has_qk_norm: bool = False,
     qkv_bias: bool | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments of `DecoderConfig` that these families share."""
-    sizes = Sizes.of(config, head_dim=head_dim)
+    sizes = Sizes.of(config, head_dim=head_dim, num_kv_heads=num_kv_heads)
     norm = NormConfig("rms", sizes.eps)
     has_bias = flag(config, "attention_bias", False)
     rope = read_rope(config, sizes.head_dim, sizes.positions)
@@ -51,9 +52,12 @@ def _read(
 
 def _mistral(config: Json) -> dict[str, Any]:
     num_layers, window = num_layers_of(config, "num_hidden_layers"), _window(config)
-    if config.get("layer_types") is None:
-        return _read(config, (window,) * num_layers)
-    return _read(config, windows_of_types(layer_types(config, num_layers), window))
+    # Its configuration class has 8 key heads unless it is told others; null means all heads.
+    num_kv_heads = None if "num_key_value_heads" in config else 8
+    windows: tuple[int | None, ...] = (window,) * num_layers
+    if config.get("layer_types") is not None:
+        windows = windows_of_types(layer_types(config, num_layers), window)
+    return _read(config, windows, num_kv_heads=num_kv_heads)
 
 
 def _qwen2(config: Json) -> dict[str, Any]:

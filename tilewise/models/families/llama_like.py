@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.errors import CheckpointError
-from tilewise.models.config_fields import Json, count_or, flag, num_layers_of, number
+from tilewise.models.config_fields import (
+    Json,
+    count_or,
+    flag,
+    num_layers_of,
+    number,
+    positive,
+)
 from tilewise.models.families.family import LLAMA_NAMES, Family
 from tilewise.models.hf_rope import read_rope
 from tilewise.models.layer_config import NormConfig
@@ -46,7 +53,7 @@ def _granite(config: Json) -> dict[str, Any]:
         tie_word_embeddings=flag(config, "tie_word_embeddings", False),
         embedding_scale=number(config, "embedding_multiplier", 1.0),
         residual_scale=number(config, "residual_multiplier", 1.0),
-        logit_scale=1 / number(config, "logits_scaling", 1.0),
+        logit_scale=1 / positive(config, "logits_scaling", 1.0),
     )
 
 

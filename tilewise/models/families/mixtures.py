@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewise.errors import CheckpointError
-from tilewise.models.config_fields import Json, count, count_or, flag, number
+from tilewise.models.config_fields import Json, count, count_or, flag, number, positive
 from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families.family import LLAMA_NAMES, Family, Names
 from tilewise.models.hf_rope import read_rope
@@ -38,8 +38,10 @@ def _layers(
     o_bias: bool = False,
     theta: float = 10_000.0,
     part: float | None = None,
+    softmax_scale: float | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments of `DecoderConfig`."""
+    scale = sizes.head_dim**-0.5 if softmax_scale is None else softmax_scale
     norm = NormConfig("rms", sizes.eps)
     rope = read_rope(config, sizes.head_dim, sizes.positions, theta=theta, part=part)
     dense = sizes.feed_forward()
@@ -48,6 +50,7 @@ def _layers(
             sizes.attention(
                 window=window,
                 rope=rope,
+                softmax_scale=scale,
                 qkv_bias=qkv_bias,
                 o_bias=o_bias,
                 qk_norm=None if qk_norm_over is None else norm,
@@ -244,6 +247,25 @@ def _minimax_m2(config: Json) -> dict[str, Any]:
     return _layers(config, sizes, experts, qk_norm_over="heads", theta=5e6, part=part)
 
 
+def _granite(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config)
+    experts = _experts(config, sizes, 2, intermediate_size=sizes.intermediate_size)
+    has_bias, scale = flag(config, "attention_bias", False), "attention_multiplier"
+    found = _layers(
+        config,
+        sizes,
+        experts,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        softmax_scale=float(number(config, scale, 1.0)),
+    )
+    return found | {
+        "embedding_scale": float(number(config, "embedding_multiplier", 1.0)),
+        "residual_scale": float(number(config, "residual_multiplier", 1.0)),
+        "logit_scale": 1 / positive(config, "logits_scaling", 1.0),
+    }
+
+
 def expert_names(
     config: DecoderConfig,
     names: Names,
@@ -303,12 +325,21 @@ def _mixtral_names(config: DecoderConfig) -> Names:
     )
 
 
+# The experts of a layer are one tensor each way.
+_GRANITE_NAMES = LLAMA_NAMES.but(
+    {
+        "mlp.router": "block_sparse_moe.router.layer",
+        "mlp.up": "block_sparse_moe.input_linear.weight",
+        "mlp.down": "block_sparse_moe.output_linear.weight",
+    }
+)
 _TRAINING = "router_jitter_noise num_nextn_predict_layers"
 
 FAMILIES = (
     Family("MixtralForCausalLM", "mixtral", _mixtral, _mixtral_names, harmless=_TRAINING),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2, _qwen2_names),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3, _names),
+    Family("GraniteMoeForCausalLM", "granitemoe", _granite, _GRANITE_NAMES),
     Family("OlmoeForCausalLM", "olmoe", _olmoe, _names),
     Family("Glm4MoeForCausalLM", "glm4_moe", _glm4, _names, harmless=_TRAINING),
     Family("Dots1ForCausalLM", "dots1", _dots1, _names, harmless="scoring_func topk_method"),

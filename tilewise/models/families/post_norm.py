@@ -59,9 +59,10 @@ def _exaone4(config: Json) -> dict[str, Any]:
     has_windows = not ("sliding_window" in config and config["sliding_window"] is None)
     window = count_or(config, "sliding_window", 4096) if has_windows else None
     every = config.get("sliding_window_pattern", _EVERY_FOURTH)
-    if has_windows and (type(every) is not int or every < 1) and "layer_types" not in config:
+    has_types = config.get("layer_types") is not None
+    if has_windows and (type(every) is not int or every < 1) and not has_types:
         raise CheckpointError(f"sliding_window_pattern must be a positive integer, got {every!r}")
-    usual = _usual(num_layers, every if type(every) is int and has_windows else 1)
+    usual = None if has_types else _usual(num_layers, every if has_windows else 1)
     windows = windows_of_types(layer_types(config, num_layers, usual), window)
     rope = read_rope(config, sizes.head_dim, sizes.positions)
     return sizes.decoder(

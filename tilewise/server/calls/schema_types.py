@@ -214,7 +214,9 @@ def typed(text: str, types: frozenset[str] | None, literal: Callable[[str], str 
         return bare
     if bare[:1] in ("{", "[", "(") and types is not None and types & {"object", "array"}:
         written = literal(bare)
-        if written is not None and _is_of(json.loads(written), types):
+        # Python reads no number of thousands of digits.
+        inner = None if written is None else _value(written)
+        if written is not None and inner is not None and _is_of(inner[0], types):
             return written
     if types is None or "string" in types or value is None:
         return as_string
