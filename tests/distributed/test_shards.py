@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.thread_group import on_ranks
+from tests.models.test_families import make
 from tests.models.tiny import make_hf, save_hf
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.distributed.shards import head_of, load_shard, shard_config, vocabulary_rows
@@ -44,21 +45,21 @@ def test_shards_give_the_logits_of_the_whole(case, size, tmp_path):
     path = save_hf(make_hf(case), tmp_path)
     want = _logits(load_model(path, dtype="float64"))
     for got in on_ranks(size, lambda group: _logits(load_shard(path, group, dtype="float64"))):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_packed_shards_give_the_logits_of_the_whole(tmp_path):
     path = save_hf(make_hf("llama_mqa_biases"), tmp_path)
     want = _logits(load_model(path, dtype="float32"))
     for got in on_ranks(2, lambda group: _logits(load_shard(path, group))):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_one_shard_is_the_whole(tmp_path):
     path = save_hf(make_hf("llama"), tmp_path)
     group = ShardGroup(0, 1, torch.device("cpu"))
     got = _logits(load_shard(path, group, dtype="float64"))
-    torch.testing.assert_close(got, _logits(load_model(path, dtype="float64")))
+    torch.testing.torch.testing.assert_close(got, _logits(load_model(path, dtype="float64")))
 
 
 def test_more_ranks_than_rows_of_the_vocabulary(tmp_path):
@@ -69,7 +70,7 @@ def test_more_ranks_than_rows_of_the_vocabulary(tmp_path):
     ]  # fmt: skip
     want = _logits(load_model(path, dtype="float64"))
     for got in on_ranks(4, lambda group: _logits(load_shard(path, group, dtype="float64"))):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_the_most_likely_token_needs_two_numbers_of_each_rank(tmp_path):
@@ -180,3 +181,12 @@ def test_small_sums_are_symmetric_memorys_on_all_ranks_or_on_none(refusals):
     assert all((why is None) == is_agreed for why, _ in found)
     if refusals[1] is None and not is_agreed:
         assert found[1][0] == "rank 0 cannot"
+
+
+@pytest.mark.parametrize("case", ["gpt_neox", "falcon_groups", "phi3", "cohere2"])
+def test_fused_tensors_and_parallel_blocks_are_cut_at_their_heads(case, tmp_path):
+    make(case).save_pretrained(tmp_path)
+    whole = load_model(tmp_path, dtype="float64")
+    want = _logits(whole)
+    for got in on_ranks(2, lambda group: _logits(load_shard(tmp_path, group, dtype="float64"))):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
