@@ -207,8 +207,27 @@ def test_an_absent_field_means_what_the_configuration_class_says(model_type, nam
     assert ModelConfig.from_hf(config) == whole
 
 
-def published(model_type):
-    """The contents of config.json of a configuration class that is told nothing."""
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 3}),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 9}),
+        ("smollm3", {"use_sliding_window": True}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
+        ("dots1", {"n_routed_experts": 16, "max_window_layers": 2}),
+        ("dots1", {"n_routed_experts": 16, "max_window_layers": 2, "sliding_window": None}),
+    ],
+)
+def test_windows_without_a_list_of_kinds_are_those_of_the_configuration_class(model_type, fields):
+    fields = fields | {"num_hidden_layers": 5}
+    whole = published(model_type, **fields)
+    written = {name: value for name, value in whole.items() if name != "layer_types"} | fields
+    assert ModelConfig.from_hf(written).windows == ModelConfig.from_hf(whole).windows
+
+
+def published(model_type, **fields):
+    """The contents of config.json of a configuration class that is told some fields alone."""
     [name] = [name for name, family in FAMILIES.items() if family.model_type == model_type]
-    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    config = transformers.AutoConfig.for_model(model_type, **fields).to_dict()
     return config | {"architectures": [name]}

@@ -249,6 +249,7 @@ def test_a_model_whose_calls_are_not_all_it_keeps_is_found_by_a_short_text(
         ("norms behind blocks", True, True),
         ("layers that attend twice", True, False),
         ("experts", True, True),
+        ("a router that is a projection", False, True),  # its angles lie on the host
     ],
 )
 def test_what_a_gpu_captures_of_a_family(

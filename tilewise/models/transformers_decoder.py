@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import ops
 from tilewise.cache.spec import CacheLayer, CacheSpec, KVSpec
@@ -424,6 +425,53 @@ def survey(make: Any) -> tuple[tuple[AttentionCall, ...], bool]:
         return _survey(make()), False
 
 
+class _FromHost(TorchDispatchMode):
+    """A mode that notes whether a tensor of the host is copied to the device of the model.
+
+    Attributes:
+        found: True once one was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
+            device = kwargs.get("device")
+            self.found |= device is not None and torch.device(device).type == "meta"
+        return func(*args, **kwargs)
+
+
+def copies_from_host(inner: Any) -> bool:
+    """Return whether a pass copies tensors of the host: no CUDA graph can hold it.
+
+    Args:
+        inner: a model of transformers on the device "meta", where a pass needs no numbers.
+    """
+
+    def attend(
+        _: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+    ) -> Any:
+        b, h, s, _d = query.shape
+        return query.new_empty((b, s, h, value.shape[-1])), None
+
+    _register(_SURVEYED, attend, _described_mask)
+    _use(inner, _SURVEYED)
+    if hasattr(inner, "set_experts_implementation"):
+        inner.set_experts_implementation("batched_mm")
+    places = torch.arange(_SURVEY_ROWS, device="meta").unsqueeze(0)
+    with _FromHost() as mode:
+        inner.eval().base_model(
+            input_ids=places, position_ids=places, attention_mask=places + 1, use_cache=False
+        )
+    is_found: bool = mode.found
+    return is_found
+
+
 class _NeedsNumbersError(Exception):
     """A pass on the device "meta" ended where a layer looked at a number."""
 
@@ -627,7 +675,7 @@ def load_through_transformers(
         calls, can_pack = _survey(inner), False
     else:
         shape = empty()
-        can_be_captured = not may_count_on_host(shape)
+        can_be_captured = not may_count_on_host(shape) and not copies_from_host(shape)
         if before is not None:
             config = _config(theirs, architecture, calls, own, can_be_captured=can_be_captured)
             before(TransformersDecoder(shape, config, calls, can_pack=False))

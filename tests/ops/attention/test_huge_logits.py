@@ -168,8 +168,8 @@ def test_of_tensors_of_8_bits(size: float, per_token: bool) -> None:
 def hold_8_bits(q: Tensor, k: Tensor, v: Tensor, per_token: bool, backend: str) -> None:
     """Hold rows to the values of their largest keys, where these are far above all others.
 
-    Tensor cores add products of e4m3 in some 14 bits: keys that are nearer to each other may
-    change places.
+    Tensor cores add products of e4m3 in some 14 bits, and portable kernels multiply numbers that
+    are rounded to 16 bits: keys that are nearer to each other may change places.
     """
     quantize = quantize_tokens if per_token else quantize_heads
     doubles = [
@@ -180,8 +180,9 @@ def hold_8_bits(q: Tensor, k: Tensor, v: Tensor, per_token: bool, backend: str) 
     products = torch.einsum("bqhd,bkhd->bqhk", *(x.double() for x in doubles[:2]))
     ahead = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
     best = products.masked_fill(ahead[:, None], -torch.inf).topk(2, -1).values
-    is_far = best[..., 0] - best[..., 1] > products.abs().amax(-1) * 2.0**-11
-    assert is_far.double().mean() > 0.95
+    near = products.abs().amax(-1) * 2.0 ** (-8 if backend == "triton" else -11)
+    is_far = best[..., 0] - best[..., 1] > near
+    assert is_far.double().mean() > 0.9
     right = truth(*doubles, causal=True)
     assert o.isfinite().all()
     torch.testing.assert_close(o.double()[is_far], right[is_far], rtol=1e-2, atol=2e-2)

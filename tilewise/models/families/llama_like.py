@@ -10,6 +10,7 @@ from typing import Any
 from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import (
     Json,
+    count,
     count_or,
     flag,
     num_layers_of,
@@ -67,8 +68,9 @@ def _smollm3(config: Json) -> dict[str, Any]:
         raise CheckpointError(
             f"no_rope_layers must have one entry per layer ({sizes.num_layers}), got {rotates!r}"
         )
-    has_window = flag(config, "use_sliding_window", False)
-    window = count_or(config, "sliding_window", 4096) if has_window else None
+    is_given = config.get("sliding_window") is not None
+    has_window = flag(config, "use_sliding_window", False) and is_given
+    window = count(config, "sliding_window") if has_window else None
     usual = [
         "sliding_attention" if has_window and not turns else "full_attention" for turns in rotates
     ]

@@ -128,9 +128,10 @@ def _named_dense(config: Json) -> Callable[[int], bool]:
     return lambda layer: layer in named or (layer + 1) % step != 0
 
 
-def _window(config: Json, num_layers: int) -> tuple[int | None, ...]:
-    value = config.get("sliding_window")
-    return (None if value is None else count(config, "sliding_window"),) * num_layers
+def _window(config: Json, default: int | None) -> int | None:
+    """Return the window: an absent field means the default, null means none."""
+    value = config.get("sliding_window", default)
+    return None if value is None else count({"sliding_window": value}, "sliding_window")
 
 
 def _qwen3(config: Json) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def _qwen3(config: Json) -> dict[str, Any]:
         sizes,
         experts,
         is_dense=_named_dense(config),
-        windows=_window(config, sizes.num_layers) if slides else None,
+        windows=(_window(config, 4096) if slides else None,) * sizes.num_layers,
         qk_norm_over="head",
         qkv_bias=has_bias,
         o_bias=has_bias,
@@ -171,7 +172,7 @@ def _qwen2(config: Json) -> dict[str, Any]:
     slides = _slides(config)
     window = count_or(config, "sliding_window", 4096) if slides else None
     usual = [
-        "sliding_attention" if slides and layer >= first else "full_attention"
+        "sliding_attention" if slides and layer % 2 == 0 and layer < first else "full_attention"
         for layer in range(sizes.num_layers)
     ]
     windows = windows_of_types(layer_types(config, sizes.num_layers, usual), window)
@@ -183,7 +184,7 @@ def _qwen2(config: Json) -> dict[str, Any]:
 def _mixtral(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
     experts = _experts(config, sizes, 2, intermediate_size=sizes.intermediate_size)
-    windows = _window(config, sizes.num_layers)
+    windows = (_window(config, None),) * sizes.num_layers
     return _layers(config, sizes, experts, windows=windows, theta=1e6)
 
 
@@ -212,15 +213,19 @@ def _glm4(config: Json) -> dict[str, Any]:
 
 def _dots1(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config)
-    types = layer_types(config, sizes.num_layers, ["full_attention"] * sizes.num_layers)
-    config.get("max_window_layers")  # its layer_types say it
+    window, first = _window(config, 4096), count_or(config, "max_window_layers", 62)
+    usual = [
+        "full_attention" if window is None or layer < first else "sliding_attention"
+        for layer in range(sizes.num_layers)
+    ]
+    types = layer_types(config, sizes.num_layers, usual)
     has_bias = flag(config, "attention_bias", False)
     return _layers(
         config,
         sizes,
         grouped_experts(config, sizes, normalised=flag(config, "norm_topk_prob", False)),
         is_dense=first_dense(config, 0),
-        windows=windows_of_types(types, count_or(config, "sliding_window", 4096)),
+        windows=windows_of_types(types, window),
         qk_norm_over="head",
         qkv_bias=has_bias,
         o_bias=has_bias,
