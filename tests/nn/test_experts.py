@@ -207,8 +207,8 @@ def test_the_router_of_inference_chooses_as_the_one_that_learns(seed):
         mine.expert_scale = None
         chosen, weights = mine._choose(logits)
         expected = ops.choose_experts(
-            logits, config.num_active, scores=config.scores, normalised=config.normalised,
-            norm_eps=config.norm_eps, scale=config.weight_scale,
+            mine._scaled(logits), config.num_active, scores=config.scores,
+            normalised=config.normalised, norm_eps=config.norm_eps, scale=config.weight_scale,
             correction_bias=mine.correction_bias, num_groups=config.num_groups,
             num_active_groups=config.num_active_groups, best_in_group=config.best_in_group,
             jitter=config.jitter, backend="reference",

@@ -286,7 +286,8 @@ def test_a_frame_that_is_no_data_is_an_error():
 
 
 def test_every_field_of_a_step_travels():
-    # `known` is read by draft models only, which other processes do not have.
+    # `known` is read by draft models only, `token_type_ids` by encoders only, which other processes
+    # do not have.
     told = {
         "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
         "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",
@@ -299,7 +300,7 @@ def test_every_field_of_a_step_travels():
     }  # fmt: skip
     assert set(Asked._fields) == {
         "adjusts", "token_ids", "num_prompt_tokens", "end_ids", "bad_word_ids", "new_matcher",
-        "pooling",
+        "pooling", "token_type_ids",
     }  # fmt: skip
     assert set(SampledToken._fields) == {
         "token_id", "logprob", "top_logprobs", "prompt_logprobs", "error",

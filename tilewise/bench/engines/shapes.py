@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.cost.model import Sizes, read_sizes
-from tilewise.models.hub import checkpoint_folder
 
 __all__ = ["SHAPES", "Sizes", "model_directory", "read_sizes"]
 
@@ -140,7 +139,12 @@ def model_directory(name: str, folder: Path) -> tuple[Path, bool]:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(SHAPES[name], indent=1) + "\n")
         return directory, True
-    path = _STORY if name == "story" and not Path(name).is_dir() else checkpoint_folder(name)
+    if name == "story" and not Path(name).is_dir():
+        path = _STORY
+    else:
+        from tilewise.models.hub import checkpoint_folder  # with torch, which simulations lack
+
+        path = checkpoint_folder(name)
     if not (path / "config.json").is_file():
         known = ", ".join((*SHAPES, "story"))
         raise ValueError(f"shape must be {known} or a directory with config.json, got {name!r}")

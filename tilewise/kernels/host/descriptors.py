@@ -177,12 +177,15 @@ def at(found: Described, address: int) -> TensorDescriptor:
     return made
 
 
-def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
-    """Return the descriptor of (rows, columns) tiles of a matrix, as WGMMA wants them."""
+def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return the descriptor of (rows, columns) tiles of a matrix, as WGMMA wants them.
+
+    No plan has one: that of a tensor on "meta" has the address 0.
+    """
     # TMA wants a multiple of 16 bytes even where there is only one row.
     strides = (tensor.stride(0) if tensor.shape[0] > 1 else columns, 1)
     form = _form_of_matrix(tensor.dtype, rows, columns)
-    return _of(tensor, tuple(tensor.shape), strides, form)
+    return at(Described(tensor, tuple(tensor.shape), strides, form), tensor.data_ptr())
 
 
 def row_descriptor(tensor: Tensor, count: int) -> Any:
