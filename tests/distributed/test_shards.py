@@ -45,21 +45,21 @@ def test_shards_give_the_logits_of_the_whole(case, size, tmp_path):
     path = save_hf(make_hf(case), tmp_path)
     want = _logits(load_model(path, dtype="float64"))
     for got in on_ranks(size, lambda group: _logits(load_shard(path, group, dtype="float64"))):
-        torch.testing.torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_packed_shards_give_the_logits_of_the_whole(tmp_path):
     path = save_hf(make_hf("llama_mqa_biases"), tmp_path)
     want = _logits(load_model(path, dtype="float32"))
     for got in on_ranks(2, lambda group: _logits(load_shard(path, group))):
-        torch.testing.torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_one_shard_is_the_whole(tmp_path):
     path = save_hf(make_hf("llama"), tmp_path)
     group = ShardGroup(0, 1, torch.device("cpu"))
     got = _logits(load_shard(path, group, dtype="float64"))
-    torch.testing.torch.testing.assert_close(got, _logits(load_model(path, dtype="float64")))
+    torch.testing.assert_close(got, _logits(load_model(path, dtype="float64")))
 
 
 def test_more_ranks_than_rows_of_the_vocabulary(tmp_path):
@@ -70,7 +70,7 @@ def test_more_ranks_than_rows_of_the_vocabulary(tmp_path):
     ]  # fmt: skip
     want = _logits(load_model(path, dtype="float64"))
     for got in on_ranks(4, lambda group: _logits(load_shard(path, group, dtype="float64"))):
-        torch.testing.torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_the_most_likely_token_needs_two_numbers_of_each_rank(tmp_path):
