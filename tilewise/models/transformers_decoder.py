@@ -459,17 +459,23 @@ def copies_from_host(inner: Any) -> bool:
         b, h, s, _d = query.shape
         return query.new_empty((b, s, h, value.shape[-1])), None
 
-    _register(_SURVEYED, attend, _described_mask)
-    _use(inner, _SURVEYED)
-    if hasattr(inner, "set_experts_implementation"):
-        inner.set_experts_implementation("batched_mm")
-    places = torch.arange(_SURVEY_ROWS, device="meta").unsqueeze(0)
     with _FromHost() as mode:
-        inner.eval().base_model(
-            input_ids=places, position_ids=places, attention_mask=places + 1, use_cache=False
-        )
+        _pass_over(inner, attend)
     is_found: bool = mode.found
     return is_found
+
+
+def _pass_over(inner: Any, attend: Any) -> None:
+    """Compute a few rows of a model whose layers call `attend` for their attention."""
+    _register(_SURVEYED, attend, _described_mask)
+    _use(inner, _SURVEYED)
+    device = next(inner.parameters()).device
+    if device.type == "meta" and hasattr(inner, "set_experts_implementation"):
+        inner.set_experts_implementation("batched_mm")  # shapes that depend on no number
+    places = torch.arange(_SURVEY_ROWS, device=device).unsqueeze(0)
+    inner.eval().base_model(
+        input_ids=places, position_ids=places, attention_mask=places + 1, use_cache=False
+    )
 
 
 class _NeedsNumbersError(Exception):
@@ -533,17 +539,10 @@ def _survey(inner: Any) -> tuple[AttentionCall, ...]:
         b, h, s, _ = query.shape
         return query.new_empty((b, s, h, value.shape[-1])), None
 
-    _register(_SURVEYED, attend, _described_mask)
-    _use(inner, _SURVEYED)
     device = next(inner.parameters()).device
-    if device.type == "meta" and hasattr(inner, "set_experts_implementation"):
-        inner.set_experts_implementation("batched_mm")  # shapes that depend on no number
-    places = torch.arange(_SURVEY_ROWS, device=device).unsqueeze(0)
     try:
         with torch.device(device):
-            inner.eval().base_model(
-                input_ids=places, position_ids=places, attention_mask=places + 1, use_cache=False
-            )
+            _pass_over(inner, attend)
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, UnsupportedError):
             raise

@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels import device
-from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
+from tilewise.kernels.triton.step.linear import why_not as why_not
 
-DTYPES = (torch.float16, torch.bfloat16)
 MOST_CHANNELS = 2048  # of a row that each program holds
 PART = 1024  # channels of a part, if one part would be more than MOST_CHANNELS
 ROWS = 16  # of the weight, of a program of a normalised row
@@ -74,15 +72,6 @@ def _row_kernel(
         activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         y = activated * up.to(dtype).to(tl.float32)
     tl.store(y_ptr + part * outputs + output, y.to(y_ptr.dtype.element_ty), mask=is_output)
-
-
-def why_not(spec: LinearSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
-    if spec.device_type != "cuda" and not device.interpreting():
-        return f"needs a CUDA device, got {spec.device_type}"
-    if spec.dtype not in DTYPES:
-        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
-    return None
 
 
 def tile_k(channels: int) -> int:
