@@ -384,6 +384,19 @@ class LinearSpec(ElementSpec):
     addressable: bool
 
 
+@dataclass(frozen=True, slots=True)
+class QuantisedLinearSpec(ElementSpec):
+    """A product with a weight of 8 or 4 bits.
+
+    Attributes:
+        bits: bits of a code.
+        codes: the dtype that stores the codes.
+    """
+
+    bits: int
+    codes: torch.dtype
+
+
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:
     """View the scales of an 8-bit cache, per slot or per head, as (num_blocks, block_size, Hk)."""
     return scale.expand(cache.shape[:3])

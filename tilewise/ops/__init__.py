@@ -29,6 +29,8 @@ from tilewise.ops.paged.shared_prefixes import SharedPrefixes, shared_prefixes
 from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
 from tilewise.ops.paged.tree import tree_mask_from_parents
 from tilewise.ops.precompile import Precompiled, precompile
+from tilewise.ops.quantised_linear import quantised_linear
+from tilewise.ops.quantised_weight import QuantisedWeight
 from tilewise.ops.rope import apply_rope
 from tilewise.ops.row_linear import add_rms_norm_linear, row_linear_parts, row_linear_pays
 from tilewise.ops.sampling import sample_tokens, token_logprobs
@@ -39,6 +41,7 @@ __all__ = [
     "Explanation",
     "PagedPlan",
     "Precompiled",
+    "QuantisedWeight",
     "SharedPrefixes",
     "activate",
     "add_parts_rms_norm",
@@ -69,6 +72,7 @@ __all__ = [
     "paged_attention",
     "plan_paged_attention",
     "precompile",
+    "quantised_linear",
     "quantize_heads",
     "quantize_tokens",
     "rms_norm",

@@ -41,6 +41,7 @@ _MODULES = {
     "linear": "step.linear",
     "row_linear": "step.row_linear",
     "invariant_linear": "step.invariant_linear",
+    "quantised_linear": "quantised.linear",
     "choose_experts": "experts.choose",
     "expert_mlp": "experts.launch",
     "adjust_logits": "step.adjust_logits",

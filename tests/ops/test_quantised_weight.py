@@ -1,0 +1,162 @@
+"""Quantised weights as data: their values by hand, their parts, and products with them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise import ops
+from tilewise.ops import QuantisedWeight
+
+
+def _random(kind, rows=24, columns=64):
+    """Return a weight of each of the forms that checkpoints have."""
+    torch.manual_seed(0)
+    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+    scales = torch.rand(rows, columns // 16) + 0.5
+    narrow = scales.half()
+    weights = {
+        "int4_zeros": QuantisedWeight(
+            packed, narrow, (1, 16), zeros=torch.randint(0, 16, scales.shape, dtype=torch.uint8),
+            computed=torch.float16,
+        ),
+        "table": QuantisedWeight(packed, scales, (1, 16), table=torch.randn(16)),
+        "act_order": QuantisedWeight(
+            packed, narrow, (1, 16), zeros=torch.full(scales.shape, 8, dtype=torch.uint8),
+            permutation=torch.randperm(columns).int(), computed=torch.float16,
+        ),
+        "two_levels": QuantisedWeight(
+            packed, torch.randint(0, 64, scales.shape, dtype=torch.uint8), (1, 16),
+            minimums=torch.randint(0, 64, scales.shape, dtype=torch.uint8),
+            outer=torch.rand(rows, 2).half(), outer_minimums=torch.rand(rows, 2).half(),
+            outer_block=(1, 32),
+        ),
+        "fp8_blocks": QuantisedWeight(
+            torch.randn(rows, columns).to(torch.float8_e4m3fn), torch.rand(3, 2), (8, 32)
+        ),
+        "mxfp8": QuantisedWeight(
+            torch.randn(rows, columns).to(torch.float8_e5m2),
+            torch.randint(120, 130, (rows, 2), dtype=torch.uint8).view(torch.float8_e8m0fnu),
+            (1, 32),
+        ),
+        "int8_rows": QuantisedWeight(
+            torch.randint(-128, 128, (rows, columns), dtype=torch.int8),
+            torch.rand(rows, 1).bfloat16(), (1, columns), computed=torch.bfloat16,
+        ),
+        "float_zeros": QuantisedWeight(
+            packed, narrow, (1, 16), zeros=(torch.rand(scales.shape) * 15).half(),
+            computed=torch.float16,
+        ),
+        "one_scale": QuantisedWeight(
+            torch.randn(rows, columns).to(torch.float8_e4m3fn), torch.rand(1, 1), (rows, columns)
+        ),
+    }  # fmt: skip
+    return weights[kind]
+
+
+KINDS = ("int4_zeros", "table", "act_order", "two_levels", "fp8_blocks", "mxfp8", "int8_rows",
+         "float_zeros", "one_scale")  # fmt: skip
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def _value(weight, n, k):
+    """Return W[n, k] as the docstring says, element by element."""
+    if weight.permutation is not None:
+        k = weight.permutation.tolist().index(k)
+    g, o = ((n // b[0], k // b[1]) for b in (weight.block, weight.outer_block))
+    f32 = torch.float32
+    if weight.bits == 4:
+        code = weight.codes[n, k // 2].item() >> (4 * (k % 2)) & 15
+        value = torch.tensor(code if weight.table is None else weight.table[code].item(), dtype=f32)
+    else:
+        value = weight.codes[n, k].to(f32)
+
+    def factor(tensor, outer):
+        x = tensor[g].to(f32)
+        return x if outer is None else x * outer[o].to(f32)
+
+    if weight.zeros is not None:
+        value = (value - weight.zeros[g].to(f32)).to(weight.computed).to(f32)
+    value = (value * factor(weight.scales, weight.outer)).to(weight.computed).to(f32)
+    if weight.minimums is not None:
+        value = value - factor(weight.minimums, weight.outer_minimums)
+    return value.to(weight.computed)
+
+
+@each_kind
+def test_values_are_those_of_the_definition(kind):
+    weight = _random(kind)
+    weight.check()
+    values = weight.dequantise()
+    assert values.dtype == weight.computed
+    for n, k in ((0, 0), (1, 1), (7, 31), (8, 32), (23, 63), (15, 20)):
+        assert torch.equal(values[n, k], _value(weight, n, k)), (n, k)
+
+
+@each_kind
+def test_rows_cuts_and_sums_of_parts_are_those_of_the_whole(kind):
+    weight = _random(kind)
+    whole = weight.dequantise().float()
+    rows = torch.tensor([[3, 23], [0, 3]])
+    assert torch.equal(weight.rows_of(rows).float(), whole[rows])
+    part = weight.cut((5, 17), (0, 64))
+    part.check()
+    assert torch.equal(part.dequantise().float(), whole[5:17])
+    if weight.permutation is None:
+        part = weight.cut((0, 24), (32, 64))
+        part.check()
+        assert torch.equal(part.dequantise().float(), whole[:, 32:])
+    else:
+        with pytest.raises(ValueError, match="columns must be whole with a permutation"):
+            weight.cut((0, 24), (32, 64))
+    both = QuantisedWeight.concatenate([weight, weight.cut((4, 20), (0, 64))])
+    both.check()
+    assert torch.equal(both.dequantise().float(), torch.cat((whole, whole[4:20])))
+
+
+def test_columns_are_not_cut_within_a_group():
+    with pytest.raises(ValueError, match="columns must be cut at multiples of 32, got"):
+        _random("two_levels").cut((0, 24), (16, 64))
+
+
+def test_unlike_weights_do_not_become_one():
+    table = _random("table")
+    assert QuantisedWeight.concatenate([table, _random("int4_zeros")]) is None
+    assert QuantisedWeight.concatenate([table, replace(table, table=torch.randn(16))]) is None
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_multiplies_the_values(kind, dtype):
+    weight = _random(kind)
+    x, bias = torch.randn(2, 3, 64).to(dtype), torch.randn(24).to(dtype)
+    y = ops.quantised_linear(x, weight, bias, backend="reference")
+    wide = x.double() @ weight.dequantise().double().T + bias.double()
+    assert torch.equal(y, wide.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": torch.rand(24, 3)}, r"weight.scales must have shape \(24, 4\)"),
+        ({"block": (1, 24)}, "weight.block must divide the columns, got 24 of 64"),
+        ({"table": torch.rand(15)}, r"weight.table must have shape \(16,\)"),
+        ({"zeros": torch.zeros(24, 4, dtype=torch.int64)}, "weight.zeros must be one of uint8"),
+        ({"permutation": torch.arange(64)}, "weight.permutation must be one of int32"),
+        ({"block": (0, 16)}, "weight.block must be positive"),
+        ({"outer": torch.rand(24, 8), "outer_block": (1, 8)}, "outer_block must be multiples of"),
+        ({"computed": torch.int8}, "weight.computed must be a float dtype"),
+        (
+            {"outer_minimums": torch.rand(24, 4), "outer_block": (1, 16)},
+            "outer_minimums must be None without minimums",
+        ),
+    ],
+)
+def test_what_breaks_a_rule_is_named(change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        replace(_random("table"), **change).check()
+
+
+def test_an_input_of_another_width_is_refused():
+    with pytest.raises(ValueError, match=r"x must be \(..., 64\), got shape \(2, 63\)"):
+        ops.quantised_linear(torch.randn(2, 63), _random("table"), backend="reference")

@@ -1,0 +1,115 @@
+"""Linear layers and embeddings whose weights stay as narrow as a checkpoint stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.ops.quantised_weight import QuantisedWeight
+
+__all__ = ["QuantisedEmbedding", "QuantisedLinear"]
+
+
+class QuantisedLinear(nn.Module):
+    """Compute x @ W.T + bias from a quantised W: inference only.
+
+    Args:
+        parts: weights one below another: one, or several of unlike formats, as a fused projection
+            has whose sources are quantised in different ways. Alike neighbours become one.
+        bias: (out,) or None, in the dtype of the model.
+        dtype: the dtype of the rows and of the results; also of the weight seen as a float one.
+
+    Attributes:
+        parts: the weights; they follow the module to a device, but are never cast.
+        is_invariant: True if a row's bits must not depend on the number of others.
+    """
+
+    def __init__(
+        self, parts: Sequence[QuantisedWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        if not parts:
+            raise ValueError("parts must have at least one weight, got none")
+        self.parts = _joined(parts)
+        self.in_features = self.parts[0].shape[1]
+        self.out_features = sum(part.shape[0] for part in self.parts)
+        self.dtype = dtype
+        self.is_invariant = False
+        # Not parameters: they can be neither trained nor cast.
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., in) to (..., out)."""
+        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        if len(self.parts) == 1:
+            return ops.quantised_linear(x, self.parts[0], bias, batch_invariant=self.is_invariant)
+        sizes = [part.shape[0] for part in self.parts]
+        biases = [None] * len(sizes) if bias is None else list(bias.split(sizes))
+        return torch.cat(
+            [
+                ops.quantised_linear(x, part, own, batch_invariant=self.is_invariant)
+                for part, own in zip(self.parts, biases, strict=True)
+            ],
+            -1,
+        )
+
+    def dequantised(self) -> Tensor:
+        """Return W (out, in) in the module's dtype."""
+        return torch.cat([part.dequantise().to(self.dtype) for part in self.parts])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantisedLinear:
+        """Move all tensors, but cast none of the weight."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = fn(torch.empty(0, dtype=torch.uint8, device=self.parts[0].device)).device
+        self.parts = tuple(part.to(device) for part in self.parts)
+        if isinstance(self.bias, Tensor):
+            self.dtype = self.bias.dtype
+        return self
+
+    def extra_repr(self) -> str:
+        """Show the sizes in `print(model)`."""
+        held = sum(part.nbytes for part in self.parts) * 8 / (self.in_features * self.out_features)
+        return f"{self.in_features}, {self.out_features}, {self.dtype}, {held:.2f} bits a weight"
+
+
+class QuantisedEmbedding(nn.Module):
+    """Look up rows of a quantised table.
+
+    Args:
+        parts: the table (num_embeddings, embedding_dim), as `QuantisedLinear` has it; the two may
+            share it where an embedding is tied to the output head.
+        dtype: the dtype of the rows.
+    """
+
+    def __init__(self, parts: Sequence[QuantisedWeight], dtype: torch.dtype) -> None:
+        super().__init__()
+        joined = _joined(parts)
+        if len(joined) != 1:
+            raise ValueError(f"parts must be alike in an embedding, got {len(joined)} kinds")
+        self.table, self.dtype = joined[0], dtype
+        self.num_embeddings, self.embedding_dim = self.table.shape
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ids (...,) to (..., E)."""
+        return self.table.rows_of(ids.long()).to(self.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantisedEmbedding:
+        """Move all tensors, but cast none."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = fn(torch.empty(0, dtype=torch.uint8, device=self.table.device)).device
+        self.table = self.table.to(device)
+        return self
+
+
+def _joined(parts: Sequence[QuantisedWeight]) -> tuple[QuantisedWeight, ...]:
+    joined: list[QuantisedWeight] = []
+    for part in parts:
+        both = QuantisedWeight.concatenate([joined[-1], part]) if joined else None
+        if both is None:
+            joined.append(part)
+        else:
+            joined[-1] = both
+    return tuple(joined)

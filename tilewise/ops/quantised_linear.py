@@ -1,0 +1,127 @@
+"""quantised_linear(): a product with a weight of 8 or 4 bits, which stays so narrow in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import QuantisedLinearSpec
+from tilewise.ops import checks, dispatch
+from tilewise.ops.derivatives import lean, refuse_gradient
+from tilewise.ops.library import register
+from tilewise.ops.quantised_weight import QuantisedWeight
+
+__all__ = ["quantised_linear"]
+
+
+def quantised_linear(
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute y = x W^T + bias for a quantised W, see `QuantisedWeight`.
+
+    Values of W are computed tile by tile and rounded to x's dtype; products are summed in float32.
+    Nothing is differentiable.
+
+    Args:
+        x: (..., K), float32, float16 or bfloat16, last dim contiguous.
+        weight: (N, K), all of its tensors contiguous and on x's device.
+        bias: (N,), the dtype of x; None is 0.
+        batch_invariant: True if a row's bits must not depend on the number of others.
+        backend: "triton", "cpu" or "reference"; None chooses by the device.
+
+    Returns:
+        (..., N), a new contiguous tensor of x's dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
+            cannot; the message names it.
+
+    Example:
+        >>> y = quantised_linear(x, weight)  # x (4, 1024), weight.shape (4096, 1024)
+    """
+    checks.check_float("x", x)
+    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must be (..., {weight.shape[1]}), got shape {tuple(x.shape)}")
+    checks.check_last_dim_contiguous("x", x)
+    weight.check()
+    for name, tensor in weight.tensors().items():
+        checks.check_device(f"weight.{name}", tensor, x.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"weight.{name} must be contiguous, got strides {tensor.stride()}")
+    if bias is not None:
+        checks.check_same_dtype("bias", bias, x.dtype)
+        checks.check_shape("bias", bias, (weight.shape[0],))
+        checks.check_device("bias", bias, x.device)
+        checks.check_last_dim_contiguous("bias", bias)
+    dispatch.check_backend_name(backend)
+    y: Tensor = _quantised_linear(
+        x,
+        weight.codes,
+        weight.scales,
+        *weight.block,
+        weight.table,
+        weight.zeros,
+        weight.minimums,
+        weight.outer,
+        weight.outer_minimums,
+        *weight.outer_block,
+        weight.permutation,
+        str(weight.computed).removeprefix("torch."),
+        bias,
+        batch_invariant,
+        backend,
+    )
+    return y
+
+
+def _kernel(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    rows: int,
+    columns: int,
+    table: Tensor | None,
+    zeros: Tensor | None,
+    minimums: Tensor | None,
+    outer: Tensor | None,
+    outer_minimums: Tensor | None,
+    outer_rows: int,
+    outer_columns: int,
+    permutation: Tensor | None,
+    computed: str,
+    bias: Tensor | None,
+    batch_invariant: bool,
+    backend: str | None,
+) -> Tensor:
+    weight = QuantisedWeight(
+        codes, scales, (rows, columns), table, zeros, minimums, outer, outer_minimums,
+        (outer_rows, outer_columns), permutation, getattr(torch, computed),
+    )  # fmt: skip
+    spec = QuantisedLinearSpec(x.device.type, x.dtype, weight.bits, codes.dtype)
+    name = dispatch.choose("quantised_linear", spec, backend)
+    flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    y: Tensor = dispatch.kernel_module("quantised_linear", name).launch(
+        flat, weight, bias, batch_invariant
+    )
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _fake(x: Tensor, codes: Tensor, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+
+
+register(
+    "quantised_linear(Tensor x, Tensor codes, Tensor scales, int rows, int columns, "
+    "Tensor? table, Tensor? zeros, Tensor? minimums, Tensor? outer, Tensor? outer_minimums, "
+    "int outer_rows, int outer_columns, Tensor? permutation, str computed, Tensor? bias, "
+    "bool batch_invariant, str? backend) -> Tensor",
+    _kernel,
+    _fake,
+)
+refuse_gradient("quantised_linear")
+_quantised_linear = lean("quantised_linear")

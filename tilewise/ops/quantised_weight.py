@@ -1,0 +1,302 @@
+"""Weights of 8 or 4 bits as data: codes, scales, zero points and minimums; and their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from tilewise.ops import checks
+
+__all__ = ["NIBBLES", "QuantisedWeight"]
+
+NIBBLES = 16
+"""Codes of 4 bits."""
+
+_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SCALES = (*_FLOATS, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A weight (N, K) of narrow numbers; what every format of quantised checkpoints is read into.
+
+    With n // block[0], k // block[1] for g, and outer, outer_minimums likewise by outer_block:
+
+        scale[g]   = scales[g] * outer          minimum[g] = minimums[g] * outer_minimums
+        W[n, p(k)] = (table[code[n, k]] - zeros[g]) * scale[g] - minimum[g]
+
+    where an absent table is the identity, an absent zeros or minimums 0, an absent outer 1, and p
+    the permutation. The difference, the product and the last difference are each rounded to
+    `computed`; scale and minimum are float32.
+
+    Attributes:
+        codes: uint8 (N, K / 2), two codes of 4 bits in a byte, the one of the even k in the lower
+            half; or (N, K) int8, float8_e4m3fn or float8_e5m2, whose values are the codes.
+        scales: (ceil(N / block[0]), ceil(K / block[1])), float32, float16, bfloat16, float8_e4m3fn,
+            float8_e8m0fnu, or integers in uint8 or int8.
+        block: the rows and columns that share a scale; the columns divide K if there are several
+            groups of them.
+        table: float32 (16,), the values of codes of 4 bits; None for 0 ... 15.
+        zeros: of the shape of scales, uint8, int8 or of a float dtype; None for 0.
+        minimums: of the shape of scales, of one of its dtypes; None for 0.
+        outer: factors of the scales, float32 or float16, (ceil(N / outer_block[0]),
+            ceil(K / outer_block[1])); None for 1.
+        outer_minimums: factors of the minimums, likewise.
+        outer_block: the rows and columns that share such a factor, multiples of those of block.
+        permutation: int32 (K,), the input p(k) that column k of the codes multiplies; None for k.
+        computed: the dtype in which the format computes values: float32, float16 or bfloat16.
+
+    Source: Frantar et al., 2022 (GPTQ); Lin et al., 2023 (AWQ); Dettmers et al., 2023 (NF4); OCP
+    Microscaling Formats 1.0, 2023; ggml's k-quants (two levels of scales).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+    table: Tensor | None = None
+    zeros: Tensor | None = None
+    minimums: Tensor | None = None
+    outer: Tensor | None = None
+    outer_minimums: Tensor | None = None
+    outer_block: tuple[int, int] = (1, 1)
+    permutation: Tensor | None = None
+    computed: torch.dtype = torch.float32
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: 4 or 8."""
+        return 4 if self.codes.dtype == torch.uint8 else 8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.codes.shape[0], self.codes.shape[1] * (8 // self.bits)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that there are, by the names of their attributes."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device | str) -> QuantisedWeight:
+        """Return the weight with all tensors on a device."""
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    def check(self, name: str = "weight") -> None:
+        """Raise unless shapes, dtypes and devices follow the rules above; values are not read.
+
+        Raises:
+            ValueError, TypeError: a tensor breaks a rule; the message names it.
+        """
+        checks.check_dims(f"{name}.codes", self.codes, "(N, bytes of K)")
+        _check_dtype(f"{name}.codes", self.codes, _CODES)
+        for label, pair in (("block", self.block), ("outer_block", self.outer_block)):
+            if min(pair) < 1:
+                raise ValueError(f"{name}.{label} must be positive, got {pair}")
+        rows, columns = self.shape
+        if columns > self.block[1] and columns % self.block[1]:
+            raise ValueError(
+                f"{name}.block must divide the columns, got {self.block[1]} of {columns}"
+            )
+        grid = _grid((rows, columns), self.block)
+        outer = _grid((rows, columns), self.outer_block)
+        for label, tensor, shape, dtypes in (
+            ("scales", self.scales, grid, _SCALES),
+            ("zeros", self.zeros, grid, (torch.uint8, torch.int8, *_FLOATS)),
+            ("minimums", self.minimums, grid, _SCALES),
+            ("outer", self.outer, outer, _FLOATS),
+            ("outer_minimums", self.outer_minimums, outer, _FLOATS),
+            ("table", self.table, (NIBBLES,), (torch.float32,)),
+            ("permutation", self.permutation, (columns,), (torch.int32,)),
+        ):
+            if tensor is not None:
+                checks.check_shape(f"{name}.{label}", tensor, shape)
+                _check_dtype(f"{name}.{label}", tensor, dtypes)
+                checks.check_device(f"{name}.{label}", tensor, self.device)
+        if self.outer is not None or self.outer_minimums is not None:
+            for inner, wide in zip(self.block, self.outer_block, strict=True):
+                if wide % inner:
+                    raise ValueError(
+                        f"{name}.outer_block must be multiples of block {self.block}, "
+                        f"got {self.outer_block}"
+                    )
+        if self.table is not None and self.bits != 4:
+            raise ValueError(f"{name}.table must be None with codes of 8 bits, got a table")
+        if self.minimums is None and self.outer_minimums is not None:
+            raise ValueError(f"{name}.outer_minimums must be None without minimums, got a tensor")
+        if self.computed not in _FLOATS:
+            raise TypeError(f"{name}.computed must be a float dtype, got {self.computed}")
+
+    def dequantise(self) -> Tensor:
+        """Return W (N, K) in the dtype `computed`."""
+        return self._values(self, self.shape[0])
+
+    def rows_of(self, rows: Tensor) -> Tensor:
+        """Return rows (...,) of W: (..., K), as an embedding looks them up.
+
+        Args:
+            rows: int64 (...,) of numbers in 0 ... N - 1.
+        """
+        flat = rows.reshape(-1)
+        picked = self._by_row(flat)
+        return self._values(picked, len(flat)).view(*rows.shape, -1)
+
+    def _by_row(self, rows: Tensor) -> QuantisedWeight:
+        """Return the weight of some rows, with blocks of one row."""
+        inner, outer = rows // self.block[0], rows // self.outer_block[0]
+        taken = {
+            name: _take(tensor, inner if name in _INNER else outer)
+            for name, tensor in self.tensors().items()
+            if name in (*_INNER, *_OUTER)
+        }
+        block, outer_block = (1, self.block[1]), (1, self.outer_block[1])
+        narrow = replace(self, codes=_take(self.codes, rows), block=block, outer_block=outer_block)
+        return replace(narrow, **taken)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _values(weight: QuantisedWeight, rows: int) -> Tensor:
+        columns = weight.shape[1]
+
+        def spread(tensor: Tensor, block: tuple[int, int]) -> Tensor:
+            wide = tensor.float()
+            wide = wide.repeat_interleave(min(block[0], rows), 0)[:rows]
+            return wide.repeat_interleave(min(block[1], columns), 1)[:, :columns]
+
+        def scaled(tensor: Tensor, outer: Tensor | None) -> Tensor:
+            whole = spread(tensor, weight.block)
+            return whole if outer is None else whole * spread(outer, weight.outer_block)
+
+        def rounded(x: Tensor) -> Tensor:
+            return x if weight.computed == torch.float32 else x.to(weight.computed).float()
+
+        if weight.bits == 4:
+            pairs = torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(-2)
+            values = pairs.float() if weight.table is None else weight.table[pairs.int()]
+        else:
+            values = weight.codes.float()
+        if weight.zeros is not None:
+            values = rounded(values - spread(weight.zeros, weight.block))
+        values = rounded(values * scaled(weight.scales, weight.outer))
+        if weight.minimums is not None:
+            values = rounded(values - scaled(weight.minimums, weight.outer_minimums))
+        if weight.permutation is not None:
+            inverse = torch.argsort(weight.permutation.long())
+            values = values[:, inverse]
+        return values.to(weight.computed)
+
+    def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> QuantisedWeight:
+        """Return rows first ... end - 1 and columns first ... end - 1 of W, as a rank holds them.
+
+        Raises:
+            ValueError: the columns cut a group, or the weight has a permutation and columns are
+                cut.
+        """
+        (first, end), (left, right) = rows, columns
+        height, width = self.shape
+        whole = (left, right) == (0, width)
+        if not whole and self.permutation is not None:
+            raise ValueError("columns must be whole with a permutation of the inputs, got a part")
+        unit = math.lcm(self.block[1] if width > self.block[1] else 1, 8 // self.bits)
+        if self.outer is not None and width > self.outer_block[1]:
+            unit = math.lcm(unit, self.outer_block[1])
+        if left % unit or (right % unit and right != width):
+            raise ValueError(f"columns must be cut at multiples of {unit}, got {columns}")
+        if (first, end) != (0, height):
+            part = self._by_row(torch.arange(first, end, device=self.device))
+        else:
+            part = self
+        if whole:
+            return part
+        per_byte = 8 // self.bits
+        found: dict[str, Tensor] = {"codes": part.codes[:, left // per_byte : right // per_byte]}
+        for name, tensor in part.tensors().items():
+            size = {**dict.fromkeys(_INNER, part.block[1]), **dict.fromkeys(_OUTER, 0)}.get(name)
+            if size is None:
+                continue
+            size = size or part.outer_block[1]
+            if width > size:
+                found[name] = tensor[:, left // size : -(-right // size)]
+            else:
+                found[name] = tensor
+        cut = {name: tensor.contiguous() for name, tensor in found.items()}
+        return replace(part, **cut)  # type: ignore[arg-type]
+
+    @staticmethod
+    def concatenate(weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
+        """Return the weights one below another as one, or None where they are not alike.
+
+        Weights are alike if they have the same tensors, dtypes, columns that share a scale, and, if
+        any, the same table and permutation. Blocks whose rows would not fall together become rows.
+        """
+        first = weights[0]
+        for other in weights[1:]:
+            if not _are_alike(first, other):
+                return None
+        if len(weights) == 1:
+            return first
+        heights = [weight.shape[0] for weight in weights[:-1]]
+        same_blocks = {(w.block, w.outer_block) for w in weights} == {
+            (first.block, first.outer_block)
+        }
+        has_outer = first.outer is not None or first.outer_minimums is not None
+        rows = math.lcm(first.block[0], first.outer_block[0] if has_outer else 1)
+        if not same_blocks or any(height % rows for height in heights):
+            weights = [w._by_row(torch.arange(w.shape[0], device=w.device)) for w in weights]
+            first = weights[0]
+        joined = {
+            name: torch.cat([weight.tensors()[name] for weight in weights])
+            for name in first.tensors()
+            if name in ("codes", *_INNER, *_OUTER)
+        }
+        return replace(first, **joined)  # type: ignore[arg-type]
+
+
+_INNER = ("scales", "zeros", "minimums")  # tensors with an element for each block
+_OUTER = ("outer", "outer_minimums")  # likewise for each outer block
+
+
+def _are_alike(a: QuantisedWeight, b: QuantisedWeight) -> bool:
+    mine, its = a.tensors(), b.tensors()
+    if mine.keys() != its.keys() or a.shape[1] != b.shape[1] or a.computed != b.computed:
+        return False
+    width = a.shape[1]
+    pairs = [(a.block, b.block)]
+    if a.outer is not None or a.outer_minimums is not None:
+        pairs.append((a.outer_block, b.outer_block))
+    if any(min(x[1], width) != min(y[1], width) for x, y in pairs):
+        return False
+    if any(mine[name].dtype != its[name].dtype for name in mine):
+        return False
+    return all(torch.equal(mine[n], its[n]) for n in ("table", "permutation") if n in mine)
+
+
+def _take(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a tensor of any dtype: indexing knows no float8_e8m0fnu on a CPU."""
+    if tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
+    return tensor[rows]
+
+
+def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be one of {names}, got {tensor.dtype}")

@@ -1,0 +1,23 @@
+"""backend="reference" of quantised_linear."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.kernels.spec import ElementSpec
+from tilewise.ops.quantised_weight import QuantisedWeight
+
+__all__ = ["launch", "why_not"]
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """Return None, as the oracle computes every call."""
+    return None
+
+
+def launch(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, batch_invariant: bool
+) -> Tensor:
+    """Return x W^T + bias in float64 of the format's values, rounded to x's dtype."""
+    y = x.double() @ weight.dequantise().double().T
+    return (y if bias is None else y + bias.double()).to(x.dtype)
