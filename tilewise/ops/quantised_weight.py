@@ -42,8 +42,8 @@ class QuantisedWeight:
         block: the rows and columns that share a scale; the columns divide K if there are several
             groups of them.
         table: float32 (16,), the values of codes of 4 bits; None for 0 ... 15.
-        zeros: of the shape of scales, uint8, int8 or of a float dtype; None for 0.
-        minimums: of the shape of scales, of one of its dtypes; None for 0.
+        zeros: zero points in the shape of scales, uint8, int8 or of a float dtype; None for 0.
+        minimums: what is subtracted, in the shape of scales, of one of its dtypes; None for 0.
         outer: factors of the scales, float32 or float16, (ceil(N / outer_block[0]),
             ceil(K / outer_block[1])); None for 1.
         outer_minimums: factors of the minimums, likewise.
