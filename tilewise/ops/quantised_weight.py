@@ -43,7 +43,7 @@ class QuantisedWeight:
             groups of them.
         table: float32 (16,), the values of codes of 4 bits; None for 0 ... 15.
         zeros: zero points in the shape of scales, uint8, int8 or of a float dtype; None for 0.
-        minimums: terms that are subtracted, in the shape of scales, of one of its dtypes; None for 0.
+        minimums: terms to subtract, in the shape of scales, of one of its dtypes; None for 0.
         outer: factors of the scales, float32 or float16, (ceil(N / outer_block[0]),
             ceil(K / outer_block[1])); None for 1.
         outer_minimums: factors of the minimums, likewise.
