@@ -66,7 +66,7 @@ def applied(form: Form) -> Iterator[None]:
 
 def forget_plans() -> None:
     """Let calls that come again be planned anew: those before had other constants or tiles."""
-    call._calls.clear()
+    call.forget()
 
 
 class Bench:

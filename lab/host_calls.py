@@ -28,7 +28,6 @@ from torch import Tensor
 
 from tilewise import masks, ops
 from tilewise.ops import call as memory
-from tilewise.ops.attention import direct
 
 SIZES = (1, 128, 2, 128)  # batch, rows, heads, channels
 CALLS, ROUNDS = 200, 7
@@ -160,8 +159,7 @@ def check(kind: Kind, o: Tensor, do: Tensor) -> None:
 
 def fresh(kind: Kind) -> Tensor:
     """Return o of a call whose gradient has a plan of its own."""
-    memory._calls.clear()
-    direct._last = direct._NONE
+    memory.forget()
     o = kind.forward()
     kind.gradient(o, torch.randn_like(o))
     return o

@@ -233,7 +233,7 @@ def as_new() -> None:
     """
     call = sys.modules.get("tilewise.ops.call")
     if call is not None:
-        call._calls.clear()
+        call.forget()
     if _HAS_GPU:
         torch.manual_seed(0)
     else:  # the same, without a stack trace kept for each kind of device that may come later

@@ -55,8 +55,8 @@ _TEST_PLAIN = ("tests/engine/test_plain_steps.py",)
 _TEST_GROUPS = ("tests/engine/test_group_simulation.py", "-k", "any_schedule")
 _TEST_LOGPROBS = ("tests/engine/test_device_runner.py", "-k", "same or late")
 _OP, _ARGUMENTS = "tilewise/ops/attention/op.py", "tilewise/ops/attention/arguments.py"
-_TEST_DIRECT, _TEST_ATTENTION = (
-    "tests/ops/attention/test_direct.py",
+_TEST_RECORDED, _TEST_ATTENTION = (
+    "tests/ops/attention/test_recorded.py",
     "tests/ops/attention/test_api.py",
 )
 _TILE, _TEST_TRITON = (
@@ -214,51 +214,51 @@ MUTANTS = {
         "tilewise/engine/scheduling/withdrawal.py", "withdraw", "scheduler.steady.forget()", "",
         ("tests/engine/test_scheduler_simulation.py",),
     ),
-    # Calls of attention whose plans are known.
-    "a_call_is_known_without_the_strides_of_k": Mutant(
-        _OP, "key_of", "q.stride(), k.stride(), v.stride()", "q.stride(), v.stride()",
-        (_TEST_DIRECT,),
+    # Calls whose plans are known.
+    "a_call_is_known_without_the_strides_of_its_tensors": Mutant(
+        _CALL, "key_of", "key += (x.shape, x.stride(), x.dtype, x.device)",
+        "key += (x.shape, x.dtype, x.device)", (_TEST_RECORDED,),
     ),
-    "a_call_is_known_without_the_strides_of_v": Mutant(
-        _OP, "key_of", "q.stride(), k.stride(), v.stride()", "q.stride(), k.stride()",
-        (_TEST_DIRECT,),
+    "a_call_is_known_without_the_dtypes_of_its_tensors": Mutant(
+        _CALL, "key_of", "key += (x.shape, x.stride(), x.dtype, x.device)",
+        "key += (x.shape, x.stride(), x.device)", (_TEST_RECORDED,),
     ),
-    "a_call_is_known_without_the_dtype_of_q": Mutant(
-        _OP, "key_of", "q.dtype, k.dtype, v.dtype", "k.dtype, v.dtype", (_TEST_DIRECT,),
-    ),
-    "a_call_is_known_without_the_shapes_beside_q_k_and_v": Mutant(
-        _OP, "key_of", "more += (index, x.shape, x.stride(), x.dtype, x.device)",
-        "more += (index, x.dtype, x.device)", (_TEST_DIRECT,),
+    "a_call_is_known_without_the_shapes_of_its_tensors": Mutant(
+        _CALL, "key_of", "key += (x.shape, x.stride(), x.dtype, x.device)",
+        "key += (x.stride(), x.dtype, x.device)", (_TEST_RECORDED,),
     ),
     "a_call_forgets_deterministic_mode": Mutant(
-        "tilewise/ops/attention/direct.py", "",
-        "_is_deterministic = torch.are_deterministic_algorithms_enabled",
-        "_is_deterministic = bool", (_TEST_DIRECT,),
+        _ARGUMENTS, "AttentionSignature.numbers", "torch.are_deterministic_algorithms_enabled()",
+        "False", (_TEST_RECORDED,),
     ),
-    "a_call_that_is_watched_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "attend_again",
-        "or not unseen()", "",
-        (_TEST_DIRECT,),
+    "a_call_in_deterministic_mode_is_taken_for_the_latest_one": Mutant(
+        _CALL, "repeat", "or _is_deterministic()", "", (_TEST_RECORDED,),
     ),
-    "a_causal_call_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "attend_again",
-        "causal is not last.causal", "False", (_TEST_DIRECT,),
+    "a_call_that_is_watched_is_taken_for_the_latest_one": Mutant(
+        _CALL, "repeat", "or not unseen()", "", (_TEST_RECORDED,),
+    ),
+    "a_call_of_other_numbers_is_taken_for_the_latest_one": Mutant(
+        _CALL, "repeat", "or not all(map(is_, rest, latest.rest))", "", (_TEST_RECORDED,),
     ),
     "a_gradient_of_a_gradient_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "_Node.backward",
-        "if not (saved or dlse is not None or do is None or torch.is_grad_enabled()):",
-        "if not (saved or dlse is not None or do is None):", (_TEST_DIRECT,),
+        "tilewise/ops/attention/recorded.py", "_Node.backward",
+        "if not (others or dlse is not None or do is None or torch.is_grad_enabled()):",
+        "if not (others or dlse is not None or do is None):", (_TEST_RECORDED,),
     ),
     "a_mask_is_known_without_what_it_covers": Mutant(
-        "tilewise/ops/attention/direct.py", "_find", "(mask.shape, mask.device)",
-        "mask.device", (_TEST_DIRECT,),
+        _ARGUMENTS, "AttentionSignature.numbers", "(mask.shape, mask.device)", "mask.device",
+        (_TEST_RECORDED,),
+    ),
+    "slopes_that_learn_are_taken_for_others": Mutant(
+        _ARGUMENTS, "AttentionSignature.numbers", "slopes is not None and slopes.requires_grad",
+        "False", (_TEST_RECORDED,),
     ),
     "a_gradient_is_known_without_the_layouts_of_its_tensors": Mutant(
-        _OP, "Planned._gradient_plan", "lies = lies and x.is_contiguous()", "", (_TEST_DIRECT,),
+        _OP, "BoundAttention._gradient_plan", "lies = lies and x.is_contiguous()", "",
+        (_TEST_RECORDED,),
     ),
     "what_is_marked_as_negated_is_read_as_it_lies": Mutant(
-        "tilewise/ops/derivatives.py", "places_of", "if q.is_neg() or k.is_neg() or v.is_neg():",
-        "if k.is_neg() or v.is_neg():", (_TEST_DIRECT,),
+        "tilewise/ops/derivatives.py", "are_plain", "or x.is_neg()", "", (_TEST_RECORDED,),
     ),
     # What arguments mean.
     "a_window_with_a_right_side_forgets_causal": Mutant(
@@ -513,7 +513,7 @@ MUTANTS = {
         ("tests/ops/test_library.py", "-k", "leaves_float64"),
     ),
     "a_bias_that_keys_share_gets_what_rounding_left": Mutant(
-        _OP, "Planned.backward", "if bias is not None and is_row_bias:", "if False:",
+        _OP, "BoundAttention.backward", "if bias is not None and is_row_bias:", "if False:",
         (_TEST_ATTENTION, "-k", "keys_share"),
     ),
     "vmap_over_a_cache_ends_inside_torch": Mutant(

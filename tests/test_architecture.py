@@ -297,16 +297,12 @@ def test_two_places_remember_calls_and_launches():
     # Memory on devices that outlives calls: counters of kernels, and constants.
     on_devices = {"kernels/host/lasting.py _tensors", "kernels/gluon/step/linear.py _of_device"}
     recordings = {"kernels/host/requests.py _state"}  # what a thread asks to be compiled
-    memories = {"ops/call.py _calls", "kernels/host/launch.py _launches"}
+    memories = {"ops/call.py _memory", "kernels/host/launch.py _launches"}
     assert found - registries - on_devices - recordings == memories
     assert bound == {
         "kernels/host/keys.py _is_settled",
         "kernels/host/requests.py _num_recording",
         "ops/attention/arguments.py _told_of_layout",
-        # The last call of attention.
-        "ops/attention/direct.py _last",
-        "ops/attention/direct.py _missed",
-        "ops/attention/direct.py _num_missed",
     }
 
 

@@ -14,7 +14,6 @@ import torch
 from tilewise import ops
 from tilewise.kernels import early
 from tilewise.ops import call, derivatives, dispatch
-from tilewise.ops.attention import direct
 from tilewise.ops.latent.arguments import LatentSignature
 from tilewise.ops.paged.arguments import PagedSignature
 from tilewise.testing import make_paged_cache
@@ -37,7 +36,7 @@ def test_a_call_like_one_before_is_not_checked_again():
         assert torch.equal(ops.paged_attention(*tensors, **given), first)
         others, more = make()
         again = ops.paged_attention(*others, **more)
-    call._calls.clear()
+    call.forget()
     assert torch.equal(again, ops.paged_attention(*others, **more))
 
 
@@ -54,7 +53,7 @@ def test_whatever_differs_has_a_plan_of_its_own(change):
     tensors, given = make()
     ops.paged_attention(*tensors, **given)
     o = ops.paged_attention(*tensors, **given | change)
-    call._calls.clear()
+    call.forget()
     assert torch.equal(o, ops.paged_attention(*tensors, **given | change))
 
 
@@ -92,10 +91,10 @@ def test_a_plan_for_another_call_is_refused_where_a_right_one_came_before():
 def test_kernels_that_begin_early_have_plans_of_their_own():
     tensors, given = make()
     ops.paged_attention(*tensors, **given)
-    before = len(call._calls)
+    before = len(call._memory.calls)
     with early.launching({"attention": early.FIRST}):
         ops.paged_attention(*tensors, **given)
-    assert len(call._calls) == before + 2  # by what was given here, and to the backend
+    assert len(call._memory.calls) == before + 2  # by what was given here, and to the backend
 
 
 def test_few_plans_are_kept(monkeypatch):
@@ -103,7 +102,7 @@ def test_few_plans_are_kept(monkeypatch):
     tensors, given = make()
     for window in range(1, 9):
         ops.paged_attention(*tensors, **given, window=window)
-    assert len(call._calls) <= 3
+    assert len(call._memory.calls) <= 3
 
 
 def test_latent_calls_that_come_again_are_not_checked_again():
@@ -223,11 +222,10 @@ def test_a_first_call_looks_at_its_arguments_once(name):
         tensors, given = make()
         call_it = lambda: ops.paged_attention(*tensors, **given)  # noqa: E731
     call_it()  # what is imported and read for the first time
-    call._calls.clear()
-    direct._last = direct._NONE
+    call.forget()
     seen = Counter(entered(call_it))
     for once in ("unwatched", "autocasts", "places_of", "are_plain", "records", "prepare", "bind"):
         times = {full: count for full, count in seen.items() if full.endswith(f".{once}")}
         assert all(count == 1 for count in times.values()), times
-    assert seen["op.key_of"] <= 1
+    assert seen["call.key_of"] <= 2  # by what was given, and to the backend
     assert any(full.endswith(("prepare", "bind")) for full in seen)

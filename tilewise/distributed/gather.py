@@ -43,7 +43,6 @@ from tilewise.distributed.partial import (
     rows_of,
     taken,
 )
-from tilewise.ops.attention.arguments import Lengths
 
 __all__ = ["gather_attention"]
 
@@ -101,7 +100,7 @@ class _Part:
     keys: Tensor
     returns: tuple[tuple[Tensor | None, Tensor], ...]
     window: dict[str, Any]
-    lengths: Lengths
+    lengths: dict[str, Any]
 
 
 # All layers make the same calls; some have an index for every key.

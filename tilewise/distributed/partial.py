@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.distributed.arguments import Problem, window_of
 from tilewise.distributed.layout import Call, Run, calls_of
 from tilewise.ops import attention, attention_varlen
-from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, prepare
+from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.ops.attention.op import attention_bwd
 
 __all__ = ["Part", "attend", "differentiate", "lengths_of", "parts_of", "rows_of", "taken"]
@@ -41,7 +41,7 @@ class Part:
     keys: Rows
     touched: tuple[int, int]
     window: dict[str, Any]
-    lengths: Lengths
+    lengths: dict[str, Any]
 
 
 # All layers make the same calls. The cached indices are at most of S / N rows.
@@ -64,7 +64,7 @@ def parts_of(problem: Problem, source: int, device: torch.device) -> tuple[Part,
 def _part(call: Call, device: torch.device) -> Part:
     window = window_of(call.left, call.right)
     if call.runs is None:
-        return Part(slice(*call.rows), slice(*call.keys), call.rows, window, DENSE)
+        return Part(slice(*call.rows), slice(*call.keys), call.rows, window, {})
     return Part(
         rows_of([(run.q_first, run.q_last) for run in call.runs], device),
         rows_of([(run.k_first, run.k_last) for run in call.runs], device),
@@ -82,14 +82,19 @@ def rows_of(runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
         return torch.cat([torch.arange(first, last) for first, last in runs]).to(device)
 
 
-def lengths_of(runs: Sequence[Run], device: torch.device) -> Lengths:
+def lengths_of(runs: Sequence[Run], device: torch.device) -> dict[str, Any]:
     """Return the edges of a packed call's runs among the rows that are taken."""
     edges = torch.zeros((2, len(runs) + 1), dtype=torch.int32)
     sizes = [[run.q_last - run.q_first for run in runs], [run.k_last - run.k_first for run in runs]]
     edges[:, 1:] = torch.tensor(sizes).cumsum(1)
     with torch.inference_mode(False):
         cu_seqlens_q, cu_seqlens_k = (row.clone().to(device) for row in edges)
-    return Lengths(None, cu_seqlens_q, cu_seqlens_k, max(sizes[0]), max(sizes[1]))
+    return {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max(sizes[0]),
+        "max_seqlen_k": max(sizes[1]),
+    }
 
 
 def taken(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:
@@ -104,7 +109,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     window: dict[str, Any],
-    lengths: Lengths,
+    lengths: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, rows, Hq, Dv) and lse (B, Hq, rows) of a call.
@@ -115,11 +120,9 @@ def attend(
         lengths: the edges of its sequences.
         options: the options softmax_scale, deterministic and backend of `attention`.
     """
-    if lengths.cu_seqlens_q is None:
+    if not lengths:
         return attention(q, k, v, return_lse=True, **window, **options)
-    packed: dict[str, Any] = lengths._asdict()
-    del packed["seqlens_k"]
-    o, lse = attention_varlen(q[0], k[0], v[0], return_lse=True, **packed, **window, **options)
+    o, lse = attention_varlen(q[0], k[0], v[0], return_lse=True, **lengths, **window, **options)
     return o.unsqueeze(0), lse.unsqueeze(0)
 
 
@@ -132,7 +135,7 @@ def differentiate(
     o: Tensor,
     lse: Tensor,
     window: dict[str, Any],
-    lengths: Lengths,
+    lengths: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a call's contribution to dq (B, rows, Hq, D), and to dk and dv (B, keys, Hk, D).
@@ -143,12 +146,12 @@ def differentiate(
     """
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    rule = Rule(**window, **options)
-    if lengths.cu_seqlens_q is None:
-        q, k, v, prepared = prepare(q, k, v, rule)
+    if not lengths:
+        q, k, v, prepared = AttentionSignature(q, k, v, **window, **options).bind()
         dq, dk, dv, _, _ = attention_bwd(do, dlse, q, k, v, o, lse, False, *prepared)
         return dq, dk, dv
-    q, k, v, prepared = prepare(q[0], k[0], v[0], rule, lengths)
+    given = AttentionSignature(q[0], k[0], v[0], **lengths, **window, **options)
+    q, k, v, prepared = given.bind()
     dlse = None if dlse is None else dlse[0]
     dq, dk, dv, _, _ = attention_bwd(do[0], dlse, q, k, v, o[0], lse[0], False, *prepared)
     return dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.errors import UnsupportedError
 from tilewise.ops import attention, attention_varlen, checks, paged_attention
-from tilewise.ops.attention.arguments import Lengths, Rule, prepare
+from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.ops.attention.dropout import philox_of, scaled_as_given
 from tilewise.ops.attention.op import attention_bwd
 
@@ -295,11 +295,10 @@ def flash_backward(
         "dropout_p": dropout_p,
         "seed": rng_state.view(torch.int64) if dropout_p > 0.0 else None,
     }
-    if cum_seq_q is None or cum_seq_k is None:
-        q, k, v, prepared = prepare(q, k, v, Rule(**options))
-    else:
-        lengths = Lengths(None, cum_seq_q, cum_seq_k, max_q, max_k)
-        q, k, v, prepared = prepare(q, k, v, Rule(**options), lengths)
+    if cum_seq_q is not None and cum_seq_k is not None:
+        options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
+        options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    q, k, v, prepared = AttentionSignature(q, k, v, **options).bind()
     dq, dk, dv, _, _ = attention_bwd(do, None, q, k, v, o, logsumexp, False, *prepared)
     return _like(dq, query), _like(dk, key), _like(dv, value)
 

@@ -10,13 +10,16 @@ nothing watches ops, a call like one before is found by these alone, past its ch
 torch's dispatcher. Where a mode, a transform or a trace watches, or a gradient is wanted, the
 registered op is given the options.
 
-There is one memory of calls. It holds plans by what a caller gave, and by what a backend was given.
+There is one memory of calls. It holds plans by what a caller gave, and by what a backend was given,
+and the latest call that came again without more tensors than three, which one check of these finds.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,18 +27,30 @@ from torch import Tensor
 
 from tilewise.kernels.plan import Again, Call, LaunchPlan, Plan, Results, device_of
 from tilewise.ops import dispatch, values
-from tilewise.ops.derivatives import are_plain, check_of, never, records, unwatched
+from tilewise.ops.derivatives import (
+    are_plain,
+    autocasts,
+    check_of,
+    never,
+    records,
+    unseen,
+    unwatched,
+)
 
 __all__ = [
     "Adapter",
     "Bound",
     "Last",
     "Options",
+    "Record",
     "Signature",
     "Tensors",
+    "forget",
+    "key_of",
     "plan_of",
     "recall",
     "remember",
+    "repeat",
     "run",
 ]
 
@@ -44,10 +59,12 @@ Tensors = Sequence[Tensor | None]
 Adapter = Callable[[Tensors], Tensors]
 
 _MAX_CALLS = 4096
-_calls: dict[Key, Any] = {}  # Bound, and of `attention` its own bound call
+_MAX_MISSES = 8  # of a call whose check was made in vain before: a check costs what it saves a call
+_is_deterministic = torch.are_deterministic_algorithms_enabled
 
 
-class Bound(NamedTuple):
+@dataclass(slots=True)
+class Bound:
     """A call whose arguments were checked.
 
     Attributes:
@@ -55,22 +72,25 @@ class Bound(NamedTuple):
         plan: the plan of that backend.
         adapter: a function from the tensors of a caller to those of the plan; None where the plan
             takes them as they are.
+        num_checks: the number of times that the call became the latest one.
     """
 
     backend: str
     plan: Plan
     adapter: Adapter | None = None
+    num_checks: int = 0
+
+    def adapted(self, tensors: Tensors) -> Tensors:
+        """Return the tensors of the plan."""
+        return tensors if self.adapter is None else self.adapter(tensors)
 
     def run(self, tensors: Tensors) -> Results:
         """Run the plan."""
-        if self.adapter is not None:
-            tensors = self.adapter(tensors)
-        return self.plan.run(*tensors)
+        return self.plan.run(*self.adapted(tensors))
 
     def run_into(self, out: Tensor, tensors: Tensors) -> Results:
         """Run the plan; its first result is written to `out`."""
-        if self.adapter is not None:
-            tensors = self.adapter(tensors)
+        tensors = self.adapted(tensors)
         if isinstance(self.plan, LaunchPlan):
             return self.plan.run(*tensors, out=out)
         o, *rest = self.plan.run(*tensors)
@@ -110,22 +130,132 @@ class Signature(Protocol):
         """Return the function that makes the tensors of the options out of `tensors()`."""
 
 
-def run(given: Signature, out: Tensor | None = None, last: Last | None = None) -> Results:
+Record = Callable[..., Results]
+
+
+class _Latest(NamedTuple):
+    """A call without more tensors than its first three, found again by one check of these.
+
+    Attributes:
+        rest: the other arguments. Those of a call like it are the same objects.
+        check: the check of the three tensors.
+        odd: the bits that addresses of the three must not have.
+        others: None for each further tensor of the plan.
+        learns: whether one of the three requires a gradient.
+    """
+
+    signature: type[Any] | None
+    rest: Sequence[object]
+    check: Callable[..., bool]
+    odd: int
+    bound: Any
+    others: tuple[None, ...]
+    learns: bool
+
+
+_NO_CALL = _Latest(None, (), never, 0, None, (), False)
+
+
+class _Memory:
+    """What is remembered of calls.
+
+    Attributes:
+        calls: bound calls by their keys.
+        latest: the latest call that came again.
+        missed: the last call that the check of `latest` did not know.
+        num_missed: how often it came again before another one was missed or a check was made.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[Key, Any] = {}
+        self.latest = _NO_CALL
+        self.missed: Bound | None = None
+        self.num_missed = 0
+
+    def let_be_latest(self, given: Any, tensors: Tensors, bound: Bound) -> None:
+        """Let the next call be found at once if this one came before, later each time."""
+        if bound is not self.missed:
+            self.missed, self.num_missed = bound, 0
+            return
+        self.num_missed += 1
+        if self.num_missed <= min(bound.num_checks, _MAX_MISSES):
+            return
+        self.num_missed = 0
+        bound.num_checks += 1
+        q, k, v, *rest = given
+        learns, odd = any(x.requires_grad for x in (q, k, v)), 0 if q.is_cpu else 15
+        others = (None,) * (len(tensors) - 3)
+        check = check_of(q, k, v)
+        self.latest = _Latest(type(given), rest, check, odd, bound, others, learns)
+
+
+_memory = _Memory()
+
+
+def forget() -> None:
+    """Forget all calls."""
+    _memory.__init__()  # type: ignore[misc]
+
+
+def repeat(given: Any, record: Record) -> Results | None:
+    """Run a call that is like the latest one; None where it differs, or somebody would see it.
+
+    Args:
+        given: a signature whose first three fields are tensors.
+        record: as in `run`.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    latest = _memory.latest
+    q, k, v, *rest = given
+    if (
+        type(given) is not latest.signature
+        or not all(map(is_, rest, latest.rest))
+        or not latest.check(q, k, v)
+        # A GPU's kernels are made for multiples of 16 bytes.
+        or (latest.odd and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & latest.odd)
+        or not unseen()
+        or _is_deterministic()
+    ):
+        return None
+    if latest.learns and torch.is_grad_enabled():
+        return record(latest.bound, q, k, v)
+    results: Results = latest.bound.plan.run(q, k, v, *latest.others)
+    return results
+
+
+def run(
+    given: Signature,
+    out: Tensor | None = None,
+    last: Last | None = None,
+    record: Record | None = None,
+) -> Results:
     """Run a call.
 
     Args:
         given: the arguments of the call.
         out: a tensor that was checked, to which the first result is written; None makes one.
         last: the last call of a step, which takes note of this one if it was run into `out`.
+        record: a function of the bound call and the tensors of its plan, which runs the plan and
+            records its gradient; of three tensors, the first fields of the signature, it takes no
+            others. None where the registered op has to.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule of the op.
         UnsupportedError: as `plan_of`.
     """
-    if unwatched():
+    if unwatched() and not autocasts():
         tensors = given.tensors()
-        bound = _find(given, tensors, out)
+        present = [x for x in (*tensors, out) if x is not None]
+        learns = records(*present)
+        bound = None if learns and record is None else _find(given, tensors, present)
         if bound is not None:
+            if record is not None:
+                if len(present) == 3 and _may_repeat(bound, present):
+                    _memory.let_be_latest(given, tensors, bound)
+                if learns:
+                    some = bound.adapted(tensors)
+                    return record(bound, *(some[:3] if len(present) == 3 else some))
             if out is None:
                 return bound.run(tensors)
             results = bound.run_into(out, tensors)
@@ -139,16 +269,13 @@ def run(given: Signature, out: Tensor | None = None, last: Last | None = None) -
     return out.copy_(results[0]), *results[1:]
 
 
-def _find(given: Signature, tensors: Tensors, out: Tensor | None) -> Bound | None:
+def _find(given: Signature, tensors: Tensors, present: Sequence[Tensor]) -> Bound | None:
     """Return what runs a call that nothing watches; None where the dispatcher must see it."""
-    present = [x for x in (*tensors, out) if x is not None]
-    if not are_plain(*present) or records(*present):
-        return None
-    if not (present[0].is_cuda or present[0].is_cpu):
+    if not are_plain(*present) or not (present[0].is_cuda or present[0].is_cpu):
         return None
     try:
-        key = _key_of(type(given), tensors, given.numbers())
-        bound: Bound | None = _calls.get(key)
+        key = key_of(type(given), tensors, given.numbers())
+        bound: Bound | None = _memory.calls.get(key)
     except (RuntimeError, TypeError):
         # A sparse tensor has no address; of a list or an array as a number Python finds no equal.
         return None
@@ -158,9 +285,16 @@ def _find(given: Signature, tensors: Tensors, out: Tensor | None) -> Bound | Non
         options = given.bind()
         bound = options.planned()
         if any(x is not y for x, y in zip(options.tensors(), tensors, strict=True)):
-            bound = bound._replace(adapter=given.adapter())
+            bound = replace(bound, adapter=given.adapter())
         remember(key, bound)
     return bound
+
+
+def _may_repeat(bound: Bound, tensors: Sequence[Tensor]) -> bool:
+    """Whether a check of its three tensors may find a call."""
+    if bound.adapter is not None or _is_deterministic():
+        return False
+    return tensors[0].is_cpu or not any(x.data_ptr() & 15 for x in tensors)
 
 
 def plan_of(op: str, spec: Any, tensors: Tensors, backend: str | None) -> Bound:
@@ -169,8 +303,8 @@ def plan_of(op: str, spec: Any, tensors: Tensors, backend: str | None) -> Bound:
     Raises:
         UnsupportedError: as `dispatch.choose_plan`.
     """
-    key = _key_of(op, tensors, (spec, backend))
-    bound: Bound | None = _calls.get(key)
+    key = key_of(op, tensors, (spec, backend))
+    bound: Bound | None = _memory.calls.get(key)
     if bound is None:
         first = next(x for x in tensors if x is not None)
         with device_of(first.device):
@@ -179,7 +313,7 @@ def plan_of(op: str, spec: Any, tensors: Tensors, backend: str | None) -> Bound:
     return bound
 
 
-def _key_of(op: str | type[Signature], tensors: Tensors, numbers: Key) -> Key:
+def key_of(op: str | type[Signature], tensors: Tensors, numbers: Key) -> Key:
     """Return the op, numbers and their types, and how each tensor lies in memory."""
     key: list[object] = [op, *numbers, *map(type, numbers)]
     odd = 0
@@ -196,14 +330,14 @@ def _key_of(op: str | type[Signature], tensors: Tensors, numbers: Key) -> Key:
 
 def recall(key: Key) -> Any:
     """Return what was remembered under a key, or None."""
-    return _calls.get(key)
+    return _memory.calls.get(key)
 
 
 def remember(key: Key, bound: Any) -> None:
     """Let `recall` find a call by its key."""
-    if len(_calls) >= _MAX_CALLS:
-        _calls.clear()
-    _calls[key] = bound
+    if len(_memory.calls) >= _MAX_CALLS:
+        _memory.calls.clear()
+    _memory.calls[key] = bound
 
 
 # Types of numbers that the dispatcher would pass on as they are, or as their equals; for others it

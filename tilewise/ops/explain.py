@@ -15,7 +15,7 @@ from tilewise.kernels.plan import Call, Plan, Refusal
 from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.ops import dispatch, values
 from tilewise.ops.attention import op as attention_op
-from tilewise.ops.attention.arguments import Lengths, Rule, prepare
+from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.ops.attention.op import AttentionOptions
 from tilewise.ops.latent.arguments import LatentSignature
 from tilewise.ops.paged.arguments import PagedSignature
@@ -134,8 +134,7 @@ def _lengths(q: Tensor, k: Tensor, options: AttentionOptions) -> list[tuple[int,
 
 
 def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Explanation:
-    named = {name: kwargs.pop(name) for name in Lengths._fields if name in kwargs}
-    q, k, v, options = prepare(q, k, v, Rule(**kwargs), Lengths(**named))
+    q, k, v, options = AttentionSignature(q, k, v, **kwargs).bind()
     spec = attention_op.make_spec(q, k, v, options)
     call = Call.of(spec, (q, k, v, *options.beside))
     backend, chosen, refusals = _chosen("attention", call, options.backend)

@@ -20,7 +20,6 @@ from tilewise.kernels.cpu.attention.forward_few import MOST_ROWS
 from tilewise.kernels.cpu.machine.blocks import UNROLLED
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.ops import call as memory
-from tilewise.ops.attention import direct
 from tilewise.testing import make_qkv
 
 DTYPES = [
@@ -324,8 +323,7 @@ def test_first_calls_of_several_threads_are_right(
 
     expected = both()
     for _ in range(10):
-        monkeypatch.setattr(memory, "_calls", {})
-        monkeypatch.setattr(direct, "_last", direct._NONE)
+        monkeypatch.setattr(memory, "_memory", memory._Memory())
         start = threading.Barrier(4)
         with ThreadPoolExecutor(4) as pool:
             for future in [pool.submit(both, start) for _ in range(4)]:

@@ -154,7 +154,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def _forget_plans() -> None:
-    call._calls.clear()
+    call.forget()
 
 
 # Many sequences, so that a CTA that stays takes several; two of them have splits.

@@ -21,7 +21,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.ops import call, dispatch
 from tilewise.ops.attention.api import attention
-from tilewise.ops.attention.arguments import Lengths, Rule, options_of
+from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
 from tilewise.reference import fp8, standard
 from tilewise.testing import assert_within_budget, make_qkv
@@ -76,7 +76,7 @@ class TestPlannedOnce:
             return choose_plan(op, call, backend)
 
         monkeypatch.setattr(dispatch, "choose_plan", listed)
-        call._calls.clear()
+        call.forget()
         return names
 
     @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -432,8 +432,8 @@ class TestTheBoundary:
     def test_the_ops_are_opcheck_clean(self):
         q, k, v = _inputs((2, 5, 9, 4, 2, 64))
         lengths = torch.tensor([9, 4], dtype=torch.int32)
-        rule = Rule(causal=True, softmax_scale=0.2, sinks=torch.zeros(4))
-        options = options_of(q, k, v, rule, Lengths(lengths))
+        shared = {"causal": True, "softmax_scale": 0.2, "sinks": torch.zeros(4)}
+        options = AttentionSignature(q, k, v, **shared, seqlens_k=lengths).bind().options
         op = torch.ops.tilewise.attention_fp8_fwd.default
         torch.library.opcheck(op, (q, k, v, None, None, None, 3, False, *options))
         quantise = torch.ops.tilewise.quantize_heads.default
@@ -442,7 +442,8 @@ class TestTheBoundary:
         cu = torch.tensor([0, 3, 9], dtype=torch.int32)
         torch.library.opcheck(quantise, (k[0], None, cu, 1, 6))
         torch.library.opcheck(torch.ops.tilewise.quantize_tokens.default, (k[0], None, 1))
-        options = options_of(q[0], k[0], v[0], rule, Lengths(None, cu // 2, cu, 3, 6))
+        packed = {"cu_seqlens_q": cu // 2, "cu_seqlens_k": cu, "max_seqlen_q": 3, "max_seqlen_k": 6}
+        options = AttentionSignature(q[0], k[0], v[0], **shared, **packed).bind().options
         torch.library.opcheck(op, (q[0], k[0], v[0], None, None, None, 3, False, *options))
 
     def test_a_compiled_call_has_no_graph_break(self):

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth
 from tilewise import attention_fp8, quantize_heads, quantize_tokens
 from tilewise.errors import UnsupportedError
-from tilewise.ops.attention.arguments import Lengths, Rule, options_of
+from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.reference import fp8, standard
 from tilewise.testing import assert_within_budget, make_qkv
 
@@ -135,7 +135,8 @@ def test_the_ops_are_opcheck_clean() -> None:
     q, k, v = uneven(1, 5, 9, 2, 2, 64)
     lengths = torch.tensor([7], dtype=torch.int32)
     torch.library.opcheck(torch.ops.tilewise.quantize_tokens.default, (k, lengths, 3))
-    options = options_of(q, k, v, Rule(causal=True, backend="cpu"), Lengths(lengths))
+    given = AttentionSignature(q, k, v, causal=True, backend="cpu", seqlens_k=lengths)
+    options = given.bind().options
     given = (q, k, v, None, None, None, None, True, *options)
     torch.library.opcheck(torch.ops.tilewise.attention_fp8_fwd.default, given)
 

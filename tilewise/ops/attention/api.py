@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Never, TypedDict, Unpack, overload
+import math
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 from torch import Tensor
 
@@ -10,9 +11,11 @@ import tilewise.ops.attention.gradient
 import tilewise.ops.attention.vmap  # noqa: F401, to register its rules
 from tilewise.keywords import names, unknown_keyword
 from tilewise.masks import BlockMask
-from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, Window
-from tilewise.ops.attention.direct import attend, attend_again, attend_max
+from tilewise.ops import call, values
+from tilewise.ops.attention.arguments import AttentionSignature, Window, check_mask_type
 from tilewise.ops.attention.dropout import Seed
+from tilewise.ops.attention.op import attention_fwd_max
+from tilewise.ops.attention.recorded import record
 
 _new = tuple.__new__  # a named tuple in a third of the time of its class
 
@@ -165,28 +168,12 @@ def attention(
     """
     if unknown:
         raise unknown_keyword(attention, unknown)
-    is_plain = (
-        window is None
-        and softmax_scale is None
-        and bias is None
-        and alibi_slopes is None
-        and sinks is None
-        and mask is None
-        and seqlens_k is None
-        and backend is None
-        and type(causal) is bool
-        and type(softcap) is float
-        and type(dropout_p) is float
-        and softcap == dropout_p == 0.0
-        and not (return_lse or return_max_logits)
-    )
-    if is_plain:
-        o = attend_again(q, k, v, causal, deterministic)
-        if o is not None:
-            return o
-    rule = _new(
-        Rule,
+    given = _new(
+        AttentionSignature,
         (
+            q,
+            k,
+            v,
             causal,
             window,
             softmax_scale,
@@ -195,18 +182,60 @@ def attention(
             alibi_slopes,
             sinks,
             mask,
+            seqlens_k,
+            None,
+            None,
+            -1,
+            -1,
             dropout_p,
             seed,
             deterministic,
             backend,
         ),
     )
-    lengths = DENSE if seqlens_k is None else Lengths(seqlens_k)
     if return_max_logits:
-        o, lse, most = attend_max(q, k, v, rule, lengths)
-        return (o, lse, most) if return_lse else (o, most)
-    found = attend(q, k, v, rule, lengths, return_lse, is_plain)
-    return found if return_lse else found[0]
+        return _with_maxima(given, return_lse)
+    results: Any = call.repeat(given, record) or _attend(given)
+    return results if return_lse else results[0]
+
+
+def _attend(given: AttentionSignature) -> tuple[Tensor | None, ...]:
+    """Return o and lse."""
+    if given.mask is not None:
+        check_mask_type(given.mask)
+    if values.WAITS:
+        check_values(given)
+    if isinstance(given.dropout_p, int | float) and given.dropout_p > 0:
+        given = given.drawn()
+    return call.run(given, record=record)
+
+
+def _with_maxima(given: AttentionSignature, return_lse: bool) -> tuple[Tensor, ...]:
+    """Return o, lse where it is wanted, and the largest logit of each head, float32 (Hq,).
+
+    Through the dispatcher: maxima are asked for once in many steps, and have no gradient.
+    """
+    if values.WAITS:
+        check_values(given)
+    q, k, v, options = given.bind()
+    o, lse, maxima = attention_fwd_max(q, k, v, *options)
+    if maxima.numel() == 0:
+        most = maxima.new_full((q.shape[-2],), -math.inf)
+    else:
+        most = maxima.amax((1,) if given.cu_seqlens_q is not None else (0, 2))
+    return (o, lse, most) if return_lse else (o, most)
+
+
+def check_values(given: Any) -> None:
+    """Raise where lengths lead outside of q or k; those that are no tensors are left to others."""
+    if isinstance(given.seqlens_k, Tensor):
+        values.check_lengths("seqlens_k", given.seqlens_k, given.k.shape[1])
+    for side, rows in (("q", given.q), ("k", given.k)):
+        starts = getattr(given, f"cu_seqlens_{side}")
+        if isinstance(starts, Tensor):
+            values.check_edges(f"cu_seqlens_{side}", starts, rows.shape[0])
+            longest = getattr(given, f"max_seqlen_{side}")
+            values.check_longest(f"max_seqlen_{side}", starts, longest)
 
 
 @overload
@@ -305,9 +334,12 @@ def attention_varlen(
     """
     if unknown:
         raise unknown_keyword(attention_varlen, unknown)
-    rule = _new(
-        Rule,
+    given = _new(
+        AttentionSignature,
         (
+            q,
+            k,
+            v,
             causal,
             window,
             softmax_scale,
@@ -316,15 +348,18 @@ def attention_varlen(
             alibi_slopes,
             sinks,
             mask,
+            None,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
             dropout_p,
             seed,
             deterministic,
             backend,
         ),
     )
-    lengths = Lengths(None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if return_max_logits:
-        o, lse, most = attend_max(q, k, v, rule, lengths)
-        return (o, lse, most) if return_lse else (o, most)
-    found = attend(q, k, v, rule, lengths, return_lse)
-    return found if return_lse else found[0]
+        return _with_maxima(given, return_lse)
+    results: Any = _attend(given)
+    return results if return_lse else results[0]

@@ -1,11 +1,11 @@
-"""From a user's arguments to the registered op's: checks and defaults of both attention calls."""
+"""The signature of attention: its arguments, and how they become the registered op's."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,22 @@ from torch import Tensor
 from tilewise.masks import BlockMask
 from tilewise.ops import checks, dispatch
 from tilewise.ops.attention.dropout import Seed, philox_of
-from tilewise.ops.attention.op import AttentionOptions
+from tilewise.ops.attention.op import AttentionArguments, AttentionOptions
+from tilewise.ops.call import Adapter, Tensors
 
 Window = int | tuple[int | None, int | None] | None
+_NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 
 
-class Rule(NamedTuple):
-    """What a user says of a call of attention besides q, k, v and where sequences lie."""
+class AttentionSignature(NamedTuple):
+    """The arguments of `attention` and of `attention_varlen`, but for what is returned.
 
+    A dense call has no edges, a packed one no seqlens_k.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
     causal: bool = False
     window: Window = None
     softmax_scale: float | None = None
@@ -29,78 +37,184 @@ class Rule(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     mask: BlockMask | None = None
-    dropout_p: float = 0.0
-    seed: Seed = None
-    deterministic: bool = False
-    backend: str | None = None
-
-
-class Lengths(NamedTuple):
-    """Where sequences lie: of a dense call nothing or seqlens_k, of a packed one all the others."""
-
     seqlens_k: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = -1
     max_seqlen_k: int = -1
+    dropout_p: float = 0.0
+    seed: Seed = None
+    deterministic: bool = False
+    backend: str | None = None
+
+    def drawn(self) -> AttentionSignature:
+        """Return the same with the seed as a tensor; of None it is drawn here, once a call."""
+        if not isinstance(self.q, Tensor):
+            return self
+        return self._replace(seed=philox_of(self.seed, self.q.device))
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors, in the order in which plans take them."""
+        philox: Any = self.seed if self.dropout_p > 0 else None
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.seqlens_k,
+            self.bias,
+            self.alibi_slopes,
+            self.sinks,
+            philox,
+            *(_NO_MASK if self.mask is None else self.mask.tensors()),
+        )
+
+    def numbers(self) -> tuple[object, ...]:
+        """Return all that is no tensor and decides how the call is checked or computed."""
+        window, mask, slopes = self.window, self.mask, self.alibi_slopes
+        bounds = window if isinstance(window, tuple) else (window,)
+        return (
+            self.causal,
+            self.softmax_scale,
+            self.softcap,
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+            self.dropout_p,
+            self.deterministic,
+            torch.are_deterministic_algorithms_enabled(),
+            self.backend,
+            slopes is not None and slopes.requires_grad,
+            None if mask is None else (mask.shape, mask.device),
+            isinstance(window, tuple),
+            *bounds,
+        )
+
+    def bind(self) -> AttentionArguments:
+        """Check the arguments and return those of the registered op."""
+        self.check_types()
+        given = self._replace(**dict(zip("qkv", autocast(*self[:3]), strict=True)))
+        return AttentionArguments(*given[:3], given.options(checks.check_float))
+
+    def adapter(self) -> Adapter:
+        """Return the function that makes the tensors of the options out of `tensors()`."""
+        return _as_kernels_read
+
+    def check_types(self) -> None:
+        """Raise TypeError for arrays, lists and None in place of tensors, tensors in place of
+        masks."""
+        for name in _REQUIRED:
+            checks.check_type(name, getattr(self, name), Tensor)
+        for name in _OPTIONAL:
+            given = getattr(self, name)
+            if given is not None:
+                checks.check_type(name, given, Tensor)
+        # Field by field: torch 2.11's torch.compile compares no traced tensor with None.
+        packs = self.cu_seqlens_q is not None or self.cu_seqlens_k is not None
+        if packs or (self.max_seqlen_q, self.max_seqlen_k) != (-1, -1):
+            for name in ("cu_seqlens_q", "cu_seqlens_k"):
+                checks.check_type(name, getattr(self, name), Tensor)
+        check_mask_type(self.mask)
+
+    def options(self, check_dtype: Callable[[str, Tensor], None]) -> AttentionOptions:
+        """Check the arguments, whose types were checked, and return those but q, k and v.
+
+        Args:
+            check_dtype: raises unless q, by its name, has a dtype of the call.
+        """
+        q, k, v = self[:3]
+        is_packed = self.cu_seqlens_q is not None
+        for name in _REQUIRED:
+            checks.check_dims(
+                name, getattr(self, name), "(T, H, D)" if is_packed else "(B, S, H, D)"
+            )
+        batch, longest = self._check_packed() if is_packed else self._check_dense()
+        check_dtype("q", q)
+        check_alike(q, k, v)
+        if not (is_packed or _told_of_layout or torch.compiler.is_compiling()):
+            _tell_of_layout(q, k)
+        if self.mask is not None:
+            self._check_mask(self.mask, batch, longest)
+        num_q_heads = q.shape[-2]
+        checks.check_bias("bias", self.bias, q, (batch, num_q_heads, *longest))
+        checks.check_alibi(self.alibi_slopes, batch, num_q_heads, q.device)
+        checks.check_per_head("sinks", self.sinks, num_q_heads, q.device)
+        checks.check_softcap(self.softcap)
+        dispatch.check_backend_name(self.backend)
+        left, right = checks.window_bounds(self.causal, self.window)
+        checks.check_dropout(self.dropout_p)
+        given = self.drawn() if self.dropout_p > 0 else self
+        read: Any = _as_kernels_read(given.tensors())
+        make: Callable[..., AttentionOptions] = AttentionOptions
+        return make(
+            *read[3:],
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
+            window_left=left,
+            window_right=right,
+            softmax_scale=checks.scale_of(self.softmax_scale, q.shape[-1]),
+            softcap=self.softcap,
+            dropout_p=self.dropout_p,
+            deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled(),
+            backend=self.backend,
+        )
+
+    def _check_dense(self) -> tuple[int, tuple[int, int]]:
+        """Return how many sequences there are, and the tokens of q and of k."""
+        batch = self.q.shape[0]
+        if self.k.shape[0] != batch:
+            raise ValueError(f"k must have the batch of q, {batch}, got {self.k.shape[0]}")
+        if self.seqlens_k is not None:
+            checks.check_integers("seqlens_k", self.seqlens_k, (batch,), self.q.device)
+        return batch, (self.q.shape[1], self.k.shape[1])
+
+    def _check_packed(self) -> tuple[int, tuple[int, int]]:
+        """Return how many sequences there are, and the longest lengths."""
+        edges = self.cu_seqlens_q
+        assert edges is not None
+        checks.check_dims("cu_seqlens_q", edges, "(B + 1)")
+        count = edges.shape[0]
+        if count < 1:
+            raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            checks.check_integers(name, getattr(self, name), (count,), self.q.device)
+        longest_q = checks.check_length("max_seqlen_q", self.max_seqlen_q)
+        return count - 1, (longest_q, checks.check_length("max_seqlen_k", self.max_seqlen_k))
+
+    def _check_mask(self, mask: BlockMask, batch: int, wanted: tuple[int, int]) -> None:
+        covered, num_q_heads = mask.shape[2:], self.q.shape[-2]
+        if self.cu_seqlens_q is None:
+            if covered != wanted:
+                raise ValueError(f"mask must cover {wanted} queries and keys, got {covered}")
+        elif covered[0] < wanted[0] or covered[1] < wanted[1]:
+            raise ValueError(f"mask must cover at least {wanted} queries and keys, got {covered}")
+        if mask.device != self.q.device:
+            raise ValueError(
+                f"mask must be on {self.q.device}, got {mask.device}; see mask.to(device)"
+            )
+        if mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, num_q_heads):
+            raise ValueError(
+                f"mask must be for 1 or {batch} sequences and 1 or {num_q_heads} query heads, "
+                f"got {mask.shape[0]} and {mask.shape[1]}"
+            )
 
 
-DENSE = Lengths()
+_REQUIRED = ("q", "k", "v")
+_OPTIONAL = ("bias", "alibi_slopes", "sinks", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k")
+_LENGTHS, _PER_HEAD = slice(3, 6), slice(7, 9)  # edges and lengths, slopes and sinks
 
 
-def as_kernels_read(lengths: Lengths) -> Lengths:
-    """Return the same with int32 tensors."""
-    seqlens_k, cu_seqlens_q, cu_seqlens_k = (
-        None if x is None else checks.as_int32(x) for x in lengths[:3]
+def _as_kernels_read(tensors: Tensors) -> Tensors:
+    """Return int32 edges and lengths and wide slopes and sinks; others as given."""
+    q = tensors[0]
+    assert q is not None
+    return (
+        *tensors[: _LENGTHS.start],
+        *[None if x is None else checks.as_int32(x) for x in tensors[_LENGTHS]],
+        *tensors[_LENGTHS.stop : _PER_HEAD.start],
+        *[wide(x, q) for x in tensors[_PER_HEAD]],
+        *tensors[_PER_HEAD.stop :],
     )
-    return Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, *lengths[3:])
-
-
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths = DENSE
-) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
-    """Check the arguments of a call and put them into the registered op's order."""
-    check_types(q, k, v, rule, lengths)
-    q, k, v = autocast(q, k, v)
-    return q, k, v, options_of(q, k, v, rule, lengths)
-
-
-def options_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: Rule,
-    lengths: Lengths = DENSE,
-    *,
-    check_dtype: Callable[[str, Tensor], None] = checks.check_float,
-) -> AttentionOptions:
-    """Check the arguments of a call and return those beside q, k and v in the op's order.
-
-    Args:
-        check_dtype: raises unless q, by its name, has a dtype of the call.
-    """
-    is_packed = lengths.cu_seqlens_q is not None
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_dims(name, tensor, "(T, H, D)" if is_packed else "(B, S, H, D)")
-    if is_packed:
-        batch = _check_packed(q, lengths)
-        longest = (checks.check_length(n, getattr(lengths, n)) for n in lengths._fields[3:])
-        lengths = Lengths(*lengths[:3], *longest)
-    else:
-        batch = q.shape[0]
-        if k.shape[0] != batch:
-            raise ValueError(f"k must have the batch of q, {batch}, got {k.shape[0]}")
-        if lengths.seqlens_k is not None:
-            checks.check_integers("seqlens_k", lengths.seqlens_k, (batch,), q.device)
-        lengths = lengths._replace(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
-    lengths = as_kernels_read(lengths)
-    check_dtype("q", q)
-    check_alike(q, k, v)
-    if not (is_packed or _told_of_layout or torch.compiler.is_compiling()):
-        _tell_of_layout(q, k)
-    if rule.mask is not None:
-        _check_mask(rule.mask, q, batch, lengths)
-    return _options(q, rule, batch, lengths)
 
 
 _told_of_layout = False
@@ -131,63 +245,11 @@ def _tell_of_layout(q: Tensor, k: Tensor) -> None:
     )
 
 
-def check_types(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> None:
-    """Raise TypeError for arrays, lists and None where tensors belong, tensors where masks do."""
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        checks.check_type(name, value, Tensor)
-    for name, given in (
-        ("bias", rule.bias),
-        ("alibi_slopes", rule.alibi_slopes),
-        ("sinks", rule.sinks),
-        ("seqlens_k", lengths.seqlens_k),
-        ("cu_seqlens_q", lengths.cu_seqlens_q),
-        ("cu_seqlens_k", lengths.cu_seqlens_k),
-    ):
-        if given is not None:
-            checks.check_type(name, given, Tensor)
-    # Field by field: a traced tensor cannot be compared with None by torch 2.11's torch.compile.
-    packs = lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None
-    if packs or lengths[3:] != DENSE[3:]:
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
-            checks.check_type(name, getattr(lengths, name), Tensor)
-    check_mask_type(rule.mask)
-
-
 def check_mask_type(mask: BlockMask | None) -> None:
     """Raise TypeError for a tensor where a BlockMask belongs."""
     if mask is not None and not isinstance(mask, BlockMask):
         raise TypeError(
             f"mask must be a BlockMask, as masks.dense(visible) makes it, got {type(mask).__name__}"
-        )
-
-
-def _check_packed(q: Tensor, lengths: Lengths) -> int:
-    """Return how many sequences there are."""
-    cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
-    assert cu_seqlens_q is not None
-    assert cu_seqlens_k is not None
-    checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
-    count = cu_seqlens_q.shape[0]
-    if count < 1:
-        raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
-    checks.check_integers("cu_seqlens_q", cu_seqlens_q, (count,), q.device)
-    checks.check_integers("cu_seqlens_k", cu_seqlens_k, (count,), q.device)
-    return count - 1
-
-
-def _check_mask(mask: BlockMask, q: Tensor, batch: int, lengths: Lengths) -> None:
-    covered, wanted = mask.shape[2:], (lengths.max_seqlen_q, lengths.max_seqlen_k)
-    if lengths.cu_seqlens_q is None:
-        if covered != wanted:
-            raise ValueError(f"mask must cover {wanted} queries and keys, got {covered}")
-    elif covered[0] < wanted[0] or covered[1] < wanted[1]:
-        raise ValueError(f"mask must cover at least {wanted} queries and keys, got {covered}")
-    if mask.device != q.device:
-        raise ValueError(f"mask must be on {q.device}, got {mask.device}; see mask.to(device)")
-    if mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, q.shape[-2]):
-        raise ValueError(
-            f"mask must be for 1 or {batch} sequences and 1 or {q.shape[-2]} query heads, "
-            f"got {mask.shape[0]} and {mask.shape[1]}"
         )
 
 
@@ -209,45 +271,6 @@ def wide(per_head: Tensor | None, q: Tensor) -> Tensor | None:
     # Not promote_types, which refuses 8-bit queries.
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return per_head.to(dtype).contiguous()
-
-
-def _options(q: Tensor, rule: Rule, batch: int, lengths: Lengths) -> AttentionOptions:
-    """Check what both calls share, fill in defaults and put everything in the op's order."""
-    num_q_heads = q.shape[-2]
-    full = (batch, num_q_heads, lengths.max_seqlen_q, lengths.max_seqlen_k)
-    checks.check_bias("bias", rule.bias, q, full)
-    checks.check_alibi(rule.alibi_slopes, batch, num_q_heads, q.device)
-    checks.check_per_head("sinks", rule.sinks, num_q_heads, q.device)
-    checks.check_softcap(rule.softcap)
-    dispatch.check_backend_name(rule.backend)
-    left, right = checks.window_bounds(rule.causal, rule.window)
-    checks.check_dropout(rule.dropout_p)
-    bits, rows, row_entries, columns, column_entries = (
-        (None,) * 5 if rule.mask is None else rule.mask.tensors()
-    )
-    return AttentionOptions(
-        lengths.cu_seqlens_q,
-        lengths.cu_seqlens_k,
-        lengths.seqlens_k,
-        rule.bias,
-        wide(rule.alibi_slopes, q),
-        wide(rule.sinks, q),
-        philox_of(rule.seed, q.device) if rule.dropout_p > 0 else None,
-        bits,
-        rows,
-        row_entries,
-        columns,
-        column_entries,
-        max_seqlen_q=lengths.max_seqlen_q,
-        max_seqlen_k=lengths.max_seqlen_k,
-        window_left=left,
-        window_right=right,
-        softmax_scale=checks.scale_of(rule.softmax_scale, q.shape[-1]),
-        softcap=rule.softcap,
-        dropout_p=rule.dropout_p,
-        deterministic=rule.deterministic or torch.are_deterministic_algorithms_enabled(),
-        backend=rule.backend,
-    )
 
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -12,17 +12,8 @@ from tilewise.kernels.plan import FP8_TENSORS
 from tilewise.keywords import names, unknown_keyword
 from tilewise.masks import BlockMask
 from tilewise.ops import call, checks, values
-from tilewise.ops.attention.arguments import (
-    Lengths,
-    Rule,
-    Window,
-    as_kernels_read,
-    check_mask_type,
-    check_types,
-    options_of,
-    wide,
-)
-from tilewise.ops.attention.direct import check_values
+from tilewise.ops.attention.api import check_values
+from tilewise.ops.attention.arguments import AttentionSignature, Window, check_mask_type, wide
 from tilewise.ops.attention.fp8_op import (
     E4M3,
     Fp8Options,
@@ -30,6 +21,7 @@ from tilewise.ops.attention.fp8_op import (
     quantize_tokens_op,
     rotation_of,
 )
+from tilewise.ops.attention.op import AttentionOptions
 from tilewise.ops.call import Adapter, Tensors
 from tilewise.ops.derivatives import no_gradient
 from tilewise.reference import fp8
@@ -283,7 +275,7 @@ def attention_fp8(
         backend,
     )
     if values.WAITS:
-        check_values(q, k, given.lengths())
+        check_values(given)
     results: Any
     if not smooth_k:
         results = call.run(given)
@@ -296,7 +288,7 @@ def attention_fp8(
         raise ValueError(f"softcap must be 0 with smooth_k, got {softcap}")
     if sinks is not None:
         raise ValueError("sinks must be None with smooth_k: it moves all logits but theirs")
-    mean, lse_mean = _mean_keys(q, k, as_kernels_read(given.lengths()))
+    mean, lse_mean = _mean_keys(q, k, options.attention)
     results = options._replace(k=(k.float() - mean).to(k.dtype)).dispatch()
     o, lse = results
     if not return_lse:
@@ -333,11 +325,6 @@ class Fp8Signature(NamedTuple):
     per_token: bool
     backend: str | None
 
-    def lengths(self) -> Lengths:
-        """Return where sequences lie."""
-        edges = self.cu_seqlens_q, self.cu_seqlens_k
-        return Lengths(self.seqlens_k, *edges, self.max_seqlen_q, self.max_seqlen_k)
-
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return all tensors, in the order of `FP8_TENSORS`."""
         scales = self.q_scale, self.k_scale, self.v_scale
@@ -366,18 +353,10 @@ class Fp8Signature(NamedTuple):
 
     def bind(self) -> Fp8Options:
         """Check the arguments and return those of the registered op."""
-        q, k, v, lengths = self.q, self.k, self.v, self.lengths()
-        rule = Rule(
-            self.causal,
-            self.window,
-            self.softmax_scale,
-            self.softcap,
-            sinks=self.sinks,
-            mask=self.mask,
-            backend=self.backend,
-        )
-        check_types(q, k, v, rule, lengths)
-        options = options_of(q, k, v, rule, lengths, check_dtype=_check_dtype)
+        q, k, v = self[:3]
+        given = AttentionSignature(**{name: getattr(self, name) for name in _SHARED})
+        given.check_types()
+        options = given.options(_check_dtype)
         edges, q_scale = self.cu_seqlens_q, self.q_scale
         is_packed = edges is not None
         if is_packed and self.seqlens_k is not None:
@@ -408,6 +387,9 @@ class Fp8Signature(NamedTuple):
         return partial(_as_kernels_read, self.rotation)
 
 
+_SHARED = [name for name in Fp8Signature._fields if name in AttentionSignature._fields]
+
+
 def _as_kernels_read(rotation: int | None, tensors: Tensors) -> Tensors:
     """Return the tensors that the kernels take of those that a user gave."""
     given = list(tensors)
@@ -419,7 +401,7 @@ def _as_kernels_read(rotation: int | None, tensors: Tensors) -> Tensors:
     return given
 
 
-def _mean_keys(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
+def _mean_keys(q: Tensor, k: Tensor, lengths: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the mean of each head's keys as k and as q are aligned to it: it broadcasts to both
     but for the heads, which are k's.
     """

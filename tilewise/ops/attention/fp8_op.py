@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ class Fp8Options(NamedTuple):
         module = dispatch.kernel_module("attention_fp8", bound.backend)
         if self.q.dtype == E4M3 or module.QUANTIZES:
             return bound
-        return bound._replace(plan=_Quantised(bound.plan, self.rotation, self.per_token))
+        return replace(bound, plan=_Quantised(bound.plan, self.rotation, self.per_token))
 
     def dispatch(self) -> Results:
         """Call the registered op."""

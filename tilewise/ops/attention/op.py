@@ -18,6 +18,7 @@ they are one another's derivatives is in gradient.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.ops import dispatch
 from tilewise.ops.attention import second_order as _attention_second
 from tilewise.ops.attention.tiles import Tangents
-from tilewise.ops.call import recall, remember
+from tilewise.ops.call import Bound, key_of, recall, remember
 from tilewise.ops.derivatives import check_of, never
 from tilewise.ops.library import register
 
@@ -71,6 +72,32 @@ class AttentionOptions(NamedTuple):
         mask: Any = self[_MASK:_TENSORS]
         named["mask"] = None if mask[0] is None else MaskTensors(*mask)
         return named
+
+
+class AttentionArguments(NamedTuple):
+    """The checked arguments of a call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: AttentionOptions
+
+    def planned(self) -> BoundAttention:
+        """Return the plan of the call.
+
+        Raises:
+            UnsupportedError: no backend can run it, or not the one that is named.
+        """
+        return _plan(self.q, self.k, self.v, self.options)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors, in the order in which plans take them."""
+        return (*self[:3], *self.options.beside)
+
+    def dispatch(self) -> Results:
+        """Call the registered op."""
+        results: tuple[Tensor, Tensor] = attention_fwd(*self[:3], *self.options)
+        return results
 
 
 _MAX_GRADIENTS = 64
@@ -156,8 +183,8 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
     options = AttentionOptions(*values)
-    results: tuple[Tensor, Tensor] = planned(q, k, v, options).forward(q, k, v, *options.beside)
-    return results
+    results: Any = planned(q, k, v, options).plan.run(q, k, v, *options.beside)
+    return results  # type: ignore[no-any-return]
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
@@ -170,8 +197,8 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor
 def _forward_max(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
     options = AttentionOptions(*values)
     call = planned(q, k, v, options, needs_max=True)
-    results: tuple[Tensor, Tensor, Tensor] = call.forward(q, k, v, *options.beside)
-    return results
+    results: Any = call.plan.run(q, k, v, *options.beside)
+    return results  # type: ignore[no-any-return]
 
 
 def _forward_max_fake(
@@ -267,33 +294,28 @@ def _curve(*args: Any) -> tuple[Tensor, Tensor]:
         )
 
 
-class Planned:
-    """A call of attention whose arguments were checked, and its plans.
+@dataclass(slots=True)
+class BoundAttention(Bound):
+    """A bound call of attention, and the plans of its gradients.
 
     Attributes:
         numbers: the options that are no tensors.
-        backend: the name of the backend that made the plans.
         shapes: the shapes of q, k, v and o.
-        forward: the plan of the call. It takes q, k, v and the tensors of the options.
+        spec: what decides how the call is computed, beside its tensors.
+        device: the device of its tensors.
         last_gradient: the check of do, o, lse, q, k and v by which a gradient like the last one of
             a call without more tensors is found, and the plan that computes it.
-        num_checks: the number of times that a call like it became the last one of `direct`.
+        gradients: plans of gradients, by how their tensors lie.
+        num_unchecked: the number of gradients that no check found.
     """
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, needs_max: bool
-    ) -> None:
-        self.numbers = options[NUM_TENSORS:]
-        self.shapes = (q.shape, k.shape, v.shape, torch.Size((*q.shape[:-1], v.shape[-1])))
-        self.spec, self.device = make_spec(q, k, v, options, needs_max=needs_max), q.device
-        with device_of(q.device):
-            call = Call.of(self.spec, (q, k, v, *options.beside))
-            self.backend, plan = dispatch.choose_plan("attention", call, options.backend)
-        self.forward: Callable[..., Any] = plan.run
-        self.last_gradient: tuple[Callable[..., bool], Callable[..., Results]] = never, plan.run
-        self.num_checks = 0
-        self._gradients: dict[tuple[object, ...], Plan] = {}
-        self._num_unchecked = 0
+    numbers: tuple[Any, ...] = ()
+    shapes: tuple[torch.Size, ...] = ()
+    spec: Any = None
+    device: Any = None
+    last_gradient: tuple[Callable[..., bool], Any] = (never, None)
+    gradients: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+    num_unchecked: int = 0
 
     def backward(
         self,
@@ -314,8 +336,8 @@ class Planned:
         needs_dbias = needs_dbias and not is_row_bias
         plan = self._gradient_plan(given, needs_dbias=needs_dbias)
         if dlse is None and do.is_cpu and all(x is None for x in beside):
-            self._num_unchecked += 1
-            if self._num_unchecked & 15 == 1:  # those of the next call may be others again
+            self.num_unchecked += 1
+            if self.num_unchecked & 15 == 1:  # those of the next call may be others again
                 self.last_gradient = check_of(do, o, lse, q, k, v), plan.run
         dq, dk, dv, dbias, dsinks = plan.run(*given)
         if bias is not None and is_row_bias:
@@ -331,7 +353,7 @@ class Planned:
                 odd |= x.data_ptr()
                 lies = lies and x.is_contiguous()
                 dtypes.append(x.dtype)
-        # Where all are contiguous, the call's own numbers say the strides, see `key_of`.
+        # Where all are contiguous, the call's own numbers say the strides.
         strides = None if lies else [x if x is None else x.stride() for x in given]
         key = (
             needs_dbias,
@@ -340,61 +362,16 @@ class Planned:
             strides and tuple(strides),
             odd & 15 and _odd(given),
         )
-        plan = self._gradients.get(key)
+        plan = self.gradients.get(key)
         if plan is None:
             with device_of(self.device):
                 spec = self.spec._replace(needs_dbias=True) if needs_dbias else self.spec
                 call = Call.of(spec, given)
                 plan = dispatch.kernel_module("attention", self.backend).plan_bwd(call)
-            if len(self._gradients) >= _MAX_GRADIENTS:
-                self._gradients.clear()
-            self._gradients[key] = plan
+            if len(self.gradients) >= _MAX_GRADIENTS:
+                self.gradients.clear()
+            self.gradients[key] = plan
         return plan
-
-
-def key_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    odd: int,
-    tensors: Sequence[Tensor | None],
-    numbers: tuple[object, ...],
-) -> tuple[object, ...]:
-    """Return what decides how a call is checked and computed: layouts and numbers.
-
-    Args:
-        odd: the bits of the addresses of q, k and v.
-        tensors: those of the options.
-    """
-    # Where all are contiguous, their shapes say the strides, but for those nothing is moved by.
-    lies: tuple[object, ...] | None = None
-    if not (
-        q.is_cpu
-        and k.is_cpu
-        and v.is_cpu
-        and q.is_contiguous()
-        and k.is_contiguous()
-        and v.is_contiguous()
-    ):
-        lies = (q.stride(), k.stride(), v.stride(), q.device, k.device, v.device)
-    key: tuple[object, ...] = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        lies,
-        numbers,
-    )
-    if tensors is not NOTHING:
-        more: list[object] = []
-        for index, x in enumerate(tensors):
-            if x is not None:
-                more += (index, x.shape, x.stride(), x.dtype, x.device)
-                odd |= x.data_ptr()
-        key += tuple(more)
-    return key if odd & 15 == 0 else (*key, _odd((q, k, v, *tensors)))
 
 
 def _odd(tensors: Sequence[Tensor | None]) -> tuple[bool, ...]:
@@ -403,28 +380,28 @@ def _odd(tensors: Sequence[Tensor | None]) -> tuple[bool, ...]:
 
 
 def planned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    key: tuple[object, ...] | None = None,
-    *,
-    needs_max: bool = False,
-) -> Planned:
-    """Return the plans of a call with checked arguments; `key` is that of `key_of`.
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, needs_max: bool = False
+) -> BoundAttention:
+    """Return the bound call of checked arguments; needs_max: of the logits of each row, too."""
+    op = "attention_max" if needs_max else "attention"
+    key = key_of(op, (q, k, v, *options.beside), options[NUM_TENSORS:])
+    bound: BoundAttention | None = recall(key)
+    if bound is None:
+        bound = _plan(q, k, v, options, needs_max=needs_max)
+        remember(key, bound)
+    return bound
 
-    needs_max: of the logits of each row, too; such calls have no key of their own.
-    """
-    if key is None:
-        numbers = (*options[NUM_TENSORS:], *(("max",) if needs_max else ()))
-        odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        key = key_of(q, k, v, odd, options.beside, numbers)
-        known: Planned | None = recall(key)
-        if known is not None:
-            return known
-    found = Planned(q, k, v, options, needs_max)
-    remember(key, found)
-    return found
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, needs_max: bool = False
+) -> BoundAttention:
+    shapes = (q.shape, k.shape, v.shape, torch.Size((*q.shape[:-1], v.shape[-1])))
+    spec = make_spec(q, k, v, options, needs_max=needs_max)
+    with device_of(q.device):
+        call = Call.of(spec, (q, k, v, *options.beside))
+        backend, plan = dispatch.choose_plan("attention", call, options.backend)
+    numbers = options[NUM_TENSORS:]
+    return BoundAttention(backend, plan, numbers=numbers, shapes=shapes, spec=spec, device=q.device)
 
 
 def _row_bias_gradient(

@@ -1,4 +1,4 @@
-"""Calls of attention that go straight to their plans: the same results and errors."""
+"""Calls of attention that go straight to their plans, and their gradients: the same results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -21,17 +21,23 @@ from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.masks import causal as causal_mask
 from tilewise.ops import call as memory
 from tilewise.ops import derivatives
-from tilewise.ops.attention import direct, op
-from tilewise.ops.attention.arguments import prepare
+from tilewise.ops.attention import op, recorded
+from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.ops.derivatives import never
 from tilewise.testing import make_qkv
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
-    monkeypatch.setattr(memory, "_calls", {})
-    monkeypatch.setattr(direct, "_last", direct._NONE)
-    monkeypatch.setattr(direct, "_missed", None)
+    monkeypatch.setattr(memory, "_memory", memory._Memory())
+
+
+original_bind = AttentionSignature.bind
+
+
+def counted_checks():
+    """A context that counts the calls whose arguments are checked."""
+    return mock.patch.object(AttentionSignature, "bind", autospec=True, side_effect=original_bind)
 
 
 def attend(q, k, v, **options):
@@ -40,7 +46,7 @@ def attend(q, k, v, **options):
 
 def by_dispatcher(*tensors, **options):
     """Return results of a call that somebody watches."""
-    with mock.patch.object(direct, "unwatched", return_value=False):
+    with mock.patch.object(memory, "unwatched", return_value=False):
         return attend(*tensors, **options)
 
 
@@ -63,7 +69,7 @@ def test_a_later_call_is_not_checked_again():
     options = {"causal": True, "softcap": 3.0}
     attend(*make_qkv(2, 7, 9, 4, 2, 16), **options)
     tensors = make_qkv(2, 7, 9, 4, 2, 16)
-    with mock.patch.object(direct, "prepare", side_effect=AssertionError):
+    with mock.patch.object(AttentionSignature, "bind", side_effect=AssertionError):
         found = attend(*tensors, **options)
     for result, expected in zip(found, by_dispatcher(*tensors, **options), strict=True):
         assert torch.equal(result, expected)
@@ -103,20 +109,20 @@ def test_what_differs_is_checked_again():
         ((q, k, v), {"deterministic": True}),
     ]
     for number in (len(calls), 0):
-        with mock.patch.object(direct, "prepare", side_effect=prepare) as checks:
+        with counted_checks() as checks:
             found = [attend(*tensors, **options) for tensors, options in calls]
         assert checks.call_count == number
         for (tensors, options), results in zip(calls, found, strict=True):
             assert all(map(torch.equal, results, by_dispatcher(*tensors, **options))), options
-    before = len(memory._calls)
+    before = len(memory._memory.calls)
     torch.use_deterministic_algorithms(True)
     try:
         attend(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
     ops.attention(q, k, v)  # of another backend
-    assert len(memory._calls) == before + 2
-    assert {call.spec.deterministic for call in memory._calls.values()} == {False, True}
+    assert len(memory._memory.calls) == before + 2
+    assert {call.spec.deterministic for call in memory._memory.calls.values()} == {False, True}
 
 
 def extras(name: str) -> dict[str, object]:
@@ -143,13 +149,13 @@ def test_calls_with_more_tensors_are_planned_once_too(name):
     for again in (False, True):
         given = extras(name)  # other values
         wanted = [*leaves, *(x for x in given.values() if getattr(x, "requires_grad", False))]
-        with mock.patch.object(direct, "prepare", side_effect=prepare) as checks:
+        with counted_checks() as checks:
             found = attend(*leaves, **given)
         assert checks.call_count == (0 if again else 1)
         expected = by_dispatcher(*leaves, **given)
         assert all(map(torch.equal, found, expected))
         weights = [torch.randn_like(x) for x in found]
-        with mock.patch.object(op.Planned, "backward", autospec=True) as planned:
+        with mock.patch.object(op.BoundAttention, "backward", autospec=True) as planned:
             planned.side_effect = original_backward
             ours = torch.autograd.grad(found, wanted, weights)
         assert planned.called
@@ -157,7 +163,7 @@ def test_calls_with_more_tensors_are_planned_once_too(name):
             assert torch.equal(mine, theirs)
 
 
-original_backward = op.Planned.backward
+original_backward = op.BoundAttention.backward
 
 
 @pytest.mark.parametrize("name", EXTRAS)
@@ -204,7 +210,7 @@ def test_packed_calls_are_planned_once():
     results = []
     for number in (1, 0):
         q, k, v = (torch.ones(8, 2, 16) for _ in range(3))
-        with mock.patch.object(direct, "prepare", side_effect=prepare) as checks:
+        with counted_checks() as checks:
             results.append(ops.attention_varlen(q, k, v, backend="reference", **lengths))
         assert checks.call_count == number
     assert torch.equal(*results)
@@ -225,7 +231,7 @@ def test_errors_are_raised_every_time():
             attend(q, k, v, softcap=-1.0)
         with pytest.raises(ValueError, match="window must be at least 1"):
             attend(q, k, v, window=0)
-    assert len(memory._calls) == 1
+    assert len(memory._memory.calls) == 1
 
 
 def test_numbers_of_others_are_not_remembered():
@@ -237,7 +243,7 @@ def test_numbers_of_others_are_not_remembered():
             {"softmax_scale": torch.tensor(0.5)},
             {"softcap": torch.tensor(2.0)},
         ):
-            with mock.patch.object(direct, "recall", side_effect=AssertionError):
+            with mock.patch.object(memory, "remember", side_effect=AssertionError):
                 attend(q, k, v, **options)
 
 
@@ -273,7 +279,7 @@ class TestWatched:
     def test_by_a_transform(self):
         q, k, v = make_qkv(3, 8, 8, 4, 2, 16)
         attend(q, k, v)
-        with mock.patch.object(direct, "recall", side_effect=AssertionError):
+        with mock.patch.object(memory, "key_of", side_effect=AssertionError):
             o = torch.vmap(lambda q, k, v: ops.attention(q[None], k[None], v[None])[0])(q, k, v)
         torch.testing.assert_close(o, ops.attention(q, k, v))
 
@@ -297,7 +303,7 @@ class TestWatched:
 
         q, k, v = make_qkv(1, 8, 8, 4, 2, 16)
         attend(q, k, v)
-        with mock.patch.object(direct, "recall", side_effect=AssertionError):
+        with mock.patch.object(memory, "key_of", side_effect=AssertionError):
             for tensors in ((q.as_subclass(Mine), k, v), (q, k, v.as_subclass(Mine))):
                 attend(*tensors)
 
@@ -395,8 +401,8 @@ SHORT = ((1, 1, 16, 4, 4, 64), (2, 16, 16, 4, 2, 64), (1, 5, 6, 2, 2, 16))
 def watched(*tensors, **options):
     """Return o of a call that somebody watches, without more than `options`."""
     with (
-        mock.patch.object(direct, "unwatched", return_value=False),
-        mock.patch.object(direct, "_last", direct._NONE),
+        mock.patch.object(memory, "unwatched", return_value=False),
+        mock.patch.object(memory._memory, "latest", memory._NO_CALL),
     ):
         return ops.attention(*tensors, **options)
 
@@ -409,7 +415,7 @@ class TestShort:
     def test_gives_the_bits_of_any_call(self, sizes, dtype):
         for again in (False, True):
             leaves = [x.to(dtype).requires_grad_() for x in make_qkv(*sizes)]
-            with mock.patch.object(direct, "prepare", side_effect=prepare) as checks:
+            with counted_checks() as checks:
                 o = ops.attention(*leaves, causal=True)
             assert checks.call_count == (0 if again else 1)
             expected = watched(*leaves, causal=True)
@@ -441,7 +447,7 @@ class TestShort:
         finally:
             torch.use_deterministic_algorithms(False)
         number = 2 + (options != {"softcap": 0})
-        assert len({id(call) for call in memory._calls.values()}) >= number
+        assert len({id(call) for call in memory._memory.calls.values()}) >= number
 
     def test_may_be_differentiated_again(self):
         leaves = make_qkv(*SHORT[2], requires_grad=True)
@@ -498,7 +504,7 @@ class TestShort:
         for _ in range(5):  # until the call and its gradient are found by a check of tensors
             o = ops.attention(*leaves)
             grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
-        assert direct._last.call.last_gradient[0] is not never
+        assert memory._memory.latest.bound.last_gradient[0] is not never
         seen = [weakref.ref(x) for x in (*leaves, o, *grads)]
         del leaves, o, grads
         gc.collect()
@@ -546,9 +552,11 @@ class Slow(Exception):
 
 def at_once():
     """A context in which only that check finds a call or a gradient."""
-    return mock.patch.multiple(
-        direct, unwatched=mock.Mock(side_effect=Slow), places_of=mock.Mock(side_effect=Slow)
-    )
+    slow = mock.Mock(side_effect=Slow)
+    context = ExitStack()
+    for module, name in ((memory, "unwatched"), (recorded, "unwatched"), (recorded, "places_of")):
+        context.enter_context(mock.patch.object(module, name, slow))
+    return context
 
 
 class SeeOps(TorchDispatchMode):
@@ -665,35 +673,35 @@ class TestAgain:
         first, second = make_qkv(2, 5, 6, 4, 2, 16), make_qkv(2, 7, 6, 4, 2, 16)
         for number in (1, 2, 5):
             with (
-                mock.patch.object(direct, "check_of", side_effect=direct.check_of) as made,
-                mock.patch.dict(memory._calls, clear=True),
+                mock.patch.object(memory, "check_of", side_effect=derivatives.check_of) as made,
+                mock.patch.dict(memory._memory.calls, clear=True),
             ):
                 for _ in range(100):
                     for tensors in (first, second):
                         for _ in range(number):
                             ops.attention(*tensors)
-            assert made.call_count <= 200 * number // direct._MOST_MISSES + 2 * direct._MOST_MISSES
+            assert made.call_count <= 200 * number // memory._MAX_MISSES + 2 * memory._MAX_MISSES
 
     def test_a_call_whose_gradient_is_wanted_now_and_then_makes_few_checks(self):
         tensors = make_qkv(2, 5, 6, 4, 2, 16)
         wanting = [x.clone().requires_grad_() for x in tensors]
-        with mock.patch.object(direct, "check_of", side_effect=direct.check_of) as made:
+        with mock.patch.object(memory, "check_of", side_effect=derivatives.check_of) as made:
             for _ in range(100):
                 ops.attention(*tensors)
                 ops.attention(*wanting)
-        assert made.call_count <= 200 // direct._MOST_MISSES + 8
+        assert made.call_count <= 200 // memory._MAX_MISSES + 8
 
     def test_calls_that_come_many_times_are_found_however_often_others_came(self):
         first, second = make_qkv(2, 5, 6, 4, 2, 16), make_qkv(2, 7, 6, 4, 2, 16)
         for _ in range(20):
             for tensors in (first, second):
-                for _ in range(direct._MOST_MISSES + 2):
+                for _ in range(memory._MAX_MISSES + 2):
                     ops.attention(*tensors)
                 with at_once():
                     ops.attention(*tensors)
 
     def test_calls_of_a_growing_length_make_none(self):
-        with mock.patch.object(direct, "check_of", side_effect=AssertionError):
+        with mock.patch.object(memory, "check_of", side_effect=AssertionError):
             for count in range(5, 20):
                 ops.attention(*make_qkv(2, 1, count, 4, 2, 16))
 
@@ -733,7 +741,10 @@ class TestAgain:
         q, k, v = tensors
         odd = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
         expected = ops.attention(q, k, v)
-        with mock.patch.object(direct, "_last", direct._last._replace(bits=15)), at_once():
+        with (
+            mock.patch.object(memory._memory, "latest", memory._memory.latest._replace(odd=15)),
+            at_once(),
+        ):
             assert torch.equal(ops.attention(q, k, v), expected)
             with pytest.raises(Slow):
                 ops.attention(q, odd, v)
