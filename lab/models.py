@@ -91,7 +91,7 @@ def check(case: str, way: str) -> dict[str, Any]:
             type(first).from_pretrained(directory, dtype=dtype, attn_implementation="eager")
             for dtype in (torch.float32, torch.bfloat16)
         )
-        for num_blocks in (30, 12):  # fewer, where windows give back blocks before others lack them
+        for num_blocks in (30, 8):  # fewer, where windows give back blocks before others lack them
             with LLM(
                 directory, num_blocks=num_blocks, max_num_seqs=3, model_impl=way, **OPTIONS
             ) as llm:
