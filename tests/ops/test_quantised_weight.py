@@ -9,7 +9,7 @@ from tilewise import ops
 from tilewise.ops import QuantisedWeight
 
 
-def _random(kind, rows=24, columns=64):
+def random_weight(kind, rows=24, columns=64):
     """Return a weight of each of the forms that checkpoints have."""
     torch.manual_seed(0)
     packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
@@ -85,7 +85,7 @@ def _value(weight, n, k):
 
 @each_kind
 def test_values_are_those_of_the_definition(kind):
-    weight = _random(kind)
+    weight = random_weight(kind)
     weight.check()
     values = weight.dequantise()
     assert values.dtype == weight.computed
@@ -95,7 +95,7 @@ def test_values_are_those_of_the_definition(kind):
 
 @each_kind
 def test_rows_cuts_and_sums_of_parts_are_those_of_the_whole(kind):
-    weight = _random(kind)
+    weight = random_weight(kind)
     whole = weight.dequantise().float()
     rows = torch.tensor([[3, 23], [0, 3]])
     assert torch.equal(weight.rows_of(rows).float(), whole[rows])
@@ -116,19 +116,19 @@ def test_rows_cuts_and_sums_of_parts_are_those_of_the_whole(kind):
 
 def test_columns_are_not_cut_within_a_group():
     with pytest.raises(ValueError, match="columns must be cut at multiples of 32, got"):
-        _random("two_levels").cut((0, 24), (16, 64))
+        random_weight("two_levels").cut((0, 24), (16, 64))
 
 
 def test_unlike_weights_do_not_become_one():
-    table = _random("table")
-    assert QuantisedWeight.concatenate([table, _random("int4_zeros")]) is None
+    table = random_weight("table")
+    assert QuantisedWeight.concatenate([table, random_weight("int4_zeros")]) is None
     assert QuantisedWeight.concatenate([table, replace(table, table=torch.randn(16))]) is None
 
 
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_reference_multiplies_the_values(kind, dtype):
-    weight = _random(kind)
+    weight = random_weight(kind)
     x, bias = torch.randn(2, 3, 64).to(dtype), torch.randn(24).to(dtype)
     y = ops.quantised_linear(x, weight, bias, backend="reference")
     wide = x.double() @ weight.dequantise().double().T + bias.double()
@@ -154,9 +154,9 @@ def test_the_reference_multiplies_the_values(kind, dtype):
 )
 def test_what_breaks_a_rule_is_named(change, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        replace(_random("table"), **change).check()
+        replace(random_weight("table"), **change).check()
 
 
 def test_an_input_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"x must be \(..., 64\), got shape \(2, 63\)"):
-        ops.quantised_linear(torch.randn(2, 63), _random("table"), backend="reference")
+        ops.quantised_linear(torch.randn(2, 63), random_weight("table"), backend="reference")

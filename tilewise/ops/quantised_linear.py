@@ -11,7 +11,7 @@ from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 from tilewise.ops.quantised_weight import QuantisedWeight
 
-__all__ = ["quantised_linear"]
+__all__ = ["quantised_linear", "spec_of"]
 
 
 def quantised_linear(
@@ -32,7 +32,7 @@ def quantised_linear(
         weight: (N, K), all of its tensors contiguous and on x's device.
         bias: (N,), the dtype of x; None is 0.
         batch_invariant: True if a row's bits must not depend on the number of others.
-        backend: "triton", "cpu" or "reference"; None chooses by the device.
+        backend: "gluon", "triton", "cpu" or "reference"; None chooses by the device.
 
     Returns:
         (..., N), a new contiguous tensor of x's dtype.
@@ -79,6 +79,30 @@ def quantised_linear(
     return y
 
 
+def spec_of(
+    x: Tensor, weight: QuantisedWeight, *, batch_invariant: bool = False
+) -> QuantisedLinearSpec:
+    """Return the specification of a product of rows x (T, K) with a weight."""
+    zeros, minimums = (None if t is None else t.dtype for t in (weight.zeros, weight.minimums))
+    return QuantisedLinearSpec(
+        x.device.type,
+        x.dtype,
+        weight.codes.dtype,
+        *weight.shape,
+        weight.block,
+        weight.outer_block,
+        weight.scales.dtype,
+        zeros,
+        minimums,
+        has_table=weight.table is not None,
+        has_outer=weight.outer is not None,
+        has_outer_minimums=weight.outer_minimums is not None,
+        has_permutation=weight.permutation is not None,
+        rows=1 << max(len(x) - 1, 0).bit_length(),
+        batch_invariant=batch_invariant,
+    )
+
+
 def _kernel(
     x: Tensor,
     codes: Tensor,
@@ -102,9 +126,9 @@ def _kernel(
         codes, scales, (rows, columns), table, zeros, minimums, outer, outer_minimums,
         (outer_rows, outer_columns), permutation, getattr(torch, computed),
     )  # fmt: skip
-    spec = QuantisedLinearSpec(x.device.type, x.dtype, weight.bits, codes.dtype)
-    name = dispatch.choose("quantised_linear", spec, backend)
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    spec = spec_of(flat, weight, batch_invariant=batch_invariant)
+    name = dispatch.choose("quantised_linear", spec, backend)
     y: Tensor = dispatch.kernel_module("quantised_linear", name).launch(
         flat, weight, bias, batch_invariant
     )

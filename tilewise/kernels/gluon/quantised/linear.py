@@ -1,0 +1,148 @@
+"""The product with a weight of 8 or 4 bits on NVIDIA GPUs: which calls take this kernel, and its
+launch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import device, early
+from tilewise.kernels.gluon.quantised import rows as kernel
+from tilewise.kernels.gluon.quantised.operands import E2M1, E4M3, E5M2, INT4, INT8, TABLE
+from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
+from tilewise.kernels.host.lasting import lasting
+from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.spec import QuantisedLinearSpec
+from tilewise.kernels.tiles import quantised_rows as tiles
+from tilewise.kernels.tiles.quantised_rows import QuantisedTile
+from tilewise.ops.quantised_weight import QuantisedWeight
+
+__all__ = ["launch", "why_not"]
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_OLDEST = 80  # mma.sync of bfloat16
+_CODES = {
+    torch.int8: INT8.value,
+    torch.float8_e4m3fn: E4M3.value,
+    torch.float8_e5m2: E5M2.value,
+}
+_SCALES = {
+    torch.float8_e8m0fnu: kernel.E8M0.value,
+    torch.float8_e4m3fn: kernel.SCALE_E4M3.value,
+    torch.uint8: kernel.UINT8.value,
+    torch.int8: kernel.SINT8.value,
+}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def why_not(spec: QuantisedLinearSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    if torch.version.hip is not None:
+        return "needs an NVIDIA GPU"
+    arch = device.arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if arch < _OLDEST:
+        return f"needs compute capability 8.0 or newer, got {arch // 10}.{arch % 10}"
+    if spec.dtype not in _DTYPES:
+        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    step = step_of(spec.block, spec.channels, spec.bits)
+    least = 128 // spec.bits
+    if step < least:
+        return f"columns that share a scale must be a multiple of {least}, got {spec.block[1]}"
+    if spec.channels % least:
+        return f"K must be a multiple of {least}, got {spec.channels}"
+    if not spec.batch_invariant and spec.rows > tiles.MOST_ROWS:
+        return f"x must have at most {tiles.MOST_ROWS} rows to be faster so, got {spec.rows}"
+    return None
+
+
+def step_of(block: tuple[int, int], channels: int, bits: int) -> int:
+    """Return the channels of a step: a power of two that divides those of a scale."""
+    shared = channels if block[1] >= channels else block[1]
+    return math.gcd(shared, 512 // bits)
+
+
+def launch(
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    batch_invariant: bool = False,
+    tile: QuantisedTile | None = None,
+) -> Tensor:
+    """Return y (T, N) of x (T, K), a weight (N, K) and bias (N,).
+
+    Args:
+        batch_invariant: nothing more, as bits of a row never depend on others here.
+        tile: instead of the table's, for tuning and tests.
+    """
+    outputs, channels = weight.shape
+    rows = len(x)
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    if weight.permutation is not None:
+        x = x.index_select(1, weight.permutation)
+    if tile is None:
+        tile = tiles.tile_of(outputs, channels, rows, weight.bits)
+    kind, table = _kind(weight, x.dtype)
+    minimum = -1 if weight.minimums is None else _scale_kind(weight.minimums)
+    shape = Shape(
+        kind, tile.rows, tile.tiles, tile.warps, step_of(weight.block, channels, weight.bits),
+        _scale_kind(weight.scales), weight.outer is not None, weight.zeros is not None, minimum,
+        weight.outer_minimums is not None, bias is not None, early.mode("rows"),
+    )  # fmt: skip
+    words = weight.codes.view(torch.int32)
+    outer = weight.outer_minimums if weight.outer is None else weight.outer
+    options = {"launch_pdl": True} if shape.early else {}
+    block, outer_block = weight.block, weight.outer_block
+    start(
+        quantised_rows_kernel,
+        (-(-outputs // (16 * tile.tiles)), -(-rows // tile.rows)),
+        x, words, _raw(weight.scales), _raw(weight.zeros, y), _raw(weight.minimums, y),
+        _raw(weight.outer, y), _raw(weight.outer_minimums, y), y if table is None else table,
+        y if bias is None else bias, y, rows, outputs, channels, words.shape[1], x.stride(0),
+        weight.scales.shape[1], 1 if outer is None else outer.shape[1],
+        *block, *outer_block, shape=shape, num_warps=tile.warps, **options,
+    )  # fmt: skip
+    return y
+
+
+def _raw(tensor: Tensor | None, absent: Tensor | None = None) -> Tensor | None:
+    """Return scales as what the kernel reads: floats of 8 bits as bytes; None as any tensor."""
+    if tensor is None:
+        return absent
+    is_narrow = tensor.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+    return tensor.view(torch.uint8) if is_narrow else tensor
+
+
+def _scale_kind(scales: Tensor) -> int:
+    return _SCALES.get(scales.dtype, kernel.FLOAT.value)
+
+
+_tables: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor | None]] = {}
+
+
+def _kind(weight: QuantisedWeight, dtype: torch.dtype) -> tuple[int, Tensor | None]:
+    """Return the kind of the codes, and a general table as words of bytes, see `operands`."""
+    if weight.bits == 8:
+        return _CODES[weight.codes.dtype], None
+    table = weight.table
+    if table is None:
+        return INT4.value, None
+    key = (table.data_ptr(), dtype)
+    found = _tables.get(key)
+    if found is None or found[0] is not table:
+        found = _tables[key] = (table, *_looked_up(table, dtype))
+    return found[1], found[2]
+
+
+def _looked_up(table: Tensor, dtype: torch.dtype) -> tuple[int, Tensor | None]:
+    values = table.tolist()
+    if values == [*_E2M1, *(-x for x in _E2M1)]:
+        return E2M1.value, None
+    narrow = table.cpu().to(dtype).view(torch.uint8).view(2, 8, 2)  # half, entry, byte
+    words = narrow.transpose(1, 2).contiguous().view(-1).view(torch.int32)
+    return TABLE.value, lasting(lambda: words.to(table.device), table.device)
