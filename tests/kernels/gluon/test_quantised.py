@@ -57,7 +57,7 @@ def make_weight(kind: str, rows: int, columns: int) -> QuantisedWeight:
         ),
         "q6": lambda: QuantisedWeight(
             torch.randint(-32, 32, (rows, columns), dtype=torch.int8),
-            integers(16, 120).to(torch.int8), (1, 16), outer=scales(columns // 2).half(),
+            integers(16, 120).to(torch.int8), (1, 16), outer=scales(columns // 2).half() / 64,
             outer_block=(1, columns // 2),
         ),
         "fp8_blocks": lambda: QuantisedWeight(
@@ -131,7 +131,7 @@ def test_no_rows_give_no_rows():
 def _spec(**changes: object) -> QuantisedLinearSpec:
     x = torch.randn(1, 64, dtype=torch.bfloat16)
     spec = spec_of(x, random_weight("table"))
-    return replace(spec, device_type="cuda", **({"block": (1, 32)} | changes))
+    return replace(spec, **({"device_type": "cuda", "block": (1, 32)} | changes))
 
 
 def test_what_the_kernel_cannot_do_is_said():
