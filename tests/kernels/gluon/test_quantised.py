@@ -42,7 +42,8 @@ def make_weight(kind: str, rows: int, columns: int) -> QuantisedWeight:
         "one_scale_a_row": lambda: QuantisedWeight(packed, scales(columns), (1, columns)),
         "k_quant": lambda: QuantisedWeight(
             packed, integers(32, 64), (1, 32), minimums=integers(32, 64),
-            outer=scales(columns // 2).half(), outer_minimums=scales(columns // 2).half(),
+            outer=scales(columns // 2).half() / 64,
+            outer_minimums=scales(columns // 2).half() / 64,
             outer_block=(1, columns // 2),
         ),
         "mxfp4": lambda: QuantisedWeight(
@@ -101,9 +102,9 @@ def check(kind, rows, outputs, channels, dtype, has_bias, place="cpu", tile=None
 @pytest.mark.parametrize(
     ("rows", "outputs", "channels", "tile", "has_bias"),
     [
-        (1, 40, 128, (8, 1, 2), True),
-        (11, 90, 192, (16, 2, 2), False),
-        (9, 70, 256, (8, 4, 1), True),
+        (1, 40, 128, (8, 1, 1, 2), True),
+        (11, 90, 192, (16, 2, 2, 1, 2), False),
+        (9, 70, 256, (8, 4, 1, 2, 2), True),
     ],
 )
 def test_every_kind_of_code_keeps_the_budget(kind, rows, outputs, channels, tile, has_bias, dtype):
@@ -118,8 +119,8 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it():
     weight = make_weight("int4", 40, 256)
     x = torch.randn(20, 256).bfloat16()
     with emulated(0):
-        alone = linear.launch(x[7:8], weight, None, tile=QuantisedTile(8, 1, 2))
-        many = linear.launch(x, weight, None, tile=QuantisedTile(32, 1, 2))
+        alone = linear.launch(x[7:8], weight, None, tile=QuantisedTile(8, 1, 1, 2))
+        many = linear.launch(x, weight, None, tile=QuantisedTile(32, 1, 2, 2, 2))
     assert torch.equal(alone[0], many[7])
 
 

@@ -13,19 +13,23 @@ class QuantisedTile(NamedTuple):
 
     Attributes:
         rows: rows of x of a CTA: 8, 16 or 32.
-        tiles: tiles of 16 outputs of a CTA: 1, 2 or 4.
-        warps: the warps of a CTA, which take the steps of K in turns.
+        tiles: tiles of 16 outputs of a warp: 1, 2 or 4.
+        warps_n: warps of a CTA that have different outputs and share rows of x.
+        warps_k: warps that have the same outputs and take the steps of K in turns.
+        ahead: steps that are loaded before they are needed: 1 or 2.
     """
 
     rows: int
     tiles: int
-    warps: int
+    warps_n: int
+    warps_k: int
+    ahead: int = 1
 
 
 def tile_of(outputs: int, channels: int, rows: int, bits: int) -> QuantisedTile:
     """Choose the tile of a product.
 
-    The order of a row's sum depends on `warps` alone, and so on the shape of the weight.
+    The order of a row's sum depends on `warps_k` alone, and so on the shape of the weight.
     """
     padded = 8 if rows <= 8 else 16 if rows <= 16 else 32
-    return QuantisedTile(padded, 2 if outputs >= 4096 else 1, 8)
+    return QuantisedTile(padded, 2 if outputs >= 4096 else 1, 1, 8)

@@ -50,6 +50,8 @@ def why_not(spec: QuantisedLinearSpec) -> str | None:
         return f"dtype must be float16 or bfloat16, got {spec.dtype}"
     step = step_of(spec.block, spec.channels, spec.bits)
     least = 128 // spec.bits
+    if spec.has_outer and 1 < spec.outer_block[1] < spec.channels and spec.outer_block[1] % step:
+        return f"columns of outer_block must be a multiple of {step}, got {spec.outer_block[1]}"
     if step < least:
         return f"columns that share a scale must be a multiple of {least}, got {spec.block[1]}"
     if spec.channels % least:
@@ -89,25 +91,32 @@ def launch(
         tile = tiles.tile_of(outputs, channels, rows, weight.bits)
     kind, table = _kind(weight, x.dtype)
     minimum = -1 if weight.minimums is None else _scale_kind(weight.minimums)
+    step = step_of(weight.block, channels, weight.bits)
     shape = Shape(
-        kind, tile.rows, tile.tiles, tile.warps, step_of(weight.block, channels, weight.bits),
+        kind, tile.rows, tile.tiles, tile.warps_n, tile.warps_k, tile.ahead, step,
+        _steps(weight.block, channels, step), _steps(weight.outer_block, channels, step),
         _scale_kind(weight.scales), weight.outer is not None, weight.zeros is not None, minimum,
         weight.outer_minimums is not None, bias is not None, early.mode("rows"),
     )  # fmt: skip
     words = weight.codes.view(torch.int32)
     outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
-    block, outer_block = weight.block, weight.outer_block
     start(
         quantised_rows_kernel,
-        (-(-outputs // (16 * tile.tiles)), -(-rows // tile.rows)),
+        (-(-outputs // (16 * tile.tiles * tile.warps_n)), -(-rows // tile.rows)),
         x, words, _raw(weight.scales), _raw(weight.zeros, y), _raw(weight.minimums, y),
         _raw(weight.outer, y), _raw(weight.outer_minimums, y), y if table is None else table,
         y if bias is None else bias, y, rows, outputs, channels, words.shape[1], x.stride(0),
         weight.scales.shape[1], 1 if outer is None else outer.shape[1],
-        *block, *outer_block, shape=shape, num_warps=tile.warps, **options,
+        weight.block[0], weight.outer_block[0], shape=shape,
+        num_warps=tile.warps_n * tile.warps_k, **options,
     )  # fmt: skip
     return y
+
+
+def _steps(block: tuple[int, int], channels: int, step: int) -> int:
+    """Return how many steps share a scale; 0 for all of a row."""
+    return 0 if block[1] >= channels else block[1] // step
 
 
 def _raw(tensor: Tensor | None, absent: Tensor | None = None) -> Tensor | None:

@@ -136,23 +136,41 @@ def asm_of(kind, dtype):
 
 
 @gluon.constexpr_function
-def sum_layout(warps):
+def sum_layout(warps_k, warps_n):
     """Return the layout of (warps, outputs, rows) sums: the warps' own products, transposed."""
-    return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+    return gl.NVMMADistributedLayout([2, 0], [warps_k, warps_n, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
-def lane_layout(warps, rows, columns):
-    """Return how warps take (warps, rows, columns): a lane's quarter of a row lies together."""
-    run = columns // 4
-    registers = [[0, 0, 1 << bit] for bit in range(run.bit_length() - 1)]
-    row = 8
-    while row < rows:
-        registers.append([0, row, 0])
-        row *= 2
+def _doublings(first, end, at):
+    found, size = [], first
+    while size < end:
+        found.append([size if axis == at else 0 for axis in range(3)])
+        size *= 2
+    return found
+
+
+@gluon.constexpr_function
+def codes_layout(warps_k, warps_n, tiles, words):
+    """Return how warps take (warps, outputs, words): a lane's quarter of a row lies together."""
+    run, wide = words // 4, 16 * warps_n
+    registers = [*_doublings(1, run, 2), [0, 8, 0], *_doublings(wide, wide * tiles, 1)]
     lanes = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    of_warps = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, rows, columns])
+    # As in the layout of sums: the warps of outputs are neighbours.
+    warps = [*_doublings(16, wide, 1), *_doublings(1, warps_k, 0)]
+    shape = [warps_k, wide * tiles, words]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
+def inputs_layout(warps_k, warps_n, rows, columns):
+    """Return how warps take (warps, rows, columns) of x likewise; those of outputs have the
+    same."""
+    run = columns // 4
+    registers = [*_doublings(1, run, 2), *_doublings(8, rows, 1)]
+    lanes = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [*([[0, 0, 0]] * (warps_n.bit_length() - 1)), *_doublings(1, warps_k, 0)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [warps_k, rows, columns])
 
 
 @gluon.jit
@@ -171,14 +189,15 @@ def _numbers(pairs, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def words_operand(words, table, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the left operand (warps, 16, channels) of words (warps, 16, n) of codes.
+def words_operand(words, table, KIND: gl.constexpr, DTYPE: gl.constexpr, WARPS_N: gl.constexpr):
+    """Return the left operand (warps, outputs, channels) of words (warps, outputs, n) of codes.
 
     table: eight words as `_TABLE` has them, or 0.
     """
     WARPS: gl.constexpr = words.shape[0]
+    WIDE: gl.constexpr = 16 * WARPS_N
     RUN: gl.constexpr = words.shape[2] // 4
-    layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(WARPS), 2)
+    layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(WARPS, WARPS_N), 2)
     asm: gl.constexpr = asm_of(KIND, DTYPE)
     if bits_of(KIND) == 4:
         if KIND == TABLE:
@@ -196,25 +215,25 @@ def words_operand(words, table, KIND: gl.constexpr, DTYPE: gl.constexpr):
                 dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
             )  # fmt: skip
         low, high = _numbers(gl.join(gl.join(a, b), gl.join(c, d)), DTYPE)
-        x = gl.join(low, high).reshape([WARPS, 16, 4, RUN, 2, 2, 2])
-        x = x.permute((0, 1, 3, 5, 4, 2, 6)).reshape([WARPS, 16, RUN * 32])
+        x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2, 2])
+        x = x.permute((0, 1, 3, 5, 4, 2, 6)).reshape([WARPS, WIDE, RUN * 32])
     else:
         a, b = gl.inline_asm_elementwise(
             asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
         low, high = _numbers(gl.join(a, b), DTYPE)
-        x = gl.join(low, high).reshape([WARPS, 16, 4, RUN, 2, 2])
-        x = x.permute((0, 1, 3, 4, 2, 5)).reshape([WARPS, 16, RUN * 16])
+        x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2])
+        x = x.permute((0, 1, 3, 4, 2, 5)).reshape([WARPS, WIDE, RUN * 16])
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 @gluon.jit
-def inputs_operand(x, KIND: gl.constexpr):
+def inputs_operand(x, KIND: gl.constexpr, WARPS_N: gl.constexpr):
     """Return the right operand (warps, channels, rows) of x (warps, rows, channels)."""
     WARPS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
     STEP: gl.constexpr = x.shape[2]
-    layout: gl.constexpr = gl.DotOperandLayout(1, sum_layout(WARPS), 2)
+    layout: gl.constexpr = gl.DotOperandLayout(1, sum_layout(WARPS, WARPS_N), 2)
     if bits_of(KIND) == 4:
         x = x.reshape([WARPS, ROWS, 4, STEP // 32, 2, 2, 2]).permute((0, 3, 5, 6, 2, 4, 1))
     else:

@@ -3,8 +3,9 @@ stored wider.
 
 What: y = x W^T + bias, W[n, k] = (value(code) - zero) * scale - minimum; see `QuantisedWeight`.
 Grid: (tiles of outputs, tiles of rows).
-One CTA: 16 * TILES outputs of ROWS rows over all of K. Its warps take the steps of K in turns and
-add up their sums at the end.
+One CTA: 16 * TILES * WARPS_N outputs of ROWS rows over all of K. WARPS_K of its warps take the
+steps of K in turns and add up their sums at the end. Codes and scales are loaded AHEAD steps before
+they are multiplied, into registers.
 Traffic: the codes and scales once for each tile of rows, further tiles from L2; x from L1 and L2.
 Numerics: of each step, value * x summed in float32, times the scale in float32, less the row's sum
 times (zero + what codes carry) * scale + minimum: no weight is rounded to 16 bits, but values of a
@@ -26,8 +27,9 @@ from tilewise.kernels import early
 from tilewise.kernels.gluon.quantised.operands import (
     TABLE,
     bits_of,
+    codes_layout,
+    inputs_layout,
     inputs_operand,
-    lane_layout,
     magic,
     sum_layout,
     words_operand,
@@ -42,9 +44,13 @@ class Shape(NamedTuple):
 
     kind: int  # of codes, see `operands`
     rows: int  # of x, padded: 8, 16 or 32
-    tiles: int  # of 16 outputs: 1, 2 or 4
-    warps: int
+    tiles: int  # of 16 outputs of a warp: 1, 2 or 4
+    warps_n: int  # that share the rows of x
+    warps_k: int  # that share outputs
+    ahead: int  # steps: 1 or 2
     step: int  # channels of a warp's product: 32 to 128 of 4 bits, 16 to 64 of 8
+    group_steps: int  # steps that share a scale; 0: all of a row
+    outer_steps: int  # likewise an outer scale
     scale_kind: int
     has_outer: bool
     has_zeros: bool
@@ -57,8 +63,8 @@ class Shape(NamedTuple):
 @gluon.jit
 def _each(instruction: gl.constexpr, shape: gl.constexpr):
     """Run an instruction in every thread."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [shape.warps], [0])
-    thread = gl.arange(0, 32 * shape.warps, lanes)
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [shape.warps_n * shape.warps_k], [0])
+    thread = gl.arange(0, 32 * shape.warps_n * shape.warps_k, lanes)
     gl.inline_asm_elementwise(
         f"{instruction}; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -85,42 +91,57 @@ def _wide(raw, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _factor(inner, outer, row, k, grid, block_rows, block_columns, outer_rows, outer_columns,
-            HAS_OUTER: gl.constexpr, KIND: gl.constexpr):  # fmt: skip
-    """Return the scales (or minimums) of rows (1, 16) at channels k (warps, 1), float32."""
-    x = _wide(gl.load(inner + row // block_rows * grid[0] + k // block_columns), KIND)
-    if HAS_OUTER:
-        at = row // outer_rows * grid[1] + k // outer_columns
-        x = x * gl.load(outer + at).to(gl.float32)
-    return x
+def _column(step, STEPS: gl.constexpr):
+    """Return the column of a scale of a step."""
+    if STEPS == 0:
+        return step * 0
+    else:
+        return step // STEPS
 
 
 @gluon.jit
-def _scales(given, row, k, MAGIC: gl.constexpr, shape: gl.constexpr):
-    """Return scale and offset (warps, 16) of 16 outputs: W = operand * scale - offset."""
-    (
-        scales, zeros, minimums, outer, outer_minimums, grid, outer_grid, block_rows,
-        block_columns, outer_rows, outer_columns,
-    ) = given  # fmt: skip
-    scale = _factor(
-        scales, outer, row, k, (grid, outer_grid), block_rows, block_columns, outer_rows,
-        outer_columns, shape.has_outer, shape.scale_kind,
-    )  # fmt: skip
+def _raw_scales(tensors, base, step, shape: gl.constexpr):
+    """Load what the scales and offsets (warps, outputs) of a tile at a step are made of."""
+    scales, zeros, minimums, outer, outer_minimums = tensors
+    at = base[0] + _column(step, shape.group_steps)
+    outer_at = base[1] + _column(step, shape.outer_steps)
+    scale = gl.load(scales + at)
+    zero = scale
+    minimum = scale
+    factor = scale
+    minimum_factor = scale
+    if shape.has_zeros:
+        zero = gl.load(zeros + at)
+    if shape.minimum_kind >= 0:
+        minimum = gl.load(minimums + at)
+    if shape.has_outer:
+        factor = gl.load(outer + outer_at)
+    if shape.has_outer_minimums:
+        minimum_factor = gl.load(outer_minimums + outer_at)
+    return scale, zero, minimum, factor, minimum_factor
+
+
+@gluon.jit
+def _scales(raw, MAGIC: gl.constexpr, shape: gl.constexpr):
+    """Return scale and offset (warps, outputs) of a tile: W = operand * scale - offset."""
+    scale, zero, minimum, factor, minimum_factor = raw
+    scale = _wide(scale, shape.scale_kind)
+    if shape.has_outer:
+        scale = scale * factor.to(gl.float32)
     offset = scale * MAGIC
     if shape.has_zeros:
-        zero = gl.load(zeros + row // block_rows * grid + k // block_columns).to(gl.float32)
-        offset = scale * (zero + MAGIC)
+        offset = scale * (zero.to(gl.float32) + MAGIC)
     if shape.minimum_kind >= 0:
-        offset = offset + _factor(
-            minimums, outer_minimums, row, k, (grid, outer_grid), block_rows, block_columns,
-            outer_rows, outer_columns, shape.has_outer_minimums, shape.minimum_kind,
-        )  # fmt: skip
+        less = _wide(minimum, shape.minimum_kind)
+        if shape.has_outer_minimums:
+            less = less * minimum_factor.to(gl.float32)
+        offset = offset + less
     return scale, offset
 
 
 @gluon.jit
 def _halved(words):
-    """Split words (warps, 16 n, m) of outputs into those of the first and the second half."""
+    """Split words (warps, 2 n, m) of outputs into those of the first and the second half."""
     W: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1] // 2
     M: gl.constexpr = words.shape[2]
@@ -128,15 +149,62 @@ def _halved(words):
 
 
 @gluon.jit
-def _added(
-    acc, words, operand, row_sum, table, given, row, k, shape: gl.constexpr, DTYPE: gl.constexpr
+def _base(first, output, outputs, grid, outer_grid, block_rows, outer_rows):
+    """Return where the scales and outer scales of 16 outputs of each warp begin."""
+    row = gl.minimum(first + output, outputs - 1)
+    return row // block_rows * grid, row // outer_rows * outer_grid
+
+
+@gluon.jit
+def _bases(
+    first, output, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr
 ):  # fmt: skip
-    """Return the sums (warps, 16, rows) with those of a step of 16 outputs."""
-    size: gl.constexpr = [shape.warps, 16, shape.rows]
-    zeros = gl.zeros(size, gl.float32, sum_layout(shape.warps))
-    part = mma_v2(words_operand(words, table, shape.kind, DTYPE), operand, zeros)
+    """Return `_base` of four tiles, of which those that there are count."""
+    WIDE: gl.constexpr = 16 * shape.warps_n
+    base0 = _base(first, output, outputs, grid, outer_grid, block_rows, outer_rows)
+    base1 = base0
+    base2 = base0
+    base3 = base0
+    if shape.tiles > 1:
+        base1 = _base(first + WIDE, output, outputs, grid, outer_grid, block_rows, outer_rows)
+    if shape.tiles > 2:
+        base2 = _base(first + 2 * WIDE, output, outputs, grid, outer_grid, block_rows, outer_rows)
+        base3 = _base(first + 3 * WIDE, output, outputs, grid, outer_grid, block_rows, outer_rows)
+    return base0, base1, base2, base3
+
+
+@gluon.jit
+def _loaded(codes, tensors, bases, warp, step, shape: gl.constexpr):
+    """Load the codes and what the scales of a step are made of.
+
+    A step behind the last one has codes of 0 and the last one's scales.
+    """
+    at, word, per_row, per_step, last = codes
+    words = gl.load(at + step * per_step, mask=word + step * per_step < per_row, other=0)
+    place = gl.minimum(step + warp, last)
+    raw0 = _raw_scales(tensors, bases[0], place, shape)
+    raw1 = raw0
+    raw2 = raw0
+    raw3 = raw0
+    if shape.tiles > 1:
+        raw1 = _raw_scales(tensors, bases[1], place, shape)
+    if shape.tiles > 2:
+        raw2 = _raw_scales(tensors, bases[2], place, shape)
+        raw3 = _raw_scales(tensors, bases[3], place, shape)
+    return words, raw0, raw1, raw2, raw3
+
+
+@gluon.jit
+def _added(
+    acc, words, raw, operand, row_sum, table, shape: gl.constexpr, DTYPE: gl.constexpr
+):  # fmt: skip
+    """Return the sums (warps, outputs, rows) of a tile with those of a step."""
+    size: gl.constexpr = [shape.warps_k, 16 * shape.warps_n, shape.rows]
+    zeros = gl.zeros(size, gl.float32, sum_layout(shape.warps_k, shape.warps_n))
+    left = words_operand(words, table, shape.kind, DTYPE, shape.warps_n)
+    part = mma_v2(left, operand, zeros)
     MAGIC: gl.constexpr = magic(shape.kind, DTYPE)
-    scale, offset = _scales(given, row, k, MAGIC, shape)
+    scale, offset = _scales(raw, MAGIC, shape)
     acc = acc + part * gl.expand_dims(scale, 2)
     if has_offset(shape, DTYPE):
         acc = acc - row_sum * gl.expand_dims(offset, 2)
@@ -145,10 +213,10 @@ def _added(
 
 @gluon.jit
 def _stored(acc, y, bias, first, first_row, rows, outputs, shape: gl.constexpr):
-    """Add up the warps' sums (warps, 16, rows) and the bias, round and store them."""
+    """Add up the warps' sums (warps, outputs, rows) and the bias, round and store them."""
     total = gl.sum(acc, 0)
     layout: gl.constexpr = total.type.layout
-    output = first + gl.arange(0, 16, gl.SliceLayout(1, layout))
+    output = first + gl.arange(0, 16 * shape.warps_n, gl.SliceLayout(1, layout))
     row = first_row + gl.arange(0, shape.rows, gl.SliceLayout(0, layout))
     if shape.has_bias:
         added = gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)
@@ -158,43 +226,42 @@ def _stored(acc, y, bias, first, first_row, rows, outputs, shape: gl.constexpr):
     gl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "block_rows", "outer_rows"])
 def quantised_rows_kernel(
     x, words, scales, zeros, minimums, outer, outer_minimums, table, bias, y, rows, outputs,
-    channels, per_row, stride_x, grid, outer_grid, block_rows, block_columns, outer_rows,
-    outer_columns, shape: gl.constexpr,
+    channels, per_row, stride_x, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr,
 ):  # fmt: skip
     """Compute y (rows, outputs); see the module's docstring.
 
-    words: int32 (outputs, per_row); grid, outer_grid: columns of scales and of outer;
-    channels are a multiple of 128 bits of codes.
+    words: int32 (outputs, per_row); grid, outer_grid: columns of scales and of outer; block_rows,
+    outer_rows: the rows that share them.
     """
-    MMA: gl.constexpr = sum_layout(shape.warps)
+    MMA: gl.constexpr = sum_layout(shape.warps_k, shape.warps_n)
     DTYPE: gl.constexpr = x.dtype.element_ty
-    W: gl.constexpr = shape.warps
+    W: gl.constexpr = shape.warps_k
+    WIDE: gl.constexpr = 16 * shape.warps_n  # outputs of a tile
     S: gl.constexpr = shape.step
     T: gl.constexpr = shape.rows
     NUM: gl.constexpr = shape.tiles
-    PER_WORD: gl.constexpr = 32 // bits_of(shape.kind)
-    CODES: gl.constexpr = lane_layout(W, 16 * NUM, S // PER_WORD)
-    INPUTS: gl.constexpr = lane_layout(W, T, S)
+    AHEAD: gl.constexpr = shape.ahead
+    WORDS: gl.constexpr = S * bits_of(shape.kind) // 32
+    CODES: gl.constexpr = codes_layout(W, shape.warps_n, NUM, WORDS)
+    INPUTS: gl.constexpr = inputs_layout(W, shape.warps_n, T, S)
     if shape.early == _FIRST:
         _each("griddepcontrol.launch_dependents", shape)
-    first = gl.program_id(0) * (16 * NUM)
+    first = gl.program_id(0) * (WIDE * NUM)
     first_row = gl.program_id(1) * T
-    given = (
-        scales, zeros, minimums, outer, outer_minimums, grid, outer_grid, block_rows,
-        block_columns, outer_rows, outer_columns,
-    )  # fmt: skip
     # Codes: a lane's words of each of its outputs; outputs behind the last repeat it.
     code_warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
-    code_output = gl.arange(0, 16 * NUM, gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    code_output = gl.arange(0, WIDE * NUM, gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     code_output = gl.minimum(first + code_output, outputs - 1).to(gl.int64)
-    word = gl.arange(0, S // PER_WORD, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
-    code_word = gl.expand_dims(gl.expand_dims(code_warp * (S // PER_WORD), 1), 2) + gl.expand_dims(
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
+    code_word = gl.expand_dims(gl.expand_dims(code_warp * WORDS, 1), 2) + gl.expand_dims(
         gl.expand_dims(word, 0), 1
     )
     code_at = words + gl.expand_dims(gl.expand_dims(code_output * per_row, 0), 2) + code_word
+    last = (channels - 1) // S
+    codes = (code_at, code_word, per_row, WORDS, last)
     # Rows of x.
     x_warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, INPUTS)))
     x_row = first_row + gl.arange(0, T, gl.SliceLayout(0, gl.SliceLayout(2, INPUTS)))
@@ -204,69 +271,65 @@ def quantised_rows_kernel(
     )
     x_inside = gl.expand_dims(gl.expand_dims(x_row < rows, 0), 2)
     x_at = x + gl.expand_dims(gl.expand_dims(x_row.to(gl.int64) * stride_x, 0), 2) + x_channel
-    # Outputs and warps of sums.
+    # Scales: of the outputs of a lane's sums.
     warp = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1)
-    output = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0)
-    ones = gl.full([W, 16, S], 1.0, DTYPE, gl.DotOperandLayout(0, MMA, 2))
+    output = gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0)
+    bases = _bases(first, output, outputs, grid, outer_grid, block_rows, outer_rows, shape)
+    tensors = (scales, zeros, minimums, outer, outer_minimums)
+    ones = gl.full([W, WIDE, S], 1.0, DTYPE, gl.DotOperandLayout(0, MMA, 2))
     looked_up = 0
     if shape.kind == TABLE:
         looked_up = (
             gl.load(table), gl.load(table + 1), gl.load(table + 2), gl.load(table + 3),
             gl.load(table + 4), gl.load(table + 5), gl.load(table + 6), gl.load(table + 7),
         )  # fmt: skip
-    zero = gl.zeros([W, 16, T], gl.float32, MMA)
+    zero = gl.zeros([W, WIDE, T], gl.float32, MMA)
     acc0 = zero
     acc1 = zero
     acc2 = zero
     acc3 = zero
-    codes = gl.load(code_at, mask=code_word < per_row, other=0)
+    now = _loaded(codes, tensors, bases, warp, 0, shape)
+    following = now
+    if AHEAD == 2:
+        following = _loaded(codes, tensors, bases, warp, W, shape)
     if shape.early:
         # Nobody writes the weight; whatever else is read or written follows the kernel before.
         _each("griddepcontrol.wait", shape)
         if shape.early != _FIRST:
             _each("griddepcontrol.launch_dependents", shape)
-    for k in range(0, channels, W * S):
-        following = gl.load(
-            code_at + (k + W * S) // PER_WORD,
-            mask=code_word + (k + W * S) // PER_WORD < per_row,
-            other=0,
-        )
+    inputs = gl.load(x_at, mask=x_inside & (x_channel < channels), other=0.0)
+    for step in range(0, last + 1, W):
+        coming = _loaded(codes, tensors, bases, warp, step + W * AHEAD, shape)
+        operand = inputs_operand(inputs, shape.kind, shape.warps_n)
+        # Behind the last channel x is 0.
+        k = (step + W) * S
         inputs = gl.load(x_at + k, mask=x_inside & (x_channel + k < channels), other=0.0)
-        operand = inputs_operand(inputs, shape.kind)
         row_sum = zero
         if has_offset(shape, DTYPE):
             row_sum = mma_v2(ones, operand, zero)
-        # Behind the last channel x is 0, and scales are those of the last one.
-        at = gl.minimum(k + warp * S, channels - 1)
+        given, raw0, raw1, raw2, raw3 = now
         if NUM == 1:
-            row = gl.minimum(first + output, outputs - 1)
-            acc0 = _added(acc0, codes, operand, row_sum, looked_up, given, row, at, shape, DTYPE)
+            acc0 = _added(acc0, given, raw0, operand, row_sum, looked_up, shape, DTYPE)
         else:
-            low, high = _halved(codes)
+            low, high = _halved(given)
             if NUM == 2:
-                row = gl.minimum(first + output, outputs - 1)
-                acc0 = _added(acc0, low, operand, row_sum, looked_up, given, row, at, shape, DTYPE)
-                row = gl.minimum(first + 16 + output, outputs - 1)
-                acc1 = _added(acc1, high, operand, row_sum, looked_up, given, row, at, shape, DTYPE)
+                acc0 = _added(acc0, low, raw0, operand, row_sum, looked_up, shape, DTYPE)
+                acc1 = _added(acc1, high, raw1, operand, row_sum, looked_up, shape, DTYPE)
             else:
                 low0, low1 = _halved(low)
                 high0, high1 = _halved(high)
-                row = gl.minimum(first + output, outputs - 1)
-                acc0 = _added(acc0, low0, operand, row_sum, looked_up, given, row, at, shape, DTYPE)
-                row = gl.minimum(first + 16 + output, outputs - 1)
-                acc1 = _added(acc1, low1, operand, row_sum, looked_up, given, row, at, shape, DTYPE)
-                row = gl.minimum(first + 32 + output, outputs - 1)
-                acc2 = _added(
-                    acc2, high0, operand, row_sum, looked_up, given, row, at, shape, DTYPE
-                )
-                row = gl.minimum(first + 48 + output, outputs - 1)
-                acc3 = _added(
-                    acc3, high1, operand, row_sum, looked_up, given, row, at, shape, DTYPE
-                )
-        codes = following
+                acc0 = _added(acc0, low0, raw0, operand, row_sum, looked_up, shape, DTYPE)
+                acc1 = _added(acc1, low1, raw1, operand, row_sum, looked_up, shape, DTYPE)
+                acc2 = _added(acc2, high0, raw2, operand, row_sum, looked_up, shape, DTYPE)
+                acc3 = _added(acc3, high1, raw3, operand, row_sum, looked_up, shape, DTYPE)
+        if AHEAD == 2:
+            now = following
+            following = coming
+        else:
+            now = coming
     _stored(acc0, y, bias, first, first_row, rows, outputs, shape)
     if NUM > 1:
-        _stored(acc1, y, bias, first + 16, first_row, rows, outputs, shape)
+        _stored(acc1, y, bias, first + WIDE, first_row, rows, outputs, shape)
     if NUM > 2:
-        _stored(acc2, y, bias, first + 32, first_row, rows, outputs, shape)
-        _stored(acc3, y, bias, first + 48, first_row, rows, outputs, shape)
+        _stored(acc2, y, bias, first + 2 * WIDE, first_row, rows, outputs, shape)
+        _stored(acc3, y, bias, first + 3 * WIDE, first_row, rows, outputs, shape)
