@@ -46,9 +46,9 @@ def _weight(codes: torch.dtype, scales: torch.dtype, block: tuple[int, int], **m
 _K_QUANT = {"minimums": _BYTE, "outer": _HALF, "outer_minimums": _HALF, "outer_block": (1, 256)}
 # name -> weight, rows of x, tile, the kind of a table
 _CALLS = {
-    "int4-row": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (8, 2, 1, 8, 2), None),
+    "int4-row": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (8, 2, 1, 8, True), None),
     "int4-many": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 32, (32, 2, 4, 2), None),
-    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 4, (8, 2, 1, 8, 2), None),
+    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 4, (8, 2, 1, 8, True), None),
     "mxfp4": (
         _weight(_BYTE, torch.float8_e8m0fnu, (1, 32), table=_WIDE), 16, (16, 2, 2, 4), E2M1.value,
     ),

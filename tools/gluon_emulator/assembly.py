@@ -134,9 +134,23 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "add.s32": np.add,
     "mul.lo.u32": np.multiply,
     "mul.hi.u32": lambda a, b: ((a.astype(np.uint64) * b) >> np.uint64(32)).astype(np.uint32),
+    "lop3.b32": lambda a, b, c, table: _of_three(a, b, c, int(table)),
     "prmt.b32": lambda a, b, select: _permuted(a, b, select),
     "shfl.sync.idx.b32": lambda *operands: _of_thread(*operands),
 }
+
+
+def _of_three(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
+    """Return the bits that a table of eight gives for those of three registers."""
+    result = np.zeros(np.broadcast_shapes(*(np.shape(x) for x in (a, b, c))), np.uint32)
+    ones = np.uint32(0xFFFFFFFF)
+    for case in range(8):
+        if table >> case & 1:
+            parts = (x.astype(np.uint32) if case >> bit & 1 else x.astype(np.uint32) ^ ones
+                     for x, bit in ((a, 2), (b, 1), (c, 0)))  # fmt: skip
+            first, second, third = parts
+            result |= first & second & third
+    return result
 
 
 def _permuted(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:

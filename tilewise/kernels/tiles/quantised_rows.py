@@ -16,14 +16,15 @@ class QuantisedTile(NamedTuple):
         tiles: tiles of 16 outputs of a warp: 1, 2 or 4.
         warps_n: warps of a CTA that have different outputs and share rows of x.
         warps_k: warps that have the same outputs and take the steps of K in turns.
-        ahead: steps that are loaded before they are needed: 1 or 2.
+        holds_inputs: True if rows of x are loaded two steps ahead as codes are; False if they are
+            loaded when they are needed, which takes fewer registers.
     """
 
     rows: int
     tiles: int
     warps_n: int
     warps_k: int
-    ahead: int = 1
+    holds_inputs: bool = False
 
 
 def tile_of(outputs: int, channels: int, rows: int, bits: int) -> QuantisedTile:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from tilewise.kernels import device, early
 from tilewise.kernels.gluon.quantised import rows as kernel
-from tilewise.kernels.gluon.quantised.operands import E2M1, E4M3, E5M2, INT4, INT8, TABLE
+from tilewise.kernels.gluon.quantised.operands import (
+    E2M1,
+    E4M3,
+    E5M2,
+    INT4,
+    INT8,
+    MAGIC_WORDS,
+    TABLE,
+)  # fmt: skip
 from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
 from tilewise.kernels.host.lasting import lasting
 from tilewise.kernels.host.launch import launch as start
@@ -93,7 +101,7 @@ def launch(
     minimum = -1 if weight.minimums is None else _scale_kind(weight.minimums)
     step = step_of(weight.block, channels, weight.bits)
     shape = Shape(
-        kind, tile.rows, tile.tiles, tile.warps_n, tile.warps_k, tile.ahead, step,
+        kind, tile.rows, tile.tiles, tile.warps_n, tile.warps_k, tile.holds_inputs, step,
         _steps(weight.block, channels, step), _steps(weight.outer_block, channels, step),
         _scale_kind(weight.scales), weight.outer is not None, weight.zeros is not None, minimum,
         weight.outer_minimums is not None, bias is not None, early.mode("rows"),
@@ -106,7 +114,8 @@ def launch(
         (-(-outputs // (16 * tile.tiles * tile.warps_n)), -(-rows // tile.rows)),
         x, words, _raw(weight.scales), _raw(weight.zeros, y), _raw(weight.minimums, y),
         _raw(weight.outer, y), _raw(weight.outer_minimums, y), y if table is None else table,
-        y if bias is None else bias, y, rows, outputs, channels, words.shape[1], x.stride(0),
+        y if bias is None else bias, y,
+        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"], rows, outputs, channels, words.shape[1], x.stride(0),
         weight.scales.shape[1], 1 if outer is None else outer.shape[1],
         weight.block[0], weight.outer_block[0], shape=shape,
         num_warps=tile.warps_n * tile.warps_k, **options,

@@ -21,11 +21,7 @@ from triton.experimental.gluon import language as gl
 INT4, E2M1, TABLE, INT8, E4M3, E5M2 = (gl.constexpr(i) for i in range(6))
 
 # A word of 8 codes -> 4 registers of two 16-bit numbers: codes i and i + 4.
-_SPLIT = (
-    "shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; "
-    "and.b32 a, $4, 0x000F000F; and.b32 b, b, 0x000F000F; "
-    "and.b32 c, c, 0x000F000F; and.b32 d, d, 0x000F000F; "
-)
+_SPLIT = "mov.b32 a, $4; shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; "
 _REGISTERS = "{ .reg .b32 a, b, c, d, e, f, g; "
 
 
@@ -37,16 +33,27 @@ def _nibbles(each: str) -> str:
     return text + "}"
 
 
-def _integers(magic: int) -> str:
-    return _nibbles(f"or.b32 $o, $i, 0x{magic:04X}{magic:04X}; ")
+# (code & mask) | magic is one instruction, if one of the two is no constant to the compiler.
+_INTEGERS = _nibbles("lop3.b32 $o, $i, 0x000F000F, $5, 0xEA; ")
+
+
+def _shifted(target: str, source: str, left: int) -> str:
+    if left == 0:
+        return f"mov.b32 {target}, {source}; "
+    return f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)}; "
 
 
 def _e2m1(shift: int, factor: int, fma: str) -> str:
-    return _nibbles(
-        f"and.b32 e, $i, 0x00070007; shl.b32 e, e, {shift}; and.b32 f, $i, 0x00080008; "
-        f"shl.b32 f, f, 12; or.b32 e, e, f; mov.b32 g, 0x{factor:04X}{factor:04X}; "
-        f"mov.b32 f, 0x80008000; {fma} $o, e, g, f; "
-    )
+    """Return the assembly for codes whose exponent and mantissa go `shift` bits up."""
+    text = _REGISTERS + f"mov.b32 g, 0x{factor:04X}{factor:04X}; mov.b32 d, 0x80008000; "
+    mask = 7 << shift
+    for place in range(4):
+        text += _shifted("a", "$4", shift - 4 * place) + _shifted("b", "$4", 12 - 4 * place)
+        text += (
+            f"and.b32 a, a, 0x{mask:04X}{mask:04X}; lop3.b32 a, b, 0x80008000, a, 0xEA; "
+            f"{fma} ${place}, a, g, d; "
+        )
+    return text + "}"
 
 
 def _bytes(each: str) -> str:
@@ -58,21 +65,21 @@ def _bytes(each: str) -> str:
 
 
 def _float8(shift: int, factor: int, fma: str) -> str:
+    mask = 0x7F << shift
     return _bytes(
-        f"and.b32 e, $i, 0x007F007F; shl.b32 e, e, {shift}; and.b32 f, $i, 0x00800080; "
-        f"shl.b32 f, f, 8; or.b32 e, e, f; mov.b32 c, 0x{factor:04X}{factor:04X}; "
+        f"shl.b32 e, $i, {shift}; shl.b32 f, $i, 8; and.b32 e, e, 0x{mask:04X}{mask:04X}; "
+        f"lop3.b32 e, f, 0x80008000, e, 0xEA; mov.b32 c, 0x{factor:04X}{factor:04X}; "
         f"mov.b32 f, 0x80008000; {fma} $o, e, c, f; "
     )
 
 
 # int8 c in bfloat16: (128 + c mod 128) - (128 or, for a negative c, 256), both without a rounding.
 _INT8_BF16 = _bytes(
-    "and.b32 e, $i, 0x007F007F; or.b32 e, e, 0x43004300; and.b32 f, $i, 0x00800080; "
-    "or.b32 f, f, 0x43004300; mov.b32 c, 0xBF80BF80; fma.rn.bf16x2 $o, f, c, e; "
+    "lop3.b32 e, $i, 0x007F007F, $3, 0xEA; lop3.b32 f, $i, 0x00800080, $3, 0xEA; "
+    "mov.b32 c, 0xBF80BF80; fma.rn.bf16x2 $o, f, c, e; "
 )
 _INT8_F16 = _bytes(
-    "xor.b32 e, $i, 0x00800080; or.b32 e, e, 0x64006400; mov.b32 c, 0x64806480; "
-    "sub.rn.f16x2 $o, e, c; "
+    "lop3.b32 e, $i, 0x00800080, $3, 0xBE; mov.b32 c, 0x64806480; sub.rn.f16x2 $o, e, c; "
 )
 # 8 codes through a table of 16-bit numbers: words 0, 1 the low bytes of the first 8, words 2, 3
 # their high bytes, words 4 to 7 those of the others.
@@ -101,8 +108,8 @@ _TABLE = (
 )
 
 _ASM = {
-    (INT4.value, "bf16"): _integers(0x4300),
-    (INT4.value, "fp16"): _integers(0x6400),
+    (INT4.value, "bf16"): _INTEGERS,
+    (INT4.value, "fp16"): _INTEGERS,
     (E2M1.value, "bf16"): _e2m1(6, 0x7E80, "fma.rn.bf16x2"),  # 2 ** 126
     (E2M1.value, "fp16"): _e2m1(9, 0x7400, "fma.rn.f16x2"),  # 2 ** 14
     (TABLE.value, "bf16"): _TABLE,
@@ -115,6 +122,8 @@ _ASM = {
     (E5M2.value, "fp16"): _float8(8, 0x3C00, "fma.rn.f16x2"),  # 1
 }
 _MAGIC = {"bf16": 128.0, "fp16": 1024.0}
+MAGIC_WORDS = {"bf16": 0x43004300, "fp16": 0x64006400}
+"""Two numbers MAGIC in a register: the kernel takes them as an argument, for `_INTEGERS`."""
 
 
 @gluon.constexpr_function
@@ -189,7 +198,9 @@ def _numbers(pairs, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def words_operand(words, table, KIND: gl.constexpr, DTYPE: gl.constexpr, WARPS_N: gl.constexpr):
+def words_operand(
+    words, table, magic_word, KIND: gl.constexpr, DTYPE: gl.constexpr, WARPS_N: gl.constexpr
+):
     """Return the left operand (warps, outputs, channels) of words (warps, outputs, n) of codes.
 
     table: eight words as `_TABLE` has them, or 0.
@@ -209,6 +220,11 @@ def words_operand(words, table, KIND: gl.constexpr, DTYPE: gl.constexpr, WARPS_N
                 ],
                 dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
             )  # fmt: skip
+        elif KIND == INT4:
+            a, b, c, d = gl.inline_asm_elementwise(
+                asm, "=r,=r,=r,=r,r,r", [words, magic_word],
+                dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
         else:
             a, b, c, d = gl.inline_asm_elementwise(
                 asm, "=r,=r,=r,=r,r", [words],
@@ -218,9 +234,15 @@ def words_operand(words, table, KIND: gl.constexpr, DTYPE: gl.constexpr, WARPS_N
         x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2, 2])
         x = x.permute((0, 1, 3, 5, 4, 2, 6)).reshape([WARPS, WIDE, RUN * 32])
     else:
-        a, b = gl.inline_asm_elementwise(
-            asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-        )
+        if KIND == INT8:
+            a, b = gl.inline_asm_elementwise(
+                asm, "=r,=r,r,r", [words, magic_word], dtype=(gl.int32, gl.int32), is_pure=True,
+                pack=1,
+            )  # fmt: skip
+        else:
+            a, b = gl.inline_asm_elementwise(
+                asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            )
         low, high = _numbers(gl.join(a, b), DTYPE)
         x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2])
         x = x.permute((0, 1, 3, 4, 2, 5)).reshape([WARPS, WIDE, RUN * 16])

@@ -4,8 +4,8 @@ stored wider.
 What: y = x W^T + bias, W[n, k] = (value(code) - zero) * scale - minimum; see `QuantisedWeight`.
 Grid: (tiles of outputs, tiles of rows).
 One CTA: 16 * TILES * WARPS_N outputs of ROWS rows over all of K. WARPS_K of its warps take the
-steps of K in turns and add up their sums at the end. Codes and scales are loaded AHEAD steps before
-they are multiplied, into registers.
+steps of K in turns and add up their sums at the end. Codes and scales are loaded two steps before they
+are multiplied, into registers.
 Traffic: the codes and scales once for each tile of rows, further tiles from L2; x from L1 and L2.
 Numerics: of each step, value * x summed in float32, times the scale in float32, less the row's sum
 times (zero + what codes carry) * scale + minimum: no weight is rounded to 16 bits, but values of a
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     tiles: int  # of 16 outputs of a warp: 1, 2 or 4
     warps_n: int  # that share the rows of x
     warps_k: int  # that share outputs
-    ahead: int  # steps: 1 or 2
+    holds_inputs: bool  # rows of x are loaded ahead, too
     step: int  # channels of a warp's product: 32 to 128 of 4 bits, 16 to 64 of 8
     group_steps: int  # steps that share a scale; 0: all of a row
     outer_steps: int  # likewise an outer scale
@@ -196,12 +196,12 @@ def _loaded(codes, tensors, bases, warp, step, shape: gl.constexpr):
 
 @gluon.jit
 def _added(
-    acc, words, raw, operand, row_sum, table, shape: gl.constexpr, DTYPE: gl.constexpr
+    acc, words, raw, operand, row_sum, constants, shape: gl.constexpr, DTYPE: gl.constexpr
 ):  # fmt: skip
     """Return the sums (warps, outputs, rows) of a tile with those of a step."""
     size: gl.constexpr = [shape.warps_k, 16 * shape.warps_n, shape.rows]
     zeros = gl.zeros(size, gl.float32, sum_layout(shape.warps_k, shape.warps_n))
-    left = words_operand(words, table, shape.kind, DTYPE, shape.warps_n)
+    left = words_operand(words, constants[0], constants[1], shape.kind, DTYPE, shape.warps_n)
     part = mma_v2(left, operand, zeros)
     MAGIC: gl.constexpr = magic(shape.kind, DTYPE)
     scale, offset = _scales(raw, MAGIC, shape)
@@ -209,6 +209,41 @@ def _added(
     if has_offset(shape, DTYPE):
         acc = acc - row_sum * gl.expand_dims(offset, 2)
     return acc
+
+
+@gluon.jit
+def _inputs(rows_of_x, k, S: gl.constexpr):
+    """Load x (warps, rows, channels) from channel k of the first warp on; behind the last it is
+    0."""
+    at, inside, channel, channels = rows_of_x
+    return gl.load(at + k, mask=inside & (channel + k < channels), other=0.0)
+
+
+@gluon.jit
+def _multiplied(accs, loaded, x, constants, ones, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the sums of all tiles with those of a step."""
+    words, raw0, raw1, raw2, raw3 = loaded
+    acc0, acc1, acc2, acc3 = accs
+    operand = inputs_operand(x, shape.kind, shape.warps_n)
+    size: gl.constexpr = [shape.warps_k, 16 * shape.warps_n, shape.rows]
+    row_sum = gl.zeros(size, gl.float32, sum_layout(shape.warps_k, shape.warps_n))
+    if has_offset(shape, DTYPE):
+        row_sum = mma_v2(ones, operand, row_sum)
+    if shape.tiles == 1:
+        acc0 = _added(acc0, words, raw0, operand, row_sum, constants, shape, DTYPE)
+    else:
+        low, high = _halved(words)
+        if shape.tiles == 2:
+            acc0 = _added(acc0, low, raw0, operand, row_sum, constants, shape, DTYPE)
+            acc1 = _added(acc1, high, raw1, operand, row_sum, constants, shape, DTYPE)
+        else:
+            low0, low1 = _halved(low)
+            high0, high1 = _halved(high)
+            acc0 = _added(acc0, low0, raw0, operand, row_sum, constants, shape, DTYPE)
+            acc1 = _added(acc1, low1, raw1, operand, row_sum, constants, shape, DTYPE)
+            acc2 = _added(acc2, high0, raw2, operand, row_sum, constants, shape, DTYPE)
+            acc3 = _added(acc3, high1, raw3, operand, row_sum, constants, shape, DTYPE)
+    return acc0, acc1, acc2, acc3
 
 
 @gluon.jit
@@ -226,10 +261,11 @@ def _stored(acc, y, bias, first, first_row, rows, outputs, shape: gl.constexpr):
     gl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["rows", "block_rows", "outer_rows"])
+@gluon.jit(do_not_specialize=["magic_word", "rows", "block_rows", "outer_rows"])
 def quantised_rows_kernel(
-    x, words, scales, zeros, minimums, outer, outer_minimums, table, bias, y, rows, outputs,
-    channels, per_row, stride_x, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr,
+    x, words, scales, zeros, minimums, outer, outer_minimums, table, bias, y, magic_word, rows,
+    outputs, channels, per_row, stride_x, grid, outer_grid, block_rows, outer_rows,
+    shape: gl.constexpr,
 ):  # fmt: skip
     """Compute y (rows, outputs); see the module's docstring.
 
@@ -243,7 +279,6 @@ def quantised_rows_kernel(
     S: gl.constexpr = shape.step
     T: gl.constexpr = shape.rows
     NUM: gl.constexpr = shape.tiles
-    AHEAD: gl.constexpr = shape.ahead
     WORDS: gl.constexpr = S * bits_of(shape.kind) // 32
     CODES: gl.constexpr = codes_layout(W, shape.warps_n, NUM, WORDS)
     INPUTS: gl.constexpr = inputs_layout(W, shape.warps_n, T, S)
@@ -284,49 +319,35 @@ def quantised_rows_kernel(
             gl.load(table + 4), gl.load(table + 5), gl.load(table + 6), gl.load(table + 7),
         )  # fmt: skip
     zero = gl.zeros([W, WIDE, T], gl.float32, MMA)
-    acc0 = zero
-    acc1 = zero
-    acc2 = zero
-    acc3 = zero
-    now = _loaded(codes, tensors, bases, warp, 0, shape)
-    following = now
-    if AHEAD == 2:
-        following = _loaded(codes, tensors, bases, warp, W, shape)
+    accs = (zero, zero, zero, zero)
+    constants = (looked_up, magic_word)
+    # Two sets of registers in turns: what one holds is multiplied, then loaded anew.
+    even = _loaded(codes, tensors, bases, warp, 0, shape)
+    odd = _loaded(codes, tensors, bases, warp, W, shape)
     if shape.early:
         # Nobody writes the weight; whatever else is read or written follows the kernel before.
         _each("griddepcontrol.wait", shape)
         if shape.early != _FIRST:
             _each("griddepcontrol.launch_dependents", shape)
-    inputs = gl.load(x_at, mask=x_inside & (x_channel < channels), other=0.0)
-    for step in range(0, last + 1, W):
-        coming = _loaded(codes, tensors, bases, warp, step + W * AHEAD, shape)
-        operand = inputs_operand(inputs, shape.kind, shape.warps_n)
-        # Behind the last channel x is 0.
-        k = (step + W) * S
-        inputs = gl.load(x_at + k, mask=x_inside & (x_channel + k < channels), other=0.0)
-        row_sum = zero
-        if has_offset(shape, DTYPE):
-            row_sum = mma_v2(ones, operand, zero)
-        given, raw0, raw1, raw2, raw3 = now
-        if NUM == 1:
-            acc0 = _added(acc0, given, raw0, operand, row_sum, looked_up, shape, DTYPE)
+    rows_of_x = (x_at, x_inside, x_channel, channels)
+    even_x = _inputs(rows_of_x, 0, S)
+    odd_x = even_x
+    if shape.holds_inputs:
+        odd_x = _inputs(rows_of_x, W * S, S)
+    for step in range(0, last + 1, 2 * W):
+        if not shape.holds_inputs:
+            even_x = _inputs(rows_of_x, step * S, S)
+        accs = _multiplied(accs, even, even_x, constants, ones, shape, DTYPE)
+        even = _loaded(codes, tensors, bases, warp, step + 2 * W, shape)
+        if shape.holds_inputs:
+            even_x = _inputs(rows_of_x, (step + 2 * W) * S, S)
         else:
-            low, high = _halved(given)
-            if NUM == 2:
-                acc0 = _added(acc0, low, raw0, operand, row_sum, looked_up, shape, DTYPE)
-                acc1 = _added(acc1, high, raw1, operand, row_sum, looked_up, shape, DTYPE)
-            else:
-                low0, low1 = _halved(low)
-                high0, high1 = _halved(high)
-                acc0 = _added(acc0, low0, raw0, operand, row_sum, looked_up, shape, DTYPE)
-                acc1 = _added(acc1, low1, raw1, operand, row_sum, looked_up, shape, DTYPE)
-                acc2 = _added(acc2, high0, raw2, operand, row_sum, looked_up, shape, DTYPE)
-                acc3 = _added(acc3, high1, raw3, operand, row_sum, looked_up, shape, DTYPE)
-        if AHEAD == 2:
-            now = following
-            following = coming
-        else:
-            now = coming
+            odd_x = _inputs(rows_of_x, (step + W) * S, S)
+        accs = _multiplied(accs, odd, odd_x, constants, ones, shape, DTYPE)
+        odd = _loaded(codes, tensors, bases, warp, step + 3 * W, shape)
+        if shape.holds_inputs:
+            odd_x = _inputs(rows_of_x, (step + 3 * W) * S, S)
+    acc0, acc1, acc2, acc3 = accs
     _stored(acc0, y, bias, first, first_row, rows, outputs, shape)
     if NUM > 1:
         _stored(acc1, y, bias, first + WIDE, first_row, rows, outputs, shape)
