@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MOST_ROWS = 64
+MOST_ROWS = 16
 """The most rows for which mma.sync of codes is faster than a product of larger tiles."""
 
 
@@ -27,10 +27,18 @@ class QuantisedTile(NamedTuple):
     holds_inputs: bool = False
 
 
-def tile_of(outputs: int, channels: int, rows: int, bits: int) -> QuantisedTile:
+def tile_of(
+    outputs: int, channels: int, rows: int, *, batch_invariant: bool = False
+) -> QuantisedTile:
     """Choose the tile of a product.
 
-    The order of a row's sum depends on `warps_k` alone, and so on the shape of the weight.
+    The order of a row's sum depends on `warps_k` alone: with `batch_invariant` on the shape of the
+    weight.
     """
-    padded = 8 if rows <= 8 else 16 if rows <= 16 else 32
-    return QuantisedTile(padded, 2 if outputs >= 4096 else 1, 1, 8)
+    warps = 8 if channels >= 8192 else 4
+    is_wide = outputs >= 16384
+    if rows <= 8:
+        return QuantisedTile(8, 2 if is_wide else 1, 1, warps, not is_wide)
+    if is_wide:
+        return QuantisedTile(16, 4, 1, warps) if batch_invariant else QuantisedTile(16, 4, 2, 2)
+    return QuantisedTile(16, 2 if outputs > 2048 else 1, 1, warps)

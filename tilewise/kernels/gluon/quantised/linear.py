@@ -85,7 +85,7 @@ def launch(
     """Return y (T, N) of x (T, K), a weight (N, K) and bias (N,).
 
     Args:
-        batch_invariant: nothing more, as bits of a row never depend on others here.
+        batch_invariant: True for sums whose order the number of rows does not change.
         tile: instead of the table's, for tuning and tests.
     """
     outputs, channels = weight.shape
@@ -96,7 +96,7 @@ def launch(
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
     if tile is None:
-        tile = tiles.tile_of(outputs, channels, rows, weight.bits)
+        tile = tiles.tile_of(outputs, channels, rows, batch_invariant=batch_invariant)
     kind, table = _kind(weight, x.dtype)
     minimum = -1 if weight.minimums is None else _scale_kind(weight.minimums)
     step = step_of(weight.block, channels, weight.bits)
@@ -115,7 +115,8 @@ def launch(
         x, words, _raw(weight.scales), _raw(weight.zeros, y), _raw(weight.minimums, y),
         _raw(weight.outer, y), _raw(weight.outer_minimums, y), y if table is None else table,
         y if bias is None else bias, y,
-        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"], rows, outputs, channels, words.shape[1], x.stride(0),
+        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"], rows, outputs, channels,
+        words.shape[1], x.stride(0),
         weight.scales.shape[1], 1 if outer is None else outer.shape[1],
         weight.block[0], weight.outer_block[0], shape=shape,
         num_warps=tile.warps_n * tile.warps_k, **options,

@@ -4,8 +4,8 @@ stored wider.
 What: y = x W^T + bias, W[n, k] = (value(code) - zero) * scale - minimum; see `QuantisedWeight`.
 Grid: (tiles of outputs, tiles of rows).
 One CTA: 16 * TILES * WARPS_N outputs of ROWS rows over all of K. WARPS_K of its warps take the
-steps of K in turns and add up their sums at the end. Codes and scales are loaded two steps before they
-are multiplied, into registers.
+steps of K in turns and add up their sums at the end. Codes and scales are loaded two steps before
+they are multiplied, into registers.
 Traffic: the codes and scales once for each tile of rows, further tiles from L2; x from L1 and L2.
 Numerics: of each step, value * x summed in float32, times the scale in float32, less the row's sum
 times (zero + what codes carry) * scale + minimum: no weight is rounded to 16 bits, but values of a

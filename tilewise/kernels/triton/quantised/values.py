@@ -1,0 +1,88 @@
+"""The values of a part of a weight of 8 or 4 bits.
+
+what     W[n, k] = (value(code) - zero) * scale - minimum of some rows n, see `QuantisedWeight`
+grid     (tiles of rows, tiles of columns)
+program  TILE_N rows x TILE_K columns
+traffic  codes and scales once, W once
+numerics in float32, rounded where the format rounds, then to the dtype of W
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# How 8 bits are read; what is none of these is read as it is.
+PLAIN, E8M0, E4M3, E5M2 = (tl.constexpr(i) for i in range(4))
+
+
+@triton.jit
+def _wide(raw, KIND: tl.constexpr):
+    """Return numbers as float32; floats of 8 bits come as bytes."""
+    if KIND == E8M0:
+        bits = raw.to(tl.int32) << 23
+        return tl.where(raw == 0, 5.877471754111438e-39, bits.to(tl.float32, bitcast=True))
+    elif KIND == E4M3:
+        bits = raw.to(tl.int32)
+        bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    elif KIND == E5M2:
+        bits = raw.to(tl.int32)
+        bits = ((bits & 0x7F) << 21) | ((bits & 0x80) << 24)
+        return bits.to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2 ** 112
+    else:
+        return raw.to(tl.float32)
+
+
+@triton.jit
+def _rounded(x, COMPUTED: tl.constexpr):
+    """Return float32 numbers rounded to the dtype in which the format computes."""
+    if tl.float32 == COMPUTED:
+        return x
+    else:
+        return x.to(COMPUTED).to(tl.float32)
+
+
+@triton.jit
+def values_kernel(
+    codes_ptr, scales_ptr, zeros_ptr, minimums_ptr, outer_ptr, outer_minimums_ptr, table_ptr, w_ptr,
+    first_row, rows, columns, grid, outer_grid, block_rows, block_columns, outer_rows,
+    outer_columns,
+    BITS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, MINIMUMS: tl.constexpr,
+    HAS_TABLE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr,
+    HAS_OUTER: tl.constexpr, HAS_OUTER_MINIMUMS: tl.constexpr, COMPUTED: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Write W (rows, columns) of the rows from first_row on."""
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    k = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
+    inside = (n < rows)[:, None] & (k < columns)[None, :]
+    row = (first_row + n).to(tl.int64)[:, None]
+    column = k[None, :]
+    if BITS == 4:
+        byte = tl.program_id(1) * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
+        held = (n < rows)[:, None] & (byte < columns // 2)[None, :]
+        packed = tl.load(codes_ptr + row * (columns // 2) + byte[None, :], mask=held, other=0)
+        code = tl.join(packed & 15, packed >> 4).reshape(TILE_N, TILE_K)
+        if HAS_TABLE:
+            value = tl.load(table_ptr + code.to(tl.int32))
+        else:
+            value = code.to(tl.float32)
+    else:
+        value = _wide(tl.load(codes_ptr + row * columns + column, mask=inside, other=0), CODES)
+    at = row // block_rows * grid + column // block_columns
+    outer_at = row // outer_rows * outer_grid + column // outer_columns
+    scale = _wide(tl.load(scales_ptr + at, mask=inside, other=0), SCALES)
+    if HAS_OUTER:
+        scale *= tl.load(outer_ptr + outer_at, mask=inside, other=0).to(tl.float32)
+    if HAS_ZEROS:
+        value -= tl.load(zeros_ptr + at, mask=inside, other=0).to(tl.float32)
+        value = _rounded(value, COMPUTED)
+    value = _rounded(value * scale, COMPUTED)
+    if HAS_MINIMUMS:
+        less = _wide(tl.load(minimums_ptr + at, mask=inside, other=0), MINIMUMS)
+        if HAS_OUTER_MINIMUMS:
+            less *= tl.load(outer_minimums_ptr + outer_at, mask=inside, other=0).to(tl.float32)
+        value = _rounded(value - less, COMPUTED)
+    to = w_ptr + n.to(tl.int64)[:, None] * columns + column
+    tl.store(to, value.to(w_ptr.dtype.element_ty), mask=inside)
