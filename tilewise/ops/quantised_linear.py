@@ -11,7 +11,7 @@ from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 from tilewise.ops.quantised_weight import QuantisedWeight
 
-__all__ = ["quantised_linear", "spec_of"]
+__all__ = ["prepare", "quantised_linear", "spec_of"]
 
 
 def quantised_linear(
@@ -77,6 +77,15 @@ def quantised_linear(
         backend,
     )
     return y
+
+
+def prepare(weight: QuantisedWeight, dtype: torch.dtype) -> None:
+    """Let products of rows of a dtype with a weight be captured in a CUDA graph.
+
+    What a kernel has to know of the weight's values (its table) is read from the device now.
+    """
+    if weight.device.type == "cuda" and torch.version.hip is None:
+        dispatch.kernel_module("quantised_linear", "gluon").prepare(weight, dtype)
 
 
 def spec_of(

@@ -142,7 +142,7 @@ def test_what_the_kernel_cannot_do_is_said():
         ({"dtype": torch.float32}, "dtype must be float16 or bfloat16"),
         ({"block": (1, 16)}, "columns that share a scale must be a multiple of 32, got 16"),
         ({"channels": 72, "block": (1, 72)}, "columns that share a scale|K must be a multiple"),
-        ({"rows": 4096}, "x must have at most 16 rows to be faster so, got 4096"),
+        ({"rows": 4096}, "x must have at most 64 rows to be faster so, got 4096"),
     ):
         found = linear.why_not(_spec(**changes))
         assert found is not None

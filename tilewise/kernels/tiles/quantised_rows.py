@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MOST_ROWS = 16
+MOST_ROWS = 64
 """The most rows for which mma.sync of codes is faster than a product of larger tiles."""
 
 
@@ -39,6 +39,12 @@ def tile_of(
     is_wide = outputs >= 16384
     if rows <= 8:
         return QuantisedTile(8, 2 if is_wide else 1, 1, warps, not is_wide)
+    if rows <= 16:
+        if is_wide:
+            return QuantisedTile(16, 4, 1, warps) if batch_invariant else QuantisedTile(16, 4, 2, 2)
+        return QuantisedTile(16, 2 if outputs > 2048 else 1, 1, warps)
+    if batch_invariant:
+        return QuantisedTile(16, 4, 1, warps)
     if is_wide:
-        return QuantisedTile(16, 4, 1, warps) if batch_invariant else QuantisedTile(16, 4, 2, 2)
-    return QuantisedTile(16, 2 if outputs > 2048 else 1, 1, warps)
+        return QuantisedTile(32, 2, 4, 1)
+    return QuantisedTile(16, 4 if outputs > 2048 else 2, 1, 4)

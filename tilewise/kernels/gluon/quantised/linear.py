@@ -27,7 +27,7 @@ from tilewise.kernels.tiles import quantised_rows as tiles
 from tilewise.kernels.tiles.quantised_rows import QuantisedTile
 from tilewise.ops.quantised_weight import QuantisedWeight
 
-__all__ = ["launch", "why_not"]
+__all__ = ["launch", "prepare", "why_not"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _OLDEST = 80  # mma.sync of bfloat16
@@ -156,6 +156,12 @@ def _kind(weight: QuantisedWeight, dtype: torch.dtype) -> tuple[int, Tensor | No
     if found is None or found[0] is not table:
         found = _tables[key] = (table, *_looked_up(table, dtype))
     return found[1], found[2]
+
+
+def prepare(weight: QuantisedWeight, dtype: torch.dtype) -> None:
+    """Read a table's values now: a CUDA graph that captures a product cannot wait for them."""
+    if weight.table is not None and dtype in _DTYPES:
+        _kind(weight, dtype)
 
 
 def _looked_up(table: Tensor, dtype: torch.dtype) -> tuple[int, Tensor | None]:

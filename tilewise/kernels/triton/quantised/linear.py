@@ -72,7 +72,8 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
         _raw(weight.codes, w), _raw(weight.scales, w), _raw(weight.zeros, w),
         _raw(weight.minimums, w), _raw(weight.outer, w), _raw(weight.outer_minimums, w),
         _raw(weight.table, w), w, first, end - first, columns, weight.scales.shape[1],
-        1 if outer is None else outer.shape[1], *weight.block, *weight.outer_block,
+        1 if outer is None else outer.shape[1], weight.block[0], weight.outer_block[0],
+        BLOCK=_columns(weight.block, columns), OUTER_BLOCK=_columns(weight.outer_block, columns),
         BITS=weight.bits, CODES=_kind(weight.codes), SCALES=_kind(weight.scales),
         MINIMUMS=_kind(weight.minimums), HAS_TABLE=weight.table is not None,
         HAS_ZEROS=weight.zeros is not None, HAS_MINIMUMS=weight.minimums is not None,
@@ -81,6 +82,11 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
         COMPUTED=_COMPUTED[weight.computed], TILE_N=_TILE_N, TILE_K=_TILE_K,
     )  # fmt: skip
     return w
+
+
+def _columns(block: tuple[int, int], columns: int) -> int:
+    """Return the columns that share a scale; one number for all that have a whole row's."""
+    return 1 << 30 if block[1] >= columns else block[1]
 
 
 def _kind(tensor: Tensor | None) -> int:

@@ -43,12 +43,11 @@ def _rounded(x, COMPUTED: tl.constexpr):
         return x.to(COMPUTED).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "rows"])
 def values_kernel(
     codes_ptr, scales_ptr, zeros_ptr, minimums_ptr, outer_ptr, outer_minimums_ptr, table_ptr, w_ptr,
-    first_row, rows, columns, grid, outer_grid, block_rows, block_columns, outer_rows,
-    outer_columns,
-    BITS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, MINIMUMS: tl.constexpr,
+    first_row, rows, columns, grid, outer_grid, block_rows, outer_rows,
+    BLOCK: tl.constexpr, OUTER_BLOCK: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, MINIMUMS: tl.constexpr,
     HAS_TABLE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr,
     HAS_OUTER: tl.constexpr, HAS_OUTER_MINIMUMS: tl.constexpr, COMPUTED: tl.constexpr,
     TILE_N: tl.constexpr, TILE_K: tl.constexpr,
@@ -70,8 +69,10 @@ def values_kernel(
             value = code.to(tl.float32)
     else:
         value = _wide(tl.load(codes_ptr + row * columns + column, mask=inside, other=0), CODES)
-    at = row // block_rows * grid + column // block_columns
-    outer_at = row // outer_rows * outer_grid + column // outer_columns
+    at = row // block_rows * grid
+    outer_at = row // outer_rows * outer_grid
+    at += column // BLOCK
+    outer_at += column // OUTER_BLOCK
     scale = _wide(tl.load(scales_ptr + at, mask=inside, other=0), SCALES)
     if HAS_OUTER:
         scale *= tl.load(outer_ptr + outer_at, mask=inside, other=0).to(tl.float32)
