@@ -3,6 +3,8 @@ does not take: values of a part of the weight, which stay in the L2 cache, then 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 import triton.language as tl
@@ -21,7 +23,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _AT_ONCE = 1 << 23
 """Values of a part: 16 MiB of bfloat16, which an L2 cache of 40 MiB and more keeps."""
 _UNIT = 128  # rows of a part are a multiple
-_TILE_N, _TILE_K = 16, 128
+_TILE_N, _TILE_K = 16, 256
+_WHOLE = 1 << 30  # columns that share a scale where all of a row do
 _COMPUTED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _KINDS = {
     torch.float8_e8m0fnu: values.E8M0.value,
@@ -66,6 +69,11 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
     columns = weight.shape[1]
     w = torch.empty((end - first, columns), dtype=dtype, device=weight.device)
     outer = weight.outer if weight.outer is not None else weight.outer_minimums
+    has_outer = weight.outer is not None or weight.outer_minimums is not None
+    blocks = (
+        _columns(weight.block, columns),
+        (_columns(weight.outer_block, columns) if has_outer else _WHOLE),
+    )
     start(
         values_kernel,
         (-(-(end - first) // _TILE_N), -(-columns // _TILE_K)),
@@ -73,8 +81,8 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
         _raw(weight.minimums, w), _raw(weight.outer, w), _raw(weight.outer_minimums, w),
         _raw(weight.table, w), w, first, end - first, columns, weight.scales.shape[1],
         1 if outer is None else outer.shape[1], weight.block[0], weight.outer_block[0],
-        BLOCK=_columns(weight.block, columns), OUTER_BLOCK=_columns(weight.outer_block, columns),
-        BITS=weight.bits, CODES=_kind(weight.codes), SCALES=_kind(weight.scales),
+        BLOCK=blocks[0], OUTER_BLOCK=blocks[1],
+        GROUP=math.gcd(_TILE_K, *blocks), BITS=weight.bits, CODES=_kind(weight.codes), SCALES=_kind(weight.scales),
         MINIMUMS=_kind(weight.minimums), HAS_TABLE=weight.table is not None,
         HAS_ZEROS=weight.zeros is not None, HAS_MINIMUMS=weight.minimums is not None,
         HAS_OUTER=weight.outer is not None,
@@ -86,7 +94,7 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
 
 def _columns(block: tuple[int, int], columns: int) -> int:
     """Return the columns that share a scale; one number for all that have a whole row's."""
-    return 1 << 30 if block[1] >= columns else block[1]
+    return _WHOLE if block[1] >= columns else block[1]
 
 
 def _kind(tensor: Tensor | None) -> int:

@@ -47,43 +47,50 @@ def _rounded(x, COMPUTED: tl.constexpr):
 def values_kernel(
     codes_ptr, scales_ptr, zeros_ptr, minimums_ptr, outer_ptr, outer_minimums_ptr, table_ptr, w_ptr,
     first_row, rows, columns, grid, outer_grid, block_rows, outer_rows,
-    BLOCK: tl.constexpr, OUTER_BLOCK: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, MINIMUMS: tl.constexpr,
-    HAS_TABLE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr,
-    HAS_OUTER: tl.constexpr, HAS_OUTER_MINIMUMS: tl.constexpr, COMPUTED: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr, OUTER_BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, MINIMUMS: tl.constexpr, HAS_TABLE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr, HAS_OUTER: tl.constexpr,
+    HAS_OUTER_MINIMUMS: tl.constexpr, COMPUTED: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Write W (rows, columns) of the rows from first_row on."""
+    """Write W (rows, columns) of the rows from first_row on.
+
+    GROUP: columns that surely share a scale; it divides BLOCK and TILE_K.
+    """
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     k = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
-    inside = (n < rows)[:, None] & (k < columns)[None, :]
+    is_row = (n < rows)[:, None]
+    inside = is_row & (k < columns)[None, :]
     row = (first_row + n).to(tl.int64)[:, None]
-    column = k[None, :]
     if BITS == 4:
         byte = tl.program_id(1) * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
-        held = (n < rows)[:, None] & (byte < columns // 2)[None, :]
+        held = is_row & (byte < columns // 2)[None, :]
         packed = tl.load(codes_ptr + row * (columns // 2) + byte[None, :], mask=held, other=0)
-        code = tl.join(packed & 15, packed >> 4).reshape(TILE_N, TILE_K)
         if HAS_TABLE:
-            value = tl.load(table_ptr + code.to(tl.int32))
+            low = tl.load(table_ptr + (packed & 15).to(tl.int32))
+            high = tl.load(table_ptr + (packed >> 4).to(tl.int32))
         else:
-            value = code.to(tl.float32)
+            low = (packed & 15).to(tl.float32)
+            high = (packed >> 4).to(tl.float32)
+        value = tl.join(low, high).reshape(TILE_N, TILE_K // GROUP, GROUP)
     else:
-        value = _wide(tl.load(codes_ptr + row * columns + column, mask=inside, other=0), CODES)
-    at = row // block_rows * grid
-    outer_at = row // outer_rows * outer_grid
-    at += column // BLOCK
-    outer_at += column // OUTER_BLOCK
-    scale = _wide(tl.load(scales_ptr + at, mask=inside, other=0), SCALES)
+        code = tl.load(codes_ptr + row * columns + k[None, :], mask=inside, other=0)
+        value = _wide(code, CODES).reshape(TILE_N, TILE_K // GROUP, GROUP)
+    first = tl.program_id(1) * TILE_K + GROUP * tl.arange(0, TILE_K // GROUP)[None, :]
+    here = is_row & (first < columns)
+    at = row // block_rows * grid + first // BLOCK
+    outer_at = row // outer_rows * outer_grid + first // OUTER_BLOCK
+    scale = _wide(tl.load(scales_ptr + at, mask=here, other=0), SCALES)
     if HAS_OUTER:
-        scale *= tl.load(outer_ptr + outer_at, mask=inside, other=0).to(tl.float32)
+        scale *= tl.load(outer_ptr + outer_at, mask=here, other=0).to(tl.float32)
     if HAS_ZEROS:
-        value -= tl.load(zeros_ptr + at, mask=inside, other=0).to(tl.float32)
-        value = _rounded(value, COMPUTED)
-    value = _rounded(value * scale, COMPUTED)
+        zero = tl.load(zeros_ptr + at, mask=here, other=0).to(tl.float32)
+        value = _rounded(value - zero[:, :, None], COMPUTED)
+    value = _rounded(value * scale[:, :, None], COMPUTED)
     if HAS_MINIMUMS:
-        less = _wide(tl.load(minimums_ptr + at, mask=inside, other=0), MINIMUMS)
+        less = _wide(tl.load(minimums_ptr + at, mask=here, other=0), MINIMUMS)
         if HAS_OUTER_MINIMUMS:
-            less *= tl.load(outer_minimums_ptr + outer_at, mask=inside, other=0).to(tl.float32)
-        value = _rounded(value - less, COMPUTED)
-    to = w_ptr + n.to(tl.int64)[:, None] * columns + column
-    tl.store(to, value.to(w_ptr.dtype.element_ty), mask=inside)
+            less *= tl.load(outer_minimums_ptr + outer_at, mask=here, other=0).to(tl.float32)
+        value = _rounded(value - less[:, :, None], COMPUTED)
+    to = w_ptr + n.to(tl.int64)[:, None] * columns + k[None, :]
+    tl.store(to, value.reshape(TILE_N, TILE_K).to(w_ptr.dtype.element_ty), mask=inside)
