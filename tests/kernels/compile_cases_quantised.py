@@ -10,8 +10,8 @@ import torch
 from tests.kernels.compile_cases import Case, meta
 from tilewise.kernels.gluon.quantised import linear
 from tilewise.kernels.gluon.quantised.operands import E2M1, TABLE
+from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.kernels.tiles.quantised_rows import QuantisedTile
-from tilewise.ops.quantised_weight import QuantisedWeight
 
 ARCHITECTURES = (80, 86, 90, 120)
 _ROWS, _COLUMNS = 4096, 4096

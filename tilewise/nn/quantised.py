@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import ops
+from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.ops.quantised_linear import prepare
-from tilewise.ops.quantised_weight import QuantisedWeight
 
 __all__ = ["QuantisedEmbedding", "QuantisedLinear"]
 

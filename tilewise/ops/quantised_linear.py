@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
-from tilewise.ops.quantised_weight import QuantisedWeight
 
 __all__ = ["prepare", "quantised_linear", "spec_of"]
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.ops.test_quantised_weight import random_weight
+from tests.kernels.test_quantised_weight import random_weight
 from tilewise.kernels.gluon.quantised import linear
+from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles.quantised_rows import QuantisedTile
 from tilewise.ops.quantised_linear import spec_of
-from tilewise.ops.quantised_weight import QuantisedWeight
 from tilewise.testing import assert_within_budget
 from tools.gluon_emulator import emulated
 

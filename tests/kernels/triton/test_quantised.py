@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from tests.kernels.test_quantised_weight import KINDS, random_weight
 from tests.ops.paged.test_api import BACKENDS
-from tests.ops.test_quantised_weight import KINDS, random_weight
 from tilewise import ops
 from tilewise.kernels.triton.quantised import linear
 from tilewise.testing import assert_within_budget

@@ -22,10 +22,10 @@ from tilewise.kernels.gluon.quantised.operands import (
 from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
 from tilewise.kernels.host.lasting import lasting
 from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles import quantised_rows as tiles
 from tilewise.kernels.tiles.quantised_rows import QuantisedTile
-from tilewise.ops.quantised_weight import QuantisedWeight
 
 __all__ = ["launch", "prepare", "why_not"]
 

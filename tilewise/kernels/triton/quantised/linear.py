@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.triton.quantised import values
 from tilewise.kernels.triton.quantised.values import values_kernel
 from tilewise.kernels.triton.step import invariant_linear
-from tilewise.ops.quantised_weight import QuantisedWeight
 
 __all__ = ["launch", "values_of", "why_not"]
 

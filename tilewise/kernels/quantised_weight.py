@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from tilewise.ops import checks
-
 __all__ = ["NIBBLES", "QuantisedWeight"]
 
 NIBBLES = 16
@@ -103,7 +101,10 @@ class QuantisedWeight:
         Raises:
             ValueError, TypeError: a tensor breaks a rule; the message names it.
         """
-        checks.check_dims(f"{name}.codes", self.codes, "(N, bytes of K)")
+        if self.codes.dim() != 2:
+            raise ValueError(
+                f"{name}.codes must be (N, bytes of K), got shape {tuple(self.codes.shape)}"
+            )
         _check_dtype(f"{name}.codes", self.codes, _CODES)
         for label, pair in (("block", self.block), ("outer_block", self.outer_block)):
             if min(pair) < 1:
@@ -125,9 +126,15 @@ class QuantisedWeight:
             ("permutation", self.permutation, (columns,), (torch.int32,)),
         ):
             if tensor is not None:
-                checks.check_shape(f"{name}.{label}", tensor, shape)
+                if tuple(tensor.shape) != shape:
+                    raise ValueError(
+                        f"{name}.{label} must have shape {shape}, got {tuple(tensor.shape)}"
+                    )
                 _check_dtype(f"{name}.{label}", tensor, dtypes)
-                checks.check_device(f"{name}.{label}", tensor, self.device)
+                if tensor.device != self.device:
+                    raise ValueError(
+                        f"{name}.{label} must be on {self.device}, got {tensor.device}"
+                    )
         if self.outer is not None or self.outer_minimums is not None:
             for inner, wide in zip(self.block, self.outer_block, strict=True):
                 if wide % inner:
