@@ -75,6 +75,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        _BIASES
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "hyperclovax_pre_norm": ("HyperCLOVAX", {"use_post_norm": False}),
     "smollm3": (
         "SmolLM3",
         _BIASES | {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5},

@@ -58,6 +58,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 5, "attention_multiplier": 0.3, "embedding_multiplier": 2.0,
          "residual_multiplier": 0.7, "logits_scaling": 3.0},
     ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        _MOE | {"moe_num_experts": 8, "use_bias": True, "tie_word_embeddings": False,
+                "moe_layer_start_index": 1},
+    ),
+    "phimoe": (
+        "Phimoe",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True,
+         "lm_head_bias": True, "sliding_window": 7, "router_jitter_noise": 0.05},
+    ),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 8, "head_dim": 16}),
 }  # fmt: skip
 

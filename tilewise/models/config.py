@@ -158,7 +158,7 @@ def _family(config: Json) -> Family:
 def _check_type(config: Json, family: Family) -> None:
     """Refuse a file whose `architectures` and `model_type` name different models."""
     model_type = text_or_none(config, "model_type")
-    if model_type not in (None, family.model_type):
+    if model_type not in (None, family.model_type, *family.other_types):
         if any(model_type == other.model_type for other in FAMILIES.values()):
             raise CheckpointError(
                 f"model_type must be {family.model_type!r} for {family.architecture}, "

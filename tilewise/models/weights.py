@@ -163,6 +163,11 @@ def _targets(
                 name = HEAD if HEAD in found else name
             if name not in found:
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
+            if weight.either:
+                file, reader = found[name]
+                with _reading(file, name):
+                    shape = tuple(reader.get_slice(name).get_shape())
+                target = target.mT if shape == target.mT.shape != target.shape else target
             cut = None if part is None else part(weight, place)
             if cut is None and weight.order is not None:
                 cut = _in_order(model, weight, target)

@@ -27,7 +27,9 @@ class Names:
             have .weight and .bias, or a parameter's.
         ignored: regular expressions of tensors that are no parameters.
         transposed: our modules whose weight is stored as (..., in, out).
+        either: those of `transposed` that some files store as (..., out, in), as the shapes tell.
         orders: the order of the rows of a fused source, by our modules; see `RowOrder`.
+        as_rows: our parameters (N,) that are stored as (1, N).
     """
 
     prefix: str
@@ -36,7 +38,9 @@ class Names:
     inner: Mapping[str, Sources]
     ignored: tuple[str, ...] = (r".*rotary_emb\..*inv_freq", r".*rotary_emb\.inv_freq")
     transposed: frozenset[str] = frozenset()
+    either: frozenset[str] = frozenset()
     orders: Mapping[str, RowOrder] | None = None
+    as_rows: frozenset[str] = frozenset()
 
     def but(self, inner: Mapping[str, Sources] | None = None, **changes: Any) -> Names:
         """Return the names with other sources of what is in a layer, and other attributes."""
@@ -72,6 +76,8 @@ class Names:
             rows(len(sources)) if len(sources) > 1 else None,
             transposed=(module in self.transposed and kind == "weight") or rest in self.transposed,
             order=(self.orders or {}).get(module),
+            either=rest in self.either,
+            is_row=rest in self.as_rows,
         )
 
 
@@ -85,6 +91,7 @@ class Family:
 
     Attributes:
         architecture, model_type: the class, and its name in config.json.
+        other_types: further names of it that published files have.
         read: a function of the contents of config.json, which returns keyword arguments of
             `DecoderConfig`: sizes and layers.
         names: the names of tensors, or a function of a `DecoderConfig` that returns them.
@@ -101,6 +108,7 @@ class Family:
     write: Callable[[DecoderConfig], dict[str, Any]] | None = None
     harmless: str = ""
     formats: tuple[str, ...] = ()
+    other_types: tuple[str, ...] = ()
 
     def names_of(self, config: DecoderConfig) -> Names:
         """Return the names of the tensors of a model of this family."""

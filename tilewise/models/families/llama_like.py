@@ -1,6 +1,7 @@
 """Families that differ from Llama by a switch: biases, factors, rotations, activations.
 
-Seed-OSS, Granite 3, SmolLM3, Helium, ERNIE 4.5, Arcee, Ministral, HunYuan, Phi-3 and 4.
+Seed-OSS, Granite 3, HyperCLOVA X, SmolLM3, Helium, ERNIE 4.5, Arcee, Ministral, HunYuan, Phi-3 and
+4.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tilewise.models.config_fields import (
 )
 from tilewise.models.families.family import LLAMA_NAMES, Family
 from tilewise.models.hf_rope import read_rope
-from tilewise.models.layer_config import NormConfig
+from tilewise.models.layer_config import PRE_NORM, SANDWICH, NormConfig
 from tilewise.models.layer_fields import Sizes, layer_types, windows_of_types
 
 __all__ = ["FAMILIES", "FUSED_NAMES"]
@@ -55,6 +56,26 @@ def _granite(config: Json) -> dict[str, Any]:
         embedding_scale=number(config, "embedding_multiplier", 1.0),
         residual_scale=number(config, "residual_multiplier", 1.0),
         logit_scale=1 / positive(config, "logits_scaling", 1.0),
+    )
+
+
+def _hyperclovax(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config)
+    has_bias = flag(config, "attention_bias", False)
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        read_rope(config, sizes.head_dim, sizes.positions),
+        attention={
+            "softmax_scale": number(config, "attention_multiplier", sizes.head_dim**-0.5),
+            "qkv_bias": has_bias,
+            "o_bias": has_bias,
+        },
+        feed_forward=sizes.feed_forward(bias=flag(config, "mlp_bias", False)),
+        norms=SANDWICH if flag(config, "use_post_norm", True) else PRE_NORM,
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+        embedding_scale=number(config, "embedding_multiplier", 1.0),
+        residual_scale=number(config, "residual_multiplier", 1.0),
+        logit_scale=number(config, "logits_scaling", 1.0),  # a factor here, Granite's divides
     )
 
 
@@ -183,6 +204,9 @@ def _phi3(config: Json) -> dict[str, Any]:
 FUSED_NAMES = LLAMA_NAMES.but(
     {"attention.qkv_proj": "self_attn.qkv_proj", "mlp.gate_up_proj": "mlp.gate_up_proj"}
 )
+_HYPERCLOVAX_NAMES = LLAMA_NAMES.but(
+    {"attention_out_norm": "post_norm1", "mlp_out_norm": "post_norm2"}
+)
 _HUNYUAN_NAMES = LLAMA_NAMES.but(
     {"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"}
 )
@@ -190,6 +214,7 @@ _HUNYUAN_NAMES = LLAMA_NAMES.but(
 FAMILIES = (
     Family("SeedOssForCausalLM", "seed_oss", _seed_oss, LLAMA_NAMES, harmless="residual_dropout"),
     Family("GraniteForCausalLM", "granite", _granite, LLAMA_NAMES),
+    Family("HyperCLOVAXForCausalLM", "hyperclovax", _hyperclovax, _HYPERCLOVAX_NAMES),
     Family("SmolLM3ForCausalLM", "smollm3", _smollm3, LLAMA_NAMES, harmless="max_window_layers"),
     Family("HeliumForCausalLM", "helium", _helium, LLAMA_NAMES),
     Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie, LLAMA_NAMES),
