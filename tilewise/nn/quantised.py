@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.kernels.quantised_weight import QuantisedWeight
+from tilewise.ops import QuantisedWeight
 from tilewise.ops.quantised_linear import prepare
 
 __all__ = ["QuantisedEmbedding", "QuantisedLinear"]
