@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 
 from tests.kernels.compile_cases import Case, meta
 from tilewise.kernels.gluon.quantised import linear
-from tilewise.kernels.gluon.quantised.operands import E2M1, TABLE
-from tilewise.kernels.quantised_weight import QuantisedWeight
+from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.tiles.quantised_rows import QuantisedTile
 
 ARCHITECTURES = (80, 86, 90, 120)
@@ -29,7 +27,6 @@ def _weight(codes: torch.dtype, scales: torch.dtype, block: tuple[int, int], **m
         "minimums": grid,
         "outer": (-(-rows // outer[0]), -(-columns // outer[1])),
         "outer_minimums": (-(-rows // outer[0]), -(-columns // outer[1])),
-        "table": (16,),
     }
     tensors = {
         name: meta(*shapes[name], dtype=value)
@@ -44,31 +41,25 @@ def _weight(codes: torch.dtype, scales: torch.dtype, block: tuple[int, int], **m
 
 
 _K_QUANT = {"minimums": _BYTE, "outer": _HALF, "outer_minimums": _HALF, "outer_block": (1, 256)}
-# name -> weight, rows of x, tile, the kind of a table
+# name -> weight, rows of x, tile
 _CALLS = {
-    "int4-row": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (8, 2, 1, 8, True), None),
-    "int4-many": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 32, (32, 2, 4, 2), None),
-    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 4, (8, 2, 1, 8, True), None),
+    "int4-row": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (8, 2, 1, 8, True)),
+    "int4-many": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 32, (32, 2, 4, 2)),
+    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 4, (8, 2, 1, 8, True)),
     "mxfp4": (
-        _weight(_BYTE, torch.float8_e8m0fnu, (1, 32), table=_WIDE), 16, (16, 2, 2, 4), E2M1.value,
-    ),
-    "nf4": (_weight(_BYTE, _WIDE, (1, 64), table=_WIDE), 8, (8, 1, 1, 8), TABLE.value),
-    "int8": (_weight(torch.int8, torch.bfloat16, (1, _COLUMNS)), 8, (8, 2, 1, 8), None),
-    "fp8-blocks": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 16, (16, 2, 2, 4), None),
+        _weight(_BYTE, torch.float8_e8m0fnu, (1, 32), table=E2M1), 16, (16, 2, 2, 4)),
+    "nf4": (_weight(_BYTE, _WIDE, (1, 64), table=tuple(map(float, range(16)))), 8, (8, 1, 1, 8)),
+    "int8": (_weight(torch.int8, torch.bfloat16, (1, _COLUMNS)), 8, (8, 2, 1, 8)),
+    "fp8-blocks": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 16, (16, 2, 2, 4)),
 }  # fmt: skip
 _QUICK = (("int4-row", 80), ("k-quant", 90))
 
 
 def launch(name: str, dtype: torch.dtype) -> None:
     """Call the launcher of a product."""
-    weight, rows, tile, table = _CALLS[name]
+    weight, rows, tile = _CALLS[name]
     x = meta(rows, _COLUMNS, dtype=dtype)
-    given = None if table is None else (table, meta(8, dtype=torch.int32))
-    if given is None:
-        linear.launch(x, weight, None, tile=QuantisedTile(*tile))
-    else:
-        with mock.patch.object(linear, "_kind", return_value=given):
-            linear.launch(x, weight, None, tile=QuantisedTile(*tile))
+    linear.launch(x, weight, None, tile=QuantisedTile(*tile))
 
 
 def cases() -> Iterator[Case]:

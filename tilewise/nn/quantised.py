@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.ops import QuantisedWeight
-from tilewise.ops.quantised_linear import prepare
 
 __all__ = ["QuantisedEmbedding", "QuantisedLinear"]
 
@@ -69,8 +68,6 @@ class QuantisedLinear(nn.Module):
             self.parts = tuple(part.to(device) for part in self.parts)
         if isinstance(self.bias, Tensor):
             self.dtype = self.bias.dtype
-        for part in self.parts:
-            prepare(part, self.dtype)
         return self
 
     def extra_repr(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 
-__all__ = ["prepare", "quantised_linear", "spec_of"]
+__all__ = ["quantised_linear", "spec_of"]
 
 
 def quantised_linear(
@@ -79,15 +81,6 @@ def quantised_linear(
     return y
 
 
-def prepare(weight: QuantisedWeight, dtype: torch.dtype) -> None:
-    """Let products of rows of a dtype with a weight be captured in a CUDA graph.
-
-    What a kernel has to know of the weight's values (its table) is read from the device now.
-    """
-    if weight.device.type == "cuda" and torch.version.hip is None:
-        dispatch.kernel_module("quantised_linear", "gluon").prepare(weight, dtype)
-
-
 def spec_of(
     x: Tensor, weight: QuantisedWeight, *, batch_invariant: bool = False
 ) -> QuantisedLinearSpec:
@@ -118,7 +111,7 @@ def _kernel(
     scales: Tensor,
     rows: int,
     columns: int,
-    table: Tensor | None,
+    table: Sequence[float] | None,
     zeros: Tensor | None,
     minimums: Tensor | None,
     outer: Tensor | None,
@@ -132,8 +125,8 @@ def _kernel(
     backend: str | None,
 ) -> Tensor:
     weight = QuantisedWeight(
-        codes, scales, (rows, columns), table, zeros, minimums, outer, outer_minimums,
-        (outer_rows, outer_columns), permutation, getattr(torch, computed),
+        codes, scales, (rows, columns), None if table is None else tuple(table), zeros, minimums,
+        outer, outer_minimums, (outer_rows, outer_columns), permutation, getattr(torch, computed),
     )  # fmt: skip
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     spec = spec_of(flat, weight, batch_invariant=batch_invariant)
@@ -150,7 +143,7 @@ def _fake(x: Tensor, codes: Tensor, *_: object) -> Tensor:
 
 register(
     "quantised_linear(Tensor x, Tensor codes, Tensor scales, int rows, int columns, "
-    "Tensor? table, Tensor? zeros, Tensor? minimums, Tensor? outer, Tensor? outer_minimums, "
+    "float[]? table, Tensor? zeros, Tensor? minimums, Tensor? outer, Tensor? outer_minimums, "
     "int outer_rows, int outer_columns, Tensor? permutation, str computed, Tensor? bias, "
     "bool batch_invariant, str? backend) -> Tensor",
     _kernel,

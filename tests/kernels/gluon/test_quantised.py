@@ -12,14 +12,12 @@ pytest.importorskip("triton")
 
 from tests.kernels.test_quantised_weight import random_weight
 from tilewise.kernels.gluon.quantised import linear
-from tilewise.kernels.quantised_weight import QuantisedWeight
+from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles.quantised_rows import QuantisedTile
 from tilewise.ops.quantised_linear import spec_of
 from tilewise.testing import assert_within_budget
 from tools.gluon_emulator import emulated
-
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def make_weight(kind: str, rows: int, columns: int) -> QuantisedWeight:
@@ -33,7 +31,6 @@ def make_weight(kind: str, rows: int, columns: int) -> QuantisedWeight:
     def scales(group: int) -> Tensor:
         return torch.rand(rows, -(-columns // group)) + 0.5
 
-    fp4 = torch.cat((_E2M1, -_E2M1))
     weights = {
         "int4": lambda: QuantisedWeight(packed, scales(32).half(), (1, 32), zeros=integers(32, 16)),
         "float_zeros": lambda: QuantisedWeight(
@@ -47,10 +44,10 @@ def make_weight(kind: str, rows: int, columns: int) -> QuantisedWeight:
             outer_block=(1, columns // 2),
         ),
         "mxfp4": lambda: QuantisedWeight(
-            packed, integers(32, 9).add(120).view(torch.float8_e8m0fnu), (1, 32), table=fp4
+            packed, integers(32, 9).add(120).view(torch.float8_e8m0fnu), (1, 32), table=E2M1
         ),
         "table": lambda: QuantisedWeight(
-            packed, scales(64), (1, 64), table=torch.randn(16).bfloat16().float()
+            packed, scales(64), (1, 64), table=tuple(torch.randn(16).bfloat16().tolist())
         ),
         "int8": lambda: QuantisedWeight(
             torch.arange(rows * columns).view(rows, columns).to(torch.int8), scales(columns),

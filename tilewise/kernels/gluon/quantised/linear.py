@@ -3,6 +3,7 @@ launch."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -11,23 +12,22 @@ from torch import Tensor
 from tilewise.kernels import device, early
 from tilewise.kernels.gluon.quantised import rows as kernel
 from tilewise.kernels.gluon.quantised.operands import (
-    E2M1,
     E4M3,
     E5M2,
+    FP4,
     INT4,
     INT8,
     MAGIC_WORDS,
     TABLE,
 )  # fmt: skip
 from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
-from tilewise.kernels.host.lasting import lasting
 from tilewise.kernels.host.launch import launch as start
-from tilewise.kernels.quantised_weight import QuantisedWeight
+from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles import quantised_rows as tiles
 from tilewise.kernels.tiles.quantised_rows import QuantisedTile
 
-__all__ = ["launch", "prepare", "why_not"]
+__all__ = ["launch", "why_not"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _OLDEST = 80  # mma.sync of bfloat16
@@ -42,7 +42,7 @@ _SCALES = {
     torch.uint8: kernel.UINT8.value,
     torch.int8: kernel.SINT8.value,
 }
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_WORDS = 8
 
 
 def why_not(spec: QuantisedLinearSpec) -> str | None:
@@ -97,7 +97,7 @@ def launch(
         x = x.index_select(1, weight.permutation)
     if tile is None:
         tile = tiles.tile_of(outputs, channels, rows, batch_invariant=batch_invariant)
-    kind, table = _kind(weight, x.dtype)
+    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
     minimum = -1 if weight.minimums is None else _scale_kind(weight.minimums)
     step = step_of(weight.block, channels, weight.bits)
     shape = Shape(
@@ -113,7 +113,7 @@ def launch(
         quantised_rows_kernel,
         (-(-outputs // (16 * tile.tiles * tile.warps_n)), -(-rows // tile.rows)),
         x, words, _raw(weight.scales), _raw(weight.zeros, y), _raw(weight.minimums, y),
-        _raw(weight.outer, y), _raw(weight.outer_minimums, y), y if table is None else table,
+        _raw(weight.outer, y), _raw(weight.outer_minimums, y), *table,
         y if bias is None else bias, y,
         MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"], rows, outputs, channels,
         words.shape[1], x.stride(0),
@@ -141,33 +141,17 @@ def _scale_kind(scales: Tensor) -> int:
     return _SCALES.get(scales.dtype, kernel.FLOAT.value)
 
 
-_tables: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor | None]] = {}
-
-
-def _kind(weight: QuantisedWeight, dtype: torch.dtype) -> tuple[int, Tensor | None]:
-    """Return the kind of the codes, and a general table as words of bytes, see `operands`."""
-    if weight.bits == 8:
-        return _CODES[weight.codes.dtype], None
-    table = weight.table
+@functools.cache
+def _kind(
+    codes: torch.dtype, table: tuple[float, ...] | None, dtype: torch.dtype
+) -> tuple[int, tuple[int, ...]]:
+    """Return the kind of codes, and a general table as eight words of bytes, see `operands`."""
+    if codes != torch.uint8:
+        return _CODES[codes], (0,) * _WORDS
     if table is None:
-        return INT4.value, None
-    key = (table.data_ptr(), dtype)
-    found = _tables.get(key)
-    if found is None or found[0] is not table:
-        found = _tables[key] = (table, *_looked_up(table, dtype))
-    return found[1], found[2]
-
-
-def prepare(weight: QuantisedWeight, dtype: torch.dtype) -> None:
-    """Read a table's values now: a CUDA graph that captures a product cannot wait for them."""
-    if weight.table is not None and dtype in _DTYPES:
-        _kind(weight, dtype)
-
-
-def _looked_up(table: Tensor, dtype: torch.dtype) -> tuple[int, Tensor | None]:
-    values = table.tolist()
-    if values == [*_E2M1, *(-x for x in _E2M1)]:
-        return E2M1.value, None
-    narrow = table.cpu().to(dtype).view(torch.uint8).view(2, 8, 2)  # half, entry, byte
+        return INT4.value, (0,) * _WORDS
+    if table == E2M1:
+        return FP4.value, (0,) * _WORDS
+    narrow = torch.tensor(table).to(dtype).view(torch.uint8).view(2, 8, 2)  # half, entry, byte
     words = narrow.transpose(1, 2).contiguous().view(-1).view(torch.int32)
-    return TABLE.value, lasting(lambda: words.to(table.device), table.device)
+    return TABLE.value, tuple(words.tolist())

@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-INT4, E2M1, TABLE, INT8, E4M3, E5M2 = (gl.constexpr(i) for i in range(6))
+INT4, FP4, TABLE, INT8, E4M3, E5M2 = (gl.constexpr(i) for i in range(6))
 
 # A word of 8 codes -> 4 registers of two 16-bit numbers: codes i and i + 4.
 _SPLIT = "mov.b32 a, $4; shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; "
@@ -110,8 +110,8 @@ _TABLE = (
 _ASM = {
     (INT4.value, "bf16"): _INTEGERS,
     (INT4.value, "fp16"): _INTEGERS,
-    (E2M1.value, "bf16"): _e2m1(6, 0x7E80, "fma.rn.bf16x2"),  # 2 ** 126
-    (E2M1.value, "fp16"): _e2m1(9, 0x7400, "fma.rn.f16x2"),  # 2 ** 14
+    (FP4.value, "bf16"): _e2m1(6, 0x7E80, "fma.rn.bf16x2"),  # 2 ** 126
+    (FP4.value, "fp16"): _e2m1(9, 0x7400, "fma.rn.f16x2"),  # 2 ** 14
     (TABLE.value, "bf16"): _TABLE,
     (TABLE.value, "fp16"): _TABLE,
     (INT8.value, "bf16"): _INT8_BF16,
@@ -135,7 +135,7 @@ def magic(kind, dtype):
 @gluon.constexpr_function
 def bits_of(kind):
     """Return the bits of a code."""
-    return 4 if kind in (INT4.value, E2M1.value, TABLE.value) else 8
+    return 4 if kind in (INT4.value, FP4.value, TABLE.value) else 8
 
 
 @gluon.constexpr_function
@@ -203,7 +203,7 @@ def words_operand(
 ):
     """Return the left operand (warps, outputs, channels) of words (warps, outputs, n) of codes.
 
-    table: eight words as `_TABLE` has them, or 0.
+    table: eight words as `_TABLE` has them.
     """
     WARPS: gl.constexpr = words.shape[0]
     WIDE: gl.constexpr = 16 * WARPS_N

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from tilewise.kernels import early
 from tilewise.kernels.gluon.quantised.operands import (
-    TABLE,
     bits_of,
     codes_layout,
     inputs_layout,
@@ -261,9 +260,25 @@ def _stored(acc, y, bias, first, first_row, rows, outputs, shape: gl.constexpr):
     gl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["magic_word", "rows", "block_rows", "outer_rows"])
+@gluon.jit(
+    do_not_specialize=[
+        "table0",
+        "table1",
+        "table2",
+        "table3",
+        "table4",
+        "table5",
+        "table6",
+        "table7",
+        "magic_word",
+        "rows",
+        "block_rows",
+        "outer_rows",
+    ]
+)
 def quantised_rows_kernel(
-    x, words, scales, zeros, minimums, outer, outer_minimums, table, bias, y, magic_word, rows,
+    x, words, scales, zeros, minimums, outer, outer_minimums, table0, table1, table2, table3,
+    table4, table5, table6, table7, bias, y, magic_word, rows,
     outputs, channels, per_row, stride_x, grid, outer_grid, block_rows, outer_rows,
     shape: gl.constexpr,
 ):  # fmt: skip
@@ -312,12 +327,7 @@ def quantised_rows_kernel(
     bases = _bases(first, output, outputs, grid, outer_grid, block_rows, outer_rows, shape)
     tensors = (scales, zeros, minimums, outer, outer_minimums)
     ones = gl.full([W, WIDE, S], 1.0, DTYPE, gl.DotOperandLayout(0, MMA, 2))
-    looked_up = 0
-    if shape.kind == TABLE:
-        looked_up = (
-            gl.load(table), gl.load(table + 1), gl.load(table + 2), gl.load(table + 3),
-            gl.load(table + 4), gl.load(table + 5), gl.load(table + 6), gl.load(table + 7),
-        )  # fmt: skip
+    looked_up = (table0, table1, table2, table3, table4, table5, table6, table7)
     zero = gl.zeros([W, WIDE, T], gl.float32, MMA)
     accs = (zero, zero, zero, zero)
     constants = (looked_up, magic_word)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.host.launch import launch as start
-from tilewise.kernels.quantised_weight import QuantisedWeight
+from tilewise.kernels.quantised_weight import E2M1, NIBBLES, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.triton.quantised import values
 from tilewise.kernels.triton.quantised.values import values_kernel
@@ -79,12 +79,12 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
         (-(-(end - first) // _TILE_N), -(-columns // _TILE_K)),
         _raw(weight.codes, w), _raw(weight.scales, w), _raw(weight.zeros, w),
         _raw(weight.minimums, w), _raw(weight.outer, w), _raw(weight.outer_minimums, w),
-        _raw(weight.table, w), w, first, end - first, columns, weight.scales.shape[1],
+        weight.table or (0.0,) * NIBBLES, w, first, end - first, columns, weight.scales.shape[1],
         1 if outer is None else outer.shape[1], weight.block[0], weight.outer_block[0],
         BLOCK=blocks[0], OUTER_BLOCK=blocks[1],
         GROUP=math.gcd(_TILE_K, *blocks), BITS=weight.bits, CODES=_kind(weight.codes),
         SCALES=_kind(weight.scales), MINIMUMS=_kind(weight.minimums),
-        HAS_TABLE=weight.table is not None,
+        HAS_TABLE=weight.table is not None, IS_E2M1=weight.table == E2M1,
         HAS_ZEROS=weight.zeros is not None, HAS_MINIMUMS=weight.minimums is not None,
         HAS_OUTER=weight.outer is not None,
         HAS_OUTER_MINIMUMS=weight.outer_minimums is not None,

@@ -35,6 +35,23 @@ def _wide(raw, KIND: tl.constexpr):
 
 
 @triton.jit
+def _e2m1(code):
+    """Return the floats that codes of 4 bits are: see `_both_nibbles` of the experts."""
+    bits = code.to(tl.int32)
+    bits = ((bits & 7) << 22) | ((bits & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+
+
+@triton.jit
+def _looked_up(code, table):
+    """Return the numbers of a table of 16, a tuple, that codes choose."""
+    value = tl.zeros(code.shape, tl.float32)
+    for i in tl.static_range(16):
+        value = tl.where(code == i, table[i], value)
+    return value
+
+
+@triton.jit
 def _rounded(x, COMPUTED: tl.constexpr):
     """Return float32 numbers rounded to the dtype in which the format computes."""
     if tl.float32 == COMPUTED:
@@ -45,11 +62,11 @@ def _rounded(x, COMPUTED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_row", "rows"])
 def values_kernel(
-    codes_ptr, scales_ptr, zeros_ptr, minimums_ptr, outer_ptr, outer_minimums_ptr, table_ptr, w_ptr,
+    codes_ptr, scales_ptr, zeros_ptr, minimums_ptr, outer_ptr, outer_minimums_ptr, table, w_ptr,
     first_row, rows, columns, grid, outer_grid, block_rows, outer_rows,
     BLOCK: tl.constexpr, OUTER_BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     CODES: tl.constexpr, SCALES: tl.constexpr, MINIMUMS: tl.constexpr, HAS_TABLE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr, HAS_OUTER: tl.constexpr,
+    IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr, HAS_OUTER: tl.constexpr,
     HAS_OUTER_MINIMUMS: tl.constexpr, COMPUTED: tl.constexpr, TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -66,9 +83,10 @@ def values_kernel(
         byte = tl.program_id(1) * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
         held = is_row & (byte < columns // 2)[None, :]
         packed = tl.load(codes_ptr + row * (columns // 2) + byte[None, :], mask=held, other=0)
-        if HAS_TABLE:
-            low = tl.load(table_ptr + (packed & 15).to(tl.int32))
-            high = tl.load(table_ptr + (packed >> 4).to(tl.int32))
+        if IS_E2M1:
+            low, high = _e2m1(packed & 15), _e2m1(packed >> 4)
+        elif HAS_TABLE:
+            low, high = _looked_up(packed & 15, table), _looked_up(packed >> 4, table)
         else:
             low = (packed & 15).to(tl.float32)
             high = (packed >> 4).to(tl.float32)
