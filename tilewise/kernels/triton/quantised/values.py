@@ -66,9 +66,9 @@ def values_kernel(
     first_row, rows, columns, grid, outer_grid, block_rows, outer_rows,
     BLOCK: tl.constexpr, OUTER_BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     CODES: tl.constexpr, SCALES: tl.constexpr, MINIMUMS: tl.constexpr, HAS_TABLE: tl.constexpr,
-    IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr, HAS_OUTER: tl.constexpr,
-    HAS_OUTER_MINIMUMS: tl.constexpr, COMPUTED: tl.constexpr, TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
+    IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr,
+    HAS_OUTER: tl.constexpr, HAS_OUTER_MINIMUMS: tl.constexpr, COMPUTED: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Write W (rows, columns) of the rows from first_row on.
 
