@@ -29,8 +29,8 @@ def not_a_checkpoint(given: str | Path) -> str:
     if path.is_dir():
         return f"checkpoint must hold config.json, got none in {name!r}: {_inside(path)}"
     return (
-        f"checkpoint must be a folder, a GGUF file, a name on the hub or {PACKAGED!r}, got {name!r}: "
-        f"{_instead(name, path)}"
+        f"checkpoint must be a folder, a GGUF file, a name on the hub or {PACKAGED!r}, "
+        f"got {name!r}: {_instead(name, path)}"
     )
 
 

@@ -287,7 +287,7 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
     gguf = gguf_in(directory)
     if gguf is not None and not any((directory / name).is_file() for name in (_SINGLE, _INDEX)):
         held = GgufCheckpoint(gguf)
-        return {name: (gguf, held) for name in held.names()}
+        return dict.fromkeys(held.names(), (gguf, held))
     for file in _files(directory):
         try:
             reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))

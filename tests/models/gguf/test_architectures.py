@@ -12,9 +12,7 @@ from torch import Tensor
 
 from tests.models import test_families, test_mixtures, tiny
 from tests.models.gguf.writer import Raw, encoded, llama_pairs, write
-from tilewise.errors import CheckpointError
 from tilewise.models import load_model
-from tilewise.models.hub import checkpoint_folder
 
 # Hugging Face's names within a layer, and llama.cpp's.
 _LAYER = {
@@ -84,9 +82,7 @@ _PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "olmo")
 _SHARED = ("mlp.shared_expert.", "mlp.shared_experts.")
 
 
-def _stacked(
-    arch: str, place: str, parts: dict[str, Any], tensors: dict[str, Tensor]
-) -> None:
+def _stacked(arch: str, place: str, parts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Add the stacks of experts."""
     for kind, name in (("gate", "ffn_gate_exps"), ("up", "ffn_up_exps"), ("down", "ffn_down_exps")):
         tensors[f"{place}.{name}.weight"] = torch.stack([x for _, x in sorted(parts[kind].items())])
@@ -98,7 +94,7 @@ def converted(arch: str, state: dict[str, Tensor], config: Any) -> dict[str, Raw
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     own = {**_LAYER, **_OWN.get(arch, {})}
     for name, value in state.items():
-        if "rotary_emb" in name or name.endswith(("attn.bias", "masked_bias")):
+        if "rotary_emb" in name or name.endswith((".attn.bias", "masked_bias")):
             continue
         module, _, kind = name.rpartition(".")
         if module in _OUTER:
@@ -340,7 +336,9 @@ CASES: dict[str, tuple[Any, str, str, dict[str, Any], Any]] = {
         lambda c: {"logit_scale": c.logit_scale},
     ),
     "cohere2": (
-        _F, "cohere2", "cohere2", {"attention_bias": False},
+        _F, "cohere2", "cohere2",
+        {"attention_bias": False, "num_hidden_layers": 5,
+         "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"]},
         lambda c: {**_window(c), "logit_scale": c.logit_scale},
     ),
     "starcoder2": (_F, "starcoder2", "starcoder2", {"sliding_window": None}, None),
@@ -359,17 +357,7 @@ CASES: dict[str, tuple[Any, str, str, dict[str, Any], Any]] = {
 def made(module: Any, case: str, changes: dict[str, Any]) -> Any:
     """Return the other test's model with a changed configuration."""
     if module is tiny:
-        cases = {**tiny.CASES, **{f"gpt2{k and '_' + k}": v for k, v in tiny.GPT2_CASES.items()}}
-        kind, model, fields = cases[case]
-        shape = dict(tiny._GPT2_SHAPE if case.startswith("gpt2") else tiny._SHAPE)
-        config = kind(**shape | fields | changes, attn_implementation="eager")
-        with torch.random.fork_rng([]):
-            torch.manual_seed(7)
-            theirs = model(config).eval()
-            with torch.no_grad():
-                for parameter in theirs.parameters():
-                    parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))
-        return theirs
+        return tiny.make_hf(case, **changes)
     name, fields = module.CASES[case]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(module.CASES, case, (name, fields | changes))

@@ -12,7 +12,7 @@ from tilewise.models.gguf.config import Fields
 from tilewise.models.gguf.file import GgufFile, TensorInfo, read_gguf
 from tilewise.models.gguf.names import Source, sources_of
 from tilewise.models.gguf.types import repack
-from tilewise.ops.quantised_weight import QuantisedWeight
+from tilewise.ops import QuantisedWeight
 
 __all__ = ["GgufCheckpoint"]
 
@@ -84,7 +84,9 @@ class GgufCheckpoint:
         """Return a tensor as something to cut rows and columns from."""
         return _Slice(self, name)
 
-    def _rows(self, source: Source, rows: tuple[int, int] | Tensor | None) -> Tensor | QuantisedWeight:
+    def _rows(
+        self, source: Source, rows: tuple[int, int] | Tensor | None
+    ) -> Tensor | QuantisedWeight:
         infos = [self.file.tensors[name] for name in source.tensors]
         datas = [_lines(info, source) for info in infos]
         if len({info.type.name for info in infos}) == 1:
@@ -93,9 +95,7 @@ class GgufCheckpoint:
         wide = []
         for info, data in zip(infos, datas, strict=True):
             found = repack(data, info.type)
-            wide.append(
-                found.dequantise() if isinstance(found, QuantisedWeight) else found.float()
-            )
+            wide.append(found.dequantise() if isinstance(found, QuantisedWeight) else found.float())
         return _taken(torch.cat(wide), rows)
 
     def _latent(self, source: Source) -> Tensor:

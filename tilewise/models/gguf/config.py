@@ -45,7 +45,8 @@ class Fields:
         if isinstance(value, np.ndarray):
             if not value.size or (value != value[0]).any():
                 raise UnknownModelError(
-                    f"{self.name}.{name} must be the same for all layers, got {shown(value.tolist())}"
+                    f"{self.name}.{name} must be the same for all layers, "
+                    f"got {shown(value.tolist())}"
                 )
             value = value[0].item()
         if isinstance(value, float) and not math.isfinite(value):
@@ -127,7 +128,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         raise CheckpointError("GGUF file must hold tensor token_embd.weight of 2 dims, got none")
     config = ARCHITECTURES[fields.name](fields)
     ids = {
-        name: file.metadata.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")
+        name: file.metadata.get(f"tokenizer.ggml.{name}")
+        for name in ("bos_token_id", "eos_token_id")
     }
     return {
         "vocab_size": embedding.shape[0],
@@ -141,7 +143,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 def _dtype(file: GgufFile) -> str:
     """Return the dtype to compute in: that of float weights, else bfloat16."""
     names = {
-        info.type.name for name, info in file.tensors.items() if len(info.shape) > 1 and "norm" not in name
+        info.type.name
+        for name, info in file.tensors.items()
+        if len(info.shape) > 1 and "norm" not in name
     }
     if names <= {"F32"}:
         return "float32"
@@ -181,7 +185,9 @@ def _rope(fields: Fields, **more: Any) -> dict[str, Any]:
     if kind == "linear" and factor not in (None, 0, 1):
         # The context length is that of the scaled model.
         rope |= {"rope_type": "linear", "factor": factor}
-        rope["original_max_position_embeddings"] = max(int(fields.count("context_length") / factor), 1)
+        rope["original_max_position_embeddings"] = max(
+            int(fields.count("context_length") / factor), 1
+        )
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor}
         rope["original_max_position_embeddings"] = original
@@ -245,7 +251,10 @@ def _llama(fields: Fields) -> dict[str, Any]:
 
 
 def _active(fields: Fields, name: str = "num_experts") -> dict[str, Any]:
-    return {name: fields.count("expert_count"), "num_experts_per_tok": fields.count("expert_used_count")}
+    return {
+        name: fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+    }
 
 
 def _plain(architecture: str, **more: Any) -> Callable[[Fields], dict[str, Any]]:

@@ -1,8 +1,8 @@
 """A GGUF file: its metadata, and where its tensors lie.
 
-A file is hostile until it is read: every count, length, product and offset is a Python integer, which
-has no bound, and is compared with the bytes that are left before anything is allocated. Source: the
-GGUF specification of ggml, versions 2 and 3.
+Any file may be hostile: every count, length, product and offset is a Python integer, which has no
+bound, and is compared with the bytes that are left before anything is allocated. Source: the GGUF
+specification of ggml, versions 2 and 3.
 """
 
 from __future__ import annotations
@@ -251,7 +251,9 @@ class _Head:
         if kind == _ARRAY:
             return self._array(key)
         if kind not in _NUMBERS:
-            raise CheckpointError(f"{shown(key)} of {self._name} must be of a type to 12, got {kind}")
+            raise CheckpointError(
+                f"{shown(key)} of {self._name} must be of a type to 12, got {kind}"
+            )
         value = self._numbers(kind, 1, key)[0]
         if kind == _BOOL:
             return self._flags(value[None], key)[0]
@@ -266,13 +268,17 @@ class _Head:
             self._need(length, 8, key)
             return [self._text(key) for _ in range(length)]
         if kind not in _NUMBERS:
-            raise CheckpointError(f"{shown(key)} of {self._name} must be of a type to 12, got {kind}")
+            raise CheckpointError(
+                f"{shown(key)} of {self._name} must be of a type to 12, got {kind}"
+            )
         values = self._numbers(kind, length, key)
         return self._flags(values, key) if kind == _BOOL else values
 
     def _flags(self, values: np.ndarray[Any, Any], key: str) -> list[bool]:
         if values.size and values.max() > 1:
-            raise CheckpointError(f"{shown(key)} of {self._name} must be 0 or 1, got {values.max()}")
+            raise CheckpointError(
+                f"{shown(key)} of {self._name} must be 0 or 1, got {values.max()}"
+            )
         return [bool(value) for value in values]
 
     def _numbers(self, kind: int, length: int, key: str) -> np.ndarray[Any, Any]:
@@ -310,5 +316,3 @@ class _Head:
         raw = self._data[self._at : self._at + length]
         self._at += length
         return raw
-
-

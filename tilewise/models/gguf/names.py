@@ -1,7 +1,8 @@
 """Which tensors of a GGUF file a tensor of Hugging Face's is made of.
 
 llama.cpp renames tensors, stacks those of experts, reorders the rows of q and k where it pairs
-neighbouring channels in rotations, adds 1 to norms that are excesses over 1, and transposes GPT-2's.
+neighbouring channels in rotations, adds 1 to norms that are excesses over 1, and transposes those
+of GPT-2.
 Source: convert_hf_to_gguf.py and gguf-py's tensor_mapping.py.
 """
 
@@ -122,14 +123,10 @@ _OWN: dict[str, dict[str, str]] = {
     },
     "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router.layer"},
     "minimax-m2": _BLOCK_SPARSE,
-    "qwen2moe": {
-        f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")
-    },
+    "qwen2moe": {f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
 }
 # Whose rows of q and k llama.cpp reorders into pairs.
-_PAIRED = frozenset(
-    ("llama", "mistral", "granite", "granitemoe", "smollm3", "arcee", "olmo")
-)
+_PAIRED = frozenset(("llama", "mistral", "granite", "granitemoe", "smollm3", "arcee", "olmo"))
 _EXCESS = frozenset(("gemma", "gemma2", "gemma3", "nemotron"))
 # Tables of factors, which the configuration says.
 _TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

@@ -106,7 +106,9 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
         begins = kind == "llama" or _pre(metadata) in (*_WHOLE_FIRST[:4], "tekken")
     ends = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     _put_around(
-        library, named.get("bos_token") if begins else None, named.get("eos_token") if ends else None
+        library,
+        named.get("bos_token") if begins else None,
+        named.get("eos_token") if ends else None,
     )
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     config["clean_up_tokenization_spaces"] = False
@@ -120,7 +122,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the tokens that end an answer: those that the file names, and known texts."""
+    """Return the ids of the tokens that end an answer: those that the file names, known texts."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [metadata.get(f"tokenizer.ggml.{name}") for name in names]
@@ -215,9 +217,12 @@ def _pieces(
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+    if not isinstance(scores, np.ndarray):
+        scores = None
+    if scores is None or len(scores) != len(tokens):
         raise CheckpointError(
-            f"tokenizer.ggml.scores must have {len(tokens)} numbers, got {shown(type(scores).__name__)}"
+            f"tokenizer.ggml.scores must have {len(tokens)} numbers, got "
+            f"{'others' if scores is None else len(scores)}"
         )
     unknown = _token(metadata, tokens, "unknown_token_id")
     if unknown is None:
@@ -239,9 +244,7 @@ def _pieces(
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
-    library.decoder = decoders.Sequence(
-        [*back, decoders.Strip(" ", 1, 0)] if begins else back
-    )
+    library.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if begins else back)
     return library
 
 

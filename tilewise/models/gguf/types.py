@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilewise.ops.quantised_weight import QuantisedWeight
+from tilewise.ops import QuantisedWeight
 
 __all__ = ["TYPES", "GgufType", "repack"]
 
 _WIDE = 256  # numbers of a super-block, which has one factor for its scales
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# e2m1; ggml has no negative zero
-_MXFP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+_IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,
+        1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)  # fmt: skip
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4 = (*_E2M1, *(0.0 - x for x in _E2M1))  # ggml has no negative zero
 _AT_ONCE = 1 << 25  # bytes repacked at a time
 
 Unpack = Callable[[Tensor], QuantisedWeight]
@@ -98,16 +99,12 @@ def _signed(codes: Tensor, offset: int) -> Tensor:
     return codes.flatten(1).view(torch.int8) - offset
 
 
-def _table(values: tuple[float, ...]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
-
-
-def _plain(codes: Tensor, d: Tensor, table: Tensor | None = None) -> QuantisedWeight:
+def _plain(codes: Tensor, d: Tensor, table: tuple[float, ...] | None = None) -> QuantisedWeight:
     return QuantisedWeight(codes, d, (1, 32), table=table)
 
 
 def _two_levels(
-    codes: Tensor, scales: Tensor, d: Tensor, table: Tensor | None = None
+    codes: Tensor, scales: Tensor, d: Tensor, table: tuple[float, ...] | None = None
 ) -> QuantisedWeight:
     """Return a weight whose integer scales, (N, blocks, groups), have a factor for each block."""
     group = _WIDE // scales.shape[-1]
@@ -117,7 +114,7 @@ def _two_levels(
 
 
 def _q4_0(b: Tensor) -> QuantisedWeight:
-    table = _table(tuple(range(-8, 8)))
+    table = tuple(map(float, range(-8, 8)))
     return _plain(_narrow(_nibbles(b[..., 2:])), _half(b, 0), table)
 
 
@@ -157,7 +154,7 @@ def _q3_k(b: Tensor) -> QuantisedWeight:
     codes = _shifted(b[..., 32:96], 2, 3, 32) | (high << 2)  # of 0 to 7, for -4 to 3
     low, top = b[..., 96:104], b[..., 104:108]
     six = torch.cat((low & 15, low >> 4), -1) | (_shifted(top, 2, 3, 4) << 4)
-    table = _table((*range(-4, 4), *(0,) * 8))
+    table = (*map(float, range(-4, 4)), *(0.0,) * 8)
     return _two_levels(_narrow(codes), six.view(torch.int8) - 32, _half(b, 108), table)
 
 
@@ -190,7 +187,7 @@ def _q6_k(b: Tensor) -> QuantisedWeight:
 
 
 def _iq4_nl(b: Tensor) -> QuantisedWeight:
-    return _plain(_narrow(_nibbles(b[..., 2:])), _half(b, 0), _table(_IQ4))
+    return _plain(_narrow(_nibbles(b[..., 2:])), _half(b, 0), _IQ4)
 
 
 def _iq4_xs(b: Tensor) -> QuantisedWeight:
@@ -199,12 +196,12 @@ def _iq4_xs(b: Tensor) -> QuantisedWeight:
     four = torch.stack((low & 15, low >> 4), -1).flatten(-2)
     scales = (four | (top << 4)).view(torch.int8) - 32
     codes = _narrow(_shifted(b[..., 8:], 4, 15, 16))
-    return _two_levels(codes, scales, _half(b, 0), _table(_IQ4))
+    return _two_levels(codes, scales, _half(b, 0), _IQ4)
 
 
 def _mxfp4(b: Tensor) -> QuantisedWeight:
     scales = b[..., 0].contiguous().view(torch.float8_e8m0fnu)
-    return _plain(_narrow(_nibbles(b[..., 1:])), scales, _table(_MXFP4))
+    return _plain(_narrow(_nibbles(b[..., 1:])), scales, _MXFP4)
 
 
 TYPES: dict[int, GgufType | str] = {
