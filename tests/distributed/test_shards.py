@@ -15,7 +15,13 @@ from tests.models.test_gpt_oss import save_mxfp4
 from tests.models.tiny import make_hf, save_hf
 from tilewise.distributed import shards
 from tilewise.distributed.shard_group import ShardGroup
-from tilewise.distributed.shards import head_of, load_shard, shard_config, vocabulary_rows
+from tilewise.distributed.shards import (
+    check_shards,
+    head_of,
+    load_shard,
+    shard_config,
+    vocabulary_rows,
+)
 from tilewise.errors import CheckpointError
 from tilewise.models import load_model
 from tilewise.models.config import read_config
@@ -186,7 +192,9 @@ def test_small_sums_are_symmetric_memorys_on_all_ranks_or_on_none(refusals):
         assert found[1][0] == "rank 0 cannot"
 
 
-@pytest.mark.parametrize("case", ["gpt_neox", "falcon_groups", "phi3", "cohere2"])
+@pytest.mark.parametrize(
+    "case", ["gpt_neox", "falcon_groups", "phi3", "cohere2", "llama4", "ministral3"]
+)
 def test_fused_tensors_and_parallel_blocks_are_cut_at_their_heads(case, tmp_path):
     make(case).save_pretrained(tmp_path)
     whole = load_model(tmp_path, dtype="float64")
@@ -254,3 +262,10 @@ def test_plain_experts_of_gpt_oss_are_cut_anywhere_or_refused(tmp_path):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match="intermediate_size of experts 40, got 3"):
         shard_config(read_config(path), 3)
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma4_experts"])
+def test_layers_with_more_than_two_blocks_are_refused(case, tmp_path):
+    make(case).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="must be 1 for layers that share keys, or have a scale"):
+        check_shards(read_config(tmp_path), 2)

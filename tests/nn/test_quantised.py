@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ops.test_quantised_weight import _random as random_weight
+from tests.kernels.test_quantised_weight import random_weight
 from tilewise import ops
 from tilewise.nn.quantised import QuantisedEmbedding, QuantisedLinear
 

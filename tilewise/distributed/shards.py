@@ -62,16 +62,22 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
 
     Raises:
         ValueError: it does not divide the heads or the intermediate size, or neither divides nor is
-            a multiple of the key heads; or q and k have a norm over all heads that is no `RMSNorm`.
+            a multiple of the key heads; q and k have a norm over all heads that is no
+            `RMSNorm`; or a layer shares keys, or has a scale, inputs or a second block.
     """
     if num_shards == 1:
         return
+    if any(_is_of_its_own(layer) for layer in config.layers):
+        raise ValueError(
+            "tensor_parallel_size must be 1 for layers that share keys, or have a scale, inputs or "
+            f"a second block of their own, got {num_shards}"
+        )
     norms = [a.qk_norm for a in config.attentions if a.qk_norm_over == "heads"]
     for norm in norms:
-        if norm is not None and norm.kind != "rms":
+        if norm is not None and not (norm.kind == "rms" and norm.has_weight):
             raise ValueError(
-                f"tensor_parallel_size must be 1 for {norm.kind} norms over all heads of q and k, "
-                f"got {num_shards}"
+                "tensor_parallel_size must be 1 for norms over all heads of q and k that are no "
+                f"RMS norms with a weight, got {num_shards}"
             )
     rule = "tensor_parallel_size must divide the model's"
     for layer in dict.fromkeys(config.layers):
@@ -90,6 +96,12 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
         kv = heads.num_kv_heads
         if kv % num_shards and num_shards % kv:
             raise ValueError(f"{rule} num_kv_heads {kv}, or be a multiple of it, got {num_shards}")
+
+
+def _is_of_its_own(layer: LayerConfig) -> bool:
+    """Return whether a layer has something that is not cut."""
+    has_more = layer.has_scale or layer.token_input_size > 0 or layer.experts is not None
+    return has_more or layer.attention.kv_parts != 2
 
 
 def shard_config(config: ModelConfig, num_shards: int, rank: int = 0) -> ModelConfig:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.ops.quantised_weight import QuantisedWeight
+from tilewise.ops import QuantisedWeight
 
 __all__ = ["QuantisedEmbedding", "QuantisedLinear"]
 
@@ -64,7 +64,8 @@ class QuantisedLinear(nn.Module):
         """Move all tensors, but cast none of the weight."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = fn(torch.empty(0, dtype=torch.uint8, device=self.parts[0].device)).device
-        self.parts = tuple(part.to(device) for part in self.parts)
+        if device != self.parts[0].device:
+            self.parts = tuple(part.to(device) for part in self.parts)
         if isinstance(self.bias, Tensor):
             self.dtype = self.bias.dtype
         return self
