@@ -110,7 +110,8 @@ def _read(config: Json) -> dict[str, Any]:
     family = _family(fields)
     _check_format(fields, family)
     for name, allowed in _NOT_BUILT.items():
-        must_be(fields, name, allowed)
+        if name not in family.own_fields:
+            must_be(fields, name, allowed)
     found = {
         "architecture": family.architecture,
         "vocab_size": count(fields, "vocab_size"),
