@@ -46,8 +46,8 @@ class HubName(NamedTuple):
     Attributes:
         repo: the owner and the model, as "owner/model".
         revision: a branch, a tag or a commit; None for the main branch.
-        part: what is meant of a repository of GGUF files: "/" and a file, or ":" and a quantisation
-            as it stands in the files' names; "" for what there is.
+        part: the GGUF file of a repository: "/" and its name, or ":" and a quantisation as it
+            stands in the name; "" for the only one, or for a checkpoint.
     """
 
     repo: str

@@ -53,7 +53,8 @@ class GgufCheckpoint:
         found = self._rows(source, source.rows)
         if isinstance(found, QuantisedWeight):
             if source.part is not None:
-                return getattr(found, source.part).view(torch.uint8).reshape(source.shape)
+                half = found.codes if source.part == "codes" else found.scales
+                return half.view(torch.uint8).reshape(source.shape)
             if not (source.transposed or source.excess):
                 return found
             found = found.dequantise()

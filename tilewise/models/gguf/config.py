@@ -32,12 +32,12 @@ class Fields:
             raise CheckpointError(
                 f"{file.paths[0].name} must hold a model, got general.type {shown(kind)}"
             )
-        self.name = self.metadata.get("general.architecture")
-        if not isinstance(self.name, str):
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str):
             raise CheckpointError(
-                f"general.architecture of {file.paths[0].name} must be a text, got "
-                f"{shown(self.name)}"
+                f"general.architecture of {file.paths[0].name} must be a text, got {shown(name)}"
             )
+        self.name = name
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value; of an array that is the same for all layers, its element."""

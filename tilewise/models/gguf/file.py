@@ -45,8 +45,8 @@ class TensorInfo:
     """A tensor of a file.
 
     Attributes:
-        name: llama.cpp's name.
-        type: how numbers are stored.
+        name: the tensor's name in llama.cpp.
+        type: the type of the numbers.
         shape: the sizes, the rows' number of columns last (ggml has them first).
         data: uint8 (rows, bytes of a row), a view of the mapped file.
     """

@@ -27,11 +27,11 @@ class Source:
     Attributes:
         tensors: names in the file; the rows of a tensor are all but its last dim, and those of
             several follow one another.
-        shape: the shape.
+        shape: the shape of the tensor.
         rows: the rows that are taken, as (first, end) or as indices, int64; None for all.
         excess: True if the file holds the tensor plus 1.
         transposed: True if the file holds the transposed tensor.
-        part: what is taken of MXFP4, "codes" or "scales"; None for numbers.
+        part: the half of MXFP4 that is taken, "codes" or "scales"; None for numbers.
         heads: the heads of an attention's latent key and value projections, which are to be one
             tensor; None otherwise.
         numbers: True if `rows` count single numbers.

@@ -32,7 +32,7 @@ class GgufType:
     """A type of numbers.
 
     Attributes:
-        name: ggml's name.
+        name: the type's name in ggml.
         block: the numbers of a block.
         size: the bytes of a block.
         dtype: the dtype of float numbers; None for codes.
