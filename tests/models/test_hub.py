@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load
 
 import tilewise
 from tilewise import SamplingParams
 from tilewise.engine.settings import model_directory
 from tilewise.errors import CheckpointError
+from tilewise.models import load_model
 from tilewise.models.hub import HubName, checkpoint_folder, fetch, hub_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -220,7 +224,7 @@ def test_paths_are_no_names(given):
     [
         (["model_index.json", "unet/x.safetensors"], "a pipeline of a diffusion model"),
         (["adapter_config.json", "adapter_model.safetensors"], r"an adapter \(LoRA\)"),
-        (["config.json", "pytorch_model.bin"], "pickled weights, which are not loaded"),
+        (["config.json", "model.pt"], "pickles of other names than pytorch_model"),
         ([], "no files"),
     ],
 )
@@ -229,6 +233,18 @@ def test_what_is_no_checkpoint_is_told_before_it_is_downloaded(hub, files, kind)
     with pytest.raises(CheckpointError, match=f"must hold config.json and safetensors, got {kind}"):
         fetch(HubName("owner/model", None))
     assert hub.asked == []
+
+
+def test_pickles_are_downloaded_where_there_is_nothing_else(hub):
+    weights = [x for x in hub.files if x.endswith(".safetensors")]
+    tensors = {k: v for x in weights for k, v in load(hub.files.pop(x)).items()}
+    kept = io.BytesIO()
+    torch.save(tensors, kept)
+    hub.files |= {"pytorch_model.bin": kept.getvalue(), "training_args.bin": b"code"}
+    folder = fetch(HubName("owner/model", None))
+    assert "pytorch_model.bin" in hub.asked
+    assert "training_args.bin" not in hub.asked
+    assert load_model(folder).state_dict().keys() == load_model(STORY).state_dict().keys()
 
 
 def test_a_disk_that_is_too_small_or_full(hub, monkeypatch):

@@ -27,8 +27,9 @@ _NAME = re.compile(
 )
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf", re.I)
 _WEIGHTS = "*.safetensors"
+_PICKLED = "pytorch_model*.bin"  # taken where there is nothing else; only tensors are unpickled
 _SHOWN = 12  # names listed in a message
-# What is read of a checkpoint beside its weights. Code and pickles never are.
+# What is read of a checkpoint beside its weights. Code never is.
 _READ = (
     "config.json", "generation_config.json", "*.safetensors.index.json",
     "hf_quant_config.json", "quantize_config.json", "quant_config.json", "params.json",
@@ -105,8 +106,8 @@ def fetch(name: HubName) -> Path:
 
     Raises:
         CheckpointError: the hub does not know the name or the revision, asks for permission, cannot
-            be reached, or the disk is too small; or the model has neither safetensors nor the GGUF
-            file that is meant.
+            be reached, or the disk is too small; or the model has neither weights nor the GGUF file
+            that is meant.
     """
     found = _cached(name)
     if found is not None:
@@ -207,9 +208,10 @@ def _cached_gguf(name: HubName) -> Path | None:
 
 def _is_whole(folder: Path) -> bool:
     """Return whether a folder has every file of weights."""
-    indices = list(folder.glob("*.safetensors.index.json"))
+    kind = _WEIGHTS if any(folder.glob(f"{_WEIGHTS}*")) else _PICKLED
+    indices = list(folder.glob(f"{kind}.index.json"))
     if not indices:
-        return any(folder.glob(_WEIGHTS))
+        return any(folder.glob(kind))
     for index in indices:
         files = read_object(index).get("weight_map")
         if not isinstance(files, dict):
@@ -229,6 +231,7 @@ def _wanted(name: HubName, files: Iterable[str]) -> list[str]:
     weights = [x for x in files if fnmatch.fnmatch(x, _WEIGHTS) and "/" not in x]
     # Mistral's own files of the same numbers
     weights = [x for x in weights if not x.startswith("consolidated")] or weights
+    weights = weights or [x for x in files if fnmatch.fnmatch(x, f"{_PICKLED}*")]
     if "config.json" not in files or not weights:
         raise CheckpointError(
             f"checkpoint {str(name)!r} must hold config.json and safetensors, got {_kind(files)}"
@@ -237,13 +240,13 @@ def _wanted(name: HubName, files: Iterable[str]) -> list[str]:
 
 
 def _kind(files: list[str]) -> str:
-    """Say what a repository holds that is no checkpoint with safetensors."""
+    """Say what a repository holds that is no checkpoint."""
     if "model_index.json" in files:
         return "a pipeline of a diffusion model"
     if "adapter_config.json" in files:
         return "an adapter (LoRA), which must be merged into its model"
     if any(x.endswith((".bin", ".pt", ".pth", ".ckpt")) for x in files):
-        return "pickled weights, which are not loaded"
+        return "pickles of other names than pytorch_model"
     return f"{len(files)} other files" if files else "no files"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from tilewise.models.families.family import Names
 from tilewise.models.gguf.checkpoint import GgufCheckpoint
 from tilewise.models.gguf.folder import gguf_in
 from tilewise.models.text_part import renamed, text_architecture
+from tilewise.models.weight_files import INDEX, SINGLE, open_weights, some, weight_files
 from tilewise.models.weight_table import Part, Weight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 
@@ -39,11 +40,7 @@ __all__ = [
     "save_tensors",
 ]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_LFS = b"version https://git-lfs"  # the beginning of Git LFS's pointer files
 _ROWS = 8192  # rows of a table compared at a time
-_SHOWN = 3  # names listed in a message before "..."
 
 
 Found = dict[str, tuple[Path, Any]]  # tensor name -> its file and the file's open reader
@@ -227,7 +224,7 @@ def _check(model: Decoder | Encoder, found: Found, part: CutOf | None) -> None:
     ]
     if extra:
         raise CheckpointError(
-            f"checkpoint must hold only tensors of {model.config.architecture}, got {_some(extra)}"
+            f"checkpoint must hold only tensors of {model.config.architecture}, got {some(extra)}"
         )
 
 
@@ -308,19 +305,17 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
     """Map each tensor name to its file and the open reader of that file."""
     found: Found = {}
     gguf = gguf_in(directory)
-    if gguf is not None and not any((directory / name).is_file() for name in (_SINGLE, _INDEX)):
+    if gguf is not None and not any((directory / name).is_file() for name in (SINGLE, INDEX)):
         held = GgufCheckpoint(gguf)
         return dict.fromkeys(held.names(), (gguf, held))
-    for file in _files(directory):
-        try:
-            reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            reason = "a Git LFS pointer: run `git lfs pull`" if _is_pointer(file) else error
-            raise CheckpointError(
-                f"{file.name} must be a whole safetensors file, got {reason}"
-            ) from error
+    for file in weight_files(directory):
+        reader = open_weights(file, stack)
         for name in reader.keys():  # noqa: SIM118 - a reader is no mapping
             own = _renamed_norm(name)
+            if own in found:
+                raise CheckpointError(
+                    f"tensor {own} must be in one file, got {found[own][0].name} and {file.name}"
+                )
             found[own] = (file, reader if own == name else _Renamed(reader, name))
     config = directory / "config.json"
     if config.is_file() and text_architecture(read_object(config)) is not None:
@@ -353,50 +348,6 @@ class _Renamed:
         return tensor
 
 
-def _is_pointer(file: Path) -> bool:
-    """Return whether a file is the pointer that Git LFS leaves in its place."""
-    with file.open("rb") as opened:
-        return opened.read(len(_LFS)) == _LFS
-
-
-def _files(directory: Path) -> list[Path]:
-    """Return the single file if there is one, as transformers prefers, otherwise all shards."""
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
-    if (directory / _INDEX).is_file():
-        try:
-            shards = json.loads((directory / _INDEX).read_text(encoding="utf-8-sig"))["weight_map"]
-            names = sorted(set(shards.values()))
-            files = [directory / name for name in names]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{_INDEX} must be JSON with a weight_map of file names, got {error!r}"
-            ) from error
-        for name in names:
-            # The file may be a link, as all files of Hugging Face's cache are.
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise CheckpointError(
-                    f"weight_map of {_INDEX} must name files of the checkpoint's folder, got {name}"
-                )
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise CheckpointError(
-                f"checkpoint must hold every shard that {_INDEX} names, got no {_some(missing)}"
-            )
-        return files
-    others = sorted(
-        file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".safetensors")
-    )
-    raise CheckpointError(
-        f"checkpoint must hold {_SINGLE} or {_INDEX}, got {_some(others) if others else 'neither'}"
-    )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
 def save_model(
     model: Decoder, directory: str | Path, *, max_shard_bytes: int = 5_000_000_000
 ) -> None:
@@ -414,7 +365,7 @@ def save_model(
     directory.mkdir(parents=True, exist_ok=True)
     shards = _shards(model, max_shard_bytes)
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    names = names if len(shards) > 1 else [_SINGLE]
+    names = names if len(shards) > 1 else [SINGLE]
     dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
     _save_json(model.config.to_hf() | {"dtype": dtype}, directory / "config.json")
     for name, shard in zip(names, shards, strict=True):
@@ -422,10 +373,10 @@ def save_model(
     if len(shards) > 1:
         places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         size = sum(part.nbytes for shard in shards for part in shard.values())
-        _save_json({"metadata": {"total_size": size}, "weight_map": places}, directory / _INDEX)
-        (directory / _SINGLE).unlink(missing_ok=True)
+        _save_json({"metadata": {"total_size": size}, "weight_map": places}, directory / INDEX)
+        (directory / SINGLE).unlink(missing_ok=True)
     else:
-        (directory / _INDEX).unlink(missing_ok=True)
+        (directory / INDEX).unlink(missing_ok=True)
     for stale in directory.glob("model-?????-of-?????.safetensors"):
         if stale.name not in names:
             stale.unlink()
