@@ -4,7 +4,8 @@ The head has a row for each position p: the hidden state of p and the token of p
 for them under the model's block ids, in a storage of its own. A step leaves the hidden states of
 its right rows; those of a prompt are computed at once, the others with the first guess of the next
 step. Further guesses apply the head to what it has put out. Their keys are written again when the
-states are the model's. Wrong contents cost accepted guesses, never a token, for the model verifies each.
+states are the model's. Wrong contents cost accepted guesses, never a token, for the model verifies
+each.
 """
 
 from __future__ import annotations
