@@ -76,7 +76,7 @@ class Adapter:
     """An adapter that fits a model.
 
     Attributes:
-        parts: what it adds, by the names of the model's modules.
+        parts: the products that it adds, by the names of the model's modules.
         rank: the largest rank of its layers.
     """
 
