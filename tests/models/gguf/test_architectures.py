@@ -6,13 +6,20 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.models import test_families, test_mixtures, tiny
-from tests.models.gguf.writer import Raw, encoded, llama_pairs, write
+from tests.models.gguf.writer import MXFP4, Raw, encoded, llama_pairs, random_blocks, write
+from tilewise.errors import CheckpointError
 from tilewise.models import load_model
+from tilewise.models.config import read_config
+from tilewise.models.gguf.file import read_gguf
+from tilewise.models.gguf.types import TYPES, repack
+from tilewise.models.hub import checkpoint_folder
+from tilewise.nn.rope import RopeConfig, inverse_frequencies
 
 # Hugging Face's names within a layer, and llama.cpp's.
 _LAYER = {
@@ -394,3 +401,99 @@ def test_a_file_gives_the_logits_of_the_model_that_it_was_made_of(case, tmp_path
         want = theirs(ids, use_cache=False).logits[0]
         got = ours.compute_logits(ours(ids))[0]
     torch.testing.assert_close(got, want, rtol=3e-4, atol=3e-4)
+
+
+def small_llama(folder: Path, **tensors: Raw) -> tuple[Any, Path]:
+    """Write the Llama of another test with further tensors; return it and the file."""
+    theirs = tiny.make_hf("llama")
+    metadata = metadata_of("llama", theirs.config) | {"llama.rope.freq_base": 500_000.0}
+    held = converted("llama", dict(theirs.state_dict()), theirs.config) | tensors
+    return theirs, write(folder / "m.gguf", metadata, held)
+
+
+def test_a_table_of_llama_3_is_its_rule_and_any_other_one_is_taken_as_it_is(tmp_path):
+    rule = RopeConfig(8, theta=5e5, rope_type="llama3", factor=32.0, original_max_positions=8192)
+    plain = inverse_frequencies(RopeConfig(8, theta=5e5))[0]
+    table = (plain / inverse_frequencies(rule)[0]).float()
+    _, path = small_llama(tmp_path, **{"rope_freqs.weight": encoded(table)})
+    found = load_model(path).config.layers[0].attention.rope
+    assert (found.rope_type, found.original_max_positions) == ("llama3", 8192)
+    assert found.factor == pytest.approx(32.0)
+    other = torch.tensor([1.0, 1.5, 2.0, 7.0])
+    _, path = small_llama(tmp_path, **{"rope_freqs.weight": encoded(other)})
+    found = load_model(path).config.layers[0].attention.rope
+    torch.testing.assert_close(inverse_frequencies(found)[0], plain / other)
+    _, path = small_llama(tmp_path, **{"rope_freqs.weight": encoded(torch.ones(4))})
+    assert load_model(path).config.layers[0].attention.rope.rope_type == "default"
+
+
+def test_the_halves_of_a_projection_from_the_latent_are_joined(tmp_path):
+    module, name, arch, changes, more = CASES["deepseek_v2"]
+    theirs = made(module, name, changes)
+    config = theirs.config
+    path = file_of(theirs, tmp_path, arch, more)
+    held = read_gguf(path)
+    tensors, rank = {}, config.kv_lora_rank
+    for key, info in held.tensors.items():
+        values = info.data.clone().view(torch.float32).view(info.shape)
+        if "attn_kv_b" in key:
+            heads = values.view(config.num_attention_heads, -1, rank)
+            k, v = heads.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+            tensors[key.replace("kv_b", "k_b")] = encoded(k.mT.contiguous())
+            tensors[key.replace("kv_b", "v_b")] = encoded(v.contiguous())
+        else:
+            tensors[key] = encoded(values)
+    absorbed = {
+        "deepseek2.attention.key_length": rank + config.qk_rope_head_dim,
+        "deepseek2.attention.value_length": rank,
+        "deepseek2.attention.head_count_kv": 1,
+        "deepseek2.attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "deepseek2.attention.value_length_mla": config.v_head_dim,
+    }
+    again = write(tmp_path / "absorbed.gguf", {**held.metadata, **absorbed}, tensors)
+    ids = torch.arange(3, 15)[None]
+    first, second = load_model(path), load_model(again)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            second.compute_logits(second(ids)), first.compute_logits(first(ids))
+        )
+
+
+def test_experts_of_gpt_oss_in_mxfp4_stay_packed_and_are_the_same_values(tmp_path):
+    module, name, arch, changes, more = CASES["gpt_oss"]
+    path = file_of(made(module, name, changes), tmp_path, arch, more)
+    held, rng = read_gguf(path), np.random.default_rng(4)
+    narrow, wide = {}, {}
+    for key, info in held.tensors.items():
+        wide[key] = narrow[key] = encoded(info.data.clone().view(torch.float32).view(info.shape))
+        if key.endswith("_exps.weight"):
+            narrow[key] = random_blocks(info.shape, MXFP4, rng)
+            raw = torch.frombuffer(bytearray(narrow[key][2]), dtype=torch.uint8)
+            rows = raw.view(-1, info.shape[-1] // 32 * 17)
+            wide[key] = encoded(repack(rows, TYPES[MXFP4]).dequantise().view(info.shape))
+    models = [
+        load_model(write(tmp_path / f"{i}.gguf", dict(held.metadata), tensors), dtype="float32")
+        for i, tensors in enumerate((narrow, wide))
+    ]
+    for i, is_packed in enumerate((True, False)):  # on a CPU they are unpacked at the start
+        experts = read_config(checkpoint_folder(tmp_path / f"{i}.gguf")).experts
+        assert experts is not None
+        assert experts.is_packed == is_packed
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        logits = [model.compute_logits(model(ids)) for model in models]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_tensor_that_is_unknown_missing_or_of_another_shape_is_named(tmp_path):
+    extra = encoded(torch.ones(4))
+    with pytest.raises(CheckpointError, match="'blk.0.ssm_a.weight' must be one of llama"):
+        load_model(small_llama(tmp_path, **{"blk.0.ssm_a.weight": extra})[1])
+    with pytest.raises(CheckpointError, match=r"norm.weight of m.gguf must have shape \(48,\)"):
+        load_model(small_llama(tmp_path, **{"output_norm.weight": extra})[1])
+    theirs = tiny.make_hf("llama")
+    held = converted("llama", dict(theirs.state_dict()), theirs.config)
+    del held["blk.1.ffn_up.weight"]
+    path = write(tmp_path / "x.gguf", metadata_of("llama", theirs.config), held)
+    with pytest.raises(CheckpointError, match=r"must hold tensor model.layers.1.mlp.up_proj.weig"):
+        load_model(path)

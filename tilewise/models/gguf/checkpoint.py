@@ -121,15 +121,17 @@ class _Slice:
         """Return the shape."""
         return list(self._checkpoint.shape(self._name))
 
-    def __getitem__(self, at: slice | int | tuple[slice, slice]) -> Tensor:
-        """Return a part: rows, a row, or columns of all rows."""
-        if isinstance(at, int):
-            return self._checkpoint.numbers(self._name, at, at + 1)[0]
-        rows = at[0] if isinstance(at, tuple) else at
-        first, end, step = rows.indices(self.get_shape()[0])
+    def __getitem__(self, at: int | slice | tuple[int | slice, ...]) -> Tensor:
+        """Return a part: an index or a range of the first dims; only rows that are asked for are
+        read."""
+        first, *others = at if isinstance(at, tuple) else (at,)
+        size = self.get_shape()[0]
+        begin, end, step = (
+            first.indices(size) if isinstance(first, slice) else (first, first + 1, 1)
+        )
         assert step == 1
-        found = self._checkpoint.numbers(self._name, first, end)
-        return found[:, at[1]] if isinstance(at, tuple) else found
+        found = self._checkpoint.numbers(self._name, begin, end)
+        return found[(slice(None) if isinstance(first, slice) else 0, *others)]
 
 
 def _lines(info: TensorInfo, source: Source) -> Tensor:
