@@ -85,7 +85,7 @@ class PickledTensors:
     Only tensors are unpickled; a pickle that asks for any code is refused.
 
     Args:
-        file: the file.
+        file: the path of the file.
 
     Raises:
         CheckpointError: it is torn, or holds anything but tensors by name.
@@ -128,7 +128,7 @@ class TensorSlice:
     """A tensor in memory to cut from, as safetensors has it.
 
     Args:
-        tensor: the tensor.
+        tensor: what is cut from, of any dtype.
     """
 
     def __init__(self, tensor: Tensor) -> None:
