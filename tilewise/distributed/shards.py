@@ -29,7 +29,7 @@ from tilewise.models.decoder import Decoder
 from tilewise.models.layer_config import LayerConfig
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.models.weight_table import Part, Weight
-from tilewise.models.weights import check_weights, load_weights
+from tilewise.models.weights import check_weights, load_weights, narrow
 from tilewise.nn.layers import GatedMLP, Parts, RankPart, project, project_in_parts
 
 __all__ = [
@@ -156,6 +156,7 @@ def load_shard(
     model = empty_model(shard_config(config, group.size), dtype, "meta")
     cut = _Cut(config, group.rank, group.size)
     if not random_weights:
+        narrow(model, path, part=cut)
         check_weights(model, path, part=cut)
     if before is not None:
         before(model)

@@ -34,6 +34,7 @@ from tilewise.nn.layers import (
 )
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.packed import PackedLinear
+from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.rope import RotaryEmbedding
 
 __all__ = ["NativeDecoder", "NativeLayer", "for_device"]
@@ -441,11 +442,16 @@ class NativeDecoder(Decoder):
         if any(isinstance(m, PackedLinear | InvariantLinear) for m in self.modules()):
             raise ValueError("model must have its parameters, got one packed for inference")
         return tuple(
-            self.names.weight(name, self._rows_of(name, parameter))
+            self.names.weight(name, self._rows_of(name, tuple(parameter.shape)))
             for name, parameter in self.named_parameters()
         )
 
-    def _rows_of(self, name: str, parameter: Tensor) -> Callable[[int], tuple[int, ...]]:
+    def source_of(self, name: str, linear: QuantisedLinear) -> Weight:
+        """Return the sources of a quantised weight; see `Decoder.source_of`."""
+        shape = (linear.out_features, linear.in_features)
+        return self.names.weight(name, self._rows_of(name, shape))
+
+    def _rows_of(self, name: str, shape: tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:
         """Return a function of a number of sources: the rows of each in a parameter."""
 
         def rows(count: int) -> tuple[int, ...]:
@@ -454,7 +460,7 @@ class NativeDecoder(Decoder):
                 q, kv = attention.num_q_heads, attention.num_kv_heads
                 return tuple(heads * attention.head_dim for heads in (q, kv, kv))
             # Of experts one after another, whose weights are (N, rows, columns).
-            size = parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
+            size = shape[0] * shape[1] if len(shape) == 3 else shape[0]
             return (size // count,) * count
 
         return rows
