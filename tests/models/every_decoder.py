@@ -56,12 +56,6 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
         "activation_sparsity_pattern": [0.5, *[0.0] * 5],
     },
-    "gemma4_text": {
-        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2, "global_head_dim": 32, "use_double_wide_mlp": True,
-        "final_logit_softcapping": 3.0, "num_experts": None, "moe_intermediate_size": None,
-    },
-    "gemma4_unified_text": _ALTERNATE | {"global_head_dim": 32, "num_experts": None},
     "glm_moe_dsa": _ALL_HEADS | {"index_topk": 16},
     "granite_swa": _ALTERNATE,
     "granitemoehybrid": {"layer_types": ["full_attention"] * 2, **_MAMBA},
@@ -78,10 +72,6 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "laguna": _ALTERNATE,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "llama4_text": {
-        "num_hidden_layers": 4, "attention_chunk_size": 8, "floor_scale": 8, "moe_layers": [1, 3],
-        "intermediate_size_mlp": 40, "no_rope_layers": [1, 1, 0, 1],
-    },
     "longcat_flash": _ALL_HEADS | {
         "num_layers": 2, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 24, "zero_expert_num": 2,
         "moe_topk": 2, "num_hidden_layers": 4, "head_dim": 8,
@@ -93,14 +83,6 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "minicpm3": _ALL_HEADS | {"head_dim": None},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
     "minimax_m3_vl_text": {},
-    "ministral3": {
-        "sliding_window": None,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale": 1.0,
-            "original_max_position_embeddings": 8, "mscale_all_dim": 1.0, "beta_fast": 32.0,
-            "beta_slow": 1.0, "llama_4_scaling_beta": 0.3,
-        },
-    },
     "mistral4": _ALL_HEADS | {"qk_nope_head_dim": 8},
     "modernbert-decoder": _ALTERNATE,
     "nanochat": {},
@@ -162,7 +144,7 @@ def _cases() -> dict[str, tuple[str, Any]]:
             found[case] = (config_class.model_type, lambda case=case: tiny.make_hf(case))
     for module in (test_families, test_mixtures):
         for case, (name, _) in module.CASES.items():
-            model_type = getattr(transformers, f"{name}Config").model_type
+            model_type = getattr(transformers, f"{name}ForCausalLM").config_class.model_type
             found[case] = (model_type, lambda case=case, make=module.make: make(case))
     for model_type, fields in _OTHERS.items():
         if model_type not in {have for have, _ in found.values()}:

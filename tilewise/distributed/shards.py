@@ -69,6 +69,11 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
         raise ValueError(
             f"tensor_parallel_size must be 1 for norms over all heads of q and k, got {num_shards}"
         )
+    if any(x.has_scale or x.token_input_size or x.attention.kv_parts != 2 for x in config.layers):
+        raise ValueError(
+            "tensor_parallel_size must be 1 for layers that share keys, or have a scale or inputs "
+            f"of their own, got {num_shards}"
+        )
     rule = "tensor_parallel_size must divide the model's"
     for layer in dict.fromkeys(config.layers):
         heads, block = layer.attention, layer.feed_forward

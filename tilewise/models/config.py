@@ -105,7 +105,8 @@ def _read(config: Json) -> dict[str, Any]:
     family = _family(fields)
     _check_format(fields, family)
     for name, allowed in _NOT_BUILT.items():
-        must_be(fields, name, allowed)
+        if name not in family.own_fields:
+            must_be(fields, name, allowed)
     found = {
         "architecture": family.architecture,
         "vocab_size": count(fields, "vocab_size"),
@@ -125,6 +126,7 @@ def _read(config: Json) -> dict[str, Any]:
 def _check_format(config: Json, family: Family) -> None:
     """Refuse quantised formats that are not served."""
     fields = ReadFields(object_of(config, "quantization_config"))
+    must_be(config, "compression_config")
     if not fields:
         return
     if fields.get("quant_method", "unknown") in family.formats:

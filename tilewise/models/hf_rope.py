@@ -84,6 +84,9 @@ def read_rope(
             f"{shown(inner)}, got {shown(outer)}"
         )
     settings.setdefault("rope_theta", number(config, "rope_theta", theta))
+    if _kind(settings) == "proportional":  # of Gemma 4 alone
+        known = ", ".join(name for name in ROPE_TYPES if name != "proportional")
+        raise UnknownModelError(f"rope_type must be one of {known}, got 'proportional'")
     if settings.get("partial_rotary_factor") is None:
         settings["partial_rotary_factor"] = partial
     if part is not None:
@@ -191,7 +194,9 @@ def _made(
         given["truncate"] = flag(settings, "truncate", True)
     partial = number(settings, "partial_rotary_factor", 1.0)
     # transformers 5.17 rotates whole heads of these architectures, and fails with other rope_types.
-    if partial != 1.0 and kind != "default":
+    if kind == "proportional":
+        given["num_turning"] = int(partial * head_dim // 2)
+    elif partial != 1.0 and kind != "default":
         raise CheckpointError(
             f"partial_rotary_factor must be 1 with rope_type {kind!r}, got {partial:g}"
         )
@@ -242,4 +247,6 @@ def write_rope(rope: RopeConfig, head_dim: int, positions: int) -> dict[str, Any
         fields["original_max_position_embeddings"] = rope.original_max_positions
     names = {"llama3": _ROPE_OPTIONS[:2], "yarn": _ROPE_OPTIONS[2:]}.get(rope.rope_type, ())
     options = {name: getattr(rope, name) for name in names}
+    if rope.rope_type == "proportional":
+        options["partial_rotary_factor"] = 2 * rope.num_turning / rope.rotary_dim
     return fields | {name: value for name, value in options.items() if value is not None}

@@ -112,7 +112,7 @@ def guesser_of(
     model.pack_for_inference(is_int8=False)
     # Blocks by the model's first tables, which keep every token: so does this cache.
     spec = cache_spec(config, block_size, model.dtype)
-    spec = CacheSpec(spec.num_layers, block_size, spec.kv)
+    spec = CacheSpec(spec.num_layers, block_size, spec.kv, sources=spec.sources)
     storage = allocate(spec, num_blocks, device)
     for tensor in storage.whole if window is not None else ():
         tensor.zero_()  # the first tokens behind a window see keys that were never written

@@ -51,12 +51,15 @@ class Names:
         """The name of the embedding's tensor."""
         return f"{self.outer['embed_tokens']}.weight"
 
-    def weight(self, name: str, rows: Callable[[int], tuple[int, ...]]) -> Weight:
+    def weight(
+        self, name: str, rows: Callable[[int], tuple[int, ...]], most: int | None = None
+    ) -> Weight:
         """Return what the parameter `name` is made of.
 
         Args:
             name: the name of a parameter, e.g. "layers.3.attention.qkv_proj.weight".
             rows: a function of the number of sources, which returns the rows of each.
+            most: the number of sources that this layer has, the first ones; None for all.
 
         Raises:
             KeyError: the family has no such parameter.
@@ -69,7 +72,7 @@ class Names:
         module, _, kind = rest.rpartition(".")
         whole = table.get(rest)
         found, end = (table[module], f".{kind}") if whole is None else (whole, "")
-        sources = tuple(f"{place}{source}{end}" for source in _each(found))
+        sources = tuple(f"{place}{source}{end}" for source in _each(found))[:most]
         return Weight(
             name,
             sources,
@@ -91,6 +94,7 @@ class Family:
 
     Attributes:
         architecture, model_type: the class, and its name in config.json.
+        own_fields: fields that other families refuse unless they ask for nothing, and `read` reads.
         other_types: further names of it that published files have.
         read: a function of the contents of config.json, which returns keyword arguments of
             `DecoderConfig`: sizes and layers.
@@ -109,6 +113,7 @@ class Family:
     harmless: str = ""
     formats: tuple[str, ...] = ()
     other_types: tuple[str, ...] = ()
+    own_fields: tuple[str, ...] = ()
 
     def names_of(self, config: DecoderConfig) -> Names:
         """Return the names of the tensors of a model of this family."""

@@ -27,7 +27,8 @@ from tilewise.models.config_fields import (
 )
 from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families.family import LLAMA_NAMES, Family, Names
-from tilewise.models.hf_rope import read_rope
+from tilewise.models.families.llama import write_sizes
+from tilewise.models.hf_rope import read_rope, write_rope
 from tilewise.models.layer_config import LayerConfig, NormConfig
 from tilewise.models.layer_fields import Sizes, layer_types, windows_of_types
 from tilewise.models.unread_fields import must_be
@@ -367,6 +368,54 @@ def _granite(config: Json) -> dict[str, Any]:
     }
 
 
+def _write_shared(config: DecoderConfig) -> dict[str, Any]:
+    attention = config.layers[0].attention
+    assert attention.rope is not None
+    return {
+        **write_sizes(config),
+        "head_dim": attention.head_dim,
+        "hidden_act": config.layers[0].feed_forward.activation,
+        "rope_parameters": write_rope(
+            attention.rope, attention.head_dim, config.max_position_embeddings
+        ),
+    }
+
+
+def _write_ernie(config: DecoderConfig) -> dict[str, Any]:
+    experts, has_bias = config.experts, config.layers[0].attention.qkv_bias
+    assert experts is not None
+    mixed = [i for i, x in enumerate(config.layers) if isinstance(x.feed_forward, ExpertsConfig)]
+    every = mixed[1] - mixed[0] if len(mixed) > 1 else 1
+    if mixed != [i for i in range(mixed[0], mixed[-1] + 1) if (i + 1) % every == 0]:
+        raise CheckpointError(f"layers with experts must follow at one distance, got {mixed}")
+    dense = (x.feed_forward for x in config.layers if not isinstance(x.feed_forward, ExpertsConfig))
+    return _write_shared(config) | {
+        "intermediate_size": next((x.intermediate_size for x in dense), experts.intermediate_size),
+        "use_bias": has_bias,
+        "moe_intermediate_size": experts.intermediate_size,
+        "moe_num_experts": experts.num_experts,
+        "moe_k": experts.num_active,
+        "moe_num_shared_experts": experts.shared_size // experts.intermediate_size,
+        "moe_layer_start_index": mixed[0],
+        "moe_layer_end_index": mixed[-1],
+        "moe_layer_interval": every,
+    }
+
+
+def _write_phi(config: DecoderConfig) -> dict[str, Any]:
+    attention, experts = config.layers[0].attention, config.experts
+    assert experts is not None
+    return _write_shared(config) | {
+        "intermediate_size": experts.intermediate_size,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_active,
+        "router_jitter_noise": experts.jitter,
+        "attention_bias": attention.qkv_bias,
+        "lm_head_bias": config.head_bias,
+        "sliding_window": attention.window,
+    }
+
+
 def expert_names(
     config: DecoderConfig,
     names: Names,
@@ -462,12 +511,20 @@ FAMILIES = (
     Family("Qwen3VLMoeForCausalLM", "qwen3_vl_moe_text", _qwen3_vl, _QWEN3_VL_NAMES),
     Family("GraniteMoeForCausalLM", "granitemoe", _granite, _GRANITE_NAMES),
     Family("OlmoeForCausalLM", "olmoe", _olmoe, _names),
-    Family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie, _ernie_names, harmless=_TRAINING),
+    Family(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        _ernie,
+        _ernie_names,
+        _write_ernie,
+        harmless=_TRAINING,
+    ),
     Family(
         "PhimoeForCausalLM",
         "phimoe",
         _phi,
         _mixtral_names,
+        _write_phi,
         harmless=_TRAINING + " input_jitter_noise",
     ),
     Family("Glm4MoeForCausalLM", "glm4_moe", _glm4, _names, harmless=_TRAINING),

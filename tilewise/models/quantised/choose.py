@@ -53,7 +53,7 @@ def quantisation_of(directory: str | Path) -> Format | None:
 
 
 def _of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    found = config.get("quantization_config") or config.get("compression_config")
+    found = config.get("quantization_config")
     return dict(found) if isinstance(found, Mapping) else None
 
 
