@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import transformers
 
 from tests.models.tiny import VOCAB, PagedLoop
 from tilewise import LLM, SamplingParams
-from tilewise.errors import CheckpointError
+from tilewise.errors import CheckpointError, UnsupportedError
 from tilewise.models import ModelConfig, load_model, save_model
 from tilewise.models.families import FAMILIES
 from tilewise.models.native import NativeDecoder
+from tilewise.models.registry import empty_model
 
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SHAPE: dict[str, Any] = _TOKENS | {
@@ -318,6 +321,12 @@ def test_longrope_is_served_within_its_first_context_and_dynamic_scaling_within_
         ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern"),
         ("gptj", {"rotary_dim": 65}, "rotary_dim must be even and at most the 256 channels"),
         ("codegen", {"rotary_dim": 512}, "rotary_dim must be even and at most the 256 channels"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1e308}},
+            r"partial_rotary_factor must lie in \[0, 1\], got 1e\+308",
+        ),
+        ("gemma4_text", {"hidden_size_per_layer_input": 10**30}, "must be at most 2147483647"),
         ("olmoe", {"hidden_act": []}, r"must be one of .*, got \[\]"),
     ],
 )
@@ -325,6 +334,54 @@ def test_values_that_no_arithmetic_has_are_refused(model_type, changes, message)
     config = published(model_type)
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_hf(config | changes)
+
+
+_VALUES = [
+    None, True, False, 0, 1, -1, 2**40, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "",
+    "x", "1", "full", [], [None], [1], ["full_attention"], [0.5] * 3, {}, {"rope_type": "yarn"},
+    {"rope_type": "linear", "factor": 0}, {"type": []}, {"rope_theta": -1}, {"full_attention": {}},
+]  # fmt: skip
+
+
+def _changed(config, draw):
+    """Return a config of which fields, or fields of its objects, are others or absent."""
+    config = copy.deepcopy(config)
+    for _ in range(draw.choice([1, 1, 1, 2, 3])):
+        holder, name = config, draw.choice(sorted(config))
+        if isinstance(config[name], dict) and config[name] and draw.random() < 0.6:
+            holder, name = config[name], draw.choice(sorted(config[name], key=str))
+        if draw.random() < 0.1:
+            del holder[name]
+        else:
+            holder[name] = draw.choice(_VALUES)
+    return config
+
+
+@pytest.mark.filterwarnings("ignore")  # models.unread_fields names what nothing reads
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 1000), *(pytest.param(n, 20_000, marks=pytest.mark.slow) for n in (1, 3))],
+)
+def test_changed_configs_are_built_or_refused_in_a_sentence(seed, count):
+    draw, built = random.Random(seed), 0
+    configs = [
+        published(family.model_type, num_hidden_layers=2)
+        for family in FAMILIES.values()
+        if family.model_type != "gpt_neo"  # whose class refuses another number of layers
+    ]
+    for _ in range(count):
+        config = _changed(draw.choice(configs), draw)
+        try:
+            read = ModelConfig.from_hf(config)
+            if read.num_layers <= 4:
+                empty_model(read, "float32", "meta")
+                built += 1
+        except (CheckpointError, UnsupportedError):
+            pass
+        except Exception as error:
+            error.add_note(f"config.json: {config}")
+            raise
+    assert built > count / 10
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tilewise.models import load_model
 from tilewise.models.config import read_config
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
+from tilewise.models.native import for_device
 from tilewise.models.registry import empty_model, load_encoder, read_checkpoint
 from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.models.vector_head import VectorHead
@@ -112,7 +113,8 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
         )
         model = empty_model(shape, config.dtype, "meta")
         if device.type == "cpu":  # on GPUs each worker looks at its own
-            fits(empty_model(shard_config(shape, size), config.dtype, "meta"), size)
+            shard = for_device(shard_config(shape, size), device)
+            fits(empty_model(shard, config.dtype, "meta"), size)
     decided = resolved(model)
     return Loaded(model, spec_of(model.config, decided), decided)
 

@@ -58,6 +58,8 @@ def whole(config: Json, name: str, default: int) -> int:
     value = default if value is None else value
     if type(value) is not int or value < 0:
         raise CheckpointError(f"{name} must be an integer, 0 or more, got {value!r}")
+    if value > MOST:
+        raise CheckpointError(f"{name} must be at most {MOST}, got {value}")
     return value
 
 

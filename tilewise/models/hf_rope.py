@@ -90,7 +90,7 @@ def read_rope(
     if settings.get("partial_rotary_factor") is None:
         settings["partial_rotary_factor"] = partial
     if part is not None:
-        head_dim = int(head_dim * number(settings, "partial_rotary_factor", part))
+        head_dim = int(head_dim * _share(settings, part))
         settings["partial_rotary_factor"] = None
     return _made(settings, head_dim, positions, interleaved=interleaved)
 
@@ -118,6 +118,14 @@ def read_gemma_rope(
         settings.update(scaling)
     settings.setdefault("rope_theta", number(config, base, theta))
     return _made(settings, head_dim, positions, are_stretched=True)
+
+
+def _share(settings: Json, default: float) -> float:
+    """Return the part of a head's channels that is rotated."""
+    share = number(settings, "partial_rotary_factor", default)
+    if not 0 <= share <= 1:
+        raise CheckpointError(f"partial_rotary_factor must lie in [0, 1], got {share:g}")
+    return share
 
 
 def _settings(config: Json, theta: float) -> dict[str, Any]:
@@ -192,7 +200,7 @@ def _made(
     }
     if settings.get("truncate") is not None:
         given["truncate"] = flag(settings, "truncate", True)
-    partial = number(settings, "partial_rotary_factor", 1.0)
+    partial = _share(settings, 1.0)
     # transformers 5.17 rotates whole heads of these architectures, and fails with other rope_types.
     if kind == "proportional":
         given["num_turning"] = int(partial * head_dim // 2)

@@ -64,7 +64,7 @@ class Part(NamedTuple):
     """The part of a checkpoint's tensor that a parameter holds, in the layout of the parameter.
 
     Attributes:
-        dim: the dimension that is cut, 0 or 1.
+        dim: the dimension that is cut, 0, 1 or 2.
         size: the size of the whole tensor in that dimension.
         spans: (first, end) of the ranges that are read, one after another. They may be shorter than
             the parameter, whose rest then stays as it is.

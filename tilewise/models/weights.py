@@ -153,7 +153,7 @@ def load_weights(
                 wide = _cut_narrow(modules.weight(name), cut).dequantise()
                 target[: wide.shape[0], : wide.shape[1]].copy_(wide)
             elif name not in found:
-                _unpack(name, found, target)
+                _unpack(name, found, target, cut)
             else:
                 _copy(name, *found[name], target, cut)
         for name, linear in _narrow_linears(model):
@@ -255,25 +255,40 @@ def _targets(
         parts = weight.parts(model.get_parameter(weight.name))
         for place, (source, target) in enumerate(parts):
             name = source.removeprefix(prefix) if is_bare else source
+            cut = None if part is None else part(weight, place)
             if name not in found and f"{name}_blocks" in found:
-                yield name, target.mT if weight.transposed else target, None
+                yield name, target.mT if weight.transposed else target, cut
                 continue
             if source == model.embedding_source and name not in found and model.lm_head is None:
                 # a tied head that is stored under its own name only
                 name = HEAD if HEAD in found else name
             if name not in found and not modules.has(name):
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
-            if weight.either:
-                file, reader = found[name]
-                with _reading(file, name):
-                    shape = tuple(reader.get_slice(name).get_shape())
-                target = target.mT if shape == target.mT.shape != target.shape else target
-            cut = None if part is None else part(weight, place)
             if cut is None and weight.order is not None:
                 cut = _in_order(model, weight, target.shape[0])
             if cut is not None and weight.transposed:
-                cut = cut._replace(dim=1 - cut.dim)
+                cut = _transposed(cut, target)
+            if weight.either and not modules.has(name):
+                file, reader = found[name]
+                with _reading(file, name):
+                    shape = list(reader.get_slice(name).get_shape())
+                other = None if cut is None else _transposed(cut, target)
+                if shape == _wanted(target.mT, other) != _wanted(target, cut):
+                    target, cut = target.mT, other
             yield name, target, cut
+
+
+def _transposed(cut: Part, target: Tensor) -> Part:
+    """Return a cut of the transposed matrices, of which there may be several."""
+    return cut._replace(dim=2 * target.dim() - 3 - cut.dim)
+
+
+def _wanted(target: Tensor, cut: Part | None) -> list[int]:
+    """Return the shape of the whole tensor of which a part fills the target."""
+    wanted = list(target.shape)
+    if cut is not None:
+        wanted[cut.dim] = cut.size
+    return wanted
 
 
 def _in_order(model: Decoder | Encoder, weight: Weight, rows: int) -> Part:
@@ -298,14 +313,12 @@ def _check(
         if modules.has(name):
             known |= modules.known((name,))
             continue
+        wanted = _wanted(target, cut)
         if name in found:
-            wanted = list(target.shape)
-            if cut is not None:
-                wanted[cut.dim] = cut.size
             known.add(name)
             _check_shape(name, found, wanted)
             continue
-        rows, groups = target.shape[:-1], target.shape[-1] // GROUP
+        rows, groups = wanted[:-1], wanted[-1] // GROUP
         for kind, more in (("blocks", [GROUP // 2]), ("scales", [])):
             known.add(f"{name}_{kind}")
             _check_shape(f"{name}_{kind}", found, [*rows, groups, *more])
@@ -365,29 +378,39 @@ def _copy(name: str, file: Path, reader: Any, target: Tensor, part: Part | None)
     target.copy_(tensor)
 
 
-def _unpack(name: str, found: Found, target: Tensor) -> None:
+def _unpack(name: str, found: Found, target: Tensor, part: Part | None) -> None:
     """Fill a parameter from MXFP4, a matrix at a time: float32 takes 8 times its size."""
-    if target.shape[-1] % GROUP:
+    if part is None:
+        part = Part(1, target.shape[1], ((0, target.shape[1]),))
+    spans = part.spans
+    if part.dim == 2:
+        spans = tuple((first // GROUP, end // GROUP) for first, end in spans)
+    if any(edge % GROUP for span in part.spans for edge in span if part.dim == 2) or (
+        target.shape[-1] % GROUP
+    ):
         raise CheckpointError(
             f"tensor {name}_blocks must be of a multiple of {GROUP} columns, got {target.shape[-1]}"
         )
     file = found[f"{name}_blocks"][0]
     blocks, scales = (
-        found[part][1].get_slice(part) for part in (f"{name}_blocks", f"{name}_scales")
+        found[each][1].get_slice(each) for each in (f"{name}_blocks", f"{name}_scales")
     )
+    cut = part._replace(spans=spans)
     for i, matrix in enumerate(target):
         try:
-            matrix.copy_(unpack_mxfp4(blocks[i], scales[i], torch.float32))
+            values = unpack_mxfp4(_cut(blocks, cut, i), _cut(scales, cut, i), torch.float32)
         except (SafetensorError, TypeError) as error:
             raise CheckpointError(
                 f"{file.name} must be readable at {name}_blocks, got {error}"
             ) from error
+        matrix.narrow(part.dim - 1, 0, values.shape[part.dim - 1]).copy_(values)
 
 
-def _cut(source: Any, part: Part) -> Tensor:
-    """Read only a part of a tensor."""
-    spans = [source[a:b] if part.dim == 0 else source[:, a:b] for a, b in part.spans]
-    return spans[0] if len(spans) == 1 else torch.cat(spans, part.dim)
+def _cut(source: Any, part: Part, *before: int) -> Tensor:
+    """Read only a part of a tensor, behind indices of its first dimensions."""
+    index = (*before, *(slice(None),) * (part.dim - len(before)))
+    spans = [source[*index, a:b] for a, b in part.spans]
+    return spans[0] if len(spans) == 1 else torch.cat(spans, part.dim - len(before))
 
 
 def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
