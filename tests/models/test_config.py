@@ -544,6 +544,6 @@ def test_unreadable_config_json_is_named(tmp_path, text, message):
 def test_a_directory_that_is_none_is_named(tmp_path):
     with pytest.raises(
         CheckpointError,
-        match="checkpoint must be a folder, a name on the hub or 'story', got '.*nowhere'",
+        match="must be a folder, a GGUF file, a name on the hub or 'story', got '.*nowhere'",
     ):
         read_config(tmp_path / "nowhere")

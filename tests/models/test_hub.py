@@ -220,7 +220,6 @@ def test_paths_are_no_names(given):
     [
         (["model_index.json", "unet/x.safetensors"], "a pipeline of a diffusion model"),
         (["adapter_config.json", "adapter_model.safetensors"], r"an adapter \(LoRA\)"),
-        (["x-Q4_K_M.gguf"], "GGUF files, which are not read"),
         (["config.json", "pytorch_model.bin"], "pickled weights, which are not loaded"),
         ([], "no files"),
     ],
@@ -247,3 +246,43 @@ def test_a_disk_that_is_too_small_or_full(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     with pytest.raises(CheckpointError, match="not downloaded: the disk of .* is full"):
         fetch(HubName("owner/model", None))
+
+
+@pytest.fixture
+def gguf_hub(hub, tmp_path, monkeypatch):
+    """A hub of GGUF files alone, one of them in two parts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "mmproj-m-F16.gguf"]
+    names += [f"big/m-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]
+    hub.files = {name: name.encode() for name in names}
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("given", "files"),
+    [
+        ("owner/model:Q4_K_M", ["m-Q4_K_M.gguf"]),
+        ("owner/model:q4_k_s", ["m-Q4_K_S.gguf"]),
+        ("owner/model/m-Q4_K_M.gguf@v1", ["m-Q4_K_M.gguf"]),
+        ("owner/model:Q8_0", [f"big/m-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]),
+        ("owner/model/big/m-Q8_0-00001-of-00002.gguf",
+         [f"big/m-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]),
+    ],
+)  # fmt: skip
+def test_of_a_hub_of_gguf_files_the_one_that_is_meant_is_downloaded_once(gguf_hub, given, files):
+    name = hub_name(given)
+    assert name is not None
+    assert str(name) == given
+    for _ in range(2):
+        assert fetch(name).read_bytes() == files[0].encode()
+        assert sorted(gguf_hub.asked) == files
+
+
+def test_several_gguf_files_are_named_and_a_missing_one_says_what_there_is(gguf_hub):
+    with pytest.raises(CheckpointError, match="several GGUF files: give one of owner/model/big/"):
+        fetch(HubName("owner/model", None))
+    with pytest.raises(CheckpointError, match="must be a GGUF file of owner/model, got .*m-Q4_K_M"):
+        fetch(HubName("owner/model", None, ":Q2_K"))
+    assert gguf_hub.asked == []
+    gguf_hub.files = {"only.gguf": b"GGUF"}
+    assert fetch(HubName("owner/model", None)).name == "only.gguf"

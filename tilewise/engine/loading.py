@@ -11,7 +11,7 @@ from torch import nn
 
 from tilewise.cache.spec import CacheSpec
 from tilewise.distributed.shards import shard_config
-from tilewise.engine.config import EngineConfig
+from tilewise.engine.config import EngineConfig, OwnHead
 from tilewise.engine.memory import GIB, check_memory, free_memory
 from tilewise.engine.purpose import HEAD, Purpose
 from tilewise.engine.settings import ResolvedConfig, is_invariant, resolve, spec_of
@@ -101,6 +101,10 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
             raise ValueError(
                 "tensor_parallel_size must be 1 for a model that runs through transformers, "
                 f"got {size}"
+            )
+        if isinstance(config.speculative, OwnHead):
+            raise ValueError(
+                f"tensor_parallel_size must be 1 with OwnHead, whose layer is not cut, got {size}"
             )
         read = read_config if config.random_weights else read_checkpoint
         shape = read(directory)

@@ -24,6 +24,8 @@ from tilewise.models.config_fields import read_object
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
 from tilewise.models.families.family import Names
+from tilewise.models.gguf.checkpoint import GgufCheckpoint
+from tilewise.models.gguf.folder import gguf_in
 from tilewise.models.quantised import QuantisedModules, quantisation_of
 from tilewise.models.text_part import renamed, text_architecture
 from tilewise.models.weight_table import Part, Weight
@@ -416,6 +418,10 @@ def _cut(source: Any, part: Part, *before: int) -> Tensor:
 def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
     """Map each tensor name to its file and the open reader of that file."""
     found: Found = {}
+    gguf = gguf_in(directory)
+    if gguf is not None and not any((directory / name).is_file() for name in (_SINGLE, _INDEX)):
+        held = GgufCheckpoint(gguf)
+        return dict.fromkeys(held.names(), (gguf, held))
     for file in _files(directory):
         try:
             reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
