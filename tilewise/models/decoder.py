@@ -99,7 +99,7 @@ class Decoder(nn.Module):
 
         Args:
             name: the name that the parameter of a linear layer would have.
-            linear: the layer.
+            linear: the layer that holds the weight.
         """
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ def nvfp4(stored: Stored, codes: str, whole: Tensor) -> QuantisedWeight:
     """Return a weight of e2m1 codes, two a byte with the even column low, and two levels of scales.
 
     Args:
-        stored: the module.
+        stored: the tensors of the module.
         codes: the name of the tensor of codes.
         whole: float32, the factor of all scales.
     """

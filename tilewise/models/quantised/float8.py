@@ -22,7 +22,7 @@ def float8(
     """Return a weight of e4m3 or e5m2 codes and scales: one, one a row, or one a block.
 
     Args:
-        stored: the module.
+        stored: the tensors of the module.
         scales: as stored; W is code * scale.
         suffix: the name of their tensor.
         block: rows and columns of a block, where the file says so.

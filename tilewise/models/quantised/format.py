@@ -131,7 +131,7 @@ def settings(config: Mapping[str, Any], **known: Any) -> None:
 
     Args:
         config: the quantisation's configuration.
-        known: for a field, the values that are served.
+        known: the values of each field that are served.
     """
     for name, allowed in known.items():
         value = config.get(name)

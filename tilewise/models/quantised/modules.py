@@ -29,11 +29,11 @@ class QuantisedModules:
     """The modules of an open checkpoint whose weights a format stores.
 
     Args:
-        format: the format; None if all weights are floats, and no module is quantised.
+        format: the format of the checkpoint; None if all weights are floats, and no module is quantised.
         found: the tensors' names, each with its file and the file's reader.
 
     Attributes:
-        format: the format.
+        format: the format of the checkpoint, or None.
     """
 
     def __init__(self, format: Format | None, found: Mapping[str, tuple[Any, Any]]) -> None:
