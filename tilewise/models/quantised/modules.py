@@ -29,7 +29,7 @@ class QuantisedModules:
     """The modules of an open checkpoint whose weights a format stores.
 
     Args:
-        format: the format of the checkpoint; None if all weights are floats, and no module is quantised.
+        format: the format of the checkpoint; None if all of its weights are floats.
         found: the tensors' names, each with its file and the file's reader.
 
     Attributes:
