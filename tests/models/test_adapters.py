@@ -163,8 +163,6 @@ def test_a_wrong_tensor_is_refused_by_its_name(tmp_path: Path, change: Any, mess
 
 
 def test_a_missing_or_torn_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="must hold adapter_config.json"):
-        read_adapter(tmp_path, SITES)
     write(tmp_path, [Q])
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
@@ -172,4 +170,7 @@ def test_a_missing_or_torn_file_is_refused(tmp_path: Path) -> None:
         read_adapter(tmp_path, SITES)
     file.unlink()
     with pytest.raises(CheckpointError, match="must hold adapter_model.safetensors"):
+        read_adapter(tmp_path, SITES)
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match="must hold adapter_config.json"):
         read_adapter(tmp_path, SITES)

@@ -127,7 +127,7 @@ def test_damaged_checkpoints_are_refused(packed, tmp_path, change):
 
 def test_mxfp4_is_for_experts_and_int8_is_not(packed):
     hf = json.loads((packed[1] / "config.json").read_text())
-    with pytest.raises(CheckpointError, match="quantization_config must be absent"):
+    with pytest.raises(CheckpointError, match="quant_method must be one of fp8, .*, got 'mxfp4'"):
         ModelConfig.from_hf(hf | {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(CheckpointError, match="num_experts_per_tok must be at most the 6 experts"):
         ModelConfig.from_hf(hf | {"num_experts_per_tok": 7})

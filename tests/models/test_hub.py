@@ -19,7 +19,14 @@ from tilewise import SamplingParams
 from tilewise.engine.settings import model_directory
 from tilewise.errors import CheckpointError
 from tilewise.models import load_model
-from tilewise.models.hub import HubName, checkpoint_folder, fetch, hub_name
+from tilewise.models.hub import (
+    ADAPTER_FILES,
+    HubName,
+    adapter_folder,
+    checkpoint_folder,
+    fetch,
+    hub_name,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 STORY = Path(tilewise.__file__).parent / "assets" / "story"
@@ -151,6 +158,18 @@ def test_a_model_is_downloaded_once_and_answers_as_its_folder(hub):
     hub.error = (500, "")  # a whole copy asks nothing
     assert (fetch(HubName("owner/model", None)) / "config.json").is_file()
     assert len(hub.asked) == count
+
+
+def test_of_an_adapter_its_two_files_are_downloaded_once(hub):
+    with pytest.raises(CheckpointError, match="adapter 'owner/model' must hold adapter_con"):
+        adapter_folder("owner/model")
+    hub.files |= {file: file.encode() for file in ADAPTER_FILES}
+    folder = adapter_folder("owner/model")
+    assert sorted(x.name for x in folder.iterdir()) == sorted(ADAPTER_FILES)
+    assert sorted(hub.asked) == sorted(ADAPTER_FILES)
+    hub.error = (500, "")  # a whole copy asks nothing
+    assert adapter_folder("owner/model") == folder
+    assert adapter_folder(folder) == folder
 
 
 def test_a_revision_is_a_copy_of_its_own_name(hub):

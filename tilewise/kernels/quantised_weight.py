@@ -301,7 +301,9 @@ def _are_alike(a: QuantisedWeight, b: QuantisedWeight) -> bool:
         return False
     if any(mine[name].dtype != its[name].dtype for name in mine):
         return False
-    return "permutation" not in mine or torch.equal(mine["permutation"], its["permutation"])
+    if a.permutation is None or b.permutation is None or a.permutation.is_meta:
+        return True  # both have none; or only shapes are known
+    return torch.equal(a.permutation, b.permutation)
 
 
 def _take(tensor: Tensor, rows: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tilewise.errors import CheckpointError, shown
 from tilewise.models.config_fields import read_object
 from tilewise.models.decoder import Decoder
+from tilewise.models.hub import ADAPTER_FILES, adapter_folder
 from tilewise.models.native import NativeDecoder
 
 __all__ = ["MAX_RANK", "Adapter", "AdapterPart", "AdapterSite", "adapter_sites", "read_adapter"]
@@ -121,12 +122,12 @@ def adapter_sites(model: Decoder) -> dict[str, AdapterSite]:
 
 
 def read_adapter(
-    folder: str | Path, sites: Mapping[str, AdapterSite], *, max_rank: int = MAX_RANK
+    path: str | Path, sites: Mapping[str, AdapterSite], *, max_rank: int = MAX_RANK
 ) -> Adapter:
     """Read an adapter, checked against a model; its tensors stay in main memory.
 
     Args:
-        folder: holds adapter_config.json and adapter_model.safetensors.
+        path: a folder with adapter_config.json and adapter_model.safetensors, or a hub name.
         sites: the linear layers of the model, see `adapter_sites`.
         max_rank: the largest rank that is accepted.
 
@@ -136,8 +137,9 @@ def read_adapter(
 
     Source: Hu et al. 2021 (LoRA); Kalajdzievski 2023 (rsLoRA); the files are PEFT's.
     """
-    folder = Path(folder)
-    config = read_object(_file(folder, "adapter_config.json"))
+    folder = adapter_folder(path)
+    config_file, tensor_file = (_file(folder, name) for name in ADAPTER_FILES)
+    config = read_object(config_file)
     _check_kind(config)
     terms = _Terms.of(config)
     wanted = [name for name in sites if terms.selects(name)]
@@ -146,9 +148,8 @@ def read_adapter(
             "target_modules must name linear layers of the model, got "
             f"{shown(config.get('target_modules'))}"
         )
-    path = _file(folder, "adapter_model.safetensors")
     pairs: dict[str, dict[str, Tensor]] = {name: {} for name in wanted}
-    for tensor_name, tensor in _tensors(path):
+    for tensor_name, tensor in _tensors(tensor_file):
         module, half = _split(tensor_name, sites)
         if module not in pairs:
             raise CheckpointError(

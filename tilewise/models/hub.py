@@ -7,7 +7,7 @@ import fnmatch
 import glob
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +20,13 @@ from tilewise.models.gguf.file import parts_of
 from tilewise.models.gguf.folder import gguf_choices, gguf_folder
 from tilewise.models.naming import like
 
-__all__ = ["HubName", "checkpoint_folder", "fetch", "hub_name"]
+__all__ = ["ADAPTER_FILES", "HubName", "adapter_folder", "checkpoint_folder", "fetch", "hub_name"]
 
 _NAME = re.compile(
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(/[\w./-]+\.gguf|:[\w.-]+)?(?:@([\w./-]+))?", re.I
 )
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf", re.I)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _WEIGHTS = "*.safetensors"
 _PICKLED = "pytorch_model*.bin"  # taken where there is nothing else; only tensors are unpickled
 _SHOWN = 12  # names listed in a message
@@ -112,16 +113,54 @@ def fetch(name: HubName) -> Path:
     found = _cached(name)
     if found is not None:
         return found
+    gguf: str | None = None
+
+    def choose(files: list[str]) -> list[str]:
+        nonlocal gguf
+        gguf = _gguf_of(name, files)
+        return _wanted(name, files) if gguf is None else _parts(gguf, files)
+
+    folder = _downloaded("checkpoint", name, choose)
+    return folder if gguf is None else folder / gguf
+
+
+def adapter_folder(given: str | Path) -> Path:
+    """Return the folder of an adapter: the given path, or where a name on the hub lies here.
+
+    Raises:
+        CheckpointError: see `fetch`; or the repository holds no adapter with safetensors.
+    """
+    name = hub_name(given)
+    if name is None:
+        return Path(given)
+    found = [
+        hub.try_to_load_from_cache(name.repo, file, revision=name.revision)
+        for file in ADAPTER_FILES
+    ]
+    if not name.part and all(isinstance(file, str) for file in found):
+        return Path(str(found[0])).parent
+
+    def choose(files: list[str]) -> list[str]:
+        if name.part or not set(ADAPTER_FILES) <= set(files):
+            raise CheckpointError(
+                f"adapter {str(name)!r} must hold {' and '.join(ADAPTER_FILES)}, got {_kind(files)}"
+            )
+        return list(ADAPTER_FILES)
+
+    return _downloaded("adapter", name, choose)
+
+
+def _downloaded(kind: str, name: HubName, choose: Callable[[list[str]], list[str]]) -> Path:
+    """Return the folder of a repository behind the download of the files that `choose` takes."""
     if constants.HF_HUB_OFFLINE:
         raise CheckpointError(
-            f"checkpoint {str(name)!r} must be in the cache where HF_HUB_OFFLINE is set, got none "
+            f"{kind} {str(name)!r} must be in the cache where HF_HUB_OFFLINE is set, got none "
             f"that is whole in {constants.HF_HUB_CACHE!r}"
         )
     try:
         info = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        gguf = _gguf_of(name, list(sizes))
-        wanted = _wanted(name, sizes) if gguf is None else _parts(gguf, list(sizes))
+        wanted = choose(list(sizes))
         _check_disk(name, sum(sizes[file] for file in wanted))
         folder = hub.snapshot_download(
             name.repo, revision=name.revision, allow_patterns=[glob.escape(x) for x in wanted]
@@ -130,7 +169,7 @@ def fetch(name: HubName) -> Path:
         raise
     except Exception as error:  # of huggingface_hub, of its HTTP library or of the disk
         raise CheckpointError(_reason(name, error)) from error
-    return Path(folder) if gguf is None else Path(folder) / gguf
+    return Path(folder)
 
 
 def _only(where: str, choices: list[str], before: str) -> str:

@@ -37,6 +37,7 @@ from tilewise.nn.layers import (
 )
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.packed import PackedLinear
+from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.rope import RotaryEmbedding
 
 __all__ = ["NativeDecoder", "NativeLayer", "for_device"]
@@ -585,9 +586,16 @@ class NativeDecoder(Decoder):
         if any(isinstance(m, PackedLinear | InvariantLinear) for m in self.modules()):
             raise ValueError("model must have its parameters, got one packed for inference")
         return tuple(
-            self.names.weight(name, self._rows_of(name, parameter), self._sources_of(name))
+            self.names.weight(
+                name, self._rows_of(name, tuple(parameter.shape)), self._sources_of(name)
+            )
             for name, parameter in self.named_parameters()
         )
+
+    def source_of(self, name: str, linear: QuantisedLinear) -> Weight:
+        """Return the sources of a quantised weight; see `Decoder.source_of`."""
+        shape = (linear.out_features, linear.in_features)
+        return self.names.weight(name, self._rows_of(name, shape), self._sources_of(name))
 
     def _sources_of(self, name: str) -> int | None:
         """Return how many of a parameter's sources there are: fewer, where keys are values."""
@@ -595,7 +603,7 @@ class NativeDecoder(Decoder):
             return None
         return 1 + self.config.layers[int(name.split(".")[1])].attention.kv_parts
 
-    def _rows_of(self, name: str, parameter: Tensor) -> Callable[[int], tuple[int, ...]]:
+    def _rows_of(self, name: str, shape: tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:
         """Return a function of a number of sources: the rows of each in a parameter."""
 
         def rows(count: int) -> tuple[int, ...]:
@@ -605,7 +613,7 @@ class NativeDecoder(Decoder):
                 heads = (q, *(kv,) * attention.kv_parts)
                 return tuple(count * attention.head_dim for count in heads)
             # Of experts one after another, whose weights are (N, rows, columns).
-            size = parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
+            size = shape[0] * shape[1] if len(shape) == 3 else shape[0]
             return (size // count,) * count
 
         return rows

@@ -128,7 +128,7 @@ class TensorSlice:
     """A tensor in memory to cut from, as safetensors has it.
 
     Args:
-        tensor: what is cut from, of any dtype.
+        tensor: the tensor to cut from, of any dtype.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilewise.errors import CheckpointError
 from tilewise.models.causal_body import CLASSIFIER
@@ -26,15 +26,19 @@ from tilewise.models.encoder import Encoder
 from tilewise.models.families.family import Names
 from tilewise.models.gguf.checkpoint import GgufCheckpoint
 from tilewise.models.gguf.folder import gguf_in
+from tilewise.models.quantised import QuantisedModules, quantisation_of
 from tilewise.models.text_part import renamed, text_architecture
 from tilewise.models.weight_files import INDEX, SINGLE, open_weights, some, weight_files
 from tilewise.models.weight_table import Part, Weight
+from tilewise.nn.quantised import QuantisedLinear
+from tilewise.ops import QuantisedWeight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 
 __all__ = [
     "check_weights",
     "has_own_head",
     "load_weights",
+    "narrow",
     "read_tensor",
     "save_model",
     "save_tensors",
@@ -86,7 +90,41 @@ def check_weights(
     Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
     """
     with ExitStack() as stack:
-        _check(model, _open_checkpoint(Path(directory), stack), part)
+        found = _open_checkpoint(Path(directory), stack)
+        _check(model, found, part, _modules(model, directory, found))
+
+
+def narrow(model: Decoder | Encoder, directory: str | Path, *, part: CutOf | None = None) -> None:
+    """Put a `QuantisedLinear` in the place of each projection that a checkpoint stores quantised.
+
+    The model's parameters are on "meta", and so are the weights; `load_weights` reads them. Other
+    quantised weights (of experts, of embeddings) are dequantised when they are read.
+
+    Args, Raises: as of `load_weights`.
+    """
+    if not isinstance(model, Decoder):
+        return
+    with ExitStack() as stack:
+        found = _open_checkpoint(Path(directory), stack)
+        modules = _modules(model, directory, found)
+        if modules.format is None:
+            return
+        for weight in model.weight_table():
+            name, _, kind = weight.name.rpartition(".")
+            linear = model.get_submodule(name)
+            if kind != "weight" or type(linear) is not nn.Linear or weight.transposed:
+                continue
+            sources = [_bare(model, source, found) for source in weight.sources]
+            if not all(modules.has(source) for source in sources):
+                continue
+            parts = [
+                _cut_narrow(modules.weight(source, is_meta=True), _part_of(model, weight, i, part))
+                for i, source in enumerate(sources)
+            ]
+            place, _, own = name.rpartition(".")
+            made = QuantisedLinear(parts, linear.bias, linear.weight.dtype)
+            _check_size(name, made, linear)
+            setattr(model.get_submodule(place), own, made)
 
 
 @torch.no_grad()
@@ -107,12 +145,26 @@ def load_weights(
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
-        _check(model, found, part)
-        for name, target, cut in _targets(model, found, part):
-            if name not in found:
+        modules = _modules(model, directory, found)
+        _check(model, found, part, modules)
+        for name, target, cut in _targets(model, found, part, modules):
+            if modules.has(name):
+                wide = _cut_narrow(modules.weight(name), cut).dequantise()
+                target[: wide.shape[0], : wide.shape[1]].copy_(wide)
+            elif name not in found:
                 _unpack(name, found, target, cut)
             else:
                 _copy(name, *found[name], target, cut)
+        for name, linear in _narrow_linears(model):
+            assert isinstance(model, Decoder)
+            weight = model.source_of(f"{name}.weight", linear)
+            sources = [_bare(model, source, found) for source in weight.sources]
+            linear.hold(
+                [
+                    _cut_narrow(modules.weight(source), _part_of(model, weight, i, part))
+                    for i, source in enumerate(sources)
+                ]
+            )
 
 
 def read_tensor(
@@ -140,8 +192,56 @@ def read_tensor(
             return torch.cat([part[row : row + 1] for row in rows])
 
 
+def _modules(model: Decoder | Encoder, directory: str | Path, found: Found) -> QuantisedModules:
+    """Return the quantised modules of an open checkpoint."""
+    is_decoder = isinstance(model, Decoder)
+    return QuantisedModules(quantisation_of(directory) if is_decoder else None, found)
+
+
+def _narrow_linears(model: nn.Module) -> list[tuple[str, QuantisedLinear]]:
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, QuantisedLinear)]
+
+
+def _bare(model: Decoder | Encoder, source: str, found: Found) -> str:
+    """Return the name of a source in the file, which may lack the model's prefix."""
+    prefix = model.weight_prefix
+    return source if any(n.startswith(prefix) for n in found) else source.removeprefix(prefix)
+
+
+def _part_of(
+    model: Decoder | Encoder, weight: Weight, place: int, part: CutOf | None
+) -> Part | None:
+    """Return the part of a source that is read, in the order of the parameter."""
+    cut = None if part is None else part(weight, place)
+    if cut is None and weight.order is not None:
+        rows = model.get_submodule(weight.name.removesuffix(".weight")).out_features
+        assert isinstance(rows, int)
+        return _in_order(model, weight, rows)
+    return cut
+
+
+def _cut_narrow(weight: QuantisedWeight, part: Part | None) -> QuantisedWeight:
+    """Return a part of a quantised weight."""
+    if part is None:
+        return weight
+    rows, columns = weight.shape
+    if part.dim == 1:
+        (span,) = part.spans
+        return weight.cut((0, rows), span)
+    spans = [weight.cut(span, (0, columns)) for span in part.spans]
+    joined = QuantisedWeight.concatenate(spans)
+    assert joined is not None
+    return joined
+
+
+def _check_size(name: str, made: QuantisedLinear, linear: nn.Linear) -> None:
+    found, wanted = (made.out_features, made.in_features), tuple(linear.weight.shape)
+    if found != wanted:
+        raise CheckpointError(f"weight of {name} must have shape {wanted}, got {found}")
+
+
 def _targets(
-    model: Decoder | Encoder, found: Found, part: CutOf | None
+    model: Decoder | Encoder, found: Found, part: CutOf | None, modules: QuantisedModules
 ) -> Iterator[tuple[str, Tensor, Part | None]]:
     """Yield each tensor's name, its view of a parameter, and the part of the tensor to read.
 
@@ -161,13 +261,13 @@ def _targets(
             if source == model.embedding_source and name not in found and model.lm_head is None:
                 # a tied head that is stored under its own name only
                 name = HEAD if HEAD in found else name
-            if name not in found:
+            if name not in found and not modules.has(name):
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
             if cut is None and weight.order is not None:
-                cut = _in_order(model, weight, target)
+                cut = _in_order(model, weight, target.shape[0])
             if cut is not None and weight.transposed:
                 cut = _transposed(cut, target)
-            if weight.either:
+            if weight.either and not modules.has(name):
                 file, reader = found[name]
                 with _reading(file, name):
                     shape = list(reader.get_slice(name).get_shape())
@@ -190,19 +290,28 @@ def _wanted(target: Tensor, cut: Part | None) -> list[int]:
     return wanted
 
 
-def _in_order(model: Decoder | Encoder, weight: Weight, target: Tensor) -> Part:
+def _in_order(model: Decoder | Encoder, weight: Weight, rows: int) -> Part:
     """Return all rows of a fused source, in the order of the parameter."""
     assert weight.order is not None
     assert isinstance(model, Decoder)
     heads = model.config.layers[weight.layer].attention
     q, kv = range(heads.num_q_heads), range(heads.num_kv_heads)
-    return Part(0, target.shape[0], weight.order(heads, q, kv))
+    return Part(0, rows, weight.order(heads, q, kv))
 
 
-def _check(model: Decoder | Encoder, found: Found, part: CutOf | None) -> None:
+def _check(
+    model: Decoder | Encoder, found: Found, part: CutOf | None, modules: QuantisedModules
+) -> None:
     """Compare names and shapes, which are in the files' headers."""
     known: set[str] = set()
-    for name, target, cut in _targets(model, found, part):
+    for name, linear in _narrow_linears(model):
+        assert isinstance(model, Decoder)
+        sources = model.source_of(f"{name}.weight", linear).sources
+        known |= modules.known(_bare(model, source, found) for source in sources)
+    for name, target, cut in _targets(model, found, part, modules):
+        if modules.has(name):
+            known |= modules.known((name,))
+            continue
         wanted = _wanted(target, cut)
         if name in found:
             known.add(name)
@@ -220,7 +329,9 @@ def _check(model: Decoder | Encoder, found: Found, part: CutOf | None) -> None:
     extra = [
         name
         for name in found
-        if name not in known and not any(re.fullmatch(rule, name) for rule in ignored)
+        if name not in known
+        and not modules.is_extra(name)
+        and not any(re.fullmatch(rule, name) for rule in ignored)
     ]
     if extra:
         raise CheckpointError(
@@ -388,7 +499,7 @@ def _shards(model: Decoder, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     for weight in model.weight_table():
         for name, part in weight.parts(model.get_parameter(weight.name).detach()):
             if weight.order is not None:
-                part = _as_stored(part, _in_order(model, weight, part))
+                part = _as_stored(part, _in_order(model, weight, part.shape[0]))
             if shards[-1] and size + part.nbytes > max_shard_bytes:
                 shards.append({})
                 size = 0

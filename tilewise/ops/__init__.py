@@ -1,6 +1,6 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
-from tilewise.kernels.quantised_weight import QuantisedWeight
+from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.ops.activation import activate, silu_mul
 from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
@@ -36,6 +36,7 @@ from tilewise.ops.row_linear import add_rms_norm_linear, row_linear_parts, row_l
 from tilewise.ops.sampling import sample_tokens, token_logprobs
 
 __all__ = [
+    "E2M1",
     "MOST_LINEAR_ROWS",
     "BlockTransfer",
     "Explanation",
