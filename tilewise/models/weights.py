@@ -26,6 +26,7 @@ from tilewise.models.encoder import Encoder
 from tilewise.models.families.family import Names
 from tilewise.models.gguf.checkpoint import GgufCheckpoint
 from tilewise.models.gguf.folder import gguf_in
+from tilewise.models.gguf.modules import GgufModules
 from tilewise.models.quantised import QuantisedModules, quantisation_of
 from tilewise.models.text_part import renamed, text_architecture
 from tilewise.models.weight_files import INDEX, SINGLE, open_weights, some, weight_files
@@ -194,6 +195,9 @@ def read_tensor(
 
 def _modules(model: Decoder | Encoder, directory: str | Path, found: Found) -> QuantisedModules:
     """Return the quantised modules of an open checkpoint."""
+    reader = next((reader for _, reader in found.values()), None)
+    if isinstance(reader, GgufCheckpoint):
+        return GgufModules(reader)
     is_decoder = isinstance(model, Decoder)
     return QuantisedModules(quantisation_of(directory) if is_decoder else None, found)
 

@@ -25,6 +25,7 @@ from tilewise.models import load_model
 from tilewise.models.gguf.folder import gguf_choices, gguf_folder
 from tilewise.models.gguf.types import TYPES, repack
 from tilewise.models.hub import checkpoint_folder
+from tilewise.nn.quantised import QuantisedLinear
 from tilewise.server.chat import read_template
 from tilewise.server.templates import Templates
 
@@ -127,6 +128,19 @@ def test_a_file_is_generated_from_with_its_own_tokenizer_and_template(arch, tmp_
     assert answers[0] == answers[1]
     begin = vocabularies.byte_pairs("qwen2").token_to_id("<|im_start|>")
     assert answers[0][1][0][0] == begin
+
+
+def test_projections_stay_as_narrow_as_the_file_has_them(tmp_path):
+    path, wide = pair(tmp_path, "llama", _KINDS["Q4_0"])
+    narrow, other = load_model(path, dtype="float32"), load_model(wide, dtype="float32")
+    for mine, its in zip(narrow.layers, other.layers, strict=True):
+        for found, wanted in (
+            (mine.attention.qkv_proj, its.attention.qkv_proj),
+            (mine.mlp.down_proj, its.mlp.down_proj),
+        ):
+            assert isinstance(found, QuantisedLinear)
+            assert torch.equal(found.dequantised(), wanted.weight)
+            assert found.nbytes * 8 <= 4.5 * wanted.weight.numel()
 
 
 def test_all_ends_of_a_file_end_an_answer(tmp_path):

@@ -60,6 +60,26 @@ class GgufCheckpoint:
             found = found.dequantise()
         return _shaped(found, source)
 
+    def is_narrow(self, name: str) -> bool:
+        """Return whether `read` gives the rows of a matrix as a `QuantisedWeight`."""
+        source = self._sources.get(name)
+        if source is None or len(source.shape) != 2 or source.heads is not None:
+            return False
+        if source.part is not None or source.transposed or source.excess or source.numbers:
+            return False
+        types = {self.file.tensors[each].type.name for each in source.tensors}
+        return len(types) == 1 and isinstance(self._first_row(source), QuantisedWeight)
+
+    def row_of(self, name: str) -> QuantisedWeight:
+        """Return the first row of a narrow matrix."""
+        found = self._first_row(self._sources[name])
+        assert isinstance(found, QuantisedWeight)
+        return found
+
+    def _first_row(self, source: Source) -> Tensor | QuantisedWeight:
+        info = self.file.tensors[source.tensors[0]]
+        return repack(_lines(info, source)[:1], info.type)
+
     def numbers(self, name: str, first: int = 0, end: int | None = None) -> Tensor:
         """Return rows first ... end - 1 of the first dim of a tensor, as numbers.
 
