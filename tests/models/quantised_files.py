@@ -252,6 +252,139 @@ def bnb_int8(weight: Tensor) -> Written:
     return {"weight": codes.to(torch.int8), "SCB": largest}, values
 
 
+def _hqq(weight: Tensor, bits: int) -> Written:
+    rows, columns = weight.shape
+    groups, most = weight.reshape(-1, 64), 2**bits - 1
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    factor = most / (high - low)
+    zeros, scales = (-low * factor).to(torch.float16), (1 / factor).to(torch.float16)
+    codes = (groups / scales.float() + zeros.float()).round().clamp(0, most).to(torch.uint8)
+    half = len(codes) // 2
+    stored = codes if bits == 8 else codes[:half] << 4 | codes[half:]
+    flag = torch.tensor(1, dtype=torch.uint8)
+    tensors = {
+        "W_q": stored, "scale": scales, "zero": zeros, "shape": torch.tensor([rows, columns]),
+        "nbits": torch.tensor(bits, dtype=torch.int32), "axis": torch.tensor(1, dtype=torch.int32),
+        "group_size": torch.tensor(64, dtype=torch.int32), "view_as_float": flag * 0,
+        "packing": torch.tensor(list(f"{bits}bit_u8".encode()), dtype=torch.uint8),
+        "encoded_state_dict": flag, "stores_quant_config": flag, "round_zero": flag * 0,
+    }  # fmt: skip
+    values = (codes.to(torch.float16) - zeros) * scales
+    return tensors, values.reshape(rows, columns).float()
+
+
+def hqq_4(weight: Tensor) -> Written:
+    return _hqq(weight, 4)
+
+
+def hqq_8(weight: Tensor) -> Written:
+    return _hqq(weight, 8)
+
+
+def _powers(groups: Tensor, largest: int) -> Tensor:
+    """Return exponents (N, K / 32), a power of two for each group, with a bias of 127."""
+    return (groups.abs().amax(-1).log2().floor() - largest + 127).to(torch.uint8)
+
+
+def mxfp4(weight: Tensor) -> Written:
+    groups = _groups(weight, 32)
+    exponents = _powers(groups, 2)
+    factor = torch.exp2(exponents.float() - 127).unsqueeze(-1)
+    table = torch.tensor([*_FP4, *(-x for x in _FP4)])
+    codes = ((groups / factor).unsqueeze(-1) - table).abs().argmin(-1)
+    flat = codes.flatten(1).to(torch.uint8)
+    tensors = {"weight_packed": flat[:, 0::2] | flat[:, 1::2] << 4, "weight_scale": exponents}
+    return tensors, (table[codes] * factor).flatten(1)
+
+
+def mxfp4_quark(weight: Tensor) -> Written:
+    tensors, values = mxfp4(weight)
+    return {"weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"]}, values
+
+
+def mxfp8(weight: Tensor) -> Written:
+    groups = _groups(weight, 32)
+    exponents = _powers(groups, 8)
+    factor = torch.exp2(exponents.float() - 127).unsqueeze(-1)
+    codes = (groups / factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+    values = (codes.float() * factor).flatten(1)
+    return {"weight": codes.flatten(1), "weight_scale": exponents}, values
+
+
+def torchao_int4(weight: Tensor) -> Written:
+    """Int4Tensor: signed codes about the middle of a group, scales and middles transposed."""
+    groups = _groups(weight, 32)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = (high - low).clamp(min=1e-6) / 16
+    middles = low + 8 * scales
+    codes = ((groups - low.unsqueeze(-1)) / scales.unsqueeze(-1)).round().clamp(0, 15) - 8
+    scales, middles = scales.to(torch.bfloat16), middles.to(torch.bfloat16)
+    flat = codes.flatten(1).to(torch.int8)
+    packed = (flat[:, 0::2] & 15) | (flat[:, 1::2] << 4)
+    tensors = {"_weight_qdata": packed, "_weight_scale": scales.T.contiguous(),
+               "_weight_zero_point": middles.T.contiguous()}  # fmt: skip
+    values = codes * scales.float().unsqueeze(-1) + middles.float().unsqueeze(-1)
+    return tensors, values.flatten(1)
+
+
+def torchao_tiles(weight: Tensor) -> Written:
+    """Int4TilePackedTo4dTensor: what a lane of the tensor cores takes lies in one word."""
+    tensors, values = torchao_int4(weight)
+    rows, columns = weight.shape
+    signed = tensors["_weight_qdata"]
+    codes = torch.stack((signed & 15, (signed >> 4) & 15), -1).flatten(1)
+    codes = ((codes + 8) & 15).long()  # from -8 ... 7 to 0 ... 15
+    words = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.long)
+    for lane in range(32):
+        for pair in range(4):
+            k = 32 * pair + 2 * (lane % 4)
+            v = [codes[lane // 4 :: 8, k + j :: 128] for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+            for place, one in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                words[:, :, lane, pair] |= v[one] << (4 * place)
+    signed_words = torch.where(words >= 2**31, words - 2**32, words).int()
+    both = torch.stack((tensors["_weight_scale"], tensors["_weight_zero_point"]), -1)
+    return {"_weight_qdata": signed_words, "_weight_scale_and_zero": both}, values
+
+
+def torchao_intx(weight: Tensor) -> Written:
+    codes, zeros, scales = _asymmetric(weight, 32, 4, torch.bfloat16)
+    tensors = {"_weight_qdata": (codes - 8).to(torch.int8), "_weight_scale": scales,
+               "_weight_zero_point": (zeros - 8).to(torch.int8)}  # fmt: skip
+    return tensors, _values(codes, zeros, scales, 32)
+
+
+def torchao_int8(weight: Tensor) -> Written:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scales).round().clamp(-128, 127)
+    tensors = {"_weight_qdata": codes.to(torch.int8), "_weight_scale": scales,
+               "_weight_zero_point": torch.zeros_like(scales, dtype=torch.int8)}  # fmt: skip
+    return tensors, codes * scales
+
+
+def torchao_fp8(weight: Tensor) -> Written:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    codes, values = _fp8(weight, scales)
+    return {"_weight_qdata": codes, "_weight_scale": scales}, values
+
+
+def _hqq_config(bits: int) -> dict[str, Any]:
+    weights = {"nbits": bits, "group_size": 64, "axis": 1, "channel_wise": True, "optimize": True}
+    scheme = {"weight_quant_params": weights, "scale_quant_params": None, "offload_meta": False}
+    return {"quant_method": "hqq", "quant_config": scheme, "skip_modules": ["lm_head"]}
+
+
+def _quark(**weight: Any) -> dict[str, Any]:
+    scheme = {"weight": weight | {"symmetric": True}, "input_tensors": None, "bias": None}
+    return {"quant_method": "quark", "global_quant_config": scheme, "exclude": ["lm_head"],
+            "layer_type_quant_config": {}, "layer_quant_config": {},
+            "export": {"kv_cache_group": []}}  # fmt: skip
+
+
+def _torchao(name: str) -> dict[str, Any]:
+    kind = {"default": {"_type": name, "_version": 2, "_data": {}}}
+    return {"quant_method": "torchao", "quant_type": kind, "modules_to_not_convert": ["lm_head"]}
+
+
 def _compressed(name: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {"quant_method": "compressed-tensors", "format": name, "ignore": ["lm_head"],
@@ -295,6 +428,20 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
     "nf4-nested": (nf4_nested, {"quant_method": "bitsandbytes", "load_in_4bit": True,
                                 "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}),
     "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "hqq": (hqq_4, _hqq_config(4)),
+    "hqq-8bit": (hqq_8, _hqq_config(8)),
+    "mxfp4": (mxfp4, _compressed("mxfp4-pack-quantized", num_bits=4, type="float",
+                                 strategy="group", group_size=32, scale_dtype="torch.uint8")),
+    "mxfp8": (mxfp8, _compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group",
+                                 group_size=32, scale_dtype="torch.uint8")),
+    "modelopt-mxfp8": (mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+    "quark-mxfp4": (mxfp4_quark, _quark(dtype="fp4", qscheme="per_group", group_size=32,
+                                        scale_format="e8m0")),
+    "quark-fp8": (fp8_tensor, _quark(dtype="fp8_e4m3", qscheme="per_tensor")),
+    "torchao-int4": (torchao_int4, _torchao("Int4WeightOnlyConfig")),
+    "torchao-intx4": (torchao_intx, _torchao("IntxWeightOnlyConfig")),
+    "torchao-int8": (torchao_int8, _torchao("Int8WeightOnlyConfig")),
+    "torchao-fp8": (torchao_fp8, _torchao("Float8WeightOnlyConfig")),
 }  # fmt: skip
 """By name: the writer, and the quantization_config of config.json."""
 

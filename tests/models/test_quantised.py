@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.quantised_files import FORMATS, quantise
+from tests.models.quantised_files import FORMATS, quantise, torchao_tiles
 from tilewise import LLM, SamplingParams
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, build_model, load_model
+from tilewise.models.quantised import Stored
+from tilewise.models.quantised.torchao import torchao
 from tilewise.nn.quantised import QuantisedLinear
 
 _CONFIG = {
@@ -25,6 +27,14 @@ _MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }  # fmt: skip
+
+
+def _hqq(**weights):
+    return {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1} | weights}
+
+
+def _quark(**weight):
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}}
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +80,29 @@ def test_values_are_those_of_the_layout_bit_for_bit(name, plain, tmp_path):
             assert isinstance(module, QuantisedLinear)
             wanted = torch.cat([wide[f"{begin}.{source}.weight"] for source in sources])
             assert torch.equal(module.dequantised(), wanted), (i, sources)
-            most = 5.1 if "4" in name or name in ("awq", "gptq", "auto-round") else 8.6
+            is_narrow = "4" in name or name in ("awq", "gptq", "auto-round", "hqq")
+            most = 5.1 if is_narrow and name != "torchao-intx4" else 8.6
             assert module.nbytes * 8 <= most * wanted.numel() * (1 + 0.35)
     assert isinstance(model.lm_head, torch.nn.Linear)
 
 
+def test_tiles_of_torchao_are_taken_apart():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    tensors, values = torchao_tiles(weight)
+    stored = Stored("m", frozenset(tensors), lambda suffix: tensors[suffix])
+    found = torchao(FORMATS["torchao-int4"][1]).read(stored)
+    found.check()
+    assert torch.equal(found.dequantise(), values)
+    tensors["_weight_act_pre_scale"] = torch.ones(1)
+    stored = Stored("m", frozenset(tensors), lambda suffix: tensors[suffix])
+    with pytest.raises(CheckpointError, match="m._weight_act_pre_scale must be absent"):
+        torchao(FORMATS["torchao-int4"][1]).read(stored)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
-@pytest.mark.parametrize("name", ["awq", "gptq-order", "fp8-blocks", "nf4", "w8a8"])
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq-order", "fp8-blocks", "nf4", "w8a8", "hqq", "torchao-int4"]
+)
 def test_a_model_computes_what_its_values_give(name, family, plain, tmp_path):
     quantise(plain(family), tmp_path, name, keep=("lm_head", "embed", "norm", ".gate."))
     ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -138,6 +164,41 @@ def test_what_only_files_of_tools_say_is_read(plain, tmp_path):
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo of ModelOpt must"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format of the quantis"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:gguf"}, "packing_format of"),
+        ({"quant_method": "hqq", "quant_config": _hqq(axis=0)}, "axis of HQQ must be 1, got 0"),
+        ({"quant_method": "hqq", "quant_config": _hqq(nbits=2)}, "nbits of HQQ must be 4 or 8, g"),
+        (
+            {"quant_method": "hqq", "quant_config": _hqq() | {"scale_quant_params": {"nbits": 8}}},
+            "scale_quant_params of HQQ must be absent",
+        ),
+        ({"quant_method": "hqq", "quant_config": {"a": 3}}, "quant_config of HQQ must hold objec"),
+        ({"quant_method": "torchao"}, "quant_type of torchao must name a configuration, got None"),
+        ({"quant_method": "quark"}, "global_quant_config of Quark must hold the weight's scheme"),
+        (_quark(dtype="int4"), "dtype of the quantisation must be one of fp4, fp8_e4m3, got int4"),
+        (_quark(dtype="fp4", group_size=16), "group_size of the quantisation must be one of 32"),
+        (
+            _quark(dtype="fp4") | {"layer_quant_config": {"*lm_head": {}}},
+            "layer_quant_config of Quark must be empty",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized"},
+            "format of the quantisation must be one of .*, got mxfp6-pack-quantized",
+        ),
+        *(
+            ({"quant_method": name}, f"quant_method must be one of .*, got '{name}'")
+            for name in (
+                "aqlm",
+                "bitnet",
+                "eetq",
+                "fouroversix",
+                "fp_quant",
+                "higgs",
+                "metal",
+                "quanto",
+                "sinq",
+                "spqr",
+                "vptq",
+            )
+        ),
     ],
 )
 def test_a_format_that_is_not_served_is_named(told, message, plain, tmp_path):
@@ -167,6 +228,35 @@ def _changed(folder, name, change):
         ("fp8-blocks", "weight_scale_inv", lambda t: t[:-1], "must have 6 x 4 scales"),
         ("w4a16", "weight_scale", lambda t: t[:, :-1], r"weight_scale must have shape \(192, 4\)"),
         ("w4a16", "weight_shape", lambda t: t + 1, r"weight_shape must be \(192, 128\)"),
+        ("hqq", "W_q", lambda t: t[:-1], "W_q must hold 192 x 128 codes"),
+        ("hqq", "scale", lambda t: t[:-1], "scale must have 384 numbers, got 383"),
+        ("hqq", "zero", lambda t: None, "up_proj.zero, got none"),
+        ("hqq", "axis", lambda t: t * 0, "axis must be 1, got 0"),
+        ("hqq", "nbits", lambda t: t * 0 + 2, "nbits must be 4 or 8, got 2"),
+        ("mxfp4", "weight_scale", lambda t: t[:-1], r"weight_scale must have shape \(192, 4\)"),
+        ("mxfp4", "weight_scale", lambda t: t * 0 + 255, "scales of .* must be finite"),
+        ("mxfp8", "weight", lambda t: t.float(), r"or \(N, K\) of float8, got torch.float32"),
+        (
+            "quark-mxfp4",
+            "weight_scale",
+            lambda t: t.float(),
+            "weight_scale must be uint8 or float8",
+        ),
+        (
+            "torchao-int4",
+            "_weight_scale",
+            lambda t: t[:-1],
+            r"_weight_scale must be \(K / group, 1",
+        ),
+        ("torchao-int8", "_weight_scale", lambda t: t[:-1], r"_weight_scale must divide \(192, 12"),
+        (
+            "torchao-int8",
+            "_weight_qdata",
+            lambda t: t.int(),
+            "_weight_qdata must be int8 or float8",
+        ),
+        ("torchao-fp8", "_weight_scale", lambda t: t * torch.nan, "scales of .* must be finite"),
+        ("torchao-fp8", "_weight_scale", lambda t: t.byte(), "_weight_scale must be of floats"),
         ("nf4", "weight.absmax", lambda t: t[:-1], "weight.absmax must have 384 numbers, got 383"),
     ],
 )

@@ -14,6 +14,9 @@ from tilewise.models.quantised.float4 import modelopt_nvfp4
 from tilewise.models.quantised.float8 import fbgemm, fp8, modelopt_fp8
 from tilewise.models.quantised.format import Format
 from tilewise.models.quantised.gptq import auto_round, awq, gptq
+from tilewise.models.quantised.hqq import hqq
+from tilewise.models.quantised.microscaling import modelopt_mxfp8, quark
+from tilewise.models.quantised.torchao import torchao
 
 __all__ = ["FORMATS", "quantisation_of", "why_not_format"]
 
@@ -25,8 +28,11 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "gptq": gptq,
     "auto-round": auto_round,
     "bitsandbytes": bitsandbytes,
+    "hqq": hqq,
+    "quark": quark,
+    "torchao": torchao,
 }
-_MODELOPT = {"FP8": modelopt_fp8, "NVFP4": modelopt_nvfp4}
+_MODELOPT = {"FP8": modelopt_fp8, "NVFP4": modelopt_nvfp4, "MXFP8": modelopt_mxfp8}
 _OF_MODELOPT = "hf_quant_config.json"
 _OF_TOOLS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 

@@ -20,13 +20,14 @@ from tilewise.models.quantised.format import (
     settings,
     unpacked,
 )
+from tilewise.models.quantised.microscaling import MX_GROUP, microscaled
 from tilewise.ops import QuantisedWeight
 
 __all__ = ["compressed_tensors"]
 
 _FORMATS = (
     "pack-quantized", "float-quantized", "naive-quantized", "int-quantized",
-    "nvfp4-pack-quantized", "mixed-precision", "dense",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
 )  # fmt: skip
 _EXTRA = ("weight_shape", "input_scale", "input_zero_point", "input_global_scale", "k_scale",
           "v_scale", "output_scale")  # fmt: skip
@@ -60,13 +61,18 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
 
     def read(stored: Stored) -> QuantisedWeight:
         weights = scheme_of(stored.module)
-        if "weight_packed" in stored.names and weights.get("type") == "float":
+        is_float = weights.get("type") == "float"
+        if is_float and weights.get("group_size") == MX_GROUP:
+            return microscaled(
+                stored, "weight_packed" if "weight_packed" in stored.names else "weight"
+            )
+        if "weight_packed" in stored.names and is_float:
             whole = 1 / stored.tensor("weight_global_scale").float()
             return nvfp4(stored, "weight_packed", whole)
         if "weight_packed" in stored.names:
             return _packed(stored, weights)
         scales = stored.tensor("weight_scale")
-        if weights.get("type") == "float":
+        if is_float:
             return float8(stored, scales, "weight_scale", weights.get("block_structure"))
         return _integers(stored, weights)
 
