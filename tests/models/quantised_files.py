@@ -446,6 +446,12 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
 """By name: the writer, and the quantization_config of config.json."""
 
 
+def quantised_by(name: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a module's tensors in a format, and the quantization_config."""
+    writer, told = FORMATS[name]
+    return writer(weight)[0], told
+
+
 def quantise(
     plain: Path, to: Path, name: str, *, keep: tuple[str, ...] = ("lm_head", "embed_tokens", "norm")
 ) -> Path:

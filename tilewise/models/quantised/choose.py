@@ -18,7 +18,7 @@ from tilewise.models.quantised.hqq import hqq
 from tilewise.models.quantised.microscaling import modelopt_mxfp8, quark
 from tilewise.models.quantised.torchao import torchao
 
-__all__ = ["FORMATS", "quantisation_of", "why_not_format"]
+__all__ = ["FORMATS", "format_of", "quantisation_of", "why_not_format"]
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": fp8,
@@ -55,7 +55,7 @@ def quantisation_of(directory: str | Path) -> Format | None:
             told = {"quant_method": method, **read_object(directory / name)}
     if told is None or told.get("quant_method") == "mxfp4":
         return None
-    return _format(told)
+    return format_of(told)
 
 
 def _of(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -63,7 +63,15 @@ def _of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(found) if isinstance(found, Mapping) else None
 
 
-def _format(told: Mapping[str, Any]) -> Format:
+def format_of(told: Mapping[str, Any]) -> Format:
+    """Return the format that a quantization_config describes.
+
+    Args:
+        told: the configuration, whose quant_method names a format.
+
+    Raises:
+        CheckpointError: the format is not served, or an option of it; the message names it.
+    """
     method = str(told.get("quant_method", "unknown"))
     if method == "modelopt":
         inner = told.get("quantization")
@@ -83,7 +91,7 @@ def _format(told: Mapping[str, Any]) -> Format:
 def why_not_format(told: Mapping[str, Any]) -> str | None:
     """Return why a configuration of a quantisation is not served, or None if it is."""
     try:
-        _format(told)
+        format_of(told)
     except CheckpointError as error:
         return str(error)
     return None

@@ -53,8 +53,8 @@ def _read(stored: Stored) -> QuantisedWeight:
         raise stored.refuse(_CODES, "be a matrix with a matrix of scales", tuple(codes.shape))
     rows, columns = codes.shape
     # Bytes of two codes have scales and terms to add (K / group, N), all of the same floats.
-    is_pair = zeros is not None and zeros.dtype.is_floating_point and scales.shape[1] == rows
-    if is_pair and codes.dtype in (torch.int8, torch.uint8):
+    is_byte = codes.dtype in (torch.int8, torch.uint8) and scales.shape[1] == rows
+    if is_byte and zeros is not None and zeros.dtype.is_floating_point:
         return _pairs(stored, codes, scales, zeros)
     if codes.dtype not in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
         raise stored.refuse(_CODES, "be int8 or float8", codes.dtype)
