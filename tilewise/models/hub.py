@@ -18,6 +18,7 @@ from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import read_object
 from tilewise.models.gguf.file import parts_of
 from tilewise.models.gguf.folder import gguf_choices, gguf_folder
+from tilewise.models.mistral_files import has_mistral_files, mistral_folder
 from tilewise.models.naming import like
 
 __all__ = ["ADAPTER_FILES", "HubName", "adapter_folder", "checkpoint_folder", "fetch", "hub_name"]
@@ -90,6 +91,8 @@ def checkpoint_folder(given: str | Path) -> Path:
     path = Path(given) if name is None else fetch(name)
     if path.is_file() and path.suffix.lower() == ".gguf":
         return gguf_folder(path)
+    if path.is_dir() and has_mistral_files(path):
+        return mistral_folder(path)
     if path.is_dir() and not (path / "config.json").is_file():
         choices = gguf_choices([x.name for x in path.iterdir()])
         if choices:

@@ -27,6 +27,7 @@ from tilewise.models.families.family import Names
 from tilewise.models.gguf.checkpoint import GgufCheckpoint
 from tilewise.models.gguf.folder import gguf_in
 from tilewise.models.gguf.modules import GgufModules
+from tilewise.models.mistral_files import MistralTensors
 from tilewise.models.quantised import QuantisedModules, quantisation_of
 from tilewise.models.text_part import renamed, text_architecture
 from tilewise.models.weight_files import INDEX, SINGLE, open_weights, some, weight_files
@@ -425,6 +426,8 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
         return dict.fromkeys(held.names(), (gguf, held))
     for file in weight_files(directory):
         reader = open_weights(file, stack)
+        if file.name.startswith("consolidated"):
+            reader = MistralTensors(file, reader)
         for name in reader.keys():  # noqa: SIM118 - a reader is no mapping
             own = _renamed_norm(name)
             if own in found:

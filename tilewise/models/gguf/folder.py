@@ -19,7 +19,7 @@ from tilewise.models.gguf.config import config_of
 from tilewise.models.gguf.file import GgufFile, parts_of, read_gguf
 from tilewise.models.gguf.tokenizer import end_tokens, tokenizer_files
 
-__all__ = ["gguf_choices", "gguf_folder", "gguf_in"]
+__all__ = ["cache_of", "gguf_choices", "gguf_folder", "gguf_in", "write_folder"]
 
 # How to draw, as newer files say it.
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -38,14 +38,16 @@ def gguf_folder(path: str | Path) -> Path:
     parts = parts_of(Path(path).absolute())
     if not parts[0].is_file():
         raise CheckpointError(f"checkpoint must be a file that exists, got no {str(path)!r}")
-    place = _cache() / _key(parts)
+    place = cache_of("gguf") / _key(parts)
     if (place / "config.json").is_file():
         return place
     made = _contents(read_gguf(parts[0]))
     try:
-        return _write(place, parts, made)
+        return write_folder(place, parts, made)
     except OSError:  # a home that cannot be written
-        return _write(Path(tempfile.mkdtemp(prefix="tilewise-gguf-")) / place.name, parts, made)
+        return write_folder(
+            Path(tempfile.mkdtemp(prefix="tilewise-gguf-")) / place.name, parts, made
+        )
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -63,9 +65,10 @@ def gguf_choices(names: list[str]) -> list[str]:
     return sorted(x for x in files if "-of-" not in x or "-00001-of-" in x)
 
 
-def _cache() -> Path:
+def cache_of(kind: str) -> Path:
+    """Return the folder in the user's cache for folders of a kind."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "tilewise" / "gguf"
+    return Path(home) / "tilewise" / kind
 
 
 def _key(parts: tuple[Path, ...]) -> str:
@@ -93,7 +96,7 @@ def _contents(file: GgufFile) -> dict[str, Any]:
     return made
 
 
-def _write(place: Path, parts: tuple[Path, ...], made: dict[str, Any]) -> Path:
+def write_folder(place: Path, parts: tuple[Path, ...], made: dict[str, Any]) -> Path:
     """Write a folder under a temporary name and rename it, as several processes may make it."""
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f"{place.name}.", dir=place.parent))
