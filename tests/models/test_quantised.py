@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.quantised_files import FORMATS, quantise, torchao_tiles
+from tests.models.quantised_files import FORMATS, quantise, torchao_int4, torchao_tiles
 from tilewise import LLM, SamplingParams
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, build_model, load_model
@@ -97,6 +97,17 @@ def test_tiles_of_torchao_are_taken_apart():
     stored = Stored("m", frozenset(tensors), lambda suffix: tensors[suffix])
     with pytest.raises(CheckpointError, match="m._weight_act_pre_scale must be absent"):
         torchao(FORMATS["torchao-int4"][1]).read(stored)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tiles_of_torchao_are_those_of_pytorchs_kernel():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    plain = torchao_int4(weight)[0]["_weight_qdata"]
+    codes = (torch.stack((plain & 15, (plain >> 4) & 15), -1).flatten(1) + 8) & 15
+    pairs = (codes[:, 0::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+    words = torch.ops.aten._convert_weight_to_int4pack(pairs.cuda(), 8)
+    assert torch.equal(words.cpu(), torchao_tiles(weight)[0]["_weight_qdata"])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
