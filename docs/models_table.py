@@ -5,6 +5,8 @@ python docs/models_table.py    # needs transformers, whose configuration classes
 
 from __future__ import annotations
 
+import functools
+import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,11 @@ from tilewise.models.native import NativeDecoder
 from tilewise.nn.experts import ExpertsConfig
 
 PAGE = Path(__file__).resolve().parent / "models.md"
+RESULTS = PAGE.parents[1] / "lab" / "results" / "models_cpu.json"
 HEAD = (
     "| class | `model_type` | positions | attention | feed-forward | saved | quantised formats |"
-    " tensor parallel | compiled step on a CPU |\n|---|---|---|---|---|---|---|---|---|\n"
+    " tensor parallel | states | CUDA graphs | compiled step on a CPU | tested how |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
 )
 BEGIN, END = (
     "<!-- begin of the native decoders: python docs/models_table.py -->\n",
@@ -33,6 +37,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "GPTNeoForCausalLM": {"intermediate_size": 64},
+}
+# What a refusal says, and what a family needs.
+_NEEDS = {
+    "cache_params": "a recurrence keeps a state",
+    "has_previous_state": "a recurrence keeps a state",
+    "conv_states": "a convolution keeps a state",
+    "indexer": "an indexer chooses the keys",
+    "past_key_values.layers": "compressed keys are cached beside the others",
+    "its mask is one of its own": "a mask is computed by the keys",
+    "reads past_key_values": "something is computed by what the cache holds",
+    "reads cache": "something is computed by what the cache holds",
+    "attend by themselves": "layers attend by themselves and call no attention function",
+    "no causal language model of that name": "transformers names no class for texts",
+    "takes no position_ids": "no positions are taken: a recurrence, or positions counted inside",
 }
 SIZE = 8  # layers are enough to have one of each kind
 
@@ -65,7 +83,13 @@ def row(family: Family) -> str:
         positions = "rotary, none on some layers"
     seen = ["latents" if first.latent is not None else "heads"]
     if any(config.windows):
-        seen.append("windows")
+        seen.append("chunks" if any(x.is_chunked for x in attentions) else "windows")
+    if config.kv_sources:
+        seen.append("keys of other layers")
+    if any(attention.v_is_k for attention in attentions):
+        seen.append("keys as values")
+    if any(attention.query_growth is not None for attention in attentions):
+        seen.append("queries that grow")
     if first.has_sinks:
         seen.append("sinks")
     if first.softcap:
@@ -84,9 +108,29 @@ def row(family: Family) -> str:
         "yes" if family.write is not None else "no",
         ", ".join(family.formats) or "none",
         _reason_of_shards(config) or "yes",
+        "none",  # of recurrences: keys, values and latents are all that these layers keep
+        "yes" if config.can_be_captured else "no",
         _reason_of_cpu(config) or "yes",
+        _tested(family),
     ]
     return f"| {' | '.join(cells)} |\n"
+
+
+@functools.cache
+def _results() -> dict[str, list[str]]:
+    """Return the cases of each family that `lab/models.py` found right, natively, by model_type."""
+    found: dict[str, list[str]] = {}
+    for case in json.loads(RESULTS.read_text(encoding="utf-8"))["cases"]:
+        if case["is_right"] and case["way"] == "tilewise":
+            found.setdefault(case["architecture"], []).append(case["case"])
+    return found
+
+
+def _tested(family: Family) -> str:
+    """Return how a family is compared with transformers."""
+    cases = len(_results().get(family.architecture, []))
+    engine = "engine" if cases == 1 else f"engine ({cases} cases)"
+    return f"logits, {engine}" if cases else "logits"
 
 
 def _reason_of_shards(config: ModelConfig) -> str | None:
@@ -118,11 +162,44 @@ def table() -> str:
     return HEAD + "".join(rows)
 
 
+def summary() -> str:
+    """Return how many families serve by the results, and what the others need."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    ways: dict[str, dict[str, str]] = {"tilewise": {}, "transformers": {}, "refused": {}}
+    for case in results["cases"]:
+        way = case["way"] if case["is_right"] else "refused"
+        ways[way][case["family"]] = case.get("refused", "")
+    native, other = ways["tilewise"], {**ways["transformers"]}
+    other = {name: "" for name in other if name not in native}
+    refused = {n: why for n, why in ways["refused"].items() if n not in {*native, *other}}
+    total = len(native) + len(other) + len(refused)
+    needs: dict[str, list[str]] = {}
+    for name, why in refused.items():
+        needs.setdefault(_need(why), []).append(f"`{name}`")
+    lines = [
+        f"\nOf the {total} decoder families of transformers {results['transformers']}, "
+        f"{len(native) + len(other)} serve: {len(native)} natively, {len(other)} through "
+        "transformers. `lab/results/models_cpu.json` has what each of them gave.\n\n",
+        "| the others are refused, as | families |\n|---|---|\n",
+        *(f"| {need} | {', '.join(sorted(names))} |\n" for need, names in sorted(needs.items())),
+        f"\nThrough transformers: {', '.join(f'`{name}`' for name in sorted(other))}.\n",
+    ]
+    return "".join(lines)
+
+
+def _need(why: str) -> str:
+    """Return what a refusal is about, in the words of the table."""
+    for said, need in _NEEDS.items():
+        if said in why:
+            return need
+    return "another reason: " + why
+
+
 def written(page: str) -> str:
     """Return a page with the table between its two marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END, 1)
-    return before + BEGIN + table() + END + after
+    return before + BEGIN + table() + summary() + END + after
 
 
 if __name__ == "__main__":

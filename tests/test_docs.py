@@ -66,7 +66,8 @@ def test_every_decision_record_is_listed_by_its_title(page):
 OF_CHECKPOINTS = {
     "1_Pooling/config.json", "added_tokens.json", "config.json",
     "config_sentence_transformers.json", "generation_config.json", "modules.json",
-    "sentence_bert_config.json",
+    "hf_quant_config.json", "quant_config.json", "quantize_config.json", "params.json",
+    "model.safetensors.index.json", "sentence_bert_config.json",
     "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
 }  # fmt: skip
 

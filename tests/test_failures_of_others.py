@@ -175,7 +175,9 @@ def test_every_failure_has_a_test_that_exists():
 
 
 def test_nothing_is_unpickled_and_no_socket_takes_objects():
-    """Weights are safetensors, cached blocks are files with a checksum, requests are JSON.
+    """Weights are safetensors, or pickles of which only tensors are taken; requests are JSON.
+
+    Cached blocks are files with a checksum.
 
     Objects go to the processes that compile kernels alone, and come by the pipes of a parent.
     """

@@ -22,7 +22,7 @@ from tilewise.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tilewise.engine.async_llm import AsyncLLM
-    from tilewise.engine.config import DraftModel, PromptLookup
+    from tilewise.engine.config import DraftModel, OwnHead, PromptLookup
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
@@ -61,6 +61,7 @@ __all__ = [
     "DraftModel",
     "EngineClosedError",
     "Explanation",
+    "OwnHead",
     "PagedPlan",
     "Precompiled",
     "PromptLookup",
@@ -109,6 +110,7 @@ _LAZY = {
     "BlockMask": "tilewise.masks",
     "BlockTransfer": "tilewise.ops",
     "DraftModel": "tilewise.engine.config",
+    "OwnHead": "tilewise.engine.config",
     "Explanation": "tilewise.ops",
     "PagedPlan": "tilewise.ops",
     "Precompiled": "tilewise.ops",

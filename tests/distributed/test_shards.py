@@ -9,10 +9,19 @@ import pytest
 import torch
 
 from tests.distributed.thread_group import on_ranks
+from tests.models import test_mixtures as mixtures
 from tests.models.test_families import make
+from tests.models.test_gpt_oss import save_mxfp4
 from tests.models.tiny import make_hf, save_hf
+from tilewise.distributed import shards
 from tilewise.distributed.shard_group import ShardGroup
-from tilewise.distributed.shards import head_of, load_shard, shard_config, vocabulary_rows
+from tilewise.distributed.shards import (
+    check_shards,
+    head_of,
+    load_shard,
+    shard_config,
+    vocabulary_rows,
+)
 from tilewise.errors import CheckpointError
 from tilewise.models import load_model
 from tilewise.models.config import read_config
@@ -183,10 +192,80 @@ def test_small_sums_are_symmetric_memorys_on_all_ranks_or_on_none(refusals):
         assert found[1][0] == "rank 0 cannot"
 
 
-@pytest.mark.parametrize("case", ["gpt_neox", "falcon_groups", "phi3", "cohere2"])
+@pytest.mark.parametrize(
+    "case", ["gpt_neox", "falcon_groups", "phi3", "cohere2", "llama4", "ministral3"]
+)
 def test_fused_tensors_and_parallel_blocks_are_cut_at_their_heads(case, tmp_path):
     make(case).save_pretrained(tmp_path)
     whole = load_model(tmp_path, dtype="float64")
     want = _logits(whole)
     for got in on_ranks(2, lambda group: _logits(load_shard(tmp_path, group, dtype="float64"))):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", mixtures.CASES)
+def test_mixtures_are_cut_within_their_experts(case, tmp_path):
+    mixtures.make(case).save_pretrained(tmp_path)
+    want = _logits(load_model(tmp_path, dtype="float64"))
+    for got in on_ranks(2, lambda group: _logits(load_shard(tmp_path, group, dtype="float64"))):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_a_shard_of_a_mixture_holds_its_part_of_every_expert(tmp_path):
+    mixtures.make("deepseek_v3").save_pretrained(tmp_path)
+    whole = load_model(tmp_path, dtype="float64").get_submodule("layers.1.mlp")
+    shards = on_ranks(2, lambda group: load_shard(tmp_path, group, dtype="float64"))
+    parts = [shard.get_submodule("layers.1.mlp").experts for shard in shards]
+    gates, ups = zip(*(part.up.chunk(2, dim=1) for part in parts), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups], dim=1), whole.up)
+    assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
+    assert all(torch.equal(part.router.weight, whole.router.weight) for part in parts)
+    assert parts[0].shared.down_proj.weight.shape == (48, 24)
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [("bloom", 2), ("mpt", 3), ("olmo2", 2), ("olmo2", 4), ("phi", 2), ("codegen", 2)],
+)
+def test_slopes_norms_over_all_heads_and_biases_of_the_head_are_cut(case, size, tmp_path):
+    make(case).save_pretrained(tmp_path)
+    want = _logits(load_model(tmp_path, dtype="float64"))
+    for got in on_ranks(size, lambda group: _logits(load_shard(tmp_path, group, dtype="float64"))):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("stays_packed", [False, True])
+@pytest.mark.parametrize(("inner", "size", "width"), [(64, 2, 32), (96, 2, 64), (96, 4, 32)])
+def test_mxfp4_is_cut_between_groups_and_filled_up(
+    inner, size, width, stays_packed, tmp_path, monkeypatch
+):
+    """96 are three groups: the second of two ranks has one, and the last of four ranks none."""
+    hf = make_hf("gpt_oss", intermediate_size=inner, num_key_value_heads=4, num_attention_heads=8)
+    path = save_mxfp4(hf, tmp_path)
+    want = _logits(load_model(path, dtype="float64"))
+    if stays_packed:  # as on a GPU
+        monkeypatch.setattr(shards, "for_device", lambda config, device: config)
+    made = on_ranks(size, lambda group: (shard := load_shard(path, group, dtype="float64"),
+                                         _logits(shard)))  # fmt: skip
+    for shard, got in made:
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+        down = shard.get_submodule("layers.0.mlp").experts.down
+        assert down.shape[2] * (32 if stays_packed else 1) == width
+        assert down.dtype == (torch.uint8 if stays_packed else torch.float64)
+
+
+def test_plain_experts_of_gpt_oss_are_cut_anywhere_or_refused(tmp_path):
+    hf = make_hf("gpt_oss", intermediate_size=40, num_key_value_heads=2, num_attention_heads=6)
+    path = save_hf(hf, tmp_path)
+    want = _logits(load_model(path, dtype="float64"))
+    for got in on_ranks(2, lambda group: _logits(load_shard(path, group, dtype="float64"))):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="intermediate_size of experts 40, got 3"):
+        shard_config(read_config(path), 3)
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma4_experts"])
+def test_layers_with_more_than_two_blocks_are_refused(case, tmp_path):
+    make(case).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="must be 1 for layers that share keys, or have a scale"):
+        check_shards(read_config(tmp_path), 2)

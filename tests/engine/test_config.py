@@ -165,7 +165,9 @@ def test_a_config_is_frozen_and_travels_to_other_processes():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1
     assert pickle.loads(pickle.dumps(config)) == config
-    with pytest.raises(TypeError, match="speculative must be PromptLookup, DraftModel or None"):
+    with pytest.raises(
+        TypeError, match="speculative must be PromptLookup, DraftModel, OwnHead or None"
+    ):
         EngineConfig(STORY, speculative="often")
 
 

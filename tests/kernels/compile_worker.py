@@ -28,6 +28,7 @@ from tests.kernels import (
     compile_cases,
     compile_cases_gluon,
     compile_cases_paged,
+    compile_cases_quantised,
     compile_cases_step,
     ptx_barriers,
     ptx_early,
@@ -145,7 +146,10 @@ def main(names: list[str], folder: Path) -> None:
         compiled.append(kernel)
 
     JITFunction.run = compile_only
-    modules = (compile_cases, compile_cases_paged, compile_cases_gluon, compile_cases_step)
+    modules = (
+        compile_cases, compile_cases_paged, compile_cases_gluon, compile_cases_quantised,
+        compile_cases_step,
+    )  # fmt: skip
     cases = {case.name: case for module in modules for case in module.CASES}
     for name in names:
         print(json.dumps({"case": name, "begins": True}), flush=True)

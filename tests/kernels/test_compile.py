@@ -19,6 +19,7 @@ from tests.kernels import (
     compile_cases,
     compile_cases_gluon,
     compile_cases_paged,
+    compile_cases_quantised,
     compile_cases_step,
     ptx_barriers,
     ptx_flags,
@@ -28,13 +29,16 @@ from tests.kernels import (
 from tests.kernels.compile_cases import Case
 from tests.kernels.compile_cases_gluon import GluonCase
 
-CASES = [*compile_cases.CASES, *compile_cases_paged.CASES, *compile_cases_step.CASES]
+CASES = [
+    *compile_cases.CASES, *compile_cases_paged.CASES, *compile_cases_quantised.CASES,
+    *compile_cases_step.CASES,
+]  # fmt: skip
 HOPPER_CASES = compile_cases_gluon.CASES
 
 _ROOT = Path(__file__).parents[2]
 _CACHE = _ROOT / ".cache" / "triton-compile"
 # Shared memory that one program may have, bytes (CUDA programming guide, compute capabilities).
-_SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}
+_SHARED_LIMIT = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
 # Part of a loop's instructions that may touch local memory: none to speak of in the loop that runs
 # most, the unmasked one; a few in the loops over boundary tiles.
 _LOCAL_SHARE, _LOCAL_SHARE_MASKED = 0.01, 0.10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ import torch
 import transformers
 
 from tests.models.tiny import VOCAB, PagedLoop
-from tilewise.errors import CheckpointError
-from tilewise.models import ModelConfig, load_model
+from tilewise import LLM, SamplingParams
+from tilewise.errors import CheckpointError, UnsupportedError
+from tilewise.models import ModelConfig, load_model, save_model
 from tilewise.models.families import FAMILIES
 from tilewise.models.native import NativeDecoder
+from tilewise.models.registry import empty_model
 
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SHAPE: dict[str, Any] = _TOKENS | {
@@ -41,6 +45,16 @@ _YARN = {
 }
 _DEFAULT = {"rope_type": "default", "rope_theta": 500_000.0}
 
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
 _LEFT_OUT = {
     "GPTNeo": {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"},
     "OPT": {"num_key_value_heads", "intermediate_size"},
@@ -60,6 +74,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma4": ("Gemma4", _GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    "gemma4_experts": (
+        "Gemma4",
+        _GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        {name: x for name, x in _GEMMA4.items() if "per_layer" not in name}
+        | {"attention_k_eq_v": True, "num_kv_shared_layers": 2, "attention_bias": True},
+    ),
     "seed_oss": (
         "SeedOss",
         {"head_dim": 16, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
@@ -75,6 +108,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        _BIASES
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "hyperclovax_pre_norm": ("HyperCLOVAX", {"use_post_norm": False}),
     "smollm3": (
         "SmolLM3",
         _BIASES | {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5},
@@ -83,6 +127,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "arcee": ("Arcee", _BIASES | {"rope_parameters": _YARN | {"rope_theta": 10_000.0}}),
     "ministral": ("Ministral", _KINDS | {"head_dim": 16}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "attention_chunk_size": 8,
+            "floor_scale": 8,
+            "moe_layers": [1, 3],
+            "intermediate_size_mlp": 48,
+            "no_rope_layers": [1, 1, 0, 1],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "llama4_plain": (
+        "Llama4",
+        {
+            "head_dim": 8,
+            "attention_chunk_size": 12,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "attention_bias": True,
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "attention_bias": True}),
     "phi3": ("Phi3", {"sliding_window": 6}),
     "phi3_longrope": (
@@ -134,12 +220,14 @@ def make(case: str) -> transformers.PreTrainedModel:
     if name in _LEFT_OUT:
         shape = {key: value for key, value in _SHAPE.items() if key not in _LEFT_OUT[name]}
     # Other functions leave out attention's soft cap.
-    config = getattr(transformers, f"{name}Config")(**shape | fields, attn_implementation="eager")
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    config = kind.config_class(**shape | fields, attn_implementation="eager")
     with torch.random.fork_rng([]):
         torch.manual_seed(5)
-        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        model = kind(config).eval()
         with torch.no_grad():
-            for parameter in model.parameters():
+            scalars = [x for name, x in model.named_buffers() if name.endswith("layer_scalar")]
+            for parameter in (*model.parameters(), *scalars):
                 noise = torch.randn_like(parameter)
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * noise)
@@ -166,6 +254,51 @@ def test_a_family_gives_the_logits_of_transformers(case, tmp_path):
     torch.testing.assert_close(torch.cat(parts), want, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+@pytest.mark.parametrize("case", ["gemma4", "gemma4_experts", "llama4", "ministral3"])
+def test_a_family_of_more_fields_runs_on_a_gpu_as_in_transformers(case, graphs, tmp_path):
+    """Keys of other layers, attention in chunks, growing queries; captured, and op by op."""
+    theirs = make(case)
+    theirs.save_pretrained(tmp_path)
+    prompts = [[*range(5, 45)], [9], [*range(5, 40), 4, 8]]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+    options = {"num_blocks": 64, "max_model_len": 128, "max_num_batched_tokens": 16}
+    with LLM(tmp_path, device="cuda", block_size=4, graphs=graphs, **options) as llm:
+        assert type(llm.model) is NativeDecoder
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        [sample] = output.outputs
+        with torch.no_grad():
+            logits = theirs(torch.tensor([prompt + list(sample.token_ids)])).logits[0]
+        expected = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
+        own = [step[t] for step, t in zip(sample.logprobs, sample.token_ids, strict=True)]
+        chosen = expected.gather(1, torch.tensor(sample.token_ids).unsqueeze(1)).squeeze(1)
+        assert (torch.tensor(own) - chosen).abs().max() < 2e-2
+        assert (expected.amax(1) - chosen).max() < 2e-2
+
+
+WRITTEN = [
+    case
+    for case, (name, _) in CASES.items()
+    if name in ("Gemma4", "Gemma4Unified", "Llama4", "Ministral3", "HyperCLOVAX")
+]
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_what_is_saved_is_read_here_and_by_transformers_as_the_same_model(case, tmp_path):
+    theirs = make(case)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs")
+    save_model(ours, tmp_path / "ours")
+    assert load_model(tmp_path / "ours").config == ours.config
+    again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        want, got = (model(ids, use_cache=False).logits for model in (theirs, again))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_longrope_is_served_within_its_first_context_and_dynamic_scaling_within_its_positions():
     """Of longer texts all angles are others, which keys in a cache cannot follow."""
     config = ModelConfig.from_hf(make("phi3_longrope").config.to_dict())
@@ -188,6 +321,12 @@ def test_longrope_is_served_within_its_first_context_and_dynamic_scaling_within_
         ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern"),
         ("gptj", {"rotary_dim": 65}, "rotary_dim must be even and at most the 256 channels"),
         ("codegen", {"rotary_dim": 512}, "rotary_dim must be even and at most the 256 channels"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1e308}},
+            r"partial_rotary_factor must lie in \[0, 1\], got 1e\+308",
+        ),
+        ("gemma4_text", {"hidden_size_per_layer_input": 10**30}, "must be at most 2147483647"),
         ("olmoe", {"hidden_act": []}, r"must be one of .*, got \[\]"),
     ],
 )
@@ -195,6 +334,54 @@ def test_values_that_no_arithmetic_has_are_refused(model_type, changes, message)
     config = published(model_type)
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_hf(config | changes)
+
+
+_VALUES = [
+    None, True, False, 0, 1, -1, 2**40, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "",
+    "x", "1", "full", [], [None], [1], ["full_attention"], [0.5] * 3, {}, {"rope_type": "yarn"},
+    {"rope_type": "linear", "factor": 0}, {"type": []}, {"rope_theta": -1}, {"full_attention": {}},
+]  # fmt: skip
+
+
+def _changed(config, draw):
+    """Return a config of which fields, or fields of its objects, are others or absent."""
+    config = copy.deepcopy(config)
+    for _ in range(draw.choice([1, 1, 1, 2, 3])):
+        holder, name = config, draw.choice(sorted(config))
+        if isinstance(config[name], dict) and config[name] and draw.random() < 0.6:
+            holder, name = config[name], draw.choice(sorted(config[name], key=str))
+        if draw.random() < 0.1:
+            del holder[name]
+        else:
+            holder[name] = draw.choice(_VALUES)
+    return config
+
+
+@pytest.mark.filterwarnings("ignore")  # models.unread_fields names what nothing reads
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 1000), *(pytest.param(n, 20_000, marks=pytest.mark.slow) for n in (1, 3))],
+)
+def test_changed_configs_are_built_or_refused_in_a_sentence(seed, count):
+    draw, built = random.Random(seed), 0
+    configs = [
+        published(family.model_type, num_hidden_layers=2)
+        for family in FAMILIES.values()
+        if family.model_type != "gpt_neo"  # whose class refuses another number of layers
+    ]
+    for _ in range(count):
+        config = _changed(draw.choice(configs), draw)
+        try:
+            read = ModelConfig.from_hf(config)
+            if read.num_layers <= 4:
+                empty_model(read, "float32", "meta")
+                built += 1
+        except (CheckpointError, UnsupportedError):
+            pass
+        except Exception as error:
+            error.add_note(f"config.json: {config}")
+            raise
+    assert built > count / 10
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,13 +10,23 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load
 
 import tilewise
 from tilewise import SamplingParams
 from tilewise.engine.settings import model_directory
 from tilewise.errors import CheckpointError
-from tilewise.models.hub import HubName, checkpoint_folder, fetch, hub_name
+from tilewise.models import load_model
+from tilewise.models.hub import (
+    ADAPTER_FILES,
+    HubName,
+    adapter_folder,
+    checkpoint_folder,
+    fetch,
+    hub_name,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 STORY = Path(tilewise.__file__).parent / "assets" / "story"
@@ -149,6 +160,18 @@ def test_a_model_is_downloaded_once_and_answers_as_its_folder(hub):
     assert len(hub.asked) == count
 
 
+def test_of_an_adapter_its_two_files_are_downloaded_once(hub):
+    with pytest.raises(CheckpointError, match="adapter 'owner/model' must hold adapter_con"):
+        adapter_folder("owner/model")
+    hub.files |= {file: file.encode() for file in ADAPTER_FILES}
+    folder = adapter_folder("owner/model")
+    assert sorted(x.name for x in folder.iterdir()) == sorted(ADAPTER_FILES)
+    assert sorted(hub.asked) == sorted(ADAPTER_FILES)
+    hub.error = (500, "")  # a whole copy asks nothing
+    assert adapter_folder("owner/model") == folder
+    assert adapter_folder(folder) == folder
+
+
 def test_a_revision_is_a_copy_of_its_own_name(hub):
     assert hub_name("owner/model@v1") == HubName("owner/model", "v1")
     assert (checkpoint_folder("owner/model@v1") / "config.json").is_file()
@@ -220,8 +243,7 @@ def test_paths_are_no_names(given):
     [
         (["model_index.json", "unet/x.safetensors"], "a pipeline of a diffusion model"),
         (["adapter_config.json", "adapter_model.safetensors"], r"an adapter \(LoRA\)"),
-        (["x-Q4_K_M.gguf"], "GGUF files, which are not read"),
-        (["config.json", "pytorch_model.bin"], "pickled weights, which are not loaded"),
+        (["config.json", "model.pt"], "pickles of other names than pytorch_model"),
         ([], "no files"),
     ],
 )
@@ -230,6 +252,18 @@ def test_what_is_no_checkpoint_is_told_before_it_is_downloaded(hub, files, kind)
     with pytest.raises(CheckpointError, match=f"must hold config.json and safetensors, got {kind}"):
         fetch(HubName("owner/model", None))
     assert hub.asked == []
+
+
+def test_pickles_are_downloaded_where_there_is_nothing_else(hub):
+    weights = [x for x in hub.files if x.endswith(".safetensors")]
+    tensors = {k: v for x in weights for k, v in load(hub.files.pop(x)).items()}
+    kept = io.BytesIO()
+    torch.save(tensors, kept)
+    hub.files |= {"pytorch_model.bin": kept.getvalue(), "training_args.bin": b"code"}
+    folder = fetch(HubName("owner/model", None))
+    assert "pytorch_model.bin" in hub.asked
+    assert "training_args.bin" not in hub.asked
+    assert load_model(folder).state_dict().keys() == load_model(STORY).state_dict().keys()
 
 
 def test_a_disk_that_is_too_small_or_full(hub, monkeypatch):
@@ -247,3 +281,43 @@ def test_a_disk_that_is_too_small_or_full(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     with pytest.raises(CheckpointError, match="not downloaded: the disk of .* is full"):
         fetch(HubName("owner/model", None))
+
+
+@pytest.fixture
+def gguf_hub(hub, tmp_path, monkeypatch):
+    """A hub of GGUF files alone, one of them in two parts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "mmproj-m-F16.gguf"]
+    names += [f"big/m-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]
+    hub.files = {name: name.encode() for name in names}
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("given", "files"),
+    [
+        ("owner/model:Q4_K_M", ["m-Q4_K_M.gguf"]),
+        ("owner/model:q4_k_s", ["m-Q4_K_S.gguf"]),
+        ("owner/model/m-Q4_K_M.gguf@v1", ["m-Q4_K_M.gguf"]),
+        ("owner/model:Q8_0", [f"big/m-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]),
+        ("owner/model/big/m-Q8_0-00001-of-00002.gguf",
+         [f"big/m-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]),
+    ],
+)  # fmt: skip
+def test_of_a_hub_of_gguf_files_the_one_that_is_meant_is_downloaded_once(gguf_hub, given, files):
+    name = hub_name(given)
+    assert name is not None
+    assert str(name) == given
+    for _ in range(2):
+        assert fetch(name).read_bytes() == files[0].encode()
+        assert sorted(gguf_hub.asked) == files
+
+
+def test_several_gguf_files_are_named_and_a_missing_one_says_what_there_is(gguf_hub):
+    with pytest.raises(CheckpointError, match="several GGUF files: give one of owner/model/big/"):
+        fetch(HubName("owner/model", None))
+    with pytest.raises(CheckpointError, match="must be a GGUF file of owner/model, got .*m-Q4_K_M"):
+        fetch(HubName("owner/model", None, ":Q2_K"))
+    assert gguf_hub.asked == []
+    gguf_hub.files = {"only.gguf": b"GGUF"}
+    assert fetch(HubName("owner/model", None)).name == "only.gguf"

@@ -13,7 +13,7 @@ from tests.models.tiny import PROMPTS, VOCAB, greedy_dense, greedy_hf, greedy_pa
 from tilewise import LLM, SamplingParams
 from tilewise.cost.model import read_sizes
 from tilewise.errors import CheckpointError
-from tilewise.models import ModelConfig, load_model
+from tilewise.models import ModelConfig, load_model, save_model
 from tilewise.models.native import NativeDecoder
 from tilewise.nn.experts import Experts
 
@@ -57,6 +57,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoe",
         {"num_local_experts": 5, "attention_multiplier": 0.3, "embedding_multiplier": 2.0,
          "residual_multiplier": 0.7, "logits_scaling": 3.0},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        _MOE | {"moe_num_experts": 8, "use_bias": True, "tie_word_embeddings": False,
+                "moe_layer_start_index": 1},
+    ),
+    "phimoe": (
+        "Phimoe",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True,
+         "lm_head_bias": True, "sliding_window": 7, "router_jitter_noise": 0.05},
     ),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 8, "head_dim": 16}),
 }  # fmt: skip
@@ -115,6 +125,21 @@ def test_greedy_tokens_are_those_of_transformers_also_by_panels(pair: tuple[Any,
     assert greedy_dense(ours, PROMPTS[0], 8) == told[0]
     ours.pack_for_inference()
     assert greedy_paged(ours, PROMPTS, steps=8, chunk=3) == told
+
+
+@pytest.mark.parametrize("case", ["ernie4_5_moe", "phimoe"])
+def test_a_mixture_that_is_saved_is_the_same_model_to_transformers(
+    case: str, tmp_path: Path
+) -> None:
+    hf = make(case)
+    ours = load_model(save_hf(hf, tmp_path / "theirs"))
+    save_model(ours, tmp_path / "ours")
+    assert load_model(tmp_path / "ours").config == ours.config
+    again = type(hf).from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want, got = (model(ids, use_cache=False).logits for model in (hf, again))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe_dense_layer", "deepseek_v3"])

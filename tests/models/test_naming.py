@@ -32,8 +32,8 @@ def checkpoint(folder):
         ("https://hub.example/Qwen/Qwen3-0.6B", "of a model of the hub give its name, 'Qwen/Qwen3"),
         ("https://hub.example/a/b/tree/main", "give its name, 'a/b'"),
         ("hf://a/b", "give its name, 'a/b'"),
-        ("model-Q4_K_M.gguf", "GGUF files are not read; give a folder with config.json, safeten"),
-        ("TheBloke/x.GGUF", "GGUF files are not read"),
+        ("model-Q4_K_M.gguf", "there is no GGUF file of that name"),
+        ("TheBloke/x.GGUF", "there is no GGUF file of that name"),
         ("~/x", "there is no folder '.*/home/x'"),
         ("~nobody-of-that-name/x", "there is none of that name"),
         ("Story", "the packaged model is 'story', in lower case"),
@@ -44,7 +44,8 @@ def checkpoint(folder):
 )
 def test_a_name_that_is_no_folder(here, name, why):
     with pytest.raises(
-        CheckpointError, match=rf"must be a folder, a name on the hub or 'story', got .*: .*{why}"
+        CheckpointError,
+        match=rf"must be a folder, a GGUF file, a name on the hub or 'story', got .*: .*{why}",
     ):
         read_config(model_directory(name))
 
@@ -69,7 +70,6 @@ def test_a_file_of_a_checkpoint_names_its_folder(here):
     ("file", "why"),
     [
         (None, "give a folder with config.json, safetensors and a tokenizer"),
-        ("x-Q8_0.gguf", "GGUF files are not read"),
         ("adapter_config.json", "adapters .* are not read; merge it"),
         ("params.json", "files of Mistral's and Meta's own are not read"),
         ("consolidated.00.pth", "files of Mistral's and Meta's own are not read"),

@@ -201,6 +201,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": 16, "intermediate_size_mlp": 48, "num_local_experts": 2},
         r"self_attn .* it reads \w+\.get_seq_length",
     ),
+    "a cache of compressed keys beside the window": (
+        "DeepseekV4",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        r"it reads past_key_values\.layers",
+    ),
     "it attends by itself": ("GPTNeoXJapanese", {}, "attend by themselves"),
     "positions are counted inside": ("Bloom", {}, "takes no position_ids"),
 }  # fmt: skip

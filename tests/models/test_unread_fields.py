@@ -241,13 +241,27 @@ def test_flags_and_numbers_are_not_taken_for_one_another():
     assert fields.unread("config.json") == ["c"]
 
 
-@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
-def test_weights_that_another_file_says_are_quantised_are_refused(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "told", "message"),
+    [
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "W4A8"}},
+            "quant_algo of ModelOpt",
+        ),
+        (
+            "quantize_config.json",
+            {"bits": 3},
+            "bits of the quantisation must be one of 4, 8, got 3",
+        ),
+    ],
+)
+def test_quantised_weights_that_another_file_tells_of_are_refused(tmp_path, name, told, message):
     _, _, config = written("llama")
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")
     assert read_config(tmp_path).architecture == "LlamaForCausalLM"
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(CheckpointError, match=f"must be of float weights, got {name}"):
+    (tmp_path / name).write_text(json.dumps(told))
+    with pytest.raises(CheckpointError, match=message):
         read_config(tmp_path)
 
 

@@ -289,15 +289,20 @@ class PagedLoop:
         blocks_each = -(-max_tokens // block_size)
         num_blocks = num_seqs * blocks_each + 2
         dtype = model.embed_tokens.weight.dtype
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         nan = float("nan")
         self.kv: list[Any] = [
-            (torch.full(shape, nan, dtype=dtype), torch.full(shape, nan, dtype=dtype))
-            for _ in range(config.num_layers)
+            tuple(
+                torch.full((num_blocks, block_size, heads, size), nan, dtype=dtype)
+                for size in (dim, v_dim)
+            )
+            for heads, dim, v_dim in config.cached_heads
         ]
+        self.kv = [self.kv[i] for i in config.kv_sources or range(config.num_layers)]
         if config.latent is not None:
             width = config.latent.kv_rank + config.latent.rope_dim
-            self.kv = [torch.full((*shape[:2], width), nan, dtype=dtype) for _ in self.kv]
+            self.kv = [
+                torch.full((num_blocks, block_size, width), nan, dtype=dtype) for _ in self.kv
+            ]
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
         self.tables = order[: num_seqs * blocks_each].view(num_seqs, blocks_each)
         self.lengths = [0] * num_seqs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from pathlib import Path
@@ -159,11 +160,13 @@ def entered(function) -> list[str]:
         if event == "call" and code.co_filename.startswith(folder):
             found.append(f"{Path(code.co_filename).stem}.{code.co_qualname}")
 
+    gc.disable()  # what a collection ends may enter functions of the package, too
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found
 
 

@@ -163,6 +163,18 @@ CASES = {
             _arange(rows // 40, torch.int64),
         ),
     ),
+    "log-probabilities": Case(
+        lambda x, ids: ops.token_logprobs(x, ids, 3),
+        lambda rows: (
+            _draw(rows // 40, 5000, dtype=torch.float32), 300 * _arange(rows // 40, torch.int64)
+        ),
+    ),
+    "experts": Case(
+        lambda x, logits, up, down: ops.expert_mlp(x, *ops.choose_experts(logits, 2), up, down),
+        lambda rows: (
+            _draw(rows, 256), _draw(rows, 8), _draw(8, 256, 256) / 16, _draw(8, 256, 128) / 11
+        ),
+    ),
 }  # fmt: skip
 
 

@@ -155,6 +155,28 @@ def test_all_rows_to_few_experts_in_their_order(tokens, backend, place):
     torch.testing.assert_close(y.double(), eager(**wide(given)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("backend", "place"), [pytest.param("reference", "cpu", id="reference"), *BACKENDS[1:]]
+)
+@pytest.mark.parametrize("weighs_input", [False, True])
+@pytest.mark.parametrize("tokens", [40, 5])
+def test_a_choice_of_no_expert_adds_nothing(tokens, weighs_input, backend, place):
+    """Whatever its weight is; 2^32 is expert 0 to whoever reads half of it."""
+    given = problem(tokens, 32, 32, 5, 3, torch.float32, place)
+    if weighs_input:
+        given = without_biases(given)
+    given["chosen"] = given["chosen"].long()
+    stray = torch.tensor([5, -1, 2**32, 31, -(2**40)], device=place).repeat(tokens // 5)
+    right = given | {"weights": given["weights"].clone()}
+    given["chosen"], given["weights"] = given["chosen"].clone(), given["weights"].clone()
+    given["chosen"][:, 1], given["weights"][:, 1] = stray, float("nan")
+    right["weights"][:, 1] = 0
+    given["chosen"][2], right["weights"][2] = -1, 0
+    y = ops.expert_mlp(**given, weighs_input=weighs_input, backend=backend)
+    expected = eager(**wide(right), weighs_input=weighs_input)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @on_triton
 def test_more_choices_than_each_program_counts(backend, place):
     given = without_biases(problem(300, 16, 16, 40, 3, torch.float32, place))

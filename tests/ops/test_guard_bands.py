@@ -222,7 +222,23 @@ def _attention(call: _Call) -> list[Tensor]:
     return [] if packed else [o, *gradients]
 
 
-_OPS = (_paged, _paged, _shared, _latent, _write, _copy, _attention, _attention)
+def _experts(call: _Call) -> list[Tensor]:
+    draw, experts, width, inner = call.draw, call.draw.choice([3, 40]), 32, 16
+    rows, active = draw.choice([1, 5, 40]), draw.choice([1, 3])
+    chosen = torch.rand(rows, experts).topk(active).indices
+    y = ops.expert_mlp(
+        call.floats(rows, width),
+        call.ints(chosen, experts, spoils=True, dtype=draw.choice([torch.int32, torch.int64])),
+        call.floats(rows, active, dtype=torch.float32),
+        call.floats(experts, 2 * inner, width), call.floats(experts, width, inner),
+        up_bias=call.floats(experts, 2 * inner), down_bias=call.floats(experts, width),
+        weighs_input=draw.random() < 0.3, backend=None if call.backend == "gluon" else call.backend,
+    )  # fmt: skip
+    return [y]
+
+
+_OPS = (_paged, _paged, _shared, _latent, _write, _copy, _attention, _attention, _experts)
+_EACH = len(_OPS)
 
 
 def run_seed(seed: int, backend: str, place: str, dtype: torch.dtype = torch.float32) -> bool:
@@ -248,14 +264,17 @@ def run_seed(seed: int, backend: str, place: str, dtype: torch.dtype = torch.flo
 interpreted = pytest.mark.skipif(not devices.interpreting(), reason="kernels are compiled here")
 
 
-_FIRST = [0, 32] + [pytest.param(n, marks=pytest.mark.slow) for n in range(0, 320, 8) if n % 32]
+_FIRST = [0, 4 * _EACH] + [
+    pytest.param(n * _EACH, marks=pytest.mark.slow) for n in range(40) if n not in (0, 4)
+]
 
 
 @interpreted
 @pytest.mark.parametrize("first", _FIRST)
 def test_interpreted_kernels_stay_inside_of_their_tensors(first, monkeypatch):
     with watched(monkeypatch):
-        assert sum(run_seed(seed, "triton", "cpu") for seed in range(first, first + 8)) >= 6
+        ran = sum(run_seed(seed, "triton", "cpu") for seed in range(first, first + _EACH))
+        assert ran >= _EACH - 2
 
 
 @pytest.mark.parametrize("count", [16, pytest.param(1600, marks=pytest.mark.slow)])

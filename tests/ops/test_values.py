@@ -78,6 +78,12 @@ def copy(pairs):
     ops.copy_blocks(*(torch.zeros(BLOCKS, SIZE, 1, 16) for _ in range(2)), pairs, backend="triton")
 
 
+def experts(chosen):
+    x, weights = torch.ones(len(chosen), 16), torch.ones(len(chosen), 1)
+    up, down = torch.ones(3, 32, 16), torch.ones(3, 16, 16)
+    ops.expert_mlp(x, chosen.view(-1, 1), weights, up, down, backend="triton")
+
+
 WRONG = {
     **{f"paged: {name}": (paged, *case) for name, case in WRONG_STEPS.items()},
     **{f"latents: {name}": (latents, *case) for name, case in WRONG_STEPS.items()},
@@ -89,6 +95,7 @@ WRONG = {
     "a latent's slot": (
         write_latents, {"slots": ints(-2, 1, dtype=torch.int64)}, "slot_mapping must lie in",
     ),
+    "an expert": (experts, {"chosen": ints(2, 3)}, r"chosen must lie in \[0, 2\], got 3"),
     "a pair": (copy, {"pairs": ints([0, 6], dtype=torch.int64)}, "block_pairs must lie in"),
 }  # fmt: skip
 
@@ -108,6 +115,7 @@ def test_right_calls_pass_the_checks(monkeypatch):
         call()
     write(ints(-1, 23, dtype=torch.int64))
     copy(ints([0, 5], dtype=torch.int64))
+    experts(ints(0, 2))
 
 
 @pytest.mark.parametrize(("given", "waits"), [("1", True), ("0", False), ("", False)])

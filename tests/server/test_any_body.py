@@ -9,6 +9,7 @@ import random
 import httpx
 import pytest
 
+from tests.models.encoders import write_encoder, write_tokenizer
 from tests.server.serving import serving
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
@@ -17,6 +18,7 @@ from tilewise.server.live import live_router
 from tilewise.server.messages import messages_router
 from tilewise.server.responses import responses_router
 from tilewise.server.routes import admin_router
+from tilewise.server.scoring import scoring_router
 
 ROUTERS = (admin_router, embeddings_router, live_router, messages_router, responses_router)
 USER = {"role": "user", "content": "Once"}
@@ -84,6 +86,20 @@ SEEDS = [
     ("/abort", {"request_ids": ["x"]}),
     ("/abort", {"all": True}),
 ]  # fmt: skip
+_SCORED = {"truncate_prompt_tokens": 3, "user": "u", "priority": 1, "cache_salt": "s",
+           "request_id": "r", "timeout": 60.0}  # fmt: skip
+# Bodies for servers of an encoder; the first routes are another model's purpose.
+SCORED_SEEDS = [
+    ("/v1/rerank", {"query": "w7", "documents": ["w8 w9", {"text": "w7"}], "top_n": 1,
+                    "return_documents": False, "use_activation": False, **_SCORED}),
+    ("/v1/score", {"text_1": ["w7"], "text_2": ["w8", "w9"], "use_activation": True, **_SCORED}),
+    ("/v1/score", {"text_1": ["w7", "w8"], "text_2": ["w8", "w9"]}),
+    ("/v1/classify", {"input": ["w7", "w8 w9"], "add_special_tokens": True, **_SCORED}),
+    ("/v1/classify", {"input": [[5, 6], [7]]}),
+    ("/v1/embeddings", {"input": ["w7", "w8"], "dimensions": 4}),
+    ("/v1/completions", {"prompt": "w7", "max_tokens": 2}),
+    ("/tokenize", {"prompt": "w7"}),
+]  # fmt: skip
 VALUES = [
     None, True, False, 0, 1, -1, 3, 2**31, 2**63, -(2**70), 0.5, -0.0, 1e308, 1e-320, "", " ", "x",
     "auto", "required", "none", "null", "5", "\ud83d", "\x00", "<|endoftext|>", "é" * 300, "[",
@@ -144,6 +160,22 @@ def client(running):
         yield client
 
 
+@pytest.fixture(scope="module", params=["ForSequenceClassification", "Model"])
+def scorer(request, tmp_path_factory):
+    """A client of a model that scores pairs, and of one that embeds."""
+    path = tmp_path_factory.mktemp("encoder")
+    write_encoder(path, "Bert", request.param, num_labels=1)
+    write_tokenizer(path)
+    llm = LLM(path, device="cpu", max_num_seqs=8)
+    routers = lambda s: [router(s) for router in (*ROUTERS, scoring_router)]  # noqa: E731
+    with (
+        llm,
+        serving(AsyncLLM(llm), loop=llm.loop, routers=routers, purpose=llm.purpose) as running,
+        httpx.Client(base_url=running.url, timeout=120) as client,
+    ):
+        yield client
+
+
 def ask(client, path, body):
     told = client.post(path, content=json.dumps(body).encode())
     assert told.status_code < 500 or told.status_code == 503, (path, body, told.text)
@@ -194,6 +226,16 @@ def test_changed_bodies_are_refused_or_served(client):
     for _ in range(200):
         path, body = rng.choice(SEEDS)
         ask(client, path, changed(body, rng))
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
+def test_changed_bodies_for_an_encoder_are_refused_or_served(scorer, count):
+    rng = random.Random(20261129)
+    for path, body in SCORED_SEEDS:
+        ask(scorer, path, body)
+    for _ in range(count):
+        path, body = rng.choice(SCORED_SEEDS)
+        ask(scorer, path, changed(body, rng))
 
 
 @pytest.mark.slow

@@ -172,6 +172,8 @@ class CacheSpec:
         block_size: P, the tokens of a cache block.
         kv: the specification of one token in one layer; of the first group if there are several.
         groups: the groups of layers. If not given, all layers are one group without a window.
+        sources: the layer whose keys and values each layer reads, itself or one before it; empty
+            if each has its own. Groups hold the layers that have.
 
     Raises:
         ValueError: a size is below 1, or a layer is in no group or in two.
@@ -181,18 +183,23 @@ class CacheSpec:
     block_size: int
     kv: KVSpec | LatentSpec
     groups: tuple[LayerGroup, ...] = ()
+    sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require_positive("num_layers", self.num_layers)
         _require_positive("block_size", self.block_size)
-        if not self.groups:
-            whole = LayerGroup(self.kv, tuple(range(self.num_layers)))
-            object.__setattr__(self, "groups", (whole,))
-        layers = sorted(layer for group in self.groups for layer in group.layers)
-        if layers != list(range(self.num_layers)):
+        sources = self.sources or tuple(range(self.num_layers))
+        own = [layer for layer, source in enumerate(sources) if layer == source]
+        if len(sources) != self.num_layers or not {*sources} <= {*own}:
             raise ValueError(
-                f"groups must hold each of the {self.num_layers} layers once, got {layers}"
+                f"sources must be, for each of {self.num_layers} layers, one with keys and values "
+                f"of its own, got {self.sources}"
             )
+        if not self.groups:
+            object.__setattr__(self, "groups", (LayerGroup(self.kv, tuple(own)),))
+        layers = sorted(layer for group in self.groups for layer in group.layers)
+        if layers != own:
+            raise ValueError(f"groups must hold each of the {len(own)} layers once, got {layers}")
         if self.groups[0].kind != self.kv:
             raise ValueError(f"kv must be that of the first group, got {self.kv}")
 
@@ -215,6 +222,7 @@ class CacheSpec:
         block_size: int,
         kinds: Sequence[KVSpec | LatentSpec],
         windows: Sequence[int | None],
+        sources: tuple[int, ...] = (),
     ) -> CacheSpec:
         """Group the layers of a model by their windows, those without one first, and their kinds.
 
@@ -222,14 +230,18 @@ class CacheSpec:
             block_size: tokens per cache block.
             kinds: the keys and values of one token in each layer.
             windows: the window of each layer, None for all keys.
+            sources: see `CacheSpec`.
         """
         layers = list(zip(windows, kinds, strict=True))
-        distinct = sorted(dict.fromkeys(layers), key=lambda x: (x[0] is not None, -(x[0] or 0)))
+        own = [i for i, source in enumerate(sources or range(len(layers))) if i == source]
+        distinct = sorted(
+            dict.fromkeys(layers[i] for i in own), key=lambda x: (x[0] is not None, -(x[0] or 0))
+        )
         groups = tuple(
-            LayerGroup(kind, tuple(i for i, x in enumerate(layers) if x == (window, kind)), window)
+            LayerGroup(kind, tuple(i for i in own if layers[i] == (window, kind)), window)
             for window, kind in distinct
         )
-        return cls(len(layers), block_size, groups[0].kind, groups)
+        return cls(len(layers), block_size, groups[0].kind, groups, sources)
 
     @property
     def is_plain(self) -> bool:
@@ -242,7 +254,7 @@ class CacheSpec:
         if len(self.groups) == 1:
             return ()
         numbers = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
-        return tuple(numbers[layer] for layer in range(self.num_layers))
+        return tuple(numbers[source] for source in self.sources or range(self.num_layers))
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -91,18 +91,20 @@ class KVStorage:
                 for group, part in zip(spec.groups, self.parts, strict=True)
                 for layer, tensors in zip(group.layers, part.layers, strict=True)
             }
-            self.layers = [by_layer[i] for i in range(spec.num_layers)]
+            self.layers = [by_layer[i] for i in spec.sources or range(spec.num_layers)]
             return
+        own = spec.groups[0].layers
         self.whole = tuple(
             torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
-            for shape, dtype in spec.tensors(spec.num_layers * self.num_blocks)
+            for shape, dtype in spec.tensors(len(own) * self.num_blocks)
         )
         for tensor in self.whole:
             if tensor.device.type == "cpu" and not pinned:
                 ask_for_huge_pages(tensor)
         parts = zip(*(tensor.split(self.num_blocks) for tensor in self.whole), strict=True)
         is_latent = isinstance(spec.kv, LatentSpec)
-        self.layers = [_latent_layer(p) if is_latent else kv_layer(p) for p in parts]
+        found = [_latent_layer(p) if is_latent else kv_layer(p) for p in parts]
+        self.layers = [found[own.index(i)] for i in spec.sources or own]
 
     @property
     def counts(self) -> tuple[int, ...]:

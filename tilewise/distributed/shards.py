@@ -3,7 +3,12 @@
 q, k, v, gate and up   rows of the weight: a rank's heads, a rank's part of the intermediate size
 o and down             columns of the weight; the ranks' outputs are summed (`RowParallel`)
 embedding and head     rows: a rank's part of the vocabulary
+experts                a rank's part of the intermediate size of every expert, and of the block that
+                       all tokens use; the router is whole, and the mixture is summed once
 all else               whole on every rank
+
+Experts are cut inside rather than dealt out: every rank then reads the same number of weights
+whichever experts the tokens choose, needs no exchange of tokens, and sums as a dense block does.
 
 Latent attention is cut at its heads: the up-projections of queries, keys and values by rows. The
 down-projections, and so the cached latents, are whole on every rank.
@@ -26,14 +31,20 @@ from torch import Tensor, nn
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
-from tilewise.models.layer_config import LayerConfig
+from tilewise.models.layer_config import FeedForwardConfig, LayerConfig
+from tilewise.models.native import NativeLayer, for_device
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.models.weight_table import Part, Weight
-from tilewise.models.weights import check_weights, load_weights
-from tilewise.nn.layers import GatedMLP, Parts, RankPart, project, project_in_parts
+from tilewise.models.weights import check_weights, load_weights, narrow
+from tilewise.nn.attention import Attention
+from tilewise.nn.experts import Experts, ExpertsConfig
+from tilewise.nn.layers import GatedMLP, Parts, RankPart, RMSNorm, project, project_in_parts
+from tilewise.ops.mxfp4 import GROUP
 
 __all__ = [
     "RowParallel",
+    "SplitRMSNorm",
+    "SummedExperts",
     "VocabularyEmbedding",
     "VocabularyHead",
     "check_shards",
@@ -51,31 +62,34 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
 
     Raises:
         ValueError: it does not divide the heads or the intermediate size, or neither divides nor is
-            a multiple of the key heads; or feed-forward blocks are mixtures of experts.
+            a multiple of the key heads; q and k have a norm over all heads that is no
+            `RMSNorm`; or a layer shares keys, or has a scale, inputs or a second block.
     """
     if num_shards == 1:
         return
-    if config.experts is not None:
+    if any(_is_of_its_own(layer) for layer in config.layers):
         raise ValueError(
-            f"tensor_parallel_size must be 1 for mixtures of experts, got {num_shards}"
+            "tensor_parallel_size must be 1 for layers that share keys, or have a scale, inputs or "
+            f"a second block of their own, got {num_shards}"
         )
-    if config.head_bias:
-        raise ValueError(
-            f"tensor_parallel_size must be 1 for a bias of the output head, got {num_shards}"
-        )
-    if any(a.alibi_slopes for a in config.attentions):
-        raise ValueError(f"tensor_parallel_size must be 1 with slopes of ALiBi, got {num_shards}")
-    if any(a.qk_norm is not None and a.qk_norm_over != "head" for a in config.attentions):
-        raise ValueError(
-            f"tensor_parallel_size must be 1 for norms over all heads of q and k, got {num_shards}"
-        )
+    norms = [a.qk_norm for a in config.attentions if a.qk_norm_over == "heads"]
+    for norm in norms:
+        if norm is not None and not (norm.kind == "rms" and norm.has_weight):
+            raise ValueError(
+                "tensor_parallel_size must be 1 for norms over all heads of q and k that are no "
+                f"RMS norms with a weight, got {num_shards}"
+            )
     rule = "tensor_parallel_size must divide the model's"
     for layer in dict.fromkeys(config.layers):
         heads, block = layer.attention, layer.feed_forward
-        sizes = {
-            "num_q_heads": heads.num_q_heads,
-            "intermediate_size": block.intermediate_size,
-        }
+        sizes = {"num_q_heads": heads.num_q_heads}
+        if isinstance(block, ExpertsConfig):
+            if block.shared_size:
+                sizes["shared_size"] = block.shared_size
+            if not _may_be_padded(block):
+                sizes["intermediate_size of experts"] = block.intermediate_size
+        else:
+            sizes["intermediate_size"] = block.intermediate_size
         for what, value in sizes.items():
             if value % num_shards:
                 raise ValueError(f"{rule} {what} {value}, got {num_shards}")
@@ -84,8 +98,14 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
             raise ValueError(f"{rule} num_kv_heads {kv}, or be a multiple of it, got {num_shards}")
 
 
-def shard_config(config: ModelConfig, num_shards: int) -> ModelConfig:
-    """Return the configuration of one shard, which is the same for all of them.
+def _is_of_its_own(layer: LayerConfig) -> bool:
+    """Return whether a layer has something that is not cut."""
+    has_more = layer.has_scale or layer.token_input_size > 0 or layer.experts is not None
+    return has_more or layer.attention.kv_parts != 2
+
+
+def shard_config(config: ModelConfig, num_shards: int, rank: int = 0) -> ModelConfig:
+    """Return the configuration of one shard, the same for all ranks but for ALiBi's slopes.
 
     Its vocab_size is the rows of one rank, padded: see `vocabulary_rows`.
 
@@ -95,22 +115,49 @@ def shard_config(config: ModelConfig, num_shards: int) -> ModelConfig:
     check_shards(config, num_shards)
     return replace(
         config,
-        layers=tuple(_shard_layer(layer, num_shards) for layer in config.layers),
+        layers=tuple(_shard_layer(layer, rank, num_shards) for layer in config.layers),
         vocab_size=_padded_rows(config.vocab_size, num_shards),
     )
 
 
-def _shard_layer(layer: LayerConfig, num_shards: int) -> LayerConfig:
+def _shard_layer(layer: LayerConfig, rank: int, num_shards: int) -> LayerConfig:
     heads, block = layer.attention, layer.feed_forward
+    own = _heads_of(heads.num_q_heads, rank, num_shards)
+    inner = _inner_size(block, num_shards)
     return replace(
         layer,
         attention=replace(
             heads,
-            num_q_heads=heads.num_q_heads // num_shards,
+            num_q_heads=len(own),
             num_kv_heads=max(heads.num_kv_heads // num_shards, 1),
+            alibi_slopes=heads.alibi_slopes[own.start : own.stop],
         ),
-        feed_forward=replace(block, intermediate_size=block.intermediate_size // num_shards),
+        feed_forward=(
+            replace(block, intermediate_size=inner, shared_size=block.shared_size // num_shards)
+            if isinstance(block, ExpertsConfig)
+            else replace(block, intermediate_size=inner)
+        ),
     )
+
+
+def _may_be_padded(block: FeedForwardConfig | ExpertsConfig) -> bool:
+    """Return whether ranks may have unequal parts of the intermediate size, filled up with zeros.
+
+    MXFP4 is cut between groups. gpt-oss has 90 of them, which four or eight ranks do not divide.
+    """
+    return isinstance(block, ExpertsConfig) and block.is_packed and block.is_interleaved
+
+
+def _inner_size(block: FeedForwardConfig | ExpertsConfig, num_shards: int) -> int:
+    """Return a rank's part of the intermediate size, padding included."""
+    step = GROUP if _may_be_padded(block) else 1
+    return -(-block.intermediate_size // (num_shards * step)) * step
+
+
+def _heads_of(count: int, rank: int, num_shards: int) -> range:
+    """Return the heads of a rank; repeated ones if there are fewer than ranks."""
+    first = rank * count // num_shards  # rounded down for repeated key heads
+    return range(first, first + max(count // num_shards, 1))
 
 
 def _padded_rows(vocab_size: int, num_shards: int) -> int:
@@ -153,9 +200,11 @@ def load_shard(
         ValueError: see `check_shards`.
     """
     config = read_config(path) if random_weights else read_checkpoint(path)
-    model = empty_model(shard_config(config, group.size), dtype, "meta")
-    cut = _Cut(config, group.rank, group.size)
+    own = for_device(shard_config(config, group.size, group.rank), group.device)
+    model = empty_model(own, dtype, "meta")
+    cut = _Cut(config, group)
     if not random_weights:
+        narrow(model, path, part=cut)
         check_weights(model, path, part=cut)
     if before is not None:
         before(model)
@@ -192,6 +241,8 @@ def _leaves_sums(block: nn.Module) -> bool:
 
 
 def _sums(block: nn.Module) -> bool:
+    if isinstance(block, SummedExperts):
+        return True
     children = (getattr(block, name, None) for name in ("o_proj", "down_proj"))
     return any(isinstance(child, RowParallel) for child in children)
 
@@ -209,25 +260,30 @@ def _share_whole(model: Decoder, cut: _Cut, group: ShardGroup) -> None:
 
 @torch.no_grad()
 def _clear_padding(model: Decoder) -> None:
-    """Zero the rows of the vocabulary that the checkpoint does not fill."""
-    for table in (model.embed_tokens, model.lm_head):
-        if isinstance(table, nn.Embedding | nn.Linear):
-            table.weight.zero_()
+    """Zero the rows of the vocabulary and the parts of experts that the checkpoint does not
+    fill."""
+    for module in (model.embed_tokens, model.lm_head, *model.modules()):
+        is_table = module is model.embed_tokens or module is model.lm_head
+        if module is not None and (is_table or isinstance(module, Experts)):
+            for parameter in module.parameters():
+                parameter.zero_()
 
 
 @torch.no_grad()
 def _clear_biases(model: Decoder) -> None:
     """Zero the biases of summed projections on all ranks but the first."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.bias", "down_proj.bias")):
+        if name.endswith(("o_proj.bias", "down_proj.bias", "mlp.down_bias")):
             parameter.zero_()
 
 
 class _Cut:
     """The part of each tensor of the checkpoint that a rank reads."""
 
-    def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
-        self.config, self.rank, self.size = config, rank, size
+    def __init__(self, config: ModelConfig, group: ShardGroup) -> None:
+        self.config, self.rank, self.size = config, group.rank, group.size
+        experts = for_device(config, group.device).experts
+        self.holds_packed = experts is not None and experts.is_packed
 
     def __call__(self, weight: Weight, place: int) -> Part | None:
         """Return the part of the source at `place`, in the parameter's layout; None for all of
@@ -240,7 +296,12 @@ class _Cut:
         if not module.startswith("layers."):
             return None
         layer = self.config.layers[weight.layer]
-        heads, inner = layer.attention, layer.feed_forward.intermediate_size
+        heads, block = layer.attention, layer.feed_forward
+        inner = block.intermediate_size
+        if isinstance(block, ExpertsConfig):
+            if kind in ("up", "up_scale", "up_bias", "down", "down_scale"):
+                return self._of_experts(block, kind, len(weight.sources))
+            inner = block.shared_size
         latent, dim = heads.latent, heads.head_dim
         q, kv = self._heads(heads.num_q_heads), self._heads(heads.num_kv_heads)
         if name == "qkv_proj":
@@ -257,6 +318,8 @@ class _Cut:
             return self._rows(0, heads.num_q_heads, dim)
         if name == "kv_b_proj" and latent is not None:
             return self._rows(0, heads.num_q_heads, latent.nope_dim + latent.v_head_dim)
+        if name in ("q_norm", "k_norm") and heads.qk_norm_over == "heads":
+            return self._rows(0, heads.num_q_heads if name == "q_norm" else heads.num_kv_heads, dim)
         if kind == "sinks":
             return self._rows(0, heads.num_q_heads, 1)
         if name == "gate_up_proj" and len(weight.sources) == 1:
@@ -271,25 +334,47 @@ class _Cut:
             return self._rows(1, inner, 1)
         return None
 
+    def _of_experts(self, block: ExpertsConfig, kind: str, num_sources: int) -> Part:
+        """Return the rank's part of a parameter of all experts, or of one expert's tensor."""
+        inner, share = block.intermediate_size, _inner_size(block, self.size)
+        first, end = (min(share * place, inner) for place in (self.rank, self.rank + 1))
+        if kind.startswith("down"):
+            if num_sources > 1:
+                return Part(1, inner, ((first, end),))
+            if self.holds_packed:  # columns are groups
+                inner, first, end = (n // GROUP for n in (inner, first, end))
+            return Part(2, inner, ((first, end),))
+        if num_sources > 1:  # the gate of an expert, or its factor
+            return Part(0, inner, ((first, end),))
+        if block.is_interleaved:
+            return Part(1, 2 * inner, ((2 * first, 2 * end),))
+        return Part(1, 2 * inner, ((first, end), (inner + first, inner + end)))
+
     def _rows(self, dim: int, count: int, width: int) -> Part:
         """Return the rank's of so many heads of one width."""
         part = self._heads(count)
         return Part(dim, count * width, ((part.start * width, part.stop * width),))
 
     def _heads(self, count: int) -> range:
-        """Return the heads of the rank; repeated ones if there are fewer than ranks."""
-        share = max(count // self.size, 1)
-        first = self.rank * count // self.size  # rounded down for repeated key heads
-        return range(first, first + share)
+        return _heads_of(count, self.rank, self.size)
 
 
 def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
     """Insert the collectives at the places where the shards meet."""
-    for module in list(model.modules()):
+    modules = list(model.modules())
+    shared = {id(module.shared) for module in modules if isinstance(module, Experts)}
+    for module in modules:
         for name in ("o_proj", "down_proj"):
             child = getattr(module, name, None)
-            if isinstance(child, nn.Module):
+            if isinstance(child, nn.Module) and id(module) not in shared:
                 setattr(module, name, RowParallel(child, group))
+        if isinstance(module, NativeLayer) and isinstance(module.mlp, Experts):
+            leaves_parts = bool(getattr(module.attention, "leaves_parts", False))
+            module.mlp = SummedExperts(module.mlp, group, leaves_parts)  # type: ignore[assignment]
+        if isinstance(module, Attention) and module.norms_all_heads:
+            module.q_norm, module.k_norm = (
+                _norm_of_all_ranks(norm, group) for norm in (module.q_norm, module.k_norm)
+            )
     head = model.packed_head or model.lm_head
     if head is None:
         head = nn.Linear(1, 1, bias=False, device="meta")
@@ -327,6 +412,53 @@ class RowParallel(nn.Module):
             return RankPart(product.sums, len(product.sums), self.group)
         assert isinstance(product, Tensor)  # the linear is this rank's part
         return RankPart(product, 0, self.group)
+
+
+class SummedExperts(nn.Module):
+    """A mixture of experts whose intermediate sizes are cut: the ranks' results are summed.
+
+    Args:
+        experts: the rank's part, of the experts and of the block that all tokens use.
+        group: the ranks with the other parts.
+        leaves_parts: True if the norm right behind it may sum the parts, see `RankPart`.
+    """
+
+    def __init__(self, experts: Experts, group: ShardGroup, leaves_parts: bool) -> None:
+        super().__init__()
+        self.experts, self.group, self.leaves_parts = experts, group, leaves_parts
+
+    def forward(self, x: Tensor) -> Tensor | RankPart:
+        """Map x (..., E) to (..., E), the same on every rank, or to this rank's part of it."""
+        y: Tensor = self.experts(x)
+        if self.leaves_parts and self.group.adds_rows(y.numel() // y.shape[-1], y.dtype):
+            return RankPart(y, 0, self.group)
+        return self.group.sum(y)
+
+
+class SplitRMSNorm(nn.Module):
+    """`RMSNorm` of channels of which each rank has equally many: the ranks sum their squares.
+
+    Args:
+        norm: the weight of the rank's channels.
+        group: the ranks with the other channels, or with the same ones where key heads are
+            repeated, all equally often.
+    """
+
+    def __init__(self, norm: RMSNorm, group: ShardGroup) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group = norm.weight, norm.eps, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the rank's channels x (..., dim / N)."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        squares = self.group.sum(wide.square().sum(-1, keepdim=True))
+        mean = squares / (x.shape[-1] * self.group.size)
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
+
+
+def _norm_of_all_ranks(norm: nn.Module | None, group: ShardGroup) -> SplitRMSNorm:
+    assert isinstance(norm, RMSNorm)  # `check_shards` refuses all others
+    return SplitRMSNorm(norm, group)
 
 
 class VocabularyEmbedding(nn.Module):
@@ -395,7 +527,7 @@ class VocabularyHead(nn.Module):
 
     def _padded(self, hidden: Tensor) -> Tensor:
         if type(self.linear) is nn.Linear:
-            return F.linear(hidden, self.linear.weight)
+            return F.linear(hidden, self.linear.weight, self.linear.bias)
         logits: Tensor = self.linear(hidden)
         return logits
 

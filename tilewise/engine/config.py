@@ -33,6 +33,7 @@ __all__ = [
     "DraftModel",
     "EngineConfig",
     "Option",
+    "OwnHead",
     "PromptLookup",
     "RequestTerms",
     "Terms",
@@ -123,6 +124,26 @@ class DraftModel:
         if not isinstance(self.model, str | Path):
             got = shown(self.model)
             raise TypeError(f"model must be a directory, a hub name or 'story', got {got}")
+        _check_guesses(self.num_tokens, self.is_adaptive)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnHead:
+    """Let the head of the checkpoint guess that was trained for it (multi-token prediction).
+
+    Attributes:
+        num_tokens: guesses a step, 1 to 16; the head is applied to what it has put out.
+        is_adaptive: True turns guesses off where they cost more than they give.
+
+    Raises:
+        TypeError: a value is not of its type.
+        ValueError: num_tokens is outside its range.
+    """
+
+    num_tokens: int = 1
+    is_adaptive: bool = True
+
+    def __post_init__(self) -> None:
         _check_guesses(self.num_tokens, self.is_adaptive)
 
 
@@ -302,15 +323,17 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """`PromptLookup`, `DraftModel` or None."""
+    """`PromptLookup`, `DraftModel`, `OwnHead` or None."""
 
     kind: None = None
     values: str = ""
 
     def check(self, name: str, value: Any) -> None:
         """See `Rule`."""
-        if not isinstance(value, PromptLookup | DraftModel | None):
-            raise TypeError(f"{name} must be PromptLookup, DraftModel or None, got {value!r}")
+        if not isinstance(value, PromptLookup | DraftModel | OwnHead | None):
+            raise TypeError(
+                f"{name} must be PromptLookup, DraftModel, OwnHead or None, got {value!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -664,13 +687,13 @@ class EngineConfig:
             "None writes one to a terminal.",
         ),
     )
-    speculative: PromptLookup | DraftModel | None = field(
+    speculative: PromptLookup | DraftModel | OwnHead | None = field(
         default=None,
         metadata=option(
             Guesses(),
             "guesser of several tokens of a sequence, which one step verifies",
-            "PromptLookup(...) or DraftModel(...); what is generated stays the same. Not with "
-            "CUDA graphs.",
+            "PromptLookup(...), DraftModel(...) or OwnHead(...); what is generated stays "
+            "the same. Not with CUDA graphs.",
         ),
     )
     tensor_parallel_size: int = field(

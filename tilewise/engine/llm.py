@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -154,7 +155,7 @@ class LLM:
             self._end_ids = end_tokens(self.config, self.tokenizer)
             head = read_head(self.purpose, directory, model, is_random=config.random_weights)
             if size == 1:
-                make_engine = self._with_weights(decided, model, spec)
+                make_engine = self._with_weights(decided, directory, model, spec)
             else:
                 make_engine = functools.partial(
                     engine_of_workers, decided, directory, model, self._end_ids
@@ -182,7 +183,9 @@ class LLM:
             torch.cuda.current_device() if is_cuda else None,
         )
 
-    def _with_weights(self, config: ResolvedConfig, model: Decoder, spec: CacheSpec) -> EngineMaker:
+    def _with_weights(
+        self, config: ResolvedConfig, directory: Path, model: Decoder, spec: CacheSpec
+    ) -> EngineMaker:
         """Get the weights of this process ready; return what makes an engine of them."""
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         has_files = config.offload_dir is not None
@@ -194,6 +197,7 @@ class LLM:
             model.use_invariant_linears()
         return EngineMaker(
             config,
+            directory,
             model,
             spec,
             identity,

@@ -11,7 +11,7 @@ from torch import nn
 
 from tilewise.cache.spec import CacheSpec
 from tilewise.distributed.shards import shard_config
-from tilewise.engine.config import EngineConfig
+from tilewise.engine.config import EngineConfig, OwnHead
 from tilewise.engine.memory import GIB, check_memory, free_memory
 from tilewise.engine.purpose import HEAD, Purpose
 from tilewise.engine.settings import ResolvedConfig, is_invariant, resolve, spec_of
@@ -20,6 +20,7 @@ from tilewise.models import load_model
 from tilewise.models.config import read_config
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
+from tilewise.models.native import for_device
 from tilewise.models.registry import empty_model, load_encoder, read_checkpoint
 from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.models.vector_head import VectorHead
@@ -101,6 +102,10 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
                 "tensor_parallel_size must be 1 for a model that runs through transformers, "
                 f"got {size}"
             )
+        if isinstance(config.speculative, OwnHead):
+            raise ValueError(
+                f"tensor_parallel_size must be 1 with OwnHead, whose layer is not cut, got {size}"
+            )
         read = read_config if config.random_weights else read_checkpoint
         shape = read(directory)
         check_tensor_parallel(
@@ -112,7 +117,8 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
         )
         model = empty_model(shape, config.dtype, "meta")
         if device.type == "cpu":  # on GPUs each worker looks at its own
-            fits(empty_model(shard_config(shape, size), config.dtype, "meta"), size)
+            shard = for_device(shard_config(shape, size), device)
+            fits(empty_model(shard, config.dtype, "meta"), size)
     decided = resolved(model)
     return Loaded(model, spec_of(model.config, decided), decided)
 

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -16,20 +17,22 @@ from tilewise.engine.captured.ahead import compile_ahead
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.prompt_steps import has_run
 from tilewise.engine.captured.runner import DeviceRunner
-from tilewise.engine.config import DraftModel
+from tilewise.engine.config import DraftModel, OwnHead
 from tilewise.engine.engine import Engine
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig
+from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig, cache_spec
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
 from tilewise.engine.steps.encoder_runner import EncoderRunner
+from tilewise.engine.steps.head_guesser import HeadGuesser
 from tilewise.engine.steps.runner import Runner
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
+from tilewise.models.multi_token_head import load_multi_token_head
 from tilewise.models.transformers_encoder import TransformersEncoder
 
 __all__ = [
@@ -166,6 +169,7 @@ class EngineMaker:
 
     Attributes:
         config: the engine's config.
+        directory: the checkpoint.
         model: the model, on the device.
         spec: the kind of its cache.
         identity: the fingerprint of the model and its cache, for blocks in files; b"" without any.
@@ -176,6 +180,7 @@ class EngineMaker:
     """
 
     config: ResolvedConfig
+    directory: Path
     model: Decoder
     spec: CacheSpec
     identity: bytes
@@ -299,6 +304,17 @@ class EngineMaker:
                 self.spec.windows[0],
             )
             return DraftingRunner(runner, guesser)
+        if isinstance(config.speculative, OwnHead):
+            head = load_multi_token_head(self.directory, self.model, self.model.config)
+            own = cache_spec(head.config, storage.spec.block_size, self.model.dtype)
+            own = CacheSpec(1, storage.spec.block_size, own.kv)
+            cache = allocate(own, storage.num_blocks, config.device)
+            for tensor in cache.whole:
+                tensor.zero_()  # keys of a prefix of others may be missing
+            return DraftingRunner(
+                runner,
+                HeadGuesser(head, cache, batch_invariant=config.batch_invariant),
+            )
         return runner
 
 

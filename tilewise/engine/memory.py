@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tilewise.cache.spec import CacheSpec
+from tilewise.nn.quantised import QuantisedLinear
 
 __all__ = ["available_memory", "check_memory", "free_memory"]
 
@@ -73,7 +74,12 @@ def check_memory(
         ValueError: there is less; the message has the sizes.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    parts = {"weights": sum(tensor.nbytes for tensor in tensors)}
+    narrow = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+    if device.type == "cpu":  # where they become wide
+        codes = sum(m.out_features * m.in_features * m.dtype.itemsize for m in narrow)
+    else:
+        codes = sum(module.nbytes for module in narrow)
+    parts = {"weights": sum(tensor.nbytes for tensor in tensors) + codes}
     if device.type == "cpu":
         # Weights are packed one by one, the larger ones by way of a copy in another order.
         parts["packing them"] = 2 * max((t.nbytes for t in tensors if t.dim() == 2), default=0)

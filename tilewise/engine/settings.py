@@ -199,7 +199,7 @@ def cache_spec(
         kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
         return CacheSpec.of_windows(block_size, kind, windows)
     kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
-    return CacheSpec.of_layers(block_size, kinds, windows)
+    return CacheSpec.of_layers(block_size, kinds, windows, config.kv_sources)
 
 
 def spec_of(model: ModelConfig, config: ResolvedConfig) -> CacheSpec:

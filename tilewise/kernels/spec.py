@@ -386,15 +386,37 @@ class LinearSpec(ElementSpec):
 
 @dataclass(frozen=True, slots=True)
 class QuantisedLinearSpec(ElementSpec):
-    """A product with a weight of 8 or 4 bits.
+    """A product with a weight of 8 or 4 bits (outputs, channels), see `ops.QuantisedWeight`.
 
     Attributes:
-        bits: bits of a code.
         codes: the dtype that stores the codes.
+        outputs, channels: the shape of the weight.
+        block, outer_block: the rows and columns that share a scale, and an outer factor.
+        scales, zeros, minimums: the dtypes of these tensors; None where they are absent.
+        has_table, has_outer, has_outer_minimums, has_permutation: whether there is such a tensor.
+        rows: rows of x, rounded up to a power of two.
+        batch_invariant: True if a row's bits must not depend on the number of others.
     """
 
-    bits: int
     codes: torch.dtype
+    outputs: int
+    channels: int
+    block: tuple[int, int]
+    outer_block: tuple[int, int]
+    scales: torch.dtype
+    zeros: torch.dtype | None
+    minimums: torch.dtype | None
+    has_table: bool
+    has_outer: bool
+    has_outer_minimums: bool
+    has_permutation: bool
+    rows: int
+    batch_invariant: bool
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: 4 or 8."""
+        return 4 if self.codes == torch.uint8 else 8
 
 
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:

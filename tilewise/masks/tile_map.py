@@ -276,7 +276,7 @@ def check_lists(
 
 def _tiles_in_lists(
     name: str, lists: tuple[Ints, Ints], across: int, num_bits: int
-) -> tuple[Ints, Ints, Ints]:
+) -> tuple[NDArray[np.signedinteger], ...]:
     """Return for each listed tile its list, its index in it and its number, -1 for a full one."""
     spans, entries = (part.astype(np.int64) for part in lists)
     flat = spans.reshape(-1, 3)

@@ -23,6 +23,7 @@ from tilewise.models.config_fields import (
 from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families import FAMILIES, Family
 from tilewise.models.naming import not_a_checkpoint
+from tilewise.models.quantised.choose import quantisation_of, why_not_format
 from tilewise.models.text_part import text_part
 from tilewise.models.unread_fields import ReadFields, must_be, tell_unread
 
@@ -79,10 +80,6 @@ class ModelConfig(DecoderConfig):
         }
 
 
-# Configurations that quantisation tools write into files of their own.
-_QUANTISED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-
-
 def read_config(directory: str | Path) -> ModelConfig:
     """Read a checkpoint's config.json, and the further end tokens of generation_config.json.
 
@@ -98,9 +95,7 @@ def read_config(directory: str | Path) -> ModelConfig:
         ends = (eos_token_ids(part) for part in (config, read_object(generation)))
         config["eos_token_id"] = list(dict.fromkeys(itertools.chain(*ends)))
     found = ModelConfig.from_hf(config)
-    for name in _QUANTISED:
-        if (directory / name).is_file():
-            raise CheckpointError(f"checkpoint must be of float weights, got {name} beside them")
+    quantisation_of(directory)  # a format that is not served is refused before anything is read
     return found
 
 
@@ -110,7 +105,8 @@ def _read(config: Json) -> dict[str, Any]:
     family = _family(fields)
     _check_format(fields, family)
     for name, allowed in _NOT_BUILT.items():
-        must_be(fields, name, allowed)
+        if name not in family.own_fields:
+            must_be(fields, name, allowed)
     found = {
         "architecture": family.architecture,
         "vocab_size": count(fields, "vocab_size"),
@@ -128,15 +124,17 @@ def _read(config: Json) -> dict[str, Any]:
 
 
 def _check_format(config: Json, family: Family) -> None:
-    """Refuse quantised formats, but for those that the family reads."""
+    """Refuse quantised formats that are not served."""
     fields = ReadFields(object_of(config, "quantization_config"))
     must_be(config, "compression_config")
     if not fields:
         return
-    method = fields.get("quant_method", "unknown")
-    if method not in family.formats:
-        raise CheckpointError(f"quantization_config must be absent (float weights), got {method!r}")
-    tell_unread("quantization_config of config.json", fields.unread("quantization_config"))
+    if fields.get("quant_method", "unknown") in family.formats:
+        tell_unread("quantization_config of config.json", fields.unread("quantization_config"))
+        return
+    reason = why_not_format(dict(object_of(config, "quantization_config")))
+    if reason is not None:
+        raise CheckpointError(reason)
 
 
 def _family(config: Json) -> Family:
@@ -158,7 +156,7 @@ def _family(config: Json) -> Family:
 def _check_type(config: Json, family: Family) -> None:
     """Refuse a file whose `architectures` and `model_type` name different models."""
     model_type = text_or_none(config, "model_type")
-    if model_type not in (None, family.model_type):
+    if model_type not in (None, family.model_type, *family.other_types):
         if any(model_type == other.model_type for other in FAMILIES.values()):
             raise CheckpointError(
                 f"model_type must be {family.model_type!r} for {family.architecture}, "

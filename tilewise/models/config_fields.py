@@ -52,6 +52,17 @@ def count_or(config: Json, name: str, default: int) -> int:
     return default if config.get(name) is None else count(config, name)
 
 
+def whole(config: Json, name: str, default: int) -> int:
+    """Return an integer of 0 or more, the default when it is absent or null."""
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{name} must be an integer, 0 or more, got {value!r}")
+    if value > MOST:
+        raise CheckpointError(f"{name} must be at most {MOST}, got {value}")
+    return value
+
+
 def num_layers_of(config: Json, name: str) -> int:
     """Return the number of layers."""
     return count(config, name, _MOST_LAYERS)

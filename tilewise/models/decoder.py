@@ -19,6 +19,7 @@ from tilewise.nn.invariant import use_invariant_linears
 from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.layers import fuse_on_cpu
 from tilewise.nn.packed import PackedEmbedding, PackedLinear, can_pack, pack_linears
+from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.same_bits import product, use_inference_bits
 from tilewise.ops.panels import why_not_pack
 
@@ -91,6 +92,15 @@ class Decoder(nn.Module):
 
     def weight_table(self) -> tuple[Weight, ...]:
         """Return for each parameter its tensors in a Hugging Face checkpoint."""
+        raise NotImplementedError
+
+    def source_of(self, name: str, linear: QuantisedLinear) -> Weight:
+        """Return what a quantised weight is made of in a Hugging Face checkpoint.
+
+        Args:
+            name: the name that the parameter of a linear layer would have.
+            linear: the layer that holds the weight.
+        """
         raise NotImplementedError
 
     def why_no_cpu_program(self) -> str | None:

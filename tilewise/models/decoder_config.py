@@ -38,6 +38,8 @@ class DecoderConfig:
         logit_scale: the factor of the logits.
         logit_softcap: c of the softcap c tanh(logits / c), after the factor; None for no softcap.
         head_bias: True if the output head has a bias.
+        token_inputs: the rows of a table of embeddings of the tokens, of all layers that read one
+            (`LayerConfig.token_input_size`); 0 for none.
         can_be_captured: False if a step looks at numbers on the host and can be no CUDA graph.
         is_native: False if the layers are modules of transformers; then only what the engine and
             the cache need of a model is here.
@@ -60,6 +62,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
+    token_inputs: int = 0
     is_native: bool = True
     can_be_captured: bool = True
     bos_token_id: int | None = None
@@ -125,6 +128,16 @@ class DecoderConfig:
         return tuple(attention.cached_head for attention in self.attentions)
 
     @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """The layer whose keys and values each layer reads; empty if each has its own."""
+        if all(attention.kv_layer is None for attention in self.attentions):
+            return ()
+        return tuple(
+            i if attention.kv_layer is None else attention.kv_layer
+            for i, attention in enumerate(self.attentions)
+        )
+
+    @property
     def latent(self) -> LatentConfig | None:
         """The sizes of latent attention, which all layers have or none."""
         return self.layers[0].attention.latent
@@ -132,7 +145,7 @@ class DecoderConfig:
     @property
     def experts(self) -> ExpertsConfig | None:
         """The sizes of the first mixture of experts; None for a model without any."""
-        found = (layer.feed_forward for layer in self.layers)
+        found = (block for layer in self.layers for block in (layer.feed_forward, layer.experts))
         return next((block for block in found if isinstance(block, ExpertsConfig)), None)
 
     @property

@@ -84,10 +84,13 @@ def read_rope(
             f"{shown(inner)}, got {shown(outer)}"
         )
     settings.setdefault("rope_theta", number(config, "rope_theta", theta))
+    if _kind(settings) == "proportional":  # of Gemma 4 alone
+        known = ", ".join(name for name in ROPE_TYPES if name != "proportional")
+        raise UnknownModelError(f"rope_type must be one of {known}, got 'proportional'")
     if settings.get("partial_rotary_factor") is None:
         settings["partial_rotary_factor"] = partial
     if part is not None:
-        head_dim = int(head_dim * number(settings, "partial_rotary_factor", part))
+        head_dim = int(head_dim * _share(settings, part))
         settings["partial_rotary_factor"] = None
     return _made(settings, head_dim, positions, interleaved=interleaved)
 
@@ -115,6 +118,14 @@ def read_gemma_rope(
         settings.update(scaling)
     settings.setdefault("rope_theta", number(config, base, theta))
     return _made(settings, head_dim, positions, are_stretched=True)
+
+
+def _share(settings: Json, default: float) -> float:
+    """Return the part of a head's channels that is rotated."""
+    share = number(settings, "partial_rotary_factor", default)
+    if not 0 <= share <= 1:
+        raise CheckpointError(f"partial_rotary_factor must lie in [0, 1], got {share:g}")
+    return share
 
 
 def _settings(config: Json, theta: float) -> dict[str, Any]:
@@ -189,9 +200,11 @@ def _made(
     }
     if settings.get("truncate") is not None:
         given["truncate"] = flag(settings, "truncate", True)
-    partial = number(settings, "partial_rotary_factor", 1.0)
+    partial = _share(settings, 1.0)
     # transformers 5.17 rotates whole heads of these architectures, and fails with other rope_types.
-    if partial != 1.0 and kind != "default":
+    if kind == "proportional":
+        given["num_turning"] = int(partial * head_dim // 2)
+    elif partial != 1.0 and kind != "default":
         raise CheckpointError(
             f"partial_rotary_factor must be 1 with rope_type {kind!r}, got {partial:g}"
         )
@@ -242,4 +255,6 @@ def write_rope(rope: RopeConfig, head_dim: int, positions: int) -> dict[str, Any
         fields["original_max_position_embeddings"] = rope.original_max_positions
     names = {"llama3": _ROPE_OPTIONS[:2], "yarn": _ROPE_OPTIONS[2:]}.get(rope.rope_type, ())
     options = {name: getattr(rope, name) for name in names}
+    if rope.rope_type == "proportional":
+        options["partial_rotary_factor"] = 2 * rope.num_turning / rope.rotary_dim
     return fields | {name: value for name, value in options.items() if value is not None}

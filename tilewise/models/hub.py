@@ -7,7 +7,7 @@ import fnmatch
 import glob
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +16,22 @@ from huggingface_hub import constants, errors
 
 from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import read_object
+from tilewise.models.gguf.file import parts_of
+from tilewise.models.gguf.folder import gguf_choices, gguf_folder
+from tilewise.models.mistral_files import has_mistral_files, mistral_folder
 from tilewise.models.naming import like
 
-__all__ = ["HubName", "checkpoint_folder", "fetch", "hub_name"]
+__all__ = ["ADAPTER_FILES", "HubName", "adapter_folder", "checkpoint_folder", "fetch", "hub_name"]
 
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+))?")
+_NAME = re.compile(
+    r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(/[\w./-]+\.gguf|:[\w.-]+)?(?:@([\w./-]+))?", re.I
+)
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf", re.I)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _WEIGHTS = "*.safetensors"
-# What is read of a checkpoint beside its weights. Code and pickles never are.
+_PICKLED = "pytorch_model*.bin"  # taken where there is nothing else; only tensors are unpickled
+_SHOWN = 12  # names listed in a message
+# What is read of a checkpoint beside its weights. Code never is.
 _READ = (
     "config.json", "generation_config.json", "*.safetensors.index.json",
     "hf_quant_config.json", "quantize_config.json", "quant_config.json", "params.json",
@@ -40,13 +49,17 @@ class HubName(NamedTuple):
     Attributes:
         repo: the owner and the model, as "owner/model".
         revision: a branch, a tag or a commit; None for the main branch.
+        part: the GGUF file of a repository: "/" and its name, or ":" and a quantisation as it
+            stands in the name; "" for the only one, or for a checkpoint.
     """
 
     repo: str
     revision: str | None
+    part: str = ""
 
     def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        name = f"{self.repo}{self.part}"
+        return name if self.revision is None else f"{name}@{self.revision}"
 
 
 def hub_name(given: str | Path) -> HubName | None:
@@ -54,26 +67,42 @@ def hub_name(given: str | Path) -> HubName | None:
 
     Args:
         given: the model as the user wrote it; "owner/model" or "owner/model@revision" are names,
-            unless there is a file or folder of that path.
+            unless there is a file or folder of that path. "owner/model/file.gguf" and
+            "owner/model:Q4_K_M" name a GGUF file of the model.
     """
     found = _NAME.fullmatch(str(given))
-    if found is None or Path(given).exists() or str(given).lower().endswith(".gguf"):
+    if found is None or Path(given).exists():
         return None
-    return HubName(found[1], found[2])
+    if found[2] is None and found[1].lower().endswith(".gguf"):
+        return None  # a file that is not there
+    return HubName(found[1], found[3], found[2] or "")
 
 
 def checkpoint_folder(given: str | Path) -> Path:
     """Return the folder of a checkpoint: the given path, or where a name on the hub lies here.
 
+    Of a GGUF file, or of a folder with one and no config.json, it is the folder that the file
+    stands for.
+
     Raises:
-        CheckpointError: see `fetch`.
+        CheckpointError: see `fetch` and `gguf_folder`; or a folder has several GGUF files.
     """
     name = hub_name(given)
-    return Path(given) if name is None else fetch(name)
+    path = Path(given) if name is None else fetch(name)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return gguf_folder(path)
+    if path.is_dir() and has_mistral_files(path):
+        return mistral_folder(path)
+    if path.is_dir() and not (path / "config.json").is_file():
+        choices = gguf_choices([x.name for x in path.iterdir()])
+        if choices:
+            return gguf_folder(path / _only(f"folder {str(path)!r}", choices, f"{path}/"))
+    return path
 
 
 def fetch(name: HubName) -> Path:
-    """Return the folder of a model of the hub, downloading what the cache on this machine lacks.
+    """Return the folder of a model of the hub, downloading what the cache on this machine lacks;
+    of a repository of GGUF files, the one file, or the first part of a split one.
 
     A whole copy in the cache is taken as it is, without a question to the hub. The variables
     HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to
@@ -81,20 +110,60 @@ def fetch(name: HubName) -> Path:
 
     Raises:
         CheckpointError: the hub does not know the name or the revision, asks for permission, cannot
-            be reached, or the disk is too small; or the model has no safetensors.
+            be reached, or the disk is too small; or the model has neither weights nor the GGUF file
+            that is meant.
     """
     found = _cached(name)
     if found is not None:
         return found
+    gguf: str | None = None
+
+    def choose(files: list[str]) -> list[str]:
+        nonlocal gguf
+        gguf = _gguf_of(name, files)
+        return _wanted(name, files) if gguf is None else _parts(gguf, files)
+
+    folder = _downloaded("checkpoint", name, choose)
+    return folder if gguf is None else folder / gguf
+
+
+def adapter_folder(given: str | Path) -> Path:
+    """Return the folder of an adapter: the given path, or where a name on the hub lies here.
+
+    Raises:
+        CheckpointError: see `fetch`; or the repository holds no adapter with safetensors.
+    """
+    name = hub_name(given)
+    if name is None:
+        return Path(given)
+    found = [
+        hub.try_to_load_from_cache(name.repo, file, revision=name.revision)
+        for file in ADAPTER_FILES
+    ]
+    if not name.part and all(isinstance(file, str) for file in found):
+        return Path(str(found[0])).parent
+
+    def choose(files: list[str]) -> list[str]:
+        if name.part or not set(ADAPTER_FILES) <= set(files):
+            raise CheckpointError(
+                f"adapter {str(name)!r} must hold {' and '.join(ADAPTER_FILES)}, got {_kind(files)}"
+            )
+        return list(ADAPTER_FILES)
+
+    return _downloaded("adapter", name, choose)
+
+
+def _downloaded(kind: str, name: HubName, choose: Callable[[list[str]], list[str]]) -> Path:
+    """Return the folder of a repository behind the download of the files that `choose` takes."""
     if constants.HF_HUB_OFFLINE:
         raise CheckpointError(
-            f"checkpoint {str(name)!r} must be in the cache where HF_HUB_OFFLINE is set, got none "
+            f"{kind} {str(name)!r} must be in the cache where HF_HUB_OFFLINE is set, got none "
             f"that is whole in {constants.HF_HUB_CACHE!r}"
         )
     try:
         info = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        wanted = _wanted(name, sizes)
+        wanted = choose(list(sizes))
         _check_disk(name, sum(sizes[file] for file in wanted))
         folder = hub.snapshot_download(
             name.repo, revision=name.revision, allow_patterns=[glob.escape(x) for x in wanted]
@@ -106,8 +175,56 @@ def fetch(name: HubName) -> Path:
     return Path(folder)
 
 
+def _only(where: str, choices: list[str], before: str) -> str:
+    """Return the one GGUF file that is meant.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    if len(choices) > 1:
+        shown = ", ".join(f"{before}{x}" for x in choices[:_SHOWN])
+        more = f" and {len(choices) - _SHOWN} more" if len(choices) > _SHOWN else ""
+        raise CheckpointError(f"{where} has several GGUF files: give one of {shown}{more}")
+    return choices[0]
+
+
+def _gguf_of(name: HubName, files: list[str]) -> str | None:
+    """Return the GGUF file of a repository that a name means; None if it means a checkpoint.
+
+    Raises:
+        CheckpointError: there is none such, or there are several.
+    """
+    choices = gguf_choices(files)
+    if not name.part:
+        if "config.json" in files and any(fnmatch.fnmatch(x, _WEIGHTS) for x in files):
+            return None
+        return _only(f"checkpoint {str(name)!r}", choices, f"{name.repo}/") if choices else None
+    kind = name.part[1:].casefold()
+    if name.part.startswith("/"):
+        found = [x for x in files if x.casefold() == kind]
+    else:
+        # the quantisation is a whole word of the name, or the name of a folder
+        word = re.compile(rf"(?:^|[-._/]){re.escape(kind)}(?:$|[-./])")
+        found = [x for x in choices if word.search(x.casefold())]
+    if not found:
+        told = f", got {', '.join(choices[:_SHOWN])}" if choices else f", got {_kind(files)}"
+        raise CheckpointError(f"checkpoint {str(name)!r} must be a GGUF file of {name.repo}{told}")
+    return _only(f"checkpoint {str(name)!r}", found, f"{name.repo}/")
+
+
+def _parts(gguf: str, files: list[str]) -> list[str]:
+    """Return all files of a split GGUF file."""
+    split = _SPLIT.search(gguf)
+    if split is None:
+        return [gguf]
+    begin, end = gguf[: split.start()], f"-of-{split[1]}.gguf"
+    return sorted(x for x in files if x.startswith(begin) and x.endswith(end))
+
+
 def _cached(name: HubName) -> Path | None:
-    """Return the folder of a model in the cache, if all that is read of it is there."""
+    """Return the folder or the GGUF file of a model in the cache, if all that is read is there."""
+    if name.part:
+        return _cached_gguf(name)
     file = hub.try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
     if not isinstance(file, str):  # None, or a mark of a file that the hub has not
         return None
@@ -115,11 +232,28 @@ def _cached(name: HubName) -> Path | None:
     return folder if _is_whole(folder) else None
 
 
+def _cached_gguf(name: HubName) -> Path | None:
+    """Return the GGUF file that a name means, if exactly one in the cache is such and whole."""
+    repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
+    revision = name.revision or "main"
+    named = repo / "refs" / revision
+    commit = named.read_text().strip() if named.is_file() else revision
+    folder = repo / "snapshots" / commit
+    if not folder.is_dir():
+        return None
+    try:
+        found = _gguf_of(name, [str(x.relative_to(folder)) for x in folder.rglob("*.gguf")])
+        return None if found is None else parts_of(folder / found)[0]
+    except CheckpointError:
+        return None
+
+
 def _is_whole(folder: Path) -> bool:
     """Return whether a folder has every file of weights."""
-    indices = list(folder.glob("*.safetensors.index.json"))
+    kind = _WEIGHTS if any(folder.glob(f"{_WEIGHTS}*")) else _PICKLED
+    indices = list(folder.glob(f"{kind}.index.json"))
     if not indices:
-        return any(folder.glob(_WEIGHTS))
+        return any(folder.glob(kind))
     for index in indices:
         files = read_object(index).get("weight_map")
         if not isinstance(files, dict):
@@ -139,6 +273,7 @@ def _wanted(name: HubName, files: Iterable[str]) -> list[str]:
     weights = [x for x in files if fnmatch.fnmatch(x, _WEIGHTS) and "/" not in x]
     # Mistral's own files of the same numbers
     weights = [x for x in weights if not x.startswith("consolidated")] or weights
+    weights = weights or [x for x in files if fnmatch.fnmatch(x, f"{_PICKLED}*")]
     if "config.json" not in files or not weights:
         raise CheckpointError(
             f"checkpoint {str(name)!r} must hold config.json and safetensors, got {_kind(files)}"
@@ -147,15 +282,13 @@ def _wanted(name: HubName, files: Iterable[str]) -> list[str]:
 
 
 def _kind(files: list[str]) -> str:
-    """Say what a repository holds that is no checkpoint with safetensors."""
+    """Say what a repository holds that is no checkpoint."""
     if "model_index.json" in files:
         return "a pipeline of a diffusion model"
     if "adapter_config.json" in files:
         return "an adapter (LoRA), which must be merged into its model"
-    if any(x.endswith(".gguf") for x in files):
-        return "GGUF files, which are not read"
     if any(x.endswith((".bin", ".pt", ".pth", ".ckpt")) for x in files):
-        return "pickled weights, which are not loaded"
+        return "pickles of other names than pytorch_model"
     return f"{len(files)} other files" if files else "no files"
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "FeedForwardConfig",
     "LayerConfig",
     "NormConfig",
+    "QueryGrowth",
 ]
 
 NORM_KINDS = ("rms", "shifted_rms", "layer", "shifted_layer")
@@ -54,6 +55,31 @@ class NormConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """The growth of queries with their position p: 1 + beta ln(1 + floor((p + first) / length)).
+
+    Source: Nakanishi, 2025, "Scalable-softmax is superior for attention", as Llama 4 uses it.
+
+    Attributes:
+        beta: the factor of the logarithm.
+        length: the tokens of a step of the growth.
+        first: the term that is added to a position, 0 or 1.
+    """
+
+    beta: float
+    length: int
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.length) is not int or self.length < 1:
+            raise CheckpointError(
+                f"length of query_growth must be a positive integer, got {self.length!r}"
+            )
+        if not math.isfinite(self.beta):
+            raise CheckpointError(f"beta of query_growth must be finite, got {self.beta}")
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """The attention of one layer.
 
@@ -74,6 +100,14 @@ class AttentionConfig:
         alibi_slopes: the slope of each query head, by which logits fall with the distance of the
             key (ALiBi); empty for none.
         latent: the sizes of latent attention; None for ordinary keys and values.
+        v_norm: True if values are divided by the root mean square of their head, with the eps of
+            `qk_norm`.
+        v_is_k: True if the projection of the keys, before their norm and rotation, is the values'.
+        kv_layer: the layer before this one whose keys and values it reads in place of own ones;
+            None for own ones.
+        is_chunked: True if the window begins anew at each multiple of its size: a query sees the
+            keys of its own chunk up to its own.
+        query_growth: the growth of queries with their position; None for none.
     """
 
     num_q_heads: int
@@ -92,6 +126,11 @@ class AttentionConfig:
     softcap: float = 0.0
     alibi_slopes: tuple[float, ...] = ()
     latent: LatentConfig | None = None
+    v_norm: bool = False
+    v_is_k: bool = False
+    kv_layer: int | None = None
+    is_chunked: bool = False
+    query_growth: QueryGrowth | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
@@ -107,6 +146,15 @@ class AttentionConfig:
             raise CheckpointError(
                 f"softcap must be at least 0 and finite (0 is off), got {self.softcap}"
             )
+        if self.is_chunked and self.window is None:
+            raise CheckpointError("window must be the size of the chunks, got None")
+        if self.v_norm and self.qk_norm is None:
+            raise CheckpointError("qk_norm must be given with v_norm, got None")
+
+    @property
+    def kv_parts(self) -> int:
+        """How many projections to key heads the layer has: of keys and of values, of keys, none."""
+        return 0 if self.kv_layer is not None else 1 if self.v_is_k else 2
 
     @property
     def cached_head(self) -> tuple[int, int, int]:
@@ -150,9 +198,18 @@ class LayerConfig:
             the feed-forward block, of its output.
         is_parallel: True if both blocks read the same stream and are added at once. Without an
             `mlp_norm` the feed-forward block then reads what attention reads.
+        experts: a mixture beside the feed-forward block, which reads the stream by a norm of its
+            own, and whose router reads the stream itself; the outputs of both have norms, and are
+            added before `mlp_out_norm`. None for none.
+        has_scale: True if the residual stream behind the layer has a factor that is learnt.
+        token_input_size: the channels of an embedding of the token for this layer, which gates
+            what is added behind the blocks; 0 for none. See `DecoderConfig.token_inputs`.
     """
 
     attention: AttentionConfig
     feed_forward: FeedForwardConfig | ExpertsConfig
     norms: tuple[str, ...] = PRE_NORM
     is_parallel: bool = False
+    experts: ExpertsConfig | None = None
+    has_scale: bool = False
+    token_input_size: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewise.errors import CheckpointError
@@ -87,6 +87,10 @@ class Sizes:
     def model(self) -> dict[str, Any]:
         """The keyword arguments of `ModelConfig` that are sizes."""
         return {"hidden_size": self.hidden_size, "max_position_embeddings": self.positions}
+
+    def wider(self, factor: int) -> Sizes:
+        """Return the sizes with feed-forward blocks that are so many times as wide."""
+        return replace(self, intermediate_size=factor * self.intermediate_size)
 
     def attention(self, **options: Any) -> AttentionConfig:
         """Return the attention of these heads with further options of `AttentionConfig`."""

@@ -16,7 +16,6 @@ _ADDRESS = re.compile(
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/tree/[\w.-]+)?/?"
 )
 _FOLDER = "give a folder with config.json, safetensors and a tokenizer"
-_NO_GGUF = f"GGUF files are not read; {_FOLDER}, of which the file was made"
 _LIKE = 0.65  # similarity of two names from which one is suggested for the other
 
 
@@ -30,8 +29,8 @@ def not_a_checkpoint(given: str | Path) -> str:
     if path.is_dir():
         return f"checkpoint must hold config.json, got none in {name!r}: {_inside(path)}"
     return (
-        f"checkpoint must be a folder, a name on the hub or {PACKAGED!r}, got {name!r}: "
-        f"{_instead(name, path)}"
+        f"checkpoint must be a folder, a GGUF file, a name on the hub or {PACKAGED!r}, "
+        f"got {name!r}: {_instead(name, path)}"
     )
 
 
@@ -39,7 +38,7 @@ def _instead(name: str, path: Path) -> str:
     """Return a suggestion for a name that is no folder."""
     home = Path(os.path.expanduser(name))
     if name.lower().endswith(".gguf"):
-        return _NO_GGUF
+        return "there is no GGUF file of that name"
     if path.is_file():
         folder = f"give its folder, {str(path.parent)!r}"
         return f"that is a file; {folder if _is_checkpoint(path.parent) else _FOLDER}"
@@ -68,8 +67,6 @@ def _inside(path: Path) -> str:
     found = [repr(str(x)) for x in below if _is_checkpoint(x)]
     if found:
         return f"give {' or '.join(found[:3])}"
-    if any(file.endswith(".gguf") for file in files):
-        return _NO_GGUF
     if "adapter_config.json" in files:
         return "adapters (LoRA) are not read; merge it into its model and give that folder"
     if any(file == "params.json" or file.startswith("consolidated.") for file in files):

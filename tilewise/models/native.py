@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,15 @@ from tilewise.models.config import ModelConfig
 from tilewise.models.cpu_program import CpuProgram
 from tilewise.models.decoder import Decoder
 from tilewise.models.families import FAMILIES
-from tilewise.models.layer_config import PRE_NORM, LayerConfig, NormConfig
+from tilewise.models.layer_config import PRE_NORM, LayerConfig, NormConfig, QueryGrowth
 from tilewise.models.native_program import program_of, why_no_program
 from tilewise.models.weight_table import Weight
-from tilewise.nn.attention import Attention
+from tilewise.nn.attention import Attention, KeysAndValues
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.experts import Experts, ExpertsConfig
 from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.layers import (
+    ACTIVATIONS,
     MLP,
     GatedMLP,
     LayerNorm,
@@ -30,10 +32,12 @@ from tilewise.nn.layers import (
     RankPart,
     RMSNorm,
     ShiftedRMSNorm,
+    UnitRMSNorm,
     activate,
 )
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.packed import PackedLinear
+from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.rope import RotaryEmbedding
 
 __all__ = ["NativeDecoder", "NativeLayer", "for_device"]
@@ -41,13 +45,13 @@ __all__ = ["NativeDecoder", "NativeLayer", "for_device"]
 # Random expert weights are random bytes, with magnitudes of 2 and more on average, times 2 ** -7.
 _DRAWN_SCALE = 127 - 7
 
-Norm = RMSNorm | ShiftedRMSNorm | LayerNorm
+Norm = RMSNorm | UnitRMSNorm | ShiftedRMSNorm | LayerNorm
 
 
 def new_norm(config: NormConfig, dim: int) -> Norm:
     """Return the norm of so many channels."""
     if config.kind == "rms":
-        return RMSNorm(dim, config.eps)
+        return RMSNorm(dim, config.eps) if config.has_weight else UnitRMSNorm(dim, config.eps)
     if config.kind == "shifted_rms":
         return ShiftedRMSNorm(dim, config.eps)
     return LayerNorm(
@@ -73,6 +77,11 @@ class NativeLayer(nn.Module):
         attention, mlp: the two blocks.
         attention_norm, attention_out_norm, mlp_norm, mlp_out_norm: the norms before and after
             them; None for those that the layer has not.
+        experts, experts_norm, experts_out_norm, dense_out_norm: the mixture beside `mlp`, the norms
+            before and after it, and the one after `mlp`; None without.
+        token_gate, token_proj, token_norm: the projection to the gate of the token's embedding,
+            the one back, and the norm of what it adds; None without.
+        scale: (1,), the factor of the residual stream behind the layer; None without.
     """
 
     attention: Attention | MultiheadLatentAttention
@@ -81,6 +90,7 @@ class NativeLayer(nn.Module):
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
+    scale: nn.Parameter | None
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -91,13 +101,30 @@ class NativeLayer(nn.Module):
             for name in ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
         }
         self.attention_norm = norms["attention_norm"]
-        self.attention = _attention(config, own)
+        self.attention = _attention(config, layer)
         self.attention_out_norm = norms["attention_out_norm"]
         self.mlp_norm = norms["mlp_norm"]
         self.mlp = _feed_forward(config, own)
         self.mlp_out_norm = norms["mlp_out_norm"]
+        self.experts: Experts | None = None
+        self.experts_norm = self.experts_out_norm = self.dense_out_norm = None
+        if own.experts is not None:
+            self.experts = Experts(config.hidden_size, own.experts)
+            for name in ("experts_norm", "experts_out_norm", "dense_out_norm"):
+                setattr(self, name, new_norm(config.norm, config.hidden_size))
+        self.token_gate = self.token_proj = self.token_norm = None
+        size = own.token_input_size
+        if size:
+            self.token_gate = nn.Linear(config.hidden_size, size, bias=False)
+            self.token_proj = nn.Linear(size, config.hidden_size, bias=False)
+            self.token_norm = new_norm(config.norm, config.hidden_size)
+            self.token_activation = ACTIVATIONS[own.feed_forward.activation]
+        self.register_parameter("scale", nn.Parameter(torch.ones(1)) if own.has_scale else None)
         is_added_by_a_norm = (
             own.norms == PRE_NORM
+            and not size
+            and self.scale is None
+            and own.experts is None
             and isinstance(self.mlp_norm, RMSNorm)
             and not own.is_parallel
             and self.residual_scale == 1
@@ -113,14 +140,25 @@ class NativeLayer(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         ctx: AttentionContext | None,
         kv: CacheLayer | None,
-    ) -> tuple[Tensor | Parts | RankPart, Tensor]:
+        *,
+        growth: Tensor | None = None,
+        token_input: Tensor | None = None,
+        read: KeysAndValues | None = None,
+    ) -> tuple[Tensor | Parts | RankPart, Tensor | None]:
         """Map the residual stream x + residual (..., E) to itself; residual is None in the first
         layer.
 
-        Returns the two terms, not yet added: the output of the feed-forward block, and the rest.
+        Args:
+            x, residual: the residual stream.
+            rope, ctx, kv, growth, read: see `nn.Attention`.
+            token_input: (..., size), the embedding of the token for this layer.
+
+        Returns the two terms, not yet added: the output of the feed-forward block, and the rest,
+        None where they are added.
         """
         if (
-            residual is not None
+            growth is None
+            and residual is not None
             and ctx is not None
             and kv is not None
             and not ctx.batch_invariant
@@ -128,7 +166,12 @@ class NativeLayer(nn.Module):
         ):
             return self._one_row(x, residual, rope, ctx, kv)
         h, residual = _read_stream(self.attention_norm, x, residual)
-        attended = self._written(self.attention(h, rope, ctx=ctx, kv=kv), self.attention_out_norm)
+        options: dict[str, Any] = {}
+        if growth is not None or read is not None:
+            options = {"growth": growth, "read": read}
+        attended = self._written(
+            self.attention(h, rope, ctx=ctx, kv=kv, **options), self.attention_out_norm
+        )
         if self.is_parallel:
             own = h if self.mlp_norm is None else self.mlp_norm(residual)
             fed = self._written(self.mlp(own), self.mlp_out_norm)
@@ -136,7 +179,25 @@ class NativeLayer(nn.Module):
             assert isinstance(fed, Tensor)
             return attended + fed, residual
         h, residual = _read_stream(self.mlp_norm, attended, residual)
-        return self._written(self.mlp(h), self.mlp_out_norm), residual
+        fed = self.mlp(h)
+        if self.experts is not None:
+            assert self.experts_norm is not None
+            assert self.experts_out_norm is not None
+            assert self.dense_out_norm is not None
+            mixed = self.experts(self.experts_norm(residual), residual)
+            fed = self.dense_out_norm(fed) + self.experts_out_norm(mixed)
+        fed = self._written(fed, self.mlp_out_norm)
+        if self.token_gate is None and self.scale is None:
+            return fed, residual
+        assert isinstance(fed, Tensor)
+        stream = residual + fed
+        if token_input is not None:
+            assert self.token_gate is not None
+            assert self.token_proj is not None
+            assert self.token_norm is not None
+            gate = activate(self.token_activation, self.token_gate(stream), on_cpu=False)
+            stream = stream + self.token_norm(self.token_proj(gate * token_input))
+        return stream if self.scale is None else stream * self.scale, None
 
     def _is_one_row(self, residual: Tensor) -> bool:
         """Return whether `_one_row` computes the step of this row, in fewer kernels."""
@@ -213,8 +274,9 @@ def _read_stream(
     return stream if norm is None else norm(stream), stream
 
 
-def _attention(config: ModelConfig, own: LayerConfig) -> Attention | MultiheadLatentAttention:
-    attention, latent = own.attention, own.attention.latent
+def _attention(config: ModelConfig, layer: int) -> Attention | MultiheadLatentAttention:
+    attention = config.layers[layer].attention
+    latent = attention.latent
     interleaved = attention.rope is not None and attention.rope.interleaved
     if latent is not None:
         return MultiheadLatentAttention(
@@ -244,7 +306,13 @@ def _attention(config: ModelConfig, own: LayerConfig) -> Attention | MultiheadLa
         softcap=attention.softcap,
         alibi_slopes=attention.alibi_slopes,
         rope_interleaved=interleaved,
+        kv_parts=attention.kv_parts,
     )
+    module.layer, module.kv_layer = layer, attention.kv_layer
+    module.is_read = any(other.kv_layer == layer for other in config.attentions)
+    module.is_chunked = attention.is_chunked
+    if attention.v_norm and attention.qk_norm is not None and attention.kv_parts:
+        module.v_norm = UnitRMSNorm(attention.head_dim, attention.qk_norm.eps)
     if attention.qk_norm is not None:
         module.norms_after_rope = attention.norms_after_rope
         module.norms_all_heads = attention.qk_norm_over == "heads"
@@ -256,6 +324,8 @@ def _attention(config: ModelConfig, own: LayerConfig) -> Attention | MultiheadLa
             )
             for count in heads
         )
+        if not attention.kv_parts:
+            module.k_norm = None
     return module
 
 
@@ -284,6 +354,22 @@ class NativeDecoder(Decoder):
         self.embed_norm: Norm | None = None
         if config.embedding_norm:
             self.embed_norm = new_norm(config.norm, config.hidden_size)
+        self.token_table: nn.Embedding | None = None
+        self.token_model_proj: nn.Linear | None = None
+        self.token_model_norm: Norm | None = None
+        sizes = [layer.token_input_size for layer in config.layers]
+        if config.token_inputs:
+            self.token_table = nn.Embedding(config.token_inputs, sum(sizes))
+            self.token_model_proj = nn.Linear(config.hidden_size, sum(sizes), bias=False)
+            self.token_model_norm = new_norm(config.norm, max(sizes))
+        self.growths = tuple(
+            dict.fromkeys(
+                attention.query_growth
+                for attention in config.attentions
+                if attention.query_growth is not None
+            )
+        )
+        self.reads_keys = bool(config.kv_sources)
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in config.ropes)
         places = {rope: i for i, rope in enumerate(config.ropes)}
         self._rope_of = [
@@ -306,7 +392,7 @@ class NativeDecoder(Decoder):
         config = self.config
         ropes = {attention.rope for attention in config.attentions}
         is_plain = config.learned_positions is None and config.embedding_scale == 1
-        is_plain = is_plain and not config.embedding_norm
+        is_plain = is_plain and not (config.embedding_norm or config.token_inputs or self.growths)
         return is_plain and len(ropes) == 1 and None not in ropes
 
     @property
@@ -336,6 +422,8 @@ class NativeDecoder(Decoder):
         if self.config.embedding_scale != 1:
             # A number rather than a tensor, rounded to the dtype of the model as transformers does.
             x = x * float(torch.tensor(self.config.embedding_scale).to(x.dtype))
+        token_inputs = self._token_inputs(ids, x) if self.config.token_inputs else None
+        growths = self._growths(positions, seqlen, ids.device, ctx, kv)
         if self.embed_positions is not None:
             if positions is None:
                 most = self.config.max_position_embeddings
@@ -345,7 +433,45 @@ class NativeDecoder(Decoder):
             x = x + self.embed_positions(positions + self.config.first_position)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
-        return self.through_layers(x, ropes, ctx=ctx, kv=kv)
+        return self.through_layers(
+            x, ropes, ctx=ctx, kv=kv, growths=growths, token_inputs=token_inputs
+        )
+
+    def _token_inputs(self, ids: Tensor, x: Tensor) -> Tensor:
+        """Return the embeddings of tokens for each layer (..., layers, size), from a table and from
+        the embedding x (..., E) of the model."""
+        table, project = self.token_table, self.token_model_proj
+        assert table is not None
+        assert project is not None
+        assert self.token_model_norm is not None
+        size = self.config.layers[0].token_input_size
+        own = table(ids) * float(torch.tensor(size**0.5).to(x.dtype))
+        seen = (project(x) * self.config.hidden_size**-0.5).unflatten(-1, (-1, size))
+        inputs: Tensor = (self.token_model_norm(seen) + own.unflatten(-1, (-1, size))) * 2.0**-0.5
+        return inputs
+
+    def _growths(
+        self,
+        positions: Tensor | None,
+        seqlen: int,
+        device: torch.device,
+        ctx: AttentionContext | None,
+        kv: Sequence[CacheLayer] | None,
+    ) -> dict[QueryGrowth, Tensor]:
+        """Return the factors (..., 1, 1) of the rows' queries by the layers' growths, but those
+        that are 1 for all positions of a cache."""
+        found = {}
+        for growth in self.growths:
+            if ctx is not None and kv is not None:
+                longest = ctx.block_table.shape[1] * kv[0][0].shape[1]
+                if longest - 1 + growth.first < growth.length:
+                    continue
+            if positions is None:
+                positions = torch.arange(seqlen, device=device)
+            steps = torch.div(positions + growth.first, growth.length, rounding_mode="floor")
+            factor = 1 + growth.beta * torch.log1p(steps.float())
+            found[growth] = factor[..., None, None]
+        return found
 
     def through_layers(
         self,
@@ -354,6 +480,8 @@ class NativeDecoder(Decoder):
         *,
         ctx: AttentionContext | None = None,
         kv: Sequence[CacheLayer] | None = None,
+        growths: Mapping[QueryGrowth, Tensor] | None = None,
+        token_inputs: Tensor | None = None,
     ) -> Tensor:
         """Return the last hidden states of embedded tokens x (..., E); `forward` embeds them
         first.
@@ -362,12 +490,29 @@ class NativeDecoder(Decoder):
             x: the embedded tokens.
             ropes: cos and sin of the rows, of each of `rotaries`.
             ctx, kv: see `Decoder.forward`.
+            growths: the factors of the rows' queries by the layers' growths with position.
+            token_inputs: (..., layers, size), the embeddings of the tokens for the layers.
         """
         residual = None
+        read: KeysAndValues | None = {} if self.reads_keys and kv is None else None
         for i, layer in enumerate(self.layers):
             own, place = ctx if ctx is None else ctx.of_layer(i), self._rope_of[i]
             rope = None if place is None else ropes[place]
-            x, residual = layer(x, residual, rope, own, None if kv is None else kv[i])
+            cache = None if kv is None else kv[i]
+            if not growths and token_inputs is None and read is None:
+                x, residual = layer(x, residual, rope, own, cache)
+                continue
+            growth = self.config.attentions[i].query_growth
+            x, residual = layer(
+                x,
+                residual,
+                rope,
+                own,
+                cache,
+                growth=None if growth is None or not growths else growths.get(growth),
+                token_input=None if token_inputs is None else token_inputs[..., i, :],
+                read=read,
+            )
         y: Tensor = self.norm(x) if residual is None else self.norm.add(x, residual)[0]
         return y
 
@@ -441,20 +586,34 @@ class NativeDecoder(Decoder):
         if any(isinstance(m, PackedLinear | InvariantLinear) for m in self.modules()):
             raise ValueError("model must have its parameters, got one packed for inference")
         return tuple(
-            self.names.weight(name, self._rows_of(name, parameter))
+            self.names.weight(
+                name, self._rows_of(name, tuple(parameter.shape)), self._sources_of(name)
+            )
             for name, parameter in self.named_parameters()
         )
 
-    def _rows_of(self, name: str, parameter: Tensor) -> Callable[[int], tuple[int, ...]]:
+    def source_of(self, name: str, linear: QuantisedLinear) -> Weight:
+        """Return the sources of a quantised weight; see `Decoder.source_of`."""
+        shape = (linear.out_features, linear.in_features)
+        return self.names.weight(name, self._rows_of(name, shape), self._sources_of(name))
+
+    def _sources_of(self, name: str) -> int | None:
+        """Return how many of a parameter's sources there are: fewer, where keys are values."""
+        if ".qkv_proj." not in name:
+            return None
+        return 1 + self.config.layers[int(name.split(".")[1])].attention.kv_parts
+
+    def _rows_of(self, name: str, shape: tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:
         """Return a function of a number of sources: the rows of each in a parameter."""
 
         def rows(count: int) -> tuple[int, ...]:
             if ".qkv_proj." in name:
                 attention = self.config.layers[int(name.split(".")[1])].attention
                 q, kv = attention.num_q_heads, attention.num_kv_heads
-                return tuple(heads * attention.head_dim for heads in (q, kv, kv))
+                heads = (q, *(kv,) * attention.kv_parts)
+                return tuple(count * attention.head_dim for count in heads)
             # Of experts one after another, whose weights are (N, rows, columns).
-            size = parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
+            size = shape[0] * shape[1] if len(shape) == 3 else shape[0]
             return (size // count,) * count
 
         return rows
@@ -477,5 +636,8 @@ def for_device(config: ModelConfig, device: torch.device) -> ModelConfig:
         block = layer.feed_forward
         if isinstance(block, ExpertsConfig):
             block = replace(block, is_packed=False)
-        layers.append(replace(layer, feed_forward=block))
+        beside = layer.experts
+        if beside is not None:
+            beside = replace(beside, is_packed=False)
+        layers.append(replace(layer, feed_forward=block, experts=beside))
     return replace(config, layers=tuple(layers))

@@ -16,7 +16,15 @@ from tilewise.models.layer_config import LayerConfig
 from tilewise.nn.attention import Attention, attention_over
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.experts import Experts, ExpertsConfig
-from tilewise.nn.layers import MLP, GatedMLP, LayerNorm, RMSNorm, ShiftedRMSNorm, name_of
+from tilewise.nn.layers import (
+    MLP,
+    GatedMLP,
+    LayerNorm,
+    RMSNorm,
+    ShiftedRMSNorm,
+    UnitRMSNorm,
+    name_of,
+)
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.packed import PackedEmbedding, PackedLinear
 from tilewise.nn.rope import RotaryEmbedding
@@ -40,6 +48,22 @@ def why_no_program(model: Any) -> str | None:
 
 def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
     attention, block = layer.attention, layer.feed_forward
+    if attention.kv_parts != 2 or attention.v_norm:
+        return (
+            "keys and values must be projections that a layer has of its own, got "
+            f"kv_layer {attention.kv_layer}, v_is_k {attention.v_is_k}, v_norm {attention.v_norm}"
+        )
+    if attention.is_chunked:
+        return f"attention must not be in chunks, got chunks of {attention.window} keys"
+    if attention.query_growth is not None:
+        return f"queries must not grow with their position, got {attention.query_growth}"
+    has_inputs = bool(config.token_inputs and layer.token_input_size)
+    if layer.experts is not None or layer.has_scale or has_inputs:
+        return (
+            "a layer must add an attention and a feed-forward block, got "
+            f"experts {layer.experts is not None}, has_scale {layer.has_scale}, "
+            f"token_input_size {layer.token_input_size}"
+        )
     if attention.latent is None and attention.head_dim % 2:
         return f"head_dim must be even, got {attention.head_dim}"
     if not layer.is_parallel:
@@ -405,6 +429,9 @@ def _angles_of(
 
 def _norm_of(module: nn.Module | None, dtype: torch.dtype) -> step.Norm:
     """Return a norm as the list takes it."""
+    if isinstance(module, UnitRMSNorm):
+        ones = torch.ones(module.dim, dtype=dtype)
+        return step.Norm(lambda: ones, module.eps, rounds=True)
     if isinstance(module, RMSNorm):
         return step.Norm(_weight_of(module), module.eps, rounds=True)
     if isinstance(module, ShiftedRMSNorm):

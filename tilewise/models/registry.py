@@ -28,7 +28,7 @@ from tilewise.models.transformers_encoder import (
     load_transformers_encoder,
     why_no_encoder,
 )
-from tilewise.models.weights import check_weights, has_own_head, load_weights
+from tilewise.models.weights import check_weights, has_own_head, load_weights, narrow
 
 __all__ = [
     "allocated",
@@ -89,6 +89,7 @@ def load_model(
         return _through_transformers(path, dtype, device, random_weights, before, error)
     model = empty_model(for_device(config, torch.device(device)), dtype, "meta")
     if not random_weights:
+        narrow(model, path)
         check_weights(model, path)
     if before is not None:
         before(model)

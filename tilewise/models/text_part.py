@@ -12,8 +12,14 @@ __all__ = ["renamed", "text_architecture", "text_part"]
 
 # The model_type of a text part, and the class of a model that is such a part alone.
 _TEXT_PARTS = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",  # Kimi K2.5 and 2.6
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_5_vl": "Qwen2ForCausalLM",  # whose older files hold the fields of the text at the top
@@ -21,6 +27,7 @@ _TEXT_PARTS = {
     "qwen2_vl": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3VLMoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
 # What a file says of the whole model, and its text part may leave out.
@@ -33,7 +40,15 @@ _PREFIXES = (
 )
 # Older files name the text part's tensors as a model of its own does.
 _PLAIN = ("lm_head.", "model.")
-_BESIDE = ("model.vision", "model.visual", "model.multi_modal", "model.audio")
+_BESIDE = (
+    "model.vision",
+    "model.visual",
+    "model.multi_modal",
+    "model.mm_",
+    "model.audio",
+    "model.embed_vision",
+    "model.embed_audio",
+)
 _OTHERS = ("audio_config", "vision_config")
 
 

@@ -70,7 +70,7 @@ _INERT = frozenset(
 # What only cross-attention reads is not asked here, where there is no encoder.
 _READS_CACHE = re.compile(
     r"(?<![\w.])(?:past_key_values?|cache)\."
-    r"(?!(?:update|is_updated|(?:self|cross)_attention_cache|layers)\b)\w+"
+    r"(?!(?:update|is_updated|(?:self|cross)_attention_cache)\b|layers\[[\w.]+\]\.(?:keys|values)\b)\w+"
     r"|cache_params\b"
 )
 # Rows of the steps of `check`: what a layer would have to remember is missed in each single row.

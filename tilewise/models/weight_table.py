@@ -28,6 +28,8 @@ class Weight:
         transposed: True if the checkpoint stores (..., in, out), as GPT-2's Conv1D does; MXFP4
             never does.
         order: the places of the heads of q, k and v in the one source; None for one after another.
+        either: True if `transposed` holds of some checkpoints, as the shape of the tensor tells.
+        is_row: True if the checkpoint stores a vector (N,) as (1, N).
     """
 
     name: str
@@ -35,6 +37,8 @@ class Weight:
     rows: tuple[int, ...] | None = None
     transposed: bool = False
     order: RowOrder | None = None
+    either: bool = False
+    is_row: bool = False
 
     @classmethod
     def of(cls, name: str, source: str) -> Weight:
@@ -47,6 +51,7 @@ class Weight:
         if parameter.dim() == 3 and self.rows is not None:
             whole = parameter.flatten(0, 1)  # several tensors for each expert
         for source, part in zip(self.sources, whole.split(rows), strict=True):
+            part = part.unsqueeze(0) if self.is_row else part
             yield source, part.mT if self.transposed else part
 
     @property
@@ -59,7 +64,7 @@ class Part(NamedTuple):
     """The part of a checkpoint's tensor that a parameter holds, in the layout of the parameter.
 
     Attributes:
-        dim: the dimension that is cut, 0 or 1.
+        dim: the dimension that is cut, 0, 1 or 2.
         size: the size of the whole tensor in that dimension.
         spans: (first, end) of the ranges that are read, one after another. They may be shorter than
             the parameter, whose rest then stays as it is.

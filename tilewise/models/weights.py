@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilewise.errors import CheckpointError
 from tilewise.models.causal_body import CLASSIFIER
@@ -24,24 +24,29 @@ from tilewise.models.config_fields import read_object
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
 from tilewise.models.families.family import Names
+from tilewise.models.gguf.checkpoint import GgufCheckpoint
+from tilewise.models.gguf.folder import gguf_in
+from tilewise.models.gguf.modules import GgufModules
+from tilewise.models.mistral_files import MistralTensors
+from tilewise.models.quantised import QuantisedModules, quantisation_of
 from tilewise.models.text_part import renamed, text_architecture
+from tilewise.models.weight_files import INDEX, SINGLE, open_weights, some, weight_files
 from tilewise.models.weight_table import Part, Weight
+from tilewise.nn.quantised import QuantisedLinear
+from tilewise.ops import QuantisedWeight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 
 __all__ = [
     "check_weights",
     "has_own_head",
     "load_weights",
+    "narrow",
     "read_tensor",
     "save_model",
     "save_tensors",
 ]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_LFS = b"version https://git-lfs"  # the beginning of Git LFS's pointer files
 _ROWS = 8192  # rows of a table compared at a time
-_SHOWN = 3  # names listed in a message before "..."
 
 
 Found = dict[str, tuple[Path, Any]]  # tensor name -> its file and the file's open reader
@@ -87,7 +92,41 @@ def check_weights(
     Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
     """
     with ExitStack() as stack:
-        _check(model, _open_checkpoint(Path(directory), stack), part)
+        found = _open_checkpoint(Path(directory), stack)
+        _check(model, found, part, _modules(model, directory, found))
+
+
+def narrow(model: Decoder | Encoder, directory: str | Path, *, part: CutOf | None = None) -> None:
+    """Put a `QuantisedLinear` in the place of each projection that a checkpoint stores quantised.
+
+    The model's parameters are on "meta", and so are the weights; `load_weights` reads them. Other
+    quantised weights (of experts, of embeddings) are dequantised when they are read.
+
+    Args, Raises: as of `load_weights`.
+    """
+    if not isinstance(model, Decoder):
+        return
+    with ExitStack() as stack:
+        found = _open_checkpoint(Path(directory), stack)
+        modules = _modules(model, directory, found)
+        if modules.format is None:
+            return
+        for weight in model.weight_table():
+            name, _, kind = weight.name.rpartition(".")
+            linear = model.get_submodule(name)
+            if kind != "weight" or type(linear) is not nn.Linear or weight.transposed:
+                continue
+            sources = [_bare(model, source, found) for source in weight.sources]
+            if not all(modules.has(source) for source in sources):
+                continue
+            parts = [
+                _cut_narrow(modules.weight(source, is_meta=True), _part_of(model, weight, i, part))
+                for i, source in enumerate(sources)
+            ]
+            place, _, own = name.rpartition(".")
+            made = QuantisedLinear(parts, linear.bias, linear.weight.dtype)
+            _check_size(name, made, linear)
+            setattr(model.get_submodule(place), own, made)
 
 
 @torch.no_grad()
@@ -108,12 +147,26 @@ def load_weights(
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
-        _check(model, found, part)
-        for name, target, cut in _targets(model, found, part):
-            if name not in found:
-                _unpack(name, found, target)
+        modules = _modules(model, directory, found)
+        _check(model, found, part, modules)
+        for name, target, cut in _targets(model, found, part, modules):
+            if modules.has(name):
+                wide = _cut_narrow(modules.weight(name), cut).dequantise()
+                target[: wide.shape[0], : wide.shape[1]].copy_(wide)
+            elif name not in found:
+                _unpack(name, found, target, cut)
             else:
                 _copy(name, *found[name], target, cut)
+        for name, linear in _narrow_linears(model):
+            assert isinstance(model, Decoder)
+            weight = model.source_of(f"{name}.weight", linear)
+            sources = [_bare(model, source, found) for source in weight.sources]
+            linear.hold(
+                [
+                    _cut_narrow(modules.weight(source), _part_of(model, weight, i, part))
+                    for i, source in enumerate(sources)
+                ]
+            )
 
 
 def read_tensor(
@@ -141,8 +194,59 @@ def read_tensor(
             return torch.cat([part[row : row + 1] for row in rows])
 
 
+def _modules(model: Decoder | Encoder, directory: str | Path, found: Found) -> QuantisedModules:
+    """Return the quantised modules of an open checkpoint."""
+    reader = next((reader for _, reader in found.values()), None)
+    if isinstance(reader, GgufCheckpoint):
+        return GgufModules(reader)
+    is_decoder = isinstance(model, Decoder)
+    return QuantisedModules(quantisation_of(directory) if is_decoder else None, found)
+
+
+def _narrow_linears(model: nn.Module) -> list[tuple[str, QuantisedLinear]]:
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, QuantisedLinear)]
+
+
+def _bare(model: Decoder | Encoder, source: str, found: Found) -> str:
+    """Return the name of a source in the file, which may lack the model's prefix."""
+    prefix = model.weight_prefix
+    return source if any(n.startswith(prefix) for n in found) else source.removeprefix(prefix)
+
+
+def _part_of(
+    model: Decoder | Encoder, weight: Weight, place: int, part: CutOf | None
+) -> Part | None:
+    """Return the part of a source that is read, in the order of the parameter."""
+    cut = None if part is None else part(weight, place)
+    if cut is None and weight.order is not None:
+        rows = model.get_submodule(weight.name.removesuffix(".weight")).out_features
+        assert isinstance(rows, int)
+        return _in_order(model, weight, rows)
+    return cut
+
+
+def _cut_narrow(weight: QuantisedWeight, part: Part | None) -> QuantisedWeight:
+    """Return a part of a quantised weight."""
+    if part is None:
+        return weight
+    rows, columns = weight.shape
+    if part.dim == 1:
+        (span,) = part.spans
+        return weight.cut((0, rows), span)
+    spans = [weight.cut(span, (0, columns)) for span in part.spans]
+    joined = QuantisedWeight.concatenate(spans)
+    assert joined is not None
+    return joined
+
+
+def _check_size(name: str, made: QuantisedLinear, linear: nn.Linear) -> None:
+    found, wanted = (made.out_features, made.in_features), tuple(linear.weight.shape)
+    if found != wanted:
+        raise CheckpointError(f"weight of {name} must have shape {wanted}, got {found}")
+
+
 def _targets(
-    model: Decoder | Encoder, found: Found, part: CutOf | None
+    model: Decoder | Encoder, found: Found, part: CutOf | None, modules: QuantisedModules
 ) -> Iterator[tuple[str, Tensor, Part | None]]:
     """Yield each tensor's name, its view of a parameter, and the part of the tensor to read.
 
@@ -155,43 +259,70 @@ def _targets(
         parts = weight.parts(model.get_parameter(weight.name))
         for place, (source, target) in enumerate(parts):
             name = source.removeprefix(prefix) if is_bare else source
+            cut = None if part is None else part(weight, place)
             if name not in found and f"{name}_blocks" in found:
-                yield name, target.mT if weight.transposed else target, None
+                yield name, target.mT if weight.transposed else target, cut
                 continue
             if source == model.embedding_source and name not in found and model.lm_head is None:
                 # a tied head that is stored under its own name only
                 name = HEAD if HEAD in found else name
-            if name not in found:
+            if name not in found and not modules.has(name):
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
-            cut = None if part is None else part(weight, place)
             if cut is None and weight.order is not None:
-                cut = _in_order(model, weight, target)
+                cut = _in_order(model, weight, target.shape[0])
             if cut is not None and weight.transposed:
-                cut = cut._replace(dim=1 - cut.dim)
+                cut = _transposed(cut, target)
+            if weight.either and not modules.has(name):
+                file, reader = found[name]
+                with _reading(file, name):
+                    shape = list(reader.get_slice(name).get_shape())
+                other = None if cut is None else _transposed(cut, target)
+                if shape == _wanted(target.mT, other) != _wanted(target, cut):
+                    target, cut = target.mT, other
             yield name, target, cut
 
 
-def _in_order(model: Decoder | Encoder, weight: Weight, target: Tensor) -> Part:
+def _transposed(cut: Part, target: Tensor) -> Part:
+    """Return a cut of the transposed matrices, of which there may be several."""
+    return cut._replace(dim=2 * target.dim() - 3 - cut.dim)
+
+
+def _wanted(target: Tensor, cut: Part | None) -> list[int]:
+    """Return the shape of the whole tensor of which a part fills the target."""
+    wanted = list(target.shape)
+    if cut is not None:
+        wanted[cut.dim] = cut.size
+    return wanted
+
+
+def _in_order(model: Decoder | Encoder, weight: Weight, rows: int) -> Part:
     """Return all rows of a fused source, in the order of the parameter."""
     assert weight.order is not None
     assert isinstance(model, Decoder)
     heads = model.config.layers[weight.layer].attention
     q, kv = range(heads.num_q_heads), range(heads.num_kv_heads)
-    return Part(0, target.shape[0], weight.order(heads, q, kv))
+    return Part(0, rows, weight.order(heads, q, kv))
 
 
-def _check(model: Decoder | Encoder, found: Found, part: CutOf | None) -> None:
+def _check(
+    model: Decoder | Encoder, found: Found, part: CutOf | None, modules: QuantisedModules
+) -> None:
     """Compare names and shapes, which are in the files' headers."""
     known: set[str] = set()
-    for name, target, cut in _targets(model, found, part):
+    for name, linear in _narrow_linears(model):
+        assert isinstance(model, Decoder)
+        sources = model.source_of(f"{name}.weight", linear).sources
+        known |= modules.known(_bare(model, source, found) for source in sources)
+    for name, target, cut in _targets(model, found, part, modules):
+        if modules.has(name):
+            known |= modules.known((name,))
+            continue
+        wanted = _wanted(target, cut)
         if name in found:
-            wanted = list(target.shape)
-            if cut is not None:
-                wanted[cut.dim] = cut.size
             known.add(name)
             _check_shape(name, found, wanted)
             continue
-        rows, groups = target.shape[:-1], target.shape[-1] // GROUP
+        rows, groups = wanted[:-1], wanted[-1] // GROUP
         for kind, more in (("blocks", [GROUP // 2]), ("scales", [])):
             known.add(f"{name}_{kind}")
             _check_shape(f"{name}_{kind}", found, [*rows, groups, *more])
@@ -203,11 +334,13 @@ def _check(model: Decoder | Encoder, found: Found, part: CutOf | None) -> None:
     extra = [
         name
         for name in found
-        if name not in known and not any(re.fullmatch(rule, name) for rule in ignored)
+        if name not in known
+        and not modules.is_extra(name)
+        and not any(re.fullmatch(rule, name) for rule in ignored)
     ]
     if extra:
         raise CheckpointError(
-            f"checkpoint must hold only tensors of {model.config.architecture}, got {_some(extra)}"
+            f"checkpoint must hold only tensors of {model.config.architecture}, got {some(extra)}"
         )
 
 
@@ -249,44 +382,58 @@ def _copy(name: str, file: Path, reader: Any, target: Tensor, part: Part | None)
     target.copy_(tensor)
 
 
-def _unpack(name: str, found: Found, target: Tensor) -> None:
+def _unpack(name: str, found: Found, target: Tensor, part: Part | None) -> None:
     """Fill a parameter from MXFP4, a matrix at a time: float32 takes 8 times its size."""
-    if target.shape[-1] % GROUP:
+    if part is None:
+        part = Part(1, target.shape[1], ((0, target.shape[1]),))
+    spans = part.spans
+    if part.dim == 2:
+        spans = tuple((first // GROUP, end // GROUP) for first, end in spans)
+    if any(edge % GROUP for span in part.spans for edge in span if part.dim == 2) or (
+        target.shape[-1] % GROUP
+    ):
         raise CheckpointError(
             f"tensor {name}_blocks must be of a multiple of {GROUP} columns, got {target.shape[-1]}"
         )
     file = found[f"{name}_blocks"][0]
     blocks, scales = (
-        found[part][1].get_slice(part) for part in (f"{name}_blocks", f"{name}_scales")
+        found[each][1].get_slice(each) for each in (f"{name}_blocks", f"{name}_scales")
     )
+    cut = part._replace(spans=spans)
     for i, matrix in enumerate(target):
         try:
-            matrix.copy_(unpack_mxfp4(blocks[i], scales[i], torch.float32))
+            values = unpack_mxfp4(_cut(blocks, cut, i), _cut(scales, cut, i), torch.float32)
         except (SafetensorError, TypeError) as error:
             raise CheckpointError(
                 f"{file.name} must be readable at {name}_blocks, got {error}"
             ) from error
+        matrix.narrow(part.dim - 1, 0, values.shape[part.dim - 1]).copy_(values)
 
 
-def _cut(source: Any, part: Part) -> Tensor:
-    """Read only a part of a tensor."""
-    spans = [source[a:b] if part.dim == 0 else source[:, a:b] for a, b in part.spans]
-    return spans[0] if len(spans) == 1 else torch.cat(spans, part.dim)
+def _cut(source: Any, part: Part, *before: int) -> Tensor:
+    """Read only a part of a tensor, behind indices of its first dimensions."""
+    index = (*before, *(slice(None),) * (part.dim - len(before)))
+    spans = [source[*index, a:b] for a, b in part.spans]
+    return spans[0] if len(spans) == 1 else torch.cat(spans, part.dim - len(before))
 
 
 def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
     """Map each tensor name to its file and the open reader of that file."""
     found: Found = {}
-    for file in _files(directory):
-        try:
-            reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            reason = "a Git LFS pointer: run `git lfs pull`" if _is_pointer(file) else error
-            raise CheckpointError(
-                f"{file.name} must be a whole safetensors file, got {reason}"
-            ) from error
+    gguf = gguf_in(directory)
+    if gguf is not None and not any((directory / name).is_file() for name in (SINGLE, INDEX)):
+        held = GgufCheckpoint(gguf)
+        return dict.fromkeys(held.names(), (gguf, held))
+    for file in weight_files(directory):
+        reader = open_weights(file, stack)
+        if file.name.startswith("consolidated"):
+            reader = MistralTensors(file, reader)
         for name in reader.keys():  # noqa: SIM118 - a reader is no mapping
             own = _renamed_norm(name)
+            if own in found:
+                raise CheckpointError(
+                    f"tensor {own} must be in one file, got {found[own][0].name} and {file.name}"
+                )
             found[own] = (file, reader if own == name else _Renamed(reader, name))
     config = directory / "config.json"
     if config.is_file() and text_architecture(read_object(config)) is not None:
@@ -319,50 +466,6 @@ class _Renamed:
         return tensor
 
 
-def _is_pointer(file: Path) -> bool:
-    """Return whether a file is the pointer that Git LFS leaves in its place."""
-    with file.open("rb") as opened:
-        return opened.read(len(_LFS)) == _LFS
-
-
-def _files(directory: Path) -> list[Path]:
-    """Return the single file if there is one, as transformers prefers, otherwise all shards."""
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
-    if (directory / _INDEX).is_file():
-        try:
-            shards = json.loads((directory / _INDEX).read_text(encoding="utf-8-sig"))["weight_map"]
-            names = sorted(set(shards.values()))
-            files = [directory / name for name in names]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{_INDEX} must be JSON with a weight_map of file names, got {error!r}"
-            ) from error
-        for name in names:
-            # The file may be a link, as all files of Hugging Face's cache are.
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise CheckpointError(
-                    f"weight_map of {_INDEX} must name files of the checkpoint's folder, got {name}"
-                )
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise CheckpointError(
-                f"checkpoint must hold every shard that {_INDEX} names, got no {_some(missing)}"
-            )
-        return files
-    others = sorted(
-        file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".safetensors")
-    )
-    raise CheckpointError(
-        f"checkpoint must hold {_SINGLE} or {_INDEX}, got {_some(others) if others else 'neither'}"
-    )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
 def save_model(
     model: Decoder, directory: str | Path, *, max_shard_bytes: int = 5_000_000_000
 ) -> None:
@@ -380,7 +483,7 @@ def save_model(
     directory.mkdir(parents=True, exist_ok=True)
     shards = _shards(model, max_shard_bytes)
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    names = names if len(shards) > 1 else [_SINGLE]
+    names = names if len(shards) > 1 else [SINGLE]
     dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
     _save_json(model.config.to_hf() | {"dtype": dtype}, directory / "config.json")
     for name, shard in zip(names, shards, strict=True):
@@ -388,10 +491,10 @@ def save_model(
     if len(shards) > 1:
         places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         size = sum(part.nbytes for shard in shards for part in shard.values())
-        _save_json({"metadata": {"total_size": size}, "weight_map": places}, directory / _INDEX)
-        (directory / _SINGLE).unlink(missing_ok=True)
+        _save_json({"metadata": {"total_size": size}, "weight_map": places}, directory / INDEX)
+        (directory / SINGLE).unlink(missing_ok=True)
     else:
-        (directory / _INDEX).unlink(missing_ok=True)
+        (directory / INDEX).unlink(missing_ok=True)
     for stale in directory.glob("model-?????-of-?????.safetensors"):
         if stale.name not in names:
             stale.unlink()
@@ -403,7 +506,7 @@ def _shards(model: Decoder, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     for weight in model.weight_table():
         for name, part in weight.parts(model.get_parameter(weight.name).detach()):
             if weight.order is not None:
-                part = _as_stored(part, _in_order(model, weight, part))
+                part = _as_stored(part, _in_order(model, weight, part.shape[0]))
             if shards[-1] and size + part.nbytes > max_shard_bytes:
                 shards.append({})
                 size = 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
@@ -25,6 +26,7 @@ __all__ = ["Attention", "attend_as_steps", "attention_over"]
 
 
 OnMaxLogits = Callable[[Tensor], None]
+KeysAndValues = dict[int, tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
@@ -46,14 +48,23 @@ class Attention(nn.Module):
         rope_interleaved: rotate channels in pairs (2i, 2i + 1), not (i, i + R / 2).
         alibi_slopes: the slope of each query head, by which logits fall with the distance of the
             key (Press et al., 2021); empty is off.
+        kv_parts: see Attributes.
 
     Attributes:
         q_norm, k_norm: the norms of q and k, of each head's D channels or, with `norms_all_heads`,
             of the channels of all heads at once (OLMo 2); None for none.
         norms_after_rope: True if they come after the rotation.
+        kv_parts: 2 for projections to keys and to values, 1 for one of both, 0 for none, where
+            another layer's keys and values are read.
+        v_norm: the norm of the values of a head; None for none.
+        layer, kv_layer, is_read: the number of this layer, that of the layer whose keys and values
+            it reads in place of own ones or None, and whether another layer reads this one's.
+        is_chunked: True if the window begins anew at each multiple of its size.
         attends_as_cached: a dense batch has the values that a batch-invariant engine computes over
             a cache, see `nn.dense_cache`; gradients stay those of dense attention.
     """
+
+    kv_layer: int | None
 
     def __init__(
         self,
@@ -71,6 +82,7 @@ class Attention(nn.Module):
         softcap: float = 0.0,
         rope_interleaved: bool = False,
         alibi_slopes: tuple[float, ...] = (),
+        kv_parts: int = 2,
     ) -> None:
         super().__init__()
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
@@ -90,7 +102,10 @@ class Attention(nn.Module):
         self.attends_as_cached = False
         self.sinks = nn.Parameter(torch.zeros(num_q_heads)) if has_sinks else None
         self.leaves_parts = False
-        num_heads = num_q_heads + 2 * num_kv_heads
+        self.kv_parts = kv_parts
+        self.v_norm: nn.Module | None = None
+        self.layer, self.kv_layer, self.is_read, self.is_chunked = 0, None, False, False
+        num_heads = num_q_heads + kv_parts * num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
         self.q_norm: nn.Module | None = None
@@ -107,6 +122,8 @@ class Attention(nn.Module):
         ctx: AttentionContext | None = None,
         kv: KVLayer | None = None,
         on_max_logits: OnMaxLogits | None = None,
+        growth: Tensor | None = None,
+        read: KeysAndValues | None = None,
     ) -> Tensor | Parts | RankPart:
         """Attend within each sequence of a dense batch, or over a paged cache when given one.
 
@@ -119,6 +136,9 @@ class Attention(nn.Module):
                 8-bit cache k_scale and v_scale (num_blocks, block_size, Hk).
             on_max_logits: a function that is called with the largest logit of each query head of a
                 dense batch, float32 (Hq,), as QK-clip needs it, see docs/training.md.
+            growth: the factors of the rows' queries, float32 (..., 1, 1); None for none.
+            read: the keys and values of a dense batch by layer, which a layer whose own are read
+                adds to; None if all layers read their own.
 
         Returns:
             Same shape as x; with `leaves_parts` its parts, where they are best added by a norm.
@@ -132,11 +152,11 @@ class Attention(nn.Module):
             raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
         heads = self._heads(x)
         if ctx is not None and kv is not None:
-            o = self._attend_cache(heads, rope, ctx, kv)
+            o = self._attend_cache(heads, rope, ctx, kv, growth)
         elif self.attends_as_cached and heads.numel():
             o = self._attend_as_cached(heads, rope, on_max_logits)
         else:
-            o = self._attend_dense(heads, rope, on_max_logits)
+            o = self._attend_dense(heads, rope, on_max_logits, growth, read)
         out = project_in_parts if self.leaves_parts else project
         return out(self.o_proj, o.flatten(-2))
 
@@ -144,23 +164,39 @@ class Attention(nn.Module):
         self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None, ctx: AttentionContext, kv: KVLayer
     ) -> Tensor:
         """Attend over a paged cache from projections qkv (T, (Hq + 2 Hk) D); return o (T, Hq D)."""
-        heads = qkv.unflatten(-1, (self.num_q_heads + 2 * self.num_kv_heads, self.head_dim))
+        num_heads = self.num_q_heads + self.kv_parts * self.num_kv_heads
+        heads = qkv.unflatten(-1, (num_heads, self.head_dim))
         return self._attend_cache(heads, rope, ctx, kv).flatten(-2)
 
     def _attend_dense(
-        self, heads: Tensor, rope: tuple[Tensor, Tensor] | None, on_max_logits: OnMaxLogits | None
+        self,
+        heads: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        on_max_logits: OnMaxLogits | None,
+        growth: Tensor | None = None,
+        read: KeysAndValues | None = None,
     ) -> Tensor:
         """Attend within each sequence of (B, S, Hq + 2 Hk, D); return o (B, S, Hq, D)."""
-        q, k, v = self._rotated(heads, rope)
+        if self.kv_layer is None:
+            q, k, v = self._rotated(heads, rope)
+        else:
+            assert read is not None
+            q, (k, v) = self._rotated_queries(heads, rope), read[self.kv_layer]
+        if self.is_read and read is not None:
+            read[self.layer] = k, v
+        q = q if growth is None else (q * growth).to(q.dtype)
+        length = q.shape[1]
+        if self.is_chunked and self.window is not None and length > self.window:
+            q, k, v = (_in_chunks(x, self.window) for x in (q, k, v))
         options: dict[str, Any] = {"window": self.window, "softmax_scale": self.softmax_scale}
         options |= {"causal": True, "sinks": self.sinks, "softcap": self.softcap}
         options["alibi_slopes"] = self._slopes_on(q.device)
         if on_max_logits is None:
             o: Tensor = ops.attention(q, k, v, **options)
-            return o
-        o, most = ops.attention(q, k, v, return_max_logits=True, **options)
-        on_max_logits(most)
-        return o
+        else:
+            o, most = ops.attention(q, k, v, return_max_logits=True, **options)
+            on_max_logits(most)
+        return o if len(o) == len(heads) else _from_chunks(o, len(heads), length)
 
     def _attend_as_cached(
         self, heads: Tensor, rope: tuple[Tensor, Tensor] | None, on_max_logits: OnMaxLogits | None
@@ -198,6 +234,8 @@ class Attention(nn.Module):
         """Whether one kernel normalises and rotates q and k and writes the cache."""
         if self.q_norm is None:
             return True
+        if self.kv_layer is not None:
+            return False
         is_usual = isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
         return is_usual and not (self.norms_after_rope or self.norms_all_heads)
 
@@ -207,11 +245,16 @@ class Attention(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         ctx: AttentionContext,
         kv: KVLayer,
+        growth: Tensor | None = None,
     ) -> Tensor:
         """Write the new keys and values of (T, Hq + 2 Hk, D) projections; return o (T, Hq, D)."""
         k_cache, v_cache, *rest = kv
         k_scale, v_scale = rest or (None, None)
-        if rope is None or not self.norms_fuse or (torch.is_grad_enabled() and heads.requires_grad):
+        if self.kv_layer is not None:
+            q = self._rotated_queries(heads, rope)
+        elif (
+            rope is None or not self.norms_fuse or (torch.is_grad_enabled() and heads.requires_grad)
+        ):
             q, k, v = self._rotated(heads, rope)
             ops.write_kv_cache(
                 k, v, k_cache, v_cache, ctx.slot_mapping, k_scale=k_scale, v_scale=v_scale
@@ -237,6 +280,8 @@ class Attention(nn.Module):
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
+        if growth is not None:
+            q = (q * growth).to(q.dtype)
         return ctx.attended(self._over(kv), q, v_cache.shape[-1])
 
     def _over(self, kv: KVLayer) -> Attend:
@@ -248,37 +293,55 @@ class Attention(nn.Module):
             softcap=self.softcap,
             sinks=self.sinks,
             alibi_slopes=self._slopes_on(kv[0].device),
+            is_chunked=self.is_chunked,
         )
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return (..., Hq + 2 Hk, D): query, key and value heads."""
-        num_heads = self.num_q_heads + 2 * self.num_kv_heads
+        num_heads = self.num_q_heads + self.kv_parts * self.num_kv_heads
         heads: Tensor = project(self.qkv_proj, x).unflatten(-1, (num_heads, self.head_dim))
         return heads
 
     def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # split_with_sizes, since Tensor.split is Python around it and takes twice as long.
         hq, hk = self.num_q_heads, self.num_kv_heads
-        q, k, v = heads.split_with_sizes((hq, hk, hk), dim=-2)
+        if self.kv_parts == 2:
+            q, k, v = heads.split_with_sizes((hq, hk, hk), dim=-2)
+        else:
+            q, k = heads.split_with_sizes((hq, hk), dim=-2)
+            v = k
+        v = v if self.v_norm is None else self.v_norm(v)
         return q, k, v
+
+    def _rotated_queries(self, heads: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Return the queries of a layer without keys of its own, normalised and rotated."""
+        q = heads
+        if self.q_norm is not None and not self.norms_after_rope:
+            q = self._normalised(q, self.q_norm)
+        if rope is not None:
+            q = ops.apply_rope(q, *rope, interleaved=self.rope_interleaved)
+        if self.q_norm is not None and self.norms_after_rope:
+            q = self._normalised(q, self.q_norm)
+        return q
 
     def _rotated(
         self, heads: Tensor, rope: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (..., Hq, D), k and v (..., Hk, D), normalised and rotated."""
         hq, hk = self.num_q_heads, self.num_kv_heads
-        if self.q_norm is None:
+        if self.q_norm is None and self.kv_parts == 2:
             qk, v = heads.split_with_sizes((hq + hk, hk), dim=-2)
             if rope is not None:  # q and k turn by the same angles: one call
                 qk = ops.apply_rope(qk, *rope, interleaved=self.rope_interleaved)
             q, k = qk.split_with_sizes((hq, hk), dim=-2)
             return q, k, v
         q, k, v = self._split(heads)
-        if not self.norms_after_rope:
+        has_norms = self.q_norm is not None
+        if has_norms and not self.norms_after_rope:
             q, k = self._normalised(q, self.q_norm), self._normalised(k, self.k_norm)
         if rope is not None:
             q, k = (ops.apply_rope(x, *rope, interleaved=self.rope_interleaved) for x in (q, k))
-        if self.norms_after_rope:
+        if has_norms and self.norms_after_rope:
             q, k = self._normalised(q, self.q_norm), self._normalised(k, self.k_norm)
         return q, k, v
 
@@ -300,6 +363,7 @@ def attention_over(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    is_chunked: bool = False,
 ) -> Attend:
     """Return the attention of a layer over its paged cache.
 
@@ -307,6 +371,7 @@ def attention_over(
         kv: the caches of the layer, see `Attention.forward`.
         window, softmax_scale, softcap, sinks, alibi_slopes: options of the layer, as
             `ops.paged_attention` takes them.
+        is_chunked: True if the window begins anew at each multiple of its size.
     """
     k_cache, v_cache, *rest = kv
     k_scale, v_scale = rest or (None, None)
@@ -321,6 +386,8 @@ def attention_over(
     }
 
     def attend(q: Tensor, ctx: AttentionContext, out: Tensor | None = None, /) -> Tensor:
+        if is_chunked and window is not None:
+            ctx = ctx.in_chunks(window, k_cache.shape[1])
         options = layer | {
             "block_table": ctx.block_table,
             "seqlens_k": ctx.seqlens_k,
@@ -339,6 +406,18 @@ def attention_over(
     return attend
 
 
+def _in_chunks(x: Tensor, size: int) -> Tensor:
+    """Return a dense batch (B, S, H, D) as one of chunks (B ceil(S / size), size, H, D)."""
+    padded: Tensor = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
+    return padded.view(-1, size, *x.shape[2:])
+
+
+def _from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
+    """Return chunks, whose padding comes last, as the dense batch (B, S, H, D)."""
+    whole: Tensor = x.reshape(batch, -1, *x.shape[2:])
+    return whole[:, :length]
+
+
 def attend_as_steps(module: nn.Module) -> None:
     """Let attention below `module` over a dense batch have the bits of a step on a CPU.
 
@@ -346,5 +425,7 @@ def attend_as_steps(module: nn.Module) -> None:
     rounded to 16 bits, and `ops.apply_rope` after.
     """
     for child in module.modules():
-        if isinstance(child, Attention) and child.q_norm is not None and child.norms_fuse:
+        if not isinstance(child, Attention) or child.q_norm is None or not child.norms_fuse:
+            continue
+        if child.kv_parts == 2 and child.v_norm is None and not child.is_read:
             child.attends_as_cached = True

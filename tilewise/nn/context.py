@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -93,6 +93,47 @@ class AttentionContext:
         """Return the context of a layer of the model: that of its group."""
         group = self.group_of[layer] if self.group_of else 0
         return self.others[group - 1] if group else self
+
+    def in_chunks(self, size: int, block_size: int) -> AttentionContext:
+        """Return the context of attention in chunks: of each sequence, a sequence for each chunk
+        that has new rows, whose keys begin with the chunk.
+
+        Nothing waits for a device: there are as many chunks as the longest run may touch, of which
+        some are empty.
+
+        Args:
+            size: the tokens of a chunk, a multiple of the block size.
+            block_size: the tokens of a block.
+
+        Raises:
+            ValueError: blocks do not divide a chunk, or the new tokens are a tree.
+        """
+        if self.block_table.shape[1] * block_size <= size:
+            return self  # no sequence outgrows its first chunk
+        if size % block_size:
+            raise ValueError(f"block_size must divide the chunks of {size} keys, got {block_size}")
+        if self.tree_mask is not None:
+            raise ValueError("tree_mask must be None with attention in chunks, got a mask")
+        device, width = self.seqlens_k.device, size // block_size
+        most = (self.max_seqlen_q + size - 2) // size + 1
+        ends = self.seqlens_k.long()
+        starts = ends - self.cu_seqlens_q.diff()
+        chunk = (starts // size).unsqueeze(1) + torch.arange(most, device=device)
+        keys = (ends.unsqueeze(1) - chunk * size).clamp(0, size)
+        rows = (keys - (starts.unsqueeze(1) - chunk * size).clamp(min=0)).clamp(min=0).flatten()
+        edges = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).to(torch.int32)
+        places = (chunk * width).unsqueeze(2) + torch.arange(width, device=device)
+        places = places.clamp(max=self.block_table.shape[1] - 1).flatten(1)
+        table = self.block_table.gather(1, places).view(-1, width)
+        return replace(
+            self,
+            cu_seqlens_q=edges,
+            max_seqlen_q=min(self.max_seqlen_q, size),
+            seqlens_k=torch.where(rows > 0, keys.flatten(), 0).to(torch.int32),
+            block_table=table.contiguous(),
+            shared=None,
+            plans=None,
+        )
 
     def attended(self, attend: Attend, q: Tensor, v_dim: int) -> Tensor:
         """Return o (T, Hq, v_dim) of a layer's attention, called here or by the step's `attend`."""

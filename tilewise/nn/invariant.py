@@ -7,6 +7,7 @@ from torch import nn
 from tilewise.nn.attention import Attention
 from tilewise.nn.experts import Experts
 from tilewise.nn.invariant_linear import InvariantLinear
+from tilewise.nn.quantised import QuantisedLinear
 
 __all__ = ["use_invariant_linears"]
 
@@ -22,6 +23,6 @@ def use_invariant_linears(module: nn.Module) -> None:
         else:
             if isinstance(child, Attention):
                 child.attends_as_cached = True
-            if isinstance(child, Experts):
+            if isinstance(child, Experts | QuantisedLinear):
                 child.is_invariant = True
             use_invariant_linears(child)

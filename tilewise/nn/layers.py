@@ -30,6 +30,7 @@ __all__ = [
     "RMSNorm",
     "RankPart",
     "ShiftedRMSNorm",
+    "UnitRMSNorm",
     "activate",
     "name_of",
     "project",
@@ -231,6 +232,28 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """Show the size in `print(model)`."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class UnitRMSNorm(nn.Module):
+    """Scale each row to unit root mean square, without a weight: x / sqrt(mean(x^2) + eps)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of x (..., dim)."""
+        return F.rms_norm(x, (self.dim,), None, self.eps)
+
+    def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
+        total = residual + x
+        return self(total), total
+
+    def extra_repr(self) -> str:
+        """Show the size in `print(model)`."""
+        return f"{self.dim}, eps={self.eps}"
 
 
 class ShiftedRMSNorm(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tilewise.nn.layers import GatedMLP
+from tilewise.nn.quantised import QuantisedLinear
 from tilewise.ops import panels
 
 __all__ = ["PackedEmbedding", "PackedLinear", "can_pack", "pack_linears", "quantisation_error"]
@@ -90,13 +91,21 @@ class PackedEmbedding(nn.Module):
 
 
 def pack_linears(module: nn.Module, *, is_int8: bool = False) -> None:
-    """Replace every nn.Linear below `module` that can be packed, and thereby its parameters."""
+    """Replace every nn.Linear below `module` that can be packed, and thereby its parameters.
+
+    A quantised weight is dequantised: no kernel of a CPU multiplies its codes.
+    """
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:  # a subclass computes something else
             if can_pack(child.weight):
                 is_gated = isinstance(module, GatedMLP) and name == "gate_up_proj"
                 packed = PackedLinear(child.weight, child.bias, is_gated=is_gated, is_int8=is_int8)
                 setattr(module, name, packed)
+        elif isinstance(child, QuantisedLinear):
+            wide = child.dequantised()
+            if can_pack(wide):
+                is_gated = isinstance(module, GatedMLP) and name == "gate_up_proj"
+                setattr(module, name, PackedLinear(wide, child.bias, is_gated=is_gated))
         else:
             pack_linears(child, is_int8=is_int8)
 

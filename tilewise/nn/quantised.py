@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.ops.quantised_weight import QuantisedWeight
+from tilewise.ops import QuantisedWeight
 
 __all__ = ["QuantisedEmbedding", "QuantisedLinear"]
 
@@ -24,8 +24,11 @@ class QuantisedLinear(nn.Module):
 
     Attributes:
         parts: the weights; they follow the module to a device, but are never cast.
+        device: the device of the module.
         is_invariant: True if a row's bits must not depend on the number of others.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self, parts: Sequence[QuantisedWeight], bias: Tensor | None, dtype: torch.dtype
@@ -36,14 +39,14 @@ class QuantisedLinear(nn.Module):
         self.parts = _joined(parts)
         self.in_features = self.parts[0].shape[1]
         self.out_features = sum(part.shape[0] for part in self.parts)
-        self.dtype = dtype
+        self.dtype, self.device = dtype, self.parts[0].device
         self.is_invariant = False
-        # Not parameters: they can be neither trained nor cast.
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        held = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", held)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out)."""
-        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        bias = self.bias
         if len(self.parts) == 1:
             return ops.quantised_linear(x, self.parts[0], bias, batch_invariant=self.is_invariant)
         sizes = [part.shape[0] for part in self.parts]
@@ -63,15 +66,33 @@ class QuantisedLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantisedLinear:
         """Move all tensors, but cast none of the weight."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = fn(torch.empty(0, dtype=torch.uint8, device=self.parts[0].device)).device
-        self.parts = tuple(part.to(device) for part in self.parts)
-        if isinstance(self.bias, Tensor):
-            self.dtype = self.bias.dtype
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        self.device, self.dtype = probe.device, probe.dtype
+        if self.parts[0].device.type != "meta":
+            self.parts = tuple(part.to(self.device) for part in self.parts)
         return self
+
+    def hold(self, parts: Sequence[QuantisedWeight]) -> None:
+        """Take other weights of the same shape, and move them to the module's device.
+
+        Raises:
+            ValueError: the shape is another.
+        """
+        joined = _joined(parts)
+        found = sum(part.shape[0] for part in joined), joined[0].shape[1]
+        if found != (self.out_features, self.in_features):
+            wanted = self.out_features, self.in_features
+            raise ValueError(f"parts must have shape {wanted}, got {found}")
+        self.parts = tuple(part.to(self.device) for part in joined)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight, whose tensors may be on "meta"."""
+        return sum(part.nbytes for part in self.parts)
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
-        held = sum(part.nbytes for part in self.parts) * 8 / (self.in_features * self.out_features)
+        held = self.nbytes * 8 / (self.in_features * self.out_features)
         return f"{self.in_features}, {self.out_features}, {self.dtype}, {held:.2f} bits a weight"
 
 

@@ -34,6 +34,7 @@ class RopeConfig:
         mscale, mscale_all_dim: yarn; replace that default by a ratio when both are non-zero.
         truncate: yarn; True to round the bounds between scaled and unscaled to whole channels.
         interleaved: True to rotate channels in pairs (2i, 2i + 1), False for (i, i + R / 2).
+        num_turning: proportional; the channel pairs that rotate, the first ones of all.
         short_factor: longrope; the divisor of each pair's frequency within the original context.
     """
 
@@ -52,6 +53,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     interleaved: bool = False
+    num_turning: int = 0
     short_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -148,6 +150,13 @@ def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
     return inv_freq / divisors, scale
 
 
+def _proportional(config: RopeConfig) -> tuple[Tensor, float]:
+    """Gemma 4: the first pairs rotate as if all did, the others stand still."""
+    inv_freq = 1.0 / _wavelength_series(config) / config.factor
+    inv_freq[config.num_turning :] = 0.0
+    return inv_freq, 1.0
+
+
 def temperature(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's 0.1 mscale ln(factor) + 1, or 1 if the context is not extended."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
@@ -171,6 +180,7 @@ ROPE_TYPES: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
     # Dynamic scaling changes the angles of texts beyond `max_positions` alone.
     "dynamic": _default,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 

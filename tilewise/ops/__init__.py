@@ -1,5 +1,6 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
+from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.ops.activation import activate, silu_mul
 from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
@@ -30,12 +31,12 @@ from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
 from tilewise.ops.paged.tree import tree_mask_from_parents
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.quantised_linear import quantised_linear
-from tilewise.ops.quantised_weight import QuantisedWeight
 from tilewise.ops.rope import apply_rope
 from tilewise.ops.row_linear import add_rms_norm_linear, row_linear_parts, row_linear_pays
 from tilewise.ops.sampling import sample_tokens, token_logprobs
 
 __all__ = [
+    "E2M1",
     "MOST_LINEAR_ROWS",
     "BlockTransfer",
     "Explanation",

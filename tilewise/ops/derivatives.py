@@ -61,6 +61,7 @@ _UNCHANGED: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "str": (str,),
     "Optional[str]": (str, type(None)),
+    "Optional[List[float]]": (tuple, list, type(None)),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops import checks, dispatch
+from tilewise.ops import checks, dispatch, values
 from tilewise.ops.choose_experts import MOST_ACTIVE, MOST_EXPERTS
 from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
@@ -51,7 +51,7 @@ def expert_mlp(
     Args:
         x: (T, E), float32, float16 or bfloat16, last dim contiguous.
         chosen: (T, k), int32 or int64, contiguous, k at most 32: the different experts of each
-            token, each in 0 ... N - 1, or memory beyond the weights is read.
+            token. A choice outside of 0 ... N - 1 adds nothing; with TILEWISE_CHECK=1 it raises.
         weights: (T, k), float32, contiguous.
         up: (N, 2 I, E), the dtype of x, contiguous; or uint8 (N, 2 I, E / 32, 16), MXFP4. N is at
             most 1,024.
@@ -84,6 +84,8 @@ def expert_mlp(
         names = ", ".join(get_args(ExpertActivation))
         raise ValueError(f"activation must be one of {names}, got {activation!r}")
     dispatch.check_backend_name(backend)
+    if values.WAITS:
+        values.check_ids("chosen", chosen, 0, up.shape[0] - 1)
     y: Tensor = _expert_mlp(
         x,
         chosen,

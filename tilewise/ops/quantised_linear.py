@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
-from tilewise.ops.quantised_weight import QuantisedWeight
 
-__all__ = ["quantised_linear"]
+__all__ = ["quantised_linear", "spec_of"]
 
 
 def quantised_linear(
@@ -32,7 +34,7 @@ def quantised_linear(
         weight: (N, K), all of its tensors contiguous and on x's device.
         bias: (N,), the dtype of x; None is 0.
         batch_invariant: True if a row's bits must not depend on the number of others.
-        backend: "triton", "cpu" or "reference"; None chooses by the device.
+        backend: "gluon", "triton", "cpu" or "reference"; None chooses by the device.
 
     Returns:
         (..., N), a new contiguous tensor of x's dtype.
@@ -79,13 +81,37 @@ def quantised_linear(
     return y
 
 
+def spec_of(
+    x: Tensor, weight: QuantisedWeight, *, batch_invariant: bool = False
+) -> QuantisedLinearSpec:
+    """Return the specification of a product of rows x (T, K) with a weight."""
+    zeros, minimums = (None if t is None else t.dtype for t in (weight.zeros, weight.minimums))
+    return QuantisedLinearSpec(
+        x.device.type,
+        x.dtype,
+        weight.codes.dtype,
+        *weight.shape,
+        weight.block,
+        weight.outer_block,
+        weight.scales.dtype,
+        zeros,
+        minimums,
+        has_table=weight.table is not None,
+        has_outer=weight.outer is not None,
+        has_outer_minimums=weight.outer_minimums is not None,
+        has_permutation=weight.permutation is not None,
+        rows=1 << max(len(x) - 1, 0).bit_length(),
+        batch_invariant=batch_invariant,
+    )
+
+
 def _kernel(
     x: Tensor,
     codes: Tensor,
     scales: Tensor,
     rows: int,
     columns: int,
-    table: Tensor | None,
+    table: Sequence[float] | None,
     zeros: Tensor | None,
     minimums: Tensor | None,
     outer: Tensor | None,
@@ -99,12 +125,12 @@ def _kernel(
     backend: str | None,
 ) -> Tensor:
     weight = QuantisedWeight(
-        codes, scales, (rows, columns), table, zeros, minimums, outer, outer_minimums,
-        (outer_rows, outer_columns), permutation, getattr(torch, computed),
+        codes, scales, (rows, columns), None if table is None else tuple(table), zeros, minimums,
+        outer, outer_minimums, (outer_rows, outer_columns), permutation, getattr(torch, computed),
     )  # fmt: skip
-    spec = QuantisedLinearSpec(x.device.type, x.dtype, weight.bits, codes.dtype)
-    name = dispatch.choose("quantised_linear", spec, backend)
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    spec = spec_of(flat, weight, batch_invariant=batch_invariant)
+    name = dispatch.choose("quantised_linear", spec, backend)
     y: Tensor = dispatch.kernel_module("quantised_linear", name).launch(
         flat, weight, bias, batch_invariant
     )
@@ -117,7 +143,7 @@ def _fake(x: Tensor, codes: Tensor, *_: object) -> Tensor:
 
 register(
     "quantised_linear(Tensor x, Tensor codes, Tensor scales, int rows, int columns, "
-    "Tensor? table, Tensor? zeros, Tensor? minimums, Tensor? outer, Tensor? outer_minimums, "
+    "float[]? table, Tensor? zeros, Tensor? minimums, Tensor? outer, Tensor? outer_minimums, "
     "int outer_rows, int outer_columns, Tensor? permutation, str computed, Tensor? bias, "
     "bool batch_invariant, str? backend) -> Tensor",
     _kernel,

@@ -389,14 +389,15 @@ def new_service(
 
 
 def name_of(model: str, directory: Path) -> str:
-    """Return the model's default name: its directory's name, however the path is written.
+    """Return the model's default name: its directory's or file's name, however the path is written.
 
     Args:
         model: the model as the user wrote it.
         directory: the directory it resolves to; inside the package for one of the package's models.
     """
     if Path(model) != directory:
-        return model
+        is_gguf = model.lower().endswith(".gguf") and Path(model).is_file()
+        return Path(model).stem if is_gguf else model
     # the name of a link itself, not of its target
     return Path(os.path.abspath(directory)).name or "model"
 

@@ -62,6 +62,25 @@ def _subtracted_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _half_pair(*(x - y for x, y in zip(_halves(a), _halves(b), strict=True)))
 
 
+def _bfloat16_halves(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two bfloat16 of a register as float32, the low one first."""
+    word = bits.astype(np.uint32)
+    low, high = word << np.uint32(16), word & np.uint32(0xFFFF0000)
+    return low.view(np.float32), high.view(np.float32)
+
+
+def _fused(halves: Callable[..., Any], dtype: gl.dtype) -> Callable[..., np.ndarray]:
+    """Return a * b + c of registers of two 16-bit numbers, rounded once from float64."""
+
+    def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        operands = zip(halves(a), halves(b), halves(c), strict=True)
+        sums = [(x.astype(np.float64) * y + z).astype(np.float32) for x, y, z in operands]
+        low, high = (numbers.to_bits(x, dtype).astype(np.uint32) for x in sums)
+        return low | (high << np.uint32(16))
+
+    return fused
+
+
 def _widened_e4m3(pair: np.ndarray) -> np.ndarray:
     """Widen the two e4m3 of 16 bits, exactly."""
     bits = pair.astype(np.uint32)
@@ -99,6 +118,8 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "cvt.rn.satfinite.e4m3x2.f32": _pair(gl.float8e4nv, 8),
     "cvt.rn.f16x2.e4m3x2": _widened_e4m3,
     "sub.rn.f16x2": _subtracted_halves,
+    "fma.rn.bf16x2": _fused(_bfloat16_halves, gl.bfloat16),
+    "fma.rn.f16x2": _fused(_halves, gl.float16),
     "movmatrix.sync.aligned.m8n8.trans.b16": _turned,
     "mov.b32": lambda x: x,
     "mov.u32": lambda x: x,
@@ -113,15 +134,29 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "add.s32": np.add,
     "mul.lo.u32": np.multiply,
     "mul.hi.u32": lambda a, b: ((a.astype(np.uint64) * b) >> np.uint64(32)).astype(np.uint32),
+    "lop3.b32": lambda a, b, c, table: _of_three(a, b, c, int(table)),
     "prmt.b32": lambda a, b, select: _permuted(a, b, select),
     "shfl.sync.idx.b32": lambda *operands: _of_thread(*operands),
 }
 
 
+def _of_three(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
+    """Return the bits that a table of eight gives for those of three registers."""
+    result = np.zeros(np.broadcast_shapes(*(np.shape(x) for x in (a, b, c))), np.uint32)
+    ones = np.uint32(0xFFFFFFFF)
+    for case in range(8):
+        if table >> case & 1:
+            parts = (x.astype(np.uint32) if case >> bit & 1 else x.astype(np.uint32) ^ ones
+                     for x, bit in ((a, 2), (b, 1), (c, 0)))  # fmt: skip
+            first, second, third = parts
+            result |= first & second & third
+    return result
+
+
 def _permuted(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
     """Pick each of four bytes from the eight of b and a, or eight times the sign of one."""
     both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
-    result = np.zeros(both.shape, np.uint32)
+    result = np.zeros(np.broadcast_shapes(both.shape, np.shape(select)), np.uint32)
     for byte in range(4):
         nibble = np.asarray(select).astype(np.uint64) >> np.uint64(4 * byte) & np.uint64(15)
         picked = (both >> np.uint64(8) * (nibble & np.uint64(7))) & np.uint64(255)

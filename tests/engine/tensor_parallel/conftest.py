@@ -10,14 +10,23 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests import warm
 from tests.engine.checkpoint import VOCAB, write_tokenizer
+from tests.models.test_gpt_oss import save_mxfp4
 from tests.models.tiny import save_hf
 from tilewise.engine.llm import LLM
 from tilewise.errors import EngineClosedError
@@ -79,6 +88,41 @@ def write_latents(path):
         q_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
         attention_bias=True,
     )  # fmt: skip
+
+
+_EXPERTS = {"num_experts_per_tok": 3, "num_key_value_heads": 2}
+_MIXTURES = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 5}),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 8, "head_dim": 8, "moe_intermediate_size": 32},
+    ),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+            "n_shared_experts": 1, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8, "v_head_dim": 10, "num_key_value_heads": 8,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"num_local_experts": 6, "head_dim": 8, "sliding_window": 11, "intermediate_size": 96},
+    ),
+}  # fmt: skip
+
+
+def write_mixture(path, name):
+    """Save a mixture of experts; gpt-oss's are MXFP4, three groups for two ranks."""
+    model_class, config_class, own = _MIXTURES[name]
+    write(model_class, config_class, path, **_EXPERTS | own)
+    if name == "gpt_oss":
+        save_mxfp4(model_class.from_pretrained(path), path)
+    return path
 
 
 def write(model_class, config_class, path, **fields):

@@ -13,6 +13,7 @@ from tests.engine.tensor_parallel.conftest import (
     SETTINGS,
     assert_nothing_stays,
     write_latents,
+    write_mixture,
     write_windows,
 )
 from tests.engine.tensor_parallel.test_equal import _greedy, _prompts, _run
@@ -73,6 +74,32 @@ def test_common_beginnings_and_forks(kind, size):
     got, counts, _ = _run(llms(size), prompts, params)
     assert counts["prefix_hit_tokens"] > 0
     assert got == want
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_mixtures_give_the_tokens_and_log_probabilities_of_one_process(name, tmp_path):
+    """In chunks, with lost blocks and with common beginnings."""
+    path = write_mixture(tmp_path, name)
+    [long] = _prompts(33)
+    common = [{"prompt_token_ids": [*long["prompt_token_ids"], i]} for i in range(2)]
+    runs = [(_prompts(20, 61, 3, 24, 25, 30), 14), (common, 6)]
+    found = []
+    for size in (1, 2):
+        with LLM(path, tensor_parallel_size=size, **SETTINGS) as llm:
+            found.append([_run(llm, p, _greedy(n, logprobs=1)) for p, n in runs])
+    for (want, _, one), (got, counts, two) in zip(*found, strict=True):
+        assert got == want
+        assert counts["num_preemptions"] + counts["prefix_hit_tokens"] > 0
+        for mine, theirs in zip(_logprobs(two), _logprobs(one), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def _logprobs(outputs):
+    return [
+        [entry[token] for entry, token in zip(c.logprobs, c.token_ids, strict=True)]
+        for output in outputs
+        for c in output.outputs
+    ]
 
 
 @of_every_size

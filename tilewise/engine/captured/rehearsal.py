@@ -78,14 +78,12 @@ def runner_to_rehearse(
     Args:
         num_blocks: of the cache of the start, where they are known.
     """
-    groups = [
-        next(i for i, g in enumerate(spec.groups) if layer in g.layers)
-        for layer in range(spec.num_layers)
-    ]
+    groups = spec.group_of or (0,) * spec.num_layers
     windows = [spec.windows[group] for group in groups]
     few, count = few_layers(model, windows)
     kinds = [spec.groups[group].kind for group in groups[:count]]
-    small = CacheSpec.of_layers(spec.block_size, kinds, windows[:count])
+    sources = spec.sources[:count]
+    small = CacheSpec.of_layers(spec.block_size, kinds, windows[:count], sources)
     blocks = -(-min(max_model_len, MOST_TOKENS) // spec.block_size)
     if num_blocks is not None:
         blocks = min(blocks, num_blocks if isinstance(num_blocks, int) else min(num_blocks))

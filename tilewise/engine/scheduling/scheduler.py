@@ -71,7 +71,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from tilewise.engine.batch import PENDING, Asked, Batch, SampledToken, ScheduledSequence, TokenEvent
-from tilewise.engine.config import DraftModel, PromptLookup
+from tilewise.engine.config import DraftModel, OwnHead, PromptLookup
 from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.scheduling.beams import Beams, BeamSearchParams
 from tilewise.engine.scheduling.deadlines import Deadlines
@@ -159,7 +159,7 @@ class Scheduler:
         victim: str = "newest",
         num_swap_blocks: int | Seq[int] = 0,
         store: BlockStore | Seq[BlockStore] | None = None,
-        speculative: PromptLookup | DraftModel | None = None,
+        speculative: PromptLookup | DraftModel | OwnHead | None = None,
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
         fair_prompt_tokens: int | None = None,

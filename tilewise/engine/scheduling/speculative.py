@@ -33,7 +33,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
-from tilewise.engine.config import MAX_DRAFTS, DraftModel, PromptLookup
+from tilewise.engine.config import MAX_DRAFTS, DraftModel, OwnHead, PromptLookup
 from tilewise.engine.request import Request, Sequence
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.engine.scheduling.draft_trees import depths, merge, num_in_place, path
@@ -86,7 +86,7 @@ class Speculation:
         num_accepted: the number of drafts that were right.
     """
 
-    def __init__(self, params: PromptLookup | DraftModel) -> None:
+    def __init__(self, params: PromptLookup | DraftModel | OwnHead) -> None:
         self.params = params
         self.pace = Pace() if params.is_adaptive else None
         self.num_drafts = 0
@@ -188,7 +188,7 @@ class Speculation:
         most = min(most, self.params.num_tokens)
         if most <= 0 or not self._is_on:
             return NO_DRAFTS
-        if isinstance(self.params, DraftModel):
+        if isinstance(self.params, DraftModel | OwnHead):
             return Drafts((DRAFT,) * most)
         params = self.params
         ngrams = self._ngrams.get(seq)

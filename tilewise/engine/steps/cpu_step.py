@@ -132,7 +132,7 @@ class CompiledRunner(ModelRunner):
 
     def _compute(self, batch: Batch) -> Samples:
         """Compute a step; one that only decodes makes no tensor."""
-        inputs = self.decode_inputs(batch)
+        inputs = None if self.watch is not None else self.decode_inputs(batch)
         if inputs is None:
             return super()._compute(batch)
         if batch.left:

@@ -16,12 +16,13 @@ from tilewise.cache.prefix import first_block
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.config import DraftModel, PromptLookup
+from tilewise.engine.config import DraftModel, OwnHead, PromptLookup
 from tilewise.engine.memory import check_memory, free_memory
 from tilewise.engine.scheduling.speculative import DRAFT
 from tilewise.engine.settings import cache_spec, model_directory
 from tilewise.engine.sizing import allocate
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
+from tilewise.engine.steps.head_guesser import HeadGuesser
 from tilewise.engine.steps.runner import Finished, ModelRunner
 from tilewise.engine.tables.host_cache import HostCache
 from tilewise.models import Decoder, load_model
@@ -31,7 +32,7 @@ __all__ = ["DraftingRunner", "Guesser", "check_speculative", "guesser_of"]
 
 
 def check_speculative(
-    speculative: PromptLookup | DraftModel | None,
+    speculative: PromptLookup | DraftModel | OwnHead | None,
     device: torch.device,
     has_graphs: bool,
     batch_invariant: bool = False,
@@ -45,9 +46,9 @@ def check_speculative(
     """
     if speculative is None:
         return
-    if not isinstance(speculative, PromptLookup | DraftModel):
+    if not isinstance(speculative, PromptLookup | DraftModel | OwnHead):
         raise TypeError(
-            f"speculative must be PromptLookup, DraftModel or None, got {speculative!r}"
+            f"speculative must be PromptLookup, DraftModel, OwnHead or None, got {speculative!r}"
         )
     if has_graphs:
         raise ValueError(
@@ -112,7 +113,7 @@ def guesser_of(
     model.pack_for_inference(is_int8=False)
     # Blocks by the model's first tables, which keep every token: so does this cache.
     spec = cache_spec(config, block_size, model.dtype)
-    spec = CacheSpec(spec.num_layers, block_size, spec.kv)
+    spec = CacheSpec(spec.num_layers, block_size, spec.kv, sources=spec.sources)
     storage = allocate(spec, num_blocks, device)
     for tensor in storage.whole if window is not None else ():
         tensor.zero_()  # the first tokens behind a window see keys that were never written
@@ -225,14 +226,16 @@ class DraftingRunner:
 
     Args:
         runner: of the model.
-        guesser: of the draft model.
+        guesser: of the draft model, or of the model's own head, which is shown each step.
 
     Attributes:
         storage: the paged cache of the model.
     """
 
-    def __init__(self, runner: ModelRunner, guesser: Guesser) -> None:
+    def __init__(self, runner: ModelRunner, guesser: Guesser | HeadGuesser) -> None:
         self.runner, self.guesser = runner, guesser
+        if isinstance(guesser, HeadGuesser):
+            runner.watch = guesser.note
         self.storage: KVStorage = runner.storage
 
     @property

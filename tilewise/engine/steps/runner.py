@@ -50,6 +50,7 @@ Samples = list[list[SampledToken]]
 Drawn = Samples | PlainDraws  # what a step may give in its place
 # Logits, batch and, where the logits were changed, the model's own: those of log-probabilities.
 Sampler = Callable[..., Samples]
+Watch = Callable[[Batch, Samples, Callable[[Tensor], Tensor]], None]
 
 # Multiplications for which another CPU thread is worth waking, 0.8 ms of bfloat16 on a core of an
 # EPYC 9004 (2026-11). Threads meet after each of some forty products in a step; with less to do in
@@ -209,6 +210,7 @@ class ModelRunner:
         block_size: tokens per cache block.
         device: of the model and the cache.
         host: main memory for blocks; may be set before the first step.
+        watch: a function that is called with each step, what it has drawn and `states_of`; or None.
         why_not_compiled: why a CPU's steps are not one compiled list, where that is so.
         sharing_tokens: what `build_inputs` takes. None on a CPU and with `batch_invariant`, where
             a sequence's bits do not depend on its neighbours, as they would on whom it shares a
@@ -236,6 +238,7 @@ class ModelRunner:
         self._pools = pooling.Pools()
         self._hidden: Tensor | None = None  # of the step that runs, (T, E)
         self.host: HostCache | None = None
+        self.watch: Watch | None = None
         self.why_not_compiled = ""
         self.storage = storage
         self.block_size = storage.spec.block_size
@@ -292,6 +295,8 @@ class ModelRunner:
         logits = self.forward(inputs)
         draw = self._adjust_and_sample if adjusts else self.sampler
         samples: Samples = accepted(batch, draw(logits, with_rows_of_drafts(batch)))
+        if self.watch is not None:
+            self.watch(batch, samples, self.states_of)
         if chunks:
             finish(chunks, score(chunks, self.logits_of, logits.shape[1], self.device))
         if parts:

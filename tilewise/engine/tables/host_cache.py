@@ -117,7 +117,7 @@ class HostCache:
     def _parts(self, slot: int, group: int) -> list[Tensor]:
         """Views of a block's bytes, (layers, bytes)."""
         blocks = self.blocks.parts[group]
-        layers = blocks.spec.num_layers
+        layers = len(blocks.spec.groups[0].layers)
         return [
             whole.view(torch.uint8).view(layers, blocks.num_blocks, -1)[:, slot]
             for whole in blocks.whole

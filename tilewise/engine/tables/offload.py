@@ -12,6 +12,7 @@ from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.host_cache import HostCache, HostGroup, HostMemory
+from tilewise.nn.quantised import QuantisedLinear
 from tilewise.version import __version__
 
 __all__ = ["block_files", "fingerprint", "host_cache"]
@@ -74,7 +75,13 @@ def fingerprint(model: nn.Module, spec: CacheSpec, weight_dtype: str) -> bytes:
     digest = hashlib.blake2b(digest_size=32)
     config = getattr(model, "config", None)
     digest.update(f"{__version__} {spec} {weight_dtype} {config}\n".encode())
-    for name, weight in sorted(model.state_dict().items()):
+    tensors = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedLinear):
+            for i, part in enumerate(module.parts):
+                digest.update(f"{name} {part.block} {part.outer_block} {part.table}\n".encode())
+                tensors |= {f"{name}.{i}.{kind}": t for kind, t in part.tensors().items()}
+    for name, weight in sorted(tensors.items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
         data = weight.detach().contiguous().cpu().reshape(-1)
         if data.numel():

@@ -47,7 +47,7 @@ def attend_in_8_bits(
         **lengths,
     )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        recorded: tuple[Tensor, Tensor] = _NoGradient.apply(out, lse, q, k, v)  # type: ignore[no-untyped-call]
+        recorded: tuple[Tensor, Tensor] = _NoGradient.apply(out, lse, q, k, v)  # type: ignore[no-untyped-call, unused-ignore]
         return recorded
     return out, lse
 

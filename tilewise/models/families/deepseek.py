@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, GLM-4.7-Flash: latent attention, and mixtures behind the first layers.
+"""DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash: latent attention, mixtures behind the first layers.
 
 Source: DeepSeek-AI, 2024, "DeepSeek-V2"; "DeepSeek-V3 technical report".
 """
@@ -218,6 +218,7 @@ FAMILIES = (
         _v3,
         _names,
         harmless=_WIDTHS + " num_nextn_predict_layers",
+        other_types=("kimi_k2",),
     ),
     Family(
         "Glm4MoeLiteForCausalLM",

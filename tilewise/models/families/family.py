@@ -27,7 +27,9 @@ class Names:
             have .weight and .bias, or a parameter's.
         ignored: regular expressions of tensors that are no parameters.
         transposed: our modules whose weight is stored as (..., in, out).
+        either: those of `transposed` that some files store as (..., out, in), as the shapes tell.
         orders: the order of the rows of a fused source, by our modules; see `RowOrder`.
+        as_rows: our parameters (N,) that are stored as (1, N).
     """
 
     prefix: str
@@ -36,7 +38,9 @@ class Names:
     inner: Mapping[str, Sources]
     ignored: tuple[str, ...] = (r".*rotary_emb\..*inv_freq", r".*rotary_emb\.inv_freq")
     transposed: frozenset[str] = frozenset()
+    either: frozenset[str] = frozenset()
     orders: Mapping[str, RowOrder] | None = None
+    as_rows: frozenset[str] = frozenset()
 
     def but(self, inner: Mapping[str, Sources] | None = None, **changes: Any) -> Names:
         """Return the names with other sources of what is in a layer, and other attributes."""
@@ -47,12 +51,15 @@ class Names:
         """The name of the embedding's tensor."""
         return f"{self.outer['embed_tokens']}.weight"
 
-    def weight(self, name: str, rows: Callable[[int], tuple[int, ...]]) -> Weight:
+    def weight(
+        self, name: str, rows: Callable[[int], tuple[int, ...]], most: int | None = None
+    ) -> Weight:
         """Return what the parameter `name` is made of.
 
         Args:
             name: the name of a parameter, e.g. "layers.3.attention.qkv_proj.weight".
             rows: a function of the number of sources, which returns the rows of each.
+            most: the number of sources that this layer has, the first ones; None for all.
 
         Raises:
             KeyError: the family has no such parameter.
@@ -65,13 +72,15 @@ class Names:
         module, _, kind = rest.rpartition(".")
         whole = table.get(rest)
         found, end = (table[module], f".{kind}") if whole is None else (whole, "")
-        sources = tuple(f"{place}{source}{end}" for source in _each(found))
+        sources = tuple(f"{place}{source}{end}" for source in _each(found))[:most]
         return Weight(
             name,
             sources,
             rows(len(sources)) if len(sources) > 1 else None,
             transposed=(module in self.transposed and kind == "weight") or rest in self.transposed,
             order=(self.orders or {}).get(module),
+            either=rest in self.either,
+            is_row=rest in self.as_rows,
         )
 
 
@@ -85,6 +94,8 @@ class Family:
 
     Attributes:
         architecture, model_type: the class, and its name in config.json.
+        own_fields: fields that other families refuse unless they ask for nothing, and `read` reads.
+        other_types: further names of it that published files have.
         read: a function of the contents of config.json, which returns keyword arguments of
             `DecoderConfig`: sizes and layers.
         names: the names of tensors, or a function of a `DecoderConfig` that returns them.
@@ -101,6 +112,8 @@ class Family:
     write: Callable[[DecoderConfig], dict[str, Any]] | None = None
     harmless: str = ""
     formats: tuple[str, ...] = ()
+    other_types: tuple[str, ...] = ()
+    own_fields: tuple[str, ...] = ()
 
     def names_of(self, config: DecoderConfig) -> Names:
         """Return the names of the tensors of a model of this family."""

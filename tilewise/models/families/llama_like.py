@@ -1,6 +1,7 @@
 """Families that differ from Llama by a switch: biases, factors, rotations, activations.
 
-Seed-OSS, Granite 3, SmolLM3, Helium, ERNIE 4.5, Arcee, Ministral, HunYuan, Phi-3 and 4.
+Seed-OSS, Granite 3, HyperCLOVA X, SmolLM3, Helium, ERNIE 4.5, Arcee, Ministral, HunYuan, Phi-3 and
+4.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ from tilewise.models.config_fields import (
     flag,
     num_layers_of,
     number,
+    object_of,
     positive,
 )
+from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families.family import LLAMA_NAMES, Family
-from tilewise.models.hf_rope import read_rope
-from tilewise.models.layer_config import NormConfig
+from tilewise.models.families.llama import write_sizes
+from tilewise.models.hf_rope import read_rope, write_rope
+from tilewise.models.layer_config import (
+    PRE_NORM,
+    SANDWICH,
+    FeedForwardConfig,
+    NormConfig,
+    QueryGrowth,
+)
 from tilewise.models.layer_fields import Sizes, layer_types, windows_of_types
 
 __all__ = ["FAMILIES", "FUSED_NAMES"]
@@ -55,6 +65,26 @@ def _granite(config: Json) -> dict[str, Any]:
         embedding_scale=number(config, "embedding_multiplier", 1.0),
         residual_scale=number(config, "residual_multiplier", 1.0),
         logit_scale=1 / positive(config, "logits_scaling", 1.0),
+    )
+
+
+def _hyperclovax(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config)
+    has_bias = flag(config, "attention_bias", False)
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        read_rope(config, sizes.head_dim, sizes.positions),
+        attention={
+            "softmax_scale": number(config, "attention_multiplier", sizes.head_dim**-0.5),
+            "qkv_bias": has_bias,
+            "o_bias": has_bias,
+        },
+        feed_forward=sizes.feed_forward(bias=flag(config, "mlp_bias", False)),
+        norms=SANDWICH if flag(config, "use_post_norm", True) else PRE_NORM,
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+        embedding_scale=number(config, "embedding_multiplier", 1.0),
+        residual_scale=number(config, "residual_multiplier", 1.0),
+        logit_scale=number(config, "logits_scaling", 1.0),  # a factor here, Granite's divides
     )
 
 
@@ -137,6 +167,45 @@ def _ministral(config: Json) -> dict[str, Any]:
     )
 
 
+# What its configuration class says where a file says nothing.
+_MINISTRAL3_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _ministral3(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(
+        config, head_dim=128, num_kv_heads=8, positions=262_144, eps=("rms_norm_eps", 1e-5)
+    )
+    config.get("rope_theta")
+    settings = dict(object_of(config, "rope_parameters") or _MINISTRAL3_ROPE)
+    beta = settings.pop("llama_4_scaling_beta", None)
+    settings.pop("max_position_embeddings", None)
+    original = settings.get("original_max_position_embeddings")
+    growth = None
+    if beta is not None:
+        beta = float(number({"llama_4_scaling_beta": beta}, "llama_4_scaling_beta", 0.0))
+        growth = QueryGrowth(beta, original if original is not None else sizes.positions)
+    window = None
+    if config.get("sliding_window") is not None:
+        window = count(config, "sliding_window")
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        read_rope({"rope_parameters": settings}, sizes.head_dim, sizes.positions),
+        windows=(window,) * sizes.num_layers,
+        attention={"query_growth": growth},
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+    )
+
+
 def _hunyuan(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
     norm = NormConfig("rms", sizes.eps)
@@ -180,8 +249,48 @@ def _phi3(config: Json) -> dict[str, Any]:
     )
 
 
+def _write_shared(config: DecoderConfig) -> dict[str, Any]:
+    attention, block = config.layers[0].attention, config.layers[0].feed_forward
+    assert attention.rope is not None
+    return {
+        **write_sizes(config),
+        "head_dim": attention.head_dim,
+        "hidden_act": block.activation,
+        "rope_parameters": write_rope(
+            attention.rope, attention.head_dim, config.max_position_embeddings
+        ),
+    }
+
+
+def _write_hyperclovax(config: DecoderConfig) -> dict[str, Any]:
+    layer = config.layers[0]
+    assert isinstance(layer.feed_forward, FeedForwardConfig)
+    return _write_shared(config) | {
+        "attention_bias": layer.attention.qkv_bias,
+        "mlp_bias": layer.feed_forward.bias,
+        "use_post_norm": layer.norms == SANDWICH,
+        "attention_multiplier": layer.attention.softmax_scale,
+        "embedding_multiplier": config.embedding_scale,
+        "residual_multiplier": config.residual_scale,
+        "logits_scaling": config.logit_scale,
+    }
+
+
+def _write_ministral3(config: DecoderConfig) -> dict[str, Any]:
+    fields, growth = _write_shared(config), config.layers[0].attention.query_growth
+    if growth is not None:
+        fields["rope_parameters"] |= {
+            "llama_4_scaling_beta": growth.beta,
+            "original_max_position_embeddings": growth.length,
+        }
+    return fields | {"sliding_window": config.windows[0]}
+
+
 FUSED_NAMES = LLAMA_NAMES.but(
     {"attention.qkv_proj": "self_attn.qkv_proj", "mlp.gate_up_proj": "mlp.gate_up_proj"}
+)
+_HYPERCLOVAX_NAMES = LLAMA_NAMES.but(
+    {"attention_out_norm": "post_norm1", "mlp_out_norm": "post_norm2"}
 )
 _HUNYUAN_NAMES = LLAMA_NAMES.but(
     {"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"}
@@ -190,11 +299,19 @@ _HUNYUAN_NAMES = LLAMA_NAMES.but(
 FAMILIES = (
     Family("SeedOssForCausalLM", "seed_oss", _seed_oss, LLAMA_NAMES, harmless="residual_dropout"),
     Family("GraniteForCausalLM", "granite", _granite, LLAMA_NAMES),
+    Family(
+        "HyperCLOVAXForCausalLM",
+        "hyperclovax",
+        _hyperclovax,
+        _HYPERCLOVAX_NAMES,
+        _write_hyperclovax,
+    ),
     Family("SmolLM3ForCausalLM", "smollm3", _smollm3, LLAMA_NAMES, harmless="max_window_layers"),
     Family("HeliumForCausalLM", "helium", _helium, LLAMA_NAMES),
     Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie, LLAMA_NAMES),
     Family("ArceeForCausalLM", "arcee", _arcee, LLAMA_NAMES),
     Family("MinistralForCausalLM", "ministral", _ministral, LLAMA_NAMES),
+    Family("Ministral3ForCausalLM", "ministral3", _ministral3, LLAMA_NAMES, _write_ministral3),
     Family(
         "HunYuanDenseV1ForCausalLM",
         "hunyuan_v1_dense",

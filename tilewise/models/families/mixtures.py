@@ -1,4 +1,5 @@
-"""Llama's kin with mixtures: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GLM-4.5, dots.llm1, MiniMax M2.
+"""Llama's kin with mixtures: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GLM-4.5, dots.llm1, MiniMax M2,
+ERNIE 4.5, Phi-3.5-MoE.
 
 Layers are a Llama's but for the feed-forward block, which in the first or in named layers may be
 dense. A checkpoint has a tensor for each projection of each expert. Sources: Jiang et al., 2024,
@@ -9,13 +10,25 @@ GLM team, 2025, "GLM-4.5".
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tilewise.errors import CheckpointError
-from tilewise.models.config_fields import Json, count, count_or, flag, number, positive
+from tilewise.models.config_fields import (
+    Json,
+    UnknownModelError,
+    count,
+    count_or,
+    flag,
+    number,
+    object_of,
+    positive,
+    whole,
+)
 from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families.family import LLAMA_NAMES, Family, Names
-from tilewise.models.hf_rope import read_rope
+from tilewise.models.families.llama import write_sizes
+from tilewise.models.hf_rope import read_rope, write_rope
 from tilewise.models.layer_config import LayerConfig, NormConfig
 from tilewise.models.layer_fields import Sizes, layer_types, windows_of_types
 from tilewise.models.unread_fields import must_be
@@ -38,13 +51,19 @@ def _layers(
     o_bias: bool = False,
     theta: float = 10_000.0,
     part: float | None = None,
+    interleaved: bool = False,
+    mlp_bias: bool = False,
+    norm: NormConfig | None = None,
     softmax_scale: float | None = None,
+    tied: bool = False,
 ) -> dict[str, Any]:
     """Return the keyword arguments of `DecoderConfig`."""
     scale = sizes.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    norm = NormConfig("rms", sizes.eps)
-    rope = read_rope(config, sizes.head_dim, sizes.positions, theta=theta, part=part)
-    dense = sizes.feed_forward()
+    norm = NormConfig("rms", sizes.eps) if norm is None else norm
+    rope = read_rope(
+        config, sizes.head_dim, sizes.positions, theta=theta, part=part, interleaved=interleaved
+    )
+    dense = sizes.feed_forward(bias=mlp_bias)
     layers = (
         LayerConfig(
             sizes.attention(
@@ -64,7 +83,7 @@ def _layers(
         **sizes.model,
         "layers": tuple(layers),
         "norm": norm,
-        "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
+        "tie_word_embeddings": flag(config, "tie_word_embeddings", tied),
     }
 
 
@@ -113,10 +132,7 @@ def grouped_experts(config: Json, sizes: Sizes, **options: Any) -> ExpertsConfig
 
 def first_dense(config: Json, default: int) -> Callable[[int], bool]:
     """Return whether a layer is among the first ones, which are dense."""
-    value = config.get("first_k_dense_replace")
-    first = default if value is None else value
-    if type(first) is not int or first < 0:
-        raise CheckpointError(f"first_k_dense_replace must be an integer, 0 or more, got {first!r}")
+    first = whole(config, "first_k_dense_replace", default)
     return lambda layer: layer < first
 
 
@@ -150,6 +166,13 @@ def _qwen3(config: Json) -> dict[str, Any]:
         qkv_bias=has_bias,
         o_bias=has_bias,
     )
+
+
+def _qwen3_vl(config: Json) -> dict[str, Any]:
+    usual = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "norm_topk_prob": True}
+    must_be(config, "norm_topk_prob", True)
+    found = _qwen3({**usual, **{name: config[name] for name in config if config[name] is not None}})
+    return found | {"tie_word_embeddings": flag(config, "tie_word_embeddings", True)}
 
 
 def _slides(config: Json) -> bool:
@@ -252,6 +275,80 @@ def _minimax_m2(config: Json) -> dict[str, Any]:
     return _layers(config, sizes, experts, qk_norm_over="heads", theta=5e6, part=part)
 
 
+def _ernie(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, num_kv_heads=4, positions=131_072, eps=("rms_norm_eps", 1e-5))
+    inner, has_bias = (
+        count_or(config, "moe_intermediate_size", 1536),
+        flag(config, "use_bias", False),
+    )
+    shared = whole(config, "moe_num_shared_experts", 2)
+    config.get("moe_norm_min")  # below any sum of a few probabilities, the largest ones
+    experts = _experts(
+        {
+            "num_experts": config.get("moe_num_experts", 64),
+            "num_experts_per_tok": config.get("moe_k"),
+        },
+        sizes,
+        6,
+        intermediate_size=inner,
+        has_correction_bias=True,
+        routes_in_float32=True,
+        shared_size=inner * shared,
+        shared_bias=has_bias,
+    )
+    first, last = whole(config, "moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
+    if type(last) is not int or last < -1:
+        raise CheckpointError(f"moe_layer_end_index must be a layer or -1, got {last!r}")
+    last = sizes.num_layers - 1 if last == -1 else last
+    every = count_or(config, "moe_layer_interval", 1)
+    found = _layers(
+        config,
+        sizes,
+        experts,
+        is_dense=lambda layer: (layer + 1) % every != 0 or not first <= layer <= last,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        theta=500_000.0,
+        interleaved=True,
+        mlp_bias=has_bias,
+        tied=True,
+    )
+    if has_bias and found["tie_word_embeddings"]:
+        raise UnknownModelError("use_bias must be false with a tied output head, got true")
+    return found | {"head_bias": has_bias}
+
+
+def _phi(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, num_kv_heads=8, positions=131_072, eps=("rms_norm_eps", 1e-5))
+    rope = object_of(config, "rope_parameters") or object_of(config, "rope_scaling")
+    if (rope.get("rope_type") or rope.get("type") or "default") != "default":
+        # Factors of cos and sin of its own, and other angles for the whole of a longer text.
+        raise UnknownModelError(
+            f"rope_type must be default in {config['model_type']}, got longrope"
+        )
+    config.get("original_max_position_embeddings")
+    experts = _experts(
+        config,
+        sizes,
+        2,
+        intermediate_size=sizes.intermediate_size,
+        scores="sparse_mixer",
+        jitter=float(number(config, "router_jitter_noise", 0.01)),
+    )
+    has_bias = flag(config, "attention_bias", False)
+    found = _layers(
+        config,
+        sizes,
+        experts,
+        windows=(_window(config, None),) * sizes.num_layers,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        theta=1e6,
+        norm=NormConfig("layer", sizes.eps, has_bias=True),
+    )
+    return found | {"head_bias": flag(config, "lm_head_bias", False)}
+
+
 def _granite(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config)
     experts = _experts(config, sizes, 2, intermediate_size=sizes.intermediate_size)
@@ -268,6 +365,54 @@ def _granite(config: Json) -> dict[str, Any]:
         "embedding_scale": float(number(config, "embedding_multiplier", 1.0)),
         "residual_scale": float(number(config, "residual_multiplier", 1.0)),
         "logit_scale": 1 / positive(config, "logits_scaling", 1.0),
+    }
+
+
+def _write_shared(config: DecoderConfig) -> dict[str, Any]:
+    attention = config.layers[0].attention
+    assert attention.rope is not None
+    return {
+        **write_sizes(config),
+        "head_dim": attention.head_dim,
+        "hidden_act": config.layers[0].feed_forward.activation,
+        "rope_parameters": write_rope(
+            attention.rope, attention.head_dim, config.max_position_embeddings
+        ),
+    }
+
+
+def _write_ernie(config: DecoderConfig) -> dict[str, Any]:
+    experts, has_bias = config.experts, config.layers[0].attention.qkv_bias
+    assert experts is not None
+    mixed = [i for i, x in enumerate(config.layers) if isinstance(x.feed_forward, ExpertsConfig)]
+    every = mixed[1] - mixed[0] if len(mixed) > 1 else 1
+    if mixed != [i for i in range(mixed[0], mixed[-1] + 1) if (i + 1) % every == 0]:
+        raise CheckpointError(f"layers with experts must follow at one distance, got {mixed}")
+    dense = (x.feed_forward for x in config.layers if not isinstance(x.feed_forward, ExpertsConfig))
+    return _write_shared(config) | {
+        "intermediate_size": next((x.intermediate_size for x in dense), experts.intermediate_size),
+        "use_bias": has_bias,
+        "moe_intermediate_size": experts.intermediate_size,
+        "moe_num_experts": experts.num_experts,
+        "moe_k": experts.num_active,
+        "moe_num_shared_experts": experts.shared_size // experts.intermediate_size,
+        "moe_layer_start_index": mixed[0],
+        "moe_layer_end_index": mixed[-1],
+        "moe_layer_interval": every,
+    }
+
+
+def _write_phi(config: DecoderConfig) -> dict[str, Any]:
+    attention, experts = config.layers[0].attention, config.experts
+    assert experts is not None
+    return _write_shared(config) | {
+        "intermediate_size": experts.intermediate_size,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_active,
+        "router_jitter_noise": experts.jitter,
+        "attention_bias": attention.qkv_bias,
+        "lm_head_bias": config.head_bias,
+        "sliding_window": attention.window,
     }
 
 
@@ -330,7 +475,25 @@ def _mixtral_names(config: DecoderConfig) -> Names:
     )
 
 
+def _ernie_names(config: DecoderConfig) -> Names:
+    names = expert_names(config, LLAMA_NAMES, correction_bias="moe_statics.e_score_correction_bias")
+    return replace(
+        names,
+        as_rows=frozenset(("mlp.correction_bias",)),
+        ignored=(*names.ignored, r"model\.mtp_.*"),  # heads that guess further tokens
+    )
+
+
 # The experts of a layer are one tensor each way.
+_QWEN3_VL_NAMES = LLAMA_NAMES.but(
+    {
+        "mlp.router": "mlp.gate",
+        "mlp.up": "mlp.experts.gate_up_proj",
+        "mlp.down": "mlp.experts.down_proj",
+    },
+    transposed=frozenset(("mlp.up", "mlp.down")),
+    either=frozenset(("mlp.up", "mlp.down")),  # Qwen stores (in, out), transformers may not
+)
 _GRANITE_NAMES = LLAMA_NAMES.but(
     {
         "mlp.router": "block_sparse_moe.router.layer",
@@ -344,8 +507,26 @@ FAMILIES = (
     Family("MixtralForCausalLM", "mixtral", _mixtral, _mixtral_names, harmless=_TRAINING),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2, _qwen2_names),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3, _names),
+    # No file names this class: it is the text part of Qwen3VLMoeForConditionalGeneration.
+    Family("Qwen3VLMoeForCausalLM", "qwen3_vl_moe_text", _qwen3_vl, _QWEN3_VL_NAMES),
     Family("GraniteMoeForCausalLM", "granitemoe", _granite, _GRANITE_NAMES),
     Family("OlmoeForCausalLM", "olmoe", _olmoe, _names),
+    Family(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        _ernie,
+        _ernie_names,
+        _write_ernie,
+        harmless=_TRAINING,
+    ),
+    Family(
+        "PhimoeForCausalLM",
+        "phimoe",
+        _phi,
+        _mixtral_names,
+        _write_phi,
+        harmless=_TRAINING + " input_jitter_noise",
+    ),
     Family("Glm4MoeForCausalLM", "glm4_moe", _glm4, _names, harmless=_TRAINING),
     Family("Dots1ForCausalLM", "dots1", _dots1, _names, harmless="scoring_func topk_method"),
     Family(

@@ -37,6 +37,8 @@ def launch(
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, experts in enumerate(chosen.tolist()):
         for weight, e in zip(weights[token].double(), experts, strict=True):
+            if not 0 <= e < up.shape[0]:
+                continue
             row = x[token].double() * (weight if weighs_input else 1.0)
             both = _wide(up, up_scale, e) @ row
             if up_bias is not None:

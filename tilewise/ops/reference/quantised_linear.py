@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.kernels.spec import ElementSpec
-from tilewise.ops.quantised_weight import QuantisedWeight
 
 __all__ = ["launch", "why_not"]
 

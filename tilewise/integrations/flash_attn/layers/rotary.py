@@ -74,7 +74,7 @@ def apply_rotary_emb(
     except RuntimeError:
         if not (x.requires_grad and torch.is_grad_enabled()):
             raise
-    written: Tensor = _Written.apply(x, rotated)  # type: ignore[no-untyped-call]
+    written: Tensor = _Written.apply(x, rotated)  # type: ignore[no-untyped-call, unused-ignore]
     return written
 
 

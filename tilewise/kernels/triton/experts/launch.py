@@ -68,22 +68,22 @@ def launch(
     columns = triton.cdiv(outputs, tile.tile_n)
     up_kernel[(row_tiles * columns,)](
         x, up, up if up_scale is None else up_scale, up if up_bias is None else up_bias, table,
-        chosen, row, weights, a, tokens, columns, inner, width, x.stride(0), limit, alpha,
-        ACTIVATION=activation, INTERLEAVED=interleaved, WEIGHED=weighs_input,
+        chosen, row, weights, a, tokens, num_experts, columns, inner, width, x.stride(0), limit,
+        alpha, ACTIVATION=activation, INTERLEAVED=interleaved, WEIGHED=weighs_input,
         BIASED=up_bias is not None, PACKED=up_scale is not None, **sizes,
     )  # fmt: skip
     o = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     columns = triton.cdiv(width, tile.tile_n)
     down_kernel[(row_tiles * columns,)](
         a, down, down if down_scale is None else down_scale,
-        down if down_bias is None else down_bias, table, chosen, row, o, tokens, columns, width,
-        inner, BIASED=down_bias is not None, PACKED=down_scale is not None, **sizes,
+        down if down_bias is None else down_bias, table, chosen, row, o, tokens, num_experts,
+        columns, width, inner, BIASED=down_bias is not None, PACKED=down_scale is not None, **sizes,
     )  # fmt: skip
     part = min(COMBINED, triton.next_power_of_2(width))
     parts = triton.cdiv(width, part)
     combine_kernel[(tokens * parts,)](
-        o, weights, place, y, width, parts, WEIGHED=not weighs_input, SORTED=is_sorted,
-        ACTIVE=active, TILE=part, num_warps=4,
+        o, weights, chosen, place, y, num_experts, width, parts, WEIGHED=not weighs_input,
+        SORTED=is_sorted, ACTIVE=active, TILE=part, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -103,9 +103,9 @@ def _placed(
     table, place, row, counts = ints.split(split)
     sizes = {"ACTIVE": active, "TOKENS": each, "EXPERTS": experts, "SLOTS": slots}
     if is_counted:
-        count_kernel[(tiles,)](chosen, counts, tokens, **sizes, num_warps=4)
+        count_kernel[(tiles,)](chosen, counts, tokens, num_experts, **sizes, num_warps=4)
     place_kernel[(tiles,)](
-        chosen, counts if is_counted else chosen, place, row, table, tokens, COUNTED=is_counted,
-        CHUNK=CHUNK, TILE_M=tile_m, **sizes, num_warps=8,
+        chosen, counts if is_counted else chosen, place, row, table, tokens, num_experts,
+        COUNTED=is_counted, CHUNK=CHUNK, TILE_M=tile_m, **sizes, num_warps=8,
     )  # fmt: skip
     return table, place, row

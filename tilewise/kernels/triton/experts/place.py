@@ -1,7 +1,7 @@
 """Sort the rows of tokens by expert: a stable counting sort of T k choices.
 
 what     for each choice its place among all, for each place its choice, and for each tile of
-         places its expert, first place and last place + 1
+         places its expert, first place and last place + 1; a choice of no expert has no place
 grid     (tiles of tokens,); with more than COUNTED_CHOICES a launch counts those of each tile first
 program  TOKENS tokens: counts the choices of all tokens and of those before it, or adds up the
          counts of their tiles, and ranks its own; the first program writes the tiles of places, too
@@ -17,30 +17,32 @@ import triton.language as tl
 
 @triton.jit
 def _choices(
-    chosen_ptr, tile, tokens, ACTIVE: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr
-):
+    chosen_ptr, tile, tokens, experts,
+    ACTIVE: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """Return a tile's choices in order of token, then of slot: where, which experts, whether."""
     pair = tl.arange(0, TOKENS * SLOTS)
     token, slot = tile * TOKENS + pair // SLOTS, pair % SLOTS
     is_choice = (token < tokens) & (slot < ACTIVE)
     at = token.to(tl.int64) * ACTIVE + slot
-    return at, tl.load(chosen_ptr + at, mask=is_choice, other=0).to(tl.int32), is_choice
+    which = tl.load(chosen_ptr + at, mask=is_choice, other=0)
+    return at, which.to(tl.int32), is_choice & (which >= 0) & (which < experts)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "experts"])
 def count_kernel(
-    chosen_ptr, count_ptr, tokens,
+    chosen_ptr, count_ptr, tokens, experts,
     ACTIVE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    _, which, is_choice = _choices(chosen_ptr, tile, tokens, ACTIVE, TOKENS, SLOTS)
+    _, which, is_choice = _choices(chosen_ptr, tile, tokens, experts, ACTIVE, TOKENS, SLOTS)
     counts = tl.histogram(which, EXPERTS, mask=is_choice)
     tl.store(count_ptr + tile * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "experts"])
 def place_kernel(
-    chosen_ptr, count_ptr, place_ptr, row_ptr, tile_ptr, tokens,
+    chosen_ptr, count_ptr, place_ptr, row_ptr, tile_ptr, tokens, experts,
     COUNTED: tl.constexpr, CHUNK: tl.constexpr, ACTIVE: tl.constexpr, TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +60,9 @@ def place_kernel(
         for first_choice in range(0, end_of_all, CHUNK):
             choice = first_choice + tl.arange(0, CHUNK)
             inside = choice < end_of_all
-            of_all = tl.load(chosen_ptr + choice, mask=inside, other=0).to(tl.int32)
+            of_all = tl.load(chosen_ptr + choice, mask=inside, other=0)
+            inside = inside & (of_all >= 0) & (of_all < experts)
+            of_all = of_all.to(tl.int32)
             total += tl.histogram(of_all, EXPERTS, mask=inside)
             is_before = inside & (choice < tile * TOKENS * ACTIVE)
             before += tl.histogram(of_all, EXPERTS, mask=is_before)
@@ -75,7 +79,7 @@ def place_kernel(
             tl.store(to, expert, mask=is_tile)
             tl.store(to + 1, start + j * TILE_M, mask=is_tile)
             tl.store(to + 2, end, mask=is_tile)
-    at, which, is_choice = _choices(chosen_ptr, tile, tokens, ACTIVE, TOKENS, SLOTS)
+    at, which, is_choice = _choices(chosen_ptr, tile, tokens, experts, ACTIVE, TOKENS, SLOTS)
     hit = ((expert[None, :] == which[:, None]) & is_choice[:, None]).to(tl.int32)
     rank = tl.cumsum(hit, 0) - hit
     place = tl.sum(hit * (rank + (start + before)[None, :]), 1)

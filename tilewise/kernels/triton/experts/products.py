@@ -8,7 +8,7 @@ grid     (tiles of rows x tiles of outputs,), a row's outputs one after another,
          since the host knows no counts. SORTED: their table is `place_kernel`'s, and a program
          behind its last leaves. Otherwise there are at most TILE_M tokens, and a tile for each of
          their choices, which leaves if a choice before it has the same expert: all tokens that
-         have it are the rows
+         have it are the rows. A choice of no expert has no row, and adds nothing
 program  TILE_M rows of one expert x TILE_N outputs over all of K; combine: a token's channels
 traffic  the weights of the experts that are hit, once for each of their tiles of rows: 4.25 bits an
          element where they are MXFP4, unpacked in registers
@@ -25,7 +25,7 @@ import triton.language as tl
 
 @triton.jit
 def _rows_of_tile(
-    table_ptr, chosen_ptr, row_ptr, tile, tokens,
+    table_ptr, chosen_ptr, row_ptr, tile, tokens, experts,
     SORTED: tl.constexpr, ACTIVE: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
     """Return whether a tile has rows; its expert; for each row whether it is one, its place in
@@ -41,11 +41,12 @@ def _rows_of_tile(
         choice = tl.load(row_ptr + place, mask=is_row, other=0)
     else:
         slot = tl.arange(0, SLOTS)
-        expert = tl.load(chosen_ptr + tile).to(tl.int32)
+        expert = tl.load(chosen_ptr + tile)
         every = m[:, None] * ACTIVE + slot[None, :]
         inside = (m < tokens)[:, None] & (slot < ACTIVE)[None, :]
-        hit = inside & (tl.load(chosen_ptr + every, mask=inside, other=0).to(tl.int32) == expert)
-        is_tile = tl.min(tl.min(tl.where(hit, every, tile), 1), 0) >= tile
+        hit = inside & (tl.load(chosen_ptr + every, mask=inside, other=0) == expert)
+        is_first = tl.min(tl.min(tl.where(hit, every, tile), 1), 0) >= tile
+        is_tile = is_first & (expert >= 0) & (expert < experts)
         choice = tl.max(tl.where(hit, every, -1), 1)
         is_row = choice >= 0
         choice = tl.maximum(choice, 0)
@@ -177,18 +178,18 @@ def _product(
     return acc
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "experts"])
 def up_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, chosen_ptr, row_ptr, weight_ptr, a_ptr, tokens,
-    columns, inner, channels, stride_x, limit, alpha,
+    experts, columns, inner, channels, stride_x, limit, alpha,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHED: tl.constexpr,
     BIASED: tl.constexpr, PACKED: tl.constexpr, IN_PAIRS: tl.constexpr, SORTED: tl.constexpr,
     ACTIVE: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):  # fmt: skip
     is_tile, expert, is_row, place, choice = _rows_of_tile(
-        table_ptr, chosen_ptr, row_ptr, tl.program_id(0) // columns, tokens, SORTED, ACTIVE, SLOTS,
-        TILE_M,
+        table_ptr, chosen_ptr, row_ptr, tl.program_id(0) // columns, tokens, experts, SORTED,
+        ACTIVE, SLOTS, TILE_M,
     )  # fmt: skip
     if is_tile:
         dtype = x_ptr.dtype.element_ty
@@ -217,17 +218,17 @@ def up_kernel(
         tl.store(to, a.to(dtype), mask=is_row[:, None] & (channel < inner)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "experts"])
 def down_kernel(
-    a_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, chosen_ptr, row_ptr, o_ptr, tokens, columns,
-    outputs, channels,
+    a_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, chosen_ptr, row_ptr, o_ptr, tokens, experts,
+    columns, outputs, channels,
     BIASED: tl.constexpr, PACKED: tl.constexpr, IN_PAIRS: tl.constexpr, SORTED: tl.constexpr,
     ACTIVE: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):  # fmt: skip
     is_tile, expert, is_row, place, _ = _rows_of_tile(
-        table_ptr, chosen_ptr, row_ptr, tl.program_id(0) // columns, tokens, SORTED, ACTIVE, SLOTS,
-        TILE_M,
+        table_ptr, chosen_ptr, row_ptr, tl.program_id(0) // columns, tokens, experts, SORTED,
+        ACTIVE, SLOTS, TILE_M,
     )  # fmt: skip
     if is_tile:
         dtype = a_ptr.dtype.element_ty
@@ -247,9 +248,9 @@ def down_kernel(
         tl.store(to, acc.to(dtype), mask=is_row[:, None] & is_output[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def combine_kernel(
-    o_ptr, weight_ptr, place_ptr, y_ptr, channels, tiles,
+    o_ptr, weight_ptr, chosen_ptr, place_ptr, y_ptr, experts, channels, tiles,
     WEIGHED: tl.constexpr, SORTED: tl.constexpr, ACTIVE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) // tiles).to(tl.int64)
@@ -258,9 +259,11 @@ def combine_kernel(
     acc = tl.zeros([TILE], tl.float32)
     for j in tl.static_range(ACTIVE):
         place = token * ACTIVE + j
-        weight = tl.load(weight_ptr + place) if WEIGHED else 1.0
+        expert = tl.load(chosen_ptr + place)
+        is_expert = (expert >= 0) & (expert < experts)
+        weight = tl.load(weight_ptr + place, mask=is_expert, other=0.0) if WEIGHED else 1.0
         if SORTED:
-            place = tl.load(place_ptr + place).to(tl.int64)
-        row = tl.load(o_ptr + place * channels + channel, mask=inside, other=0.0)
+            place = tl.load(place_ptr + place, mask=is_expert, other=0).to(tl.int64)
+        row = tl.load(o_ptr + place * channels + channel, mask=inside & is_expert, other=0.0)
         acc += weight * row.to(tl.float32)
     tl.store(y_ptr + token * channels + channel, acc.to(y_ptr.dtype.element_ty), mask=inside)

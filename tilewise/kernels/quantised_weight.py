@@ -9,12 +9,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from tilewise.ops import checks
-
-__all__ = ["NIBBLES", "QuantisedWeight"]
+__all__ = ["E2M1", "NIBBLES", "QuantisedWeight"]
 
 NIBBLES = 16
 """Codes of 4 bits."""
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
+"""The table of floats of 4 bits. Source: OCP Microscaling Formats 1.0, section 5.3.3."""
 
 _CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,7 +43,7 @@ class QuantisedWeight:
             float8_e8m0fnu, or integers in uint8 or int8.
         block: the rows and columns that share a scale; the columns divide K if there are several
             groups of them.
-        table: float32 (16,), the values of codes of 4 bits; None for 0 ... 15.
+        table: 16 numbers of float32, the values of codes of 4 bits; None for 0 ... 15.
         zeros: zero points in the shape of scales, uint8, int8 or of a float dtype; None for 0.
         minimums: terms to subtract, in the shape of scales, of one of its dtypes; None for 0.
         outer: factors of the scales, float32 or float16, (ceil(N / outer_block[0]),
@@ -58,7 +60,7 @@ class QuantisedWeight:
     codes: Tensor
     scales: Tensor
     block: tuple[int, int]
-    table: Tensor | None = None
+    table: tuple[float, ...] | None = None
     zeros: Tensor | None = None
     minimums: Tensor | None = None
     outer: Tensor | None = None
@@ -103,7 +105,10 @@ class QuantisedWeight:
         Raises:
             ValueError, TypeError: a tensor breaks a rule; the message names it.
         """
-        checks.check_dims(f"{name}.codes", self.codes, "(N, bytes of K)")
+        if self.codes.dim() != 2:
+            raise ValueError(
+                f"{name}.codes must be (N, bytes of K), got shape {tuple(self.codes.shape)}"
+            )
         _check_dtype(f"{name}.codes", self.codes, _CODES)
         for label, pair in (("block", self.block), ("outer_block", self.outer_block)):
             if min(pair) < 1:
@@ -121,13 +126,18 @@ class QuantisedWeight:
             ("minimums", self.minimums, grid, _SCALES),
             ("outer", self.outer, outer, _FLOATS),
             ("outer_minimums", self.outer_minimums, outer, _FLOATS),
-            ("table", self.table, (NIBBLES,), (torch.float32,)),
             ("permutation", self.permutation, (columns,), (torch.int32,)),
         ):
             if tensor is not None:
-                checks.check_shape(f"{name}.{label}", tensor, shape)
+                if tuple(tensor.shape) != shape:
+                    raise ValueError(
+                        f"{name}.{label} must have shape {shape}, got {tuple(tensor.shape)}"
+                    )
                 _check_dtype(f"{name}.{label}", tensor, dtypes)
-                checks.check_device(f"{name}.{label}", tensor, self.device)
+                if tensor.device != self.device:
+                    raise ValueError(
+                        f"{name}.{label} must be on {self.device}, got {tensor.device}"
+                    )
         if self.outer is not None or self.outer_minimums is not None:
             for inner, wide in zip(self.block, self.outer_block, strict=True):
                 if wide % inner:
@@ -137,6 +147,8 @@ class QuantisedWeight:
                     )
         if self.table is not None and self.bits != 4:
             raise ValueError(f"{name}.table must be None with codes of 8 bits, got a table")
+        if self.table is not None and len(self.table) != NIBBLES:
+            raise ValueError(f"{name}.table must have {NIBBLES} numbers, got {len(self.table)}")
         if self.minimums is None and self.outer_minimums is not None:
             raise ValueError(f"{name}.outer_minimums must be None without minimums, got a tensor")
         if self.computed not in _FLOATS:
@@ -186,7 +198,9 @@ class QuantisedWeight:
 
         if weight.bits == 4:
             pairs = torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(-2)
-            values = pairs.float() if weight.table is None else weight.table[pairs.int()]
+            values = pairs.float()
+            if weight.table is not None:
+                values = torch.tensor(weight.table, device=weight.device)[pairs.int()]
         else:
             values = weight.codes.float()
         if weight.zeros is not None:
@@ -272,7 +286,12 @@ _OUTER = ("outer", "outer_minimums")  # likewise for each outer block
 
 def _are_alike(a: QuantisedWeight, b: QuantisedWeight) -> bool:
     mine, its = a.tensors(), b.tensors()
-    if mine.keys() != its.keys() or a.shape[1] != b.shape[1] or a.computed != b.computed:
+    if (
+        mine.keys() != its.keys()
+        or a.shape[1] != b.shape[1]
+        or a.computed != b.computed
+        or a.table != b.table
+    ):
         return False
     width = a.shape[1]
     pairs = [(a.block, b.block)]
@@ -282,7 +301,9 @@ def _are_alike(a: QuantisedWeight, b: QuantisedWeight) -> bool:
         return False
     if any(mine[name].dtype != its[name].dtype for name in mine):
         return False
-    return all(torch.equal(mine[n], its[n]) for n in ("table", "permutation") if n in mine)
+    if a.permutation is None or b.permutation is None or a.permutation.is_meta:
+        return True  # both have none; or only shapes are known
+    return torch.equal(a.permutation, b.permutation)
 
 
 def _take(tensor: Tensor, rows: Tensor) -> Tensor:

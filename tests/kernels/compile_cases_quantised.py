@@ -1,0 +1,79 @@
+"""What test_compile.py compiles of products with weights of 8 and 4 bits, on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.kernels.compile_cases import Case, meta
+from tilewise.kernels.gluon.quantised import linear
+from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
+from tilewise.kernels.tiles.quantised_rows import QuantisedTile
+
+ARCHITECTURES = (80, 86, 90, 120)
+_ROWS, _COLUMNS = 4096, 4096
+_BYTE, _HALF, _WIDE = torch.uint8, torch.float16, torch.float32
+
+
+def _weight(codes: torch.dtype, scales: torch.dtype, block: tuple[int, int], **more: object):
+    """Return a weight; `more` are dtypes of further tensors, by name, and plain fields."""
+    rows, columns = _ROWS, _COLUMNS
+    grid = (-(-rows // block[0]), columns // block[1])
+    outer = more.get("outer_block", (1, 1))
+    assert isinstance(outer, tuple)
+    shapes = {
+        "zeros": grid,
+        "minimums": grid,
+        "outer": (-(-rows // outer[0]), -(-columns // outer[1])),
+        "outer_minimums": (-(-rows // outer[0]), -(-columns // outer[1])),
+    }
+    tensors = {
+        name: meta(*shapes[name], dtype=value)
+        for name, value in more.items()
+        if isinstance(value, torch.dtype)
+    }
+    width = columns // 2 if codes == _BYTE else columns
+    fields = {name: value for name, value in more.items() if name not in tensors}
+    return QuantisedWeight(
+        meta(rows, width, dtype=codes), meta(*grid, dtype=scales), block, **tensors, **fields
+    )  # type: ignore[arg-type]
+
+
+_K_QUANT = {"minimums": _BYTE, "outer": _HALF, "outer_minimums": _HALF, "outer_block": (1, 256)}
+# name -> weight, rows of x, tile
+_CALLS = {
+    "int4-row": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (8, 2, 1, 8, True)),
+    "int4-many": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 32, (32, 2, 4, 2)),
+    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 4, (8, 2, 1, 8, True)),
+    "mxfp4": (
+        _weight(_BYTE, torch.float8_e8m0fnu, (1, 32), table=E2M1), 16, (16, 2, 2, 4)),
+    "nf4": (_weight(_BYTE, _WIDE, (1, 64), table=tuple(map(float, range(16)))), 8, (8, 1, 1, 8)),
+    "int8": (_weight(torch.int8, torch.bfloat16, (1, _COLUMNS)), 8, (8, 2, 1, 8)),
+    "fp8-blocks": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 16, (16, 2, 2, 4)),
+}  # fmt: skip
+_QUICK = (("int4-row", 80), ("k-quant", 90))
+
+
+def launch(name: str, dtype: torch.dtype) -> None:
+    """Call the launcher of a product."""
+    weight, rows, tile = _CALLS[name]
+    x = meta(rows, _COLUMNS, dtype=dtype)
+    linear.launch(x, weight, None, tile=QuantisedTile(*tile))
+
+
+def cases() -> Iterator[Case]:
+    """Yield each kind of code and of scale, for each architecture; in float16 for one."""
+    for arch in ARCHITECTURES:
+        for name in _CALLS:
+            dtype = torch.float16 if arch == 86 else torch.bfloat16
+            yield Case(
+                f"sm_{arch}-quantised-{name}",
+                arch,
+                lambda name=name, dtype=dtype: launch(name, dtype),  # type: ignore[misc]
+                slow=(name, arch) not in _QUICK,
+                mma="mma.sync",
+            )
+
+
+CASES = [*cases()]

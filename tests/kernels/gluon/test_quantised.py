@@ -1,0 +1,169 @@
+"""Products with weights of 8 and 4 bits by mma.sync: float64 on the format's values, any rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.kernels.test_quantised_weight import random_weight
+from tilewise.kernels.gluon.quantised import linear
+from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
+from tilewise.kernels.spec import QuantisedLinearSpec
+from tilewise.kernels.tiles.quantised_rows import QuantisedTile
+from tilewise.ops.quantised_linear import spec_of
+from tilewise.testing import assert_within_budget
+from tools.gluon_emulator import emulated
+
+
+def make_weight(kind: str, rows: int, columns: int) -> QuantisedWeight:
+    """Return a weight of each form that the kernel takes."""
+    torch.manual_seed(rows + columns)
+    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+
+    def integers(group: int, most: int) -> Tensor:
+        return torch.randint(0, most, (rows, columns // group), dtype=torch.uint8)
+
+    def scales(group: int) -> Tensor:
+        return torch.rand(rows, -(-columns // group)) + 0.5
+
+    weights = {
+        "int4": lambda: QuantisedWeight(packed, scales(32).half(), (1, 32), zeros=integers(32, 16)),
+        "float_zeros": lambda: QuantisedWeight(
+            packed, scales(64), (1, 64), zeros=scales(64).bfloat16() * 7
+        ),
+        "one_scale_a_row": lambda: QuantisedWeight(packed, scales(columns), (1, columns)),
+        "k_quant": lambda: QuantisedWeight(
+            packed, integers(32, 64), (1, 32), minimums=integers(32, 64),
+            outer=scales(columns // 2).half() / 64,
+            outer_minimums=scales(columns // 2).half() / 64,
+            outer_block=(1, columns // 2),
+        ),
+        "mxfp4": lambda: QuantisedWeight(
+            packed, integers(32, 9).add(120).view(torch.float8_e8m0fnu), (1, 32), table=E2M1
+        ),
+        "table": lambda: QuantisedWeight(
+            packed, scales(64), (1, 64), table=tuple(torch.randn(16).bfloat16().tolist())
+        ),
+        "int8": lambda: QuantisedWeight(
+            torch.arange(rows * columns).view(rows, columns).to(torch.int8), scales(columns),
+            (1, columns),
+        ),
+        "q6": lambda: QuantisedWeight(
+            torch.randint(-32, 32, (rows, columns), dtype=torch.int8),
+            integers(16, 120).to(torch.int8), (1, 16), outer=scales(columns // 2).half() / 64,
+            outer_block=(1, columns // 2),
+        ),
+        "fp8_blocks": lambda: QuantisedWeight(
+            torch.randn(rows, columns).to(torch.float8_e4m3fn),
+            torch.rand(-(-rows // 24), columns // 64) + 0.5, (24, 64),
+        ),
+        "mxfp8": lambda: QuantisedWeight(
+            torch.randn(rows, columns).to(torch.float8_e5m2),
+            integers(32, 9).add(120).view(torch.float8_e8m0fnu), (1, 32),
+        ),
+        "act_order": lambda: QuantisedWeight(
+            packed, scales(32).half(), (1, 32), zeros=integers(32, 16),
+            permutation=torch.randperm(columns).int(),
+        ),
+    }  # fmt: skip
+    return weights[kind]()
+
+
+KINDS = ("int4", "float_zeros", "one_scale_a_row", "k_quant", "mxfp4", "table", "int8", "q6",
+         "fp8_blocks", "mxfp8", "act_order")  # fmt: skip
+
+
+def check(kind, rows, outputs, channels, dtype, has_bias, place="cpu", tile=None):
+    """Compare a product with float64."""
+    weight = make_weight(kind, outputs, channels)
+    x, bias = torch.randn(rows, channels).to(dtype), torch.randn(outputs).to(dtype)
+    bias = bias if has_bias else None
+    on = None if bias is None else bias.to(place)
+    y = linear.launch(x.to(place), weight.to(place), on, tile=tile).cpu()
+    values = weight.dequantise()
+    wide = torch.nn.functional.linear(
+        x.double(), values.double(), None if bias is None else bias.double()
+    )
+    plain = torch.nn.functional.linear(x, values.to(dtype), bias)
+    assert_within_budget(y, wide, plain)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "channels", "tile", "has_bias"),
+    [
+        (1, 40, 128, (8, 1, 1, 2), True),
+        (11, 90, 192, (16, 2, 2, 1, True), False),
+        (9, 70, 256, (8, 4, 1, 2, True), True),
+    ],
+)
+def test_every_kind_of_code_keeps_the_budget(kind, rows, outputs, channels, tile, has_bias, dtype):
+    if kind == "fp8_blocks" and channels % 64:
+        pytest.skip("blocks of 64 columns")
+    with emulated(rows) as names:
+        check(kind, rows, outputs, channels, dtype, has_bias, tile=QuantisedTile(*tile))
+    assert names == ["quantised_rows_kernel"]
+
+
+def test_a_row_has_the_same_bits_whatever_is_beside_it():
+    weight = make_weight("int4", 40, 256)
+    x = torch.randn(20, 256).bfloat16()
+    with emulated(0):
+        alone = linear.launch(x[7:8], weight, None, tile=QuantisedTile(8, 1, 1, 2))
+        many = linear.launch(x, weight, None, tile=QuantisedTile(32, 1, 2, 2))
+    assert torch.equal(alone[0], many[7])
+
+
+def test_no_rows_give_no_rows():
+    y = linear.launch(torch.randn(0, 64).bfloat16(), make_weight("int4", 24, 64), None)
+    assert y.shape == (0, 24)
+
+
+def _spec(**changes: object) -> QuantisedLinearSpec:
+    x = torch.randn(1, 64, dtype=torch.bfloat16)
+    spec = spec_of(x, random_weight("table"))
+    return replace(spec, **({"device_type": "cuda", "block": (1, 32)} | changes))
+
+
+def test_what_the_kernel_cannot_do_is_said():
+    assert linear.why_not(_spec()) is None
+    for changes, reason in (
+        ({"device_type": "cpu"}, "device must be cuda"),
+        ({"dtype": torch.float32}, "dtype must be float16 or bfloat16"),
+        ({"block": (1, 16)}, "columns that share a scale must be a multiple of 32, got 16"),
+        ({"channels": 72, "block": (1, 72)}, "columns that share a scale|K must be a multiple"),
+        ({"rows": 4096}, "x must have at most 64 rows to be faster so, got 4096"),
+    ):
+        found = linear.why_not(_spec(**changes))
+        assert found is not None
+        assert any(part in found for part in reason.split("|")), found
+    assert linear.why_not(_spec(rows=4096, batch_invariant=True)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "channels"),
+    [(1, 1030, 1024), (5, 4096, 2048), (16, 200, 11008), (64, 6144, 4096), (70, 100, 576)],
+)
+def test_every_kind_keeps_the_budget_on_a_gpu(kind, rows, outputs, channels, dtype):
+    if kind in ("fp8_blocks", "float_zeros", "table") and channels % 64:
+        channels = 640
+    check(kind, rows, outputs, channels, dtype, has_bias=rows < 16, place="cuda")
+
+
+@pytest.mark.gpu
+def test_a_row_has_the_same_bits_whatever_is_beside_it_on_a_gpu():
+    weight = make_weight("k_quant", 4096, 1024).to("cuda")
+    x = torch.randn(300, 1024, device="cuda", dtype=torch.bfloat16)
+    many = linear.launch(x, weight, None, True)
+    for count in (1, 7, 16, 33, 128):
+        assert torch.equal(linear.launch(x[:count], weight, None, True), many[:count])

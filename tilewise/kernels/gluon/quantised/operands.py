@@ -1,0 +1,263 @@
+"""Codes of 8 and 4 bits as left operands of 16-bit products: few instructions, no shuffle.
+
+What: 32-bit words of codes, as they lie in memory -> bfloat16 or float16 operands of mma.sync.
+Grid: none, inlined into the kernels.
+One call: 16 outputs of each warp and the channels of a step.
+Traffic: none; words are loaded into the lanes that multiply them.
+Numerics: exact but for a general table, whose values are rounded to the operand's dtype.
+
+Outputs are the 16 rows of m16n8k16. Of a left operand lane 4 g + t has the rows g and g + 8 and of
+each the columns 2 t + {0, 1} and 8 more. Which channel stands where is free as long as both
+operands agree: a lane takes words of a row as they lie, 2 to 16 bytes, and `inputs_operand` gives
+the rows of x the same order. A code of 4 bits becomes MAGIC + code by one `or`; the kernel
+subtracts MAGIC times the sum of a row of x.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+INT4, FP4, TABLE, INT8, E4M3, E5M2 = (gl.constexpr(i) for i in range(6))
+
+# A word of 8 codes -> 4 registers of two 16-bit numbers: codes i and i + 4.
+_SPLIT = "mov.b32 a, $4; shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; "
+_REGISTERS = "{ .reg .b32 a, b, c, d, e, f, g; "
+
+
+def _nibbles(each: str) -> str:
+    """Return the assembly that maps each register of two codes, `each` with $o, $i for names."""
+    text = _REGISTERS + _SPLIT
+    for place, name in enumerate("abcd"):
+        text += each.replace("$o", f"${place}").replace("$i", name)
+    return text + "}"
+
+
+# (code & mask) | magic is one instruction, if one of the two is no constant to the compiler.
+_INTEGERS = _nibbles("lop3.b32 $o, $i, 0x000F000F, $5, 0xEA; ")
+
+
+def _shifted(target: str, source: str, left: int) -> str:
+    if left == 0:
+        return f"mov.b32 {target}, {source}; "
+    return f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)}; "
+
+
+def _e2m1(shift: int, factor: int, fma: str) -> str:
+    """Return the assembly for codes whose exponent and mantissa go `shift` bits up."""
+    text = _REGISTERS + f"mov.b32 g, 0x{factor:04X}{factor:04X}; mov.b32 d, 0x80008000; "
+    mask = 7 << shift
+    for place in range(4):
+        text += _shifted("a", "$4", shift - 4 * place) + _shifted("b", "$4", 12 - 4 * place)
+        text += (
+            f"and.b32 a, a, 0x{mask:04X}{mask:04X}; lop3.b32 a, b, 0x80008000, a, 0xEA; "
+            f"{fma} ${place}, a, g, d; "
+        )
+    return text + "}"
+
+
+def _bytes(each: str) -> str:
+    """Return the assembly that maps a word of 4 codes to two registers, likewise."""
+    text = _REGISTERS + "mov.b32 g, 0; prmt.b32 a, $2, g, 0x4140; prmt.b32 b, $2, g, 0x4342; "
+    for place, name in enumerate("ab"):
+        text += each.replace("$o", f"${place}").replace("$i", name)
+    return text + "}"
+
+
+def _float8(shift: int, factor: int, fma: str) -> str:
+    mask = 0x7F << shift
+    return _bytes(
+        f"shl.b32 e, $i, {shift}; shl.b32 f, $i, 8; and.b32 e, e, 0x{mask:04X}{mask:04X}; "
+        f"lop3.b32 e, f, 0x80008000, e, 0xEA; mov.b32 c, 0x{factor:04X}{factor:04X}; "
+        f"mov.b32 f, 0x80008000; {fma} $o, e, c, f; "
+    )
+
+
+# int8 c in bfloat16: (128 + c mod 128) - (128 or, for a negative c, 256), both without a rounding.
+_INT8_BF16 = _bytes(
+    "lop3.b32 e, $i, 0x007F007F, $3, 0xEA; lop3.b32 f, $i, 0x00800080, $3, 0xEA; "
+    "mov.b32 c, 0xBF80BF80; fma.rn.bf16x2 $o, f, c, e; "
+)
+_INT8_F16 = _bytes(
+    "lop3.b32 e, $i, 0x00800080, $3, 0xBE; mov.b32 c, 0x64806480; sub.rn.f16x2 $o, e, c; "
+)
+# 8 codes through a table of 16-bit numbers: words 0, 1 the low bytes of the first 8, words 2, 3
+# their high bytes, words 4 to 7 those of the others.
+_TABLE = (
+    "{ .reg .b32 a, b, c, d, e, f, g, low, high, sel, pick; "
+    + "".join(
+        f"shr.u32 pick, $4, {16 * half}; and.b32 sel, pick, 0x7777; "
+        "prmt.b32 a, $5, $6, sel; prmt.b32 b, $9, $10, sel; "
+        "prmt.b32 c, $7, $8, sel; prmt.b32 d, $11, $12, sel; "
+        # 0xFF in each byte whose code is 8 or more
+        "shr.u32 pick, pick, 3; and.b32 pick, pick, 0x1111; mov.b32 e, 0xFF00; "
+        "mov.b32 f, 0; prmt.b32 e, e, f, pick; "
+        "and.b32 b, b, e; and.b32 d, d, e; xor.b32 e, e, 0xFFFFFFFF; and.b32 a, a, e; "
+        "and.b32 c, c, e; or.b32 a, a, b; or.b32 c, c, d; "
+        + (
+            "mov.b32 low, a; mov.b32 high, c; "
+            if half == 0
+            else "prmt.b32 d, low, high, 0x5140; prmt.b32 e, low, high, 0x7362; "
+            "prmt.b32 f, a, c, 0x5140; prmt.b32 g, a, c, 0x7362; "
+            "prmt.b32 $0, d, f, 0x5410; prmt.b32 $1, d, f, 0x7632; "
+            "prmt.b32 $2, e, g, 0x5410; prmt.b32 $3, e, g, 0x7632; "
+        )
+        for half in (0, 1)
+    )
+    + "}"
+)
+
+_ASM = {
+    (INT4.value, "bf16"): _INTEGERS,
+    (INT4.value, "fp16"): _INTEGERS,
+    (FP4.value, "bf16"): _e2m1(6, 0x7E80, "fma.rn.bf16x2"),  # 2 ** 126
+    (FP4.value, "fp16"): _e2m1(9, 0x7400, "fma.rn.f16x2"),  # 2 ** 14
+    (TABLE.value, "bf16"): _TABLE,
+    (TABLE.value, "fp16"): _TABLE,
+    (INT8.value, "bf16"): _INT8_BF16,
+    (INT8.value, "fp16"): _INT8_F16,
+    (E4M3.value, "bf16"): _float8(4, 0x7B80, "fma.rn.bf16x2"),  # 2 ** 120
+    (E4M3.value, "fp16"): _float8(7, 0x5C00, "fma.rn.f16x2"),  # 2 ** 8
+    (E5M2.value, "bf16"): _float8(5, 0x7780, "fma.rn.bf16x2"),  # 2 ** 112
+    (E5M2.value, "fp16"): _float8(8, 0x3C00, "fma.rn.f16x2"),  # 1
+}
+_MAGIC = {"bf16": 128.0, "fp16": 1024.0}
+MAGIC_WORDS = {"bf16": 0x43004300, "fp16": 0x64006400}
+"""Two numbers MAGIC in a register: the kernel takes them as an argument, for `_INTEGERS`."""
+
+
+@gluon.constexpr_function
+def magic(kind, dtype):
+    """Return what is added to each code of an operand of `words_operand`."""
+    return _MAGIC[str(dtype)] if kind == INT4.value else 0.0
+
+
+@gluon.constexpr_function
+def bits_of(kind):
+    """Return the bits of a code."""
+    return 4 if kind in (INT4.value, FP4.value, TABLE.value) else 8
+
+
+@gluon.constexpr_function
+def asm_of(kind, dtype):
+    """Return the assembly that maps a word of codes to registers of two numbers."""
+    return _ASM[kind, str(dtype)]
+
+
+@gluon.constexpr_function
+def sum_layout(warps_k, warps_n):
+    """Return the layout of (warps, outputs, rows) sums: the warps' own products, transposed."""
+    return gl.NVMMADistributedLayout([2, 0], [warps_k, warps_n, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def _doublings(first, end, at):
+    found, size = [], first
+    while size < end:
+        found.append([size if axis == at else 0 for axis in range(3)])
+        size *= 2
+    return found
+
+
+@gluon.constexpr_function
+def codes_layout(warps_k, warps_n, tiles, words):
+    """Return how warps take (warps, outputs, words): a lane's quarter of a row lies together."""
+    run, wide = words // 4, 16 * warps_n
+    registers = [*_doublings(1, run, 2), [0, 8, 0], *_doublings(wide, wide * tiles, 1)]
+    lanes = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    # As in the layout of sums: the warps of outputs are neighbours.
+    warps = [*_doublings(16, wide, 1), *_doublings(1, warps_k, 0)]
+    shape = [warps_k, wide * tiles, words]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
+def inputs_layout(warps_k, warps_n, rows, columns):
+    """Return how warps take (warps, rows, columns) of x likewise; those of outputs have the
+    same."""
+    run = columns // 4
+    registers = [*_doublings(1, run, 2), *_doublings(8, rows, 1)]
+    lanes = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [*([[0, 0, 0]] * (warps_n.bit_length() - 1)), *_doublings(1, warps_k, 0)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [warps_k, rows, columns])
+
+
+@gluon.jit
+def _numbers(pairs, DTYPE: gl.constexpr):
+    """Return what two registers' halves hold; costs no instruction."""
+    if gl.bfloat16 == DTYPE:
+        return gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
+            dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
+            dtype=(gl.float16, gl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def words_operand(
+    words, table, magic_word, KIND: gl.constexpr, DTYPE: gl.constexpr, WARPS_N: gl.constexpr
+):
+    """Return the left operand (warps, outputs, channels) of words (warps, outputs, n) of codes.
+
+    table: eight words as `_TABLE` has them.
+    """
+    WARPS: gl.constexpr = words.shape[0]
+    WIDE: gl.constexpr = 16 * WARPS_N
+    RUN: gl.constexpr = words.shape[2] // 4
+    layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(WARPS, WARPS_N), 2)
+    asm: gl.constexpr = asm_of(KIND, DTYPE)
+    if bits_of(KIND) == 4:
+        if KIND == TABLE:
+            a, b, c, d = gl.inline_asm_elementwise(
+                asm, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+                [
+                    words, table[0], table[1], table[2], table[3], table[4], table[5], table[6],
+                    table[7],
+                ],
+                dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+        elif KIND == INT4:
+            a, b, c, d = gl.inline_asm_elementwise(
+                asm, "=r,=r,=r,=r,r,r", [words, magic_word],
+                dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            a, b, c, d = gl.inline_asm_elementwise(
+                asm, "=r,=r,=r,=r,r", [words],
+                dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+        low, high = _numbers(gl.join(gl.join(a, b), gl.join(c, d)), DTYPE)
+        x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2, 2])
+        x = x.permute((0, 1, 3, 5, 4, 2, 6)).reshape([WARPS, WIDE, RUN * 32])
+    else:
+        if KIND == INT8:
+            a, b = gl.inline_asm_elementwise(
+                asm, "=r,=r,r,r", [words, magic_word], dtype=(gl.int32, gl.int32), is_pure=True,
+                pack=1,
+            )  # fmt: skip
+        else:
+            a, b = gl.inline_asm_elementwise(
+                asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            )
+        low, high = _numbers(gl.join(a, b), DTYPE)
+        x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2])
+        x = x.permute((0, 1, 3, 4, 2, 5)).reshape([WARPS, WIDE, RUN * 16])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def inputs_operand(x, KIND: gl.constexpr, WARPS_N: gl.constexpr):
+    """Return the right operand (warps, channels, rows) of x (warps, rows, channels)."""
+    WARPS: gl.constexpr = x.shape[0]
+    ROWS: gl.constexpr = x.shape[1]
+    STEP: gl.constexpr = x.shape[2]
+    layout: gl.constexpr = gl.DotOperandLayout(1, sum_layout(WARPS, WARPS_N), 2)
+    if bits_of(KIND) == 4:
+        x = x.reshape([WARPS, ROWS, 4, STEP // 32, 2, 2, 2]).permute((0, 3, 5, 6, 2, 4, 1))
+    else:
+        x = x.reshape([WARPS, ROWS, 4, STEP // 16, 2, 2]).permute((0, 3, 4, 2, 5, 1))
+    return gl.convert_layout(x.reshape([WARPS, STEP, ROWS]), layout, assert_trivial=True)

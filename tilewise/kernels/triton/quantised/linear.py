@@ -1,0 +1,109 @@
+"""The product with a weight of 8 or 4 bits on any GPU, for many rows and for what the kernel of few
+does not take: values of a part of the weight, which stay in the L2 cache, then torch's product."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.quantised_weight import E2M1, NIBBLES, QuantisedWeight
+from tilewise.kernels.spec import QuantisedLinearSpec
+from tilewise.kernels.triton.quantised import values
+from tilewise.kernels.triton.quantised.values import values_kernel
+from tilewise.kernels.triton.step import invariant_linear
+
+__all__ = ["launch", "values_of", "why_not"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_AT_ONCE = 1 << 23
+"""Values of a part: 16 MiB of bfloat16, which an L2 cache of 40 MiB and more keeps."""
+_UNIT = 128  # rows of a part are a multiple
+_TILE_N, _TILE_K = 16, 256
+_WHOLE = 1 << 30  # columns that share a scale where all of a row do
+_COMPUTED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_KINDS = {
+    torch.float8_e8m0fnu: values.E8M0.value,
+    torch.float8_e4m3fn: values.E4M3.value,
+    torch.float8_e5m2: values.E5M2.value,
+}
+
+
+def why_not(spec: QuantisedLinearSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    if spec.dtype not in _DTYPES:
+        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
+    return None
+
+
+def launch(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, batch_invariant: bool = False
+) -> Tensor:
+    """Return y (T, N) of x (T, K), a weight (N, K) and bias (N,)."""
+    outputs, channels = weight.shape
+    y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    if weight.permutation is not None:
+        x = x.index_select(1, weight.permutation)
+    each = max(_UNIT, _AT_ONCE // channels // _UNIT * _UNIT)
+    for first in range(0, outputs, each):
+        end = min(first + each, outputs)
+        part = values_of(weight, first, end, x.dtype)
+        own = None if bias is None else bias[first:end]
+        if batch_invariant:
+            y[:, first:end] = invariant_linear.launch(x, part, own)
+        elif outputs <= each:
+            return F.linear(x, part, own)
+        else:
+            y[:, first:end] = F.linear(x, part, own)
+    return y
+
+
+def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Return rows first ... end - 1 of W in a dtype, their columns in the order of the codes."""
+    columns = weight.shape[1]
+    w = torch.empty((end - first, columns), dtype=dtype, device=weight.device)
+    outer = weight.outer if weight.outer is not None else weight.outer_minimums
+    has_outer = weight.outer is not None or weight.outer_minimums is not None
+    blocks = (
+        _columns(weight.block, columns),
+        (_columns(weight.outer_block, columns) if has_outer else _WHOLE),
+    )
+    start(
+        values_kernel,
+        (-(-(end - first) // _TILE_N), -(-columns // _TILE_K)),
+        _raw(weight.codes, w), _raw(weight.scales, w), _raw(weight.zeros, w),
+        _raw(weight.minimums, w), _raw(weight.outer, w), _raw(weight.outer_minimums, w),
+        weight.table or (0.0,) * NIBBLES, w, first, end - first, columns, weight.scales.shape[1],
+        1 if outer is None else outer.shape[1], weight.block[0], weight.outer_block[0],
+        BLOCK=blocks[0], OUTER_BLOCK=blocks[1],
+        GROUP=math.gcd(_TILE_K, *blocks), BITS=weight.bits, CODES=_kind(weight.codes),
+        SCALES=_kind(weight.scales), MINIMUMS=_kind(weight.minimums),
+        HAS_TABLE=weight.table is not None, IS_E2M1=weight.table == E2M1,
+        HAS_ZEROS=weight.zeros is not None, HAS_MINIMUMS=weight.minimums is not None,
+        HAS_OUTER=weight.outer is not None,
+        HAS_OUTER_MINIMUMS=weight.outer_minimums is not None,
+        COMPUTED=_COMPUTED[weight.computed], TILE_N=_TILE_N, TILE_K=_TILE_K,
+    )  # fmt: skip
+    return w
+
+
+def _columns(block: tuple[int, int], columns: int) -> int:
+    """Return the columns that share a scale; one number for all that have a whole row's."""
+    return _WHOLE if block[1] >= columns else block[1]
+
+
+def _kind(tensor: Tensor | None) -> int:
+    return values.PLAIN.value if tensor is None else _KINDS.get(tensor.dtype, values.PLAIN.value)
+
+
+def _raw(tensor: Tensor | None, absent: Tensor) -> Tensor:
+    """Return what the kernel reads: floats of 8 bits as bytes; any tensor for none."""
+    if tensor is None:
+        return absent
+    return tensor.view(torch.uint8) if tensor.dtype in _KINDS else tensor

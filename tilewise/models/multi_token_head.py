@@ -1,0 +1,154 @@
+"""The head of a checkpoint that guesses the token after the next one (multi-token prediction).
+
+h' = layer(eh_proj([enorm(embedding(t[p + 1])), hnorm(h[p])])), and norm(h') through the output head
+gives the logits of t[p + 2]. The layer is one more of the model's last kind, with keys of its own;
+the embedding and the output head are the model's. Source: DeepSeek-AI, 2024, "DeepSeek-V3 technical
+report", section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.cache.spec import CacheLayer
+from tilewise.models.config import ModelConfig
+from tilewise.models.decoder import Decoder
+from tilewise.models.families import FAMILIES
+from tilewise.models.native import NativeLayer, for_device, new_norm
+from tilewise.models.weight_table import Weight
+from tilewise.models.weights import load_weights
+from tilewise.nn.attention import attend_as_steps
+from tilewise.nn.context import AttentionContext
+from tilewise.nn.experts import Experts
+from tilewise.nn.layers import project
+from tilewise.nn.mla import MultiheadLatentAttention
+from tilewise.nn.packed import pack_linears
+from tilewise.nn.rope import RotaryEmbedding
+
+__all__ = ["MultiTokenHead", "load_multi_token_head"]
+
+ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+_OWN = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+}
+
+
+class MultiTokenHead(Decoder):
+    """One layer behind a model, which maps hidden states and next tokens to hidden states.
+
+    Args:
+        config: the configuration of the model.
+
+    Attributes:
+        previous: (T, E), the hidden states of the rows that `forward` computes next.
+    """
+
+    ignored_weights = (".*",)  # the model's own tensors
+    previous: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(replace(config, layers=config.layers[-1:], tie_word_embeddings=True))
+        del self.embed_tokens  # the model's, see `share`
+        width, rope = config.hidden_size, config.layers[-1].attention.rope
+        self._place = config.num_layers
+        self.names = FAMILIES[config.architecture].names_of(config)
+        self.weight_prefix = self.names.prefix
+        self.enorm, self.hnorm = new_norm(config.norm, width), new_norm(config.norm, width)
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.rotary = None if rope is None else RotaryEmbedding(rope)
+        self.layers = nn.ModuleList([NativeLayer(self.config, 0)])
+        self.norm = new_norm(config.norm, width)
+
+    def share(self, model: Decoder) -> None:
+        """Embed tokens and give logits as `model` does."""
+        self.embed_tokens = model.embed_tokens
+        self.lm_head, self.packed_head = model.lm_head, model.packed_head
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        *,
+        ctx: AttentionContext | None = None,
+        kv: Sequence[CacheLayer] | None = None,
+    ) -> Tensor:
+        """Return the normalised hidden states (T, E) of packed rows.
+
+        Args:
+            ids: (T,) the tokens after those of `previous`.
+            positions: (T,) the positions of `previous`.
+            ctx, kv: see `Decoder.forward`.
+        """
+        assert positions is not None
+        assert ctx is not None
+        assert kv is not None
+        rope = None if self.rotary is None else self.rotary(positions)
+        both = (self.enorm(self.embed_tokens(ids)), self.hnorm(self.previous))
+        x = project(self.eh_proj, torch.cat(both, dim=-1))
+        x, residual = self.layers[0](x, None, rope, ctx.of_layer(0), kv[0])
+        y: Tensor = self.norm.add(x, residual)[0]
+        return y
+
+    def weight_table(self) -> tuple[Weight, ...]:
+        """Return for each parameter its tensors in a Hugging Face checkpoint."""
+        return tuple(self._weight(name, p) for name, p in self.named_parameters())
+
+    def _weight(self, name: str, parameter: Tensor) -> Weight:
+        if name in _OWN:
+            return Weight.of(name, f"{self.names.layer.format(self._place)}.{_OWN[name]}")
+
+        def rows(count: int) -> tuple[int, ...]:
+            if ".qkv_proj." in name:
+                heads = self.config.layers[0].attention
+                q, kv = heads.num_q_heads, heads.num_kv_heads
+                return tuple(n * heads.head_dim for n in (q, kv, kv))
+            size = parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
+            return (size // count,) * count
+
+        there = self.names.weight(f"layers.{self._place}.{name.removeprefix('layers.0.')}", rows)
+        return replace(there, name=name)
+
+
+def load_multi_token_head(
+    directory: str | Path, model: Decoder, config: ModelConfig
+) -> MultiTokenHead:
+    """Load the first head of a checkpoint, packed for inference like the model.
+
+    Args:
+        directory: the directory of the checkpoint.
+        model: the model of the checkpoint, packed, whose embedding and output head the head uses.
+        config: the configuration of the model.
+
+    Raises:
+        CheckpointError: the checkpoint has no such head, or one of another shape.
+        ValueError: the family has none.
+    """
+    if config.architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"speculative must be PromptLookup, DraftModel or None for {config.architecture}, "
+            "of which no head that guesses is read, got OwnHead"
+        )
+    device = next(iter(model.parameters()), next(iter(model.buffers()), None))
+    place = torch.device("cpu") if device is None else device.device
+    with torch.device("meta"):
+        head = MultiTokenHead(for_device(config, place))
+    head.to(model.dtype).to_empty(device=place)
+    load_weights(head, directory)
+    head.eval().requires_grad_(False)
+    for module in list(head.modules()):
+        if isinstance(module, Experts):
+            module.pack_for_inference()
+        if isinstance(module, MultiheadLatentAttention):
+            module.pack_up_projections()
+    pack_linears(head)
+    attend_as_steps(head)
+    head.share(model)
+    return head

@@ -1,0 +1,140 @@
+"""What a quantised format is to the loader, and what its readers share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import CheckpointError
+from tilewise.ops import QuantisedWeight
+
+__all__ = [
+    "Format", "Get", "Stored", "matches", "nibbles_of", "packed", "reordered", "settings",
+    "unpacked",
+]  # fmt: skip
+
+Get = Callable[[str], Tensor]
+"""A function of a suffix, as "weight_scale", that returns the tensor of a module."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tensors of one module of a checkpoint.
+
+    Attributes:
+        module: the module's name in the checkpoint, as "model.layers.0.mlp.up_proj".
+        names: the suffixes of its tensors.
+        get: a function that returns one of them, on "meta" where only shapes are known.
+    """
+
+    module: str
+    names: frozenset[str]
+    get: Get
+
+    def tensor(self, suffix: str) -> Tensor:
+        """Return a tensor that the format must have."""
+        if suffix not in self.names:
+            raise CheckpointError(f"checkpoint must hold tensor {self.module}.{suffix}, got none")
+        return self.get(suffix)
+
+    def optional(self, suffix: str) -> Tensor | None:
+        """Return a tensor, or None if there is none."""
+        return self.get(suffix) if suffix in self.names else None
+
+    def refuse(self, suffix: str, rule: str, got: object) -> CheckpointError:
+        """Return the error of a tensor that breaks a rule."""
+        return CheckpointError(f"tensor {self.module}.{suffix} must {rule}, got {got}")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A quantised format, as a checkpoint's configuration describes it.
+
+    Attributes:
+        name: the name that a user sees.
+        marks: suffixes of tensors of which a quantised module has one.
+        read: a function of a module's tensors that returns its weight (N, K).
+        extra: suffixes of tensors that are known and not needed, such as scales of inputs.
+        small: suffixes of small tensors that say how the others are to be read.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    read: Callable[[Stored], QuantisedWeight]
+    extra: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+
+    def is_small(self, suffix: str) -> bool:
+        """Return whether a tensor has to be read to know the shape of a weight."""
+        return suffix in self.small
+
+
+def matches(rules: Iterable[str], module: str) -> bool:
+    """Return whether a module is named by rules: a name, the end or a part of one, or "re:..."."""
+    for rule in rules:
+        if rule.startswith("re:"):
+            if re.match(rule[3:], module):
+                return True
+        elif module == rule or module.endswith(f".{rule}") or f".{rule}." in f".{module}.":
+            return True
+    return False
+
+
+def unpacked(words: Tensor, bits: int = 4) -> Tensor:
+    """Return the codes (..., n * 32 / bits), uint8, of int32 words (..., n), the lowest first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return codes.to(torch.uint8).flatten(-2)
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Return uint8 (N, K / 2) of codes of 4 bits (N, K), the even column in the lower half."""
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+
+
+def nibbles_of(words: Tensor) -> Tensor:
+    """Return int32 words (N, n) of 8 codes each, the lowest first, as bytes (N, 4 n)."""
+    return words.contiguous().view(torch.uint8)
+
+
+def reordered(
+    stored: Stored, codes: Tensor, groups: Tensor | None, group_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Put columns of codes (N, K) whose groups lie mixed one group after another.
+
+    Returns:
+        The codes, and the permutation of a `QuantisedWeight`; None where nothing moved.
+    """
+    if groups is None or groups.is_meta:
+        moved = (
+            None
+            if groups is None
+            else torch.empty(codes.shape[1], dtype=torch.int32, device="meta")
+        )
+        return codes, moved
+    order = torch.argsort(groups.long(), stable=True)
+    counts = torch.bincount(groups.long())
+    if bool((counts != group_size).any()):
+        raise stored.refuse("g_idx", f"give each group {group_size} columns", counts.tolist()[:4])
+    if torch.equal(order, torch.arange(len(order))):
+        return codes, None
+    return codes[:, order].contiguous(), order.int()
+
+
+def settings(config: Mapping[str, Any], **known: Any) -> None:
+    """Refuse settings whose values are not those that are served.
+
+    Args:
+        config: the quantisation's configuration.
+        known: the values of each field that are served.
+    """
+    for name, allowed in known.items():
+        value = config.get(name)
+        if value is not None and value not in allowed:
+            names = ", ".join(map(str, allowed))
+            raise CheckpointError(f"{name} of the quantisation must be one of {names}, got {value}")
