@@ -24,7 +24,7 @@ from tilewise.kernels.gluon.attention import fp8
 from tilewise.kernels.gluon.attention.quantise import Packed, quantize_qkv
 from tilewise.kernels.plan import Call
 from tilewise.kernels.spec import AttentionTensors, Fp8Spec
-from tilewise.ops.attention.arguments import Lengths, Rule, options_of
+from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.ops.attention.fp8_op import E4M3
 from tilewise.ops.attention.op import make_spec
 
@@ -66,8 +66,7 @@ def ways(
         torch.randn(shape, generator=g, device="cuda").bfloat16()[slice(None) if not where else 0]
         for _ in range(3)
     )
-    lengths = Lengths(None, *where.values()) if where else Lengths()
-    options = options_of(q, k, v, Rule(**rule), lengths)
+    options = AttentionSignature(q, k, v, **rule, **where).bind().options
     spec = make_spec(q, k, v, options)._replace(dtype=E4M3)
     tensors = AttentionTensors(None, None, None, *options.beside)
     packed = Packed(*where.values()) if where else None

@@ -47,7 +47,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.kernels.gluon.attention.plan import plan_fwd
 from tilewise.kernels.plan import Call, LaunchPlan, Refusal
 from tilewise.kernels.spec import AttentionTensors
-from tilewise.ops.attention.arguments import Rule, prepare
+from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.ops.attention.op import make_spec
 
 _TOKENS, _HIDDEN = 16384, 2048  # the scheme of the FlashAttention papers
@@ -326,7 +326,7 @@ def _cudnn(tensors: list[torch.Tensor]) -> dict[str, float]:
 def _plan(tensors: list[torch.Tensor]) -> tuple[LaunchPlan, AttentionTensors]:
     """Return the plan of a forward pass, and its tensors."""
     q, k, v = (tensor.detach() for tensor in tensors)
-    _, _, _, options = prepare(q, k, v, Rule(causal=True))
+    options = AttentionSignature(q, k, v, causal=True).bind().options
     given = AttentionTensors(q, k, v)
     plan = plan_fwd(Call.of(make_spec(q, k, v, options), given))
     if isinstance(plan, Refusal):

@@ -55,6 +55,7 @@ _TEST_PLAIN = ("tests/engine/test_plain_steps.py",)
 _TEST_GROUPS = ("tests/engine/test_group_simulation.py", "-k", "any_schedule")
 _TEST_LOGPROBS = ("tests/engine/test_device_runner.py", "-k", "same or late")
 _OP, _ARGUMENTS = "tilewise/ops/attention/op.py", "tilewise/ops/attention/arguments.py"
+_CALL = "tilewise/ops/call.py"
 _TEST_RECORDED, _TEST_ATTENTION = (
     "tests/ops/attention/test_recorded.py",
     "tests/ops/attention/test_api.py",
@@ -262,8 +263,8 @@ MUTANTS = {
     ),
     # What arguments mean.
     "a_window_with_a_right_side_forgets_causal": Mutant(
-        _ARGUMENTS, "_options", "window_bounds(rule.causal, rule.window)",
-        "window_bounds(rule.causal and rule.window is None, rule.window)",
+        _ARGUMENTS, "AttentionSignature.options", "window_bounds(self.causal, self.window)",
+        "window_bounds(self.causal and self.window is None, self.window)",
         (_TEST_ATTENTION, "-k", "causal_hides and reference"),
     ),
     "a_scale_of_zero_is_the_default": Mutant(

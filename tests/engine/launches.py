@@ -214,7 +214,7 @@ def on_hopper(launches: Launches | None) -> Iterator[None]:
             _draws(patch)
         _model_runs_where_graphs_are_captured(patch)
         choose.cache_clear()
-        patch.setattr(call, "_calls", {})
+        patch.setattr(call, "_memory", call._Memory())
         try:
             yield
         finally:

@@ -27,7 +27,7 @@ def place(request, monkeypatch):
     """The device of a test, on which one backend computes."""
     backend, device = request.param
     monkeypatch.setattr(dispatch, "_AUTOMATIC", {device: (backend,)})
-    monkeypatch.setattr(memory, "_calls", {})
+    monkeypatch.setattr(memory, "_memory", memory._Memory())
     return device
 
 

@@ -207,6 +207,7 @@ def test_a_call_like_the_last_one_on_hopper_enters_few_functions():
             return "gluon", maker.finish((o, lse))
 
         with mock.patch.object(dispatch, "choose_plan", plan_of):
+            call.forget()
             q, k, v = (torch.randn(1, 16, 4, 64).bfloat16() for _ in range(3))
             for _ in range(8):
                 ops.attention(q, k, v, causal=True)

@@ -24,7 +24,7 @@ from tilewise.bench.case import DROPOUT_P, Case, block_mask
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.plan import Call
 from tilewise.kernels.spec import AttentionTensors, Fp8Spec
-from tilewise.ops.attention.arguments import Rule, options_of
+from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.ops.attention.fp8_op import E4M3
 from tilewise.ops.attention.op import make_spec
 
@@ -125,7 +125,7 @@ def _fp8_kernel(case: Case, *, per_token: bool = False) -> Run:
     from tilewise.kernels.gluon.attention import fp8, quantise
 
     q, k, v = (x.detach() for x in (case.q, case.k, case.v))
-    options = options_of(q, k, v, Rule(causal=case.problem.causal))
+    options = AttentionSignature(q, k, v, causal=case.problem.causal).bind().options
     spec = make_spec(q, k, v, options)._replace(dtype=E4M3)
     reason = fp8.why_not(spec)
     if reason is not None:

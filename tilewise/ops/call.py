@@ -163,7 +163,8 @@ class _Memory:
         calls: bound calls by their keys.
         latest: the latest call that came again.
         missed: the last call that the check of `latest` did not know.
-        num_missed: how often it came again before another one was missed or a check was made.
+        num_missed: the number of times it came again before another one was missed or a check was
+            made.
     """
 
     def __init__(self) -> None:

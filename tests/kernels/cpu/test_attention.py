@@ -437,7 +437,7 @@ def test_one_query_a_sequence_runs_on_the_decode_kernel(
 
     monkeypatch.setattr(cpu, "run_decode", spy)
     monkeypatch.setattr(cpu, "attend_rows", spy_alone)
-    monkeypatch.setattr(memory, "_calls", {})  # plans have what they call
+    monkeypatch.setattr(memory, "_memory", memory._Memory())  # plans have what they call
     q, k, v = make_qkv(3, 1, 700, 4, 2, 16, v_head_dim=24)
     k, v = _heads_first(k), v.flip(0)
     options = ONE_QUERY[name]
@@ -451,7 +451,7 @@ def test_one_query_a_sequence_runs_on_the_decode_kernel(
 def test_one_query_that_the_decode_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("run_decode", "attend_rows"):
         monkeypatch.setattr(cpu, name, lambda *args, **options: pytest.fail("was called"))
-    monkeypatch.setattr(memory, "_calls", {})
+    monkeypatch.setattr(memory, "_memory", memory._Memory())
     q, k, v = make_qkv(2, 1, 40, 4, 2, 16)
     slopes = torch.rand(2, 4)
     for tensors, options in (
@@ -480,7 +480,7 @@ def test_small_calls_stay_on_their_thread(monkeypatch: pytest.MonkeyPatch) -> No
     results = []
     for limit in (2**20, 0):
         monkeypatch.setattr(cpu, "_SMALL", limit)
-        monkeypatch.setattr(memory, "_calls", {})
+        monkeypatch.setattr(memory, "_memory", memory._Memory())
         q, k, v = make_qkv(1, 16, 16, 4, 2, 64, requires_grad=True)
         o = ops.attention(q, k, v, backend="cpu", causal=True)
         results.append([o, *torch.autograd.grad(o.square().sum(), (q, k, v))])

@@ -44,7 +44,7 @@ RULES = [{}, {"causal": True}, {"window": (5, 3)}, {"window": 20, "softmax_scale
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_calls", {})
+    monkeypatch.setattr(memory, "_memory", memory._Memory())
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def make(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 def by_tiles(q: Tensor, k: Tensor, v: Tensor, **rule: object) -> tuple[Tensor, Tensor]:
     """Return o and lse by the kernel for any number of keys."""
     with (
-        mock.patch.object(memory, "_calls", {}),
+        mock.patch.object(memory, "_memory", memory._Memory()),
         mock.patch.object(cpu, "_has_few_keys", return_value=False),
         mock.patch.object(cpu, "attention_forward_few", side_effect=AssertionError),
     ):
@@ -214,7 +214,7 @@ def test_gradients_of_a_tile_have_the_bits_of_many(
     do = torch.randn(*q.shape[:3], v.shape[-1], dtype=dtype)
     with (
         mock.patch.object(cpu, "_has_few", return_value=False),
-        mock.patch.object(memory, "_calls", {}),
+        mock.patch.object(memory, "_memory", memory._Memory()),
     ):
         expected = gradients([q, k, v], do, **rule)
     takes = TILES[name][2] % UNROLLED == 0

@@ -153,7 +153,9 @@ class TestPagedAttention:
             if backend != "triton" or place == "cuda" or dtype == torch.float32:
                 pytest.skip("single rows have the kernel of all, or the GPU says which")
             monkeypatch.setattr(device, "arch_of", lambda where: arch)
-            monkeypatch.setattr(call, "_calls", {})  # those of these sizes are planned on Hopper
+            monkeypatch.setattr(
+                call, "_memory", call._Memory()
+            )  # those of these sizes are planned on Hopper
         length = 200 if place == "cuda" else 40
         if backend == "reference":
             pytest.skip("the oracle has no tiles")

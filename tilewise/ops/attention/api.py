@@ -196,7 +196,7 @@ def attention(
     if return_max_logits:
         return _with_maxima(given, return_lse)
     results: Any = call.repeat(given, record) or _attend(given)
-    return results if return_lse else results[0]
+    return results if return_lse else results[0]  # type: ignore[no-any-return]
 
 
 def _attend(given: AttentionSignature) -> tuple[Tensor | None, ...]:
@@ -362,4 +362,4 @@ def attention_varlen(
     if return_max_logits:
         return _with_maxima(given, return_lse)
     results: Any = _attend(given)
-    return results if return_lse else results[0]
+    return results if return_lse else results[0]  # type: ignore[no-any-return]

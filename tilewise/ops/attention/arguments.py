@@ -55,7 +55,7 @@ class AttentionSignature(NamedTuple):
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return all tensors, in the order in which plans take them."""
-        philox: Any = self.seed if self.dropout_p > 0 else None
+        philox: Any = self.seed if self.dropout_p else None  # checked by `bind`
         return (
             self.q,
             self.k,
@@ -93,8 +93,9 @@ class AttentionSignature(NamedTuple):
     def bind(self) -> AttentionArguments:
         """Check the arguments and return those of the registered op."""
         self.check_types()
-        given = self._replace(**dict(zip("qkv", autocast(*self[:3]), strict=True)))
-        return AttentionArguments(*given[:3], given.options(checks.check_float))
+        q, k, v = autocast(*self[:3])
+        given = self._replace(q=q, k=k, v=v)
+        return AttentionArguments(q, k, v, given.options(checks.check_float))
 
     def adapter(self) -> Adapter:
         """Return the function that makes the tensors of the options out of `tensors()`."""

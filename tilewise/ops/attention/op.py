@@ -301,7 +301,7 @@ class BoundAttention(Bound):
     Attributes:
         numbers: the options that are no tensors.
         shapes: the shapes of q, k, v and o.
-        spec: what decides how the call is computed, beside its tensors.
+        spec: everything that decides how the call is computed, beside its tensors.
         device: the device of its tensors.
         last_gradient: the check of do, o, lse, q, k and v by which a gradient like the last one of
             a call without more tensors is found, and the plan that computes it.
