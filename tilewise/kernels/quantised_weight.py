@@ -138,7 +138,7 @@ class QuantisedWeight:
                     raise ValueError(
                         f"{name}.{label} must be on {self.device}, got {tensor.device}"
                     )
-        if self.outer is not None or self.outer_minimums is not None:
+        if self.has_outer:
             for inner, wide in zip(self.block, self.outer_block, strict=True):
                 if wide % inner:
                     raise ValueError(
@@ -154,9 +154,43 @@ class QuantisedWeight:
         if self.computed not in _FLOATS:
             raise TypeError(f"{name}.computed must be a float dtype, got {self.computed}")
 
+    @property
+    def has_outer(self) -> bool:
+        """Whether scales or minimums have outer factors."""
+        return self.outer is not None or self.outer_minimums is not None
+
     def dequantise(self) -> Tensor:
         """Return W (N, K) in the dtype `computed`."""
-        return self._values(self, self.shape[0])
+        rows, columns = self.shape
+
+        def spread(tensor: Tensor, block: tuple[int, int]) -> Tensor:
+            wide = tensor.float()
+            wide = wide.repeat_interleave(min(block[0], rows), 0)[:rows]
+            return wide.repeat_interleave(min(block[1], columns), 1)[:, :columns]
+
+        def scaled(tensor: Tensor, outer: Tensor | None) -> Tensor:
+            whole = spread(tensor, self.block)
+            return whole if outer is None else whole * spread(outer, self.outer_block)
+
+        def rounded(x: Tensor) -> Tensor:
+            return x if self.computed == torch.float32 else x.to(self.computed).float()
+
+        if self.bits == 4:
+            pairs = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
+            values = pairs.float()
+            if self.table is not None:
+                values = torch.tensor(self.table, device=self.device)[pairs.int()]
+        else:
+            values = self.codes.float()
+        if self.zeros is not None:
+            values = rounded(values - spread(self.zeros, self.block))
+        values = rounded(values * scaled(self.scales, self.outer))
+        if self.minimums is not None:
+            values = rounded(values - scaled(self.minimums, self.outer_minimums))
+        if self.permutation is not None:
+            inverse = torch.argsort(self.permutation.long())
+            values = values[:, inverse]
+        return values.to(self.computed)
 
     def rows_of(self, rows: Tensor) -> Tensor:
         """Return rows (...,) of W: (..., K), as an embedding looks them up.
@@ -164,9 +198,7 @@ class QuantisedWeight:
         Args:
             rows: int64 (...,) of numbers in 0 ... N - 1.
         """
-        flat = rows.reshape(-1)
-        picked = self._by_row(flat)
-        return self._values(picked, len(flat)).view(*rows.shape, -1)
+        return self._by_row(rows.reshape(-1)).dequantise().view(*rows.shape, -1)
 
     def _by_row(self, rows: Tensor) -> QuantisedWeight:
         """Return the weight of some rows, with blocks of one row."""
@@ -179,39 +211,6 @@ class QuantisedWeight:
         block, outer_block = (1, self.block[1]), (1, self.outer_block[1])
         narrow = replace(self, codes=_take(self.codes, rows), block=block, outer_block=outer_block)
         return replace(narrow, **taken)  # type: ignore[arg-type]
-
-    @staticmethod
-    def _values(weight: QuantisedWeight, rows: int) -> Tensor:
-        columns = weight.shape[1]
-
-        def spread(tensor: Tensor, block: tuple[int, int]) -> Tensor:
-            wide = tensor.float()
-            wide = wide.repeat_interleave(min(block[0], rows), 0)[:rows]
-            return wide.repeat_interleave(min(block[1], columns), 1)[:, :columns]
-
-        def scaled(tensor: Tensor, outer: Tensor | None) -> Tensor:
-            whole = spread(tensor, weight.block)
-            return whole if outer is None else whole * spread(outer, weight.outer_block)
-
-        def rounded(x: Tensor) -> Tensor:
-            return x if weight.computed == torch.float32 else x.to(weight.computed).float()
-
-        if weight.bits == 4:
-            pairs = torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(-2)
-            values = pairs.float()
-            if weight.table is not None:
-                values = torch.tensor(weight.table, device=weight.device)[pairs.int()]
-        else:
-            values = weight.codes.float()
-        if weight.zeros is not None:
-            values = rounded(values - spread(weight.zeros, weight.block))
-        values = rounded(values * scaled(weight.scales, weight.outer))
-        if weight.minimums is not None:
-            values = rounded(values - scaled(weight.minimums, weight.outer_minimums))
-        if weight.permutation is not None:
-            inverse = torch.argsort(weight.permutation.long())
-            values = values[:, inverse]
-        return values.to(weight.computed)
 
     def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> QuantisedWeight:
         """Return rows first ... end - 1 and columns first ... end - 1 of W, as a rank holds them.
@@ -226,7 +225,7 @@ class QuantisedWeight:
         if not whole and self.permutation is not None:
             raise ValueError("columns must be whole with a permutation of the inputs, got a part")
         unit = math.lcm(self.block[1] if width > self.block[1] else 1, 8 // self.bits)
-        if self.outer is not None and width > self.outer_block[1]:
+        if self.has_outer and width > self.outer_block[1]:
             unit = math.lcm(unit, self.outer_block[1])
         if left % unit or (right % unit and right != width):
             raise ValueError(f"columns must be cut at multiples of {unit}, got {columns}")
@@ -236,18 +235,11 @@ class QuantisedWeight:
             part = self
         if whole:
             return part
-        per_byte = 8 // self.bits
-        found: dict[str, Tensor] = {"codes": part.codes[:, left // per_byte : right // per_byte]}
-        for name, tensor in part.tensors().items():
-            size = {**dict.fromkeys(_INNER, part.block[1]), **dict.fromkeys(_OUTER, 0)}.get(name)
-            if size is None:
-                continue
-            size = size or part.outer_block[1]
-            if width > size:
-                found[name] = tensor[:, left // size : -(-right // size)]
-            else:
-                found[name] = tensor
-        cut = {name: tensor.contiguous() for name, tensor in found.items()}
+        found, per_byte = part.tensors(), 8 // self.bits
+        cut = {"codes": part.codes[:, left // per_byte : right // per_byte].contiguous()}
+        for names, size in ((_INNER, self.block[1]), (_OUTER, self.outer_block[1])):
+            for name in found.keys() & names if width > size else ():
+                cut[name] = found[name][:, left // size : -(-right // size)].contiguous()
         return replace(part, **cut)  # type: ignore[arg-type]
 
     @staticmethod
@@ -267,8 +259,7 @@ class QuantisedWeight:
         same_blocks = {(w.block, w.outer_block) for w in weights} == {
             (first.block, first.outer_block)
         }
-        has_outer = first.outer is not None or first.outer_minimums is not None
-        rows = math.lcm(first.block[0], first.outer_block[0] if has_outer else 1)
+        rows = math.lcm(first.block[0], first.outer_block[0] if first.has_outer else 1)
         if not same_blocks or any(height % rows for height in heights):
             weights = [w._by_row(torch.arange(w.shape[0], device=w.device)) for w in weights]
             first = weights[0]
@@ -295,7 +286,7 @@ def _are_alike(a: QuantisedWeight, b: QuantisedWeight) -> bool:
         return False
     width = a.shape[1]
     pairs = [(a.block, b.block)]
-    if a.outer is not None or a.outer_minimums is not None:
+    if a.has_outer:
         pairs.append((a.outer_block, b.outer_block))
     if any(min(x[1], width) != min(y[1], width) for x, y in pairs):
         return False
