@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device, early
-from tilewise.kernels.gluon.quantised import rows as kernel
 from tilewise.kernels.gluon.quantised.operands import (
     E4M3,
     E5M2,
@@ -26,6 +25,7 @@ from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles import quantised_rows as tiles
 from tilewise.kernels.tiles.quantised_rows import QuantisedTile
+from tilewise.kernels.triton.quantised.linear import kind_of, raw
 
 __all__ = ["launch", "why_not"]
 
@@ -35,12 +35,6 @@ _CODES = {
     torch.int8: INT8.value,
     torch.float8_e4m3fn: E4M3.value,
     torch.float8_e5m2: E5M2.value,
-}
-_SCALES = {
-    torch.float8_e8m0fnu: kernel.E8M0.value,
-    torch.float8_e4m3fn: kernel.SCALE_E4M3.value,
-    torch.uint8: kernel.UINT8.value,
-    torch.int8: kernel.SINT8.value,
 }
 _WORDS = 8
 
@@ -98,12 +92,12 @@ def launch(
     if tile is None:
         tile = tiles.tile_of(outputs, channels, rows, batch_invariant=batch_invariant)
     kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
-    minimum = -1 if weight.minimums is None else _scale_kind(weight.minimums)
+    minimum = -1 if weight.minimums is None else kind_of(weight.minimums)
     step = step_of(weight.block, channels, weight.bits)
     shape = Shape(
         kind, tile.rows, tile.tiles, tile.warps_n, tile.warps_k, tile.holds_inputs, step,
         _steps(weight.block, channels, step), _steps(weight.outer_block, channels, step),
-        _scale_kind(weight.scales), weight.outer is not None, weight.zeros is not None, minimum,
+        kind_of(weight.scales), weight.outer is not None, weight.zeros is not None, minimum,
         weight.outer_minimums is not None, bias is not None, early.mode("rows"),
     )  # fmt: skip
     words = weight.codes.view(torch.int32)
@@ -112,8 +106,8 @@ def launch(
     start(
         quantised_rows_kernel,
         (-(-outputs // (16 * tile.tiles * tile.warps_n)), -(-rows // tile.rows)),
-        x, words, _raw(weight.scales), _raw(weight.zeros, y), _raw(weight.minimums, y),
-        _raw(weight.outer, y), _raw(weight.outer_minimums, y), *table,
+        x, words, raw(weight.scales, y), raw(weight.zeros, y), raw(weight.minimums, y),
+        raw(weight.outer, y), raw(weight.outer_minimums, y), *table,
         y if bias is None else bias, y,
         MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"], rows, outputs, channels,
         words.shape[1], x.stride(0),
@@ -127,18 +121,6 @@ def launch(
 def _steps(block: tuple[int, int], channels: int, step: int) -> int:
     """Return how many steps share a scale; 0 for all of a row."""
     return 0 if block[1] >= channels else block[1] // step
-
-
-def _raw(tensor: Tensor | None, absent: Tensor | None = None) -> Tensor | None:
-    """Return scales as what the kernel reads: floats of 8 bits as bytes; None as any tensor."""
-    if tensor is None:
-        return absent
-    is_narrow = tensor.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu)
-    return tensor.view(torch.uint8) if is_narrow else tensor
-
-
-def _scale_kind(scales: Tensor) -> int:
-    return _SCALES.get(scales.dtype, kernel.FLOAT.value)
 
 
 @functools.cache

@@ -33,9 +33,9 @@ from tilewise.kernels.gluon.quantised.operands import (
     sum_layout,
     words_operand,
 )
+from tilewise.kernels.triton.quantised.values import E4M3, E8M0
 
 _FIRST = gl.constexpr(early.FIRST)
-FLOAT, E8M0, SCALE_E4M3, UINT8, SINT8 = (gl.constexpr(i) for i in range(5))
 
 
 class Shape(NamedTuple):
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
     step: int  # channels of a warp's product: 32 to 128 of 4 bits, 16 to 64 of 8
     group_steps: int  # steps that share a scale; 0: all of a row
     outer_steps: int  # likewise an outer scale
-    scale_kind: int
+    scale_kind: int  # of `triton.quantised.values`
     has_outer: bool
     has_zeros: bool
     minimum_kind: int  # -1: none
@@ -81,7 +81,7 @@ def _wide(raw, KIND: gl.constexpr):
     if KIND == E8M0:
         bits = raw.to(gl.int32) << 23
         return gl.where(raw == 0, 5.877471754111438e-39, bits.to(gl.float32, bitcast=True))
-    elif KIND == SCALE_E4M3:
+    elif KIND == E4M3:
         bits = raw.to(gl.int32)
         bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
         return bits.to(gl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120

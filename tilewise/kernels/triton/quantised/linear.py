@@ -17,7 +17,7 @@ from tilewise.kernels.triton.quantised import values
 from tilewise.kernels.triton.quantised.values import values_kernel
 from tilewise.kernels.triton.step import invariant_linear
 
-__all__ = ["launch", "values_of", "why_not"]
+__all__ = ["kind_of", "launch", "raw", "values_of", "why_not"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _AT_ONCE = 1 << 23
@@ -69,21 +69,20 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
     columns = weight.shape[1]
     w = torch.empty((end - first, columns), dtype=dtype, device=weight.device)
     outer = weight.outer if weight.outer is not None else weight.outer_minimums
-    has_outer = weight.outer is not None or weight.outer_minimums is not None
     blocks = (
         _columns(weight.block, columns),
-        (_columns(weight.outer_block, columns) if has_outer else _WHOLE),
+        _columns(weight.outer_block, columns) if weight.has_outer else _WHOLE,
     )
     start(
         values_kernel,
         (-(-(end - first) // _TILE_N), -(-columns // _TILE_K)),
-        _raw(weight.codes, w), _raw(weight.scales, w), _raw(weight.zeros, w),
-        _raw(weight.minimums, w), _raw(weight.outer, w), _raw(weight.outer_minimums, w),
+        raw(weight.codes, w), raw(weight.scales, w), raw(weight.zeros, w),
+        raw(weight.minimums, w), raw(weight.outer, w), raw(weight.outer_minimums, w),
         weight.table or (0.0,) * NIBBLES, w, first, end - first, columns, weight.scales.shape[1],
         1 if outer is None else outer.shape[1], weight.block[0], weight.outer_block[0],
         BLOCK=blocks[0], OUTER_BLOCK=blocks[1],
-        GROUP=math.gcd(_TILE_K, *blocks), BITS=weight.bits, CODES=_kind(weight.codes),
-        SCALES=_kind(weight.scales), MINIMUMS=_kind(weight.minimums),
+        GROUP=math.gcd(_TILE_K, *blocks), BITS=weight.bits, CODES=kind_of(weight.codes),
+        SCALES=kind_of(weight.scales), MINIMUMS=kind_of(weight.minimums),
         HAS_TABLE=weight.table is not None, IS_E2M1=weight.table == E2M1,
         HAS_ZEROS=weight.zeros is not None, HAS_MINIMUMS=weight.minimums is not None,
         HAS_OUTER=weight.outer is not None,
@@ -98,12 +97,13 @@ def _columns(block: tuple[int, int], columns: int) -> int:
     return _WHOLE if block[1] >= columns else block[1]
 
 
-def _kind(tensor: Tensor | None) -> int:
+def kind_of(tensor: Tensor | None) -> int:
+    """Return how a kernel reads numbers, see `values`."""
     return values.PLAIN.value if tensor is None else _KINDS.get(tensor.dtype, values.PLAIN.value)
 
 
-def _raw(tensor: Tensor | None, absent: Tensor) -> Tensor:
-    """Return what the kernel reads: floats of 8 bits as bytes; any tensor for none."""
+def raw(tensor: Tensor | None, absent: Tensor) -> Tensor:
+    """Return what kernels read: floats of 8 bits as bytes; any tensor for none."""
     if tensor is None:
         return absent
     return tensor.view(torch.uint8) if tensor.dtype in _KINDS else tensor
