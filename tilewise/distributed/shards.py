@@ -35,7 +35,7 @@ from tilewise.models.layer_config import FeedForwardConfig, LayerConfig
 from tilewise.models.native import NativeLayer, for_device
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.models.weight_table import Part, Weight
-from tilewise.models.weights import check_weights, load_weights, narrow
+from tilewise.models.weights import load_weights, narrow
 from tilewise.nn.attention import Attention
 from tilewise.nn.experts import Experts, ExpertsConfig
 from tilewise.nn.layers import GatedMLP, Parts, RankPart, RMSNorm, project, project_in_parts
@@ -205,7 +205,6 @@ def load_shard(
     cut = _Cut(config, group)
     if not random_weights:
         narrow(model, path, part=cut)
-        check_weights(model, path, part=cut)
     if before is not None:
         before(model)
     model = allocated(model, group.device)

@@ -23,7 +23,7 @@ from tilewise.models.config_fields import (
 from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families import FAMILIES, Family
 from tilewise.models.naming import not_a_checkpoint
-from tilewise.models.quantised.choose import quantisation_of, why_not_format
+from tilewise.models.quantised.choose import format_of, quantisation_of
 from tilewise.models.text_part import text_part
 from tilewise.models.unread_fields import ReadFields, must_be, tell_unread
 
@@ -132,9 +132,7 @@ def _check_format(config: Json, family: Family) -> None:
     if fields.get("quant_method", "unknown") in family.formats:
         tell_unread("quantization_config of config.json", fields.unread("quantization_config"))
         return
-    reason = why_not_format(dict(object_of(config, "quantization_config")))
-    if reason is not None:
-        raise CheckpointError(reason)
+    format_of(object_of(config, "quantization_config"))
 
 
 def _family(config: Json) -> Family:

@@ -90,7 +90,6 @@ def load_model(
     model = empty_model(for_device(config, torch.device(device)), dtype, "meta")
     if not random_weights:
         narrow(model, path)
-        check_weights(model, path)
     if before is not None:
         before(model)
     model = allocated(model, device)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise.errors import CheckpointError
 
-__all__ = ["INDEX", "SINGLE", "PickledTensors", "open_weights", "some", "weight_files"]
+__all__ = ["DTYPES", "INDEX", "SINGLE", "PickledTensors", "open_weights", "some", "weight_files"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,6 +27,14 @@ _PICKLED_INDEX = "pytorch_model.bin.index.json"
 _LFS = b"version https://git-lfs"  # the beginning of Git LFS's pointer files
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
 _OTHERS = ("adapter_", "training_args", "optimizer", "scheduler")  # files that hold no model
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+"""The dtypes of tensors by safetensors' names."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SHOWN = 3  # names listed in a message before "..."
 
 
@@ -146,14 +154,6 @@ class TensorSlice:
         """Return a part."""
         part: Tensor = self._tensor[at]
         return part
-
-
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
-}  # fmt: skip
 
 
 def _named(directory: Path, suffix: str, begin: str = "") -> list[Path]:

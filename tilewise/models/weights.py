@@ -96,37 +96,33 @@ def check_weights(
         _check(model, found, part, _modules(model, directory, found))
 
 
-def narrow(model: Decoder | Encoder, directory: str | Path, *, part: CutOf | None = None) -> None:
-    """Put a `QuantisedLinear` in the place of each projection that a checkpoint stores quantised.
+def narrow(model: Decoder, directory: str | Path, *, part: CutOf | None = None) -> None:
+    """Put a `QuantisedLinear` in the place of each projection that a checkpoint stores quantised,
+    and check the checkpoint as `check_weights` does.
 
     The model's parameters are on "meta", and so are the weights; `load_weights` reads them. Other
     quantised weights (of experts, of embeddings) are dequantised when they are read.
 
     Args, Raises: as of `load_weights`.
     """
-    if not isinstance(model, Decoder):
-        return
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
         modules = _modules(model, directory, found)
-        if modules.format is None:
-            return
-        for weight in model.weight_table():
+        for weight in () if modules.format is None else model.weight_table():
             name, _, kind = weight.name.rpartition(".")
             linear = model.get_submodule(name)
             if kind != "weight" or type(linear) is not nn.Linear or weight.transposed:
                 continue
-            sources = [_bare(model, source, found) for source in weight.sources]
+            sources = _names_of(model, weight, found)
             if not all(modules.has(source) for source in sources):
                 continue
-            parts = [
-                _cut_narrow(modules.weight(source, is_meta=True), _part_of(model, weight, i, part))
-                for i, source in enumerate(sources)
-            ]
+            weights = [modules.weight(source, is_meta=True) for source in sources]
+            parts = _cut_all(model, weight, weights, part)
             place, _, own = name.rpartition(".")
             made = QuantisedLinear(parts, linear.bias, linear.weight.dtype)
             _check_size(name, made, linear)
             setattr(model.get_submodule(place), own, made)
+        _check(model, found, part, modules)
 
 
 @torch.no_grad()
@@ -160,13 +156,8 @@ def load_weights(
         for name, linear in _narrow_linears(model):
             assert isinstance(model, Decoder)
             weight = model.source_of(f"{name}.weight", linear)
-            sources = [_bare(model, source, found) for source in weight.sources]
-            linear.hold(
-                [
-                    _cut_narrow(modules.weight(source), _part_of(model, weight, i, part))
-                    for i, source in enumerate(sources)
-                ]
-            )
+            weights = [modules.weight(source) for source in _names_of(model, weight, found)]
+            linear.hold(_cut_all(model, weight, weights, part))
 
 
 def read_tensor(
@@ -207,22 +198,28 @@ def _narrow_linears(model: nn.Module) -> list[tuple[str, QuantisedLinear]]:
     return [(n, m) for n, m in model.named_modules() if isinstance(m, QuantisedLinear)]
 
 
-def _bare(model: Decoder | Encoder, source: str, found: Found) -> str:
-    """Return the name of a source in the file, which may lack the model's prefix."""
-    prefix = model.weight_prefix
-    return source if any(n.startswith(prefix) for n in found) else source.removeprefix(prefix)
+def _is_bare(model: Decoder | Encoder, found: Found) -> bool:
+    """Return whether the names in a file lack the model's prefix."""
+    return not any(name.startswith(model.weight_prefix) for name in found)
 
 
-def _part_of(
-    model: Decoder | Encoder, weight: Weight, place: int, part: CutOf | None
-) -> Part | None:
-    """Return the part of a source that is read, in the order of the parameter."""
-    cut = None if part is None else part(weight, place)
-    if cut is None and weight.order is not None:
-        rows = model.get_submodule(weight.name.removesuffix(".weight")).out_features
-        assert isinstance(rows, int)
-        return _in_order(model, weight, rows)
-    return cut
+def _names_of(model: Decoder, weight: Weight, found: Found) -> list[str]:
+    """Return the names of a weight's sources in the file."""
+    prefix = model.weight_prefix if _is_bare(model, found) else ""
+    return [source.removeprefix(prefix) for source in weight.sources]
+
+
+def _cut_all(
+    model: Decoder, weight: Weight, sources: Sequence[QuantisedWeight], part: CutOf | None
+) -> list[QuantisedWeight]:
+    """Return the parts of quantised sources that a model holds, in the order of its rows."""
+    cuts = [None if part is None else part(weight, place) for place in range(len(sources))]
+    if weight.order is not None:
+        cuts = [
+            _in_order(model, weight, source.shape[0]) if cut is None else cut
+            for source, cut in zip(sources, cuts, strict=True)
+        ]
+    return [_cut_narrow(source, cut) for source, cut in zip(sources, cuts, strict=True)]
 
 
 def _cut_narrow(weight: QuantisedWeight, part: Part | None) -> QuantisedWeight:
@@ -253,12 +250,11 @@ def _targets(
     A name that is not in the file belongs to experts in MXFP4, which are stored as blocks and
     scales.
     """
-    prefix = model.weight_prefix
-    is_bare = not any(name.startswith(prefix) for name in found)
+    prefix = model.weight_prefix if _is_bare(model, found) else ""
     for weight in model.weight_table():
         parts = weight.parts(model.get_parameter(weight.name))
         for place, (source, target) in enumerate(parts):
-            name = source.removeprefix(prefix) if is_bare else source
+            name = source.removeprefix(prefix)
             cut = None if part is None else part(weight, place)
             if name not in found and f"{name}_blocks" in found:
                 yield name, target.mT if weight.transposed else target, cut
@@ -311,8 +307,8 @@ def _check(
     known: set[str] = set()
     for name, linear in _narrow_linears(model):
         assert isinstance(model, Decoder)
-        sources = model.source_of(f"{name}.weight", linear).sources
-        known |= modules.known(_bare(model, source, found) for source in sources)
+        weight = model.source_of(f"{name}.weight", linear)
+        known |= modules.known(_names_of(model, weight, found))
     for name, target, cut in _targets(model, found, part, modules):
         if modules.has(name):
             known |= modules.known((name,))

@@ -67,18 +67,15 @@ class GgufCheckpoint:
             return False
         if source.part is not None or source.transposed or source.excess or source.numbers:
             return False
-        types = {self.file.tensors[each].type.name for each in source.tensors}
-        return len(types) == 1 and isinstance(self._first_row(source), QuantisedWeight)
+        types = [self.file.tensors[each].type for each in source.tensors]
+        return len({kind.name for kind in types}) == 1 and types[0].dtype is None
 
     def row_of(self, name: str) -> QuantisedWeight:
         """Return the first row of a narrow matrix."""
-        found = self._first_row(self._sources[name])
+        info = self.file.tensors[self._sources[name].tensors[0]]
+        found = repack(info.data[:1], info.type)
         assert isinstance(found, QuantisedWeight)
         return found
-
-    def _first_row(self, source: Source) -> Tensor | QuantisedWeight:
-        info = self.file.tensors[source.tensors[0]]
-        return repack(_lines(info, source)[:1], info.type)
 
     def numbers(self, name: str, first: int = 0, end: int | None = None) -> Tensor:
         """Return rows first ... end - 1 of the first dim of a tensor, as numbers.

@@ -18,7 +18,7 @@ from tilewise.models.quantised.hqq import hqq
 from tilewise.models.quantised.microscaling import modelopt_mxfp8, quark
 from tilewise.models.quantised.torchao import torchao
 
-__all__ = ["FORMATS", "format_of", "quantisation_of", "why_not_format"]
+__all__ = ["FORMATS", "format_of", "quantisation_of"]
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": fp8,
@@ -86,12 +86,3 @@ def format_of(told: Mapping[str, Any]) -> Format:
         names = ", ".join((*FORMATS, "modelopt"))
         raise CheckpointError(f"quant_method must be one of {names}, got {method!r}")
     return FORMATS[method](told)
-
-
-def why_not_format(told: Mapping[str, Any]) -> str | None:
-    """Return why a configuration of a quantisation is not served, or None if it is."""
-    try:
-        format_of(told)
-    except CheckpointError as error:
-        return str(error)
-    return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.models.quantised.format import Format, Stored, settings
 from tilewise.ops import QuantisedWeight
 
-__all__ = ["fbgemm", "float8", "fp8", "modelopt_fp8"]
+__all__ = ["fbgemm", "float8", "float8_format", "fp8", "modelopt_fp8"]
 
 _INPUTS = ("input_scale", "activation_scale", "k_scale", "v_scale", "input_scale_ub")
 
@@ -63,21 +63,25 @@ def fp8(config: Mapping[str, Any]) -> Format:
     return Format(name, ("weight_scale_inv", "weight_scale"), read, _INPUTS)
 
 
+def float8_format(name: str, extra: tuple[str, ...] = _INPUTS) -> Format:
+    """Return a format of e4m3 weights whose one tensor of scales is weight_scale.
+
+    Args:
+        name: the name that a user sees.
+        extra: suffixes of tensors that are known and not needed.
+    """
+
+    def read(stored: Stored) -> QuantisedWeight:
+        return float8(stored, stored.tensor("weight_scale"), "weight_scale")
+
+    return Format(name, ("weight_scale",), read, extra)
+
+
 def fbgemm(config: Mapping[str, Any]) -> Format:
     """Return the format of `quant_method` "fbgemm_fp8": a scale a row."""
-    return Format(
-        "fbgemm fp8",
-        ("weight_scale",),
-        lambda stored: float8(stored, stored.tensor("weight_scale"), "weight_scale"),
-        _INPUTS,
-    )
+    return float8_format("fbgemm fp8")
 
 
 def modelopt_fp8(config: Mapping[str, Any]) -> Format:
     """Return ModelOpt's format "FP8": one scale for a weight."""
-    return Format(
-        "modelopt fp8",
-        ("weight_scale",),
-        lambda stored: float8(stored, stored.tensor("weight_scale"), "weight_scale"),
-        _INPUTS,
-    )
+    return float8_format("modelopt fp8")

@@ -69,10 +69,6 @@ class Format:
     extra: tuple[str, ...] = ()
     small: tuple[str, ...] = ()
 
-    def is_small(self, suffix: str) -> bool:
-        """Return whether a tensor has to be read to know the shape of a weight."""
-        return suffix in self.small
-
 
 def matches(rules: Iterable[str], module: str) -> bool:
     """Return whether a module is named by rules: a name, the end or a part of one, or "re:..."."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilewise.errors import CheckpointError
-from tilewise.models.quantised.float8 import float8
+from tilewise.models.quantised.float8 import float8_format
 from tilewise.models.quantised.format import Format, Stored, settings
 from tilewise.ops import E2M1, QuantisedWeight
 
@@ -73,12 +73,7 @@ def quark(config: Mapping[str, Any]) -> Format:
             "quark mxfp4", ("weight_scale",), lambda stored: microscaled(stored, "weight"), _EXTRA
         )
     settings(weight, qscheme=("per_tensor", "per_channel"))
-    return Format(
-        "quark fp8",
-        ("weight_scale",),
-        lambda stored: float8(stored, stored.tensor("weight_scale"), "weight_scale"),
-        _EXTRA,
-    )
+    return float8_format("quark fp8", _EXTRA)
 
 
 def modelopt_mxfp8(config: Mapping[str, Any]) -> Format:

@@ -12,17 +12,12 @@ from torch import Tensor
 
 from tilewise.errors import CheckpointError
 from tilewise.models.quantised.format import Format, Stored
+from tilewise.models.weight_files import DTYPES
 from tilewise.ops import QuantisedWeight
 
 __all__ = ["QuantisedModules"]
 
 _DEEPEST = 3  # parts of a suffix: "weight.quant_state.bitsandbytes__nf4"
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
 
 
 class QuantisedModules:
@@ -60,7 +55,8 @@ class QuantisedModules:
         Raises:
             CheckpointError: a tensor is missing, cannot be read, or breaks the format's rules.
         """
-        assert self.format is not None
+        kind = self.format
+        assert kind is not None
         module = source.removesuffix(".weight")
         names = frozenset(self._suffixes[module])
 
@@ -68,9 +64,9 @@ class QuantisedModules:
             name = f"{module}.{suffix}"
             file, reader = self._found[name]
             try:
-                if is_meta and not self.format.is_small(suffix):  # type: ignore[union-attr]
+                if is_meta and suffix not in kind.small:
                     part = reader.get_slice(name)
-                    dtype = _DTYPES.get(part.get_dtype())
+                    dtype = DTYPES.get(part.get_dtype())
                     if dtype is None:
                         raise CheckpointError(
                             f"tensor {name} must be of a known dtype, got {part.get_dtype()}"
@@ -85,7 +81,7 @@ class QuantisedModules:
 
         stored = Stored(module, names, get)
         try:
-            weight = self.format.read(stored)
+            weight = kind.read(stored)
             weight.check(module)
             if not is_meta:
                 _check_scales(module, weight)
@@ -93,7 +89,7 @@ class QuantisedModules:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
-                f"tensors of {module} must be a weight of {self.format.name}, got {error}"
+                f"tensors of {module} must be a weight of {kind.name}, got {error}"
             ) from error
         return weight
 
