@@ -112,9 +112,7 @@ def adapter_sites(model: Decoder) -> dict[str, AdapterSite]:
             size = parameter.shape[0] if weight.rows is None else weight.rows[place]
             spans: tuple[tuple[int, int], ...] = ((0, size),)
             if weight.order is not None:
-                heads = model.config.layers[weight.layer].attention
-                q, kv = range(heads.num_q_heads), range(heads.num_kv_heads)
-                spans = weight.order(heads, q, kv)
+                spans = weight.rows_in_order(model.config.layers[weight.layer].attention)
             name = source.removesuffix(".weight")
             sites[name] = AdapterSite(module, spans, first, parameter.shape[1], size)
             first += size

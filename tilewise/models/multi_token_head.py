@@ -19,7 +19,7 @@ from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.families import FAMILIES
-from tilewise.models.native import NativeLayer, for_device, new_norm
+from tilewise.models.native import NativeLayer, for_device, new_norm, rows_of_sources
 from tilewise.models.weight_table import Weight
 from tilewise.models.weights import load_weights
 from tilewise.nn.attention import attend_as_steps
@@ -104,15 +104,8 @@ class MultiTokenHead(Decoder):
     def _weight(self, name: str, parameter: Tensor) -> Weight:
         if name in _OWN:
             return Weight.of(name, f"{self.names.layer.format(self._place)}.{_OWN[name]}")
-
-        def rows(count: int) -> tuple[int, ...]:
-            if ".qkv_proj." in name:
-                heads = self.config.layers[0].attention
-                q, kv = heads.num_q_heads, heads.num_kv_heads
-                return tuple(n * heads.head_dim for n in (q, kv, kv))
-            size = parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
-            return (size // count,) * count
-
+        heads = self.config.layers[0].attention if ".qkv_proj." in name else None
+        rows = rows_of_sources(heads, tuple(parameter.shape))
         there = self.names.weight(f"layers.{self._place}.{name.removeprefix('layers.0.')}", rows)
         return replace(there, name=name)
 

@@ -16,7 +16,13 @@ from tilewise.models.config import ModelConfig
 from tilewise.models.cpu_program import CpuProgram
 from tilewise.models.decoder import Decoder
 from tilewise.models.families import FAMILIES
-from tilewise.models.layer_config import PRE_NORM, LayerConfig, NormConfig, QueryGrowth
+from tilewise.models.layer_config import (
+    PRE_NORM,
+    AttentionConfig,
+    LayerConfig,
+    NormConfig,
+    QueryGrowth,
+)
 from tilewise.models.native_program import program_of, why_no_program
 from tilewise.models.weight_table import Weight
 from tilewise.nn.attention import Attention, KeysAndValues
@@ -40,7 +46,7 @@ from tilewise.nn.packed import PackedLinear
 from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.rope import RotaryEmbedding
 
-__all__ = ["NativeDecoder", "NativeLayer", "for_device"]
+__all__ = ["NativeDecoder", "NativeLayer", "for_device", "new_norm", "rows_of_sources"]
 
 # Random expert weights are random bytes, with magnitudes of 2 and more on average, times 2 ** -7.
 _DRAWN_SCALE = 127 - 7
@@ -605,18 +611,9 @@ class NativeDecoder(Decoder):
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:
         """Return a function of a number of sources: the rows of each in a parameter."""
-
-        def rows(count: int) -> tuple[int, ...]:
-            if ".qkv_proj." in name:
-                attention = self.config.layers[int(name.split(".")[1])].attention
-                q, kv = attention.num_q_heads, attention.num_kv_heads
-                heads = (q, *(kv,) * attention.kv_parts)
-                return tuple(count * attention.head_dim for count in heads)
-            # Of experts one after another, whose weights are (N, rows, columns).
-            size = shape[0] * shape[1] if len(shape) == 3 else shape[0]
-            return (size // count,) * count
-
-        return rows
+        is_fused = ".qkv_proj." in name
+        layer = self.config.layers[int(name.split(".")[1])] if is_fused else None
+        return rows_of_sources(None if layer is None else layer.attention, shape)
 
     def why_no_cpu_program(self) -> str | None:
         """Say why there is no `cpu_program` of this model, or return None where there is one."""
@@ -625,6 +622,28 @@ class NativeDecoder(Decoder):
     def cpu_program(self, caches: Sequence[CacheLayer], *, batch_invariant: bool) -> CpuProgram:
         """Return a step as a list of operations for a CPU."""
         return program_of(self, caches, batch_invariant=batch_invariant)
+
+
+def rows_of_sources(
+    heads: AttentionConfig | None, shape: tuple[int, ...]
+) -> Callable[[int], tuple[int, ...]]:
+    """Return a function of a number of sources: the rows of each in a parameter.
+
+    Args:
+        heads: the heads whose queries, keys and values the parameter projects to; None for any
+            other parameter, whose sources have equally many rows.
+        shape: the shape of the parameter.
+    """
+
+    def rows(count: int) -> tuple[int, ...]:
+        if heads is not None:
+            kv = (heads.num_kv_heads,) * heads.kv_parts
+            return tuple(number * heads.head_dim for number in (heads.num_q_heads, *kv))
+        # Of experts one after another, whose weights are (N, rows, columns).
+        size = shape[0] * shape[1] if len(shape) == 3 else shape[0]
+        return (size // count,) * count
+
+    return rows
 
 
 def for_device(config: ModelConfig, device: torch.device) -> ModelConfig:

@@ -54,6 +54,11 @@ class Weight:
             part = part.unsqueeze(0) if self.is_row else part
             yield source, part.mT if self.transposed else part
 
+    def rows_in_order(self, heads: AttentionConfig) -> tuple[tuple[int, int], ...]:
+        """Return the rows of a fused source, of all heads, in the order of the parameter."""
+        assert self.order is not None
+        return self.order(heads, range(heads.num_q_heads), range(heads.num_kv_heads))
+
     @property
     def layer(self) -> int:
         """The index of the layer that the parameter belongs to."""

@@ -293,11 +293,8 @@ def _wanted(target: Tensor, cut: Part | None) -> list[int]:
 
 def _in_order(model: Decoder | Encoder, weight: Weight, rows: int) -> Part:
     """Return all rows of a fused source, in the order of the parameter."""
-    assert weight.order is not None
     assert isinstance(model, Decoder)
-    heads = model.config.layers[weight.layer].attention
-    q, kv = range(heads.num_q_heads), range(heads.num_kv_heads)
-    return Part(0, rows, weight.order(heads, q, kv))
+    return Part(0, rows, weight.rows_in_order(model.config.layers[weight.layer].attention))
 
 
 def _check(
