@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
+
+from tilewise.kernels.gluon.backward.span import BwdVariant
+from tilewise.kernels.gluon.mma.backward import Grids
 from tilewise.kernels.gluon.mma.forward import Tile
 from tilewise.kernels.gluon.mma.operands import CHUNK
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles.paged import WIDE_SHARED_MEMORY
 
-__all__ = ["WIDTHS", "tile_config_fwd"]
+__all__ = ["WIDTHS", "BwdTile", "choice_bwd", "tile_config_bwd", "tile_config_fwd"]
 
 WIDTHS = (64, 128, 256)  # heads are padded to the next one, by zeros
 
@@ -99,3 +103,62 @@ def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: b
 
 def _padded(width: int) -> int:
     return next(wide for wide in WIDTHS if wide >= width)
+
+
+class BwdTile(NamedTuple):
+    """How a CTA of the backward pass is cut.
+
+    Attributes:
+        queries, keys: of a tile.
+        warps: in all.
+        scores, key_sums, query_sums: how they lie over s and dp (keys, queries), over dk and dv,
+            and over dq.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    scores: tuple[int, int]
+    key_sums: tuple[int, int]
+    query_sums: tuple[int, int]
+
+
+_BWD = {
+    64: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
+    128: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
+    256: BwdTile(64, 64, 8, (2, 4), (2, 4), (2, 4)),
+}
+
+
+def tile_config_bwd(spec: AttentionSpec, arch: int) -> BwdTile:
+    """Return how a CTA of the backward pass is cut for `spec`."""
+    return _BWD[max(_padded(spec.head_dim), _padded(spec.v_head_dim))]
+
+
+@functools.lru_cache(maxsize=1024)
+def choice_bwd(spec: AttentionSpec, tile: BwdTile) -> tuple[BwdVariant, Grids]:
+    """Return the code that the backward pass of `spec` needs."""
+    lengths_vary = spec.is_varlen or spec.has_seqlens_k
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    hides = left or right or lengths_vary
+    d, dv = _padded(spec.head_dim), _padded(spec.v_head_dim)
+    softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
+    has_mask = spec.mask_tile is not None
+    variant = BwdVariant(
+        tile_m=tile.queries, tile_n=tile.keys, d=d, d_high=0, dv=dv, width=spec.head_dim,
+        v_width=spec.v_head_dim, stages=2, two_loops=True, left=left, right=right,
+        tail=lengths_vary or (spec.max_seqlen_k % tile.keys > 0 and (hides or not has_mask)),
+        packed=spec.is_varlen, ragged=spec.has_seqlens_k, positive=spec.softmax_scale > 0,
+        softcap=softcap if spec.softcap > 0 else "none", alibi=spec.has_alibi, bias=spec.has_bias,
+        bias_rows=False, bias_pairs=False, dropout=spec.dropout_threshold > 0, mask=has_mask,
+        ruled=has_mask and hides, ordered=False, ring=False, last_first=False, prepost="none",
+        together=False, by_query=False, flat=False,
+    )  # fmt: skip
+    grids = Grids(
+        tile.warps, tile.scores, tile.key_sums, tile.query_sums,
+        *(-(-width // CHUNK.value) * CHUNK.value for width in (spec.head_dim, spec.v_head_dim)),
+        padded=spec.head_dim < d or spec.v_head_dim < dv,
+        queries_end=spec.is_varlen or spec.max_seqlen_q % tile.queries > 0,
+    )  # fmt: skip
+    return variant, grids
