@@ -9,8 +9,8 @@ Traffic: k, v are read and dk, dv written once; q, do and the row terms once for
       and as often 4 bytes an element are added to dq, where 8 x 8 elements are neighbours in the
       order of the lanes that hold them.
 Numerics: base 2, p recomputed from lse; sums float32; p and ds rounded to the input type for the
-      second products. dk and dv have one owner and one order, so they are bitwise reproducible; dq
-      is not.
+      second products. dk and dv have one owner and one order, so they are bitwise reproducible; so
+      is dq where its sums wait for one another, tile by tile (`span.rank_of_tile`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from tilewise.kernels.gluon.backward.logits import Places, add_alibi, add_bias, 
 from tilewise.kernels.gluon.backward.span import (
     Shape,
     masked_steps,
+    rank_of_tile,
     tile_of_step,
     work_of_cta,
 )
+from tilewise.kernels.gluon.device.compat import partition_barrier
 from tilewise.kernels.gluon.device.dropout import draw_of, kept_words
 from tilewise.kernels.gluon.device.warpgroup import capped_exp2, exp2
 from tilewise.kernels.gluon.mma.operands import (
@@ -58,19 +60,20 @@ class Grids(NamedTuple):
     channels: int  # of q and k that are multiplied, a multiple of 16
     v_channels: int
     padded: bool  # heads are narrower than a tile
+    p_in_registers: bool  # p and ds go from one product to the next in registers
     queries_end: bool  # a tile of queries may have fewer rows
 
 
 class Buffers(NamedTuple):
     """Shared memory of a CTA."""
 
-    q: object  # (2, queries, d)
-    do: object  # (2, queries, dv)
+    q: object  # (stages, queries, d)
+    do: object  # (stages, queries, dv)
     k: object  # (keys, d)
     v: object
-    p: object  # (keys, queries)
+    p: object  # (keys, queries); that of ds where it stays in registers
     ds: object
-    lse_log2: object  # (2, queries)
+    lse_log2: object  # (stages, queries)
     delta: object
 
 
@@ -84,6 +87,7 @@ class Heads(NamedTuple):
     lse_log2: object
     delta: object
     dq_sum: object
+    semaphores: object  # int32, whose turn it is to add to a tile of dq; None without an order
     width: object  # channels of q and k, and of v, in units
     v_width: object
 
@@ -105,6 +109,14 @@ def _add_product(acc, left, right, CHANNELS: gl.constexpr):
         b = right.slice(chunk * CHUNK, CHUNK).load(RIGHT)
         acc = mma_v2(a, b, acc)
     return acc
+
+
+@gluon.jit
+def _add_held(acc, left, right):
+    """Return acc + left right, where left is a sum whose warps lie as those of acc do."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    a = gl.convert_layout(left, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
+    return mma_v2(a, right.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
 
 
 @gluon.jit
@@ -146,11 +158,11 @@ def _place(work, step, shape, scores, variant: gl.constexpr):
 def _copy(
     step, until, work, shape, scores, heads, bufs, variant: gl.constexpr, grids: gl.constexpr
 ):
-    """Copy the queries of a step, if there is one: a group of copies."""
+    """Copy the queries of a step, and do, if there is one: a group of copies."""
     if step < until:
         head, tile, _number, _masked = _place(work, step, shape, scores, variant)
         TILE_M: gl.constexpr = variant.tile_m
-        stage = step % 2
+        stage = step % variant.stages
         b = work.b
         if variant.packed:
             b = work.b * 0
@@ -164,10 +176,10 @@ def _copy(
             work.length_q, heads.v_width,
         )  # fmt: skip
         WARPS: gl.constexpr = grids.warps
-        copy_rows(q, first, bufs.q.index(stage), None, WARPS, grids.queries_end, grids.padded)
-        copy_rows(do, first, bufs.do.index(stage), None, WARPS, grids.queries_end, grids.padded)
         at = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
         at += work.start_row + first
+        copy_rows(q, first, bufs.q.index(stage), None, WARPS, grids.queries_end, grids.padded)
+        copy_rows(do, first, bufs.do.index(stage), None, WARPS, grids.queries_end, grids.padded)
         _copy_numbers(heads.lse_log2 + at, bufs.lse_log2.index(stage), WARPS)
         _copy_numbers(heads.delta + at, bufs.delta.index(stage), WARPS)
     async_copy.commit_group()
@@ -190,6 +202,40 @@ def _kept(like, head, tile, work, shape, scores, places, variant: gl.constexpr):
 
 
 @gluon.jit
+def _add_queries(
+    dq, head, tile, work, shape, heads, variant: gl.constexpr, grids: gl.constexpr
+):  # fmt: skip
+    """Add a tile of dq to its sum; with variant.ordered when it is this CTA's turn."""
+    TILE_M: gl.constexpr = variant.tile_m
+    D: gl.constexpr = variant.d
+    LAYOUT: gl.constexpr = dq.type.layout
+    first = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
+    first += work.start_row + tile * TILE_M
+    sums = heads.dq_sum + first * D
+    row = gl.arange(0, TILE_M, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    rows_at = row // 8 * (8 * D) + row % 8 * 4
+    columns_at = column // 8 * 64 + column % 2 * 32 + column % 8 // 2
+    at = sums + (gl.expand_dims(rows_at, 1) + gl.expand_dims(columns_at, 0))
+    inside = gl.expand_dims(column < heads.width * UNIT, 0)
+    if variant.ordered:
+        turn = heads.semaphores + first // TILE_M
+        rank = rank_of_tile(work, tile, shape, variant)
+        while gl.atomic_add(turn, 0, sem="acquire") < rank:
+            pass
+        if rank == 0:
+            gl.store(at, dq, mask=inside)
+        else:
+            gl.atomic_add(at, dq, mask=inside, sem="relaxed")
+        partition_barrier()
+        gl.atomic_add(turn, 1, sem="release")
+    elif grids.padded:
+        gl.atomic_add(at, dq, mask=inside, sem="relaxed")
+    else:
+        gl.atomic_add(at, dq, sem="relaxed")
+
+
+@gluon.jit
 def _step(
     dk, dv, step, until, keys, work, shape, scores, places, heads, bufs,
     variant: gl.constexpr, grids: gl.constexpr, MASK: gl.constexpr,
@@ -201,10 +247,12 @@ def _step(
     TERMS: gl.constexpr = gl.SliceLayout(0, SCORES)
     DTYPE: gl.constexpr = bufs.q.dtype
     CAPS: gl.constexpr = variant.softcap != "none"
-    stage = step % 2
+    ONE: gl.constexpr = variant.stages == 1
+    stage = step % variant.stages
     head, tile, number, _masked = _place(work, step, shape, scores, variant)
     async_copy.wait_group(0)
-    _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
+    if not ONE:
+        _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
     q = bufs.q.index(stage)
     do = bufs.do.index(stage)
     zeros = gl.zeros([KEYS, TILE_M], gl.float32, SCORES)
@@ -242,28 +290,24 @@ def _step(
         words = _kept(s, head, tile, work, shape, scores, places, variant)
         p = keep_pairs(p, words, 0.0)
         dp = keep_pairs(dp * scores.keep_scale, words, 0.0)
-    bufs.p.store(p.to(DTYPE))
     delta = bufs.delta.index(stage).load(TERMS)
-    ds = p_slope * (dp - gl.expand_dims(delta, 0))
-    bufs.ds.store(ds.to(DTYPE))
-    dv = _add_product(dv, bufs.p, do, TILE_M)
-    dk = _add_product(dk, bufs.ds, q, TILE_M)
+    p = p.to(DTYPE)
+    ds = (p_slope * (dp - gl.expand_dims(delta, 0))).to(DTYPE)
+    bufs.ds.store(ds)
+    if grids.p_in_registers:
+        dv = _add_held(dv, p, do)
+        dk = _add_held(dk, ds, q)
+    else:
+        bufs.p.store(p)
+        dv = _add_product(dv, bufs.p, do, TILE_M)
+        dk = _add_product(dk, bufs.ds, q, TILE_M)
+    if ONE:
+        _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
     D: gl.constexpr = variant.d
     QUERIES: gl.constexpr = _sum_layout(grids.queries)
     dq = gl.zeros([TILE_M, D], gl.float32, QUERIES)
     dq = _add_product(dq, bufs.ds.permute((1, 0)), bufs.k, KEYS)
-    at = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
-    sums = heads.dq_sum + (at + work.start_row + tile * TILE_M) * D
-    row = gl.arange(0, TILE_M, gl.SliceLayout(1, QUERIES))
-    column = gl.arange(0, D, gl.SliceLayout(0, QUERIES))
-    rows_at = row // 8 * (8 * D) + row % 8 * 4
-    columns_at = column // 8 * 64 + column % 2 * 32 + column % 8 // 2
-    place = gl.expand_dims(rows_at, 1) + gl.expand_dims(columns_at, 0)
-    if grids.padded:
-        inside = gl.expand_dims(column < heads.width * UNIT, 0)
-        gl.atomic_add(sums + place, dq, mask=inside, sem="relaxed")
-    else:
-        gl.atomic_add(sums + place, dq, sem="relaxed")
+    _add_queries(dq, head, tile, work, shape, heads, variant, grids)
     return dk, dv
 
 
@@ -304,7 +348,7 @@ def _store(
     ]
 )  # fmt: skip
 def attention_bwd_kernel(
-    q, k, v, do, dk_ptr, dv_ptr, lse_log2, delta, dq_sum, sequences,
+    q, k, v, do, dk_ptr, dv_ptr, lse_log2, delta, dq_sum, semaphores, sequences,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, width, v_width,
     batch, num_kv_heads, group_size, seqlen_q, seqlen_k, rows_q, rows_k, window_left, window_right,
     num_tiles, heads_per_section, rows_per_plane, heads_per_key, scores,
@@ -328,17 +372,21 @@ def attention_bwd_kernel(
     WARPS: gl.constexpr = grids.warps
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     work = work_of_cta(shape, scores, places, variant)
+    ds = gl.allocate_shared_memory(DTYPE, [KEYS, TILE_M], tile_layout(TILE_M))
+    p = ds
+    if not grids.p_in_registers:
+        p = gl.allocate_shared_memory(DTYPE, [KEYS, TILE_M], tile_layout(TILE_M))
     bufs = Buffers(
-        gl.allocate_shared_memory(DTYPE, [2, TILE_M, D], tile_layout(D)),
-        gl.allocate_shared_memory(DTYPE, [2, TILE_M, DV], tile_layout(DV)),
+        gl.allocate_shared_memory(DTYPE, [variant.stages, TILE_M, D], tile_layout(D)),
+        gl.allocate_shared_memory(DTYPE, [variant.stages, TILE_M, DV], tile_layout(DV)),
         gl.allocate_shared_memory(DTYPE, [KEYS, D], tile_layout(D)),
         gl.allocate_shared_memory(DTYPE, [KEYS, DV], tile_layout(DV)),
-        gl.allocate_shared_memory(DTYPE, [KEYS, TILE_M], tile_layout(TILE_M)),
-        gl.allocate_shared_memory(DTYPE, [KEYS, TILE_M], tile_layout(TILE_M)),
-        gl.allocate_shared_memory(gl.float32, [2, TILE_M], LINE),
-        gl.allocate_shared_memory(gl.float32, [2, TILE_M], LINE),
+        p,
+        ds,
+        gl.allocate_shared_memory(gl.float32, [variant.stages, TILE_M], LINE),
+        gl.allocate_shared_memory(gl.float32, [variant.stages, TILE_M], LINE),
     )
-    heads = Heads(q, do, q_strides, do_strides, lse_log2, delta, dq_sum, width, v_width)
+    heads = Heads(q, do, q_strides, do_strides, lse_log2, delta, dq_sum, semaphores, width, v_width)
     b = work.b
     if variant.packed:
         b = work.b * 0

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.backward.launch import nothing_seen, scores_of
-from tilewise.kernels.gluon.backward.plan import splits_groups, with_ungrouped_heads
+from tilewise.kernels.gluon.backward.plan import (
+    has_separate_dq,
+    splits_groups,
+    with_ungrouped_heads,
+)
 from tilewise.kernels.gluon.backward.span import Sequences
 from tilewise.kernels.gluon.backward.steps import (
     launch_after,
@@ -39,7 +43,10 @@ from tilewise.kernels.triton.attention import plan as portable
 from tilewise.kernels.triton.attention.geometry import bias_strides, extras_of
 from tilewise.kernels.triton.visible import mask_reach_kernel
 
-__all__ = ["add_fwd", "is_served", "tile_config_fwd", "why_not_fwd"]
+__all__ = [
+    "add_bwd", "add_fwd", "is_served", "tile_config_bwd", "tile_config_fwd", "why_not_bwd",
+    "why_not_fwd",
+]  # fmt: skip
 
 _UNIT = 8  # elements of 16 bytes
 _WIDEST = 256
@@ -141,8 +148,8 @@ def why_not_bwd(spec: AttentionSpec) -> str | None:
     """Say why the backward kernel cannot run `spec`, or return None when it can."""
     if spec.mask_tile not in (None, (_MASK_ROWS, _MASK_ROWS)):
         return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
-    if spec.deterministic:
-        return "sums of dq are added in no order"
+    if spec.deterministic and has_separate_dq(spec._replace(head_dim=64, v_head_dim=64)):
+        return "a mask, or lengths without a diagonal, leave sums of dq no order"
     return None
 
 
@@ -183,7 +190,8 @@ def add_bwd(
     steps = [strides_of(x, is_packed=spec.is_varlen) for x in (q, k, v, do, dk, dv)]
     maker.launch(
         attention_bwd_kernel, num_tiles * spec.batch * spec.num_kv_heads,
-        q, k, v, do, dk, dv, rows.lse_log2, rows.delta, rows.dq_sum, sequences, *steps,
+        q, k, v, do, dk, dv, rows.lse_log2, rows.delta, rows.dq_sum, rows.semaphores,
+        sequences, *steps,
         spec.head_dim // _UNIT, spec.v_head_dim // _UNIT,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         *((q.shape[0], k.shape[0]) if spec.is_varlen else (0, 0)),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.kernels.gluon.backward.plan import order_of
 from tilewise.kernels.gluon.backward.span import BwdVariant
 from tilewise.kernels.gluon.mma.backward import Grids
 from tilewise.kernels.gluon.mma.forward import Tile
@@ -113,6 +114,8 @@ class BwdTile(NamedTuple):
         warps: in all.
         scores, key_sums, query_sums: how they lie over s and dp (keys, queries), over dk and dv,
             and over dq.
+        stages: tiles of queries in shared memory, 1 or 2.
+        p_in_registers: p and ds go from product to product there; their warps lie alike.
     """
 
     queries: int
@@ -121,12 +124,14 @@ class BwdTile(NamedTuple):
     scores: tuple[int, int]
     key_sums: tuple[int, int]
     query_sums: tuple[int, int]
+    stages: int = 2
+    p_in_registers: bool = False
 
 
 _BWD = {
-    64: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
+    64: BwdTile(32, 128, 4, (4, 1), (4, 1), (2, 2)),
     128: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
-    256: BwdTile(64, 64, 8, (2, 4), (2, 4), (2, 4)),
+    256: BwdTile(64, 64, 8, (2, 4), (2, 4), (2, 4), 1),
 }
 
 
@@ -145,20 +150,24 @@ def choice_bwd(spec: AttentionSpec, tile: BwdTile) -> tuple[BwdVariant, Grids]:
     d, dv = _padded(spec.head_dim), _padded(spec.v_head_dim)
     softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
     has_mask = spec.mask_tile is not None
+    ordered, last_first = order_of(spec._replace(head_dim=64, v_head_dim=64))
     variant = BwdVariant(
         tile_m=tile.queries, tile_n=tile.keys, d=d, d_high=0, dv=dv, width=spec.head_dim,
-        v_width=spec.v_head_dim, stages=2, two_loops=True, left=left, right=right,
+        v_width=spec.v_head_dim, stages=tile.stages, two_loops=not ordered or last_first,
+        left=left, right=right,
         tail=lengths_vary or (spec.max_seqlen_k % tile.keys > 0 and (hides or not has_mask)),
         packed=spec.is_varlen, ragged=spec.has_seqlens_k, positive=spec.softmax_scale > 0,
         softcap=softcap if spec.softcap > 0 else "none", alibi=spec.has_alibi, bias=spec.has_bias,
         bias_rows=False, bias_pairs=False, dropout=spec.dropout_threshold > 0, mask=has_mask,
-        ruled=has_mask and hides, ordered=False, ring=False, last_first=False, prepost="none",
+        ruled=has_mask and hides, ordered=ordered,
+        ring=ordered and not last_first, last_first=last_first, prepost="none",
         together=False, by_query=False, flat=False,
     )  # fmt: skip
     grids = Grids(
         tile.warps, tile.scores, tile.key_sums, tile.query_sums,
         *(-(-width // CHUNK.value) * CHUNK.value for width in (spec.head_dim, spec.v_head_dim)),
         padded=spec.head_dim < d or spec.v_head_dim < dv,
+        p_in_registers=tile.p_in_registers,
         queries_end=spec.is_varlen or spec.max_seqlen_q % tile.queries > 0,
     )  # fmt: skip
     return variant, grids
