@@ -60,7 +60,6 @@ class Grids(NamedTuple):
     channels: int  # of q and k that are multiplied, a multiple of 16
     v_channels: int
     padded: bool  # heads are narrower than a tile
-    p_in_registers: bool  # p and ds go from one product to the next in registers
     queries_end: bool  # a tile of queries may have fewer rows
 
 
@@ -71,7 +70,7 @@ class Buffers(NamedTuple):
     do: object  # (stages, queries, dv)
     k: object  # (keys, d)
     v: object
-    p: object  # (keys, queries); that of ds where it stays in registers
+    p: object  # (keys, queries)
     ds: object
     lse_log2: object  # (stages, queries)
     delta: object
@@ -109,14 +108,6 @@ def _add_product(acc, left, right, CHANNELS: gl.constexpr):
         b = right.slice(chunk * CHUNK, CHUNK).load(RIGHT)
         acc = mma_v2(a, b, acc)
     return acc
-
-
-@gluon.jit
-def _add_held(acc, left, right):
-    """Return acc + left right, where left is a sum whose warps lie as those of acc do."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    a = gl.convert_layout(left, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
-    return mma_v2(a, right.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
 
 
 @gluon.jit
@@ -291,16 +282,10 @@ def _step(
         p = keep_pairs(p, words, 0.0)
         dp = keep_pairs(dp * scores.keep_scale, words, 0.0)
     delta = bufs.delta.index(stage).load(TERMS)
-    p = p.to(DTYPE)
-    ds = (p_slope * (dp - gl.expand_dims(delta, 0))).to(DTYPE)
-    bufs.ds.store(ds)
-    if grids.p_in_registers:
-        dv = _add_held(dv, p, do)
-        dk = _add_held(dk, ds, q)
-    else:
-        bufs.p.store(p)
-        dv = _add_product(dv, bufs.p, do, TILE_M)
-        dk = _add_product(dk, bufs.ds, q, TILE_M)
+    bufs.p.store(p.to(DTYPE))
+    bufs.ds.store((p_slope * (dp - gl.expand_dims(delta, 0))).to(DTYPE))
+    dv = _add_product(dv, bufs.p, do, TILE_M)
+    dk = _add_product(dk, bufs.ds, q, TILE_M)
     if ONE:
         _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
     D: gl.constexpr = variant.d
@@ -372,17 +357,13 @@ def attention_bwd_kernel(
     WARPS: gl.constexpr = grids.warps
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     work = work_of_cta(shape, scores, places, variant)
-    ds = gl.allocate_shared_memory(DTYPE, [KEYS, TILE_M], tile_layout(TILE_M))
-    p = ds
-    if not grids.p_in_registers:
-        p = gl.allocate_shared_memory(DTYPE, [KEYS, TILE_M], tile_layout(TILE_M))
     bufs = Buffers(
         gl.allocate_shared_memory(DTYPE, [variant.stages, TILE_M, D], tile_layout(D)),
         gl.allocate_shared_memory(DTYPE, [variant.stages, TILE_M, DV], tile_layout(DV)),
         gl.allocate_shared_memory(DTYPE, [KEYS, D], tile_layout(D)),
         gl.allocate_shared_memory(DTYPE, [KEYS, DV], tile_layout(DV)),
-        p,
-        ds,
+        gl.allocate_shared_memory(DTYPE, [KEYS, TILE_M], tile_layout(TILE_M)),
+        gl.allocate_shared_memory(DTYPE, [KEYS, TILE_M], tile_layout(TILE_M)),
         gl.allocate_shared_memory(gl.float32, [variant.stages, TILE_M], LINE),
         gl.allocate_shared_memory(gl.float32, [variant.stages, TILE_M], LINE),
     )

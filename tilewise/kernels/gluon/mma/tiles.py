@@ -115,7 +115,6 @@ class BwdTile(NamedTuple):
         scores, key_sums, query_sums: how they lie over s and dp (keys, queries), over dk and dv,
             and over dq.
         stages: tiles of queries in shared memory, 1 or 2.
-        p_in_registers: p and ds go from product to product there; their warps lie alike.
     """
 
     queries: int
@@ -125,19 +124,32 @@ class BwdTile(NamedTuple):
     key_sums: tuple[int, int]
     query_sums: tuple[int, int]
     stages: int = 2
-    p_in_registers: bool = False
 
 
-_BWD = {
+# Of the larger of D and Dv, padded, for 163 KiB of shared memory and for 99. Measured as the forward
+# pass was, TFLOP/s at 1,024 and 4,096 queries, FlashAttention-2's in the same run in brackets:
+#   D 64:  full 258 / 288 (244 / 281), causal 199 / 271 (185 / 249)
+#   D 128: full 278 / 315 (262 / 303), causal 217 / 299 (208 / 275)
+#   D 256: full 212 / 235 (227 / 255), causal 184 / 240 (181 / 231); two stages of queries, for
+#          which an A100 has no room: full 228 / 251
+# p and ds that go from product to product in registers, where warps lie over keys alone, are as
+# fast at D 64 and slower at D 128 (234 for 315).
+_BWD_LARGE = {
     64: BwdTile(32, 128, 4, (4, 1), (4, 1), (2, 2)),
     128: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
-    256: BwdTile(64, 64, 8, (2, 4), (2, 4), (2, 4), 1),
+    256: BwdTile(64, 64, 8, (2, 4), (2, 4), (2, 4), stages=1),
+}
+_BWD_SMALL = {
+    64: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
+    128: BwdTile(64, 64, 4, (2, 2), (2, 2), (2, 2), stages=1),
+    256: BwdTile(32, 32, 8, (2, 4), (2, 4), (2, 4), stages=1),
 }
 
 
 def tile_config_bwd(spec: AttentionSpec, arch: int) -> BwdTile:
-    """Return how a CTA of the backward pass is cut for `spec`."""
-    return _BWD[max(_padded(spec.head_dim), _padded(spec.v_head_dim))]
+    """Return how a CTA of the backward pass is cut for `spec` on compute capability `arch`."""
+    rows = _BWD_LARGE if arch in WIDE_SHARED_MEMORY else _BWD_SMALL
+    return rows[max(_padded(spec.head_dim), _padded(spec.v_head_dim))]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -167,7 +179,6 @@ def choice_bwd(spec: AttentionSpec, tile: BwdTile) -> tuple[BwdVariant, Grids]:
         tile.warps, tile.scores, tile.key_sums, tile.query_sums,
         *(-(-width // CHUNK.value) * CHUNK.value for width in (spec.head_dim, spec.v_head_dim)),
         padded=spec.head_dim < d or spec.v_head_dim < dv,
-        p_in_registers=tile.p_in_registers,
         queries_end=spec.is_varlen or spec.max_seqlen_q % tile.queries > 0,
     )  # fmt: skip
     return variant, grids
