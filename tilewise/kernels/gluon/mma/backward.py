@@ -177,12 +177,14 @@ def _copy(
 
 
 @gluon.jit
-def _kept(like, head, tile, work, shape, scores, places, variant: gl.constexpr):
+def _kept(
+    like, head, tile, work, shape, scores, places, grids: gl.constexpr
+):  # fmt: skip
     """Return the words of dropout, int32 (keys / 32, queries), as `keep_pairs` takes them."""
     KEYS: gl.constexpr = like.shape[0]
     N: gl.constexpr = like.shape[1]
     WORDS: gl.constexpr = KEYS // 32
-    drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0])
+    drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [grids.warps // 2, 2], [1, 0])
     draw = draw_of(scores.philox, places.drop_limit)
     plane = work.b * (shape.num_kv_heads * shape.group_size) + head
     block = gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(1, drawn)), 1) + work.first_key // 32
@@ -278,7 +280,7 @@ def _step(
         p_slope = exp2(logits)
         p = p_slope
     if variant.dropout:
-        words = _kept(s, head, tile, work, shape, scores, places, variant)
+        words = _kept(s, head, tile, work, shape, scores, places, grids)
         p = keep_pairs(p, words, 0.0)
         dp = keep_pairs(dp * scores.keep_scale, words, 0.0)
     delta = bufs.delta.index(stage).load(TERMS)

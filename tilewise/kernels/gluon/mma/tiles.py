@@ -126,8 +126,8 @@ class BwdTile(NamedTuple):
     stages: int = 2
 
 
-# Of the larger of D and Dv, padded, for 163 KiB of shared memory and for 99. Measured as the forward
-# pass was, TFLOP/s at 1,024 and 4,096 queries, FlashAttention-2's in the same run in brackets:
+# Of the larger of D and Dv, padded, for 163 KiB of shared memory and for 99. Measured as the
+# forward pass was, TFLOP/s at 1,024 and 4,096 queries, FlashAttention-2 in brackets:
 #   D 64:  full 258 / 288 (244 / 281), causal 199 / 271 (185 / 249)
 #   D 128: full 278 / 315 (262 / 303), causal 217 / 299 (208 / 275)
 #   D 256: full 212 / 235 (227 / 255), causal 184 / 240 (181 / 231); two stages of queries, for
