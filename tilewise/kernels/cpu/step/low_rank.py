@@ -56,16 +56,43 @@ def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
     work = rows_used * most * parts * (channels + y.shape[1] // parts)
     run = run_alone if work < 2 * WORK_PER_THREAD else run_tasks
     run(
-        _shrink, count * (parts * rank // TILE), like, code, size, slots, rows, ranks, x.data_ptr(),
-        x.stride(0) * size, weights.a.data_ptr(), channels, rank, h.data_ptr(), h.element_size(),
+        _shrink,
+        count * (parts * rank // TILE),
+        like,
+        code,
+        size,
+        slots,
+        rows,
+        ranks,
+        x.data_ptr(),
+        x.stride(0) * size,
+        weights.a.data_ptr(),
+        channels,
+        rank,
+        h.data_ptr(),
+        h.element_size(),
         code if wide == torch.float64 else DTYPE_CODES[torch.float32],
-    )  # fmt: skip
+    )
     chunks = int((-(-np.diff(edges) // CHUNK)).sum())
     run(
-        _expand, count * chunks, like, code, size, slots, rows, ranks, edges, weights.scale.numpy(),
-        h.view(-1).numpy(), weights.b.data_ptr(), rank, y.data_ptr(), DTYPE_CODES[y.dtype],
-        y.element_size(), chunks,
-    )  # fmt: skip
+        _expand,
+        count * chunks,
+        like,
+        code,
+        size,
+        slots,
+        rows,
+        ranks,
+        edges,
+        weights.scale.numpy(),
+        h.view(-1).numpy(),
+        weights.b.data_ptr(),
+        rank,
+        y.data_ptr(),
+        DTYPE_CODES[y.dtype],
+        y.element_size(),
+        chunks,
+    )
 
 
 @inner
@@ -95,9 +122,23 @@ def _dots(like, rows, base, stride, own, sums, count):
 
 @kernel
 def _shrink(
-    like, code, size, slots, rows, ranks, x, x_row, a, channels, rank, h, h_size, h_code, counter,
+    like,
+    code,
+    size,
+    slots,
+    rows,
+    ranks,
+    x,
+    x_row,
+    a,
+    channels,
+    rank,
+    h,
+    h_size,
+    h_code,
+    counter,
     num_tasks,
-):  # fmt: skip
+):
     padded = (channels + 63) // 64 * 64
     own, sums = zero_scratch(padded, like), scratch(4, like)
     wide, out = zero_scratch(TILE * padded, like), scratch(TILE * TILE, like)
@@ -148,9 +189,24 @@ def _add_four(sums, base, width, values, at, factor, b):
 
 @kernel
 def _expand(
-    like, code, size, slots, rows, ranks, edges, scales, h, b, rank, y, y_code, y_size, chunks,
-    counter, num_tasks,
-):  # fmt: skip
+    like,
+    code,
+    size,
+    slots,
+    rows,
+    ranks,
+    edges,
+    scales,
+    h,
+    b,
+    rank,
+    y,
+    y_code,
+    y_size,
+    chunks,
+    counter,
+    num_tasks,
+):
     sums, four = scratch(TILE * CHUNK, like), zero_scratch(4 * CHUNK, like)
     found = zero_scratch(CHUNK, like)
     parts = ranks.shape[1]

@@ -30,10 +30,21 @@ MOST_SPLITS = 8
 
 @triton.jit
 def _shrink_kernel(
-    x_ptr, a_ptr, h_ptr, ranks_ptr, slots_ptr, rows_ptr, channels, stride_x, per_split,
-    PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr,
+    x_ptr,
+    a_ptr,
+    h_ptr,
+    ranks_ptr,
+    slots_ptr,
+    rows_ptr,
+    channels,
+    stride_x,
+    per_split,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_K: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     begin_next(EARLY)
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     part = group // (RANK // TILE)
@@ -63,10 +74,22 @@ def _shrink_kernel(
 
 @triton.jit
 def _expand_kernel(
-    y_ptr, h_ptr, b_ptr, scale_ptr, ranks_ptr, edges_ptr, slots_ptr, rows_ptr, outputs, splits,
-    PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, TILE_N: tl.constexpr,
+    y_ptr,
+    h_ptr,
+    b_ptr,
+    scale_ptr,
+    ranks_ptr,
+    edges_ptr,
+    slots_ptr,
+    rows_ptr,
+    outputs,
+    splits,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_N: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     begin_next(EARLY)
     tile, begin = tl.program_id(0), tl.program_id(1) * TILE_N
     slot = tl.load(slots_ptr + tile).to(tl.int64)
@@ -107,11 +130,38 @@ def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
     h = torch.empty((splits, count, TILE, parts * rank), dtype=torch.float32, device=x.device)
     early = options("linear")
     _shrink_kernel[(count, parts * rank // TILE, splits)](
-        x, weights.a, h, weights.ranks, tiles.slots, tiles.rows, channels, x.stride(0), per_split,
-        PARTS=parts, RANK=rank, TILE=TILE, TILE_K=TILE_K, num_warps=4, num_stages=3, **early,
-    )  # fmt: skip
-    _expand_kernel[(count, triton.cdiv(outputs, TILE_N))](
-        y, h, weights.b, weights.scale, weights.ranks, weights.edges, tiles.slots, tiles.rows,
-        outputs, splits, PARTS=parts, RANK=rank, TILE=TILE, TILE_N=TILE_N, num_warps=4,
+        x,
+        weights.a,
+        h,
+        weights.ranks,
+        tiles.slots,
+        tiles.rows,
+        channels,
+        x.stride(0),
+        per_split,
+        PARTS=parts,
+        RANK=rank,
+        TILE=TILE,
+        TILE_K=TILE_K,
+        num_warps=4,
+        num_stages=3,
         **early,
-    )  # fmt: skip
+    )
+    _expand_kernel[(count, triton.cdiv(outputs, TILE_N))](
+        y,
+        h,
+        weights.b,
+        weights.scale,
+        weights.ranks,
+        weights.edges,
+        tiles.slots,
+        tiles.rows,
+        outputs,
+        splits,
+        PARTS=parts,
+        RANK=rank,
+        TILE=TILE,
+        TILE_N=TILE_N,
+        num_warps=4,
+        **early,
+    )
