@@ -42,3 +42,53 @@ def test_no_constant_chooses_between_two_ways():
 def test_a_switch_is_seen(source):
     assert switches(source) == {"MERGES"}
     assert switches("MOST = 3\nNAMES = (True,)\nclass A:\n    merges = True") == set()
+
+
+def skipped(source: str) -> list[ast.stmt]:
+    """Return the statements that the formatter is told to skip."""
+    ends = {i for i, line in enumerate(source.split("\n"), 1) if "# fmt:" in line}
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    found = []
+    for node in nodes:
+        body = getattr(node, "body", None)  # of what has one, its head is laid out by itself
+        end = body[0].lineno - 1 if body else node.end_lineno
+        if ends & {end if body is None else line for line in range(node.lineno, end + 1)}:
+            found.append(node)
+    assert bool(found) == bool(ends), "a comment for the formatter that belongs to no statement"
+    return found
+
+
+def is_for_layout(node: ast.stmt) -> bool:
+    """Whether a statement is inline assembly or names the columns of a table of numbers."""
+    if not isinstance(node, ast.Assign | ast.Return | ast.Expr):
+        return False
+    calls = [x.func for x in ast.walk(node) if isinstance(x, ast.Call)]
+    if "inline_asm_elementwise" in [getattr(x, "attr", "") for x in calls]:
+        return True
+    value = getattr(node, "value", None)
+    elements = getattr(value, "elts", [])
+    is_numbers = bool(elements) and all(isinstance(x, ast.Constant) for x in elements)
+    is_range = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "range"
+    return is_numbers or is_range
+
+
+def test_the_formatter_lays_out_all_but_assembly_and_tables_of_numbers():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in skipped(path.read_text()):
+            where = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+            assert "kernels" in path.parts, where
+            assert is_for_layout(node), f"{where}: change the shape of the call"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_fine"),
+    [
+        ("x = gl.inline_asm_elementwise(\n    'mov', [a], pack=1\n)  # fmt: skip", True),
+        ("(A, B,\n C) = range(3)  # fmt: skip", True),
+        ("def f(\n    a, b,\n):  # fmt: skip\n    return gl.inline_asm_elementwise(a, b)", False),
+        ("def f():\n    return g(\n        a, b,\n    )  # fmt: skip", False),
+    ],
+)
+def test_a_line_that_the_formatter_skips_is_seen(source, is_fine):
+    assert skipped(source)
+    assert all(map(is_for_layout, skipped(source))) == is_fine

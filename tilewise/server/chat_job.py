@@ -398,9 +398,13 @@ class ChatJob:
                     tools, special_id=special_id, is_open=is_open, is_asked_for=False
                 )
             return text_with_calls(
-                form.calls.syntax, tools, special_id=special_id, reasoning=form.reasoning,
-                is_open=is_open, is_one=is_one,
-            )  # fmt: skip
+                form.calls.syntax,
+                tools,
+                special_id=special_id,
+                reasoning=form.reasoning,
+                is_open=is_open,
+                is_one=is_one,
+            )
 
         return lambda is_open: self._constraint("tools", lambda: grammar(is_open))
 

@@ -206,9 +206,16 @@ class Prepared:
     """
 
     def __init__(
-        self, compiled: Any, letters: str, numbers: list[int], order: list[int],
-        places: list[slice], tensors: Collection[int], descriptors: list[int], device: int,
-    ) -> None:  # fmt: skip
+        self,
+        compiled: Any,
+        letters: str,
+        numbers: list[int],
+        order: list[int],
+        places: list[slice],
+        tensors: Collection[int],
+        descriptors: list[int],
+        device: int,
+    ) -> None:
         self._compiled = compiled
         self.device, self.descriptors = device, descriptors
         self.lock = threading.Lock()
@@ -245,9 +252,10 @@ class Prepared:
         for position, offset in offsets.items():
             self._pointers[position] = ctypes.addressof(self.memory) + offset
         self.submit: Callable[..., int] = functools.partial(
-            driver().cuLaunchKernelEx, ctypes.byref(_Config.from_buffer(self.memory)),
+            driver().cuLaunchKernelEx,
+            ctypes.byref(_Config.from_buffer(self.memory)),
             ctypes.c_void_p(compiled.function),
-        )  # fmt: skip
+        )
 
     def where(self, grid: int | Grid) -> bytes:
         """Return the begin of a launch's memory, up to its stream."""

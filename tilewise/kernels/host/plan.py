@@ -72,9 +72,13 @@ class Run(plan.Run):
     __slots__ = ("at", "plan", "workspace")
 
     def __init__(
-        self, tensors: list[Any], stream: int, at: list[int], workspace: Tensor | None,
+        self,
+        tensors: list[Any],
+        stream: int,
+        at: list[int],
+        workspace: Tensor | None,
         its_plan: LaunchPlan,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tensors, self.stream = tensors, stream
         self.at, self.workspace, self.plan = at, workspace, its_plan
 
@@ -110,9 +114,13 @@ class Launch(plan.Launch):
     """
 
     def __init__(
-        self, kernel: Any, grid: int | Grid, leaves: list[Any],
-        tuples: list[tuple[int, type, int]], options: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        kernel: Any,
+        grid: int | Grid,
+        leaves: list[Any],
+        tuples: list[tuple[int, type, int]],
+        options: dict[str, Any],
+    ) -> None:
         super().__init__(kernel, grid, (), options)
         self._leaves, self._tuples = leaves, tuples
         self.addressed: Addressed | None = None
@@ -224,9 +232,13 @@ class LaunchPlan(plan.LaunchPlan):
 
     # inner: as the attribute, slots by buffer and offset.
     def __init__(
-        self, device: torch.device, num_inputs: int, buffers: list[Buffer], *rest: Any,
+        self,
+        device: torch.device,
+        num_inputs: int,
+        buffers: list[Buffer],
+        *rest: Any,
         inner: dict[tuple[int, int], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(device, num_inputs, buffers, *rest)
         self._made: list[tuple[int, tuple[Any, ...]]] = []
         size = 0

@@ -152,9 +152,15 @@ def _run_or_note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any)
 
 
 def _compile_or_note(
-    self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any,
-    attributes: Any, warmup: bool,
-) -> Any:  # fmt: skip
+    self: Any,
+    key: Any,
+    signature: Any,
+    device: Any,
+    constants: Any,
+    options: Any,
+    attributes: Any,
+    warmup: bool,
+) -> Any:
     found = _state.requests
     if found is None:
         return _do_compile(self, key, signature, device, constants, options, attributes, warmup)

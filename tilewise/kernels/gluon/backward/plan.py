@@ -149,9 +149,14 @@ def is_short(spec: AttentionSpec) -> bool:
 def with_copied_bias(variant: BwdVariant, *, is_shared: bool) -> BwdVariant:
     """Return the code of a call whose bias comes by copies, for which 64 queries leave room."""
     return variant._replace(
-        tile_m=64, by_query=False, flat=False, prepost="none", bias_copied=True,
-        shares_bias=is_shared and not variant.packed, senders=1,
-    )  # fmt: skip
+        tile_m=64,
+        by_query=False,
+        flat=False,
+        prepost="none",
+        bias_copied=True,
+        shares_bias=is_shared and not variant.packed,
+        senders=1,
+    )
 
 
 @functools.lru_cache(maxsize=1024)

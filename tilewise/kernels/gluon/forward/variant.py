@@ -33,10 +33,20 @@ def choice(
     """Return the code and the kernel's numbers of `spec`; the rest as in `Variant`."""
     heads, width = spec.num_q_heads, spec.v_head_dim // _CHANNELS
     numbers = (
-        _heads_per_section(spec), heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
-        heads * width, width, spec.drop_limit, spec.dropout_scale,
-    )  # fmt: skip
+        _heads_per_section(spec),
+        heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        spec.max_seqlen_k,
+        spec.window_left,
+        spec.window_right,
+        spec.softmax_scale,
+        spec.softcap,
+        heads * width,
+        width,
+        spec.drop_limit,
+        spec.dropout_scale,
+    )
     variant = _variant_of(spec, tile, bias_rows, bias_pairs)
     return variant._replace(shares_bias=shares_bias), numbers
 

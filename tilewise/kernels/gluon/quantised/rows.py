@@ -155,9 +155,7 @@ def _base(first, output, outputs, grid, outer_grid, block_rows, outer_rows):
 
 
 @gluon.jit
-def _bases(
-    first, output, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr
-):  # fmt: skip
+def _bases(first, output, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr):
     """Return `_base` of four tiles, of which those that there are count."""
     WIDE: gl.constexpr = 16 * shape.warps_n
     base0 = _base(first, output, outputs, grid, outer_grid, block_rows, outer_rows)
@@ -194,9 +192,7 @@ def _loaded(codes, tensors, bases, warp, step, shape: gl.constexpr):
 
 
 @gluon.jit
-def _added(
-    acc, words, raw, operand, row_sum, constants, shape: gl.constexpr, DTYPE: gl.constexpr
-):  # fmt: skip
+def _added(acc, words, raw, operand, row_sum, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return the sums (warps, outputs, rows) of a tile with those of a step."""
     size: gl.constexpr = [shape.warps_k, 16 * shape.warps_n, shape.rows]
     zeros = gl.zeros(size, gl.float32, sum_layout(shape.warps_k, shape.warps_n))
@@ -277,11 +273,35 @@ def _stored(acc, y, bias, first, first_row, rows, outputs, shape: gl.constexpr):
     ]
 )
 def quantised_rows_kernel(
-    x, words, scales, zeros, minimums, outer, outer_minimums, table0, table1, table2, table3,
-    table4, table5, table6, table7, bias, y, magic_word, rows,
-    outputs, channels, per_row, stride_x, grid, outer_grid, block_rows, outer_rows,
+    x,
+    words,
+    scales,
+    zeros,
+    minimums,
+    outer,
+    outer_minimums,
+    table0,
+    table1,
+    table2,
+    table3,
+    table4,
+    table5,
+    table6,
+    table7,
+    bias,
+    y,
+    magic_word,
+    rows,
+    outputs,
+    channels,
+    per_row,
+    stride_x,
+    grid,
+    outer_grid,
+    block_rows,
+    outer_rows,
     shape: gl.constexpr,
-):  # fmt: skip
+):
     """Compute y (rows, outputs); see the module's docstring.
 
     words: int32 (outputs, per_row); grid, outer_grid: columns of scales and of outer; block_rows,

@@ -91,9 +91,14 @@ def _readable(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: RowsTile, *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    tile: RowsTile,
+    *,
     keeps_parts: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Compute y, or with keeps_parts the sums of parts, of x (rows, K), which TMA can read."""
     outputs, channels = weight.shape
     rows = x.shape[0]
@@ -115,17 +120,35 @@ def _run(
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
         arrived = _counters(num_tiles, x.device)
     shape = Shape(
-        padded, tile.tile_n, tile.tile_k, stages, parts, tile.num_warps, tile.early,
-        bias is not None, keeps_parts, tile.rows > 0,
-    )  # fmt: skip
+        padded,
+        tile.tile_n,
+        tile.tile_k,
+        stages,
+        parts,
+        tile.num_warps,
+        tile.early,
+        bias is not None,
+        keeps_parts,
+        tile.rows > 0,
+    )
     options = {"launch_pdl": True} if tile.early else {}
     start(
-        linear_rows_kernel, num_tiles * parts,
+        linear_rows_kernel,
+        num_tiles * parts,
         matrix_descriptor(weight, tile.tile_n, tile.tile_k),
         matrix_descriptor(x, padded, tile.tile_k),
-        y if bias is None else bias, y, sums, arrived, rows, outputs, channels,
-        tiles.channels_of_part(tile, channels), shape=shape, num_warps=tile.num_warps, **options,
-    )  # fmt: skip
+        y if bias is None else bias,
+        y,
+        sums,
+        arrived,
+        rows,
+        outputs,
+        channels,
+        tiles.channels_of_part(tile, channels),
+        shape=shape,
+        num_warps=tile.num_warps,
+        **options,
+    )
 
 
 def _capturing() -> bool:

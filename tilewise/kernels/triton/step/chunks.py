@@ -87,10 +87,22 @@ def _weights(logit, top, slope):
 
 @triton.jit
 def _chunk_kernel(
-    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
-    HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    temperature_ptr,
+    top_ptr,
+    mass_ptr,
+    peak_ptr,
+    stride,
+    vocab,
+    chunks,
+    groups,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+    HAS_PEAKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin_next(EARLY)
     await_previous(EARLY)
     program = tl.program_id(0)
@@ -137,10 +149,22 @@ class Parts:
     ) -> None:
         rows, vocab = logits.shape
         launch(
-            _chunk_kernel, rows * self.chunks,
-            logits, temperature if temperature is not None else logits, self.top, self.mass,
-            self.peak, logits.stride(0), vocab, self.chunks, self.groups,
-            HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
-            CHUNK=max(CHUNK, self.group), GROUP=self.group, num_warps=4,
+            _chunk_kernel,
+            rows * self.chunks,
+            logits,
+            temperature if temperature is not None else logits,
+            self.top,
+            self.mass,
+            self.peak,
+            logits.stride(0),
+            vocab,
+            self.chunks,
+            self.groups,
+            HAS_TEMPERATURE=temperature is not None,
+            HAS_MASS=has_mass,
+            HAS_PEAKS=has_peaks,
+            CHUNK=max(CHUNK, self.group),
+            GROUP=self.group,
+            num_warps=4,
             **options("sampling"),
-        )  # fmt: skip
+        )

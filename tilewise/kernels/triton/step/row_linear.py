@@ -27,11 +27,25 @@ ROWS_OF_PART = 8
 
 @triton.jit(do_not_specialize=["outputs"])
 def _row_kernel(
-    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr,
-    outputs, channels, stride_weight, eps,
-    HAS_NORM: tl.constexpr, X_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    total_ptr,
+    outputs,
+    channels,
+    stride_weight,
+    eps,
+    HAS_NORM: tl.constexpr,
+    X_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin_next(EARLY)
     part = tl.program_id(1)
     output = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
@@ -86,9 +100,14 @@ def parts_of(channels: int) -> int:
 
 
 def add_rms_norm_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor,
-    bias: Tensor | None, is_gated: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_gated: bool,
+) -> tuple[Tensor, Tensor]:
     """Return y (..., N) and the new residual (..., E) of one row x, or of its parts (P, ..., E)."""
     outputs, channels = weight.shape
     outputs //= 1 + is_gated
@@ -98,12 +117,26 @@ def add_rms_norm_linear(
         return y, total
     rows = ROWS // (1 + is_gated)
     _row_kernel[(triton.cdiv(outputs, rows), 1)](
-        x, residual, norm_weight, weight, x if bias is None else bias, y, total,
-        outputs, channels, weight.stride(0), eps,
-        HAS_NORM=True, X_PARTS=len(x) if x.dtype == torch.float32 else 0, HAS_BIAS=bias is not None,
-        IS_GATED=is_gated, TILE_N=rows, TILE_K=tile_k(channels), num_warps=4 if is_gated else 8,
+        x,
+        residual,
+        norm_weight,
+        weight,
+        x if bias is None else bias,
+        y,
+        total,
+        outputs,
+        channels,
+        weight.stride(0),
+        eps,
+        HAS_NORM=True,
+        X_PARTS=len(x) if x.dtype == torch.float32 else 0,
+        HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
+        TILE_N=rows,
+        TILE_K=tile_k(channels),
+        num_warps=4 if is_gated else 8,
         **options("linear"),
-    )  # fmt: skip
+    )
     return y, total
 
 
@@ -115,8 +148,24 @@ def row_linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     if y.numel() == 0:
         return y
     _row_kernel[(triton.cdiv(outputs, ROWS_OF_PART), parts)](
-        x, x, x, weight, x, y, y, outputs, channels, weight.stride(0), 0.0,
-        HAS_NORM=False, X_PARTS=0, HAS_BIAS=False, IS_GATED=False,
-        TILE_N=ROWS_OF_PART, TILE_K=tile_k(channels), num_warps=4, **options("linear"),
-    )  # fmt: skip
+        x,
+        x,
+        x,
+        weight,
+        x,
+        y,
+        y,
+        outputs,
+        channels,
+        weight.stride(0),
+        0.0,
+        HAS_NORM=False,
+        X_PARTS=0,
+        HAS_BIAS=False,
+        IS_GATED=False,
+        TILE_N=ROWS_OF_PART,
+        TILE_K=tile_k(channels),
+        num_warps=4,
+        **options("linear"),
+    )
     return y
