@@ -403,7 +403,7 @@ class RecurrentSpec(ElementSpec):
     Attributes:
         key_dim, value_dim: the sizes of a head's state.
         decays_by_channel: True if each channel of the keys has a decay of its own.
-        keeps: what the values of `RecurrentStates` are, "tokens" or "updates"; None without slots.
+        keeps: the kind of values in the slots, "tokens" or "updates"; None without slots.
     """
 
     key_dim: int
