@@ -143,7 +143,7 @@ def recurrent_states(
         num_key_heads: Hk, the heads of queries and keys; H when None.
         by_channel: True where each channel of the keys has a decay.
         dtype: the dtype of tokens. States are float32, or float64 for float64.
-        device: where the slots lie.
+        device: the device of the slots.
         keeps: "updates", what tokens add to the state, which a CPU reads; "tokens", from which a
             GPU computes the updates again; None chooses by the device.
 

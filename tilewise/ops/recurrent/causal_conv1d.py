@@ -162,7 +162,7 @@ class _Taps:
     Args:
         edges: (N + 1,), see `causal_conv1d`.
         num_rows: the number of tokens T, also of those that no sequence has.
-        width: W.
+        width: the number of taps, W.
     """
 
     def __init__(self, edges: Tensor, num_rows: int, width: int) -> None:

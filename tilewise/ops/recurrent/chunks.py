@@ -31,7 +31,7 @@ class _Chunks(NamedTuple):
     Attributes:
         rows: (chunks * tokens,), the row of each token; that after the last where there is none.
         places: (T,), where each row lies among `rows`; after them where no sequence has it.
-        steps: for each step from chunk to chunk, the chunks of all sequences that have one.
+        steps: the chunks of each step from chunk to chunk, one of each sequence that has one.
         sequences: the sequences of these chunks.
         tokens: the tokens of a chunk.
     """
