@@ -111,7 +111,8 @@ class AsyncLLM:
                 yield, which wakes a task and copies the output: this one goes on changing when the
                 sink has returned. Outputs for which it returns False are yielded after all, as is
                 the last one. What it raises is raised here.
-            terms: user, cache_salt, priority, deadline_s and max_queue_s, see `RequestTerms`.
+            terms: user, cache_salt, lora_request, priority, deadline_s and max_queue_s, see
+                `RequestTerms`.
 
         Raises:
             RequestError: the prompt can never be served, or the id is taken; QueueFullError if as

@@ -23,6 +23,7 @@ from tilewise.engine.report import Progress, terminal
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig, cache_spec
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cpu, blocks_on_cuda, warm_up
+from tilewise.engine.steps.adapter_slots import AdapterSlots
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
 from tilewise.engine.steps.encoder_runner import EncoderRunner
@@ -30,6 +31,7 @@ from tilewise.engine.steps.head_guesser import HeadGuesser
 from tilewise.engine.steps.runner import Runner
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
+from tilewise.models.adapters import AdapterSite
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
 from tilewise.models.multi_token_head import load_multi_token_head
@@ -127,6 +129,7 @@ class NewScheduler:
             max_waiting_tokens=config.max_waiting_tokens,
             fair_prompt_tokens=FAIR_PROMPT_TOKENS[config.device.type],
             is_encoder=self.is_encoder,
+            max_loras=config.max_loras if config.enable_lora else None,
         )
 
 
@@ -177,6 +180,7 @@ class EngineMaker:
         num_threads: torch's threads on the thread of the LLM.
         start_seconds: a stopwatch, which notes the parts of the start.
         current_device: the GPU that was current on the thread of the LLM; None on a CPU.
+        sites: the linear layers that may have adapters; empty without them.
     """
 
     config: ResolvedConfig
@@ -188,6 +192,7 @@ class EngineMaker:
     num_threads: int
     start_seconds: StartSeconds
     current_device: int | None
+    sites: Mapping[str, AdapterSite]
 
     def __call__(self) -> Engine:
         """Make the engine.
@@ -201,6 +206,7 @@ class EngineMaker:
             torch.cuda.set_device(self.current_device)
         if config.has_graphs:
             self.start_seconds.include(self._compile_ahead())
+        slots = self._slots()
         num_blocks: Blocks | None = config.num_blocks
         if num_blocks is None:
             num_blocks = self._blocks_that_fit()
@@ -208,12 +214,36 @@ class EngineMaker:
         storage = allocate(self.spec, num_blocks, config.device)
         host = host_cache(storage, config.swap_space_gib)
         self.start_seconds.end("cache made")
-        runner = self._on_device(storage) if config.has_graphs else self._op_by_op(storage)
+        runner = self._on_device(storage) if config.has_graphs else self._op_by_op(storage, slots)
         runner.host = host
         num_swap_blocks = 0 if host is None else host.blocks.counts
         return assembled(
             config, runner, self.identity, self.spec.windows, num_blocks, num_swap_blocks
         )
+
+    def _slots(self) -> AdapterSlots | None:
+        """Return the memory of the device for adapters, None without them.
+
+        Raises:
+            ValueError: the device has not that much memory.
+        """
+        config = self.config
+        if not self.sites:
+            return None
+        try:
+            return AdapterSlots(
+                self.model,
+                self.sites,
+                count=config.max_loras,
+                max_rank=config.max_lora_rank,
+                device=config.device,
+                dtype=self.model.dtype,
+            )
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(
+                f"max_loras and max_lora_rank must fit the memory of {config.device}, "
+                f"got {config.max_loras} and {config.max_lora_rank}"
+            ) from error
 
     def _blocks_that_fit(self) -> Blocks:
         config = self.config
@@ -279,7 +309,7 @@ class EngineMaker:
         self.start_seconds.include(runner.start_seconds)
         return runner
 
-    def _op_by_op(self, storage: KVStorage) -> Runner:
+    def _op_by_op(self, storage: KVStorage, slots: AdapterSlots | None) -> Runner:
         config = self.config
         runner = runner_for(
             self.model,
@@ -291,6 +321,7 @@ class EngineMaker:
             runner.warm_up()
         else:
             warm_up(self.model, self.spec, config.device, batch_invariant=config.batch_invariant)
+        runner.adapters = slots
         runner.count_compilations()
         self.start_seconds.end("kernels compiled")
         if isinstance(config.speculative, DraftModel):

@@ -1,5 +1,6 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
+from tilewise.kernels.low_rank import LowRank, RowTiles, most_tiles, tile_rows
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.ops.activation import activate, silu_mul
 from tilewise.ops.adjust_logits import adjust_logits
@@ -21,6 +22,7 @@ from tilewise.ops.linear import (
     linear_pays,
     most_linear_parts_rows,
 )
+from tilewise.ops.low_rank import add_low_rank
 from tilewise.ops.merge import merge_states
 from tilewise.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from tilewise.ops.paged.api import paged_attention, plan_paged_attention
@@ -40,11 +42,14 @@ __all__ = [
     "MOST_LINEAR_ROWS",
     "BlockTransfer",
     "Explanation",
+    "LowRank",
     "PagedPlan",
     "Precompiled",
     "QuantisedWeight",
+    "RowTiles",
     "SharedPrefixes",
     "activate",
+    "add_low_rank",
     "add_parts_rms_norm",
     "add_rms_norm",
     "add_rms_norm_linear",
@@ -70,6 +75,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "most_linear_parts_rows",
+    "most_tiles",
     "paged_attention",
     "plan_paged_attention",
     "precompile",
@@ -85,6 +91,7 @@ __all__ = [
     "shared_prefixes",
     "silu_mul",
     "swap_blocks",
+    "tile_rows",
     "token_logprobs",
     "tree_mask_from_parents",
     "write_kv_cache",
