@@ -103,9 +103,18 @@ def _backward_kernel(
     do_, q_, k_, v_, g_, beta_ = (_packed(x, cu_seqlens) for x in (do, q, k, v, g, beta))
     with torch.autocast(v.device.type, enabled=False):
         *grads, dinitial = chunks.gradient(
-            do_, q_, k_, v_, g_, beta_, initial_state, dstate, ends,
-            q_scale=q_scale, is_delta=is_delta,
-        )  # fmt: skip
+            do_,
+            q_,
+            k_,
+            v_,
+            g_,
+            beta_,
+            initial_state,
+            dstate,
+            ends,
+            q_scale=q_scale,
+            is_delta=is_delta,
+        )
     shaped = [x.view(like.shape) for x, like in zip(grads, (q, k, v, g, beta), strict=True)]
     return (*shaped, dinitial)
 

@@ -41,9 +41,14 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, edges: Tensor,
-    *, has_silu: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    edges: Tensor,
+    *,
+    has_silu: bool,
+) -> Tensor:
     """Return y (T, C) of whole sequences, see `ops.causal_conv1d`.
 
     Args:
@@ -56,9 +61,16 @@ def launch(
 
 
 def step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor, starts: Tensor,
-    edges: Tensor, *, has_silu: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    edges: Tensor,
+    *,
+    has_silu: bool,
+) -> Tensor:
     """Return y (T, C) of tokens after those that slots hold, and take them into the slots.
 
     Args:
@@ -69,9 +81,16 @@ def step(
 
 
 def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, slots: Tensor,
-    starts: Tensor, edges: Tensor, has_silu: bool, keeps: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor | None,
+    slots: Tensor,
+    starts: Tensor,
+    edges: Tensor,
+    has_silu: bool,
+    keeps: bool,
+) -> Tensor:
     y = torch.zeros(x.shape, dtype=x.dtype)
     (num_channels, width), size = weight.shape, x.element_size()
     if y.numel() == 0 and not keeps:
@@ -83,11 +102,24 @@ def _run(
     places = (t.detach().to(torch.int64).contiguous().numpy() for t in (edges, slots, starts))
     parts = -(-num_channels // CHANNELS)
     run_tasks(
-        _convolve, (edges.shape[0] - 1) * parts, like, DTYPE_CODES[x.dtype], size, x.data_ptr(),
-        x.stride(0) * size, y.data_ptr(), taps.view(-1).numpy(), first.contiguous().numpy(),
-        0 if states is None else states.data_ptr(), keeps, *places, num_channels, width, parts,
+        _convolve,
+        (edges.shape[0] - 1) * parts,
+        like,
+        DTYPE_CODES[x.dtype],
+        size,
+        x.data_ptr(),
+        x.stride(0) * size,
+        y.data_ptr(),
+        taps.view(-1).numpy(),
+        first.contiguous().numpy(),
+        0 if states is None else states.data_ptr(),
+        keeps,
+        *places,
+        num_channels,
+        width,
+        parts,
         has_silu,
-    )  # fmt: skip
+    )
     return y
 
 
@@ -98,13 +130,36 @@ def _load_part(to, start, row, at, count):
 
 
 @kernel
-def _convolve(like, code, size, x, x_row, y, taps, bias, states, keeps, edges, slots, starts,
-              num_channels, width, parts, has_silu, counter, num_tasks):  # fmt: skip
+def _convolve(
+    like,
+    code,
+    size,
+    x,
+    x_row,
+    y,
+    taps,
+    bias,
+    states,
+    keeps,
+    edges,
+    slots,
+    starts,
+    num_channels,
+    width,
+    parts,
+    has_silu,
+    counter,
+    num_tasks,
+):
     lanes = lanes_in(like)
     owners = (
-        zero_scratch(width * CHANNELS, like), zero_scratch(width * CHANNELS, like),
-        zero_scratch(CHANNELS, like), zero_scratch(CHANNELS, like), taps, bias,
-    )  # fmt: skip
+        zero_scratch(width * CHANNELS, like),
+        zero_scratch(width * CHANNELS, like),
+        zero_scratch(CHANNELS, like),
+        zero_scratch(CHANNELS, like),
+        taps,
+        bias,
+    )
     weights, window, first, total = (
         bare(owners[0]),
         bare(owners[1]),

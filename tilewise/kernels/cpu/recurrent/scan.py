@@ -89,9 +89,19 @@ def launch(
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: RecurrentStates,
-    slots: Tensor, starts: Tensor, edges: Tensor, *, q_scale: float, is_delta: bool,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: RecurrentStates,
+    slots: Tensor,
+    starts: Tensor,
+    edges: Tensor,
+    *,
+    q_scale: float,
+    is_delta: bool,
+) -> Tensor:
     """Return o (T, H, V) of tokens after those that slots hold, and take them into the slots.
 
     Args:
@@ -106,10 +116,20 @@ def step(
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, before: Tensor, after: Tensor,
-    states: RecurrentStates | None, edges: Tensor, slots: Tensor, starts: Tensor, q_scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    before: Tensor,
+    after: Tensor,
+    states: RecurrentStates | None,
+    edges: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    q_scale: float,
     is_delta: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     wide = float_type(v.dtype)
     like = np.empty(0, np.float64 if wide == torch.float64 else np.float32)
     num_sequences, num_heads = edges.shape[0] - 1, v.shape[1]
@@ -124,22 +144,56 @@ def _run(
     kept = [before, before, before] if states is None else states[1:4]
     addresses = [x.data_ptr() for x in kept]
     arguments = (
-        like, DTYPE_CODES[v.dtype], DTYPE_CODES[wide], size,
-        q.data_ptr(), q.stride(0) * size, q.stride(1) * size,
-        k.data_ptr(), k.stride(0) * size, k.stride(1) * size,
-        v.data_ptr(), v.stride(0) * size, v.stride(1) * size,
-        o.data_ptr(), g.view(-1).numpy(), g.dim() == 3, beta.view(-1).numpy(),
-        before.view(-1).numpy(), after.view(-1).numpy(), states is not None, *addresses,
-        edges_, slots_, starts_, num_heads, key_heads, key_dim, value_dim, float(q_scale), is_delta,
-    )  # fmt: skip
+        like,
+        DTYPE_CODES[v.dtype],
+        DTYPE_CODES[wide],
+        size,
+        q.data_ptr(),
+        q.stride(0) * size,
+        q.stride(1) * size,
+        k.data_ptr(),
+        k.stride(0) * size,
+        k.stride(1) * size,
+        v.data_ptr(),
+        v.stride(0) * size,
+        v.stride(1) * size,
+        o.data_ptr(),
+        g.view(-1).numpy(),
+        g.dim() == 3,
+        beta.view(-1).numpy(),
+        before.view(-1).numpy(),
+        after.view(-1).numpy(),
+        states is not None,
+        *addresses,
+        edges_,
+        slots_,
+        starts_,
+        num_heads,
+        key_heads,
+        key_dim,
+        value_dim,
+        float(q_scale),
+        is_delta,
+    )
     run_tasks(_scan, num_sequences * num_heads, *arguments)
     if states is not None:
         # After all heads have read the keys that these replace.
         run_tasks(
-            _keep_keys, num_sequences, like, DTYPE_CODES[v.dtype], size, k.data_ptr(),
-            k.stride(0) * size, k.stride(1) * size, addresses[0], edges_, slots_, starts_,
-            key_heads, key_dim,
-        )  # fmt: skip
+            _keep_keys,
+            num_sequences,
+            like,
+            DTYPE_CODES[v.dtype],
+            size,
+            k.data_ptr(),
+            k.stride(0) * size,
+            k.stride(1) * size,
+            addresses[0],
+            edges_,
+            slots_,
+            starts_,
+            key_heads,
+            key_dim,
+        )
     return o
 
 
@@ -307,10 +361,41 @@ def _decay_state(state, decay, whole, rows, columns, by_channel):
 
 @kernel
 def _scan(
-    like, code, wide, size, q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, o, gates,
-    by_channel, betas, before, after, has_slots, kept_keys, kept_gates, kept_updates, edges, slots,
-    starts, num_heads, key_heads, key_dim, value_dim, q_scale, is_delta, counter, num_tasks,
-):  # fmt: skip
+    like,
+    code,
+    wide,
+    size,
+    q,
+    q_row,
+    q_head,
+    k,
+    k_row,
+    k_head,
+    v,
+    v_row,
+    v_head,
+    o,
+    gates,
+    by_channel,
+    betas,
+    before,
+    after,
+    has_slots,
+    kept_keys,
+    kept_gates,
+    kept_updates,
+    edges,
+    slots,
+    starts,
+    num_heads,
+    key_heads,
+    key_dim,
+    value_dim,
+    q_scale,
+    is_delta,
+    counter,
+    num_tasks,
+):
     lanes = lanes_in(like)
     key_width = (key_dim + lanes - 1) // lanes * lanes
     width = (value_dim + lanes - 1) // lanes * lanes
@@ -318,13 +403,21 @@ def _scan(
     wide_size = like.itemsize
     gate_dim = key_dim if by_channel else 1
     owners = (
-        zero_scratch(CHUNK * key_width, like), zero_scratch(CHUNK * key_width, like),
-        zero_scratch(2 * CHUNK * key_width, like), zero_scratch(CHUNK * key_width, like),
-        zero_scratch(CHUNK * key_width if by_channel else CHUNK, like), zero_scratch(CHUNK, like),
-        zero_scratch(key_width, like), zero_scratch(key_width, like),
-        zero_scratch(CHUNK * width, like), scratch(2 * CHUNK * width, like),
-        zero_scratch(key_dim * width, like), zero_scratch(2 * CHUNK, like), before, gates,
-    )  # fmt: skip
+        zero_scratch(CHUNK * key_width, like),
+        zero_scratch(CHUNK * key_width, like),
+        zero_scratch(2 * CHUNK * key_width, like),
+        zero_scratch(CHUNK * key_width, like),
+        zero_scratch(CHUNK * key_width if by_channel else CHUNK, like),
+        zero_scratch(CHUNK, like),
+        zero_scratch(key_width, like),
+        zero_scratch(key_width, like),
+        zero_scratch(CHUNK * width, like),
+        scratch(2 * CHUNK * width, like),
+        zero_scratch(key_dim * width, like),
+        zero_scratch(2 * CHUNK, like),
+        before,
+        gates,
+    )
     keys, queries, scaled, faded = (
         bare(owners[0]),
         bare(owners[1]),
@@ -501,9 +594,21 @@ def _scan(
 
 @kernel
 def _keep_keys(
-    like, code, size, k, k_row, k_head, kept_keys, edges, slots, starts, key_heads, key_dim,
-    counter, num_tasks,
-):  # fmt: skip
+    like,
+    code,
+    size,
+    k,
+    k_row,
+    k_head,
+    kept_keys,
+    edges,
+    slots,
+    starts,
+    key_heads,
+    key_dim,
+    counter,
+    num_tasks,
+):
     """Copy the keys of each sequence's open chunk to its slot."""
     row = zero_scratch(key_dim + lanes_in(like), like)
     while True:
