@@ -294,16 +294,55 @@ def test_two_places_remember_calls_and_launches():
                 for each in node.names
             }
     registries = {"ops/library.py _kernels", "ops/derivatives.py _nodes"}  # filled by imports
-    # Memory on devices that outlives calls: counters of kernels, and constants.
-    on_devices = {"kernels/host/lasting.py _tensors", "kernels/gluon/step/linear.py _of_device"}
-    recordings = {"kernels/host/requests.py _state"}  # what a thread asks to be compiled
-    memories = {"ops/call.py _memory", "kernels/host/launch.py _launches"}
-    assert found - registries - on_devices - recordings == memories
-    assert bound == {
-        "kernels/host/keys.py _is_settled",
-        "kernels/host/requests.py _num_recording",
-        "ops/attention/arguments.py _told_of_layout",
+    recordings = {"kernels/host/requests.py _recordings"}  # of threads that compile and run nothing
+    memories = {"ops/call.py _memory", "kernels/host/memory.py launches"}
+    assert found - registries - recordings == memories
+    assert not bound
+
+
+# Functions of few values that remember what they returned: facts, and what is made of a type.
+REMEMBERED = {
+    "kernels/device.py": {"has_triton", "capability", "sm_count", "l2_bytes"},
+    "kernels/gluon/quantised/linear.py": {"_kind"},
+    "kernels/host/descriptors.py": {
+        "tile_layout",
+        "_form_of_tiles",
+        "_form_of_matrix",
+        "_form_of_numbers",
+        "driver",
+    },
+    "kernels/host/plan.py": {"_visited"},
+    "kernels/plan.py": {"_steps"},
+    "ops/call.py": {"_numbers_of"},
+    "ops/dispatch.py": {"kernel_module", "choose"},
+    "ops/paged/swap.py": {"_stream"},
+}
+
+
+def test_functions_remember_facts_only():
+    found: dict[str, set[str]] = {}
+    for folder in ("ops", "kernels/host", "kernels/gluon", "kernels/device.py", "kernels/plan.py"):
+        path = PACKAGE / folder
+        for file in path.rglob("*.py") if path.is_dir() else [path]:
+            for node in ast.walk(ast.parse(file.read_text())):
+                for each in getattr(node, "decorator_list", ()):
+                    called = each.func if isinstance(each, ast.Call) else each
+                    if _name(called) in ("cache", "lru_cache"):
+                        name = file.relative_to(PACKAGE).as_posix()
+                        found.setdefault(name, set()).add(node.name)
+    assert found == REMEMBERED
+
+
+def test_a_thread_carries_one_thing_that_launches_read():
+    """What thread-locals there are: which kernels of a chain begin early."""
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and (_name(node.value), node.attr) == ("threading", "local")
     }
+    assert found == {"kernels/early.py"}
 
 
 CONTAINERS = {"dict", "list", "set", "OrderedDict", "defaultdict", "deque", "WeakKeyDictionary"}

@@ -149,7 +149,7 @@ class TestIntegersThatTritonMayCompileIn:
         x = torch.zeros(16)
         for stride in (1, 2, 3, 4, 5, 5, 1):
             _launch.launch(kernel, 1, x, stride, 7)
-        (calls,) = _launch._launches.calls.values()
+        (calls,) = _launch.launches.calls.values()
         assert len(calls.prepared) <= 4
         assert len(kernel.launches) == 6  # 1 came anew
         assert [seen.values for seen in driver.seen] == [[x.data_ptr(), 5, 7]]

@@ -32,9 +32,10 @@ from tilewise.kernels.gluon.attention import plan as attention
 from tilewise.kernels.gluon.attention import split_kv as attention_few
 from tilewise.kernels.gluon.backward import steps as attention_bwd_steps
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
-from tilewise.kernels.host import descriptors, lasting, requests
+from tilewise.kernels.host import descriptors, memory, requests
 from tilewise.kernels.host import launch as _launch
 from tilewise.kernels.host import plan as host
+from tilewise.kernels.host.memory import launches
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import Call, Layout
 from tilewise.kernels.triton.attention import plan as portable
@@ -134,7 +135,7 @@ class TestRunning:
         assert encoded[0] == encoded[1] == encoded[2] == encoded[3] != []
 
     def test_keeps_descriptors_of_few_addresses(self, example, monkeypatch):
-        monkeypatch.setattr(_launch, "_MAX_MET", 3)
+        monkeypatch.setattr(memory, "_MAX_MET", 3)
         plans, kept = [example.ready(), example.ready(number=4)], []
         for _ in range(5):
             for plan in plans:
@@ -511,7 +512,7 @@ def kernels(driver, monkeypatch):
             monkeypatch.setattr(module, name, found[name])
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(attention_fwd_launch, "counter_of", lambda device, stream: counter)
-    monkeypatch.setattr(lasting, "_tensors", {})
+    monkeypatch.setattr(launches, "tensors", {})
     return found
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descriptor
 
 from tilewise.kernels.host.descriptors import Described, Maps, driver, encode, form_of
+from tilewise.kernels.host.memory import launches
 from tilewise.kernels.host.requests import is_recording, observed
 
 __all__ = ["Addressed", "Calls", "Grid", "Prepared", "calls_of", "launch", "prepare_nested"]
@@ -31,34 +32,6 @@ Grid = tuple[int, int]
 Slots = Callable[[list[Any]], Sequence[Any]]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
 _MAX_CALLS = 1024
-_MAX_MET = 8192  # maps of all launches together: some 2 KB each
-
-
-class _Memory:
-    """What is remembered of launches.
-
-    Attributes:
-        calls: the prepared kernels, by kernel, constants and types of arguments.
-        met: the memories of launches that hold encoded maps, one entry for each map.
-    """
-
-    def __init__(self) -> None:
-        self.calls: dict[tuple[object, ...], Calls] = {}
-        self.met: list[dict[tuple[int, ...], Any]] = []
-        self._lock = threading.Lock()
-
-    def add_met(self, met: dict[tuple[int, ...], Any], places: tuple[int, ...], found: Any) -> None:
-        """Let a launch find its maps for these addresses; all are forgotten once they are many."""
-        with self._lock:
-            if len(self.met) >= _MAX_MET:
-                for each in self.met:
-                    each.clear()
-                self.met.clear()
-            self.met.append(met)
-            met[places] = found
-
-
-_launches = _Memory()
 
 
 def launch(
@@ -85,13 +58,13 @@ def launch(
             leaves.append(argument)
     types = tuple(map(type, leaves))
     key = _key(kernel, types, num_warps, constants)
-    calls = _launches.calls.get(key)
+    calls = launches.calls.get(key)
     if calls is None:
         _refuse_numbers_in_tuples(arguments)
-        if len(_launches.calls) >= _MAX_CALLS:
-            _launches.calls.clear()
+        if len(launches.calls) >= _MAX_CALLS:
+            launches.calls.clear()
         calls = Calls(kernel, leaves, _specialised(kernel, arguments))
-        _launches.calls[key] = calls
+        launches.calls[key] = calls
     kind = calls.kind_of(leaves)
     prepared = calls.prepared.get(kind)
     if prepared is None or observed() or not prepared.start(grid, leaves):
@@ -117,7 +90,7 @@ def calls_of(
     kernel: Any, types: tuple[type, ...], *, num_warps: int = 4, **constants: Any
 ) -> Calls | None:
     """Return what is prepared for launches of `kernel` with leaves of these types."""
-    return _launches.calls.get(_key(kernel, types, num_warps, constants))
+    return launches.calls.get(_key(kernel, types, num_warps, constants))
 
 
 def _refuse_numbers_in_tuples(arguments: tuple[Any, ...]) -> None:
@@ -359,7 +332,7 @@ class Addressed:
     def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
         """Return what a launch takes where descriptors' tensors lie at these addresses."""
         met = self._prepared.pointers_to(self._descriptors, places)
-        _launches.add_met(self.met, places, met)
+        launches.add_met(self.met, places, met)
         return met
 
 
