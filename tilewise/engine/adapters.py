@@ -138,6 +138,12 @@ class Adapters:
                 self._hold(adapter)
             return adapter
 
+    def holds(self, name: str) -> bool:
+        """Whether the adapter of a name is in main memory."""
+        with self._lock:
+            named = self._named.get(name)
+            return named is not None and named.adapter() is not None
+
     def _check_free(self, name: str, replaces: bool) -> None:
         with self._lock:
             if not replaces and name in self._named:

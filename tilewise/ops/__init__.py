@@ -2,6 +2,7 @@
 
 from tilewise.kernels.low_rank import LowRank, RowTiles, most_tiles, tile_rows
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
+from tilewise.kernels.spec import RecurrentStates
 from tilewise.ops.activation import activate, silu_mul
 from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
@@ -33,6 +34,10 @@ from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
 from tilewise.ops.paged.tree import tree_mask_from_parents
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.quantised_linear import quantised_linear
+from tilewise.ops.recurrent.arguments import recurrent_states
+from tilewise.ops.recurrent.causal_conv1d import causal_conv1d, causal_conv1d_step
+from tilewise.ops.recurrent.gated_delta import gated_delta, gated_delta_step
+from tilewise.ops.recurrent.ssd import ssd, ssd_step
 from tilewise.ops.rope import apply_rope
 from tilewise.ops.row_linear import add_rms_norm_linear, row_linear_parts, row_linear_pays
 from tilewise.ops.sampling import sample_tokens, token_logprobs
@@ -46,6 +51,7 @@ __all__ = [
     "PagedPlan",
     "Precompiled",
     "QuantisedWeight",
+    "RecurrentStates",
     "RowTiles",
     "SharedPrefixes",
     "activate",
@@ -58,11 +64,15 @@ __all__ = [
     "attention",
     "attention_fp8",
     "attention_varlen",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "choose_experts",
     "copy_blocks",
     "dropout_keep_mask",
     "expert_mlp",
     "explain",
+    "gated_delta",
+    "gated_delta_step",
     "invariant_linear",
     "invariant_linear_leaves_parts",
     "launching_early",
@@ -82,6 +92,7 @@ __all__ = [
     "quantised_linear",
     "quantize_heads",
     "quantize_tokens",
+    "recurrent_states",
     "rms_norm",
     "rope_write_kv_cache",
     "row_linear_parts",
@@ -90,6 +101,8 @@ __all__ = [
     "settle",
     "shared_prefixes",
     "silu_mul",
+    "ssd",
+    "ssd_step",
     "swap_blocks",
     "tile_rows",
     "token_logprobs",

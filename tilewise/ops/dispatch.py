@@ -48,6 +48,8 @@ _MODULES = {
     "adjust_logits": "step.adjust_logits",
     "sampling": "step.sampling",
     "decode_rows": "step.decode_rows",
+    "recurrence": "recurrent.scan",
+    "causal_conv1d": "recurrent.convolution",
 }
 
 
