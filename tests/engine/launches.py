@@ -187,7 +187,7 @@ def on_hopper(launches: Launches | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if launches is not None:
             patch.setattr(InterpretedFunction, "__getitem__", to_triton)
-            patch.setattr(gluon_plan, "launch", to_gluon)
+            patch.setattr(gluon_plan, "launch_now", to_gluon)
         patch.setattr(gluon_paged, "why_not", gluon_paged.why_not_decode)
         patch.setattr(gluon_latent, "why_not", gluon_latent.why_not_on_hopper)
         patch.setattr(device, "sm_count_of", lambda _: SM_COUNT)

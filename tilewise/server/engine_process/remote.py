@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -430,13 +430,12 @@ class RemoteEngine(asyncio.Protocol):
         return value
 
 
-def _output_of(told: dict[str, Any]) -> RequestOutput:
+def _output_of(sent: Mapping[str, Any]) -> RequestOutput:
     """Return the output that was sent as a table."""
-    outputs = [CompletionOutput(**one) for one in told.pop("outputs")]
-    metrics, state = RequestMetrics(**told.pop("metrics")), told.pop("prompt_state")
-    return RequestOutput(
-        outputs=outputs,
-        metrics=metrics,
-        prompt_state=None if state is None else tuple(state),
-        **told,
-    )
+    state = sent["prompt_state"]
+    typed = {
+        "outputs": [CompletionOutput(**one) for one in sent["outputs"]],
+        "metrics": RequestMetrics(**sent["metrics"]),
+        "prompt_state": None if state is None else tuple(state),
+    }
+    return RequestOutput(**{**sent, **typed})
