@@ -289,6 +289,7 @@ def _step(
     dv = _add_product(dv, bufs.p, do, TILE_M)
     dk = _add_product(dk, bufs.ds, q, TILE_M)
     if ONE:
+        partition_barrier()  # all warps have read q and do
         _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
     D: gl.constexpr = variant.d
     QUERIES: gl.constexpr = _sum_layout(grids.queries)
@@ -410,6 +411,7 @@ def attention_bwd_kernel(
             dk, dv, step, until, keys, work, shape, scores, places, heads, bufs, variant, grids,
             False,
         )  # fmt: skip
+    async_copy.wait_group(0)  # of a tile of keys that no query sees; its memory is used again
     dk = dk * scores.scale
     if variant.dropout:
         dv = dv * scores.keep_scale
