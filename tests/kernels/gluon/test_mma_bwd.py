@@ -81,7 +81,7 @@ def differentiated(problem: Problem) -> dict[str, torch.Tensor]:
     """Run both passes where the problem's tensors are."""
     p = problem
     assert plan.why_not_fwd(p.spec._replace(device_type="cuda")) is None
-    assert plan.why_not_bwd(p.spec) is None
+    assert plan.why_not_bwd(p.spec, device.arch_of(p.q.device)) is None
     tensors = tensors_of(p.q, p.k, p.v, **p.tensors)
     maker = Maker(KernelCall.of(p.spec, tensors))
     results = plan.add_fwd(maker, p.spec, maker.tensors)
@@ -140,10 +140,13 @@ def test_a_call_without_queries_or_keys_has_gradients_of_zero() -> None:
 
 def test_what_has_no_order_or_other_tiles_is_refused() -> None:
     spec = make_problem(CASES["window"], "cpu").spec
-    assert plan.why_not_bwd(spec) is None
+    assert plan.why_not_bwd(spec, 80) is None
     full = spec._replace(window_right=-1, deterministic=True)
-    assert "order" in str(plan.why_not_bwd(full))
-    assert "(128, 128)" in str(plan.why_not_bwd(spec._replace(mask_tile=(128, 64))))
+    assert "order" in str(plan.why_not_bwd(full, 80))
+    wide = spec._replace(head_dim=128, v_head_dim=128, deterministic=True)
+    assert plan.why_not_bwd(wide, 80) is None
+    assert "few keys" in str(plan.why_not_bwd(wide, 89))
+    assert "(128, 128)" in str(plan.why_not_bwd(spec._replace(mask_tile=(128, 64)), 80))
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 120])

@@ -45,7 +45,8 @@ def plan_bwd(call: Call) -> LaunchPlan:
     heads of more than 256 channels the portable kernels make them.
     """
     is_mma = _is_mma(call.spec)
-    if is_mma and mma.why_not_bwd(call.spec) is not None:
+    arch = device.arch_of(call.device)
+    if is_mma and mma.why_not_bwd(call.spec, arch) is not None:
         return portable.plan_bwd(call)
     if wide.is_wide(call.spec) and not is_mma:
         return portable.plan_bwd(call)
@@ -55,7 +56,6 @@ def plan_bwd(call: Call) -> LaunchPlan:
     assert o is not None
     assert lse is not None
     if is_mma:
-        arch = device.arch_of(call.device)
         gradients = mma.add_bwd(maker, spec, do, dlse, o, lse, maker.tensors)
         return maker.finish(gradients, functools.partial(_tiles_mma_bwd, spec, arch))
     results = add_bwd(maker, spec, do, dlse, o, lse, maker.tensors)
