@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 from typing import Any
 
@@ -227,11 +226,6 @@ def make_hf(case: str, seed: int = 7, **changes: Any) -> PreTrainedModel:
     """Build a transformers model whose every parameter is random, large enough to matter."""
     config_class, model_class, fields = config_of(case)
     model: PreTrainedModel = model_class(config_class(**(fields | changes))).eval()
-    if case == "deepseek_yarn":  # transformers leaves it out before 5.15, which DeepSeek does not
-        yarn = fields["rope_parameters"]
-        growth = 1.0 + 0.1 * yarn["mscale_all_dim"] * math.log(yarn["factor"])
-        for layer in model.model.layers:
-            layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5 * growth**2
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
