@@ -37,6 +37,7 @@ _OF_DECODERS = (
     "swap_space_gib",
     "offload_dir",
     "speculative",
+    "enable_lora",
     "tensor_parallel_size",
 )
 

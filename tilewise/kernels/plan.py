@@ -23,9 +23,19 @@ from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.tiles.paged import TileConfig
 
 __all__ = [
-    "FP8_TENSORS", "GRADIENT_TENSORS", "Again", "Call", "LaunchPlan", "Layout", "Maker", "Plan",
-    "Refusal", "Results", "contiguous", "run_once",
-]  # fmt: skip
+    "FP8_TENSORS",
+    "GRADIENT_TENSORS",
+    "Again",
+    "Call",
+    "LaunchPlan",
+    "Layout",
+    "Maker",
+    "Plan",
+    "Refusal",
+    "Results",
+    "contiguous",
+    "run_once",
+]
 
 Results = tuple[Tensor | None, ...]
 GRADIENT_TENSORS = ("do", "dlse", "o", "lse", *AttentionTensors._fields)
@@ -247,9 +257,12 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: int | tuple[int, int], arguments: tuple[Any, ...],
+        self,
+        kernel: Any,
+        grid: int | tuple[int, int],
+        arguments: tuple[Any, ...],
         options: dict[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kernel, self.grid, self.options = kernel, grid, options
         self.arguments = arguments
 
@@ -278,10 +291,15 @@ class LaunchPlan:
     """A plan of launches and of what torch computes between them; made by a `Maker`."""
 
     def __init__(
-        self, device: torch.device, num_inputs: int, buffers: list[Buffer],
-        asked: list[tuple[int, Callable[[int], Tensor]]], actions: list[Compute | Launch],
-        results: list[int | None], tiles: Callable[[], dict[str, TileConfig]],
-    ) -> None:  # fmt: skip
+        self,
+        device: torch.device,
+        num_inputs: int,
+        buffers: list[Buffer],
+        asked: list[tuple[int, Callable[[int], Tensor]]],
+        actions: list[Compute | Launch],
+        results: list[int | None],
+        tiles: Callable[[], dict[str, TileConfig]],
+    ) -> None:
         self.device, self._tiles, self.actions = device, tiles, actions
         self._num_inputs, self._buffers, self._results = num_inputs, buffers, results
         self._asked = asked

@@ -33,14 +33,31 @@ _PICKLED = "pytorch_model*.bin"  # taken where there is nothing else; only tenso
 _SHOWN = 12  # names listed in a message
 # What is read of a checkpoint beside its weights. Code never is.
 _READ = (
-    "config.json", "generation_config.json", "*.safetensors.index.json",
-    "hf_quant_config.json", "quantize_config.json", "quant_config.json", "params.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json",
-    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
-    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
-    "[0-9]_*/config.json", "[0-9]_*/model.safetensors",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "*.safetensors.index.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "params.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]_*/config.json",
+    "[0-9]_*/model.safetensors",
+)
 
 
 class HubName(NamedTuple):

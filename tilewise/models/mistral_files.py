@@ -28,22 +28,33 @@ _NAMES = {
     "output.weight": "lm_head.weight",
 }
 _PARTS = {
-    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
+}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 # params.json's name of a field, and config.json's.
 _FIELDS = {
-    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "hidden_dim": "intermediate_size",
-    "norm_eps": "rms_norm_eps", "vocab_size": "vocab_size", "rope_theta": "rope_theta",
-    "sliding_window": "sliding_window", "tied_embeddings": "tie_word_embeddings",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope_theta",
+    "sliding_window": "sliding_window",
+    "tied_embeddings": "tie_word_embeddings",
     "max_position_embeddings": "max_position_embeddings",
     "max_seq_len": "max_position_embeddings",
-}  # fmt: skip
+}
 _NEEDED = ("dim", "n_layers", "n_heads", "head_dim", "hidden_dim", "norm_eps", "vocab_size")
 _HARMLESS = ("model_type", "use_biases", "causal")
 
@@ -86,11 +97,19 @@ def _config(params: dict[str, Any]) -> dict[str, Any]:
         )
     found = {_FIELDS[name]: value for name, value in told.items() if name in _FIELDS}
     return {
-        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "dtype": "bfloat16",
-        "hidden_act": "silu", "num_key_value_heads": told["n_heads"], "rope_theta": 10_000.0,
-        "max_position_embeddings": _POSITIONS, "sliding_window": None,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, **found,
-    }  # fmt: skip
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "num_key_value_heads": told["n_heads"],
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": _POSITIONS,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **found,
+    }
 
 
 class MistralTensors:

@@ -28,11 +28,20 @@ _LFS = b"version https://git-lfs"  # the beginning of Git LFS's pointer files
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
 _OTHERS = ("adapter_", "training_args", "optimizer", "scheduler")  # files that hold no model
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 """The dtypes of tensors by safetensors' names."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SHOWN = 3  # names listed in a message before "..."
@@ -159,9 +168,10 @@ class TensorSlice:
 def _named(directory: Path, suffix: str, begin: str = "") -> list[Path]:
     """Return files of weights by how their names begin and end."""
     return sorted(
-        x for x in directory.glob(f"{begin}*{suffix}")
+        x
+        for x in directory.glob(f"{begin}*{suffix}")
         if x.is_file() and not x.name.startswith(_OTHERS)
-    )  # fmt: skip
+    )
 
 
 def _check_all(files: list[Path]) -> None:

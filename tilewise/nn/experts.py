@@ -81,9 +81,14 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         check_choice(
-            self.num_experts, self.num_active, self.scores, self.has_correction_bias,
-            self.num_groups, self.num_active_groups, self.best_in_group,
-        )  # fmt: skip
+            self.num_experts,
+            self.num_active,
+            self.scores,
+            self.has_correction_bias,
+            self.num_groups,
+            self.num_active_groups,
+            self.best_in_group,
+        )
         if self.activation not in [*ACTIVATION_OF, _CLAMPED]:
             names = ", ".join([*ACTIVATION_OF, _CLAMPED])
             raise ValueError(f"activation must be one of {names}, got {self.activation!r}")

@@ -83,9 +83,14 @@ def choose_experts(
     checks.check_last_dim_contiguous("logits", logits)
     num_experts = logits.shape[1]
     check_choice(
-        num_experts, num_active, scores, correction_bias is not None, num_groups, num_active_groups,
+        num_experts,
+        num_active,
+        scores,
+        correction_bias is not None,
+        num_groups,
+        num_active_groups,
         best_in_group,
-    )  # fmt: skip
+    )
     if correction_bias is not None:
         checks.check_same_dtype("correction_bias", correction_bias, torch.float32)
         checks.check_shape("correction_bias", correction_bias, (num_experts,))

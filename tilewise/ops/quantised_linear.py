@@ -125,9 +125,18 @@ def _kernel(
     backend: str | None,
 ) -> Tensor:
     weight = QuantisedWeight(
-        codes, scales, (rows, columns), None if table is None else tuple(table), zeros, minimums,
-        outer, outer_minimums, (outer_rows, outer_columns), permutation, getattr(torch, computed),
-    )  # fmt: skip
+        codes,
+        scales,
+        (rows, columns),
+        None if table is None else tuple(table),
+        zeros,
+        minimums,
+        outer,
+        outer_minimums,
+        (outer_rows, outer_columns),
+        permutation,
+        getattr(torch, computed),
+    )
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     spec = spec_of(flat, weight, batch_invariant=batch_invariant)
     name = dispatch.choose("quantised_linear", spec, backend)

@@ -220,6 +220,7 @@ class ChatJob:
                     self.sampling,
                     user=request.user or request.safety_identifier or "",
                     cache_salt=request.cache_salt,
+                    adapter=self._service.adapter_of(request.model),
                     priority=request.priority or 0,
                     timeout=request.timeout,
                     most=request.n or 1,
@@ -398,9 +399,13 @@ class ChatJob:
                     tools, special_id=special_id, is_open=is_open, is_asked_for=False
                 )
             return text_with_calls(
-                form.calls.syntax, tools, special_id=special_id, reasoning=form.reasoning,
-                is_open=is_open, is_one=is_one,
-            )  # fmt: skip
+                form.calls.syntax,
+                tools,
+                special_id=special_id,
+                reasoning=form.reasoning,
+                is_open=is_open,
+                is_one=is_one,
+            )
 
         return lambda is_open: self._constraint("tools", lambda: grammar(is_open))
 

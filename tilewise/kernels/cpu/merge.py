@@ -53,12 +53,22 @@ def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tens
     num_rows = math.prod(o_a.shape[:-1])
     real = float_type(o_a.dtype)
     run_tasks(
-        _merge, -(-num_rows // ROWS_PER_TASK),
+        _merge,
+        -(-num_rows // ROWS_PER_TASK),
         np.empty(0, np.float64 if real == torch.float64 else np.float32),
-        DTYPE_CODES[o_a.dtype], o_a.element_size(), o_a.data_ptr(), o_b.data_ptr(), o.data_ptr(),
-        lse_a.view(-1).numpy(), lse_b.view(-1).numpy(), lse.view(-1).numpy(), num_rows, seqlen,
-        num_heads, dim,
-    )  # fmt: skip
+        DTYPE_CODES[o_a.dtype],
+        o_a.element_size(),
+        o_a.data_ptr(),
+        o_b.data_ptr(),
+        o.data_ptr(),
+        lse_a.view(-1).numpy(),
+        lse_b.view(-1).numpy(),
+        lse.view(-1).numpy(),
+        num_rows,
+        seqlen,
+        num_heads,
+        dim,
+    )
     return o, lse
 
 
@@ -86,8 +96,23 @@ def _add_weighted(like, target, source, weight, padded):
 
 
 @kernel
-def _merge(like, code, size, o_a, o_b, o, lse_a, lse_b, lse, num_rows, seqlen, num_heads, dim,
-           counter, num_tasks):  # fmt: skip
+def _merge(
+    like,
+    code,
+    size,
+    o_a,
+    o_b,
+    o,
+    lse_a,
+    lse_b,
+    lse,
+    num_rows,
+    seqlen,
+    num_heads,
+    dim,
+    counter,
+    num_tasks,
+):
     padded = (dim + 15) // 16 * 16
     row, total = zero_scratch(padded, like), zero_scratch(padded, like)
     while True:

@@ -56,11 +56,24 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     num_tokens = batch * seqlen
     num_tasks = -(-num_tokens // TOKENS_PER_TASK)
     run_tasks(
-        _rotate, num_tasks, np.empty(0, np.float64 if real == torch.float64 else np.float32),
-        DTYPE_CODES[x.dtype], size, wide.data_ptr(), wide.stride(0) * size, wide.stride(1) * size,
-        wide.stride(2) * size, out.data_ptr(), num_tokens, max(seqlen, 1), num_heads, head_dim,
-        angles[0].numpy(), angles[1].numpy(), interleaved,
-    )  # fmt: skip
+        _rotate,
+        num_tasks,
+        np.empty(0, np.float64 if real == torch.float64 else np.float32),
+        DTYPE_CODES[x.dtype],
+        size,
+        wide.data_ptr(),
+        wide.stride(0) * size,
+        wide.stride(1) * size,
+        wide.stride(2) * size,
+        out.data_ptr(),
+        num_tokens,
+        max(seqlen, 1),
+        num_heads,
+        head_dim,
+        angles[0].numpy(),
+        angles[1].numpy(),
+        interleaved,
+    )
     return out
 
 
@@ -86,8 +99,25 @@ def rotate_row(like, row, cos, sin, angle, half, interleaved):
 
 
 @kernel
-def _rotate(like, code, size, x, x_batch, x_row, x_head, out, num_tokens, seqlen, num_heads,
-            head_dim, cos, sin, interleaved, counter, num_tasks):  # fmt: skip
+def _rotate(
+    like,
+    code,
+    size,
+    x,
+    x_batch,
+    x_row,
+    x_head,
+    out,
+    num_tokens,
+    seqlen,
+    num_heads,
+    head_dim,
+    cos,
+    sin,
+    interleaved,
+    counter,
+    num_tasks,
+):
     row = scratch(head_dim, like)
     half, num_angles = cos.shape[1], cos.shape[0]
     flat_cos, flat_sin = cos.ravel(), sin.ravel()

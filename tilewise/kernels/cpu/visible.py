@@ -125,9 +125,8 @@ def new_seen(words_like, index_like):
     numbers[is_whole] = 0
     words = array_at(types.int64(numbers.ctypes.data), TILE_M * WORDS, words_like)
     return Seen(  # all of its arrays but the words keep their memory alive
-        words,
-        numbers[begin:end], numbers[end:is_whole], numbers[is_whole:],
-    )  # fmt: skip
+        words, numbers[begin:end], numbers[end:is_whole], numbers[is_whole:]
+    )
 
 
 @inner

@@ -145,9 +145,14 @@ def query_tiles(first_key, length_q, length_k, window_left, window_right, varian
 
 @gluon.jit
 def key_tiles(
-    first_row, rows: gl.constexpr, length_q, length_k, window_left, window_right,
+    first_row,
+    rows: gl.constexpr,
+    length_q,
+    length_k,
+    window_left,
+    window_right,
     variant: gl.constexpr,
-):  # fmt: skip
+):
     """Return the tiles of keys that `rows` queries see: (begin, full_begin, full_end, end).
 
     Every query sees all keys of those of [full_begin, full_end).
@@ -279,9 +284,17 @@ def entries_of_rows(rows, work, mask, seen_begin, seen_end, variant: gl.constexp
 
 @gluon.jit
 def listed_tiles(
-    b, number, begin, full_begin, full_end, end, scores, places,
-    TILE: gl.constexpr, RULED: gl.constexpr,
-):  # fmt: skip
+    b,
+    number,
+    begin,
+    full_begin,
+    full_end,
+    end,
+    scores,
+    places,
+    TILE: gl.constexpr,
+    RULED: gl.constexpr,
+):
     """Return what list `number` of a block mask leaves of tiles [begin, end), as places.
 
     TILE: rows of a tile; RULED: a rule sees [begin, end), of them [full_begin, full_end) whole.

@@ -1,6 +1,6 @@
 """Plans on Hopper: launches past Triton, to which a call gives nothing but addresses.
 
-What `launch.launch` works out, types, kinds, descriptors and numbers, follows from a call's spec
+What `launch_now` works out, types, kinds, descriptors and numbers, follows from a call's spec
 and layouts. A launch of a plan goes that way the first time; from then on it writes the addresses
 into parameters that are ready, encodes the descriptors that it has not met at these addresses, and
 starts the kernel. What is allocated for a call besides its results is one workspace.
@@ -27,7 +27,8 @@ from tilewise.kernels.host.launch import (
     Grid,
     Prepared,
     calls_of,
-    launch,
+    kind_of_integer,
+    launch_now,
     picker,
     prepare_nested,
 )
@@ -72,9 +73,13 @@ class Run(plan.Run):
     __slots__ = ("at", "plan", "workspace")
 
     def __init__(
-        self, tensors: list[Any], stream: int, at: list[int], workspace: Tensor | None,
+        self,
+        tensors: list[Any],
+        stream: int,
+        at: list[int],
+        workspace: Tensor | None,
         its_plan: LaunchPlan,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tensors, self.stream = tensors, stream
         self.at, self.workspace, self.plan = at, workspace, its_plan
 
@@ -110,9 +115,13 @@ class Launch(plan.Launch):
     """
 
     def __init__(
-        self, kernel: Any, grid: int | Grid, leaves: list[Any],
-        tuples: list[tuple[int, type, int]], options: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        kernel: Any,
+        grid: int | Grid,
+        leaves: list[Any],
+        tuples: list[tuple[int, type, int]],
+        options: dict[str, Any],
+    ) -> None:
         super().__init__(kernel, grid, (), options)
         self._leaves, self._tuples = leaves, tuples
         self.addressed: Addressed | None = None
@@ -125,7 +134,7 @@ class Launch(plan.Launch):
         if addressed is None and run.plan.has_addresses and not self._is_tritons:
             addressed = self._address(self._find())
         if addressed is None or observed():
-            prepared = launch(self.kernel, self.grid, *self._filled(run), **self.options)
+            prepared = launch_now(self.kernel, self.grid, *self._filled(run), **self.options)
             if addressed is None and not self._is_tritons:
                 self._address(prepared)
             return
@@ -200,7 +209,7 @@ def _kind_of(leaves: list[Any], calls: Calls) -> tuple[Any, ...]:
     return (
         *[leaves[i].form.kind for i in calls.descriptors],
         *[leaves[i].kind for i in calls.tensors],
-        *[leaves[i] for i in calls.specialised],
+        *[kind_of_integer(leaves[i]) for i in calls.specialised],
     )
 
 
@@ -224,9 +233,13 @@ class LaunchPlan(plan.LaunchPlan):
 
     # inner: as the attribute, slots by buffer and offset.
     def __init__(
-        self, device: torch.device, num_inputs: int, buffers: list[Buffer], *rest: Any,
+        self,
+        device: torch.device,
+        num_inputs: int,
+        buffers: list[Buffer],
+        *rest: Any,
         inner: dict[tuple[int, int], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(device, num_inputs, buffers, *rest)
         self._made: list[tuple[int, tuple[Any, ...]]] = []
         size = 0

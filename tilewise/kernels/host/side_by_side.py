@@ -69,9 +69,11 @@ class Compilers:
             self._processes.append(_start())
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._end()
 
     def _end(self) -> None:

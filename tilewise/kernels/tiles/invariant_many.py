@@ -92,9 +92,12 @@ def row_candidates(outputs: int, channels: int, rows: int) -> tuple[RowsTile, ..
         sums = tile_n * of_tile // (32 * num_warps)
         fitting = _REGISTERS // (32 * num_warps * (sums + sums // 2 + 16))
         wanted = plain._replace(
-            tile_n=tile_n, tile_k=64, rows=of_tile, num_warps=num_warps,
+            tile_n=tile_n,
+            tile_k=64,
+            rows=of_tile,
+            num_warps=num_warps,
             ctas=max(1, min(_MOST_CTAS, fitting, -(-units // _SMS))),
-        )  # fmt: skip
+        )
         tile = fitted(wanted, of_tile, channels)
         if tile_n * of_tile <= MOST_SUMS * 32 * num_warps and stages_of(tile, of_tile, channels):
             found.append(tile)

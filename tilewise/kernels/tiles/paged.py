@@ -296,10 +296,14 @@ def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
     """Choose (stages of the ring, splits) of Hopper's kernel over 8-bit caches."""
     config = TileConfig(16, 64, 4, BYTE_STAGES)
     plan = plan_splits(
-        spec, config, max(1, spec.max_seqlen_q), sm_count,
-        programs_per_sm=BYTE_PROGRAMS_PER_SM, min_split_keys=BYTE_MIN_SPLIT_KEYS,
+        spec,
+        config,
+        max(1, spec.max_seqlen_q),
+        sm_count,
+        programs_per_sm=BYTE_PROGRAMS_PER_SM,
+        min_split_keys=BYTE_MIN_SPLIT_KEYS,
         waves=PLANNED_WAVES,
-    )  # fmt: skip
+    )
     return BYTE_STAGES, plan
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.attention.tile import LN2, LOG2E
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -49,22 +50,52 @@ def store_whole(acc, l, m, o_row, inside, lse_at):
 
 @triton.jit(do_not_specialize=["num_rows", "seqlen", "stride_lah", "stride_lbh", "stride_loh"])
 def _merge_kernel(
-    o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, o_ptr, lse_ptr, num_rows, seqlen, num_heads,
-    stride_ab, stride_as, stride_ah, stride_bb, stride_bs, stride_bh,
-    stride_ob, stride_os, stride_oh,
-    stride_lab, stride_lah, stride_las, stride_lbb, stride_lbh, stride_lbs,
-    stride_lob, stride_loh, stride_los,
-    V_HEAD_DIM: tl.constexpr, TILE_R: tl.constexpr, TILE_DV: tl.constexpr,
-):  # fmt: skip
+    o_a_ptr,
+    lse_a_ptr,
+    o_b_ptr,
+    lse_b_ptr,
+    o_ptr,
+    lse_ptr,
+    num_rows,
+    seqlen,
+    num_heads,
+    stride_ab,
+    stride_as,
+    stride_ah,
+    stride_bb,
+    stride_bs,
+    stride_bh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_lab,
+    stride_lah,
+    stride_las,
+    stride_lbb,
+    stride_lbh,
+    stride_lbs,
+    stride_lob,
+    stride_loh,
+    stride_los,
+    V_HEAD_DIM: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_DV: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     valid = row < num_rows
     h = row % num_heads
     s = (row // num_heads) % seqlen
     b = row // num_heads // seqlen
-    lse_a = tl.load(lse_a_ptr + b * stride_lab + h * stride_lah + s * stride_las, mask=valid,
-                    other=float("-inf")).to(tl.float32)  # fmt: skip
-    lse_b = tl.load(lse_b_ptr + b * stride_lbb + h * stride_lbh + s * stride_lbs, mask=valid,
-                    other=float("-inf")).to(tl.float32)  # fmt: skip
+    lse_a = tl.load(
+        lse_a_ptr + b * stride_lab + h * stride_lah + s * stride_las,
+        mask=valid,
+        other=float("-inf"),
+    ).to(tl.float32)
+    lse_b = tl.load(
+        lse_b_ptr + b * stride_lbb + h * stride_lbh + s * stride_lbs,
+        mask=valid,
+        other=float("-inf"),
+    ).to(tl.float32)
     m = tl.maximum(lse_a, lse_b)
     m = tl.where(m == float("-inf"), 0.0, m)
     weight_a = tl.math.exp2((lse_a - m) * LOG2E)
@@ -101,12 +132,25 @@ def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tens
     _, seqlen, num_heads, v_head_dim = outs[0].shape
     tile_dv = triton.next_power_of_2(v_head_dim)
     tile_r = max(1, TILE_ELEMENTS // tile_dv)
-    _merge_kernel[(triton.cdiv(lse.numel(), tile_r),)](
-        o_a, lse_a, o_b, lse_b, o, lse, lse.numel(), seqlen, num_heads,
+    launch_now(
+        _merge_kernel,
+        triton.cdiv(lse.numel(), tile_r),
+        o_a,
+        lse_a,
+        o_b,
+        lse_b,
+        o,
+        lse,
+        lse.numel(),
+        seqlen,
+        num_heads,
         *(stride for t in outs for stride in _strides(t)[:3]),
         *(stride for t in lses for stride in _strides(t)),
-        V_HEAD_DIM=v_head_dim, TILE_R=tile_r, TILE_DV=tile_dv, num_warps=4,
-    )  # fmt: skip
+        V_HEAD_DIM=v_head_dim,
+        TILE_R=tile_r,
+        TILE_DV=tile_dv,
+        num_warps=4,
+    )
     return o, lse
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.elements import why_not as why_not
 
 TILE_PAIRS = 1024  # channel pairs of a tile: 8 a thread of four warps, one 16-byte load a half
@@ -21,12 +22,29 @@ TILE_PAIRS = 1024  # channel pairs of a tile: 8 a thread of four warps, one 16-b
 
 @triton.jit(do_not_specialize=["seqlen"])
 def _rope_kernel(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, seqlen, num_heads,
-    stride_xb, stride_xs, stride_xh, stride_ob, stride_os, stride_oh,
-    stride_cb, stride_cs, stride_sb, stride_ss,
-    HALF: tl.constexpr, HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TILE_H: tl.constexpr, TILE_HALF: tl.constexpr, TILE_REST: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    seqlen,
+    num_heads,
+    stride_xb,
+    stride_xs,
+    stride_xh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_cb,
+    stride_cs,
+    stride_sb,
+    stride_ss,
+    HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_HALF: tl.constexpr,
+    TILE_REST: tl.constexpr,
+):
     b = (tl.program_id(0) // seqlen).to(tl.int64)
     s = (tl.program_id(0) % seqlen).to(tl.int64)
     heads = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
@@ -78,11 +96,29 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     by_batch = [t.stride(0) if batch > 1 else 0 for t in (batched, result, cos, sin)]
     tile_half = triton.next_power_of_2(half)
     tile_h = min(triton.next_power_of_2(num_heads), max(1, TILE_PAIRS // tile_half))
-    _rope_kernel[(batch * seqlen, triton.cdiv(num_heads, tile_h))](
-        batched, cos, sin, result, seqlen, num_heads,
-        by_batch[0], *batched.stride()[1:3], by_batch[1], *result.stride()[1:3],
-        by_batch[2], cos.stride(1), by_batch[3], sin.stride(1),
-        HALF=half, HEAD_DIM=head_dim, INTERLEAVED=interleaved, TILE_H=tile_h, TILE_HALF=tile_half,
-        TILE_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)), num_warps=4,
-    )  # fmt: skip
+    launch_now(
+        _rope_kernel,
+        (batch * seqlen, triton.cdiv(num_heads, tile_h)),
+        batched,
+        cos,
+        sin,
+        result,
+        seqlen,
+        num_heads,
+        by_batch[0],
+        *batched.stride()[1:3],
+        by_batch[1],
+        *result.stride()[1:3],
+        by_batch[2],
+        cos.stride(1),
+        by_batch[3],
+        sin.stride(1),
+        HALF=half,
+        HEAD_DIM=head_dim,
+        INTERLEAVED=interleaved,
+        TILE_H=tile_h,
+        TILE_HALF=tile_half,
+        TILE_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        num_warps=4,
+    )
     return out

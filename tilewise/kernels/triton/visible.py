@@ -64,9 +64,17 @@ def visible_pairs(cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS
 
 @triton.jit
 def span_of_tile(
-    first, tile, length, limit, shift, before, after,
-    STEP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-):  # fmt: skip
+    first,
+    tile,
+    length,
+    limit,
+    shift,
+    before,
+    after,
+    STEP: tl.constexpr,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+):
     """Cut the inner loop of rows [first, first + tile) of `length` into its three ranges.
 
     Row i meets the columns [i + shift - before, i + shift + after] of [0, limit), each side only if
@@ -94,27 +102,55 @@ def span_of_tile(
 
 @triton.jit
 def span_of_rows(
-    first, length_q, length_k, window_left, window_right,
-    TILE: tl.constexpr, STEP: tl.constexpr, variant: tl.constexpr,
-):  # fmt: skip
+    first,
+    length_q,
+    length_k,
+    window_left,
+    window_right,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    variant: tl.constexpr,
+):
     """Return the `span_of_tile` of the keys that queries [first, first + TILE) meet."""
     return span_of_tile(
-        first, TILE, length_q, length_k, length_k - length_q, window_left, window_right, STEP,
-        variant.left, variant.right,
-    )  # fmt: skip
+        first,
+        TILE,
+        length_q,
+        length_k,
+        length_k - length_q,
+        window_left,
+        window_right,
+        STEP,
+        variant.left,
+        variant.right,
+    )
 
 
 @triton.jit
 def span_of_keys(
-    first, length_q, length_k, window_left, window_right,
-    TILE: tl.constexpr, STEP: tl.constexpr, variant: tl.constexpr,
-):  # fmt: skip
+    first,
+    length_q,
+    length_k,
+    window_left,
+    window_right,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    variant: tl.constexpr,
+):
     """Return the `span_of_tile` of the queries that keys [first, first + TILE) meet."""
     limit = tl.where(first < length_k, length_q, 0)
     return span_of_tile(
-        first, TILE, length_k, limit, length_q - length_k, window_right, window_left, STEP,
-        variant.right, variant.left,
-    )  # fmt: skip
+        first,
+        TILE,
+        length_k,
+        limit,
+        length_q - length_k,
+        window_right,
+        window_left,
+        STEP,
+        variant.right,
+        variant.left,
+    )
 
 
 @triton.jit
@@ -159,9 +195,15 @@ def key_tile_range(seqlen_k, num_rows, WINDOW_LEFT: tl.constexpr, TILE_N: tl.con
 
 @triton.jit
 def keys_of_row_tile(
-    seqlen_k, run, first_row, skipped,
-    form: tl.constexpr, way: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+    seqlen_k,
+    run,
+    first_row,
+    skipped,
+    form: tl.constexpr,
+    way: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
     """Return (key_lo, key_hi, clean_lo, clean_hi) of the tile of rows of a run from `first_row`.
 
     No row of the tile sees a key outside [key_lo, key_hi), and every one sees all keys of the tiles
@@ -223,16 +265,24 @@ def lists_of_tile(extras, b, h, first, begin, end, variant: tl.constexpr, KEYS_F
         SIZE: tl.constexpr = variant.mask_q
         entries = extras.mask_column_entries
         first, full_last, last = entries_of_tile(
-            extras.mask_columns, b, h, extras.mask_all_column_tiles, extras.mask_column_tiles,
+            extras.mask_columns,
+            b,
+            h,
+            extras.mask_all_column_tiles,
+            extras.mask_column_tiles,
             first // variant.mask_k,
-        )  # fmt: skip
+        )
     else:
         SIZE: tl.constexpr = variant.mask_k
         entries = extras.mask_row_entries
         first, full_last, last = entries_of_tile(
-            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
+            extras.mask_rows,
+            b,
+            h,
+            extras.mask_all_row_tiles,
+            extras.mask_row_tiles,
             first // variant.mask_q,
-        )  # fmt: skip
+        )
     partial = full_last
     if variant.ruled:
         first_tile, end_tile = begin // SIZE, tl.cdiv(end, SIZE)
@@ -243,9 +293,16 @@ def lists_of_tile(extras, b, h, first, begin, end, variant: tl.constexpr, KEYS_F
 
 @triton.jit
 def pairs_of_entry(
-    extras, entry, first, within, loaded, variant: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
+    extras,
+    entry,
+    first,
+    within,
+    loaded,
+    variant: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):
     """Return (which `loaded` rows of the other side meet any, which pairs may) in a bit tile.
 
     first: row or key at which the own tile begins; within: where the other side does, from the
@@ -269,9 +326,13 @@ def kind_of_tile(extras, b, h, row, col, variant: tl.constexpr):
     kind = row * 0 - 1
     if variant.mask_q > 0:
         first, full_last, last = entries_of_tile(
-            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
+            extras.mask_rows,
+            b,
+            h,
+            extras.mask_all_row_tiles,
+            extras.mask_row_tiles,
             row // variant.mask_q,
-        )  # fmt: skip
+        )
         entries, tile = extras.mask_row_entries, col // variant.mask_k
         full, full_end = entries_between(entries, first, full_last, tile, tile + 1)
         partial, partial_end = entries_between(entries, full_last, last, tile, tile + 1)
@@ -294,9 +355,15 @@ def _first_from(entries, begin, end, tile):
 
 @triton.jit
 def visible_bits(
-    bits, number, first_row, first_key,
-    variant: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
+    bits,
+    number,
+    first_row,
+    first_key,
+    variant: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):
     """Return a compute tile of bit tile `number`, bool (ROWS, KEYS) or transposed.
 
     Rows and keys count from the start of the mask tile. Each row loads each of its words once; a

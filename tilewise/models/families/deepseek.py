@@ -84,22 +84,36 @@ def _glm4_lite(config: Json) -> dict[str, Any]:
 
 
 _MIXTURE = (
-    "moe_intermediate_size", "n_routed_experts", "num_experts", "num_local_experts",
-    "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
     "norm_topk_prob",
-)  # fmt: skip
+)
 # The defaults of the configuration classes.
 _V2: dict[str, Any] = {
-    "moe_intermediate_size": 1407, "n_routed_experts": 64, "num_experts_per_tok": 6,
-}  # fmt: skip
+    "moe_intermediate_size": 1407,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+}
 _GLM4_LITE: dict[str, Any] = {
-    "moe_intermediate_size": 1536, "n_routed_experts": 64, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
     "routed_scaling_factor": 1.8,
-}  # fmt: skip
+}
 _V3: dict[str, Any] = {
-    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_group": 8, "topk_group": 4,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_group": 8,
+    "topk_group": 4,
     "routed_scaling_factor": 2.5,
-}  # fmt: skip
+}
 
 
 def _read(

@@ -83,8 +83,12 @@ def _bloom(config: Json) -> dict[str, Any]:
 
 def _mpt(config: Json) -> dict[str, Any]:
     own = object_of(config, "attn_config")
-    for name, wanted in (("attn_type", "multihead_attention"), ("prefix_lm", False),
-                         ("qk_ln", False), ("alibi", True)):  # fmt: skip
+    for name, wanted in (
+        ("attn_type", "multihead_attention"),
+        ("prefix_lm", False),
+        ("qk_ln", False),
+        ("alibi", True),
+    ):
         if own.get(name, wanted) != wanted:
             raise UnknownModelError(f"attn_config.{name} must be {wanted}, got {own[name]!r}")
     for name in ("clip_qkv", "logit_scale"):
@@ -183,8 +187,11 @@ def _starcoder(config: Json) -> dict[str, Any]:
 
 def _opt(config: Json) -> dict[str, Any]:
     width, heads, dim = _heads(config, "hidden_size", "num_attention_heads")
-    for name, wanted in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False),
-                         ("layer_norm_elementwise_affine", True)):  # fmt: skip
+    for name, wanted in (
+        ("do_layer_norm_before", True),
+        ("_remove_final_layer_norm", False),
+        ("layer_norm_elementwise_affine", True),
+    ):
         if flag(config, name, wanted) != wanted:
             raise UnknownModelError(f"{name} must be {wanted}, got {config[name]}")
     if count_or(config, "word_embed_proj_dim", width) != width:

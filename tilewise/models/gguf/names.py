@@ -260,8 +260,10 @@ def _experts(
     """Return the tensors of experts, which llama.cpp stacks."""
     wanted = {f"{part}.weight" for part in ("gate", "up", "down")}
     if not wanted <= stack.keys():
-        raise CheckpointError(f"GGUF file must hold ffn_gate_exps, ffn_up_exps and ffn_down_exps "
-                              f"of {place}, got {sorted(stack.values())}")  # fmt: skip
+        raise CheckpointError(
+            f"GGUF file must hold ffn_gate_exps, ffn_up_exps and ffn_down_exps "
+            f"of {place}, got {sorted(stack.values())}"
+        )
     infos = {part: fields.file.tensors[name] for part, name in stack.items()}
     number = infos["gate.weight"].shape[0]
     for part, info in infos.items():

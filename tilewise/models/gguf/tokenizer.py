@@ -44,8 +44,18 @@ _DIGITS, _GPT2 = "digits", "gpt2"  # steps that are no regular expression of the
 # How a text is cut into words, by tokenizer.ggml.pre.
 _KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe",
-         "exaone4", "a.x-4.0"),
+        (
+            "llama3",
+            "llama-v3",
+            "llama-bpe",
+            "falcon3",
+            "smaug-bpe",
+            "dbrx",
+            "glm4",
+            "chatglm-bpe",
+            "exaone4",
+            "a.x-4.0",
+        ),
         (_LLAMA3,),
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan-dense"), (_QWEN2,)),
@@ -56,17 +66,27 @@ _KINDS: dict[str, tuple[str, ...]] = {
         ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), (_DIGITS, _GPT2)
     ),
     "deepseek-v3": _DEEPSEEK3,
-}  # fmt: skip
+}
 _WHOLE_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")  # words that are a token
 _NFC = ("qwen2", "deepseek-r1-qwen", "olmo", "dolma")
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type
 _SPACE = "\u2581"  # that sentencepiece writes for a space
 # Texts that end an answer, whatever the file says of them; as llama.cpp has them.
 _ENDS_OF = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
-    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>",
-)  # fmt: skip
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|end_of_text|>",
+    "<|END_OF_TURN_TOKEN|>",
+)
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -18,8 +18,24 @@ from tilewise.ops import QuantisedWeight
 __all__ = ["TYPES", "GgufType", "repack"]
 
 _WIDE = 256  # numbers of a super-block, which has one factor for its scales
-_IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,
-        1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)  # fmt: skip
+_IQ4 = (
+    -127.0,
+    -104.0,
+    -83.0,
+    -65.0,
+    -49.0,
+    -35.0,
+    -22.0,
+    -10.0,
+    1.0,
+    13.0,
+    25.0,
+    38.0,
+    53.0,
+    69.0,
+    89.0,
+    113.0,
+)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4 = (*_E2M1, *(0.0 - x for x in _E2M1))  # ggml has no negative zero
 _AT_ONCE = 1 << 25  # bytes repacked at a time

@@ -27,8 +27,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> Format:
     if config.get("load_in_8bit") or config.get("_load_in_8bit"):
         return Format("bitsandbytes int8", ("SCB",), _int8, ("weight_format",))
     kind = str(config.get("bnb_4bit_quant_type", "fp4"))
-    extra = ("weight.absmax", "weight.quant_map", "weight.nested_absmax",
-             "weight.nested_quant_map")  # fmt: skip
+    extra = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
     return Format(
         f"bitsandbytes {kind}",
         (f"{_STATE}{kind}",),
@@ -58,14 +57,17 @@ def _table(stored: Stored, kind: str) -> QuantisedWeight:
     if "nested_blocksize" in told:
         absmax = _nested(stored, absmax, int(told["nested_blocksize"]), told["nested_offset"])
     if absmax.numel() * block != rows * columns or codes.numel() * 2 != rows * columns:
-        raise stored.refuse("weight.absmax", f"have {rows * columns // block} numbers",
-                            absmax.numel())  # fmt: skip
+        raise stored.refuse(
+            "weight.absmax", f"have {rows * columns // block} numbers", absmax.numel()
+        )
     swapped = (codes >> 4) | (codes << 4)  # the even column lies in the upper half
     table = stored.tensor("weight.quant_map").float().tolist()
     return QuantisedWeight(
-        swapped.view(rows, columns // 2), absmax.float().view(rows, columns // block), (1, block),
+        swapped.view(rows, columns // 2),
+        absmax.float().view(rows, columns // block),
+        (1, block),
         table=tuple(table),
-    )  # fmt: skip
+    )
 
 
 def _nested(stored: Stored, absmax: Tensor, block: int, offset: float) -> Tensor:

@@ -26,11 +26,25 @@ from tilewise.ops import QuantisedWeight
 __all__ = ["compressed_tensors"]
 
 _FORMATS = (
-    "pack-quantized", "float-quantized", "naive-quantized", "int-quantized",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
-)  # fmt: skip
-_EXTRA = ("weight_shape", "input_scale", "input_zero_point", "input_global_scale", "k_scale",
-          "v_scale", "output_scale")  # fmt: skip
+    "pack-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "int-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+    "dense",
+)
+_EXTRA = (
+    "weight_shape",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "k_scale",
+    "v_scale",
+    "output_scale",
+)
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> Format:
@@ -44,8 +58,12 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
     schemes = []
     for name, group in groups.items():
         weights = (group or {}).get("weights") or {}
-        settings(weights, type=("int", "float"), num_bits=(4, 8),
-                 strategy=("tensor", "channel", "group", "block", "tensor_group"))  # fmt: skip
+        settings(
+            weights,
+            type=("int", "float"),
+            num_bits=(4, 8),
+            strategy=("tensor", "channel", "group", "block", "tensor_group"),
+        )
         if not weights:
             raise CheckpointError(f"weights of {name} of the quantisation must be given, got none")
         schemes.append((tuple((group or {}).get("targets") or ("Linear",)), weights))
@@ -106,9 +124,13 @@ def _packed(stored: Stored, weights: Mapping[str, Any]) -> QuantisedWeight:
     found = zero_codes if bits == 4 else (zero_codes ^ half).view(torch.int8)
     is_plain = bits == 8 and zeros is None
     return QuantisedWeight(
-        codes, scales.contiguous(), block, zeros=None if is_plain else found,
-        permutation=permutation, computed=scales.dtype,
-    )  # fmt: skip
+        codes,
+        scales.contiguous(),
+        block,
+        zeros=None if is_plain else found,
+        permutation=permutation,
+        computed=scales.dtype,
+    )
 
 
 def _integers(stored: Stored, weights: Mapping[str, Any]) -> QuantisedWeight:
@@ -122,10 +144,12 @@ def _integers(stored: Stored, weights: Mapping[str, Any]) -> QuantisedWeight:
     block = _block(stored, weights, rows, columns, tuple(scales.shape))
     zeros = stored.optional("weight_zero_point")
     return QuantisedWeight(
-        codes, scales.contiguous(), block,
+        codes,
+        scales.contiguous(),
+        block,
         zeros=None if zeros is None else zeros.reshape(scales.shape).to(torch.int8),
         computed=scales.dtype,
-    )  # fmt: skip
+    )
 
 
 def _block(

@@ -14,9 +14,16 @@ from tilewise.errors import CheckpointError
 from tilewise.ops import QuantisedWeight
 
 __all__ = [
-    "Format", "Get", "Stored", "matches", "nibbles_of", "packed", "reordered", "settings",
+    "Format",
+    "Get",
+    "Stored",
+    "matches",
+    "nibbles_of",
+    "packed",
+    "reordered",
+    "settings",
     "unpacked",
-]  # fmt: skip
+]
 
 Get = Callable[[str], Tensor]
 """A function of a suffix, as "weight_scale", that returns the tensor of a module."""

@@ -44,14 +44,16 @@ def awq(config: Mapping[str, Any]) -> Format:
         group = _group(stored, scales, rows, columns)
         zeros = stored.optional("qzeros")
         return QuantisedWeight(
-            packed(in_order(words).mT), scales.mT.contiguous(), (1, group),
+            packed(in_order(words).mT),
+            scales.mT.contiguous(),
+            (1, group),
             zeros=(
                 torch.full((rows, columns // group), 8, dtype=torch.uint8, device=words.device)
                 if zeros is None
                 else in_order(zeros).mT.contiguous()
             ),
             computed=scales.dtype,
-        )  # fmt: skip
+        )
 
     return Format("awq", ("qweight",), read)
 
@@ -82,9 +84,13 @@ def _gptq(name: str, bits: int, excess: int) -> Format:
             narrow = (codes ^ 128).view(torch.int8)
             zero = (zeros.to(torch.int16) + (excess - 128)).to(torch.float16)
         return QuantisedWeight(
-            narrow, scales.mT.contiguous(), (1, group), zeros=zero, permutation=permutation,
+            narrow,
+            scales.mT.contiguous(),
+            (1, group),
+            zeros=zero,
+            permutation=permutation,
             computed=scales.dtype,
-        )  # fmt: skip
+        )
 
     return Format(name, ("qweight",), read)
 

@@ -20,8 +20,14 @@ __all__ = ["MX_GROUP", "microscaled", "modelopt_mxfp8", "quark"]
 
 MX_GROUP = 32
 """Columns that share a power of two."""
-_EXTRA = ("input_scale", "output_scale", "input_zero_point", "weight_zero_point", "k_scale",
-          "v_scale")  # fmt: skip
+_EXTRA = (
+    "input_scale",
+    "output_scale",
+    "input_zero_point",
+    "weight_zero_point",
+    "k_scale",
+    "v_scale",
+)
 
 
 def microscaled(stored: Stored, codes: str) -> QuantisedWeight:

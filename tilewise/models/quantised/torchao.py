@@ -47,8 +47,9 @@ def _read(stored: Stored) -> QuantisedWeight:
         return _tiles(stored, codes, stored.tensor("_weight_scale_and_zero"))
     scales, zeros = stored.tensor("_weight_scale"), stored.optional("_weight_zero_point")
     if scales.dtype in (torch.float8_e8m0fnu, torch.uint8, torch.float8_e4m3fn):
-        raise stored.refuse("_weight_scale", "be of floats (MX and NVFP4 may be swizzled)",
-                            scales.dtype)  # fmt: skip
+        raise stored.refuse(
+            "_weight_scale", "be of floats (MX and NVFP4 may be swizzled)", scales.dtype
+        )
     if codes.dim() != 2 or scales.dim() != 2:
         raise stored.refuse(_CODES, "be a matrix with a matrix of scales", tuple(codes.shape))
     rows, columns = codes.shape

@@ -30,9 +30,20 @@ MOST_SPACE = 64  # characters between two marks
 MOST_TYPES = 400  # parts of a schema that are looked into for one parameter
 # Keys of the schema of a tool's arguments that do not concern single parameters.
 _OF_ALL = (
-    "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentRequired",
-    "dependentSchemas", "dependencies", "minProperties", "maxProperties", "enum", "const",
-)  # fmt: skip
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "patternProperties",
+    "propertyNames",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "minProperties",
+    "maxProperties",
+    "enum",
+    "const",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,18 @@ _PYTHON_KEY = r"/[a-zA-Z_][a-zA-Z_0-9]{0,63}/"
 _ANY_KEY = r'/[^<>{}\[\]:," \t\r\n]{1,64}/'
 # Keys of a schema that only JSON's own grammar follows.
 _REFUSED = (
-    "allOf", "not", "if", "patternProperties", "propertyNames", "dependentRequired",
-    "dependentSchemas", "dependencies", "minProperties", "maxProperties", "prefixItems",
-)  # fmt: skip
+    "allOf",
+    "not",
+    "if",
+    "patternProperties",
+    "propertyNames",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "minProperties",
+    "maxProperties",
+    "prefixItems",
+)
 
 
 @dataclass(frozen=True, slots=True)

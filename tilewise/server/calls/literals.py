@@ -14,16 +14,31 @@ __all__ = ["PYTHON", "Dialect", "as_json", "escaped", "value"]
 
 MOST_DEPTH = 64
 _WORDS = {
-    "True": "true", "true": "true", "False": "false", "false": "false", "None": "null",
+    "True": "true",
+    "true": "true",
+    "False": "false",
+    "false": "false",
+    "None": "null",
     "null": "null",
-}  # fmt: skip
+}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 # Digits may be in one place of it only: a long text that is none takes time by its length.
 _LOOSE = re.compile(r"[-+]?(?:[0-9_]+(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _ESCAPES = {
-    "n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "a": "\\u0007", "v": "\\u000b",
-    "0": "\\u0000", "\\": "\\\\", "'": "'", '"': '\\"', "/": "/", "\n": "",
-}  # fmt: skip
+    "n": "\\n",
+    "t": "\\t",
+    "r": "\\r",
+    "b": "\\b",
+    "f": "\\f",
+    "a": "\\u0007",
+    "v": "\\u000b",
+    "0": "\\u0000",
+    "\\": "\\\\",
+    "'": "'",
+    '"': '\\"',
+    "/": "/",
+    "\n": "",
+}
 _HEX = {"x": 2, "u": 4, "U": 8}
 
 

@@ -187,8 +187,13 @@ def types_of(
 def _type(value: Any) -> str:
     if value is None:
         return "null"
-    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"),
-                       (list, "array")):  # fmt: skip
+    for kind, name in (
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (str, "string"),
+        (list, "array"),
+    ):
         if isinstance(value, kind):
             return name
     return "object"

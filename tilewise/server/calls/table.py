@@ -117,8 +117,13 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "gemma4",
         ExpressionCalls(
-            ("<|tool_call>",), ("<tool_call|>", "<|tool_response>"), lead="call:", open="{",
-            assign=":", close="}", dialect=Dialect('<|"|>'),
+            ("<|tool_call>",),
+            ("<tool_call|>", "<|tool_response>"),
+            lead="call:",
+            open="{",
+            assign=":",
+            close="}",
+            dialect=Dialect('<|"|>'),
         ),
         seen=(("<|tool_call>call:",),),
         tokens=("<|tool_call>",),
@@ -127,8 +132,13 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "functiongemma",
         ExpressionCalls(
-            ("<start_function_call>",), ("<end_function_call>",), lead="call:", open="{",
-            assign=":", close="}", dialect=Dialect("<escape>"),
+            ("<start_function_call>",),
+            ("<end_function_call>",),
+            lead="call:",
+            open="{",
+            assign=":",
+            close="}",
+            dialect=Dialect("<escape>"),
         ),
         seen=(("<start_function_call>",),),
         tokens=("<start_function_call>",),
@@ -136,9 +146,15 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "minimax_m2",
         ElementCalls(
-            ("<minimax:tool_call>",), ("</minimax:tool_call>",), open='<invoke name="',
-            open_end='">', close="</invoke>", key='<parameter name="', key_end='">',
-            value_end="</parameter>", is_one=False,
+            ("<minimax:tool_call>",),
+            ("</minimax:tool_call>",),
+            open='<invoke name="',
+            open_end='">',
+            close="</invoke>",
+            key='<parameter name="',
+            key_end='">',
+            value_end="</parameter>",
+            is_one=False,
         ),
         seen=(("<minimax:tool_call>",),),
         tokens=("<minimax:tool_call>",),
@@ -151,9 +167,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         tokens=("<seed:tool_call>",),
         model_types=("seed_oss",),
     ),
-    ToolFormat(
-        "deepseek_v32", _dsml("function_calls"), seen=(("｜DSML｜", "function_calls>"),)
-    ),
+    ToolFormat("deepseek_v32", _dsml("function_calls"), seen=(("｜DSML｜", "function_calls>"),)),
     ToolFormat("deepseek_v4", _dsml("tool_calls"), seen=(("｜DSML｜", "tool_calls>"),)),
     ToolFormat(
         "deepseek_v3",
@@ -203,8 +217,15 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "glm45",
         ElementCalls(
-            ("<tool_call>",), ("</tool_call>",), open="", open_end="", close="",
-            key="<arg_key>", key_end="</arg_key>", value="<arg_value>", value_end="</arg_value>",
+            ("<tool_call>",),
+            ("</tool_call>",),
+            open="",
+            open_end="",
+            close="",
+            key="<arg_key>",
+            key_end="</arg_key>",
+            value="<arg_value>",
+            value_end="</arg_value>",
         ),
         others=("glm47", "glm4_moe", "glm"),
         seen=(("<arg_key>",),),
@@ -221,8 +242,12 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "cohere",
         JsonCalls(
-            ("<|START_ACTION|>",), ("<|END_ACTION|>",), keys=("parameters",),
-            name_key="tool_name", id_key="tool_call_id", is_listed=True,
+            ("<|START_ACTION|>",),
+            ("<|END_ACTION|>",),
+            keys=("parameters",),
+            name_key="tool_name",
+            id_key="tool_call_id",
+            is_listed=True,
         ),
         others=("cohere_command3", "command_r7b"),
         seen=(("<|START_ACTION|>",),),
@@ -256,9 +281,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         tokens=("<|/tool_call|>",),
     ),
     ToolFormat(
-        "phi4_mini_json",
-        JsonCalls(("functools[",), is_listed=True),
-        seen=(("functools[",),),
+        "phi4_mini_json", JsonCalls(("functools[",), is_listed=True), seen=(("functools[",),)
     ),
     ToolFormat(
         "granite",
@@ -290,8 +313,11 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "llama3_json",
         JsonCalls(
-            ("<|python_tag|>", "<|python_start|>"), ("<|python_end|>",), at_start=True,
-            keys=("parameters", "arguments"), reads_lists=False,
+            ("<|python_tag|>", "<|python_start|>"),
+            ("<|python_end|>",),
+            at_start=True,
+            keys=("parameters", "arguments"),
+            reads_lists=False,
         ),
         others=("llama4_json",),
         seen=(("<|python_tag|>",), ("<|python_start|>", '"parameters": ')),
@@ -299,45 +325,61 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "pythonic",
         ExpressionCalls(
-            ("<|python_start|>",), ("<|python_end|>",), at_start=True, bracket="[]",
-            between=", ",
+            ("<|python_start|>",), ("<|python_end|>",), at_start=True, bracket="[]", between=", "
         ),
         others=("llama4_pythonic",),
         seen=(("[func_name1(",),),
         model_types=("llama4", "llama4_text"),
     ),
     # The format of models without one, when a call is asked for.
-    ToolFormat(
-        "json", JsonCalls(at_start=True, keys=("parameters", "arguments"), is_listed=True)
-    ),
-)  # fmt: skip
+    ToolFormat("json", JsonCalls(at_start=True, keys=("parameters", "arguments"), is_listed=True)),
+)
 
 REASONING: tuple[Reasoning, ...] = (
     Reasoning("mistral", "[THINK]", "[/THINK]", seen=("[THINK]",)),
-    Reasoning(
-        "gemma4", "<|channel>", "<channel|>", label="thought\n", seen=("<|channel>thought",)
-    ),
+    Reasoning("gemma4", "<|channel>", "<channel|>", label="thought\n", seen=("<|channel>thought",)),
     Reasoning("seed_oss", "<seed:think>", "</seed:think>", seen=("<seed:think>",)),
     Reasoning(
-        "cohere", "<|START_THINKING|>", "<|END_THINKING|>",
+        "cohere",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
         answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        others=("cohere_command3", "command_r7b"), seen=("<|START_THINKING|>",),
+        others=("cohere_command3", "command_r7b"),
+        seen=("<|START_THINKING|>",),
     ),
     Reasoning(
-        "granite", "Here is my thought process:", "Here is my response:",
+        "granite",
+        "Here is my thought process:",
+        "Here is my response:",
         seen=("Here is my thought process:",),
     ),
     Reasoning(
-        "think_response", "<think>", "</think>", answer=("<response>", "</response>"),
-        others=("ernie45", "granite3.3"), seen=("<response>",),
+        "think_response",
+        "<think>",
+        "</think>",
+        answer=("<response>", "</response>"),
+        others=("ernie45", "granite3.3"),
+        seen=("<response>",),
     ),
     Reasoning(
-        "think", "<think>", "</think>",
-        others=("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "minimax_m2",
-                "exaone4", "nemotron_v3", "step3", "olmo3"),
+        "think",
+        "<think>",
+        "</think>",
+        others=(
+            "deepseek_r1",
+            "deepseek_v3",
+            "qwen3",
+            "glm45",
+            "kimi_k2",
+            "minimax_m2",
+            "exaone4",
+            "nemotron_v3",
+            "step3",
+            "olmo3",
+        ),
         seen=("<think>", "</think>"),
     ),
-)  # fmt: skip
+)
 
 
 def call_format(name: str) -> ToolFormat | None:

@@ -140,10 +140,18 @@ def _add_transposed(c, ld, dim, words, panels, tops, bottoms, begin, end):
             top = min(tops[word], tops[last // WORD])
             bottom = max(bottoms[word], bottoms[last // WORD])
             add_block(
-                c, key * ld + column, ld, dim - column,
-                words, top * SCORE_ROW + key * elements, elements, SCORE_ROW * elements,
-                panels, column * TILE_M + top * width, (bottom - top) // elements,
-            )  # fmt: skip
+                c,
+                key * ld + column,
+                ld,
+                dim - column,
+                words,
+                top * SCORE_ROW + key * elements,
+                elements,
+                SCORE_ROW * elements,
+                panels,
+                column * TILE_M + top * width,
+                (bottom - top) // elements,
+            )
 
 
 def _shared_scratch(array, count, like):
@@ -200,23 +208,37 @@ def _new_scratch(like, packed, words_like, index_like, ld, ldv):
     """Allocate a thread's scratch, zeroed where padding must stay zero."""
     key_rows = (TILE_N + BLOCK - 1) // BLOCK * BLOCK
     keys = _Keys(
-        zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed),
-        scratch(TILE_N * ld, packed), scratch(TILE_N * ldv, packed), scratch(TILE_N * ld, packed),
-        scratch(key_rows * ld, like), scratch(key_rows * ldv, like),
-    )  # fmt: skip
+        zero_scratch(TILE_N * ld, packed),
+        zero_scratch(TILE_N * ldv, packed),
+        scratch(TILE_N * ld, packed),
+        scratch(TILE_N * ldv, packed),
+        scratch(TILE_N * ld, packed),
+        scratch(key_rows * ld, like),
+        scratch(key_rows * ldv, like),
+    )
     queries = _Queries(
-        zero_scratch(TILE_M * ld, packed), zero_scratch(TILE_M * ldv, packed),
-        scratch(TILE_M * ld, packed), scratch(TILE_M * ldv, packed), scratch(TILE_M * ld, like),
-    )  # fmt: skip
+        zero_scratch(TILE_M * ld, packed),
+        zero_scratch(TILE_M * ldv, packed),
+        scratch(TILE_M * ld, packed),
+        scratch(TILE_M * ldv, packed),
+        scratch(TILE_M * ld, like),
+    )
     area = TILE_M * SCORE_ROW + BLOCK
     s, dp = scratch(area, like), scratch(area, like)
     ds_rows = _shared_scratch(dp, area, packed)
     scores = _Scores(
-        s, dp, zero_scratch(area, like), _shared_scratch(s, area, packed),
-        _shared_scratch(dp, area, packed), ds_rows, zero_scratch(TILE_N, like),
-        zero_scratch(TILE_M, like), scratch(WORDS, words_like), scratch(WORDS, index_like),
+        s,
+        dp,
+        zero_scratch(area, like),
+        _shared_scratch(s, area, packed),
+        _shared_scratch(dp, area, packed),
+        ds_rows,
+        zero_scratch(TILE_N, like),
+        zero_scratch(TILE_M, like),
+        scratch(WORDS, words_like),
         scratch(WORDS, index_like),
-    )  # fmt: skip
+        scratch(WORDS, index_like),
+    )
     scores.ones[:] = 1
     return keys, queries, scores
 
@@ -310,14 +332,33 @@ def _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, f
             for block in range((rows + BLOCK - 1) // BLOCK):
                 begin, end = seen.begin[block], seen.end[block]
                 set_block(
-                    queries.dq, block * BLOCK * ld + column, ld, head_dim - column,
-                    scores.ds_rows, block * BLOCK * SCORE_ROW + begin, SCORE_ROW, elements,
-                    keys.k_pairs, column * TILE_N + begin * width, (end - begin) // elements,
-                )  # fmt: skip
+                    queries.dq,
+                    block * BLOCK * ld + column,
+                    ld,
+                    head_dim - column,
+                    scores.ds_rows,
+                    block * BLOCK * SCORE_ROW + begin,
+                    SCORE_ROW,
+                    elements,
+                    keys.k_pairs,
+                    column * TILE_N + begin * width,
+                    (end - begin) // elements,
+                )
     else:
         queries.dq[:] = 0
-        add_rows_exactly(queries.dq, 0, ld, head_dim, scores.ds_rows, keys.k_rows, ld, scores.ones,
-                         seen, place.count, rows)  # fmt: skip
+        add_rows_exactly(
+            queries.dq,
+            0,
+            ld,
+            head_dim,
+            scores.ds_rows,
+            keys.k_rows,
+            ld,
+            scores.ones,
+            seen,
+            place.count,
+            rows,
+        )
     wait_for_rows(turn, first_row + rows)
     _add_query_rows(call, place, queries.dq, first_row, rows, ld)
 
@@ -336,22 +377,60 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
         if seen.end[block] > 0:
             begin, end = min(begin, seen.begin[block]), max(end, seen.end[block])
     copy_rows(
-        like, sizes.q_code, queries.q_rows, ld, sizes.head_dim,
-        start[Q] + first_head * sizes.q_head, sizes.q_row, sizes.q_head, sizes.group,
-        first_row, rows, all_rows,
-    )  # fmt: skip
+        like,
+        sizes.q_code,
+        queries.q_rows,
+        ld,
+        sizes.head_dim,
+        start[Q] + first_head * sizes.q_head,
+        sizes.q_row,
+        sizes.q_head,
+        sizes.group,
+        first_row,
+        rows,
+        all_rows,
+    )
     copy_rows(
-        like, sizes.q_code, queries.do_rows, ldv, sizes.v_head_dim,
-        start[DO] + first_head * grads.do_head, grads.do_row, grads.do_head, sizes.group,
-        first_row, rows, all_rows,
-    )  # fmt: skip
+        like,
+        sizes.q_code,
+        queries.do_rows,
+        ldv,
+        sizes.v_head_dim,
+        start[DO] + first_head * grads.do_head,
+        grads.do_row,
+        grads.do_head,
+        sizes.group,
+        first_row,
+        rows,
+        all_rows,
+    )
     pair_tile(like, queries.q_rows, all_rows, ld, queries.q_pairs, TILE_M)
     pair_tile(like, queries.do_rows, all_rows, ldv, queries.do_pairs, TILE_M)
     padded = (place.count + 31) // 32 * 32
-    score_tile(scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, all_rows,
-               padded, seen.begin, seen.end)  # fmt: skip
-    score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim,
-               all_rows, padded, seen.begin, seen.end)  # fmt: skip
+    score_tile(
+        scores.s,
+        queries.q_rows,
+        0,
+        ld,
+        keys.k_panels,
+        sizes.head_dim,
+        all_rows,
+        padded,
+        seen.begin,
+        seen.end,
+    )
+    score_tile(
+        scores.dp,
+        queries.do_rows,
+        0,
+        ldv,
+        keys.v_panels,
+        sizes.v_head_dim,
+        all_rows,
+        padded,
+        seen.begin,
+        seen.end,
+    )
     if grads.has_dbias:
         wait_for_rows(turn, first_row + rows)
     # The rows that follow are prefetched into the L2 cache meanwhile.
@@ -360,14 +439,39 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
     _clear_beyond(like, scores, all_rows, end)
     if scores.p_words.itemsize == 2:
         _pack_rows(
-            like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, all_rows,
-            begin, end,
-        )  # fmt: skip
+            like,
+            scores.s,
+            scores.dp,
+            scores.p_words,
+            scores.ds_words,
+            scores.ds_rows,
+            all_rows,
+            begin,
+            end,
+        )
     see_words(seen, scores.tops, scores.bottoms)
-    _add_transposed(keys.dv, ldv, sizes.v_head_dim, scores.p_words, queries.do_pairs,
-                    scores.tops, scores.bottoms, begin, end)  # fmt: skip
-    _add_transposed(keys.dk, ld, sizes.head_dim, scores.ds_words, queries.q_pairs,
-                    scores.tops, scores.bottoms, begin, end)  # fmt: skip
+    _add_transposed(
+        keys.dv,
+        ldv,
+        sizes.v_head_dim,
+        scores.p_words,
+        queries.do_pairs,
+        scores.tops,
+        scores.bottoms,
+        begin,
+        end,
+    )
+    _add_transposed(
+        keys.dk,
+        ld,
+        sizes.head_dim,
+        scores.ds_words,
+        queries.q_pairs,
+        scores.tops,
+        scores.bottoms,
+        begin,
+        end,
+    )
     _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, first_row, rows, ld)
 
 
@@ -401,15 +505,27 @@ def _backward_task(call, spare, seen, turn, chunk, sequence, kv_head):
                     publish_rows(turn, first_row + rows)
         keep_alive(owned_view)
         _store_keys(
-            like, sizes.k_code, keys.dk, ld, call.rule.scale,
-            starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head, grads.dk_row,
-            count, sizes.head_dim,
-        )  # fmt: skip
+            like,
+            sizes.k_code,
+            keys.dk,
+            ld,
+            call.rule.scale,
+            starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head,
+            grads.dk_row,
+            count,
+            sizes.head_dim,
+        )
         _store_keys(
-            like, sizes.k_code, keys.dv, ldv, call.dropout.scale,
-            starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head, grads.dv_row,
-            count, sizes.v_head_dim,
-        )  # fmt: skip
+            like,
+            sizes.k_code,
+            keys.dv,
+            ldv,
+            call.dropout.scale,
+            starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head,
+            grads.dv_row,
+            count,
+            sizes.v_head_dim,
+        )
 
 
 @kernel
@@ -432,10 +548,18 @@ def attention_backward(
         place_gradients_too(owned, tensors[4], tensors[5], tensors[6])
     problem = with_starts(problem, borrowed(owned))
     call = Backward(
-        problem.sizes, problem.rule, problem.arrays, problem.mask, problem.dropout,
-        read_gradients(frame), array_at(lse, 0, like), array_at(delta, 0, like),
-        array_at(dq, 0, like), array_at(dbias, 0, like), borrowed(done),
-    )  # fmt: skip
+        problem.sizes,
+        problem.rule,
+        problem.arrays,
+        problem.mask,
+        problem.dropout,
+        read_gradients(frame),
+        array_at(lse, 0, like),
+        array_at(delta, 0, like),
+        array_at(dq, 0, like),
+        array_at(dbias, 0, like),
+        borrowed(done),
+    )
     sizes, grads, arrays, done = call.sizes, call.grads, call.arrays, call.done
     rows_done = done[len(done) - 1 :]
     num_sequences = len(arrays.starts)

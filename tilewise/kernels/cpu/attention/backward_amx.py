@@ -135,10 +135,14 @@ def _new_scratch(like, packed, words_like, shape):
     key_area, query_area, area = shape.tiles * TILE_N, strip * parts, TILE_M * TILE_N
     widest = max(ld, ldv)
     keys = _Keys(
-        zero_scratch(TILE_N * widest * 2, packed), scratch(key_area * ld * parts, packed),
-        scratch(key_area * ldv * parts, packed), scratch(key_area * ld * parts, packed),
-        scratch(key_area * ld, like), scratch(key_area * ldv, like), scratch(shape.tiles, like),
-    )  # fmt: skip
+        zero_scratch(TILE_N * widest * 2, packed),
+        scratch(key_area * ld * parts, packed),
+        scratch(key_area * ldv * parts, packed),
+        scratch(key_area * ld * parts, packed),
+        scratch(key_area * ld, like),
+        scratch(key_area * ldv, like),
+        scratch(shape.tiles, like),
+    )
     queries = _Queries(
         zero_scratch(query_area * ld, packed),
         zero_scratch(query_area * ldv, packed),
@@ -147,12 +151,18 @@ def _new_scratch(like, packed, words_like, shape):
         scratch(strip * ld, like),
     )
     scores = _Scores(
-        scratch(area, like), scratch(area, like), zero_scratch(area, like),
-        scratch(query_area * TILE_N, packed), scratch(query_area * TILE_N, packed),
-        scratch(area * parts, packed), scratch(512, packed), zero_scratch(TILE_N, like),
-        zero_scratch(TILE_M, like), scratch(WORDS, words_like),
+        scratch(area, like),
+        scratch(area, like),
+        zero_scratch(area, like),
+        scratch(query_area * TILE_N, packed),
+        scratch(query_area * TILE_N, packed),
+        scratch(area * parts, packed),
+        scratch(512, packed),
+        zero_scratch(TILE_N, like),
+        zero_scratch(TILE_M, like),
+        scratch(WORDS, words_like),
         zero_scratch(TILE_N * widest, like),
-    )  # fmt: skip
+    )
     scores.ones[:] = 1
     return keys, queries, scores
 
@@ -190,15 +200,37 @@ def _load_keys(call, keys, stage, shape, sequence, kv_head, first_key, end_key):
         key = first_key + tile * TILE_N
         count = min(TILE_N, end_key - key)
         keys.check[tile] = _load_tile(
-            like, sizes.k_code, keys.rows, stage, keys.k_panels, keys.k_pairs, tile,
-            shape.parts, shape.ld, sizes.head_dim, key, count,
-            starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row,
-        )  # fmt: skip
+            like,
+            sizes.k_code,
+            keys.rows,
+            stage,
+            keys.k_panels,
+            keys.k_pairs,
+            tile,
+            shape.parts,
+            shape.ld,
+            sizes.head_dim,
+            key,
+            count,
+            starts[sequence, K] + kv_head * sizes.k_head,
+            sizes.k_row,
+        )
         _load_tile(
-            like, sizes.k_code, keys.rows, stage, keys.v_panels, keys.rows[:0], tile,
-            shape.parts, shape.ldv, sizes.v_head_dim, key, count,
-            starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
-        )  # fmt: skip
+            like,
+            sizes.k_code,
+            keys.rows,
+            stage,
+            keys.v_panels,
+            keys.rows[:0],
+            tile,
+            shape.parts,
+            shape.ldv,
+            sizes.v_head_dim,
+            key,
+            count,
+            starts[sequence, V] + kv_head * sizes.v_head,
+            sizes.v_row,
+        )
     keys.dk[:] = 0
     keys.dv[:] = 0
 
@@ -213,25 +245,62 @@ def _load_queries(call, queries, scores, shape, sequence, kv_head, first_row, nu
         row = first_row + tile
         rows = max(min(TILE_M, num_rows - row), 0)
         load_flat_rows(
-            like, sizes.q_code, queries.q_rows, tile * shape.ld, shape.ld, strip * shape.ld, parts,
-            scores.stage, sizes.head_dim, starts[sequence, Q] + first_head * sizes.q_head,
-            sizes.q_row, sizes.q_head, group, row, rows,
-        )  # fmt: skip
+            like,
+            sizes.q_code,
+            queries.q_rows,
+            tile * shape.ld,
+            shape.ld,
+            strip * shape.ld,
+            parts,
+            scores.stage,
+            sizes.head_dim,
+            starts[sequence, Q] + first_head * sizes.q_head,
+            sizes.q_row,
+            sizes.q_head,
+            group,
+            row,
+            rows,
+        )
         scores.stage[: shape.ld] = 0
         load_flat_rows(
-            like, sizes.q_code, queries.do_rows, tile * shape.ldv, shape.ldv, strip * shape.ldv,
-            parts, scores.stage, sizes.v_head_dim,
-            starts[sequence, DO] + first_head * grads.do_head, grads.do_row, grads.do_head, group,
-            row, rows,
-        )  # fmt: skip
+            like,
+            sizes.q_code,
+            queries.do_rows,
+            tile * shape.ldv,
+            shape.ldv,
+            strip * shape.ldv,
+            parts,
+            scores.stage,
+            sizes.v_head_dim,
+            starts[sequence, DO] + first_head * grads.do_head,
+            grads.do_row,
+            grads.do_head,
+            group,
+            row,
+            rows,
+        )
         scores.stage[: shape.ldv] = 0
         for part in range(parts):
             at = part * strip * shape.ld
-            transpose_rows(queries.q_rows, at + tile * shape.ld, shape.ld, queries.q_columns,
-                           at + tile, strip, scores.words)  # fmt: skip
+            transpose_rows(
+                queries.q_rows,
+                at + tile * shape.ld,
+                shape.ld,
+                queries.q_columns,
+                at + tile,
+                strip,
+                scores.words,
+            )
             at = part * strip * shape.ldv
-            transpose_rows(queries.do_rows, at + tile * shape.ldv, shape.ldv, queries.do_columns,
-                           at + tile, strip, scores.words)  # fmt: skip
+            transpose_rows(
+                queries.do_rows,
+                at + tile * shape.ldv,
+                shape.ldv,
+                queries.do_columns,
+                at + tile,
+                strip,
+                scores.words,
+            )
     queries.dq[:] = 0
 
 
@@ -240,13 +309,25 @@ def _prefetch_queries(call, place, first_row, last_row):
     sizes, grads, starts = call.sizes, call.grads, call.arrays.starts
     sequence, first_head = place.sequence, place.kv_head * sizes.group
     prefetch_flat_rows(
-        sizes.q_code, sizes.head_dim, starts[sequence, Q] + first_head * sizes.q_head, sizes.q_row,
-        sizes.q_head, sizes.group, first_row, last_row,
-    )  # fmt: skip
+        sizes.q_code,
+        sizes.head_dim,
+        starts[sequence, Q] + first_head * sizes.q_head,
+        sizes.q_row,
+        sizes.q_head,
+        sizes.group,
+        first_row,
+        last_row,
+    )
     prefetch_flat_rows(
-        sizes.q_code, sizes.v_head_dim, starts[sequence, DO] + first_head * grads.do_head,
-        grads.do_row, grads.do_head, sizes.group, first_row, last_row,
-    )  # fmt: skip
+        sizes.q_code,
+        sizes.v_head_dim,
+        starts[sequence, DO] + first_head * grads.do_head,
+        grads.do_row,
+        grads.do_head,
+        sizes.group,
+        first_row,
+        last_row,
+    )
 
 
 @inner
@@ -263,10 +344,24 @@ def _union(seen, first, count):
 def _multiply_rows(c, top, begin, end, rows, first, ld, panels, area, shape):
     """C = rows panels^T for SIDE rows of a tile and keys begin ... end."""
     multiply_tiles(
-        c, top * TILE_N + begin, TILE_N, SIDE, end - begin,
-        rows, (first + top) * ld, ld, shape.strip * ld,
-        panels, (area + begin) * ld, 64, SIDE * ld, TILE_N * ld, ld // 32, shape.parts, False,
-    )  # fmt: skip
+        c,
+        top * TILE_N + begin,
+        TILE_N,
+        SIDE,
+        end - begin,
+        rows,
+        (first + top) * ld,
+        ld,
+        shape.strip * ld,
+        panels,
+        (area + begin) * ld,
+        64,
+        SIDE * ld,
+        TILE_N * ld,
+        ld // 32,
+        shape.parts,
+        False,
+    )
 
 
 @inner
@@ -275,11 +370,24 @@ def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
     for row in range(0, TILE_M, SIDE):
         begin, end = _union(seen, row // BLOCK, SIDE // BLOCK)
         multiply_tiles(
-            queries.dq, (first + row) * ld, ld, SIDE, ld,
-            scores.ds_rows, row * TILE_N + begin, TILE_N, TILE_M * TILE_N,
-            k_pairs, base + begin * 32, 64, TILE_N * 32, TILE_N * ld, (end - begin) // 32, parts,
+            queries.dq,
+            (first + row) * ld,
+            ld,
+            SIDE,
+            ld,
+            scores.ds_rows,
+            row * TILE_N + begin,
+            TILE_N,
+            TILE_M * TILE_N,
+            k_pairs,
+            base + begin * 32,
+            64,
+            TILE_N * 32,
+            TILE_N * ld,
+            (end - begin) // 32,
+            parts,
             True,
-        )  # fmt: skip
+        )
 
 
 @inner
@@ -323,18 +431,51 @@ def _backward_tile(call, place, keys, queries, scores, seen, shape, first_row, f
             scores.dp, top, low, high, queries.do_rows, first, shape.ldv, keys.v_panels, area, shape
         )
         differentiate_rows(call, place, seen, scores, row, rows, low, high, top, top + SIDE)
-        pack_scores(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows,
-                    scores.words, first, shape.strip, parts, low, high, top,
-                    top + SIDE)  # fmt: skip
+        pack_scores(
+            like,
+            scores.s,
+            scores.dp,
+            scores.p_words,
+            scores.ds_words,
+            scores.ds_rows,
+            scores.words,
+            first,
+            shape.strip,
+            parts,
+            low,
+            high,
+            top,
+            top + SIDE,
+        )
     if keys.check[tile] == 0.0:
         _add_query_gradient(
             queries, scores, keys.k_pairs, seen, shape.ld, first, area * shape.ld, parts
         )
         return begin, end
-    load_key_rows(like, sizes.k_code, scores.stage, shape.ld, sizes.head_dim, place.key,
-                  place.count, start[K] + place.kv_head * sizes.k_head, sizes.k_row)  # fmt: skip
-    add_rows_exactly(queries.dq, first * shape.ld, shape.ld, sizes.head_dim, scores.dp,
-                     scores.stage, shape.ld, scores.ones, seen, place.count, rows)  # fmt: skip
+    load_key_rows(
+        like,
+        sizes.k_code,
+        scores.stage,
+        shape.ld,
+        sizes.head_dim,
+        place.key,
+        place.count,
+        start[K] + place.kv_head * sizes.k_head,
+        sizes.k_row,
+    )
+    add_rows_exactly(
+        queries.dq,
+        first * shape.ld,
+        shape.ld,
+        sizes.head_dim,
+        scores.dp,
+        scores.stage,
+        shape.ld,
+        scores.ones,
+        seen,
+        place.count,
+        rows,
+    )
     scores.stage[:] = 0
     return begin, end
 
@@ -343,11 +484,24 @@ def _backward_tile(call, place, keys, queries, scores, seen, shape, first_row, f
 def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, begin, end):
     """c^T += operand^T words over the strip's rows first ... last, for keys begin ... end."""
     multiply_tiles(
-        c, at + begin, TILE_N, ld, end - begin,
-        operand, first, shape.strip, shape.strip * ld,
-        words, begin * shape.strip + first * SIDE, 64, SIDE * shape.strip, shape.strip * TILE_N,
-        (last - first) // 32, shape.parts, True,
-    )  # fmt: skip
+        c,
+        at + begin,
+        TILE_N,
+        ld,
+        end - begin,
+        operand,
+        first,
+        shape.strip,
+        shape.strip * ld,
+        words,
+        begin * shape.strip + first * SIDE,
+        64,
+        SIDE * shape.strip,
+        shape.strip * TILE_N,
+        (last - first) // 32,
+        shape.parts,
+        True,
+    )
 
 
 @inner
@@ -374,11 +528,32 @@ def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first
             clear_scores(scores.p_words, scores.ds_words, at, shape.strip, shape.parts)
     if first < last:
         area = tile * TILE_N
-        _add_key_gradient(keys.dv, area * shape.ldv, sizes.v_head_dim, shape.ldv,
-                          queries.do_columns, scores.p_words, shape, first, last, begin,
-                          end)  # fmt: skip
-        _add_key_gradient(keys.dk, area * shape.ld, sizes.head_dim, shape.ld, queries.q_columns,
-                          scores.ds_words, shape, first, last, begin, end)  # fmt: skip
+        _add_key_gradient(
+            keys.dv,
+            area * shape.ldv,
+            sizes.v_head_dim,
+            shape.ldv,
+            queries.do_columns,
+            scores.p_words,
+            shape,
+            first,
+            last,
+            begin,
+            end,
+        )
+        _add_key_gradient(
+            keys.dk,
+            area * shape.ld,
+            sizes.head_dim,
+            shape.ld,
+            queries.q_columns,
+            scores.ds_words,
+            shape,
+            first,
+            last,
+            begin,
+            end,
+        )
 
 
 @inner
@@ -436,14 +611,32 @@ def _backward_task(call, parts, turn, chunk, sequence, kv_head):
             count, tile = min(TILE_N, panel_end - key), (key - panel) // TILE_N
             address = starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head
             _store_key_gradient(
-                like, sizes.k_code, keys.dk, tile * TILE_N * shape.ld, shape.ld, sizes.head_dim,
-                scores.stage, count, call.rule.scale, address, grads.dk_row,
-            )  # fmt: skip
+                like,
+                sizes.k_code,
+                keys.dk,
+                tile * TILE_N * shape.ld,
+                shape.ld,
+                sizes.head_dim,
+                scores.stage,
+                count,
+                call.rule.scale,
+                address,
+                grads.dk_row,
+            )
             address = starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head
             _store_key_gradient(
-                like, sizes.k_code, keys.dv, tile * TILE_N * shape.ldv, shape.ldv,
-                sizes.v_head_dim, scores.stage, count, call.dropout.scale, address, grads.dv_row,
-            )  # fmt: skip
+                like,
+                sizes.k_code,
+                keys.dv,
+                tile * TILE_N * shape.ldv,
+                shape.ldv,
+                sizes.v_head_dim,
+                scores.stage,
+                count,
+                call.dropout.scale,
+                address,
+                grads.dv_row,
+            )
     keep_alive(owned)
     keep_alive(owned_seen)
 

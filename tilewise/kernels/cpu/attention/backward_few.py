@@ -91,11 +91,18 @@ def _new_scratch(like, dim, v_dim, rows, keys):
     """Return scratch for tasks of `rows` rows and `keys` keys, multiples of BLOCK and 32."""
     area, blocks = rows * SCORE_ROW + BLOCK, (keys + BLOCK - 1) // BLOCK * BLOCK
     spare = _Scratch(
-        scratch(rows * dim, like), scratch(rows * v_dim, like), scratch(rows * dim, like),
-        scratch(keys * max(dim, v_dim), like), scratch(keys * dim, like),
-        scratch(keys * v_dim, like), scratch(area, like), scratch(area, like),
-        scratch(blocks * dim, like), scratch(blocks * v_dim, like), scratch(rows, like),
-    )  # fmt: skip
+        scratch(rows * dim, like),
+        scratch(rows * v_dim, like),
+        scratch(rows * dim, like),
+        scratch(keys * max(dim, v_dim), like),
+        scratch(keys * dim, like),
+        scratch(keys * v_dim, like),
+        scratch(area, like),
+        scratch(area, like),
+        scratch(blocks * dim, like),
+        scratch(blocks * v_dim, like),
+        scratch(rows, like),
+    )
     spare.ones[:] = 1
     return spare
 
@@ -117,9 +124,12 @@ def _differentiate(
                 begin = max(left, seen.begin[row // BLOCK])
                 end = min(right, seen.end[row // BLOCK])
                 delta = dot_rows(
-                    like, sizes.q_code, start[DO] + query * grads.do_row + head * grads.do_head,
-                    start[O] + query * sizes.o_row + head * sizes.o_head, sizes.v_head_dim,
-                )  # fmt: skip
+                    like,
+                    sizes.q_code,
+                    start[DO] + query * grads.do_row + head * grads.do_head,
+                    start[O] + query * sizes.o_row + head * sizes.o_head,
+                    sizes.v_head_dim,
+                )
             if begin >= end:
                 begin = end = right
         for column in range(base + left, base + right, lanes_in(like)):
@@ -127,9 +137,20 @@ def _differentiate(
                 simd.store(spare.s, column, zero)
                 simd.store(spare.dp, column, zero)
         gradient_row(
-            like, factor, row_lse, delta, spare.s, spare.dp, base, begin, end, seen.words,
-            row * WORDS, problem.dropout, seen.words,
-        )  # fmt: skip
+            like,
+            factor,
+            row_lse,
+            delta,
+            spare.s,
+            spare.dp,
+            base,
+            begin,
+            end,
+            seen.words,
+            row * WORDS,
+            problem.dropout,
+            seen.words,
+        )
 
 
 @inner
@@ -141,9 +162,19 @@ def _add_transposed(c, dim, scores, rows, ld, tops, bottoms, begin, end):
             top = min(tops[word], tops[last // WORD])
             bottom = max(bottoms[word], bottoms[last // WORD])
             set_rows(
-                c, key * ld + column, ld, dim - column, scores, top * SCORE_ROW + key, 1,
-                SCORE_ROW, rows, top * ld + column, ld, bottom - top,
-            )  # fmt: skip
+                c,
+                key * ld + column,
+                ld,
+                dim - column,
+                scores,
+                top * SCORE_ROW + key,
+                1,
+                SCORE_ROW,
+                rows,
+                top * ld + column,
+                ld,
+                bottom - top,
+            )
 
 
 @inner
@@ -161,10 +192,34 @@ def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequen
         if seen.end[block] > 0:
             begin, end = min(begin, seen.begin[block]), max(end, seen.end[block])
     begin = min(begin, end)
-    copy_rows(like, code, arrays.q, dim, dim, start[Q] + first_head * sizes.q_head, sizes.q_row,
-              sizes.q_head, group, 0, rows, all_rows)  # fmt: skip
-    copy_rows(like, code, arrays.do, v_dim, v_dim, start[DO] + first_head * grads.do_head,
-              grads.do_row, grads.do_head, group, 0, rows, all_rows)  # fmt: skip
+    copy_rows(
+        like,
+        code,
+        arrays.q,
+        dim,
+        dim,
+        start[Q] + first_head * sizes.q_head,
+        sizes.q_row,
+        sizes.q_head,
+        group,
+        0,
+        rows,
+        all_rows,
+    )
+    copy_rows(
+        like,
+        code,
+        arrays.do,
+        v_dim,
+        v_dim,
+        start[DO] + first_head * grads.do_head,
+        grads.do_row,
+        grads.do_head,
+        group,
+        0,
+        rows,
+        all_rows,
+    )
     transpose_stored(
         like, code, k, sizes.k_row, size, count, dim, arrays.k, spare.k, spare.k_panels
     )
@@ -188,10 +243,19 @@ def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequen
                 low = seen.begin[block]
                 high = max(min(seen.end[block], last), low)
                 set_rows(
-                    spare.dq, block * BLOCK * dim + column, dim, dim - column,
-                    spare.dp, block * BLOCK * SCORE_ROW + low, SCORE_ROW, 1,
-                    keys, low * word + column, word, high - low,
-                )  # fmt: skip
+                    spare.dq,
+                    block * BLOCK * dim + column,
+                    dim,
+                    dim - column,
+                    spare.dp,
+                    block * BLOCK * SCORE_ROW + low,
+                    SCORE_ROW,
+                    1,
+                    keys,
+                    low * word + column,
+                    word,
+                    high - low,
+                )
     else:
         copy_rows(like, code, arrays.k, dim, dim, k, sizes.k_row, 0, 1, 0, count, count)
         arrays.dq[:] = 0
@@ -203,10 +267,32 @@ def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequen
         query = row // group
         at = start[DQ] + query * grads.dq_row + (first_head + row - query * group) * dim
         store_row(like, code, spare.dq, row * dim, scale, dq + at * size, dim)
-    _store_keys(like, code, arrays.dk, spare.dk, dim, scale, start[DK] + kv_head * grads.dk_head,
-                grads.dk_row, begin, end, count)  # fmt: skip
-    _store_keys(like, code, arrays.dv, spare.dv, v_dim, one, start[DV] + kv_head * grads.dv_head,
-                grads.dv_row, begin, end, count)  # fmt: skip
+    _store_keys(
+        like,
+        code,
+        arrays.dk,
+        spare.dk,
+        dim,
+        scale,
+        start[DK] + kv_head * grads.dk_head,
+        grads.dk_row,
+        begin,
+        end,
+        count,
+    )
+    _store_keys(
+        like,
+        code,
+        arrays.dv,
+        spare.dv,
+        v_dim,
+        one,
+        start[DV] + kv_head * grads.dv_head,
+        grads.dv_row,
+        begin,
+        end,
+        count,
+    )
 
 
 @inner
@@ -246,10 +332,18 @@ def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, dq, counter
     )
     arrays, seen, ends = borrowed(owned), borrowed(owned_seen), borrowed(owned_ends)
     spare = _Scratch(
-        bare(arrays.q), bare(arrays.do), bare(arrays.dq), bare(arrays.k), bare(arrays.k_panels),
-        bare(arrays.v_panels), bare(arrays.s), bare(arrays.dp), bare(arrays.dk), bare(arrays.dv),
+        bare(arrays.q),
+        bare(arrays.do),
+        bare(arrays.dq),
+        bare(arrays.k),
+        bare(arrays.k_panels),
+        bare(arrays.v_panels),
+        bare(arrays.s),
+        bare(arrays.dp),
+        bare(arrays.dk),
+        bare(arrays.dv),
         bare(arrays.ones),
-    )  # fmt: skip
+    )
     # The tile sees the same keys in all heads and sequences.
     view = view_rows(sizes, problem.mask, 0, 0, 0, rows)
     see_keys_of(problem, view, seen, starts[0], 0, starts[0, Q_LEN] * sizes.group, starts[0, K_LEN])
@@ -261,8 +355,19 @@ def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, dq, counter
         task = next_task(counter)
         if task >= num_tasks:
             break
-        _task(problem, grads, numbers, dq, spare, arrays, bits, seen, tops,
-              task // sizes.num_kv_heads, task % sizes.num_kv_heads)  # fmt: skip
+        _task(
+            problem,
+            grads,
+            numbers,
+            dq,
+            spare,
+            arrays,
+            bits,
+            seen,
+            tops,
+            task // sizes.num_kv_heads,
+            task % sizes.num_kv_heads,
+        )
     keep_alive(owned)
     keep_alive(owned_seen)
     keep_alive(owned_ends)

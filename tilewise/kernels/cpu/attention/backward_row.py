@@ -78,11 +78,19 @@ class _Rows(NamedTuple):
 @inner
 def _new_rows(like, group, ld, ldv):
     return _Rows(
-        zero_scratch(group * ld, like), zero_scratch(group * ldv, like), scratch(group * ld, like),
-        zero_scratch(KEYS * ld, like), zero_scratch(KEYS * ldv, like), scratch(KEYS * ld, like),
-        scratch(KEYS * ldv, like), scratch(group * KEYS, like), scratch(group * KEYS, like),
-        scratch(group, like), scratch(group, like), scratch(group, like),
-    )  # fmt: skip
+        zero_scratch(group * ld, like),
+        zero_scratch(group * ldv, like),
+        scratch(group * ld, like),
+        zero_scratch(KEYS * ld, like),
+        zero_scratch(KEYS * ldv, like),
+        scratch(KEYS * ld, like),
+        scratch(KEYS * ldv, like),
+        scratch(group * KEYS, like),
+        scratch(group * KEYS, like),
+        scratch(group, like),
+        scratch(group, like),
+        scratch(group, like),
+    )
 
 
 def padded_dim(like: np.ndarray, dim: int) -> int:
@@ -114,8 +122,20 @@ def _products(like, a, ai, b, b_row, ld, found, at, count):
 def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, ld, ldv):
     """Copy the rows of a group of heads, and compute delta = do . o."""
     group, start = sizes.group, starts[sequence]
-    copy_rows(like, sizes.q_code, rows.q, ld, sizes.head_dim, start[Q] + first_head * sizes.q_head,
-              sizes.q_head, 0, 1, 0, group, group)  # fmt: skip
+    copy_rows(
+        like,
+        sizes.q_code,
+        rows.q,
+        ld,
+        sizes.head_dim,
+        start[Q] + first_head * sizes.q_head,
+        sizes.q_head,
+        0,
+        1,
+        0,
+        group,
+        group,
+    )
     do, o = start[DO] + first_head * grads.do_head, start[O] + first_head * sizes.o_head
     copy_rows(
         like, sizes.q_code, rows.do, ldv, sizes.v_head_dim, do, grads.do_head, 0, 1, 0, group, group
@@ -154,8 +174,20 @@ def _find_top(sizes, like, factor, rows, is_direct, head, k, low, high, ld):
         if is_direct:
             keys, step = pointer_at(like, k + key * sizes.k_row), sizes.k_row // sizes.k_size
         else:
-            copy_rows(like, sizes.k_code, rows.k, ld, sizes.head_dim, k, sizes.k_row, 0, 1, key,
-                      count, count)  # fmt: skip
+            copy_rows(
+                like,
+                sizes.k_code,
+                rows.k,
+                ld,
+                sizes.head_dim,
+                k,
+                sizes.k_row,
+                0,
+                1,
+                key,
+                count,
+                count,
+            )
         _products(like, rows.q, head * ld, keys, step, ld, rows.p, at, count)
         for column in range(at, at + count):
             x = simd.number(like, rows.p[column] * factor)
@@ -260,8 +292,9 @@ def _row_task(
             at = head * KEYS
             _products(like, rows.q, head * ld, keys, k_step, ld, rows.p, at, count)
             _products(like, rows.do, head * ldv, values, v_step, ldv, rows.ds, at, count)
-            _differentiate(like, factor, rows.top[head], rows.lse[head], rows.delta[head], rows.p,
-                           rows.ds, at)  # fmt: skip
+            _differentiate(
+                like, factor, rows.top[head], rows.lse[head], rows.delta[head], rows.p, rows.ds, at
+            )
         if not sees_all:  # hidden K and V may be inf or NaN
             for column in range(count):
                 if column < seen or column >= unseen:
@@ -273,10 +306,28 @@ def _row_task(
             _add_rows(like, rows.ds, head * KEYS, keys, k_step, ld, rows.dq, head * ld, count)
         to_dk, to_dv = dk + key * grads.dk_row, dv + key * grads.dv_row
         if is_direct:
-            _spread(like, rows.ds, rows.q, ld, factor, pointer_at(like, to_dk),
-                    grads.dk_row // sizes.k_size, group, count)  # fmt: skip
-            _spread(like, rows.p, rows.do, ldv, one, pointer_at(like, to_dv),
-                    grads.dv_row // sizes.k_size, group, count)  # fmt: skip
+            _spread(
+                like,
+                rows.ds,
+                rows.q,
+                ld,
+                factor,
+                pointer_at(like, to_dk),
+                grads.dk_row // sizes.k_size,
+                group,
+                count,
+            )
+            _spread(
+                like,
+                rows.p,
+                rows.do,
+                ldv,
+                one,
+                pointer_at(like, to_dv),
+                grads.dv_row // sizes.k_size,
+                group,
+                count,
+            )
             continue
         _spread(like, rows.ds, rows.q, ld, one, rows.dk, ld, group, count)
         _spread(like, rows.p, rows.do, ldv, one, rows.dv, ldv, group, count)
@@ -285,8 +336,9 @@ def _row_task(
 
 
 @kernel
-def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, dq, parts, finished,
-                           counter, num_tasks):  # fmt: skip
+def attention_backward_row(
+    like, frame, q, k, v, o, do, dk, dv, lse, dq, parts, finished, counter, num_tasks
+):
     """Take tasks until none is left; see the head of this file.
 
     Args:
@@ -309,10 +361,19 @@ def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, dq, parts, 
     owned_rows, numbers = _new_rows(like, group, ld, ldv), pointer_at(like, lse)
     arrays, size = borrowed(owned_rows), sizes.k_size
     rows = _Rows(
-        bare(arrays.q), bare(arrays.do), bare(arrays.dq), bare(arrays.k), bare(arrays.v),
-        bare(arrays.dk), bare(arrays.dv), bare(arrays.p), bare(arrays.ds), bare(arrays.delta),
-        bare(arrays.lse), bare(arrays.top),
-    )  # fmt: skip
+        bare(arrays.q),
+        bare(arrays.do),
+        bare(arrays.dq),
+        bare(arrays.k),
+        bare(arrays.v),
+        bare(arrays.dk),
+        bare(arrays.dv),
+        bare(arrays.p),
+        bare(arrays.ds),
+        bare(arrays.delta),
+        bare(arrays.lse),
+        bare(arrays.top),
+    )
     is_direct = sizes.k_code == F32 or sizes.k_code == F64
     is_direct = is_direct and ld == sizes.head_dim and ldv == sizes.v_head_dim
     is_direct = is_direct and size == like.itemsize
@@ -327,9 +388,20 @@ def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, dq, parts, 
         end = min(first + CHUNK_KEYS, starts[sequence, K_LEN])
         _load_queries(sizes, grads, number, starts, numbers, rows, sequence, first_head, ld, ldv)
         _row_task(
-            sizes, grads, factor, number, starts, rows, is_direct, sequence, kv_head, first, end,
-            ld, ldv,
-        )  # fmt: skip
+            sizes,
+            grads,
+            factor,
+            number,
+            starts,
+            rows,
+            is_direct,
+            sequence,
+            kv_head,
+            first,
+            end,
+            ld,
+            ldv,
+        )
         if grads.num_chunks > 1:
             for index in range(group * ld):
                 parts[task * group * ld + index] = rows.dq[index]
@@ -342,7 +414,16 @@ def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, dq, parts, 
                 for index in range(group * ld):
                     rows.dq[index] += parts[at + index]
         where = dq + (starts[sequence, DQ] + first_head * sizes.head_dim) * size
-        store_rows(number, sizes.q_code, rows.dq, ld, factor, where, sizes.head_dim * size, group,
-                   sizes.head_dim)  # fmt: skip
+        store_rows(
+            number,
+            sizes.q_code,
+            rows.dq,
+            ld,
+            factor,
+            where,
+            sizes.head_dim * size,
+            group,
+            sizes.head_dim,
+        )
     keep_alive(owned_starts)
     keep_alive(owned_rows)

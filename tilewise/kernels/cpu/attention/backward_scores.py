@@ -147,14 +147,36 @@ def differentiate_rows(call, place, seen, scores, first_row, num_rows, begin, en
                 load_bias_row(sizes, like, scores.bias, sequence, head, query, key, end_key)
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
             diagonal = distance_to(q_len, k_len, query, key)
-            logits_row(like, rule, scores.s, base, begin, end, slope, diagonal, scores.bias,
-                       scores.slack, base)  # fmt: skip
+            logits_row(
+                like,
+                rule,
+                scores.s,
+                base,
+                begin,
+                end,
+                slope,
+                diagonal,
+                scores.bias,
+                scores.slack,
+                base,
+            )
         if dropout.threshold > 0:
             keep_row(dropout, scores.keep, 0, sequence * num_heads + head, query, key)
         gradient_row(
-            like, factor, lse[at], delta[at], scores.s, scores.dp, base, begin, end, seen.words,
-            row * WORDS, dropout, scores.keep,
-        )  # fmt: skip
+            like,
+            factor,
+            lse[at],
+            delta[at],
+            scores.s,
+            scores.dp,
+            base,
+            begin,
+            end,
+            seen.words,
+            row * WORDS,
+            dropout,
+            scores.keep,
+        )
         if call.grads.has_dbias:
             _add_bias_gradient(call, place, head, query, scores.dp, base, begin, end_key)
         if rule.softcap > 0.0:

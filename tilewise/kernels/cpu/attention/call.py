@@ -160,10 +160,13 @@ def _sizes_of(
     shape = (spec.batch, spec.num_q_heads, spec.max_seqlen_q, spec.max_seqlen_k)
     _, code, to_batch, to_head, to_row, to_column = bias_numbers(bias, shape)
     return sizes._replace(
-        bias_code=code, bias_batch=to_batch, bias_head=to_head, bias_row=to_row,
+        bias_code=code,
+        bias_batch=to_batch,
+        bias_head=to_head,
+        bias_row=to_row,
         bias_column=to_column,
         slopes_batch=spec.num_q_heads if slopes is not None and len(slopes.shape) == 2 else 0,
-    )  # fmt: skip
+    )
 
 
 def is_strided(x: Tensor | Layout) -> bool:

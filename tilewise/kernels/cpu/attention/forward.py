@@ -121,13 +121,20 @@ def _new_scratch(problem, tiles):
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
     rows = tiles * TILE_M
     return _Scratch(
-        zero_scratch(rows * ld, packed), scratch(rows * ldv, like),
-        zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed),
-        scratch(TILE_N * ld, packed), scratch(TILE_N * ldv, packed),
-        scratch(TILE_M * SCORE_ROW, like), scratch(TILE_M * SCORE_ROW, packed),
-        zero_scratch(2 * TILE_N, like), scratch(rows, like), scratch(rows, like),
-        zero_scratch(TILE_M, like), scratch(WORDS, problem.mask.bits),
-    )  # fmt: skip
+        zero_scratch(rows * ld, packed),
+        scratch(rows * ldv, like),
+        zero_scratch(TILE_N * ld, packed),
+        zero_scratch(TILE_N * ldv, packed),
+        scratch(TILE_N * ld, packed),
+        scratch(TILE_N * ldv, packed),
+        scratch(TILE_M * SCORE_ROW, like),
+        scratch(TILE_M * SCORE_ROW, packed),
+        zero_scratch(2 * TILE_N, like),
+        scratch(rows, like),
+        scratch(rows, like),
+        zero_scratch(TILE_M, like),
+        scratch(WORDS, problem.mask.bits),
+    )
 
 
 @inner
@@ -140,10 +147,20 @@ def score_tile(s, q, qi, q_row, k_panels, head_dim, rows, count, begin, end):
         for block in range((rows + BLOCK - 1) // BLOCK):
             if begin[block] < first + width and end[block] > first:
                 set_first(
-                    s, block * BLOCK * SCORE_ROW + first, SCORE_ROW, count - first,
-                    rows - block * BLOCK, q, qi + block * BLOCK * q_row, q_row, elements,
-                    k_panels, first * ld, width * elements, words,
-                )  # fmt: skip
+                    s,
+                    block * BLOCK * SCORE_ROW + first,
+                    SCORE_ROW,
+                    count - first,
+                    rows - block * BLOCK,
+                    q,
+                    qi + block * BLOCK * q_row,
+                    q_row,
+                    elements,
+                    k_panels,
+                    first * ld,
+                    width * elements,
+                    words,
+                )
 
 
 @inner
@@ -178,11 +195,22 @@ def _add_products(c, ci, ldc, dim, p, values, panel, word, rows, count, begin, e
         for block in range((rows + BLOCK - 1) // BLOCK):
             first, last = begin[block], min(end[block], count)
             rescale_first(
-                c, ci + block * BLOCK * ldc + column, ldc, dim - column, rows - block * BLOCK,
-                p, block * BLOCK * SCORE_ROW + first, SCORE_ROW, elements,
-                values, column // width * panel + first // elements * word, word,
-                (last - first) // elements, rescale, block * BLOCK,
-            )  # fmt: skip
+                c,
+                ci + block * BLOCK * ldc + column,
+                ldc,
+                dim - column,
+                rows - block * BLOCK,
+                p,
+                block * BLOCK * SCORE_ROW + first,
+                SCORE_ROW,
+                elements,
+                values,
+                column // width * panel + first // elements * word,
+                word,
+                (last - first) // elements,
+                rescale,
+                block * BLOCK,
+            )
 
 
 @inner
@@ -200,9 +228,22 @@ def load_bias_row(sizes, like, bias, sequence, head, query, first, count):
 
 @inner
 def _softmax_tile(
-    problem, s, p, tile, rows, sequence, kv_head, first_row, first_key, seen, m, l, rescale, bias,
+    problem,
+    s,
+    p,
+    tile,
+    rows,
+    sequence,
+    kv_head,
+    first_row,
+    first_key,
+    seen,
+    m,
+    l,
+    rescale,
+    bias,
     keep,
-):  # fmt: skip
+):
     """Compute probabilities of one tile, and the running maximum and sum of its rows."""
     sizes, rule, arrays, dropout = problem.sizes, problem.rule, problem.arrays, problem.dropout
     like = arrays.like
@@ -227,9 +268,20 @@ def _softmax_tile(
                 like, rule, s, row * SCORE_ROW, begin, end, slope, diagonal, bias, bias, TILE_N
             )
         m[index], total, rescale[row] = softmax_row(
-            like, s, row * SCORE_ROW, factor, p, row * SCORE_ROW, begin, end, seen.words,
-            row * WORDS, m[index], dropout.threshold > 0, keep,
-        )  # fmt: skip
+            like,
+            s,
+            row * SCORE_ROW,
+            factor,
+            p,
+            row * SCORE_ROW,
+            begin,
+            end,
+            seen.words,
+            row * WORDS,
+            m[index],
+            dropout.threshold > 0,
+            keep,
+        )
         l[index] = l[index] * rescale[row] + total
 
 
@@ -242,8 +294,18 @@ def pack_stored(like, sizes, spare, pointers, keys, values, key, count, tiles):
     """
     size, panels, width = sizes.k_size, pointers.v_panels, panel_columns(like)
     k, v, v_row = keys.start + key * keys.row, values.start + key * values.row, values.row
-    transpose_stored(like, keys.code, k, keys.row, size, count, keys.width, spare.k_rows,
-                     pointers.k_rows, pointers.k_panels)  # fmt: skip
+    transpose_stored(
+        like,
+        keys.code,
+        k,
+        keys.row,
+        size,
+        count,
+        keys.width,
+        spare.k_rows,
+        pointers.k_rows,
+        pointers.k_panels,
+    )
     stored, dim = pointer_at(panels, v), values.width
     is_finite = are_finite(like, stored, v_row // size, count, dim)
     if not is_finite:
@@ -314,21 +376,65 @@ def _forward_task(
             ):
                 continue
             blocks = (rows + BLOCK - 1) // BLOCK
-            score_tile(s, q, tile * TILE_M * ld, ld, spare.k_panels, head_dim, rows, count,
-                       seen.begin, seen.end)  # fmt: skip
-            _softmax_tile(problem, s, p, tile, blocks * BLOCK, sequence, kv_head,
-                          first_row + tile * TILE_M, key, seen, m, l, spare.rescale, spare.bias,
-                          spare.keep)  # fmt: skip
+            score_tile(
+                s,
+                q,
+                tile * TILE_M * ld,
+                ld,
+                spare.k_panels,
+                head_dim,
+                rows,
+                count,
+                seen.begin,
+                seen.end,
+            )
+            _softmax_tile(
+                problem,
+                s,
+                p,
+                tile,
+                blocks * BLOCK,
+                sequence,
+                kv_head,
+                first_row + tile * TILE_M,
+                key,
+                seen,
+                m,
+                l,
+                spare.rescale,
+                spare.bias,
+                spare.keep,
+            )
             if is_finite:
                 _add_products(
-                    pointers.acc, tile * TILE_M * ldv, ldv, dim, pointers.p, weighed, panel, word,
-                    rows, packed, seen.begin, seen.end, spare.rescale,
-                )  # fmt: skip
+                    pointers.acc,
+                    tile * TILE_M * ldv,
+                    ldv,
+                    dim,
+                    pointers.p,
+                    weighed,
+                    panel,
+                    word,
+                    rows,
+                    packed,
+                    seen.begin,
+                    seen.end,
+                    spare.rescale,
+                )
             else:
                 add_rows_exactly(
-                    acc, tile * TILE_M * ldv, ldv, dim, p, spare.v_rows, ldv, spare.rescale, seen,
-                    count, rows,
-                )  # fmt: skip
+                    acc,
+                    tile * TILE_M * ldv,
+                    ldv,
+                    dim,
+                    p,
+                    spare.v_rows,
+                    ldv,
+                    spare.rescale,
+                    seen,
+                    count,
+                    rows,
+                )
         key = following
     keep_alive(owned_view)
     for row in range(num_rows):
@@ -367,9 +473,12 @@ def attention_forward(like, packed_like, frame, q, k, v, o, lse, maxima, tiles, 
     owned, owned_seen = _new_scratch(problem, tiles), new_seen(problem.mask.bits, starts[0])
     spare, seen = borrowed(owned), borrowed(owned_seen)
     pointers = _Pointers(
-        bare(spare.acc), bare(spare.k_rows), bare(spare.k_panels), bare(spare.v_panels),
+        bare(spare.acc),
+        bare(spare.k_rows),
+        bare(spare.k_panels),
+        bare(spare.v_panels),
         bare(spare.p),
-    )  # fmt: skip
+    )
     is_direct = is_multiplied_as_stored(sizes, packed_like)
     while True:
         task = next_task(counter)
@@ -382,8 +491,19 @@ def attention_forward(like, packed_like, frame, q, k, v, o, lse, maxima, tiles, 
         num_tiles = (starts[sequence, Q_LEN] * sizes.group + TILE_M - 1) // TILE_M
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
-        _forward_task(problem, results, tops, is_direct, spare, pointers, seen, sequence,
-                      task % sizes.num_kv_heads, first, min(tiles, num_tiles - first))  # fmt: skip
+        _forward_task(
+            problem,
+            results,
+            tops,
+            is_direct,
+            spare,
+            pointers,
+            seen,
+            sequence,
+            task % sizes.num_kv_heads,
+            first,
+            min(tiles, num_tiles - first),
+        )
     keep_alive(owned)
     keep_alive(owned_seen)
     keep_alive(owned_starts)

@@ -79,18 +79,52 @@ def _load_keys(problem, keys, sequence, kv_head, key, count, ld, ldv):
 
 @inner
 def _attend_exactly(
-    problem, rows, sight, scores, v_panels, v_rows, k_panels, ld, ldv, acc_row, count, sequence,
-    kv_head, first_row, num_rows, key,
-):  # fmt: skip
+    problem,
+    rows,
+    sight,
+    scores,
+    v_panels,
+    v_rows,
+    k_panels,
+    ld,
+    ldv,
+    acc_row,
+    count,
+    sequence,
+    kv_head,
+    first_row,
+    num_rows,
+    key,
+):
     """Do as `attend_strips` if V has inf or NaN, which must not reach rows that do not see it."""
     sizes, arrays = problem.sizes, problem.arrays
     starts, values = arrays.starts, values_of(sizes, arrays, sequence, kv_head)
     v_panels[:] = 0
     for turn in range(count):
-        single = Sight(sight.words, sight.begin, sight.end, sight.is_whole,
-                       sight.strips[3 * turn : 3 * turn + 3])  # fmt: skip
-        attend_strips(problem, rows, single, scores, k_panels, v_panels, ld, ldv, acc_row, 1,
-                      sequence, kv_head, first_row, num_rows, key)  # fmt: skip
+        single = Sight(
+            sight.words,
+            sight.begin,
+            sight.end,
+            sight.is_whole,
+            sight.strips[3 * turn : 3 * turn + 3],
+        )
+        attend_strips(
+            problem,
+            rows,
+            single,
+            scores,
+            k_panels,
+            v_panels,
+            ld,
+            ldv,
+            acc_row,
+            1,
+            sequence,
+            kv_head,
+            first_row,
+            num_rows,
+            key,
+        )
         strip, begin, end = single.strips
         top = strip * SIDE
         for column in range(begin, min(end, starts[sequence, K_LEN] - key)):
@@ -161,14 +195,22 @@ def _new_scratch(problem, tiles):
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
     area = tiles * TILE_M
     return (
-        Rows(zero_scratch(area * ld, packed), scratch(area * (ldv + ACC_PAD), like),
-             scratch(area, like), scratch(area, like), scratch(4 * area * LANES, like),
-             scratch(tiles * STRIPS, starts[0])),
-        _Keys(zero_scratch(LANES * max(ld, ldv), packed), scratch(TILE_N * ld, packed),
-              scratch(TILE_N * ldv, packed)),
+        Rows(
+            zero_scratch(area * ld, packed),
+            scratch(area * (ldv + ACC_PAD), like),
+            scratch(area, like),
+            scratch(area, like),
+            scratch(4 * area * LANES, like),
+            scratch(tiles * STRIPS, starts[0]),
+        ),
+        _Keys(
+            zero_scratch(LANES * max(ld, ldv), packed),
+            scratch(TILE_N * ld, packed),
+            scratch(TILE_N * ldv, packed),
+        ),
         new_scores(like, packed, mask.bits),
         new_sight(tiles, mask.bits, starts[0]),
-    )  # fmt: skip
+    )
 
 
 @inner
@@ -201,14 +243,41 @@ def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
             _prefetch_keys(problem, sequence, kv_head, following, min(following + TILE_N, end_key))
             if is_finite:
                 attend_strips(
-                    problem, rows, sight, scores, keys.k_panels, keys.v_panels, ld, ldv, acc_row,
-                    count, sequence, kv_head, first_row, num_rows, key,
-                )  # fmt: skip
+                    problem,
+                    rows,
+                    sight,
+                    scores,
+                    keys.k_panels,
+                    keys.v_panels,
+                    ld,
+                    ldv,
+                    acc_row,
+                    count,
+                    sequence,
+                    kv_head,
+                    first_row,
+                    num_rows,
+                    key,
+                )
             else:
                 _attend_exactly(
-                    problem, rows, sight, scores, keys.v_panels, keys.rows, keys.k_panels, ld, ldv,
-                    acc_row, count, sequence, kv_head, first_row, num_rows, key,
-                )  # fmt: skip
+                    problem,
+                    rows,
+                    sight,
+                    scores,
+                    keys.v_panels,
+                    keys.rows,
+                    keys.k_panels,
+                    ld,
+                    ldv,
+                    acc_row,
+                    count,
+                    sequence,
+                    kv_head,
+                    first_row,
+                    num_rows,
+                    key,
+                )
         key = following
     _store_rows(problem, rows, lse, sequence, kv_head, first_row, num_rows, acc_row)
     keep_alive(owned_view)

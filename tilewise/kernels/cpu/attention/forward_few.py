@@ -101,10 +101,18 @@ def _new_scratch(like, packed, index_like, head_dim, dim, num_rows, num_keys):
     zeros = numbers[m + 2 * num_rows :]
     zeros[:] = 0
     spare = _Scratch(
-        operands[:rows], numbers[:s], operands[k_rows:v_rows], operands[v_rows:k_panels],
-        operands[k_panels:v_panels], operands[v_panels:p], numbers[s:m], operands[p:],
-        numbers[m : m + num_rows], numbers[m + num_rows : m + 2 * num_rows], zeros,
-    )  # fmt: skip
+        operands[:rows],
+        numbers[:s],
+        operands[k_rows:v_rows],
+        operands[v_rows:k_panels],
+        operands[k_panels:v_panels],
+        operands[v_panels:p],
+        numbers[s:m],
+        operands[p:],
+        numbers[m : m + num_rows],
+        numbers[m + num_rows : m + 2 * num_rows],
+        zeros,
+    )
     return spare, memory
 
 
@@ -117,11 +125,20 @@ def _multiply(acc, ai, ldv, dim, p, values, panel, word, rows, count, seen):
             begin = seen.begin[block]
             end = max(min(seen.end[block], count), begin)
             set_first(
-                acc, ai + block * BLOCK * ldv + column, ldv, dim - column, rows - block * BLOCK,
-                p, block * BLOCK * SCORE_ROW + begin, SCORE_ROW, elements,
-                values, column // width * panel + begin // elements * word, word,
+                acc,
+                ai + block * BLOCK * ldv + column,
+                ldv,
+                dim - column,
+                rows - block * BLOCK,
+                p,
+                block * BLOCK * SCORE_ROW + begin,
+                SCORE_ROW,
+                elements,
+                values,
+                column // width * panel + begin // elements * word,
+                word,
                 (end - begin) // elements,
-            )  # fmt: skip
+            )
 
 
 @inner
@@ -129,10 +146,20 @@ def _softmax(like, factor, s, p, first, rows, seen, m, l):
     for row in range(rows):
         block = row // BLOCK
         m[first + row], l[first + row], _ = softmax_row(
-            like, s, row * SCORE_ROW, factor, p, row * SCORE_ROW, seen.begin[block],
-            seen.end[block], seen.words, row * WORDS, simd.number(like, -math.inf), False,
+            like,
+            s,
+            row * SCORE_ROW,
+            factor,
+            p,
+            row * SCORE_ROW,
+            seen.begin[block],
+            seen.end[block],
             seen.words,
-        )  # fmt: skip
+            row * WORDS,
+            simd.number(like, -math.inf),
+            False,
+            seen.words,
+        )
 
 
 @inner
@@ -163,8 +190,20 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
     if is_direct and group == 1 and (left == 0 or left == HALF):
         q, q_row = pointer_at(q, first_q), sizes.q_row // sizes.k_size
     else:
-        copy_rows(like, sizes.q_code, spare.q, ld, head_dim, first_q, sizes.q_row, sizes.q_head,
-                  group, 0, num_rows, all_rows)  # fmt: skip
+        copy_rows(
+            like,
+            sizes.q_code,
+            spare.q,
+            ld,
+            head_dim,
+            first_q,
+            sizes.q_row,
+            sizes.q_head,
+            group,
+            0,
+            num_rows,
+            all_rows,
+        )
     keys, values = (
         keys_of(sizes, arrays, sequence, kv_head),
         values_of(sizes, arrays, sequence, kv_head),
@@ -177,10 +216,34 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
             like, sizes, spare, pointers, keys, values, 0, count, 1
         )
     else:
-        copy_rows(like, sizes.k_code, spare.k_rows, ld, head_dim, keys.start, sizes.k_row, 0, 1, 0,
-                  count, packed)  # fmt: skip
-        copy_rows(like, sizes.k_code, spare.v_rows, ldv, dim, values.start, sizes.v_row, 0, 1, 0,
-                  count, packed)  # fmt: skip
+        copy_rows(
+            like,
+            sizes.k_code,
+            spare.k_rows,
+            ld,
+            head_dim,
+            keys.start,
+            sizes.k_row,
+            0,
+            1,
+            0,
+            count,
+            packed,
+        )
+        copy_rows(
+            like,
+            sizes.k_code,
+            spare.v_rows,
+            ldv,
+            dim,
+            values.start,
+            sizes.v_row,
+            0,
+            1,
+            0,
+            count,
+            packed,
+        )
         is_finite = are_finite(like, pointers.v_rows, ldv, packed, ldv)
         transpose_rows(like, pointers.k_rows, ld, 0, packed, ld, pointers.k_panels)
         pair_rows(like, pointers.v_rows, ldv, packed, ldv, pointers.v_panels, TILE_N)
@@ -190,16 +253,48 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
         if num_rows > TILE_M or seen.begin[0] < 0:
             seen.begin[:] = 0
             see_keys_of(problem, view, seen, start, first, rows, count)
-        score_tile(pointers.s, q, first * q_row, q_row, pointers.k_panels, head_dim, rows,
-                   count, bits.begin, bits.end)  # fmt: skip
+        score_tile(
+            pointers.s,
+            q,
+            first * q_row,
+            q_row,
+            pointers.k_panels,
+            head_dim,
+            rows,
+            count,
+            bits.begin,
+            bits.end,
+        )
         _softmax(like, factor, pointers.s, pointers.p, first, rows, bits, pointers.m, pointers.l)
         if is_finite:
-            _multiply(pointers.acc, first * ldv, ldv, dim, pointers.p, weighed, panel, word,
-                      rows, packed, bits)  # fmt: skip
+            _multiply(
+                pointers.acc,
+                first * ldv,
+                ldv,
+                dim,
+                pointers.p,
+                weighed,
+                panel,
+                word,
+                rows,
+                packed,
+                bits,
+            )
         else:
             spare.acc[first * ldv : (first + rows) * ldv] = 0
-            add_rows_exactly(spare.acc, first * ldv, ldv, dim, spare.p, spare.v_rows, ldv,
-                             spare.zeros, seen, count, rows)  # fmt: skip
+            add_rows_exactly(
+                spare.acc,
+                first * ldv,
+                ldv,
+                dim,
+                spare.p,
+                spare.v_rows,
+                ldv,
+                spare.zeros,
+                seen,
+                count,
+                rows,
+            )
 
 
 @inlined
@@ -242,19 +337,32 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
     starts, sizes, results = problem.arrays.starts, problem.sizes, pointer_at(like, lse)
     num_rows = (starts[0, Q_LEN] * sizes.group + BLOCK - 1) // BLOCK * BLOCK
     spare, owned = _new_scratch(
-        like, packed_like, starts[0], sizes.head_dim, sizes.v_head_dim, num_rows,
+        like,
+        packed_like,
+        starts[0],
+        sizes.head_dim,
+        sizes.v_head_dim,
+        num_rows,
         (starts[0, K_LEN] + 31) // 32 * 32,
-    )  # fmt: skip
+    )
     owned_seen = new_seen(problem.mask.bits, starts[0])
     seen = borrowed(owned_seen)
     view = view_rows(sizes, problem.mask, 0, 0, 0, num_rows)
     seen.begin[0] = -1
     number, ldv = bare(like), (sizes.v_head_dim + 31) // 32 * 32
     pointers = _Scratch(
-        bare(spare.q), bare(spare.acc), bare(spare.k_rows), bare(spare.v_rows),
-        bare(spare.k_panels), bare(spare.v_panels), bare(spare.s), bare(spare.p), bare(spare.m),
-        bare(spare.l), bare(spare.zeros),
-    )  # fmt: skip
+        bare(spare.q),
+        bare(spare.acc),
+        bare(spare.k_rows),
+        bare(spare.v_rows),
+        bare(spare.k_panels),
+        bare(spare.v_panels),
+        bare(spare.s),
+        bare(spare.p),
+        bare(spare.m),
+        bare(spare.l),
+        bare(spare.zeros),
+    )
     bits = Seen(bare(seen.words), bare(seen.begin), bare(seen.end), bare(seen.is_whole))
     is_direct = is_multiplied_as_stored(sizes, packed_like)
     while True:

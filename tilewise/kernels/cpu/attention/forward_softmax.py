@@ -93,8 +93,27 @@ def _max_of_rows(typingctx, rows, first):
 
 
 @inlined
-def exponentiate_rows(like, s, si, p, pi, ldp, rows, factor, shifts, first, is_whole, seen, wi,
-                      sums, old, new, drops, keep, ki):  # fmt: skip
+def exponentiate_rows(
+    like,
+    s,
+    si,
+    p,
+    pi,
+    ldp,
+    rows,
+    factor,
+    shifts,
+    first,
+    is_whole,
+    seen,
+    wi,
+    sums,
+    old,
+    new,
+    drops,
+    keep,
+    ki,
+):
     """p = 2^(factor s + shift) of `rows` rows of 32 keys; return the largest exponents, in lanes.
 
     If one exceeds SLACK, the results are invalid: call `raise_rows` and repeat.
@@ -188,9 +207,27 @@ def _scale(values, start, end, factor):
 
 @inner
 def raise_rows(
-    like, s, si, p, pi, ldp, columns, factor, seen, wi, m, raised, at, sums, li, acc, ai, ldacc,
-    dim, spare,
-):  # fmt: skip
+    like,
+    s,
+    si,
+    p,
+    pi,
+    ldp,
+    columns,
+    factor,
+    seen,
+    wi,
+    m,
+    raised,
+    at,
+    sums,
+    li,
+    acc,
+    ai,
+    ldacc,
+    dim,
+    spare,
+):
     """Raise m of those of 16 rows of a block that exceed it by more than SLACK; rescale their sums.
 
     Args:

@@ -92,10 +92,13 @@ class Scores(NamedTuple):
 def new_scores(like, packed, words_like):
     """Allocate `Scores`."""
     return Scores(
-        scratch(2 * _BLOCK, like), scratch(2 * _AREA, packed), scratch(SIDE, like),
-        scratch(LANES * LANES, like), zero_scratch(2 * WORD, like),
+        scratch(2 * _BLOCK, like),
+        scratch(2 * _AREA, packed),
+        scratch(SIDE, like),
+        scratch(LANES * LANES, like),
+        zero_scratch(2 * WORD, like),
         zero_scratch(SIDE * WORDS, words_like),
-    )  # fmt: skip
+    )
 
 
 @inner
@@ -153,8 +156,19 @@ def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key)
             )
         slope = arrays.slopes[sequence * sizes.slopes_batch + head]
         diagonal = distance_to(q_len, k_len, query, key)
-        logits_row(like, rule, scores.s, si + row * WORD, 0, WORD, slope, diagonal, scores.bias,
-                   scores.bias, WORD)  # fmt: skip
+        logits_row(
+            like,
+            rule,
+            scores.s,
+            si + row * WORD,
+            0,
+            WORD,
+            slope,
+            diagonal,
+            scores.bias,
+            scores.bias,
+            WORD,
+        )
 
 
 @inner
@@ -171,17 +185,37 @@ def _draw_rows(problem, keep, sequence, kv_head, first_row, rows, key):
 @inner
 def _score(rows, scores, k_panels, ld, strip, column, buffer):
     """Compute 32 columns of S of a strip."""
-    multiply_block(scores.s, buffer * _BLOCK, SIDE, rows.q, strip * SIDE * ld, ld, k_panels,
-                   column * ld, 2 * SIDE, ld // SIDE, False)  # fmt: skip
+    multiply_block(
+        scores.s,
+        buffer * _BLOCK,
+        SIDE,
+        rows.q,
+        strip * SIDE * ld,
+        ld,
+        k_panels,
+        column * ld,
+        2 * SIDE,
+        ld // SIDE,
+        False,
+    )
 
 
 @inner
 def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, column):
     """Compute 32 columns of O += P V of a strip."""
     multiply_block(
-        rows.acc, strip * SIDE * acc_row + column, acc_row, scores.p, buffer * _AREA + begin,
-        TILE_N, v_panels, column * TILE_N + begin * SIDE, 2 * SIDE, (end - begin) // SIDE, True,
-    )  # fmt: skip
+        rows.acc,
+        strip * SIDE * acc_row + column,
+        acc_row,
+        scores.p,
+        buffer * _AREA + begin,
+        TILE_N,
+        v_panels,
+        column * TILE_N + begin * SIDE,
+        2 * SIDE,
+        (end - begin) // SIDE,
+        True,
+    )
 
 
 @inner
@@ -191,10 +225,26 @@ def _exponentiate(
     """Apply `exponentiate_rows` to rows top ... of the block at si."""
     old, new = parity * area + at + top, (1 - parity) * area + at + top
     return exponentiate_rows(
-        like, scores.s, si + top * SIDE, scores.p, pi + top * TILE_N, TILE_N, count, factor,
-        scores.shifts, top, is_whole, sight.words, words + top * WORDS, rows.l,
-        old * 2 * LANES, new * 2 * LANES, drops, scores.keep, top * WORDS + words % WORDS,
-    )  # fmt: skip
+        like,
+        scores.s,
+        si + top * SIDE,
+        scores.p,
+        pi + top * TILE_N,
+        TILE_N,
+        count,
+        factor,
+        scores.shifts,
+        top,
+        is_whole,
+        sight.words,
+        words + top * WORDS,
+        rows.l,
+        old * 2 * LANES,
+        new * 2 * LANES,
+        drops,
+        scores.keep,
+        top * WORDS + words % WORDS,
+    )
 
 
 @inner
@@ -205,20 +255,49 @@ def _raise(
     rows."""
     for top in range(0, SIDE, LANES):
         raise_rows(
-            like, scores.s, si + top * SIDE, scores.p, pi - columns + top * TILE_N, TILE_N, columns,
-            factor, sight.words, words + top * WORDS, rows.m, rows.raised, at + top, rows.l,
-            (parity * area + at + top) * 2 * LANES, rows.acc, (at + top) * acc_row, acc_row, ldv,
+            like,
+            scores.s,
+            si + top * SIDE,
+            scores.p,
+            pi - columns + top * TILE_N,
+            TILE_N,
+            columns,
+            factor,
+            sight.words,
+            words + top * WORDS,
+            rows.m,
+            rows.raised,
+            at + top,
+            rows.l,
+            (parity * area + at + top) * 2 * LANES,
+            rows.acc,
+            (at + top) * acc_row,
+            acc_row,
+            ldv,
             scores.spare,
-        )  # fmt: skip
+        )
     if lower_rows(like, rows.m, at, SIDE, scores.shifts):
         centre_rows(like, scores.s, si, SIDE, rows.m, rows.raised, at, scores.shifts)
 
 
 @inner
 def attend_strips(
-    problem, rows, sight, scores, k_panels, v_panels, ld, ldv, acc_row, count, sequence, kv_head,
-    first_row, num_rows, key,
-):  # fmt: skip
+    problem,
+    rows,
+    sight,
+    scores,
+    k_panels,
+    v_panels,
+    ld,
+    ldv,
+    acc_row,
+    count,
+    sequence,
+    kv_head,
+    first_row,
+    num_rows,
+    key,
+):
     """Let `count` strips attend to a tile of keys."""
     rule, like = problem.rule, problem.arrays.like
     drops, strips = problem.dropout.threshold > 0, sight.strips
@@ -232,48 +311,154 @@ def attend_strips(
         adding, added = ldv // SIDE if turn > 0 else 0, 0
         is_whole = sight.is_whole[strip // STRIPS] != 0
         if drops:
-            _draw_rows(problem, scores.keep, sequence, kv_head, first_row + at,
-                       min(SIDE, num_rows - at), key)  # fmt: skip
+            _draw_rows(
+                problem,
+                scores.keep,
+                sequence,
+                kv_head,
+                first_row + at,
+                min(SIDE, num_rows - at),
+                key,
+            )
         for column in range(begin, end, SIDE):
             si, pi = (block & 1) * _BLOCK, buffer * _AREA + column
             words, parity = strip * SIDE * WORDS + column // WORD, rows.parity[strip]
             if not rule.is_scaled_only:
-                _finish_logits(problem, scores, si, sequence, kv_head, first_row + at,
-                               min(SIDE, num_rows - at), key + column)  # fmt: skip
+                _finish_logits(
+                    problem,
+                    scores,
+                    si,
+                    sequence,
+                    kv_head,
+                    first_row + at,
+                    min(SIDE, num_rows - at),
+                    key + column,
+                )
             if lower_rows(like, rows.m, at, SIDE, scores.shifts):
-                _raise(like, scores, sight, rows, factor, words, at, si, pi, column - begin, parity,
-                       area, acc_row, ldv)  # fmt: skip
+                _raise(
+                    like,
+                    scores,
+                    sight,
+                    rows,
+                    factor,
+                    words,
+                    at,
+                    si,
+                    pi,
+                    column - begin,
+                    parity,
+                    area,
+                    acc_row,
+                    ldv,
+                )
             largest = simd.splat(like, -math.inf)
             last = adding * (column + SIDE - begin) // (end - begin)
             for top in range(0, SIDE, _CHUNK):
-                largest = simd.maximum(largest, _exponentiate(
-                    like, scores, sight, rows, factor, is_whole, words, at, si, pi, top, _CHUNK,
-                    parity, area, drops,
-                ))  # fmt: skip
+                largest = simd.maximum(
+                    largest,
+                    _exponentiate(
+                        like,
+                        scores,
+                        sight,
+                        rows,
+                        factor,
+                        is_whole,
+                        words,
+                        at,
+                        si,
+                        pi,
+                        top,
+                        _CHUNK,
+                        parity,
+                        area,
+                        drops,
+                    ),
+                )
                 # Between the rows of this block: P V of the strip before, S of the next block.
                 if top == 0:
                     if column + SIDE < end:
                         _score(rows, scores, k_panels, ld, strip, column + SIDE, 1 - (block & 1))
                     elif turn + 1 < count:
-                        _score(rows, scores, k_panels, ld, strips[3 * turn + 3],
-                               strips[3 * turn + 4], 1 - (block & 1))  # fmt: skip
+                        _score(
+                            rows,
+                            scores,
+                            k_panels,
+                            ld,
+                            strips[3 * turn + 3],
+                            strips[3 * turn + 4],
+                            1 - (block & 1),
+                        )
                 elif added < last:
-                    _add_values(rows, scores, v_panels, acc_row, strips[3 * turn - 3],
-                                strips[3 * turn - 2], strips[3 * turn - 1], 1 - buffer,
-                                added * SIDE)  # fmt: skip
+                    _add_values(
+                        rows,
+                        scores,
+                        v_panels,
+                        acc_row,
+                        strips[3 * turn - 3],
+                        strips[3 * turn - 2],
+                        strips[3 * turn - 1],
+                        1 - buffer,
+                        added * SIDE,
+                    )
                     added += 1
             while added < last:
-                _add_values(rows, scores, v_panels, acc_row, strips[3 * turn - 3],
-                            strips[3 * turn - 2], strips[3 * turn - 1], 1 - buffer,
-                            added * SIDE)  # fmt: skip
+                _add_values(
+                    rows,
+                    scores,
+                    v_panels,
+                    acc_row,
+                    strips[3 * turn - 3],
+                    strips[3 * turn - 2],
+                    strips[3 * turn - 1],
+                    1 - buffer,
+                    added * SIDE,
+                )
                 added += 1
             if not simd.holds_everywhere(simd.at_least(limit, largest)):
-                _raise(like, scores, sight, rows, factor, words, at, si, pi, column - begin, parity,
-                       area, acc_row, ldv)  # fmt: skip
-                _exponentiate(like, scores, sight, rows, factor, is_whole, words, at, si, pi, 0,
-                              SIDE, parity, area, drops)  # fmt: skip
+                _raise(
+                    like,
+                    scores,
+                    sight,
+                    rows,
+                    factor,
+                    words,
+                    at,
+                    si,
+                    pi,
+                    column - begin,
+                    parity,
+                    area,
+                    acc_row,
+                    ldv,
+                )
+                _exponentiate(
+                    like,
+                    scores,
+                    sight,
+                    rows,
+                    factor,
+                    is_whole,
+                    words,
+                    at,
+                    si,
+                    pi,
+                    0,
+                    SIDE,
+                    parity,
+                    area,
+                    drops,
+                )
             rows.parity[strip] = 1 - parity
             block += 1
     for column in range(0, ldv, SIDE):
-        _add_values(rows, scores, v_panels, acc_row, strips[3 * count - 3], strips[3 * count - 2],
-                    strips[3 * count - 1], count - 1 & 1, column)  # fmt: skip
+        _add_values(
+            rows,
+            scores,
+            v_panels,
+            acc_row,
+            strips[3 * count - 3],
+            strips[3 * count - 2],
+            strips[3 * count - 1],
+            count - 1 & 1,
+            column,
+        )

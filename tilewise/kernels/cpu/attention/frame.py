@@ -76,9 +76,12 @@ def read_problem(frame, like, packed_like):
     starts, table = _read_starts(frame, _STARTS), _read_table(frame, _TABLE)
     arrays = Arrays(borrowed(like), borrowed(packed_like), starts, table, slopes, sinks)
     return Problem(
-        _read_sizes(frame, 0), _read_rule(frame, _RULE), arrays, _read_mask(frame, _MASK),
+        _read_sizes(frame, 0),
+        _read_rule(frame, _RULE),
+        arrays,
+        _read_mask(frame, _MASK),
         _read_dropout(frame, _DROPOUT),
-    )  # fmt: skip
+    )
 
 
 @inner

@@ -156,8 +156,9 @@ class ForwardPlan:
             self.run = run_short(
                 attend_rows if self._decodes else attention_forward_few,
                 self._rows_alone if self._decodes else self._few_alone,
-                self._o_made, self._lse_made,
-            )  # fmt: skip
+                self._o_made,
+                self._lse_made,
+            )
 
     @property
     def steps(self) -> list[str]:
@@ -250,10 +251,19 @@ class ForwardPlan:
             self._ready[threads] = ready
         run = run_alone if self._is_small else run_tasks
         run(
-            attention_forward, ready.num_tasks, ready.like, ready.packed_like, ready.frame,
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(),
-            0 if maxima is None else maxima.data_ptr(), ready.tiles,
-        )  # fmt: skip
+            attention_forward,
+            ready.num_tasks,
+            ready.like,
+            ready.packed_like,
+            ready.frame,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            o.data_ptr(),
+            lse.data_ptr(),
+            0 if maxima is None else maxima.data_ptr(),
+            ready.tiles,
+        )
         return (o, lse) if maxima is None else (o, lse, maxima)
 
 
@@ -391,9 +401,13 @@ class GradientPlan:
             frame = frame_of(problem, self._grads)
             arrays = problem.arrays
             self._ready = _Ready(
-                self._grads.num_row_tasks + self._num_tasks, arrays.like, arrays.packed_like, frame,
-                0, problem,
-            )  # fmt: skip
+                self._grads.num_row_tasks + self._num_tasks,
+                arrays.like,
+                arrays.packed_like,
+                frame,
+                0,
+                problem,
+            )
         is_alone = self._is_short and self._is_small and not (self._copies or self._frame.copies)
         if is_alone and tasks.num_chunks == 1:
             assert self._ready is not None
@@ -452,10 +466,17 @@ class GradientPlan:
         else:
             run = run_alone if self._is_small else run_on_team
             run(
-                attention_backward, grads.num_row_tasks + num_tasks, *problem.arrays[:2],
-                frame_of(problem, grads), _ADDRESSED, lse.data_ptr(), delta.data_ptr(),
-                sums.data_ptr(), dbias.data_ptr(), done,
-            )  # fmt: skip
+                attention_backward,
+                grads.num_row_tasks + num_tasks,
+                *problem.arrays[:2],
+                frame_of(problem, grads),
+                _ADDRESSED,
+                lse.data_ptr(),
+                delta.data_ptr(),
+                sums.data_ptr(),
+                dbias.data_ptr(),
+                done,
+            )
         dsinks = None
         if given.sinks is not None:
             weights = torch.exp(given.sinks.detach().to(real).unsqueeze(-1) - lse)
@@ -485,10 +506,18 @@ class GradientPlan:
         sums = _zeros(self._shapes[0], self._real)
         delta = np.zeros(self._lse_shape, ready.like.dtype)
         run(
-            attention_backward, ready.num_tasks, ready.like, ready.packed_like, ready.frame,
-            addresses, lse.data_ptr(), delta.ctypes.data, sums.data_ptr(), 0,
+            attention_backward,
+            ready.num_tasks,
+            ready.like,
+            ready.packed_like,
+            ready.frame,
+            addresses,
+            lse.data_ptr(),
+            delta.ctypes.data,
+            sums.data_ptr(),
+            0,
             np.zeros(self._num_tasks + 1, np.int64),
-        )  # fmt: skip
+        )
         return sums.to(self._dtype), dk, dv
 
     def _run_few(
@@ -497,16 +526,27 @@ class GradientPlan:
         """Return the gradients of a call of one query a sequence, or of one tile."""
         dq, dk, dv = [fresh(*made) for made in self._makes]
         addresses = (
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), do.data_ptr(), dk.data_ptr(),
-            dv.data_ptr(), lse.data_ptr(), dq.data_ptr(),
-        )  # fmt: skip
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            o.data_ptr(),
+            do.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
+            lse.data_ptr(),
+            dq.data_ptr(),
+        )
         if self._is_row:
             run = run_alone if self._is_small else run_on_team
             run(
-                attention_backward_row, self._num_tasks, ready.like, ready.frame, *addresses,
+                attention_backward_row,
+                self._num_tasks,
+                ready.like,
+                ready.frame,
+                *addresses,
                 np.empty(self._num_parts, ready.like.dtype),
                 np.zeros(self._tasks.num_owners, np.int64),
-            )  # fmt: skip
+            )
         else:
             run = run_alone if self._is_small else run_tasks
             run(attention_backward_few, self._num_tasks, ready.like, ready.frame, *addresses)
@@ -542,9 +582,19 @@ def run_forward(
         return
     ready = _ready(problem, q_len, threads)
     run(
-        attention_forward, ready.num_tasks, ready.like, ready.packed_like, ready.frame, 0, 0, 0, 0,
-        lse.data_ptr(), 0 if maxima is None else maxima.data_ptr(), ready.tiles,
-    )  # fmt: skip
+        attention_forward,
+        ready.num_tasks,
+        ready.like,
+        ready.packed_like,
+        ready.frame,
+        0,
+        0,
+        0,
+        0,
+        lse.data_ptr(),
+        0 if maxima is None else maxima.data_ptr(),
+        ready.tiles,
+    )
 
 
 def _plan_tasks(

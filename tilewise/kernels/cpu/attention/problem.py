@@ -284,19 +284,39 @@ def byte_strides(tensor: Tensor) -> tuple[int, int]:
 
 
 def sizes_of(
-    spec: AttentionSpec | PagedSpec, q: Tensor, k: Tensor, v: Tensor, o: Tensor, k_code: int,
+    spec: AttentionSpec | PagedSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    k_code: int,
     window_right: int,
-) -> Sizes:  # fmt: skip
+) -> Sizes:
     """Return the sizes of a call of q, k, v and o; blocks, a bias and slopes are added by
     callers."""
     (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
         byte_strides, (q, k, v, o)
     )
     return Sizes(
-        spec.num_kv_heads, spec.group_size, spec.head_dim, spec.v_head_dim, spec.window_left,
-        window_right, DTYPE_CODES[q.dtype], k_code, k.element_size(), q_row, q_head, k_row, k_head,
-        v_row, v_head, o_row, o_head, lse_head=q.shape[-3],
-    )  # fmt: skip
+        spec.num_kv_heads,
+        spec.group_size,
+        spec.head_dim,
+        spec.v_head_dim,
+        spec.window_left,
+        window_right,
+        DTYPE_CODES[q.dtype],
+        k_code,
+        k.element_size(),
+        q_row,
+        q_head,
+        k_row,
+        k_head,
+        v_row,
+        v_head,
+        o_row,
+        o_head,
+        lse_head=q.shape[-3],
+    )
 
 
 def check_edges(name: str, edges: np.ndarray, num_rows: int) -> None:

@@ -71,9 +71,16 @@ def run_short(
             before, behind, num_tasks = prepare()
         o, lse = fresh(*o_made), fresh(*lse_made)
         given = (
-            *before, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(),
-            *behind, _zeros(1, _int64), num_tasks,
-        )  # fmt: skip
+            *before,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            o.data_ptr(),
+            lse.data_ptr(),
+            *behind,
+            _zeros(1, _int64),
+            num_tasks,
+        )
         if enter is None:
             enter = _entered(kernel, given)
         else:
@@ -84,9 +91,14 @@ def run_short(
 
 
 def run_short_gradient(
-    kernel: Callable[..., None], like: np.ndarray, frame: np.ndarray, problem: Problem,
-    makes: Sequence[Made], beside: list[np.ndarray], num_tasks: int,
-) -> Callable[..., tuple[Tensor | None, ...]]:  # fmt: skip
+    kernel: Callable[..., None],
+    like: np.ndarray,
+    frame: np.ndarray,
+    problem: Problem,
+    makes: Sequence[Made],
+    beside: list[np.ndarray],
+    num_tasks: int,
+) -> Callable[..., tuple[Tensor | None, ...]]:
     """Return `run` of a gradient's plan that stays on its thread, see `run_short`.
 
     Args:
@@ -98,16 +110,34 @@ def run_short_gradient(
     made_q, made_k, made_v = makes
 
     def run(
-        do: Tensor, dlse: None, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: None,
+        do: Tensor,
+        dlse: None,
+        o: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *_: None,
         _problem: Problem = problem,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:
         nonlocal enter
         dq, dk, dv = fresh(*made_q), fresh(*made_k), fresh(*made_v)
         given = (
-            like, frame, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), do.data_ptr(),
-            dk.data_ptr(), dv.data_ptr(), lse.data_ptr(), dq.data_ptr(), *beside,
-            _zeros(1, _int64), num_tasks,
-        )  # fmt: skip
+            like,
+            frame,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            o.data_ptr(),
+            do.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
+            lse.data_ptr(),
+            dq.data_ptr(),
+            *beside,
+            _zeros(1, _int64),
+            num_tasks,
+        )
         if enter is None:
             enter = _entered(kernel, given)
         else:

@@ -160,10 +160,20 @@ def _attend_block(
     tile.l[:] = 0
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     source = Source(
-        sizes.cache, sizes.cache_row, sizes.cache_block, sizes.block_size, sizes.cache_code,
-        sizes.rank + sizes.rope_dim, sizes.row_size, sizes.scale, sizes.scale_row,
-        sizes.scale_block, arrays.table, sequence, 0,
-    )  # fmt: skip
+        sizes.cache,
+        sizes.cache_row,
+        sizes.cache_block,
+        sizes.block_size,
+        sizes.cache_code,
+        sizes.rank + sizes.rope_dim,
+        sizes.row_size,
+        sizes.scale,
+        sizes.scale_row,
+        sizes.scale_block,
+        arrays.table,
+        sequence,
+        0,
+    )
     # Rows that the matrix unit can read in place: sixteen side by side, with no row after them.
     in_place = (
         sizes.uses_amx
@@ -234,16 +244,54 @@ def attend_latents(sizes, arrays, lse, counter, num_tasks):
             first = split * starts[sequence, SPLIT_KEYS]
             last = min(first + starts[sequence, SPLIT_KEYS], last)
             slot = (starts[sequence, SLOT] + local) * sizes.block_rows
-            _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q,
-                          arrays.sums, slot * (ldv + ACC_PAD), ld, ldv)  # fmt: skip
+            _attend_block(
+                sizes,
+                arrays,
+                sequence,
+                first_row,
+                num_rows,
+                rows,
+                first,
+                last,
+                tile,
+                q,
+                arrays.sums,
+                slot * (ldv + ACC_PAD),
+                ld,
+                ldv,
+            )
             for row in range(num_rows):
                 arrays.tops[slot + row], arrays.totals[slot + row] = tile.m[row], tile.l[row]
             continue
-        _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q,
-                      own, 0, ld, ldv)  # fmt: skip
+        _attend_block(
+            sizes,
+            arrays,
+            sequence,
+            first_row,
+            num_rows,
+            rows,
+            first,
+            last,
+            tile,
+            q,
+            own,
+            0,
+            ld,
+            ldv,
+        )
         for row in range(num_rows):
-            _store_row(sizes, like, starts, lse, sequence, first_row + row, own,
-                       row * (ldv + ACC_PAD), tile.m[row], tile.l[row])  # fmt: skip
+            _store_row(
+                sizes,
+                like,
+                starts,
+                lse,
+                sequence,
+                first_row + row,
+                own,
+                row * (ldv + ACC_PAD),
+                tile.m[row],
+                tile.l[row],
+            )
     if sizes.uses_amx:
         amx.release()
 

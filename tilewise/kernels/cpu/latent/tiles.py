@@ -88,11 +88,18 @@ def new_tile(like, packed, ld, rows):
     """Return scratch for tasks of up to `rows` rows, a multiple of PAD."""
     whole = (rows + 31) // 32 * 32
     return Tile(
-        zero_scratch(KEYS * ld, packed), scratch(VALUE_ROWS * ld, packed),
-        zero_scratch(whole * ld, packed), scratch(KEYS * rows, like), scratch(KEYS * rows, packed),
-        scratch(KEYS * rows, packed), zero_scratch(ld, packed),
-        scratch(rows, like), scratch(rows, like), scratch(rows, like), scratch(rows, like),
-    )  # fmt: skip
+        zero_scratch(KEYS * ld, packed),
+        scratch(VALUE_ROWS * ld, packed),
+        zero_scratch(whole * ld, packed),
+        scratch(KEYS * rows, like),
+        scratch(KEYS * rows, packed),
+        scratch(KEYS * rows, packed),
+        zero_scratch(ld, packed),
+        scratch(rows, like),
+        scratch(rows, like),
+        scratch(rows, like),
+        scratch(rows, like),
+    )
 
 
 @inner
@@ -145,11 +152,35 @@ def score_rows(tile, source, ld, ldv, rows, first, count, padded, end):
         for row in range(0, rows, 32):
             skipped = min(row // 32 * fetches, 16 - fetches) * source.row
             if row + 16 < rows:
-                amx.score_2(tile.s, key * rows + row, rows, at, later, source.row, tile.q, row * ld,
-                            ld // 32, ahead + skipped, further + skipped, fetches)  # fmt: skip
+                amx.score_2(
+                    tile.s,
+                    key * rows + row,
+                    rows,
+                    at,
+                    later,
+                    source.row,
+                    tile.q,
+                    row * ld,
+                    ld // 32,
+                    ahead + skipped,
+                    further + skipped,
+                    fetches,
+                )
             else:
-                amx.score_1(tile.s, key * rows + row, rows, at, later, source.row, tile.q, row * ld,
-                            ld // 32, ahead + skipped, further + skipped, fetches)  # fmt: skip
+                amx.score_1(
+                    tile.s,
+                    key * rows + row,
+                    rows,
+                    at,
+                    later,
+                    source.row,
+                    tile.q,
+                    row * ld,
+                    ld // 32,
+                    ahead + skipped,
+                    further + skipped,
+                    fetches,
+                )
         for pair in range(key, key + 32, 2):
             even = odd = nothing
             if pair < count:
@@ -175,18 +206,51 @@ def score_tile(tile, source, uses_amx, ld, rows, padded, ahead, end):
             for key in range(0, padded, 32):
                 at = tile.keys.ctypes.data + key * ld * 2
                 if row + 16 < rows:
-                    amx.score_2(tile.s, key * rows + row, rows, at, at + 32 * ld, 2 * ld, tile.q,
-                                row * ld, ld // 32, at, at, 0)  # fmt: skip
+                    amx.score_2(
+                        tile.s,
+                        key * rows + row,
+                        rows,
+                        at,
+                        at + 32 * ld,
+                        2 * ld,
+                        tile.q,
+                        row * ld,
+                        ld // 32,
+                        at,
+                        at,
+                        0,
+                    )
                 else:
-                    amx.score_1(tile.s, key * rows + row, rows, at, at + 32 * ld, 2 * ld, tile.q,
-                                row * ld, ld // 32, at, at, 0)  # fmt: skip
+                    amx.score_1(
+                        tile.s,
+                        key * rows + row,
+                        rows,
+                        at,
+                        at + 32 * ld,
+                        2 * ld,
+                        tile.q,
+                        row * ld,
+                        ld // 32,
+                        at,
+                        at,
+                        0,
+                    )
         else:
             for key in range(0, padded, MR):
                 multiply(
-                    tile.s, key * rows + row, rows, min(width, rows - row),
-                    tile.keys, key * ld, ld, elements,
-                    tile.q, row * ld, ld // elements, tile.s,
-                )  # fmt: skip
+                    tile.s,
+                    key * rows + row,
+                    rows,
+                    min(width, rows - row),
+                    tile.keys,
+                    key * ld,
+                    ld,
+                    elements,
+                    tile.q,
+                    row * ld,
+                    ld // elements,
+                    tile.s,
+                )
 
 
 @inner
@@ -265,25 +329,65 @@ def weigh_tile(like, tile, uses_amx, acc, ai, ld, ldv, rows, padded):
             for row in range(0, rows, 32):
                 at = ai + row * lda + column
                 if row + 16 < rows:
-                    amx.add_2(acc, at, lda, tile.p_rows, row * KEYS, KEYS,
-                              tile.values, column * VALUE_ROWS, padded // 32)  # fmt: skip
+                    amx.add_2(
+                        acc,
+                        at,
+                        lda,
+                        tile.p_rows,
+                        row * KEYS,
+                        KEYS,
+                        tile.values,
+                        column * VALUE_ROWS,
+                        padded // 32,
+                    )
                 else:
-                    amx.add_1(acc, at, lda, tile.p_rows, row * KEYS, KEYS,
-                              tile.values, column * VALUE_ROWS, padded // 32)  # fmt: skip
+                    amx.add_1(
+                        acc,
+                        at,
+                        lda,
+                        tile.p_rows,
+                        row * KEYS,
+                        KEYS,
+                        tile.values,
+                        column * VALUE_ROWS,
+                        padded // 32,
+                    )
         return
     for column in range(0, ldv, width):
         for row in range(0, rows, MR):
             if elements == 1 and not COPIES_FLOATS:  # the keys are the values
                 multiply_add_rows(
-                    acc, ai + row * lda + column, lda, ldv - column, tile.p, row, 1, rows,
-                    tile.keys, column, ld, padded, tile.rescale, row,
-                )  # fmt: skip
+                    acc,
+                    ai + row * lda + column,
+                    lda,
+                    ldv - column,
+                    tile.p,
+                    row,
+                    1,
+                    rows,
+                    tile.keys,
+                    column,
+                    ld,
+                    padded,
+                    tile.rescale,
+                    row,
+                )
             else:
                 multiply_add(
-                    acc, ai + row * lda + column, lda, ldv - column,
-                    tile.p, row * elements, elements, rows * elements,
-                    tile.values, column * VALUE_ROWS, padded // elements, tile.rescale, row,
-                )  # fmt: skip
+                    acc,
+                    ai + row * lda + column,
+                    lda,
+                    ldv - column,
+                    tile.p,
+                    row * elements,
+                    elements,
+                    rows * elements,
+                    tile.values,
+                    column * VALUE_ROWS,
+                    padded // elements,
+                    tile.rescale,
+                    row,
+                )
 
 
 @inner

@@ -58,8 +58,23 @@ def load_key_rows(like, code, target, ld, dim, first, count, start, row_bytes):
 
 
 @inner
-def load_flat_rows(like, code, target, base, ld, part, parts, stage, dim, start, row_bytes,
-                   head_bytes, group, first_row, rows):  # fmt: skip
+def load_flat_rows(
+    like,
+    code,
+    target,
+    base,
+    ld,
+    part,
+    parts,
+    stage,
+    dim,
+    start,
+    row_bytes,
+    head_bytes,
+    group,
+    first_row,
+    rows,
+):
     """Flat query rows first_row ... to target[base + row ld], TILE_M of them, zeros past `rows`."""
     query, member = first_row // group, first_row % group
     size = 4 if code == F32 else 2
@@ -137,8 +152,18 @@ def pack_scores(
             upper, lower = simd.load(s, at), simd.load(s, at + TILE_N)
             _store_parts(upper, lower, p_words, word, word_part, spare, 0, _SIDE, 0, parts)
             upper, lower = simd.load(dp, at), simd.load(dp, at + TILE_N)
-            _store_parts(upper, lower, ds_words, word, word_part, ds_rows, at, at + TILE_N,
-                         TILE_M * TILE_N, parts)  # fmt: skip
+            _store_parts(
+                upper,
+                lower,
+                ds_words,
+                word,
+                word_part,
+                ds_rows,
+                at,
+                at + TILE_N,
+                TILE_M * TILE_N,
+                parts,
+            )
     for start, stop in ((0, begin), (end, TILE_N)):
         _clear_panels(p_words, ds_words, first_row + top, bottom - top, strip, parts, start, stop)
 

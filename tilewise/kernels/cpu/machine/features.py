@@ -17,8 +17,13 @@ from numba.core.codegen import get_host_cpu_features, initialize_llvm
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux, x86-64
 
 # For each feature of x86-64 a function, and a word of its assembly that only this feature gives.
-_MARKS = {"avx512f": "zmm", "avx2": "ymm", "avx512bw": "zmm", "f16c": "vcvtph2ps",
-          "avx512bf16": "vcvtneps2bf16"}  # fmt: skip
+_MARKS = {
+    "avx512f": "zmm",
+    "avx2": "ymm",
+    "avx512bw": "zmm",
+    "f16c": "vcvtph2ps",
+    "avx512bf16": "vcvtneps2bf16",
+}
 _PROBE = """
 define void @avx512f(<16 x float>* %p) {
   %a = load <16 x float>, <16 x float>* %p

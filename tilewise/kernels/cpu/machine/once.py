@@ -45,9 +45,14 @@ def made_of() -> tuple[int, ...]:
     virtual machine may show another L2 cache.
     """
     return (
-        simd.REGISTER_BYTES, simd.NUM_REGISTERS, simd.HAS_BF16_DOT, simd.HAS_TILES, simd.HAS_HALF,
-        simd.HAS_INTEGER_DOT, l2_bytes(),
-    )  # fmt: skip
+        simd.REGISTER_BYTES,
+        simd.NUM_REGISTERS,
+        simd.HAS_BF16_DOT,
+        simd.HAS_TILES,
+        simd.HAS_HALF,
+        simd.HAS_INTEGER_DOT,
+        l2_bytes(),
+    )
 
 
 @contextmanager

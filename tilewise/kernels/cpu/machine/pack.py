@@ -123,9 +123,13 @@ def transpose_rows(like, source, source_row, first, end, ld, panels):
         base = panel * words * width + (row - panel * 2 * lanes) * elements
         for word in range(0, words, lanes):
             transpose_block(
-                source, (row - first) * source_row + word * elements, source_row,
-                panels, base + word * width, width,
-            )  # fmt: skip
+                source,
+                (row - first) * source_row + word * elements,
+                source_row,
+                panels,
+                base + word * width,
+                width,
+            )
 
 
 @inner

@@ -114,6 +114,13 @@ def keep_row(dropout, words, at, head, query, key):
         query, key: positions counted from the start of the sequence; key is a multiple of 128.
     """
     _store_kept(
-        words, at, key // 32, query, head, dropout.offset, dropout.key0, dropout.key1,
+        words,
+        at,
+        key // 32,
+        query,
+        head,
+        dropout.offset,
+        dropout.key0,
+        dropout.key1,
         dropout.threshold - 1,
-    )  # fmt: skip
+    )

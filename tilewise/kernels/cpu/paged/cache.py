@@ -62,10 +62,18 @@ def write_kv_cache(
         size = cache.element_size()
         assert cache.stride(-1) == 1, "cache rows are contiguous"
         _scatter_rows(
-            rows.data_ptr(), rows.stride(0) * size, rows.stride(1) * size, cache.data_ptr(),
-            cache.stride(0) * size, cache.stride(1) * size, cache.stride(2) * size, cache.shape[1],
-            cache.shape[2], cache.shape[3] * size, slots,
-        )  # fmt: skip
+            rows.data_ptr(),
+            rows.stride(0) * size,
+            rows.stride(1) * size,
+            cache.data_ptr(),
+            cache.stride(0) * size,
+            cache.stride(1) * size,
+            cache.stride(2) * size,
+            cache.shape[1],
+            cache.shape[2],
+            cache.shape[3] * size,
+            slots,
+        )
 
 
 def copy_blocks(
@@ -89,9 +97,15 @@ def copy_blocks(
         size = cache.element_size()
         assert cache.shape[-1] == 1 or cache.stride(-1) == 1, "cache rows are contiguous"
         _copy_pairs(
-            cache.data_ptr(), cache.stride(0) * size, cache.stride(1) * size,
-            cache.stride(2) * size, cache.shape[1], cache.shape[2], cache.shape[3] * size, pairs,
-        )  # fmt: skip
+            cache.data_ptr(),
+            cache.stride(0) * size,
+            cache.stride(1) * size,
+            cache.stride(2) * size,
+            cache.shape[1],
+            cache.shape[2],
+            cache.shape[3] * size,
+            pairs,
+        )
 
 
 @intrinsic
@@ -117,8 +131,19 @@ def _copy_heads(target, target_head, source, source_head, num_heads, row_size):
 
 
 @kernel
-def _scatter_rows(source, source_row, source_head, cache, block_bytes, token_bytes, head_bytes,
-                  block_size, num_heads, row_size, slots):  # fmt: skip
+def _scatter_rows(
+    source,
+    source_row,
+    source_head,
+    cache,
+    block_bytes,
+    token_bytes,
+    head_bytes,
+    block_size,
+    num_heads,
+    row_size,
+    slots,
+):
     for token in range(len(slots)):
         slot = slots[token]
         if slot >= 0:
@@ -136,5 +161,11 @@ def _copy_pairs(
     for pair in range(len(pairs)):
         source, target = cache + pairs[pair, 0] * block_bytes, cache + pairs[pair, 1] * block_bytes
         for token in range(block_size):
-            _copy_heads(target + token * token_bytes, head_bytes, source + token * token_bytes,
-                        head_bytes, num_heads, row_size)  # fmt: skip
+            _copy_heads(
+                target + token * token_bytes,
+                head_bytes,
+                source + token * token_bytes,
+                head_bytes,
+                num_heads,
+                row_size,
+            )

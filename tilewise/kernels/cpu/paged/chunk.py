@@ -218,43 +218,141 @@ def _weigh(
         offset = column // unit * unit_bytes
         if heads == 1 and offset % LINE == 0 and fetches:
             weigh_1(
-                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
-                shift, rows.ahead, later, offset, count, 0,
-            )  # fmt: skip
+                cache_like,
+                sums.q,
+                sums.acc,
+                ci + column,
+                ld,
+                strip.rescale,
+                strip.s,
+                rows.v,
+                at,
+                shift,
+                rows.ahead,
+                later,
+                offset,
+                count,
+                0,
+            )
         elif heads == 1:
             weigh_dry_1(
-                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
-                shift, rows.ahead, later, offset, count, 0,
-            )  # fmt: skip
+                cache_like,
+                sums.q,
+                sums.acc,
+                ci + column,
+                ld,
+                strip.rescale,
+                strip.s,
+                rows.v,
+                at,
+                shift,
+                rows.ahead,
+                later,
+                offset,
+                count,
+                0,
+            )
         elif offset % LINE == 0 and fetches:
             weigh_4(
-                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
-                shift, rows.ahead, later, offset, count, 0,
-            )  # fmt: skip
+                cache_like,
+                sums.q,
+                sums.acc,
+                ci + column,
+                ld,
+                strip.rescale,
+                strip.s,
+                rows.v,
+                at,
+                shift,
+                rows.ahead,
+                later,
+                offset,
+                count,
+                0,
+            )
         else:
             weigh_dry_4(
-                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
-                shift, rows.ahead, later, offset, count, 0,
-            )  # fmt: skip
+                cache_like,
+                sums.q,
+                sums.acc,
+                ci + column,
+                ld,
+                strip.rescale,
+                strip.s,
+                rows.v,
+                at,
+                shift,
+                rows.ahead,
+                later,
+                offset,
+                count,
+                0,
+            )
         column += span
     while column < dim:
         offset, rest = column // unit * unit_bytes, min(unit, dim - column)
         if heads == 1:
             weigh_rest_1(
-                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
-                shift, rows.ahead, later, offset, count, rest,
-            )  # fmt: skip
+                cache_like,
+                sums.q,
+                sums.acc,
+                ci + column,
+                ld,
+                strip.rescale,
+                strip.s,
+                rows.v,
+                at,
+                shift,
+                rows.ahead,
+                later,
+                offset,
+                count,
+                rest,
+            )
         else:
             weigh_rest_4(
-                cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
-                shift, rows.ahead, later, offset, count, rest,
-            )  # fmt: skip
+                cache_like,
+                sums.q,
+                sums.acc,
+                ci + column,
+                ld,
+                strip.rescale,
+                strip.s,
+                rows.v,
+                at,
+                shift,
+                rows.ahead,
+                later,
+                offset,
+                count,
+                rest,
+            )
         column += unit
 
 
 @inlined
-def attend_chunk(sizes, rule, like, cache_like, lanes, has_scales, kv_head, distance, slopes, rows,
-                 at, later, chunk, count, fetches, strip, sums, qi, ci, state):  # fmt: skip
+def attend_chunk(
+    sizes,
+    rule,
+    like,
+    cache_like,
+    lanes,
+    has_scales,
+    kv_head,
+    distance,
+    slopes,
+    rows,
+    at,
+    later,
+    chunk,
+    count,
+    fetches,
+    strip,
+    sums,
+    qi,
+    ci,
+    state,
+):
     """Fold one chunk of keys for the padded query heads of one key head into acc, m and l.
 
     Args:
@@ -278,24 +376,79 @@ def attend_chunk(sizes, rule, like, cache_like, lanes, has_scales, kv_head, dist
         for key in range(0, count, lanes // heads):
             if heads == 1 and fetches:
                 dots_1(
-                    cache_like, strip.s, key, rows.k, at + key, kv_head * sizes.k_head,
-                    rows.ahead, later + key, sums.q, start, ld, sizes.head_dim,
-                )  # fmt: skip
+                    cache_like,
+                    strip.s,
+                    key,
+                    rows.k,
+                    at + key,
+                    kv_head * sizes.k_head,
+                    rows.ahead,
+                    later + key,
+                    sums.q,
+                    start,
+                    ld,
+                    sizes.head_dim,
+                )
             elif heads == 1:
                 dots_dry_1(
-                    cache_like, strip.s, key, rows.k, at + key, kv_head * sizes.k_head,
-                    rows.ahead, later + key, sums.q, start, ld, sizes.head_dim,
-                )  # fmt: skip
+                    cache_like,
+                    strip.s,
+                    key,
+                    rows.k,
+                    at + key,
+                    kv_head * sizes.k_head,
+                    rows.ahead,
+                    later + key,
+                    sums.q,
+                    start,
+                    ld,
+                    sizes.head_dim,
+                )
             else:
                 dots_4(
-                    cache_like, strip.s, key * HEADS, rows.k, at + key, kv_head * sizes.k_head,
-                    rows.ahead, later + key, sums.q, start, ld, sizes.head_dim,
-                )  # fmt: skip
+                    cache_like,
+                    strip.s,
+                    key * HEADS,
+                    rows.k,
+                    at + key,
+                    kv_head * sizes.k_head,
+                    rows.ahead,
+                    later + key,
+                    sums.q,
+                    start,
+                    ld,
+                    sizes.head_dim,
+                )
         if rule.has_alibi:
             for lane in range(lanes):
                 head = min(index * heads + lane % heads, sizes.group - 1)
                 strip.slopes[lane] = slopes[kv_head * sizes.group + head]
-        _softmax(like, lanes, rule, heads, count, distance, strip, sums, state + index * lanes,
-                 has_scales, has_integers(cache_like, sums.q))  # fmt: skip
-        _weigh(sizes, like, cache_like, heads, ci + index * heads * ldv, ldv, rows, strip, sums, at,
-               kv_head * sizes.v_head, later + chunk, count, fetches)  # fmt: skip
+        _softmax(
+            like,
+            lanes,
+            rule,
+            heads,
+            count,
+            distance,
+            strip,
+            sums,
+            state + index * lanes,
+            has_scales,
+            has_integers(cache_like, sums.q),
+        )
+        _weigh(
+            sizes,
+            like,
+            cache_like,
+            heads,
+            ci + index * heads * ldv,
+            ldv,
+            rows,
+            strip,
+            sums,
+            at,
+            kv_head * sizes.v_head,
+            later + chunk,
+            count,
+            fetches,
+        )

@@ -169,8 +169,26 @@ def _num_cells(lanes):
 
 
 @inner
-def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetches, first_head,
-                 num_heads, slot, numbers, cells, q, scales, acc, m, l):  # fmt: skip
+def _decode_task(
+    sizes,
+    rule,
+    arrays,
+    cache_like,
+    sequence,
+    split,
+    chunk,
+    fetches,
+    first_head,
+    num_heads,
+    slot,
+    numbers,
+    cells,
+    q,
+    scales,
+    acc,
+    m,
+    l,
+):
     """Process one split of a sequence for num_heads key heads, chunk by chunk, in memory order.
 
     acc of key head first_head + i starts at (slot + i) * padded * ldv.
@@ -193,10 +211,28 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     beyond = min(end + CHUNK, k_len)
     most = beyond - first + 2 * CHUNK
     k, v, ahead = numbers[:most], numbers[most : 2 * most], numbers[2 * most :]
-    _fill_addresses(k, sizes.block_size, table, sequence, starts[sequence, K], sizes.k_block,
-                    sizes.k_row, first, beyond)  # fmt: skip
-    _fill_addresses(v, sizes.block_size, table, sequence, starts[sequence, V], sizes.v_block,
-                    sizes.v_row, first, beyond)  # fmt: skip
+    _fill_addresses(
+        k,
+        sizes.block_size,
+        table,
+        sequence,
+        starts[sequence, K],
+        sizes.k_block,
+        sizes.k_row,
+        first,
+        beyond,
+    )
+    _fill_addresses(
+        v,
+        sizes.block_size,
+        table,
+        sequence,
+        starts[sequence, V],
+        sizes.v_block,
+        sizes.v_row,
+        first,
+        beyond,
+    )
     has_scales = has_bytes(cache_like)
     k_scale, v_scale = k, v
     if has_scales:
@@ -204,10 +240,28 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
             scratch(SPLIT + 2 * CHUNK, starts[0]),
             scratch(SPLIT + 2 * CHUNK, starts[0]),
         )
-        _fill_addresses(k_scale, sizes.block_size, table, sequence, sizes.k_scale,
-                        sizes.k_scale_block, sizes.k_scale_row, first, beyond)  # fmt: skip
-        _fill_addresses(v_scale, sizes.block_size, table, sequence, sizes.v_scale,
-                        sizes.v_scale_block, sizes.v_scale_row, first, beyond)  # fmt: skip
+        _fill_addresses(
+            k_scale,
+            sizes.block_size,
+            table,
+            sequence,
+            sizes.k_scale,
+            sizes.k_scale_block,
+            sizes.k_scale_row,
+            first,
+            beyond,
+        )
+        _fill_addresses(
+            v_scale,
+            sizes.block_size,
+            table,
+            sequence,
+            sizes.v_scale,
+            sizes.v_scale_block,
+            sizes.v_scale_row,
+            first,
+            beyond,
+        )
     first_s = 2 * (CHUNK + lanes) + 3 * lanes
     k_factor, v_factor = cells[: CHUNK + lanes], cells[CHUNK + lanes : 2 * (CHUNK + lanes)]
     slopes, rescale = cells[first_s - 3 * lanes : first_s - 2 * lanes], cells[first_s - 2 * lanes :]
@@ -228,17 +282,51 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
             look_ahead(sizes, rows, chunk, at + chunk, first_head, num_heads)
         for index in range(num_heads):
             attend_chunk(
-                sizes, rule, number, cached, lanes, has_scales, first_head + index,
-                distance_to(1, k_len, 0, key), head_slopes, rows, at, 2 * chunk * index, chunk,
-                count, fetches, strip, sums, index * padded * ld, (slot + index) * padded * ldv,
+                sizes,
+                rule,
+                number,
+                cached,
+                lanes,
+                has_scales,
+                first_head + index,
+                distance_to(1, k_len, 0, key),
+                head_slopes,
+                rows,
+                at,
+                2 * chunk * index,
+                chunk,
+                count,
+                fetches,
+                strip,
+                sums,
+                index * padded * ld,
+                (slot + index) * padded * ldv,
                 index * (padded // heads) * lanes,
-            )  # fmt: skip
+            )
     keep_alive((k_scale, v_scale))
 
 
 @inner
-def _merge_splits(sizes, like, sinks, first_head, address, lse, needs_lse, at, slot, num_splits,
-                  sums, tops, totals, order, padded, ldv, row, ordered):  # fmt: skip
+def _merge_splits(
+    sizes,
+    like,
+    sinks,
+    first_head,
+    address,
+    lse,
+    needs_lse,
+    at,
+    slot,
+    num_splits,
+    sums,
+    tops,
+    totals,
+    order,
+    padded,
+    ldv,
+    row,
+    ordered,
+):
     """Merge the splits of one (sequence, key head) in order and write o and, if requested, lse.
 
     Args:
@@ -253,8 +341,9 @@ def _merge_splits(sizes, like, sinks, first_head, address, lse, needs_lse, at, s
             part = slot * padded + member
             top, total = tops[part], totals[part]
             inverse = simd.number(like, 0.0) if total == 0.0 else simd.number(like, 1.0) / total
-            store_row(like, sizes.q_code, sums, part * ldv, inverse, address + head * sizes.o_head,
-                      dim)  # fmt: skip
+            store_row(
+                like, sizes.q_code, sums, part * ldv, inverse, address + head * sizes.o_head, dim
+            )
             if needs_lse:
                 lse[at + head * sizes.lse_head] = top + math.log(total) if total != 0.0 else lowest
             continue
@@ -326,8 +415,24 @@ def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache
 
 
 @inner
-def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_task, splits, sums,
-                     tops, totals, finished, lse, needs_lse, counter, num_tasks):  # fmt: skip
+def decode_attention(
+    sizes,
+    rule,
+    arrays,
+    cache_like,
+    chunk,
+    fetches,
+    heads_per_task,
+    splits,
+    sums,
+    tops,
+    totals,
+    finished,
+    lse,
+    needs_lse,
+    counter,
+    num_tasks,
+):
     """Take tasks until none is left; see the head of this file.
 
     Args:
@@ -382,18 +487,43 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
         split, first_head = local // sizes.num_kv_heads, local % sizes.num_kv_heads
         if sequence != loaded or heads_per_task < sizes.num_kv_heads:
             _load_queries(
-                sizes, rule, number, cached, starts[sequence, Q], first_head, heads_per_task,
-                padded, ld, bare(q), bare(scales), query,
-            )  # fmt: skip
+                sizes,
+                rule,
+                number,
+                cached,
+                starts[sequence, Q],
+                first_head,
+                heads_per_task,
+                padded,
+                ld,
+                bare(q),
+                bare(scales),
+                query,
+            )
             loaded = sequence
         m[:] = -math.inf
         l[:] = 0
         sums[slot * padded * ldv : (slot + heads_per_task) * padded * ldv] = 0
         _decode_task(
-            sizes, rule, arrays, cache_like, sequence, splits[sequence, 0] + split, chunk,
-            fetches, first_head, heads_per_task, slot, numbers, cells[num_cells:], q, scales, sums,
-            m, l,
-        )  # fmt: skip
+            sizes,
+            rule,
+            arrays,
+            cache_like,
+            sequence,
+            splits[sequence, 0] + split,
+            chunk,
+            fetches,
+            first_head,
+            heads_per_task,
+            slot,
+            numbers,
+            cells[num_cells:],
+            q,
+            scales,
+            sums,
+            m,
+            l,
+        )
         for member in range(heads_per_task * padded):
             lane = member // heads * lanes + member % heads
             tops[slot * padded + member], totals[slot * padded + member] = m[lane], l[lane]
@@ -401,17 +531,48 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
             owner = sequence * sizes.num_kv_heads + kv_head
             if next_task(finished[owner : owner + 1]) == splits[sequence, 1] - 1:
                 _merge_splits(
-                    sizes, number, sinks, kv_head * sizes.group, starts[sequence, O], bare(lse),
-                    needs_lse, starts[sequence, LSE], starts[sequence, TASK] + kv_head,
-                    splits[sequence, 1], bare(sums), bare(tops), bare(totals),
-                    order_of(cached, number), padded, ldv, row, ordered,
-                )  # fmt: skip
+                    sizes,
+                    number,
+                    sinks,
+                    kv_head * sizes.group,
+                    starts[sequence, O],
+                    bare(lse),
+                    needs_lse,
+                    starts[sequence, LSE],
+                    starts[sequence, TASK] + kv_head,
+                    splits[sequence, 1],
+                    bare(sums),
+                    bare(tops),
+                    bare(totals),
+                    order_of(cached, number),
+                    padded,
+                    ldv,
+                    row,
+                    ordered,
+                )
     keep_alive(owned)
 
 
 @kernel
-def attend_rows(like, packed_like, cache_like, frame, chunk, fetches, heads_per_task, splits, q, k,
-                v, o, lse, work, finished, counter, num_tasks):  # fmt: skip
+def attend_rows(
+    like,
+    packed_like,
+    cache_like,
+    frame,
+    chunk,
+    fetches,
+    heads_per_task,
+    splits,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    work,
+    finished,
+    counter,
+    num_tasks,
+):
     """Do as `decode_attention` for a problem in a frame.
 
     Args:
@@ -437,10 +598,22 @@ def attend_rows(like, packed_like, cache_like, frame, chunk, fetches, heads_per_
         counts[:] = 0
         work = array_at(types.int64(owned_alone.ctypes.data) + 8 * size, rows * (width + 2), like)
     decode_attention(
-        sizes, problem.rule, arrays, borrowed(cache_like), chunk, fetches, heads_per_task,
-        borrowed(splits), work[: rows * width], work[rows * width : rows * width + rows],
-        work[rows * width + rows :], counts, results, lse != 0,
-        counter, num_tasks,
-    )  # fmt: skip
+        sizes,
+        problem.rule,
+        arrays,
+        borrowed(cache_like),
+        chunk,
+        fetches,
+        heads_per_task,
+        borrowed(splits),
+        work[: rows * width],
+        work[rows * width : rows * width + rows],
+        work[rows * width + rows :],
+        counts,
+        results,
+        lse != 0,
+        counter,
+        num_tasks,
+    )
     keep_alive(owned)
     keep_alive(owned_alone)

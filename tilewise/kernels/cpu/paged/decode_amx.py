@@ -243,15 +243,25 @@ def _new_work(arrays, heads, side, ld, ldv, is_direct):
     area = heads * side
     gathered = 0 if is_direct else TILE_N
     return _Work(
-        zero_scratch(area * ld, packed), scratch(area * ld, packed), scratch(area * ldv, like),
-        scratch(area, like), scratch(area, like), scratch(4 * area * LANES, like),
+        zero_scratch(area * ld, packed),
+        scratch(area * ld, packed),
+        scratch(area * ldv, like),
+        scratch(area, like),
+        scratch(area, like),
+        scratch(4 * area * LANES, like),
         scratch(heads, numbers),
-        zero_scratch(side * TILE_N, like), scratch(WORD * ROWS, like),
-        zero_scratch(side * TILE_N, packed), scratch(side, like), scratch(LANES * LANES, like),
-        scratch(side * WORDS, numbers), zero_scratch(gathered * ld, packed),
-        zero_scratch(gathered * ldv, packed), scratch(TILE_N * ldv, packed),
-        zero_scratch(ldv, packed), scratch(4 * GROUPS, numbers),
-    )  # fmt: skip
+        zero_scratch(side * TILE_N, like),
+        scratch(WORD * ROWS, like),
+        zero_scratch(side * TILE_N, packed),
+        scratch(side, like),
+        scratch(LANES * LANES, like),
+        scratch(side * WORDS, numbers),
+        zero_scratch(gathered * ld, packed),
+        zero_scratch(gathered * ldv, packed),
+        scratch(TILE_N * ldv, packed),
+        zero_scratch(ldv, packed),
+        scratch(4 * GROUPS, numbers),
+    )
 
 
 @inner
@@ -335,10 +345,27 @@ def _raise(like, work, si, begin, columns, word, factor, at, side, sums, ldv):
     rows."""
     for row in range(0, side, LANES):
         raise_rows(
-            like, work.s, si + row * WORD, work.p, begin + row * TILE_N, TILE_N, columns, factor,
-            work.seen, word + row * WORDS, work.m, work.raised, at + row, work.l,
-            sums + row * 2 * LANES, work.acc, (at + row) * ldv, ldv, ldv, work.spare,
-        )  # fmt: skip
+            like,
+            work.s,
+            si + row * WORD,
+            work.p,
+            begin + row * TILE_N,
+            TILE_N,
+            columns,
+            factor,
+            work.seen,
+            word + row * WORDS,
+            work.m,
+            work.raised,
+            at + row,
+            work.l,
+            sums + row * 2 * LANES,
+            work.acc,
+            (at + row) * ldv,
+            ldv,
+            ldv,
+            work.spare,
+        )
     if lower_rows(like, work.m, at, side, work.shifts):
         centre_rows(like, work.s, si, side, work.m, work.raised, at, work.shifts)
 
@@ -367,15 +394,43 @@ def _fetch_group(address, row_bytes, head_bytes, row_size, index, heads):
 
 
 @inlined
-def _score_tile(work, zeros, k_row, v_row, k_offset, v_offset, k_head, v_head, is_direct,
-                group, index, heads, at, side, ld, ldv, low, high, begin, end):  # fmt: skip
+def _score_tile(
+    work,
+    zeros,
+    k_row,
+    v_row,
+    k_offset,
+    v_offset,
+    k_head,
+    v_head,
+    is_direct,
+    group,
+    index,
+    heads,
+    at,
+    side,
+    ld,
+    ldv,
+    low,
+    high,
+    begin,
+    end,
+):
     """Compute scores of keys low ... high - 1 of a tile for the rows of one head, and pack
     values."""
     k_first, v_first = k_offset - index * k_head, v_offset - index * v_head
     for column in range(begin, end, WORD):
         for place in range(column // ROWS, column // ROWS + 2):
-            _pack_group(work.at[GROUPS + place] + v_offset, v_row, place * ROWS, low, high, zeros,
-                        work.v_panels, ldv // STEP)  # fmt: skip
+            _pack_group(
+                work.at[GROUPS + place] + v_offset,
+                v_row,
+                place * ROWS,
+                low,
+                high,
+                zeros,
+                work.v_panels,
+                ldv // STEP,
+            )
             if is_direct:  # the next tile's rows are prefetched into the L2 cache meanwhile
                 next_k, next_v = work.at[2 * GROUPS + place], work.at[3 * GROUPS + place]
                 if next_k != 0:
@@ -386,8 +441,16 @@ def _score_tile(work, zeros, k_row, v_row, k_offset, v_offset, k_head, v_head, i
         k_0 = k_0 if k_0 != 0 else k_1
         k_1 = k_1 if k_1 != 0 else k_0
         for row in range(0, side, ROWS):
-            _score_keys(k_0 + k_offset, k_1 + k_offset, k_row, work.q, (at + row) * ld, ld // STEP,
-                        work.turned, 0)  # fmt: skip
+            _score_keys(
+                k_0 + k_offset,
+                k_1 + k_offset,
+                k_row,
+                work.q,
+                (at + row) * ld,
+                ld // STEP,
+                work.turned,
+                0,
+            )
             to = (column // WORD * side + row) * WORD
             if group <= FEW:
                 _turn_few(work.turned, 0, work.s, to)
@@ -410,22 +473,64 @@ def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv,
         if lower_rows(like, work.m, at, side, work.shifts):
             _raise(like, work, si, begin, column - begin, word, factor, at, side, old, ldv)
         largest = exponentiate_rows(
-            like, work.s, si, work.p, column, TILE_N, group, factor, work.shifts, 0, is_whole,
-            work.seen, word, work.l, old, new, False, work.seen, 0,
-        )  # fmt: skip
+            like,
+            work.s,
+            si,
+            work.p,
+            column,
+            TILE_N,
+            group,
+            factor,
+            work.shifts,
+            0,
+            is_whole,
+            work.seen,
+            word,
+            work.l,
+            old,
+            new,
+            False,
+            work.seen,
+            0,
+        )
         if not simd.holds_everywhere(simd.at_least(limit, largest)):
             _raise(like, work, si, begin, column - begin, word, factor, at, side, old, ldv)
             exponentiate_rows(
-                like, work.s, si, work.p, column, TILE_N, group, factor, work.shifts, 0,
-                is_whole, work.seen, word, work.l, old, new, False, work.seen, 0,
-            )  # fmt: skip
+                like,
+                work.s,
+                si,
+                work.p,
+                column,
+                TILE_N,
+                group,
+                factor,
+                work.shifts,
+                0,
+                is_whole,
+                work.seen,
+                word,
+                work.l,
+                old,
+                new,
+                False,
+                work.seen,
+                0,
+            )
         parity = 1 - parity
     work.parity[index] = parity
     for row in range(0, side, ROWS):
         for column in range(0, ldv, STEP):
-            _add_values(work.acc, (at + row) * ldv + column, ldv, work.p, row * TILE_N + begin,
-                        TILE_N, work.v_panels, column * TILE_N + begin * STEP,
-                        (end - begin) // STEP)  # fmt: skip
+            _add_values(
+                work.acc,
+                (at + row) * ldv + column,
+                ldv,
+                work.p,
+                row * TILE_N + begin,
+                TILE_N,
+                work.v_panels,
+                column * TILE_N + begin * STEP,
+                (end - begin) // STEP,
+            )
 
 
 @inner
@@ -434,8 +539,19 @@ def _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, distance,
     for column in range(begin, end, WORD):
         for row in range(sizes.group):
             slope = arrays.slopes[sequence * sizes.slopes_batch + kv_head * sizes.group + row]
-            logits_row(arrays.like, rule, work.s, (column // WORD * side + row) * WORD, 0, WORD,
-                       slope, distance - column, work.spare, work.spare, 0)  # fmt: skip
+            logits_row(
+                arrays.like,
+                rule,
+                work.s,
+                (column // WORD * side + row) * WORD,
+                0,
+                WORD,
+                slope,
+                distance - column,
+                work.spare,
+                work.spare,
+                0,
+            )
 
 
 @inner
@@ -468,16 +584,46 @@ def _decode_task(
             else:
                 _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv)
             _score_tile(
-                pointers, zeros, k_row, v_row, k_offset, v_offset, sizes.k_head, sizes.v_head,
-                is_direct, sizes.group, index, heads, at, side, ld, ldv, low, high, begin, end,
-            )  # fmt: skip
+                pointers,
+                zeros,
+                k_row,
+                v_row,
+                k_offset,
+                v_offset,
+                sizes.k_head,
+                sizes.v_head,
+                is_direct,
+                sizes.group,
+                index,
+                heads,
+                at,
+                side,
+                ld,
+                ldv,
+                low,
+                high,
+                begin,
+                end,
+            )
             if not rule.is_scaled_only:
                 distance = distance_to(1, length, 0, key)
                 _finish_logits(
                     sizes, rule, arrays, work, sequence, kv_head, side, distance, begin, end
                 )
-            _weigh_tile(like, pointers, factor, is_whole, sizes.group, index, area, at, side, ldv,
-                        begin, end)  # fmt: skip
+            _weigh_tile(
+                like,
+                pointers,
+                factor,
+                is_whole,
+                sizes.group,
+                index,
+                area,
+                at,
+                side,
+                ldv,
+                begin,
+                end,
+            )
         for group in range(2 * GROUPS):  # slicing an array would compile NumPy's checks of it
             work.at[group] = work.at[2 * GROUPS + group]
 
@@ -501,11 +647,25 @@ def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_task
     owned = _new_work(arrays, heads_per_task, side, ld, ldv, is_direct)
     work = borrowed(owned)
     pointers = _Work(
-        bare(work.plain), bare(work.q), bare(work.acc), bare(work.m), bare(work.raised),
-        bare(work.l), bare(work.parity), bare(work.s), bare(work.turned), bare(work.p),
-        bare(work.shifts), bare(work.spare), bare(work.seen), bare(work.k_rows),
-        bare(work.v_rows), bare(work.v_panels), bare(work.zeros), bare(work.at),
-    )  # fmt: skip
+        bare(work.plain),
+        bare(work.q),
+        bare(work.acc),
+        bare(work.m),
+        bare(work.raised),
+        bare(work.l),
+        bare(work.parity),
+        bare(work.s),
+        bare(work.turned),
+        bare(work.p),
+        bare(work.shifts),
+        bare(work.spare),
+        bare(work.seen),
+        bare(work.k_rows),
+        bare(work.v_rows),
+        bare(work.v_panels),
+        bare(work.zeros),
+        bare(work.at),
+    )
     parts = sizes.num_kv_heads // heads_per_task
     while True:
         task = next_task(counter)
@@ -513,7 +673,19 @@ def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_task
             break
         sequence, first_head = task // parts, task % parts * heads_per_task
         _load_rows(sizes, rule, arrays, work, sequence, first_head, heads_per_task, side, ld)
-        _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, heads_per_task,
-                     side, ld, ldv, is_direct)  # fmt: skip
+        _decode_task(
+            sizes,
+            rule,
+            arrays,
+            work,
+            pointers,
+            sequence,
+            first_head,
+            heads_per_task,
+            side,
+            ld,
+            ldv,
+            is_direct,
+        )
         _store_rows(sizes, rule, arrays, work, lse, sequence, first_head, heads_per_task, side, ldv)
     keep_alive(owned)

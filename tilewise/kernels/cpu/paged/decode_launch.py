@@ -87,13 +87,22 @@ def rows_of(
         packed_like = np.empty(0, np.uint16)
     padded_dim = -(-sizes.v_head_dim // 64) * 64  # 64: elements of the widest load
     given = (
-        arrays.like, packed_like, CACHE_LIKE[cache_dtype], frame_of(problem), chunk,
-        size is None or size > FETCHED * l2_bytes(), heads_per_task, splits,
-    )  # fmt: skip
+        arrays.like,
+        packed_like,
+        CACHE_LIKE[cache_dtype],
+        frame_of(problem),
+        chunk,
+        size is None or size > FETCHED * l2_bytes(),
+        heads_per_task,
+        splits,
+    )
     return Rows(
-        num_slots // heads_per_task, given, num_slots * group * (padded_dim + 2),
-        num_sequences * sizes.num_kv_heads, problem,
-    )  # fmt: skip
+        num_slots // heads_per_task,
+        given,
+        num_slots * group * (padded_dim + 2),
+        num_sequences * sizes.num_kv_heads,
+        problem,
+    )
 
 
 def run_decode(
@@ -120,9 +129,25 @@ def run_decode(
 def address_of_rows(like: np.ndarray, packed_like: np.ndarray, cache_dtype: torch.dtype) -> int:
     """Return the address of `attend_rows` for these types, for kernels that call it."""
     return address_of(
-        attend_rows, like, packed_like, CACHE_LIKE[cache_dtype], NOT_SHARED, 1, True, 1,
-        NOT_SHARED.reshape(0, 2), 0, 0, 0, 0, 0, like, NOT_SHARED, NOT_SHARED, 1,
-    )  # fmt: skip
+        attend_rows,
+        like,
+        packed_like,
+        CACHE_LIKE[cache_dtype],
+        NOT_SHARED,
+        1,
+        True,
+        1,
+        NOT_SHARED.reshape(0, 2),
+        0,
+        0,
+        0,
+        0,
+        0,
+        like,
+        NOT_SHARED,
+        NOT_SHARED,
+        1,
+    )
 
 
 def key_bytes(channels: int, size: int) -> int:

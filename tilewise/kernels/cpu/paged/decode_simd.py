@@ -157,12 +157,19 @@ def _new_work(sizes, arrays, heads, ld, ldv, is_direct):
     gathered = 0 if is_direct else TILE_N
     paired = TILE_N * ldv if words_to_elements(packed) == 2 else 0
     return _Work(
-        zero_scratch(area * ld, packed), scratch(area * ldv, like), scratch(area, like),
-        scratch(area, like), scratch(sizes.group * TILE_N, like),
-        scratch(sizes.group * TILE_N, packed), scratch(WORDS, numbers), zero_scratch(TILE_N, like),
-        zero_scratch(gathered * ld, packed), zero_scratch(gathered * ldv, packed),
-        scratch(paired, packed), scratch(4 * RUNS, numbers),
-    )  # fmt: skip
+        zero_scratch(area * ld, packed),
+        scratch(area * ldv, like),
+        scratch(area, like),
+        scratch(area, like),
+        scratch(sizes.group * TILE_N, like),
+        scratch(sizes.group * TILE_N, packed),
+        scratch(WORDS, numbers),
+        zero_scratch(TILE_N, like),
+        zero_scratch(gathered * ld, packed),
+        zero_scratch(gathered * ldv, packed),
+        scratch(paired, packed),
+        scratch(4 * RUNS, numbers),
+    )
 
 
 @inner
@@ -231,8 +238,24 @@ def _fetch_run(address, row_bytes, row_size):
 
 
 @inlined
-def _score_tile(like, work, group, lanes, at, ld, words, k_row, v_row, k_offset, v_offset, k_size,
-                v_size, is_direct, low, high):  # fmt: skip
+def _score_tile(
+    like,
+    work,
+    group,
+    lanes,
+    at,
+    ld,
+    words,
+    k_row,
+    v_row,
+    k_offset,
+    v_offset,
+    k_size,
+    v_size,
+    is_direct,
+    low,
+    high,
+):
     """Compute scores of keys low ... high - 1 of a tile, and of keys that share a run with them."""
     for run in range(low // RUN, (high + RUN - 1) // RUN):
         next_k, next_v = work.at[2 * RUNS + run], work.at[3 * RUNS + run]
@@ -275,8 +298,23 @@ def _add(c, ci, ldc, is_wide, rows, a, ai, a_word, b, bi, b_word, k_words):
 
 
 @inlined
-def _add_values(work, group, lanes, elements, width, at, ldv, columns, v_row, v_offset, size,
-                low, high, begin, end):  # fmt: skip
+def _add_values(
+    work,
+    group,
+    lanes,
+    elements,
+    width,
+    at,
+    ldv,
+    columns,
+    v_row,
+    v_offset,
+    size,
+    low,
+    high,
+    begin,
+    end,
+):
     """O += P V of a tile, key after key."""
     row = 0
     while row < group:
@@ -284,9 +322,20 @@ def _add_values(work, group, lanes, elements, width, at, ldv, columns, v_row, v_
         ci = (at + row) * ldv
         if elements == 2:
             for column in range(0, columns, 2 * lanes):
-                _add(work.acc, ci + column, ldv, columns - column > lanes, rows, work.p,
-                     row * TILE_N + begin, 2, work.v_panels,
-                     column * TILE_N + begin // 2 * width, width, (end - begin) // 2)  # fmt: skip
+                _add(
+                    work.acc,
+                    ci + column,
+                    ldv,
+                    columns - column > lanes,
+                    rows,
+                    work.p,
+                    row * TILE_N + begin,
+                    2,
+                    work.v_panels,
+                    column * TILE_N + begin // 2 * width,
+                    width,
+                    (end - begin) // 2,
+                )
             row += rows
             continue
         for run in range(low // RUN, (high + RUN - 1) // RUN):
@@ -294,10 +343,20 @@ def _add_values(work, group, lanes, elements, width, at, ldv, columns, v_row, v_
             count = min(high, run * RUN + RUN) - start
             values = pointer_at(work.p, work.at[RUNS + run] + v_offset)
             for column in range(0, columns, 2 * lanes):
-                _add(work.acc, ci + column, ldv, columns - column > lanes, rows, work.p,
-                     row * TILE_N + start, 1, values,
-                     (start - run * RUN) * (v_row // size) + column, v_row // size,
-                     count)  # fmt: skip
+                _add(
+                    work.acc,
+                    ci + column,
+                    ldv,
+                    columns - column > lanes,
+                    rows,
+                    work.p,
+                    row * TILE_N + start,
+                    1,
+                    values,
+                    (start - run * RUN) * (v_row // size) + column,
+                    v_row // size,
+                    count,
+                )
         row += rows
 
 
@@ -310,12 +369,34 @@ def _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, distance, begi
     for row in range(sizes.group):
         if not rule.is_scaled_only:
             slope = arrays.slopes[sequence * sizes.slopes_batch + kv_head * sizes.group + row]
-            logits_row(like, rule, work.s, row * TILE_N, begin, end, slope, distance, work.bias,
-                       work.bias, 0)  # fmt: skip
+            logits_row(
+                like,
+                rule,
+                work.s,
+                row * TILE_N,
+                begin,
+                end,
+                slope,
+                distance,
+                work.bias,
+                work.bias,
+                0,
+            )
         work.m[at + row], total, rescale = softmax_row(
-            like, work.s, row * TILE_N, factor, work.p, row * TILE_N, begin, end, work.seen, 0,
-            work.m[at + row], False, work.seen,
-        )  # fmt: skip
+            like,
+            work.s,
+            row * TILE_N,
+            factor,
+            work.p,
+            row * TILE_N,
+            begin,
+            end,
+            work.seen,
+            0,
+            work.m[at + row],
+            False,
+            work.seen,
+        )
         work.l[at + row] = work.l[at + row] * rescale + total
         if rescale != 1.0:
             factors = simd.splat(like, rescale)
@@ -355,14 +436,42 @@ def _decode_task(
                 k_row, v_row = ld * size, ldv * size
                 _gather(sizes, arrays, work, sequence, kv_head, key, low, high, begin, end, ld, ldv)
             _score_tile(
-                like, pointers, group, lanes, at, ld, words, k_row, v_row, k_offset, v_offset,
-                sizes.k_size * sizes.head_dim, sizes.k_size * sizes.v_head_dim, is_direct, low,
+                like,
+                pointers,
+                group,
+                lanes,
+                at,
+                ld,
+                words,
+                k_row,
+                v_row,
+                k_offset,
+                v_offset,
+                sizes.k_size * sizes.head_dim,
+                sizes.k_size * sizes.v_head_dim,
+                is_direct,
+                low,
                 high,
-            )  # fmt: skip
+            )
             distance = distance_to(1, length, 0, key)
             _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, distance, begin, end, ldv)
-            _add_values(pointers, group, lanes, elements, width, at, ldv, columns, v_row,
-                        v_offset, size, low, high, begin, end)  # fmt: skip
+            _add_values(
+                pointers,
+                group,
+                lanes,
+                elements,
+                width,
+                at,
+                ldv,
+                columns,
+                v_row,
+                v_offset,
+                size,
+                low,
+                high,
+                begin,
+                end,
+            )
         for run in range(2 * RUNS):
             work.at[run] = work.at[2 * RUNS + run]
 
@@ -384,10 +493,19 @@ def decode_tiles_simd(sizes, rule, arrays, heads_per_task, lse, counter, num_tas
     owned = _new_work(sizes, arrays, heads_per_task, ld, ldv, is_direct)
     work = borrowed(owned)
     pointers = _Work(
-        bare(work.q), bare(work.acc), bare(work.m), bare(work.l), bare(work.s), bare(work.p),
-        bare(work.seen), bare(work.bias), bare(work.k_rows), bare(work.v_rows),
-        bare(work.v_panels), bare(work.at),
-    )  # fmt: skip
+        bare(work.q),
+        bare(work.acc),
+        bare(work.m),
+        bare(work.l),
+        bare(work.s),
+        bare(work.p),
+        bare(work.seen),
+        bare(work.bias),
+        bare(work.k_rows),
+        bare(work.v_rows),
+        bare(work.v_panels),
+        bare(work.at),
+    )
     parts = sizes.num_kv_heads // heads_per_task
     while True:
         task = next_task(counter)
@@ -395,7 +513,18 @@ def decode_tiles_simd(sizes, rule, arrays, heads_per_task, lse, counter, num_tas
             break
         sequence, first_head = task // parts, task % parts * heads_per_task
         _load_rows(sizes, arrays, work, sequence, first_head, heads_per_task, ld)
-        _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, heads_per_task, ld,
-                     ldv, is_direct)  # fmt: skip
+        _decode_task(
+            sizes,
+            rule,
+            arrays,
+            work,
+            pointers,
+            sequence,
+            first_head,
+            heads_per_task,
+            ld,
+            ldv,
+            is_direct,
+        )
         _store_rows(sizes, arrays, work, lse, sequence, first_head, heads_per_task, ldv)
     keep_alive(owned)

@@ -109,6 +109,11 @@ def run_decode_tiles(problem: Problem, lse: Tensor) -> None:
     num_sequences, num_kv_heads = len(problem.arrays.starts), problem.sizes.num_kv_heads
     heads = heads_of_task.py_func(problem.sizes, num_sequences, get_num_threads())
     run_tasks(
-        _decode, num_sequences * num_kv_heads // heads, problem.sizes, problem.rule, problem.arrays,
-        heads, lse.view(-1).numpy(),
-    )  # fmt: skip
+        _decode,
+        num_sequences * num_kv_heads // heads,
+        problem.sizes,
+        problem.rule,
+        problem.arrays,
+        heads,
+        lse.view(-1).numpy(),
+    )

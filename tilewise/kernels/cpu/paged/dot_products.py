@@ -102,9 +102,19 @@ def _dots(heads, prefetches=True):
 
         index = types.int64
         arguments = (
-            cache_like, scores, index, addresses, index, index, ahead, index, q, index, index,
+            cache_like,
+            scores,
             index,
-        )  # fmt: skip
+            addresses,
+            index,
+            index,
+            ahead,
+            index,
+            q,
+            index,
+            index,
+            index,
+        )
         return types.void(*arguments), codegen
 
     return dots

@@ -126,9 +126,14 @@ class PagedForwardPlan:
 def _without_features(given: PagedTensors, level: SharedLevel) -> PagedTensors:
     """Return the tensors of the pass over a level of prefixes, without its queries."""
     return given._replace(
-        block_table=level.block_table, seqlens_k=level.seqlens_k, cu_seqlens_q=level.cu_seqlens_q,
-        alibi_slopes=None, sinks=None, tree_mask=None, records=None,
-    )  # fmt: skip
+        block_table=level.block_table,
+        seqlens_k=level.seqlens_k,
+        cu_seqlens_q=level.cu_seqlens_q,
+        alibi_slopes=None,
+        sinks=None,
+        tree_mask=None,
+        records=None,
+    )
 
 
 def _metas(level: SharedLevel) -> SharedLevel:
@@ -205,9 +210,16 @@ class _Pass:
             )
         lengths = given.seqlens_k.contiguous().numpy()
         single, several, negative, longest = place_sequences(
-            starts, edges, lengths, q.data_ptr(), self._q_row, o.data_ptr(), self._o_row,
-            k_cache.data_ptr(), v_cache.data_ptr(),
-        )  # fmt: skip
+            starts,
+            edges,
+            lengths,
+            q.data_ptr(),
+            self._q_row,
+            o.data_ptr(),
+            self._o_row,
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+        )
         if edges[0] != 0 or negative or num_rows > self._o_shape[0]:
             refuse_edges("cu_seqlens_q", edges, self._o_shape[0])
         if several or spec.max_seqlen_q < 1:  # decoding rows have a length of at most 1

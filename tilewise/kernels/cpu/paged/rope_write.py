@@ -101,12 +101,34 @@ def launch(
     out = torch.empty(q.shape, dtype=q.dtype)
     size = q.element_size()
     q_rows = Rows(
-        q.data_ptr(), q.stride(0) * size, q.stride(1) * size, q.shape[1], q.shape[2],
-        _CODES[q.dtype], out.data_ptr(), out.stride(0) * k_cache.shape[1] * size,
-        out.stride(0) * size, out.stride(1) * size, _CODES[q.dtype],
-    )  # fmt: skip
-    _launch(q_rows, k, v, k_cache, v_cache, slot_mapping, cos, sin, interleaved, q_norm, k_norm,
-            norm_eps, k_scale, v_scale)  # fmt: skip
+        q.data_ptr(),
+        q.stride(0) * size,
+        q.stride(1) * size,
+        q.shape[1],
+        q.shape[2],
+        _CODES[q.dtype],
+        out.data_ptr(),
+        out.stride(0) * k_cache.shape[1] * size,
+        out.stride(0) * size,
+        out.stride(1) * size,
+        _CODES[q.dtype],
+    )
+    _launch(
+        q_rows,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        cos,
+        sin,
+        interleaved,
+        q_norm,
+        k_norm,
+        norm_eps,
+        k_scale,
+        v_scale,
+    )
     return out
 
 
@@ -122,24 +144,50 @@ def write_quantised(
     """Quantise k and v and write them to an 8-bit cache, without norm and rotation."""
     nothing = Rows(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     angles = torch.empty((k.shape[0], 0), dtype=torch.float32)
-    _launch(nothing, k, v, k_cache, v_cache, slot_mapping, angles, angles, False, None, None, 0.0,
-            k_scale, v_scale)  # fmt: skip
+    _launch(
+        nothing,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        angles,
+        angles,
+        False,
+        None,
+        None,
+        0.0,
+        k_scale,
+        v_scale,
+    )
 
 
 def _cache_rows(new: Tensor, cache: Tensor, scale: Tensor | None) -> Rows:
     size, width = new.element_size(), cache.element_size()
     to_block, to_row, to_head = (stride * width for stride in cache.stride()[:3])
     rows = Rows(
-        new.data_ptr(), new.stride(0) * size, new.stride(1) * size, new.shape[1], new.shape[2],
-        _CODES[new.dtype], cache.data_ptr(), to_block, to_row, to_head, _CODES[cache.dtype],
-    )  # fmt: skip
+        new.data_ptr(),
+        new.stride(0) * size,
+        new.stride(1) * size,
+        new.shape[1],
+        new.shape[2],
+        _CODES[new.dtype],
+        cache.data_ptr(),
+        to_block,
+        to_row,
+        to_head,
+        _CODES[cache.dtype],
+    )
     if scale is None:
         return rows
     block, row, head = (stride * 4 for stride in scale_per_slot(scale, cache).stride())
     return rows._replace(
-        scale=scale.data_ptr(), scale_block=block, scale_row=row, scale_head=head,
+        scale=scale.data_ptr(),
+        scale_block=block,
+        scale_row=row,
+        scale_head=head,
         owns_scale=scale.dim() == 3,
-    )  # fmt: skip
+    )
 
 
 def _launch(
@@ -168,10 +216,19 @@ def _launch(
     ]
     num_tasks = -(-k.shape[0] // TOKENS_PER_TASK)
     run_tasks(
-        _prepare, num_tasks, q_rows, _cache_rows(k, k_cache, k_scale),
-        _cache_rows(v, v_cache, v_scale), slots_of(slot_mapping, k_cache), k_cache.shape[1],
-        *tables, cos.shape[1], interleaved, *weights, float(norm_eps),
-    )  # fmt: skip
+        _prepare,
+        num_tasks,
+        q_rows,
+        _cache_rows(k, k_cache, k_scale),
+        _cache_rows(v, v_cache, v_scale),
+        slots_of(slot_mapping, k_cache),
+        k_cache.shape[1],
+        *tables,
+        cos.shape[1],
+        interleaved,
+        *weights,
+        float(norm_eps),
+    )
 
 
 @inner
@@ -235,8 +292,22 @@ def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin,
 
 
 @kernel
-def _prepare(q, k, v, slots, block_size, cos, sin, half, interleaved, q_weight, k_weight, eps,
-             counter, num_tasks):  # fmt: skip
+def _prepare(
+    q,
+    k,
+    v,
+    slots,
+    block_size,
+    cos,
+    sin,
+    half,
+    interleaved,
+    q_weight,
+    k_weight,
+    eps,
+    counter,
+    num_tasks,
+):
     row = scratch(max(q.dim, k.dim, v.dim), cos)
     nothing = cos[:0]
     while True:
@@ -245,10 +316,46 @@ def _prepare(q, k, v, slots, block_size, cos, sin, half, interleaved, q_weight, 
             return
         for token in range(task * TOKENS_PER_TASK, min((task + 1) * TOKENS_PER_TASK, len(slots))):
             if q.num_heads > 0:
-                move_heads(q, token, token, token, block_size, row, q_weight, eps, cos, sin, half,
-                           interleaved)  # fmt: skip
+                move_heads(
+                    q,
+                    token,
+                    token,
+                    token,
+                    block_size,
+                    row,
+                    q_weight,
+                    eps,
+                    cos,
+                    sin,
+                    half,
+                    interleaved,
+                )
             if slots[token] >= 0:
-                move_heads(k, token, token, slots[token], block_size, row, k_weight, eps, cos, sin,
-                           half, interleaved)  # fmt: skip
-                move_heads(v, token, token, slots[token], block_size, row, nothing, eps, cos, sin,
-                           types.int64(0), interleaved)  # fmt: skip
+                move_heads(
+                    k,
+                    token,
+                    token,
+                    slots[token],
+                    block_size,
+                    row,
+                    k_weight,
+                    eps,
+                    cos,
+                    sin,
+                    half,
+                    interleaved,
+                )
+                move_heads(
+                    v,
+                    token,
+                    token,
+                    slots[token],
+                    block_size,
+                    row,
+                    nothing,
+                    eps,
+                    cos,
+                    sin,
+                    types.int64(0),
+                    interleaved,
+                )

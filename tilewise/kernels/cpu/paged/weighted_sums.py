@@ -107,9 +107,23 @@ class _Integers(_Floats):
 def _weigh(heads, is_masked, fetches=True):
     @intrinsic
     def weigh(
-        typingctx, cache_like, q, acc, ci, ld, rescale, p, addresses, ai, shift, ahead, hi, offset,
-        keys, rest,
-    ):  # fmt: skip
+        typingctx,
+        cache_like,
+        q,
+        acc,
+        ci,
+        ld,
+        rescale,
+        p,
+        addresses,
+        ai,
+        shift,
+        ahead,
+        hi,
+        offset,
+        keys,
+        rest,
+    ):
         """acc[head] = acc[head] * rescale[head] + sum over keys of p[key][head] * row[key], for
         span_of columns from byte `offset` of the rows at addresses[ai:] + shift; if masked, `rest`
         columns of one unit. If it fetches, the same bytes of rows at ahead[hi:] are. Where q tells
@@ -189,9 +203,22 @@ def _weigh(heads, is_masked, fetches=True):
 
         index = types.int64
         arguments = (
-            cache_like, q, acc, index, index, rescale, p, addresses, index, index, ahead, index,
-            index, index, index,
-        )  # fmt: skip
+            cache_like,
+            q,
+            acc,
+            index,
+            index,
+            rescale,
+            p,
+            addresses,
+            index,
+            index,
+            ahead,
+            index,
+            index,
+            index,
+            index,
+        )
         return types.void(*arguments), codegen
 
     return weigh

@@ -51,9 +51,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     like = np.empty(0, np.float64 if float_type(y.dtype) == torch.float64 else np.float32)
     rows_per_task = max(1, ELEMENTS_PER_TASK // dim)
     run_tasks(
-        _silu_mul_rows, -(-rows.shape[0] // rows_per_task), like, DTYPE_CODES[y.dtype], size,
-        rows.data_ptr(), rows.stride(0) * size, y.data_ptr(), rows.shape[0], dim, rows_per_task,
-    )  # fmt: skip
+        _silu_mul_rows,
+        -(-rows.shape[0] // rows_per_task),
+        like,
+        DTYPE_CODES[y.dtype],
+        size,
+        rows.data_ptr(),
+        rows.stride(0) * size,
+        y.data_ptr(),
+        rows.shape[0],
+        dim,
+        rows_per_task,
+    )
     return y
 
 

@@ -29,10 +29,17 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 def launch(
-    logits: Tensor, rows: Tensor, mask: Tensor | None, mask_of: Tensor | None,
-    bias_rows: Tensor | None, bias_ids: Tensor | None, bias: Tensor | None,
-    counts: Tensor | None, counts_of: Tensor | None, penalties: Tensor | None,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    mask_of: Tensor | None,
+    bias_rows: Tensor | None,
+    bias_ids: Tensor | None,
+    bias: Tensor | None,
+    counts: Tensor | None,
+    counts_of: Tensor | None,
+    penalties: Tensor | None,
+) -> None:
     """Change `rows` of logits (R, V) in place; see `ops.adjust_logits`."""
     if bias_rows is not None and bias_ids is not None and bias is not None and len(bias):
         row, token = bias_rows.numpy(), bias_ids.numpy()
@@ -43,16 +50,23 @@ def launch(
     stride, vocab = logits.stride(0), logits.shape[1]
     nothing = np.full(len(rows), -1, np.int32)
     run_tasks(
-        _adjust_rows, len(rows), _flat(logits).numpy(), len(logits), stride, vocab,
+        _adjust_rows,
+        len(rows),
+        _flat(logits).numpy(),
+        len(logits),
+        stride,
+        vocab,
         rows.contiguous().numpy(),
         np.empty(0, np.int32) if mask is None else mask.contiguous().view(-1).numpy(),
-        -(-vocab // 32), 0 if mask is None else len(mask),
+        -(-vocab // 32),
+        0 if mask is None else len(mask),
         nothing if mask_of is None else mask_of.contiguous().numpy(),
         np.empty(0, np.int32) if counts is None else _flat(counts).numpy(),
-        0 if counts is None else counts.stride(0), 0 if counts is None else len(counts),
+        0 if counts is None else counts.stride(0),
+        0 if counts is None else len(counts),
         nothing if counts_of is None else counts_of.contiguous().numpy(),
         np.empty(0, np.float32) if penalties is None else penalties.contiguous().view(-1).numpy(),
-    )  # fmt: skip
+    )
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -62,8 +76,24 @@ def _flat(x: Tensor) -> Tensor:
 
 
 @kernel
-def _adjust_rows(logits, num_rows, stride, vocab, rows, mask, num_words, num_masks, mask_of, counts,
-                 counts_stride, num_counts, counts_of, penalties, counter, num_tasks):  # fmt: skip
+def _adjust_rows(
+    logits,
+    num_rows,
+    stride,
+    vocab,
+    rows,
+    mask,
+    num_words,
+    num_masks,
+    mask_of,
+    counts,
+    counts_stride,
+    num_counts,
+    counts_of,
+    penalties,
+    counter,
+    num_tasks,
+):
     while True:
         task = next_task(counter)
         if task >= num_tasks:

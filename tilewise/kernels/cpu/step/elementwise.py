@@ -49,17 +49,39 @@ def activate(x: Tensor, function: str) -> Tensor:
         stride = x.stride(0)
     rows, rows_per_task = -(-total // dim), max(1, ELEMENTS_PER_TASK // dim)
     run_tasks(
-        _activate_rows, -(-rows // rows_per_task), _LIKE, CODES[function], DTYPE_CODES[x.dtype],
-        size, x.data_ptr(), stride * size, y.data_ptr(), rows, dim, total, rows_per_task,
-    )  # fmt: skip
+        _activate_rows,
+        -(-rows // rows_per_task),
+        _LIKE,
+        CODES[function],
+        DTYPE_CODES[x.dtype],
+        size,
+        x.data_ptr(),
+        stride * size,
+        y.data_ptr(),
+        rows,
+        dim,
+        total,
+        rows_per_task,
+    )
     return y
 
 
 @kernel
 def _activate_rows(
-    like, function, code, size, source, source_row, target, num_rows, dim, total, rows_per_task,
-    counter, num_tasks,
-):  # fmt: skip
+    like,
+    function,
+    code,
+    size,
+    source,
+    source_row,
+    target,
+    num_rows,
+    dim,
+    total,
+    rows_per_task,
+    counter,
+    num_tasks,
+):
     """Apply the function to rows of `dim` elements, `total` in all: the last may be shorter."""
     row, lanes = zero_scratch(CHUNK, like), simd.REGISTER_BYTES // 4
     while True:

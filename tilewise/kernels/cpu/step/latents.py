@@ -58,22 +58,46 @@ def attend_rows_to_latents(like, word_like, op, numbers, batch, work, counter, n
         split_keys = max(types.int64(SPLIT), keys // op[CHUNK])
     num_rows = len(batch.ids)
     sizes = Sizes(
-        given.num_heads, given.rank, given.rope_dim, given.q_code, given.cache_code, given.row_size,
-        given.q_row, given.q_head, given.rope_row, given.rope_head, given.o_row, given.o_head,
-        num_rows, given.cache, given.cache_block, given.cache_row, given.scale, given.scale_block,
-        given.scale_row, given.block_size, given.block_rows, split_keys, given.scale_log2,
+        given.num_heads,
+        given.rank,
+        given.rope_dim,
+        given.q_code,
+        given.cache_code,
+        given.row_size,
+        given.q_row,
+        given.q_head,
+        given.rope_row,
+        given.rope_head,
+        given.o_row,
+        given.o_head,
+        num_rows,
+        given.cache,
+        given.cache_block,
+        given.cache_row,
+        given.scale,
+        given.scale_block,
+        given.scale_row,
+        given.block_size,
+        given.block_rows,
+        split_keys,
+        given.scale_log2,
         given.uses_amx,
-    )  # fmt: skip
-    num_tasks, num_slots = place_runs(sizes, starts, batch.edges, batch.lengths, op[SOURCE],
-                                      op[Q_AT], op[TARGET])  # fmt: skip
+    )
+    num_tasks, num_slots = place_runs(
+        sizes, starts, batch.edges, batch.lengths, op[SOURCE], op[Q_AT], op[TARGET]
+    )
     rows = num_slots * sizes.block_rows
     width = (sizes.rank + 31) // 32 * 32 + ACC_PAD
     base = types.int64(work.sums.ctypes.data)
     arrays = Arrays(
-        borrowed(like), empty_of(op[EXTRA_ROW]), borrowed(starts), batch.table,
-        array_at(base, rows * width, like), array_at(base + 4 * rows * width, rows, like),
+        borrowed(like),
+        empty_of(op[EXTRA_ROW]),
+        borrowed(starts),
+        batch.table,
+        array_at(base, rows * width, like),
+        array_at(base + 4 * rows * width, rows, like),
         array_at(base + 4 * rows * (width + 1), rows, like),
-    )  # fmt: skip
+    )
     if op[PHASE] == MERGE:
         num_tasks = types.int64(0)
         if num_slots > 0:

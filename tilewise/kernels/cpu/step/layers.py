@@ -135,8 +135,9 @@ def _get_some(word_like, like, address, column, count):
 
 
 @inner
-def normalise_row(word_like, like, source, target, weight, bias, dim, eps, shift, factor, kind,
-                  adds, spare):  # fmt: skip
+def normalise_row(
+    word_like, like, source, target, weight, bias, dim, eps, shift, factor, kind, adds, spare
+):
     """target = (x - mean) / sqrt(mean((x - mean)^2) + eps) (shift + weight) + bias of a row.
 
     Without CENTRES the mean is 0. With ROUNDS the quotient is rounded before it is multiplied.
@@ -307,9 +308,34 @@ def multiply_int8(word_like, like, c, rows, a, lda, group, inputs, words, are_wi
 
 
 @inner
-def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, inputs, first, end,
-                  bias, epilogue, function, factor, limit, alpha, cap, outputs, extra, extra_row,
-                  target, target_row, c, wide, words, must_widen):  # fmt: skip
+def multiply_task(
+    word_like,
+    like,
+    source,
+    source_row,
+    rows,
+    weight,
+    is_int8,
+    inputs,
+    first,
+    end,
+    bias,
+    epilogue,
+    function,
+    factor,
+    limit,
+    alpha,
+    cap,
+    outputs,
+    extra,
+    extra_row,
+    target,
+    target_row,
+    c,
+    wide,
+    words,
+    must_widen,
+):
     """Compute groups first ... end - 1 of a product for some rows, with the epilogue.
 
     Args:
@@ -356,10 +382,10 @@ def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, in
                 other = extra
                 if extra != 0:
                     other += row * extra_row + out
-                _add_sums(word_like, like, c, count, where, to, target_row, factor, other,
-                          extra_row)  # fmt: skip
+                _add_sums(
+                    word_like, like, c, count, where, to, target_row, factor, other, extra_row
+                )
             elif epilogue == GATE:
-                _gate_sums(word_like, like, c, count, where, to, target_row, function, limit,
-                           alpha)  # fmt: skip
+                _gate_sums(word_like, like, c, count, where, to, target_row, function, limit, alpha)
             else:
                 _store_logits(word_like, like, c, count, where, to, target_row, factor, cap)

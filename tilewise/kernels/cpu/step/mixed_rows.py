@@ -32,8 +32,13 @@ def launch(x: Tensor, logits: Tensor, mixture: Mixture) -> Tensor:
     program.buffers["logits"][:num_rows, : logits.shape[1]] = logits.detach()
     tokens, sequence = np.zeros(num_rows, np.int64), np.array([num_rows], np.int32)
     batch = Batch(
-        tokens, tokens, tokens, np.array([0, num_rows], np.int32), sequence,
-        np.zeros((1, 1), np.int32), tokens[:0],
-    )  # fmt: skip
+        tokens,
+        tokens,
+        tokens,
+        np.array([0, num_rows], np.int32),
+        sequence,
+        np.zeros((1, 1), np.int32),
+        tokens[:0],
+    )
     program.run(batch, Tables(REAL_LIKE, REAL_LIKE, 0), 1, 0, len(program))
     return program.buffers["y"][:num_rows, :width].clone()

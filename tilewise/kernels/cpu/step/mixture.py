@@ -172,8 +172,22 @@ def _weigh_sparsely(op, jitter, logits, chosen, weights):
 
 
 @inner
-def _route_row(word_like, like, op, numbers, row, logits, scores, keys, values, chosen, weights,
-               group_values, groups, padded):  # fmt: skip
+def _route_row(
+    word_like,
+    like,
+    op,
+    numbers,
+    row,
+    logits,
+    scores,
+    keys,
+    values,
+    chosen,
+    weights,
+    group_values,
+    groups,
+    padded,
+):
     """Fill in the experts of a row and their weights, float64."""
     count, active = op[NUM_EXPERTS], op[NUM_ACTIVE]
     if not _load_logits(word_like, like, op, numbers, row, logits, padded):
@@ -231,8 +245,22 @@ def _route(word_like, like, op, numbers, num_rows):
     experts = np.empty(num_rows * active, np.int64)
     held = array_at(op[WEIGHTS], num_rows * active, like)
     for row in range(num_rows):
-        _route_row(word_like, like, op, numbers, row, logits, scores, keys, values, chosen, weights,
-                   group_values, groups, padded)  # fmt: skip
+        _route_row(
+            word_like,
+            like,
+            op,
+            numbers,
+            row,
+            logits,
+            scores,
+            keys,
+            values,
+            chosen,
+            weights,
+            group_values,
+            groups,
+            padded,
+        )
         for place in range(active):
             experts[row * active + place] = chosen[place]
             held[row * active + place] = weights[place]

@@ -70,11 +70,24 @@ def _launch(
     like = np.empty(0, np.float64 if float_type(x.dtype) == torch.float64 else np.float32)
     rows_per_task = max(1, ELEMENTS_PER_TASK // dim)
     run_tasks(
-        _normalise_rows, -(-rows.shape[0] // rows_per_task), like, DTYPE_CODES[x.dtype],
-        rows.data_ptr(), rows.stride(0) * size, added.data_ptr(), added.stride(0) * size,
-        residual is not None, weight.data_ptr(), y.data_ptr(), total.data_ptr(), dim * size,
-        rows.shape[0], dim, float(eps), rows_per_task,
-    )  # fmt: skip
+        _normalise_rows,
+        -(-rows.shape[0] // rows_per_task),
+        like,
+        DTYPE_CODES[x.dtype],
+        rows.data_ptr(),
+        rows.stride(0) * size,
+        added.data_ptr(),
+        added.stride(0) * size,
+        residual is not None,
+        weight.data_ptr(),
+        y.data_ptr(),
+        total.data_ptr(),
+        dim * size,
+        rows.shape[0],
+        dim,
+        float(eps),
+        rows_per_task,
+    )
 
 
 @inner
@@ -112,8 +125,25 @@ def _sum_of_squares(row, count):
 
 
 @kernel
-def _normalise_rows(like, code, x, x_row, added, added_row, has_residual, weight, y, total, to_row,
-                    num_rows, dim, eps, rows_per_task, counter, num_tasks):  # fmt: skip
+def _normalise_rows(
+    like,
+    code,
+    x,
+    x_row,
+    added,
+    added_row,
+    has_residual,
+    weight,
+    y,
+    total,
+    to_row,
+    num_rows,
+    dim,
+    eps,
+    rows_per_task,
+    counter,
+    num_tasks,
+):
     padded = (dim + 15) // 16 * 16  # whole registers
     row, other, weights = zero_scratch(padded, like), scratch(dim, like), scratch(dim, like)
     load_row(like, code, weights, 0, weight, dim)

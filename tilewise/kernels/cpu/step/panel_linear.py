@@ -45,16 +45,43 @@ def launch(x: Tensor, weight: Panels) -> Tensor:
     groups = weight.padded_outputs // WIDTH
     num_tasks = -(-rows // chunk) * -(-groups // GROUPS_PER_TASK)
     run_tasks(
-        _multiply, num_tasks, WORD_LIKE[dtype], REAL_LIKE, source.data_ptr(), source_row, rows,
-        chunk, weight.words.data_ptr(), weight.is_int8, weight.padded_inputs, groups, bias,
-        target.data_ptr(), target.stride(0) * size,
-    )  # fmt: skip
+        _multiply,
+        num_tasks,
+        WORD_LIKE[dtype],
+        REAL_LIKE,
+        source.data_ptr(),
+        source_row,
+        rows,
+        chunk,
+        weight.words.data_ptr(),
+        weight.is_int8,
+        weight.padded_inputs,
+        groups,
+        bias,
+        target.data_ptr(),
+        target.stride(0) * size,
+    )
     return target[:, : weight.num_outputs].contiguous()
 
 
 @kernel
-def _multiply(word_like, like, source, source_row, rows, chunk, weight, is_int8, inputs, groups,
-              bias, target, target_row, counter, num_tasks):  # fmt: skip
+def _multiply(
+    word_like,
+    like,
+    source,
+    source_row,
+    rows,
+    chunk,
+    weight,
+    is_int8,
+    inputs,
+    groups,
+    bias,
+    target,
+    target_row,
+    counter,
+    num_tasks,
+):
     if has_tiles(word_like):
         amx.configure()
     c = scratch(2 * BLOCK_ROWS * WIDTH, like)
@@ -75,12 +102,33 @@ def _multiply(word_like, like, source, source_row, rows, chunk, weight, is_int8,
         which = task // per_chunk
         first = (task - which * per_chunk) * GROUPS_PER_TASK
         multiply_task(
-            word_like, like, source + which * chunk * source_row, source_row,
-            min(chunk, rows - which * chunk), weight, is_int8, inputs, first,
-            min(first + GROUPS_PER_TASK, groups), bias, STORE, IDENTITY, none, none, none, none, 0,
-            0, 0, target + which * chunk * target_row, target_row, c_at, wide_at, words_at,
+            word_like,
+            like,
+            source + which * chunk * source_row,
+            source_row,
+            min(chunk, rows - which * chunk),
+            weight,
+            is_int8,
+            inputs,
+            first,
+            min(first + GROUPS_PER_TASK, groups),
+            bias,
+            STORE,
+            IDENTITY,
+            none,
+            none,
+            none,
+            none,
+            0,
+            0,
+            0,
+            target + which * chunk * target_row,
+            target_row,
+            c_at,
+            wide_at,
+            words_at,
             held != which,
-        )  # fmt: skip
+        )
         held = which
     if has_tiles(word_like):
         amx.release()

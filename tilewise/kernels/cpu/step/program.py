@@ -499,8 +499,11 @@ class Program:
         op[IS_NORMALISED], op[NUM_GROUPS] = mixture.normalised, mixture.num_groups
         op[ACTIVE_GROUPS], op[BEST_IN_GROUP] = mixture.num_active_groups, mixture.best_in_group
         self._numbers[-1][[EPS, FACTOR, LIMIT, ALPHA]] = (
-            mixture.norm_eps, mixture.scale, mixture.jitter, mixture.logit_scale,
-        )  # fmt: skip
+            mixture.norm_eps,
+            mixture.scale,
+            mixture.jitter,
+            mixture.logit_scale,
+        )
         longest = max(up.padded_inputs, down.padded_inputs) + STEP
         op[CHUNK] = max(CHUNK_BYTES // (4 * longest) // BLOCK_ROWS, 1) * BLOCK_ROWS
         count = len(mixture.up)
@@ -608,9 +611,14 @@ class Program:
         rule = Rule(is_scaled_only, float(scale), float(softcap), False, slopes is not None)
         if sinks is not None:
             weight = _Weight(
-                sinks, len(self._ops) - 1, -1, heads.num_q, torch.float32,
-                kept=torch.from_numpy(sink_logits), is_copy=True,
-            )  # fmt: skip
+                sinks,
+                len(self._ops) - 1,
+                -1,
+                heads.num_q,
+                torch.float32,
+                kept=torch.from_numpy(sink_logits),
+                is_copy=True,
+            )
             self._weights.append(weight)
             self._place(weight, sinks().detach())
         self._problem = self._problem_of(op, rule, slope_of, sink_logits)
@@ -643,12 +651,30 @@ class Program:
         block_rows = min(ROWS, padded(latents.num_heads, PAD))
         scale_row = [4 * x for x in scales[0].stride()[:2]] if scales else [0, 0]
         sizes = LatentSizes(
-            latents.num_heads, latents.rank, rope_dim, self.code, CODES[self._cache_dtype],
-            cache.shape[-1] * width, q_latent.row, head, q_rope.row, rope_step * size, o.row, head,
-            0, self._address(cache), cache.stride(0) * width, cache.stride(1) * width,
-            self._address(scales[0] if scales else None), *scale_row, self.block_size, block_rows,
-            0, float(latents.scale) * LOG2_E, amx.HAS_AMX and is_bf16,
-        )  # fmt: skip
+            latents.num_heads,
+            latents.rank,
+            rope_dim,
+            self.code,
+            CODES[self._cache_dtype],
+            cache.shape[-1] * width,
+            q_latent.row,
+            head,
+            q_rope.row,
+            rope_step * size,
+            o.row,
+            head,
+            0,
+            self._address(cache),
+            cache.stride(0) * width,
+            cache.stride(1) * width,
+            self._address(scales[0] if scales else None),
+            *scale_row,
+            self.block_size,
+            block_rows,
+            0,
+            float(latents.scale) * LOG2_E,
+            amx.HAS_AMX and is_bf16,
+        )
         frame = np.array(words_of(sizes), np.int64)
         packed = np.empty(0, packed_type(self.dtype, HAS_BF16_DOT and is_narrow))
         nothing = np.empty((0, NUM_LATENT_STARTS), np.int64), np.empty((0, 0), np.int32)
@@ -680,16 +706,36 @@ class Program:
             packed = np.uint16 if has_integers else np.float32
         self._packed = np.empty(0, packed)
         sizes = Sizes(
-            num_kv, num_q // num_kv, dim, v_dim, int(op[WINDOW]), 0, self.code,
-            CODES[self._cache_dtype], self.cache_size, int(op[SOURCE_ROW]), int(op[Q_STEP]),
-            int(op[K_ROW]), int(op[K_HEAD]), int(op[V_ROW]), int(op[V_HEAD]),
-            int(op[TARGET_ROW]), v_dim * self.size, 0, self.block_size, int(op[K_BLOCK]),
+            num_kv,
+            num_q // num_kv,
+            dim,
+            v_dim,
+            int(op[WINDOW]),
+            0,
+            self.code,
+            CODES[self._cache_dtype],
+            self.cache_size,
+            int(op[SOURCE_ROW]),
+            int(op[Q_STEP]),
+            int(op[K_ROW]),
+            int(op[K_HEAD]),
+            int(op[V_ROW]),
+            int(op[V_HEAD]),
+            int(op[TARGET_ROW]),
+            v_dim * self.size,
+            0,
+            self.block_size,
+            int(op[K_BLOCK]),
             int(op[V_BLOCK]),
-            k_scale=int(op[K_SCALE]), k_scale_block=int(op[SCALE_BLOCK]),
-            k_scale_row=int(op[SCALE_ROW]), k_scale_head=int(op[SCALE_HEAD]),
-            v_scale=int(op[V_SCALE]), v_scale_block=int(op[SCALE_BLOCK]),
-            v_scale_row=int(op[SCALE_ROW]), v_scale_head=int(op[SCALE_HEAD]),
-        )  # fmt: skip
+            k_scale=int(op[K_SCALE]),
+            k_scale_block=int(op[SCALE_BLOCK]),
+            k_scale_row=int(op[SCALE_ROW]),
+            k_scale_head=int(op[SCALE_HEAD]),
+            v_scale=int(op[V_SCALE]),
+            v_scale_block=int(op[SCALE_BLOCK]),
+            v_scale_row=int(op[SCALE_ROW]),
+            v_scale_head=int(op[SCALE_HEAD]),
+        )
         nothing = np.empty((0, NUM_STARTS), np.int64), np.empty((0, 0), np.int32)
         arrays = Arrays(REAL_LIKE, self._packed, *nothing, slopes, sinks)
         return Problem(sizes, rule, arrays)
@@ -704,9 +750,13 @@ class Program:
             address = address_of_rows(REAL_LIKE, self._packed, self._cache_dtype)
         self._find_own_kernels()
         return Likes(
-            REAL_LIKE, WORD_LIKE[self.dtype], address, int(in_tiles), self.cache_size,
+            REAL_LIKE,
+            WORD_LIKE[self.dtype],
+            address,
+            int(in_tiles),
+            self.cache_size,
             self._packed.itemsize,
-        )  # fmt: skip
+        )
 
     def _find_own_kernels(self) -> None:
         """Compile or load the kernels of single operations, and note their addresses."""
@@ -850,9 +900,22 @@ class Program:
         meeting = self._meeting(len(self._ops))
         work = self._workspace(batch)
         given = (
-            self.ops, self.numbers, first, last, num_threads, _GIVE_WAY, SYSCALL, meeting, batch,
-            self._shape, tables, work, self._likes, self._most_inputs, self._most_int8,
-        )  # fmt: skip
+            self.ops,
+            self.numbers,
+            first,
+            last,
+            num_threads,
+            _GIVE_WAY,
+            SYSCALL,
+            meeting,
+            batch,
+            self._shape,
+            tables,
+            work,
+            self._likes,
+            self._most_inputs,
+            self._most_int8,
+        )
         crew = self._crew
         if num_threads == 1:
             run_list(*given, crew.mailbox, OWNER)

@@ -187,14 +187,27 @@ def _normalise_heads(word_like, like, op, numbers, weight, bias, start, step, fi
         other = bias
         if bias != 0:
             other += head * op[NORM_STEP]
-        normalise_row(word_like, like, at, at, weight + head * op[NORM_STEP], other, op[DIM],
-                      numbers[EPS], numbers[SHIFT], 1.0, op[KIND] | IS_PART, False,
-                      spare)  # fmt: skip
+        normalise_row(
+            word_like,
+            like,
+            at,
+            at,
+            weight + head * op[NORM_STEP],
+            other,
+            op[DIM],
+            numbers[EPS],
+            numbers[SHIFT],
+            1.0,
+            op[KIND] | IS_PART,
+            False,
+            spare,
+        )
 
 
 @inner
-def _rotate(word_like, like, op, numbers, shape, tables, batch, token, row, weight, first, end,
-            spare):  # fmt: skip
+def _rotate(
+    word_like, like, op, numbers, shape, tables, batch, token, row, weight, first, end, spare
+):
     """Rotate a token's queries in place, and its keys on their way to the cache with its values.
 
     Args:
@@ -215,50 +228,169 @@ def _rotate(word_like, like, op, numbers, shape, tables, batch, token, row, weig
     is_after = op[IS_AFTER] == 1
     q_at, k_at = source + op[Q_AT], source + op[K_AT]
     if not is_after:
-        _normalise_heads(word_like, like, op, numbers, op[Q_WEIGHT], op[Q_BIAS], q_at, op[Q_STEP],
-                         first_q, end_q, spare)  # fmt: skip
-        _normalise_heads(word_like, like, op, numbers, op[K_WEIGHT], op[K_BIAS], k_at, head, low,
-                         high, spare)  # fmt: skip
+        _normalise_heads(
+            word_like,
+            like,
+            op,
+            numbers,
+            op[Q_WEIGHT],
+            op[Q_BIAS],
+            q_at,
+            op[Q_STEP],
+            first_q,
+            end_q,
+            spare,
+        )
+        _normalise_heads(
+            word_like, like, op, numbers, op[K_WEIGHT], op[K_BIAS], k_at, head, low, high, spare
+        )
     if first_q < end_q:
         start = q_at + first_q * op[Q_STEP]
-        queries = Rows(start, none, op[Q_STEP], end_q - first_q, dim, shape.code, start, none, none,
-                       op[Q_STEP], shape.code, 0, 0, 0, 0, False)  # fmt: skip
-        move_heads(queries, none, none, none, shape.block_size, row,
-                   _head_weight(op[Q_NORM], op[NORM_CODE], row, weight, dim), eps, cos, sin,
-                   half, is_interleaved)  # fmt: skip
+        queries = Rows(
+            start,
+            none,
+            op[Q_STEP],
+            end_q - first_q,
+            dim,
+            shape.code,
+            start,
+            none,
+            none,
+            op[Q_STEP],
+            shape.code,
+            0,
+            0,
+            0,
+            0,
+            False,
+        )
+        move_heads(
+            queries,
+            none,
+            none,
+            none,
+            shape.block_size,
+            row,
+            _head_weight(op[Q_NORM], op[NORM_CODE], row, weight, dim),
+            eps,
+            cos,
+            sin,
+            half,
+            is_interleaved,
+        )
     if is_after:
         if low < high:
             start = k_at + low * head
-            keys = Rows(start, none, head, high - low, dim, shape.code, start, none, none, head,
-                        shape.code, 0, 0, 0, 0, False)  # fmt: skip
-            move_heads(keys, none, none, none, shape.block_size, row, weight[:0], eps, cos, sin,
-                       half, is_interleaved)  # fmt: skip
+            keys = Rows(
+                start,
+                none,
+                head,
+                high - low,
+                dim,
+                shape.code,
+                start,
+                none,
+                none,
+                head,
+                shape.code,
+                0,
+                0,
+                0,
+                0,
+                False,
+            )
+            move_heads(
+                keys,
+                none,
+                none,
+                none,
+                shape.block_size,
+                row,
+                weight[:0],
+                eps,
+                cos,
+                sin,
+                half,
+                is_interleaved,
+            )
             half = none
-        _normalise_heads(word_like, like, op, numbers, op[Q_WEIGHT], op[Q_BIAS], q_at, op[Q_STEP],
-                         first_q, end_q, spare)  # fmt: skip
-        _normalise_heads(word_like, like, op, numbers, op[K_WEIGHT], op[K_BIAS], k_at, head, low,
-                         high, spare)  # fmt: skip
+        _normalise_heads(
+            word_like,
+            like,
+            op,
+            numbers,
+            op[Q_WEIGHT],
+            op[Q_BIAS],
+            q_at,
+            op[Q_STEP],
+            first_q,
+            end_q,
+            spare,
+        )
+        _normalise_heads(
+            word_like, like, op, numbers, op[K_WEIGHT], op[K_BIAS], k_at, head, low, high, spare
+        )
     slot = batch.slots[token]
     if slot < 0:
         return
     owns = shape.cache_code >= INT8
     if low < high:
-        keys = Rows(k_at + low * head, none, head, high - low, dim, shape.code,
-                    op[K_CACHE] + low * op[K_HEAD], op[K_BLOCK], op[K_ROW], op[K_HEAD],
-                    shape.cache_code, op[K_SCALE] + low * op[SCALE_HEAD], op[SCALE_BLOCK],
-                    op[SCALE_ROW], op[SCALE_HEAD], owns)  # fmt: skip
-        move_heads(keys, none, none, slot, shape.block_size, row,
-                   _head_weight(op[K_NORM], op[NORM_CODE], row, weight, dim), eps, cos, sin,
-                   half, is_interleaved)  # fmt: skip
+        keys = Rows(
+            k_at + low * head,
+            none,
+            head,
+            high - low,
+            dim,
+            shape.code,
+            op[K_CACHE] + low * op[K_HEAD],
+            op[K_BLOCK],
+            op[K_ROW],
+            op[K_HEAD],
+            shape.cache_code,
+            op[K_SCALE] + low * op[SCALE_HEAD],
+            op[SCALE_BLOCK],
+            op[SCALE_ROW],
+            op[SCALE_HEAD],
+            owns,
+        )
+        move_heads(
+            keys,
+            none,
+            none,
+            slot,
+            shape.block_size,
+            row,
+            _head_weight(op[K_NORM], op[NORM_CODE], row, weight, dim),
+            eps,
+            cos,
+            sin,
+            half,
+            is_interleaved,
+        )
     low, high = max(first - num_q - num_kv, 0), min(end - num_q - num_kv, num_kv)
     if low < high:
         head = op[V_DIM] * size
-        values = Rows(source + op[V_AT] + low * head, none, head, high - low, op[V_DIM], shape.code,
-                      op[V_CACHE] + low * op[V_HEAD], op[V_BLOCK], op[V_ROW], op[V_HEAD],
-                      shape.cache_code, op[V_SCALE] + low * op[SCALE_HEAD], op[SCALE_BLOCK],
-                      op[SCALE_ROW], op[SCALE_HEAD], owns)  # fmt: skip
-        move_heads(values, none, none, slot, shape.block_size, row, weight[:0], eps, cos, sin, none,
-                   False)  # fmt: skip
+        values = Rows(
+            source + op[V_AT] + low * head,
+            none,
+            head,
+            high - low,
+            op[V_DIM],
+            shape.code,
+            op[V_CACHE] + low * op[V_HEAD],
+            op[V_BLOCK],
+            op[V_ROW],
+            op[V_HEAD],
+            shape.cache_code,
+            op[V_SCALE] + low * op[SCALE_HEAD],
+            op[SCALE_BLOCK],
+            op[SCALE_ROW],
+            op[SCALE_HEAD],
+            owns,
+        )
+        move_heads(
+            values, none, none, slot, shape.block_size, row, weight[:0], eps, cos, sin, none, False
+        )
 
 
 @inner
@@ -278,8 +410,10 @@ def _attend(op, batch, work, likes, num_threads, starts, splits, frame, counter)
         problem = read_problem(frame, like, empty_of(likes.packed_size))
         heads = heads_of_task(problem.sizes, num_sequences, num_threads)
         num_tasks = num_sequences * num_kv_heads // heads
-        call_at(likes.attend, (problem.sizes, problem.rule, problem.arrays, heads, work.lse,
-                               counter, num_tasks))  # fmt: skip
+        call_at(
+            likes.attend,
+            (problem.sizes, problem.rule, problem.arrays, heads, work.lse, counter, num_tasks),
+        )
         if has_tiles(likes.word):
             amx.configure()  # the kernel releases its own
         return
@@ -290,10 +424,28 @@ def _attend(op, batch, work, likes, num_threads, starts, splits, frame, counter)
     first = op[LAYER] * num_sequences
     finished = work.finished[first : first + num_sequences * num_kv_heads]
     nowhere = types.int64(0)
-    call_at(likes.attend, (like, empty_of(likes.packed_size), empty_of(likes.cache_size), frame,
-                           op[CHUNK], True, heads, splits, nowhere, nowhere, nowhere, nowhere,
-                           nowhere, work.sums, finished, counter,
-                           num_slots // heads))  # fmt: skip
+    call_at(
+        likes.attend,
+        (
+            like,
+            empty_of(likes.packed_size),
+            empty_of(likes.cache_size),
+            frame,
+            op[CHUNK],
+            True,
+            heads,
+            splits,
+            nowhere,
+            nowhere,
+            nowhere,
+            nowhere,
+            nowhere,
+            work.sums,
+            finished,
+            counter,
+            num_slots // heads,
+        ),
+    )
 
 
 @inner
@@ -306,11 +458,20 @@ def _normalise(word_like, like, op, numbers, batch, begin, end, target, spare):
             if bias != 0:
                 bias += part * op[NORM_STEP]
             normalise_row(
-                word_like, like, op[SOURCE] + source * op[SOURCE_ROW] + part * op[SOURCE_STEP],
+                word_like,
+                like,
+                op[SOURCE] + source * op[SOURCE_ROW] + part * op[SOURCE_STEP],
                 target + row * op[TARGET_ROW] + part * op[TARGET_STEP],
-                op[WEIGHT] + part * op[NORM_STEP], bias, op[INPUTS], numbers[EPS], numbers[SHIFT],
-                numbers[FACTOR], op[KIND], op[EPILOGUE] == ADD, spare,
-            )  # fmt: skip
+                op[WEIGHT] + part * op[NORM_STEP],
+                bias,
+                op[INPUTS],
+                numbers[EPS],
+                numbers[SHIFT],
+                numbers[FACTOR],
+                op[KIND],
+                op[EPILOGUE] == ADD,
+                spare,
+            )
 
 
 @inner
@@ -332,8 +493,24 @@ def _rows_per_task(num_rows, num_threads):
 
 
 @inner
-def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape, tables,
-          work, likes, most_inputs, most_int8, member):  # fmt: skip
+def _walk(
+    ops,
+    numbers,
+    first,
+    last,
+    num_threads,
+    give_way,
+    syscall,
+    meeting,
+    batch,
+    shape,
+    tables,
+    work,
+    likes,
+    most_inputs,
+    most_int8,
+    member,
+):
     """Run operations first ... last - 1 together with the other threads of the team.
 
     If there are few rows, each thread computes a norm for its own part of the product that follows,
@@ -425,19 +602,48 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                     weight, bias = read_at(weight + 16 * part), read_at(weight + 16 * part + 8)
                 # while this thread holds a task the rows do not change
                 if norm >= 0 and held != which:
-                    _normalise(word_like, like, ops[norm], numbers[norm], batch, types.int64(0),
-                               rows, source, c_at)  # fmt: skip
+                    _normalise(
+                        word_like,
+                        like,
+                        ops[norm],
+                        numbers[norm],
+                        batch,
+                        types.int64(0),
+                        rows,
+                        source,
+                        c_at,
+                    )
                 extra = op[EXTRA]
                 if extra != 0:
                     extra += begin * op[EXTRA_ROW]
                 multiply_task(
-                    word_like, like, source + begin * stride + part * op[SOURCE_STEP], stride,
-                    count, weight, is_int8, inputs, start, end, bias, op[EPILOGUE], op[FUNCTION],
-                    numbers[index, FACTOR], numbers[index, LIMIT], numbers[index, ALPHA],
-                    numbers[index, CAP], op[OUTPUTS], extra, op[EXTRA_ROW],
-                    op[TARGET] + begin * op[TARGET_ROW] + part * op[TARGET_STEP], op[TARGET_ROW],
-                    c_at, wide_at, words_at, held != which,
-                )  # fmt: skip
+                    word_like,
+                    like,
+                    source + begin * stride + part * op[SOURCE_STEP],
+                    stride,
+                    count,
+                    weight,
+                    is_int8,
+                    inputs,
+                    start,
+                    end,
+                    bias,
+                    op[EPILOGUE],
+                    op[FUNCTION],
+                    numbers[index, FACTOR],
+                    numbers[index, LIMIT],
+                    numbers[index, ALPHA],
+                    numbers[index, CAP],
+                    op[OUTPUTS],
+                    extra,
+                    op[EXTRA_ROW],
+                    op[TARGET] + begin * op[TARGET_ROW] + part * op[TARGET_STEP],
+                    op[TARGET_ROW],
+                    c_at,
+                    wide_at,
+                    words_at,
+                    held != which,
+                )
                 held = which
                 if rotates:
                     dim = ops[index + 1, DIM]
@@ -445,21 +651,62 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                     low = start * WIDTH // dim
                     high = min(end * WIDTH // dim, num_heads)
                     for row in range(begin, begin + count):
-                        _rotate(word_like, like, ops[index + 1], numbers[index + 1], shape, tables,
-                                batch, row, head_row, head_weight, low, high, c_at)  # fmt: skip
+                        _rotate(
+                            word_like,
+                            like,
+                            ops[index + 1],
+                            numbers[index + 1],
+                            shape,
+                            tables,
+                            batch,
+                            row,
+                            head_row,
+                            head_weight,
+                            low,
+                            high,
+                            c_at,
+                        )
             if rotates:
                 index += 1
         elif code == ATTEND:
-            place_sequences(starts, batch.edges, batch.lengths, op[SOURCE] + op[Q_AT],
-                            op[SOURCE_ROW], op[TARGET], op[TARGET_ROW], op[K_CACHE],
-                            op[V_CACHE])  # fmt: skip
+            place_sequences(
+                starts,
+                batch.edges,
+                batch.lengths,
+                op[SOURCE] + op[Q_AT],
+                op[SOURCE_ROW],
+                op[TARGET],
+                op[TARGET_ROW],
+                op[K_CACHE],
+                op[V_CACHE],
+            )
             place = (FIRST_COUNTER + 2 * index) * (LINE // 8)
-            _attend(op, batch, work, likes, num_threads, starts, splits, frame,
-                    meeting[place : place + 1])  # fmt: skip
+            _attend(
+                op,
+                batch,
+                work,
+                likes,
+                num_threads,
+                starts,
+                splits,
+                frame,
+                meeting[place : place + 1],
+            )
         elif code >= OWN_KERNEL:
             place = (FIRST_COUNTER + 2 * index) * (LINE // 8)
-            call_at(op[KERNEL], (like, word_like, op, numbers[index], batch, work,
-                                 meeting[place : place + 1], types.int64(num_threads)))  # fmt: skip
+            call_at(
+                op[KERNEL],
+                (
+                    like,
+                    word_like,
+                    op,
+                    numbers[index],
+                    batch,
+                    work,
+                    meeting[place : place + 1],
+                    types.int64(num_threads),
+                ),
+            )
             if has_tiles(word_like):
                 amx.configure()  # the kernel may have released its own
         else:
@@ -470,14 +717,27 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                     break
                 end = min(begin + per_task, rows)
                 if code == NORM:
-                    _normalise(word_like, like, op, numbers[index], batch, begin, end, op[TARGET],
-                               c_at)  # fmt: skip
+                    _normalise(
+                        word_like, like, op, numbers[index], batch, begin, end, op[TARGET], c_at
+                    )
                     continue
                 for row in range(begin, end):
                     if code == ROTATE:
-                        _rotate(word_like, like, op, numbers[index], shape, tables, batch, row,
-                                head_row, head_weight, types.int64(0), op[NUM_Q] + 2 * op[NUM_KV],
-                                c_at)  # fmt: skip
+                        _rotate(
+                            word_like,
+                            like,
+                            op,
+                            numbers[index],
+                            shape,
+                            tables,
+                            batch,
+                            row,
+                            head_row,
+                            head_weight,
+                            types.int64(0),
+                            op[NUM_Q] + 2 * op[NUM_KV],
+                            c_at,
+                        )
                     else:
                         _embed(word_like, like, op, numbers[index, FACTOR], batch, row, c_at)
         leave(active, waiters, syscall)
@@ -490,8 +750,25 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
 
 
 @kernel
-def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape,
-             tables, work, likes, most_inputs, most_int8, mailbox, member):  # fmt: skip
+def run_list(
+    ops,
+    numbers,
+    first,
+    last,
+    num_threads,
+    give_way,
+    syscall,
+    meeting,
+    batch,
+    shape,
+    tables,
+    work,
+    likes,
+    most_inputs,
+    most_int8,
+    mailbox,
+    member,
+):
     """Run operations first ... last - 1 as their owner, or help an owner, repeatedly.
 
     Args:
@@ -527,8 +804,24 @@ def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting,
             note_step(mailbox, borrowed(step))
             open_step(mailbox, syscall)
         if is_open:
-            _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape,
-                  tables, work, likes, most_inputs, most_int8, member)  # fmt: skip
+            _walk(
+                ops,
+                numbers,
+                first,
+                last,
+                num_threads,
+                give_way,
+                syscall,
+                meeting,
+                batch,
+                shape,
+                tables,
+                work,
+                likes,
+                most_inputs,
+                most_int8,
+                member,
+            )
         if member == OWNER:
             if is_shared:
                 close_step(mailbox, give_way, syscall)

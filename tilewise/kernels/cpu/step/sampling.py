@@ -59,12 +59,20 @@ def sample_tokens(
         return x.numpy()
 
     run_tasks(
-        _sample_rows, rows, flat.numpy(), flat.view(torch.int32).numpy(), vocab,
-        numbers(temperature, 0.0, torch.float32), numbers(top_k, 0, torch.int32),
-        numbers(top_p, 1.0, torch.float32), numbers(min_p, 0.0, torch.float32),
-        numbers(seeds, 0, torch.int64), numbers(counters, 0, torch.int64), tokens.numpy(),
+        _sample_rows,
+        rows,
+        flat.numpy(),
+        flat.view(torch.int32).numpy(),
+        vocab,
+        numbers(temperature, 0.0, torch.float32),
+        numbers(top_k, 0, torch.int32),
+        numbers(top_p, 1.0, torch.float32),
+        numbers(min_p, 0.0, torch.float32),
+        numbers(seeds, 0, torch.int64),
+        numbers(counters, 0, torch.int64),
+        tokens.numpy(),
         is_finite.numpy(),
-    )  # fmt: skip
+    )
     return tokens, is_finite
 
 
@@ -75,10 +83,16 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, 
     ids, values = torch.empty((rows, count), dtype=torch.int64), torch.empty((rows, count))
     if rows:
         run_tasks(
-            _logprob_rows, rows, logits.detach().contiguous().view(-1).numpy(), vocab,
-            tokens.contiguous().numpy(), count, own.numpy(), ids.view(-1).numpy(),
+            _logprob_rows,
+            rows,
+            logits.detach().contiguous().view(-1).numpy(),
+            vocab,
+            tokens.contiguous().numpy(),
+            count,
+            own.numpy(),
+            ids.view(-1).numpy(),
             values.view(-1).numpy(),
-        )  # fmt: skip
+        )
     return own, ids, values
 
 
@@ -190,8 +204,23 @@ def _bound(keys, weights, least, wanted_count, wanted_mass, counts, masses):
 
 
 @inner
-def _draw(logits, bits, first, vocab, top, temperature, top_k, top_p, min_p, uniform, powers,
-          weights, keys, counts, masses):  # fmt: skip
+def _draw(
+    logits,
+    bits,
+    first,
+    vocab,
+    top,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    uniform,
+    powers,
+    weights,
+    keys,
+    counts,
+    masses,
+):
     """Return the token of one row."""
     _exponentials(logits, first, vocab, np.float64(top), _LOG2E / np.float64(temperature), powers)
     spare = 62
@@ -235,8 +264,21 @@ def _draw(logits, bits, first, vocab, top, temperature, top_k, top_p, min_p, uni
 
 
 @kernel
-def _sample_rows(logits, bits, vocab, temperature, top_k, top_p, min_p, seeds, counters, tokens,
-                 is_finite, counter, num_tasks):  # fmt: skip
+def _sample_rows(
+    logits,
+    bits,
+    vocab,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    counters,
+    tokens,
+    is_finite,
+    counter,
+    num_tasks,
+):
     powers = scratch(vocab, np.empty(0, np.float64))
     weights, keys = scratch(vocab, np.empty(0, np.int64)), scratch(vocab, np.empty(0, np.int64))
     counts, masses = np.zeros(2048, np.int64), np.zeros(2048, np.int64)
@@ -252,10 +294,22 @@ def _sample_rows(logits, bits, vocab, temperature, top_k, top_p, min_p, seeds, c
             continue
         if temperature[row] > 0.0:
             tokens[row] = _draw(
-                logits, bits, first, vocab, top, temperature[row], top_k[row], top_p[row],
-                min_p[row], _uniform(seeds[row], counters[row]), powers, weights, keys, counts,
+                logits,
+                bits,
+                first,
+                vocab,
+                top,
+                temperature[row],
+                top_k[row],
+                top_p[row],
+                min_p[row],
+                _uniform(seeds[row], counters[row]),
+                powers,
+                weights,
+                keys,
+                counts,
                 masses,
-            )  # fmt: skip
+            )
             continue
         for at in range(vocab):
             if logits[first + at] == top:

@@ -56,17 +56,45 @@ def launch(
         terms[1, :dim] = bias.detach()
     rows_per_task = max(1, ELEMENTS_PER_TASK // dim)
     run_tasks(
-        _normalise, -(-rows.shape[0] // rows_per_task), WORD_LIKE[x.dtype], REAL_LIKE,
-        rows.data_ptr(), rows.stride(0) * x.element_size(), y.data_ptr(), rows.shape[0], dim, width,
-        terms.data_ptr(), bias is not None, float(eps), float(shift), CENTRES * centres,
+        _normalise,
+        -(-rows.shape[0] // rows_per_task),
+        WORD_LIKE[x.dtype],
+        REAL_LIKE,
+        rows.data_ptr(),
+        rows.stride(0) * x.element_size(),
+        y.data_ptr(),
+        rows.shape[0],
+        dim,
+        width,
+        terms.data_ptr(),
+        bias is not None,
+        float(eps),
+        float(shift),
+        CENTRES * centres,
         rows_per_task,
-    )  # fmt: skip
+    )
     return y
 
 
 @kernel
-def _normalise(word_like, like, source, source_row, target, num_rows, dim, width, weight, has_bias,
-               eps, shift, kind, rows_per_task, counter, num_tasks):  # fmt: skip
+def _normalise(
+    word_like,
+    like,
+    source,
+    source_row,
+    target,
+    num_rows,
+    dim,
+    width,
+    weight,
+    has_bias,
+    eps,
+    shift,
+    kind,
+    rows_per_task,
+    counter,
+    num_tasks,
+):
     size = word_like.itemsize
     row, spare = zero_scratch(width, word_like), zero_scratch(64, word_like)
     at, spare_at = types.int64(row.ctypes.data), types.int64(spare.ctypes.data)
@@ -80,6 +108,19 @@ def _normalise(word_like, like, source, source_row, target, num_rows, dim, width
         first = task * rows_per_task
         for index in range(first, min(first + rows_per_task, num_rows)):
             copy_words(word_like, at, source + index * source_row, dim)
-            normalise_row(word_like, like, at, target + index * dim * size, weight, bias, dim, eps,
-                          shift, 1.0, kind | IS_PART, False, spare_at)  # fmt: skip
+            normalise_row(
+                word_like,
+                like,
+                at,
+                target + index * dim * size,
+                weight,
+                bias,
+                dim,
+                eps,
+                shift,
+                1.0,
+                kind | IS_PART,
+                False,
+                spare_at,
+            )
     keep_alive((row, spare))

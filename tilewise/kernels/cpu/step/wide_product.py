@@ -45,8 +45,16 @@ def multiply_wide(like, word_like, op, numbers, batch, work, counter, num_thread
         group, first = task - block * groups, block * BLOCK_ROWS
         count = min(BLOCK_ROWS, num_rows - first)
         if block != held:
-            widen_rows(word_like, like, op[SOURCE] + first * op[SOURCE_ROW], op[SOURCE_ROW], count,
-                       inputs, at, lda)  # fmt: skip
+            widen_rows(
+                word_like,
+                like,
+                op[SOURCE] + first * op[SOURCE_ROW],
+                op[SOURCE_ROW],
+                count,
+                inputs,
+                at,
+                lda,
+            )
             held = block
         start = op[WEIGHT] + group * bytes_of_group(like, inputs, False)
         multiply_rows(like, c_at, count, at, lda, start, inputs)

@@ -98,9 +98,15 @@ def made_fwd(call: Call) -> LaunchPlan:
         k, v = (maker.full((1, *x.shape[1:]), 0.0, x.dtype) for x in (k, v))
     if scales[0] is None:
         ready = add_qkv(
-            maker, q, k, v, rotation=rotation, seqlens_k=tensors.seqlens_k, packed=packed,
+            maker,
+            q,
+            k,
+            v,
+            rotation=rotation,
+            seqlens_k=tensors.seqlens_k,
+            packed=packed,
             per_token=spec.per_token,
-        )  # fmt: skip
+        )
     else:
         columns = add_value_columns(maker, v, tensors.seqlens_k, packed)
         ready = Quantized(q, k, columns, *map(maker.dense, scales))
@@ -174,17 +180,35 @@ def _add_kernel(
     one = torch.empty(1, dtype=torch.int32, device="meta")
     counter = maker.ask(functools.partial(counter_of, maker.device), one)
     maker.launch(
-        attention_fp8_fwd_kernel, min(device.sm_count_of(maker.device), tiles),
+        attention_fp8_fwd_kernel,
+        min(device.sm_count_of(maker.device), tiles),
         descriptor(q, 64, head_dim),
         descriptor(k, variant.TILE_N, head_dim),
         descriptor(v.transpose(1, 2), width, variant.TILE_N),
         descriptor(o, 64, width),
-        lse, *scales, tensors.seqlens_k, counter,
+        lse,
+        *scales,
+        tensors.seqlens_k,
+        counter,
         own.softmax_scale * _LOG2E,
-        row_tiles, tiles, num_heads, heads, heads // kv_heads, group, rows, keys,
-        left, right, tensors.sinks, own.softcap * _LOG2E if own.softcap > 0 else None,
-        o_rows, plan, size, *_mask_arguments(tensors.mask), VARIANT=variant,
-    )  # fmt: skip
+        row_tiles,
+        tiles,
+        num_heads,
+        heads,
+        heads // kv_heads,
+        group,
+        rows,
+        keys,
+        left,
+        right,
+        tensors.sinks,
+        own.softcap * _LOG2E if own.softcap > 0 else None,
+        o_rows,
+        plan,
+        size,
+        *_mask_arguments(tensors.mask),
+        VARIANT=variant,
+    )
     return o, lse
 
 

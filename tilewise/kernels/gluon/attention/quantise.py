@@ -25,9 +25,14 @@ from tilewise.kernels.plan import Call, LaunchPlan, Refusal
 from tilewise.kernels.spec import QuantizeSpec
 
 __all__ = [
-    "Packed", "Quantized", "add_qkv", "add_value_columns", "plan_fwd", "plan_quantize",
+    "Packed",
+    "Quantized",
+    "add_qkv",
+    "add_value_columns",
+    "plan_fwd",
+    "plan_quantize",
     "quantize_qkv",
-]  # fmt: skip
+]
 
 _NUMBERS = 8192  # of a program: 64 float32 a thread
 _ROTATED_ROWS = 128  # of a program that reads the matrix of a rotation, too
@@ -79,9 +84,15 @@ class _Tasks:
     """How a call is cut: tasks of some rows of a head."""
 
     def __init__(
-        self, maker: Maker, q: Tensor, k: Tensor, v: Tensor, *, rotated: bool,
+        self,
+        maker: Maker,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotated: bool,
         packed: Packed | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         (self.batch, self.seqlen_q, self.heads_q, self.head_dim) = q.shape
         self.seqlen_k, self.heads_k = k.shape[1:3]
         self.rotated = rotated
@@ -113,15 +124,32 @@ class _Tasks:
 
     def numbers(self) -> tuple[int, ...]:
         """The integers that both kernels take."""
-        return (self.q, self.k, self.heads_q, self.heads_k, self.seqlen_q, self.seqlen_k,
-                self.chunks_q, self.chunks_k, self.batch, self.head_dim)  # fmt: skip
+        return (
+            self.q,
+            self.k,
+            self.heads_q,
+            self.heads_k,
+            self.seqlen_q,
+            self.seqlen_k,
+            self.chunks_q,
+            self.chunks_k,
+            self.batch,
+            self.head_dim,
+        )
 
     def constants(self, single: int) -> dict[str, int | bool]:
         """The compile-time numbers that both kernels take."""
         warps = _ROTATED_WARPS if self.rotated else _WARPS
         rotated = self.rotated and single != _VALUES_ALONE
-        return {"SINGLE": single, "D": self.width, "TILE": self.rows, "UNIT": self.unit,
-                "ROTATED": rotated, "ALIGNED": self.aligned, "num_warps": warps}  # fmt: skip
+        return {
+            "SINGLE": single,
+            "D": self.width,
+            "TILE": self.rows,
+            "UNIT": self.unit,
+            "ROTATED": rotated,
+            "ALIGNED": self.aligned,
+            "num_warps": warps,
+        }
 
 
 def _is_aligned(maker: Maker, x: Tensor) -> bool:
@@ -197,9 +225,19 @@ def add_qkv(
     scales = maker.empty((heads[0] + 2 * heads[1],), torch.float32)
     strides = _strides(q, k, v)
     maker.launch(
-        head_maxima_kernel, grid, q, k, v, rotation, seqlens_k, maxima, *strides,
-        *tasks.numbers(), *tasks.cu_seqlens, **tasks.constants(_ALL),
-    )  # fmt: skip
+        head_maxima_kernel,
+        grid,
+        q,
+        k,
+        v,
+        rotation,
+        seqlens_k,
+        maxima,
+        *strides,
+        *tasks.numbers(),
+        *tasks.cu_seqlens,
+        **tasks.constants(_ALL),
+    )
     most = max(tasks.most_q, tasks.most_k)
     bytes8 = [x.view(torch.uint8) for x in (q8, k8, v8)]
     values = tasks.q + tasks.k
@@ -210,10 +248,24 @@ def add_qkv(
     )
     for single, count, own_maxima, own_scales in parts:
         maker.launch(
-            quantize_heads_kernel, count, q, k, v, rotation, seqlens_k, own_maxima, *bytes8,
-            own_scales, *strides, *tasks.numbers(), tasks.columns, *tasks.cu_seqlens,
-            MAX_CHUNKS=most, SCALED=True, **tasks.constants(single),
-        )  # fmt: skip
+            quantize_heads_kernel,
+            count,
+            q,
+            k,
+            v,
+            rotation,
+            seqlens_k,
+            own_maxima,
+            *bytes8,
+            own_scales,
+            *strides,
+            *tasks.numbers(),
+            tasks.columns,
+            *tasks.cu_seqlens,
+            MAX_CHUNKS=most,
+            SCALED=True,
+            **tasks.constants(single),
+        )
     shape_k = (tasks.batch, tasks.heads_k)
     q_scale = q_scale.view(tasks.batch, tasks.heads_q)
     return Quantized(q8, k8, v8, q_scale, k_scale.view(shape_k), v_scale.view(shape_k))
@@ -300,9 +352,20 @@ def _add_tokens(
     constants = tasks.constants(_KEYS_ALONE)
     del constants["SINGLE"], constants["UNIT"]
     maker.launch(
-        quantize_tokens_kernel, tasks.k, x, rotation, seqlens, x8.view(torch.uint8), scale,
-        *_strides(x), heads, length, tasks.chunks_k, tasks.head_dim, **constants,
-    )  # fmt: skip
+        quantize_tokens_kernel,
+        tasks.k,
+        x,
+        rotation,
+        seqlens,
+        x8.view(torch.uint8),
+        scale,
+        *_strides(x),
+        heads,
+        length,
+        tasks.chunks_k,
+        tasks.head_dim,
+        **constants,
+    )
     return x8, scale
 
 
@@ -319,19 +382,35 @@ def _add_values(
 
 
 def _add_one(
-    maker: Maker, tasks: _Tasks, x: Tensor, more: tuple[Tensor | None, Tensor | None],
-    x8: Tensor, scale: Tensor, columns: int, single: int,
-) -> None:  # fmt: skip
+    maker: Maker,
+    tasks: _Tasks,
+    x: Tensor,
+    more: tuple[Tensor | None, Tensor | None],
+    x8: Tensor,
+    scale: Tensor,
+    columns: int,
+    single: int,
+) -> None:
     """Add both launches for one tensor; more: its rotation and its lengths."""
     maxima, constants = maker.empty((tasks.k,), torch.float32), tasks.constants(single)
     inputs, out = (x, x, x, *more, maxima), x8.view(torch.uint8)
     numbers = (*_strides(x, x, x), *tasks.numbers())
     maker.launch(head_maxima_kernel, tasks.k, *inputs, *numbers, *tasks.cu_seqlens, **constants)
     maker.launch(
-        quantize_heads_kernel, tasks.k, *inputs, out, out, out, scale, *numbers, columns,
-        *tasks.cu_seqlens, MAX_CHUNKS=tasks.most_k, SCALED=True,
+        quantize_heads_kernel,
+        tasks.k,
+        *inputs,
+        out,
+        out,
+        out,
+        scale,
+        *numbers,
+        columns,
+        *tasks.cu_seqlens,
+        MAX_CHUNKS=tasks.most_k,
+        SCALED=True,
         **constants,
-    )  # fmt: skip
+    )
 
 
 def add_value_columns(
@@ -346,9 +425,24 @@ def add_value_columns(
     out = tasks.new_values(maker)
     bytes_in, bytes_out = v8.view(torch.uint8), out.view(torch.uint8)
     maker.launch(
-        quantize_heads_kernel, tasks.k, bytes_in, bytes_in, bytes_in, None, seqlens_k, None,
-        bytes_out, bytes_out, bytes_out, None, *_strides(bytes_in, bytes_in, bytes_in),
-        *tasks.numbers(), tasks.columns, *tasks.cu_seqlens, MAX_CHUNKS=1, SCALED=False,
+        quantize_heads_kernel,
+        tasks.k,
+        bytes_in,
+        bytes_in,
+        bytes_in,
+        None,
+        seqlens_k,
+        None,
+        bytes_out,
+        bytes_out,
+        bytes_out,
+        None,
+        *_strides(bytes_in, bytes_in, bytes_in),
+        *tasks.numbers(),
+        tasks.columns,
+        *tasks.cu_seqlens,
+        MAX_CHUNKS=1,
+        SCALED=False,
         **tasks.constants(_VALUES_ALONE),
-    )  # fmt: skip
+    )
     return out

@@ -54,7 +54,6 @@ class Blocks(NamedTuple):
     step: int
 
 
-@functools.lru_cache(maxsize=1024)
 def is_faster(spec: AttentionSpec, num_sms: int) -> bool:
     """Say whether the paged kernels can compute `spec` and take less time."""
     rows = spec.max_seqlen_q
@@ -135,8 +134,11 @@ def add_split_kv(
         for x in (k, v)
     )
     given = {
-        "block_table": table, "seqlens_k": lengths, "cu_seqlens_q": starts, "sinks": tensors.sinks
-    }  # fmt: skip
+        "block_table": table,
+        "seqlens_k": lengths,
+        "cu_seqlens_q": starts,
+        "sinks": tensors.sinks,
+    }
     if paged.causal:
         tensors_of_paged = PagedTensors(packed_q, k_cache, v_cache, **given)
         (o, lse), _ = paged_attention.add_fwd(maker, paged, tensors_of_paged)
@@ -164,9 +166,15 @@ def _by_sequence(maker: Maker, lse: Tensor, batch: int) -> Tensor:
         return lse.view(1, heads, rows)
     sorted_lse = maker.empty((batch, heads, rows), lse.dtype)
     maker.launch(
-        _by_sequence_kernel, -(-lse.numel() // _LSE_TILE), lse, sorted_lse, batch, heads, rows,
+        _by_sequence_kernel,
+        -(-lse.numel() // _LSE_TILE),
+        lse,
+        sorted_lse,
+        batch,
+        heads,
+        rows,
         TILE=_LSE_TILE,
-    )  # fmt: skip
+    )
     return sorted_lse
 
 
@@ -182,12 +190,23 @@ def _by_sequence_kernel(x_ptr, y_ptr, batch, heads, rows, TILE: tl.constexpr):
 
 def _paged_spec(spec: AttentionSpec, blocks: Blocks) -> PagedSpec:
     return PagedSpec(
-        spec.device_type, spec.dtype, spec.dtype, spec.batch, spec.batch * spec.max_seqlen_q,
-        spec.max_seqlen_q, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim,
-        blocks.size, -(-spec.max_seqlen_k // blocks.size),
-        softmax_scale=spec.softmax_scale, softcap=spec.softcap, has_sinks=spec.has_sinks,
+        spec.device_type,
+        spec.dtype,
+        spec.dtype,
+        spec.batch,
+        spec.batch * spec.max_seqlen_q,
+        spec.max_seqlen_q,
+        spec.num_q_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.v_head_dim,
+        blocks.size,
+        -(-spec.max_seqlen_k // blocks.size),
+        softmax_scale=spec.softmax_scale,
+        softcap=spec.softcap,
+        has_sinks=spec.has_sinks,
         causal=spec.causal or spec.max_seqlen_q == 1,
-    )  # fmt: skip
+    )
 
 
 def _metadata(

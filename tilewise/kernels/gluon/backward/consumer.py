@@ -168,9 +168,26 @@ def _drawn_ahead(
 
 @gluon.jit
 def _step(
-    s, dk, dv, drawn, step, g, tile, more, keys, work, shape, scores, places, bufs, bars,
-    variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+    s,
+    dk,
+    dv,
+    drawn,
+    step,
+    g,
+    tile,
+    more,
+    keys,
+    work,
+    shape,
+    scores,
+    places,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+    PART: gl.constexpr,
+    FIRST: gl.constexpr,
+    MASK: gl.constexpr,
+):
     """Fold one tile of queries of head g of the group.
 
     MASK: 0 none, 1 always, 2 where this step needs it. g and, without a mask, tile are read where
@@ -299,9 +316,20 @@ def _step(
 
 @gluon.jit
 def _see_half(
-    step, tile, more, keys, dk, dv, work, shape, scores, bufs, bars,
-    variant: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
+    step,
+    tile,
+    more,
+    keys,
+    dk,
+    dv,
+    work,
+    shape,
+    scores,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+    PART: gl.constexpr,
+):
     """Fold the first tile of 128 queries, of which this warpgroup's keys see the last 64.
 
     As `_step` does, with products of half the size; ds of the others is 0.
@@ -370,26 +398,57 @@ def _next_work(turn, bufs, bars, shape):
 
 @gluon.jit
 def consume_turns(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
-    variant: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
+    dk_desc,
+    dv_desc,
+    dk_ptr,
+    dv_ptr,
+    shape,
+    scores,
+    places,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+    PART: gl.constexpr,
+):
     """Make dk and dv of 64 keys of each tile of this CTA, and half of every tile of dq."""
     if variant.several:
         before = 0
         for turn in range(0, turns_of_cta(shape)):
             before = consume(
-                dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART,
-                turn, before,
-            )  # fmt: skip
+                dk_desc,
+                dv_desc,
+                dk_ptr,
+                dv_ptr,
+                shape,
+                scores,
+                places,
+                bufs,
+                bars,
+                variant,
+                PART,
+                turn,
+                before,
+            )
     else:
         consume(dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART)
 
 
 @gluon.jit
 def consume(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
-    variant: gl.constexpr, PART: gl.constexpr, turn=0, before=0,
-):  # fmt: skip
+    dk_desc,
+    dv_desc,
+    dk_ptr,
+    dv_ptr,
+    shape,
+    scores,
+    places,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+    PART: gl.constexpr,
+    turn=0,
+    before=0,
+):
     """Make dk and dv of 64 keys, and half of every tile of dq.
 
     before: steps of the turns before. Returns those of this one, too.
@@ -438,14 +497,42 @@ def consume(
             drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
         if variant.passes_by and PART == 1:
             s, dk, dv = _see_half(
-                before, tile, steps > 1, keys, dk, dv, work, shape, scores, bufs, bars, variant,
+                before,
+                tile,
+                steps > 1,
+                keys,
+                dk,
+                dv,
+                work,
+                shape,
+                scores,
+                bufs,
+                bars,
+                variant,
                 PART,
-            )  # fmt: skip
+            )
         else:
             s, dk, dv, drawn = _step(
-                s, dk, dv, drawn, before, g, tile, steps > 1, keys, work, shape, scores, places,
-                bufs, bars, variant, PART, 1, 1 if MASKS else 0,
-            )  # fmt: skip
+                s,
+                dk,
+                dv,
+                drawn,
+                before,
+                g,
+                tile,
+                steps > 1,
+                keys,
+                work,
+                shape,
+                scores,
+                places,
+                bufs,
+                bars,
+                variant,
+                PART,
+                1,
+                1 if MASKS else 0,
+            )
         step = step + 1
         if MASKS and variant.two_loops:
             each = masked_steps(work)
@@ -456,9 +543,26 @@ def consume(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 s, dk, dv, drawn = _step(
-                    s, dk, dv, drawn, step, g, tile, step + 1 < until, keys, work, shape, scores,
-                    places, bufs, bars, variant, PART, 0, 1,
-                )  # fmt: skip
+                    s,
+                    dk,
+                    dv,
+                    drawn,
+                    step,
+                    g,
+                    tile,
+                    step + 1 < until,
+                    keys,
+                    work,
+                    shape,
+                    scores,
+                    places,
+                    bufs,
+                    bars,
+                    variant,
+                    PART,
+                    0,
+                    1,
+                )
                 step += 1
                 at += 1
         begin, end, first = work.begin, work.end, work.begin + work.start  # of each head
@@ -473,9 +577,26 @@ def consume(
             if PLACED:
                 g = gl.where(tile == first, g + 1, g)
             s, dk, dv, drawn = _step(
-                s, dk, dv, drawn, step, g, tile, step + 1 < until, keys, work, shape, scores,
-                places, bufs, bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
-            )  # fmt: skip
+                s,
+                dk,
+                dv,
+                drawn,
+                step,
+                g,
+                tile,
+                step + 1 < until,
+                keys,
+                work,
+                shape,
+                scores,
+                places,
+                bufs,
+                bars,
+                variant,
+                PART,
+                0,
+                2 if MASKS and not variant.two_loops else 0,
+            )
             step += 1
         last = until - 1
         if variant.several:  # the same, counted: ptxas knows that it is alike in all threads
@@ -486,9 +607,17 @@ def consume(
         )
         if variant.several:  # dv leaves under the last product
             store_keys(
-                dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width,
+                dv.to(dtype),
+                dv_desc,
+                dv_ptr,
+                work,
+                shape,
+                bufs.v,
+                variant,
+                PART,
+                variant.v_width,
                 WAIT=False,
-            )  # fmt: skip
+            )
         dq = warpgroup_mma_wait(0, deps=(dq_sum,))
         if variant.several:
             mbarrier.arrive(bars.ds_empty.index(last % 2), count=1)

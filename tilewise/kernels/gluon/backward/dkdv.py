@@ -59,9 +59,21 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def load_for_dkdv(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_high_desc, k_high_desc, shape, scores,
-    places, bufs, bars, variant: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    lse_desc,
+    delta_desc,
+    q_high_desc,
+    k_high_desc,
+    shape,
+    scores,
+    places,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+):
     """Load k and v once, q and do step by step: the two warpgroups release them apart."""
     TILE_M: gl.constexpr = variant.tile_m
     STAGES: gl.constexpr = variant.stages
@@ -108,28 +120,93 @@ def load_for_dkdv(
 
 @gluon.jit(
     do_not_specialize=[
-        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "rows_q", "rows_k",
+        "batch",
+        "num_kv_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "rows_q",
+        "rows_k",
         "window_left",
-        "window_right", "num_tiles", "heads_per_section", "rows_per_plane", "heads_per_key",
-        "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key", "mask_batch",
-        "mask_head", "drop_limit",
+        "window_right",
+        "num_tiles",
+        "heads_per_section",
+        "rows_per_plane",
+        "heads_per_key",
+        "alibi_batch",
+        "bias_batch",
+        "bias_head",
+        "bias_row",
+        "bias_key",
+        "mask_batch",
+        "mask_head",
+        "drop_limit",
     ]
-)  # fmt: skip
+)
 def attention_bwd_dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, q_high_desc,
-    k_high_desc, dk_high_desc, dk_ptr, dv_ptr, sequences, batch, num_kv_heads, group_size,
-    seqlen_q, seqlen_k, rows_q, rows_k, window_left, window_right, num_tiles, heads_per_section,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    dk_desc,
+    dv_desc,
+    lse_desc,
+    delta_desc,
+    q_high_desc,
+    k_high_desc,
+    dk_high_desc,
+    dk_ptr,
+    dv_ptr,
+    sequences,
+    batch,
+    num_kv_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    rows_q,
+    rows_k,
+    window_left,
+    window_right,
+    num_tiles,
+    heads_per_section,
     rows_per_plane,
-    heads_per_key, scores, alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch,
-    mask_head, drop_limit, variant: gl.constexpr,
-):  # fmt: skip
+    heads_per_key,
+    scores,
+    alibi_batch,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    mask_batch,
+    mask_head,
+    drop_limit,
+    variant: gl.constexpr,
+):
     """Compute one tile of dk and dv; see the module's docstring."""
     shape = Shape(
-        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, rows_q, rows_k,
-        batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
-        num_tiles, heads_per_section,
-        0, rows_per_plane, 0, heads_per_key, 0, 0, 0, 0,
-    )  # fmt: skip
+        sequences.cu_q,
+        sequences.cu_k,
+        sequences.seqlens_k,
+        rows_q,
+        rows_k,
+        batch,
+        num_kv_heads,
+        group_size,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        num_tiles,
+        heads_per_section,
+        0,
+        rows_per_plane,
+        0,
+        heads_per_key,
+        0,
+        0,
+        0,
+        0,
+    )
     places = Places(
         alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
     )
@@ -153,9 +230,14 @@ def attention_bwd_dkdv_kernel(
         p = gl.allocate_shared_memory(dtype, [2, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
         bufs = Buffers(q, do, k, v, p, lse_log2, delta, 0, 0)
     bars = Barriers(
-        barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
-        barriers(STAGES, 2), barriers(2, 1), barriers(2, 1),
-    )  # fmt: skip
+        barriers(2, 1),
+        barriers(STAGES, 1),
+        barriers(STAGES, 2),
+        barriers(STAGES, 1),
+        barriers(STAGES, 2),
+        barriers(2, 1),
+        barriers(2, 1),
+    )
     gl.warp_specialize(
         [
             (make_dv, (dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant)),
@@ -163,11 +245,23 @@ def attention_bwd_dkdv_kernel(
             (
                 load_for_dkdv,
                 (
-                    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_high_desc,
-                    k_high_desc, shape, scores, places, bufs, bars, variant,
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    do_desc,
+                    lse_desc,
+                    delta_desc,
+                    q_high_desc,
+                    k_high_desc,
+                    shape,
+                    scores,
+                    places,
+                    bufs,
+                    bars,
+                    variant,
                 ),
             ),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, MOVER_REGISTERS],
-    )  # fmt: skip
+    )

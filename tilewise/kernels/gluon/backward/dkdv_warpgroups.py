@@ -251,6 +251,14 @@ def make_dk(
     if HIGH > 0:  # p is nobody's any more; a last s that nobody reads may still want the others
         dk_high *= scores.scale
         store_keys(
-            dk_high.to(dtype), dk_high_desc, dk_ptr, work, shape, bufs.p, variant, 0, variant.width,
+            dk_high.to(dtype),
+            dk_high_desc,
+            dk_ptr,
+            work,
+            shape,
+            bufs.p,
+            variant,
+            0,
+            variant.width,
             variant.d,
-        )  # fmt: skip
+        )

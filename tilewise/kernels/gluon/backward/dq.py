@@ -53,9 +53,19 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def load_for_dq(
-    q_desc, k_desc, v_desc, do_desc, q_high_desc, k_high_desc, shape, scores, places, bufs, bars,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    q_high_desc,
+    k_high_desc,
+    shape,
+    scores,
+    places,
+    bufs,
+    bars,
     variant: gl.constexpr,
-):  # fmt: skip
+):
     """Load v and k of each tile into their ring, and q and do with the first."""
     SLOTS: gl.constexpr = variant.stages
     D: gl.constexpr = variant.d
@@ -102,27 +112,89 @@ def load_for_dq(
 
 @gluon.jit(
     do_not_specialize=[
-        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "rows_q", "rows_k",
+        "batch",
+        "num_kv_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "rows_q",
+        "rows_k",
         "window_left",
-        "window_right", "num_tiles", "heads_per_section", "rows_per_plane", "alibi_batch",
-        "bias_batch", "bias_head", "bias_row", "bias_key", "mask_batch", "mask_head", "drop_limit",
+        "window_right",
+        "num_tiles",
+        "heads_per_section",
+        "rows_per_plane",
+        "alibi_batch",
+        "bias_batch",
+        "bias_head",
+        "bias_row",
+        "bias_key",
+        "mask_batch",
+        "mask_head",
+        "drop_limit",
     ]
-)  # fmt: skip
+)
 def attention_bwd_dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, q_high_desc, k_high_desc, dq_high_desc, dq_ptr,
-    lse_ptr, delta_ptr, sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k,
-    rows_q, rows_k, window_left, window_right, num_tiles, heads_per_section, rows_per_plane, scores,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    dq_desc,
+    q_high_desc,
+    k_high_desc,
+    dq_high_desc,
+    dq_ptr,
+    lse_ptr,
+    delta_ptr,
+    sequences,
+    batch,
+    num_kv_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    rows_q,
+    rows_k,
+    window_left,
+    window_right,
+    num_tiles,
+    heads_per_section,
+    rows_per_plane,
+    scores,
     alibi_batch,
-    bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    mask_batch,
+    mask_head,
+    drop_limit,
     variant: gl.constexpr,
-):  # fmt: skip
+):
     """Compute one tile of dq; see the module's docstring."""
     shape = Shape(
-        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, rows_q, rows_k,
-        batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
-        num_tiles, heads_per_section,
-        0, rows_per_plane, 0, 1, 0, 0, 0, 0,
-    )  # fmt: skip
+        sequences.cu_q,
+        sequences.cu_k,
+        sequences.seqlens_k,
+        rows_q,
+        rows_k,
+        batch,
+        num_kv_heads,
+        group_size,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        num_tiles,
+        heads_per_section,
+        0,
+        rows_per_plane,
+        0,
+        1,
+        0,
+        0,
+        0,
+        0,
+    )
     places = Places(
         alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
     )
@@ -149,13 +221,58 @@ def attention_bwd_dq_kernel(
         bars = Barriers(q_full, k_full, k_empty, k_full, k_empty)
     gl.warp_specialize(
         [
-            (make_dq, (dq_desc, dq_high_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places,
-                       bufs, bars, variant, 0)),
-            (make_dq, (dq_desc, dq_high_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places,
-                       bufs, bars, variant, 1)),
-            (load_for_dq, (q_desc, k_desc, v_desc, do_desc, q_high_desc, k_high_desc, shape, scores,
-                           places, bufs, bars, variant)),
+            (
+                make_dq,
+                (
+                    dq_desc,
+                    dq_high_desc,
+                    dq_ptr,
+                    lse_ptr,
+                    delta_ptr,
+                    shape,
+                    scores,
+                    places,
+                    bufs,
+                    bars,
+                    variant,
+                    0,
+                ),
+            ),
+            (
+                make_dq,
+                (
+                    dq_desc,
+                    dq_high_desc,
+                    dq_ptr,
+                    lse_ptr,
+                    delta_ptr,
+                    shape,
+                    scores,
+                    places,
+                    bufs,
+                    bars,
+                    variant,
+                    1,
+                ),
+            ),
+            (
+                load_for_dq,
+                (
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    do_desc,
+                    q_high_desc,
+                    k_high_desc,
+                    shape,
+                    scores,
+                    places,
+                    bufs,
+                    bars,
+                    variant,
+                ),
+            ),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, MOVER_REGISTERS],
-    )  # fmt: skip
+    )

@@ -123,9 +123,19 @@ def _head_of_bias(rows, row, first_row, places, variant: gl.constexpr):
 
 @gluon.jit
 def make_dq(
-    dq_desc, dq_high_desc, dq_ptr, lse_ptr, delta_ptr, shape, scores, places, bufs, bars,
-    variant: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
+    dq_desc,
+    dq_high_desc,
+    dq_ptr,
+    lse_ptr,
+    delta_ptr,
+    shape,
+    scores,
+    places,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+    PART: gl.constexpr,
+):
     """Make dq of 64 queries."""
     D: gl.constexpr = variant.d
     TILE_N: gl.constexpr = variant.tile_n
@@ -158,9 +168,16 @@ def make_dq(
         if variant.bias:
             head = _head_of_bias(rows, row, rows.first_row + PART * 64, places, variant)
             extras = Extras(
-                0.0, 0.0, 0, 0, scores.bias, places.bias_batch, places.bias_head, places.bias_row,
+                0.0,
+                0.0,
+                0,
+                0,
+                scores.bias,
+                places.bias_batch,
+                places.bias_head,
+                places.bias_row,
                 places.bias_key,
-            )  # fmt: skip
+            )
         if variant.dropout:
             plane = rows.b * (shape.num_kv_heads * shape.group_size) + rows.head
             draw = draw_of(scores.philox, places.drop_limit)

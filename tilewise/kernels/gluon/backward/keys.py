@@ -28,9 +28,14 @@ def hide(s, work, tile, number, first_word, keys, shape, scores, variant: gl.con
         words = words_of_mask(s, number, tile * TILE_M % MASK_TILE, first_word, scores)
         s = keep_pairs(s, words, float("-inf"))
     begin, end = queries_of_keys(
-        keys, tile * TILE_M, work.length_q, work.length_k, shape.window_left, shape.window_right,
+        keys,
+        tile * TILE_M,
+        work.length_q,
+        work.length_k,
+        shape.window_left,
+        shape.window_right,
         variant,
-    )  # fmt: skip
+    )
     HAS_BEGIN: gl.constexpr = variant.right or variant.tail
     HAS_END: gl.constexpr = variant.left or variant.packed
     if HAS_BEGIN or HAS_END:
@@ -92,10 +97,18 @@ def _clear_unseen(x, first_key, work, shape, variant: gl.constexpr):
 
 @gluon.jit
 def store_keys(
-    x, desc, ptr, work, shape, buffer,
-    variant: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, FIRST: gl.constexpr = 0,
+    x,
+    desc,
+    ptr,
+    work,
+    shape,
+    buffer,
+    variant: gl.constexpr,
+    PART: gl.constexpr,
+    WIDTH: gl.constexpr,
+    FIRST: gl.constexpr = 0,
     WAIT: gl.constexpr = True,
-):  # fmt: skip
+):
     """Write 64 rows of dk or dv: by TMA, or row by row at the end of a packed sequence.
 
     FIRST: the channel of the first column; WIDTH: channels of a head; WAIT: until the buffer has

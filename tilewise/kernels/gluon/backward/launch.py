@@ -95,9 +95,23 @@ def add_bwd(
         launch_dq(maker, do, q, k, v, dq, rows, given, sequences, scores, places, variant)
     else:
         launch_main(
-            maker, do, q, k, v, o, tiles_of_bias, dq, dk, dv, rows, spec, sequences, scores, places,
+            maker,
+            do,
+            q,
+            k,
+            v,
+            o,
+            tiles_of_bias,
+            dq,
+            dk,
+            dv,
+            rows,
+            spec,
+            sequences,
+            scores,
+            places,
             variant,
-        )  # fmt: skip
+        )
         launch_after(maker, rows, dq, spec, sequences, variant)
     if group_size > 1:
         dk, dv = sum_groups(maker, dk, group_size), sum_groups(maker, dv, group_size)
@@ -126,15 +140,27 @@ def scores_of(
         all_tiles, tiles = extras.mask_all_row_tiles, extras.mask_row_tiles
     scale, cap = spec.softmax_scale, spec.softcap
     scores = BwdScores(
-        scale, scale * _LOG2E, scale / cap if cap else 0.0, cap * _LOG2E, spec.dropout_scale,
-        extras.alibi, extras.bias, extras.philox if spec.dropout_threshold else None,
-        extras.mask_bits, *lists,
-    )  # fmt: skip
+        scale,
+        scale * _LOG2E,
+        scale / cap if cap else 0.0,
+        cap * _LOG2E,
+        spec.dropout_scale,
+        extras.alibi,
+        extras.bias,
+        extras.philox if spec.dropout_threshold else None,
+        extras.mask_bits,
+        *lists,
+    )
     places = (
-        extras.alibi_batch, extras.bias_batch, extras.bias_head, extras.bias_row, extras.bias_key,
-        3 * (all_tiles or 0), tiles,
+        extras.alibi_batch,
+        extras.bias_batch,
+        extras.bias_head,
+        extras.bias_row,
+        extras.bias_key,
+        3 * (all_tiles or 0),
+        tiles,
         spec.drop_limit,
-    )  # fmt: skip
+    )
     return scores, tuple(place or 0 for place in places)
 
 

@@ -41,9 +41,21 @@ def row_plane(work, g, shape, variant: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, shape, scores, places,
-    prepost, bufs, bars, variant: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    lse_desc,
+    delta_desc,
+    bias_desc,
+    shape,
+    scores,
+    places,
+    prepost,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+):
     """Load k and v once, q and do step by step."""
     if variant.several:
         before = 0  # steps of the tiles before
@@ -52,23 +64,63 @@ def load_tiles(
             until = before + (work.end - work.begin) * shape.group_size
             for step in range(before, until):
                 _load_step(
-                    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, step,
-                    step == before, work, shape, scores, places, prepost, bufs, bars, variant,
-                    turn, before,
-                )  # fmt: skip
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    do_desc,
+                    lse_desc,
+                    delta_desc,
+                    bias_desc,
+                    step,
+                    step == before,
+                    work,
+                    shape,
+                    scores,
+                    places,
+                    prepost,
+                    bufs,
+                    bars,
+                    variant,
+                    turn,
+                    before,
+                )
             before = until
     else:
         _load_tile(
-            q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, shape, scores, places,
-            prepost, bufs, bars, variant,
-        )  # fmt: skip
+            q_desc,
+            k_desc,
+            v_desc,
+            do_desc,
+            lse_desc,
+            delta_desc,
+            bias_desc,
+            shape,
+            scores,
+            places,
+            prepost,
+            bufs,
+            bars,
+            variant,
+        )
 
 
 @gluon.jit
 def _load_tile(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, shape, scores, places,
-    prepost, bufs, bars, variant: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    lse_desc,
+    delta_desc,
+    bias_desc,
+    shape,
+    scores,
+    places,
+    prepost,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+):
     """Do so for the one tile of keys of a CTA."""
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
@@ -77,22 +129,68 @@ def _load_tile(
     if PEELED:  # noqa: SIM102
         if steps > 0:
             _load_step(
-                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, 0, True, work,
-                shape, scores, places, prepost, bufs, bars, variant,
-            )  # fmt: skip
+                q_desc,
+                k_desc,
+                v_desc,
+                do_desc,
+                lse_desc,
+                delta_desc,
+                bias_desc,
+                0,
+                True,
+                work,
+                shape,
+                scores,
+                places,
+                prepost,
+                bufs,
+                bars,
+                variant,
+            )
     for step in range(1 if PEELED else 0, steps):
         _load_step(
-            q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, step,
-            False if PEELED else step == 0, work, shape, scores, places, prepost, bufs, bars,
+            q_desc,
+            k_desc,
+            v_desc,
+            do_desc,
+            lse_desc,
+            delta_desc,
+            bias_desc,
+            step,
+            False if PEELED else step == 0,
+            work,
+            shape,
+            scores,
+            places,
+            prepost,
+            bufs,
+            bars,
             variant,
-        )  # fmt: skip
+        )
 
 
 @gluon.jit
 def _load_step(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, step, first, work, shape,
-    scores, places, prepost, bufs, bars, variant: gl.constexpr, turn=0, before=0,
-):  # fmt: skip
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    lse_desc,
+    delta_desc,
+    bias_desc,
+    step,
+    first,
+    work,
+    shape,
+    scores,
+    places,
+    prepost,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+    turn=0,
+    before=0,
+):
     """Load q and do of a step, what is needed first at first; with the first step k and v.
 
     step: counted over all turns; before: steps of the turns before this one.
@@ -175,16 +273,33 @@ def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr, SENDER: gl.
 
 @gluon.jit
 def send_tiles(
-    dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr,
+    dq_desc,
+    semaphores_ptr,
+    shape,
+    scores,
+    places,
+    prepost,
+    bufs,
+    bars,
+    variant: gl.constexpr,
     SENDER: gl.constexpr,
-):  # fmt: skip
+):
     """Add tiles of dq of all tiles of keys of this CTA to global memory."""
     if variant.several:
         for turn in range(0, turns_of_cta(shape)):
             send_dq(
-                dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant,
-                SENDER, turn,
-            )  # fmt: skip
+                dq_desc,
+                semaphores_ptr,
+                shape,
+                scores,
+                places,
+                prepost,
+                bufs,
+                bars,
+                variant,
+                SENDER,
+                turn,
+            )
     else:
         send_dq(
             dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant, SENDER
@@ -193,9 +308,18 @@ def send_tiles(
 
 @gluon.jit
 def send_dq(
-    dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr,
-    SENDER: gl.constexpr, turn=0,
-):  # fmt: skip
+    dq_desc,
+    semaphores_ptr,
+    shape,
+    scores,
+    places,
+    prepost,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+    SENDER: gl.constexpr,
+    turn=0,
+):
     """Add tiles of dq to global memory, in the order that `variant` asks for.
 
     The first one to come stores, so that nothing has to be zero before. It claims the tile and is

@@ -101,9 +101,18 @@ def _parts_of(first, length_q, shape, variant: gl.constexpr):
 
 @gluon.jit
 def run_all_prepost(
-    o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
-    variant: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    o_desc,
+    do_desc,
+    sum_desc,
+    semaphores_ptr,
+    shape,
+    scores,
+    prepost,
+    bufs,
+    full,
+    variant: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Do what all tiles of keys of this CTA ask for, one after the other.
 
     The rows of each are a multiple of 128, so that every barrier of `full` ends an even number of
@@ -112,21 +121,50 @@ def run_all_prepost(
     if variant.several:
         for turn in range(0, turns_of_cta(shape)):
             run_prepost(
-                o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
-                variant, WARPS, turn,
-            )  # fmt: skip
+                o_desc,
+                do_desc,
+                sum_desc,
+                semaphores_ptr,
+                shape,
+                scores,
+                prepost,
+                bufs,
+                full,
+                variant,
+                WARPS,
+                turn,
+            )
     else:
         run_prepost(
-            o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
-            variant, WARPS,
-        )  # fmt: skip
+            o_desc,
+            do_desc,
+            sum_desc,
+            semaphores_ptr,
+            shape,
+            scores,
+            prepost,
+            bufs,
+            full,
+            variant,
+            WARPS,
+        )
 
 
 @gluon.jit
 def run_prepost(
-    o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
-    variant: gl.constexpr, WARPS: gl.constexpr, turn=0,
-):  # fmt: skip
+    o_desc,
+    do_desc,
+    sum_desc,
+    semaphores_ptr,
+    shape,
+    scores,
+    prepost,
+    bufs,
+    full,
+    variant: gl.constexpr,
+    WARPS: gl.constexpr,
+    turn=0,
+):
     """Make the row terms of rows of a later head and dq of rows of an earlier one."""
     o_buf, do_buf, sum_buf = bufs
     if variant.several:
@@ -161,9 +199,18 @@ def run_prepost(
                 partition_barrier()
                 if part + STAGES < count:
                     _load_rows(
-                        o_desc, do_desc, part + STAGES, parts, first, later, shape, o_buf, do_buf,
-                        full, variant,
-                    )  # fmt: skip
+                        o_desc,
+                        do_desc,
+                        part + STAGES,
+                        parts,
+                        first,
+                        later,
+                        shape,
+                        o_buf,
+                        do_buf,
+                        full,
+                        variant,
+                    )
             if index + shape.heads_ahead < num_heads:
                 _report_preprocess(ahead, prepost, WARPS)
             count = count * 0
@@ -179,28 +226,63 @@ def run_prepost(
             if variant.prepost == "interleaved":  # noqa: SIM102
                 if part < count:
                     _preprocess(
-                        part, parts, first, later, shape, prepost, o_buf, do_buf, full, variant,
+                        part,
+                        parts,
+                        first,
+                        later,
+                        shape,
+                        prepost,
+                        o_buf,
+                        do_buf,
+                        full,
+                        variant,
                         WARPS,
-                    )  # fmt: skip
+                    )
             if part < sum_count:
                 _postprocess(
-                    semaphores_ptr, part, sum_parts, first, earlier, shape, scores, prepost,
+                    semaphores_ptr,
+                    part,
+                    sum_parts,
+                    first,
+                    earlier,
+                    shape,
+                    scores,
+                    prepost,
                     sum_buf,
-                    full, o_buf.dtype, variant, WARPS,
-                )  # fmt: skip
+                    full,
+                    o_buf.dtype,
+                    variant,
+                    WARPS,
+                )
             fence_async_shared()
             partition_barrier()
             if variant.prepost == "interleaved":  # noqa: SIM102
                 if part + STAGES < count:
                     _load_rows(
-                        o_desc, do_desc, part + STAGES, parts, first, later, shape, o_buf, do_buf,
-                        full, variant,
-                    )  # fmt: skip
+                        o_desc,
+                        do_desc,
+                        part + STAGES,
+                        parts,
+                        first,
+                        later,
+                        shape,
+                        o_buf,
+                        do_buf,
+                        full,
+                        variant,
+                    )
             if part + STAGES < sum_count:
                 _load_sums(
-                    sum_desc, part + STAGES, sum_parts, first, earlier, shape, sum_buf, full,
+                    sum_desc,
+                    part + STAGES,
+                    sum_parts,
+                    first,
+                    earlier,
+                    shape,
+                    sum_buf,
+                    full,
                     variant,
-                )  # fmt: skip
+                )
         if variant.prepost == "interleaved":  # noqa: SIM102
             if index + shape.heads_ahead < num_heads:
                 _report_preprocess(ahead, prepost, WARPS)
@@ -239,9 +321,18 @@ def _load_rows(
 
 @gluon.jit
 def _preprocess(
-    part, parts, first, place, shape, prepost, o_buf, do_buf, full,
-    variant: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    part,
+    parts,
+    first,
+    place,
+    shape,
+    prepost,
+    o_buf,
+    do_buf,
+    full,
+    variant: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Make delta of a tile and set its sums of dq to zero."""
     D: gl.constexpr = variant.d
     ROWS: gl.constexpr = part_rows(D)
@@ -308,10 +399,20 @@ def _unflatten(x):
 
 @gluon.jit
 def _postprocess(
-    semaphores_ptr, part, parts, first, place, shape, scores, prepost, sum_buf, full,
+    semaphores_ptr,
+    part,
+    parts,
+    first,
+    place,
+    shape,
+    scores,
+    prepost,
+    sum_buf,
+    full,
     dtype: gl.constexpr,
-    variant: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    variant: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Scale and round the sums of a tile."""
     D: gl.constexpr = variant.d
     ROWS: gl.constexpr = part_rows(D)
@@ -337,9 +438,17 @@ def _postprocess(
             for half in gl.static_range(2):
                 dq = _unflatten(sums.slice(half * 16, 16, 0).load(_flat_layout())) * scale
                 _store_piece(
-                    dq, to, row, 0, block * 64 + half * 32, place.length_q, seen, num_q_heads,
-                    dtype, variant,
-                )  # fmt: skip
+                    dq,
+                    to,
+                    row,
+                    0,
+                    block * 64 + half * 32,
+                    place.length_q,
+                    seen,
+                    num_q_heads,
+                    dtype,
+                    variant,
+                )
     else:
         sums = sum_buf.index(stage).reshape([ROWS, D])
         for start in gl.static_range(0, ROWS, PIECE_ROWS):
@@ -352,9 +461,17 @@ def _postprocess(
 
 @gluon.jit
 def _store_piece(
-    dq, to, row, start: gl.constexpr, column: gl.constexpr, length_q, seen, num_q_heads,
-    dtype: gl.constexpr, variant: gl.constexpr,
-):  # fmt: skip
+    dq,
+    to,
+    row,
+    start: gl.constexpr,
+    column: gl.constexpr,
+    length_q,
+    seen,
+    num_q_heads,
+    dtype: gl.constexpr,
+    variant: gl.constexpr,
+):
     """Round and store some rows and columns of a tile of dq, 0 where no CTA has seen it."""
     layout: gl.constexpr = dq.type.layout
     if variant.ordered:

@@ -70,6 +70,19 @@ def rows_of_cta(shape, scores, places, variant: gl.constexpr):
         )
         begin = 0
     return Rows(
-        place.b, place.head, first_row, length_q, length_k, place.start_q, place.start_k, row_terms,
-        begin, full_begin, full_end, end, partial_entries, full_entries, partial_end,
-    )  # fmt: skip
+        place.b,
+        place.head,
+        first_row,
+        length_q,
+        length_k,
+        place.start_q,
+        place.start_k,
+        row_terms,
+        begin,
+        full_begin,
+        full_end,
+        end,
+        partial_entries,
+        full_entries,
+        partial_end,
+    )

@@ -48,19 +48,59 @@ def _rows_of_head(n, cu_ptr, batch, num_heads, group_size, seqlen, total, rows_p
 
 @triton.jit(
     do_not_specialize=[
-        "heads_before", "tile_programs", "batch", "num_heads", "group_size", "seqlen",
-        "total", "rows_per_plane", "o_batch", "o_row", "o_head", "do_batch", "do_row", "do_head",
-        "lse_batch", "lse_head",
+        "heads_before",
+        "tile_programs",
+        "batch",
+        "num_heads",
+        "group_size",
+        "seqlen",
+        "total",
+        "rows_per_plane",
+        "o_batch",
+        "o_row",
+        "o_head",
+        "do_batch",
+        "do_row",
+        "do_head",
+        "lse_batch",
+        "lse_head",
     ]
-)  # fmt: skip
+)
 def attention_bwd_before_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr, semaphores_ptr,
+    o_ptr,
+    do_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    dq_sum_ptr,
+    semaphores_ptr,
     counts_ptr,
-    cu_ptr, heads_before, tile_programs, batch, num_heads, group_size, seqlen, total,
-    rows_per_plane, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_batch, lse_head,
-    WIDTH: tl.constexpr, D: tl.constexpr, D_SUM: tl.constexpr, UNIT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
+    cu_ptr,
+    heads_before,
+    tile_programs,
+    batch,
+    num_heads,
+    group_size,
+    seqlen,
+    total,
+    rows_per_plane,
+    o_batch,
+    o_row,
+    o_head,
+    do_batch,
+    do_row,
+    do_head,
+    lse_batch,
+    lse_head,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    D_SUM: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+):
     """Fill delta and zero the sum of dq of a tile of the first heads; lse of RUN rows of any.
 
     Strides are in units.
@@ -114,17 +154,43 @@ def attention_bwd_before_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "first_head", "heads_after", "batch", "num_heads", "group_size", "seqlen",
-        "total", "rows_per_plane", "dq_batch", "dq_row", "dq_head",
+        "first_head",
+        "heads_after",
+        "batch",
+        "num_heads",
+        "group_size",
+        "seqlen",
+        "total",
+        "rows_per_plane",
+        "dq_batch",
+        "dq_row",
+        "dq_head",
     ]
-)  # fmt: skip
+)
 def attention_bwd_after_kernel(
-    dq_sum_ptr, semaphores_ptr, dq_ptr, cu_ptr, first_head, heads_after, batch, num_heads,
+    dq_sum_ptr,
+    semaphores_ptr,
+    dq_ptr,
+    cu_ptr,
+    first_head,
+    heads_after,
+    batch,
+    num_heads,
     group_size,
-    seqlen, total, rows_per_plane, dq_batch, dq_row, dq_head, scale, WIDTH: tl.constexpr,
-    D: tl.constexpr, UNIT: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
+    seqlen,
+    total,
+    rows_per_plane,
+    dq_batch,
+    dq_row,
+    dq_head,
+    scale,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE: tl.constexpr,
     FLAT: tl.constexpr,
-):  # fmt: skip
+):
     """Scale and round a tile of dq of the last heads."""
     pid = tl.program_id(0)
     first = pid // heads_after * TILE
@@ -179,9 +245,15 @@ def attention_bwd_group_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "count", "rows_per_plane"])
 def attention_bwd_sinks_kernel(
-    sinks_ptr, lse_log2_ptr, delta_ptr, dsinks_ptr, num_heads, count, rows_per_plane,
+    sinks_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    dsinks_ptr,
+    num_heads,
+    count,
+    rows_per_plane,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Add up dsinks of a head: a sink is one more probability of each row, whose value is zero.
 
     count: the rows of a head, those of all its planes; padded ones have lse = +inf and delta = 0.
@@ -201,9 +273,19 @@ def attention_bwd_sinks_kernel(
 
 @triton.jit(do_not_specialize=["batch", "total_q", "total_k", "q_width", "k_width", "v_width"])
 def attention_bwd_gaps_kernel(
-    dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, batch, total_q, total_k, q_width, k_width, v_width,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    batch,
+    total_q,
+    total_k,
+    q_width,
+    k_width,
+    v_width,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Zero the rows of packed gradients before the first sequence and behind the last one."""
     _zero_outside(dq_ptr, cu_q_ptr, batch, total_q, q_width, TILE)
     _zero_outside(dk_ptr, cu_k_ptr, batch, total_k, k_width, TILE)

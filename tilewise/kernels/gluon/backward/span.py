@@ -247,10 +247,24 @@ def work_of_cta(shape, scores, places, variant: gl.constexpr, turn=0):
         )
         start = at * stride
     return Work(
-        index, place.b, place.head, first_key, length_q, length_k, place.start_q, place.start_k,
-        place.start_row, begin, full_begin, full_end, end, start, partial_entries, full_entries,
+        index,
+        place.b,
+        place.head,
+        first_key,
+        length_q,
+        length_k,
+        place.start_q,
+        place.start_k,
+        place.start_row,
+        begin,
+        full_begin,
+        full_end,
+        end,
+        start,
+        partial_entries,
+        full_entries,
         partial_end,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -286,11 +300,24 @@ def noted_work(turn, notes, shape):
     """Return the Work of a turn whose k has come; only plain calls have several."""
     first = turn % 2 * NOTES
     return Work(
-        0, _noted(notes, first + 1), _noted(notes, first + 2), _noted(notes, first),
-        shape.seqlen_q, shape.seqlen_k, 0, 0, 0, _noted(notes, first + 3),
-        _noted(notes, first + 4), _noted(notes, first + 5), _noted(notes, first + 6),
-        _noted(notes, first + 7), 0, 0, 0,
-    )  # fmt: skip
+        0,
+        _noted(notes, first + 1),
+        _noted(notes, first + 2),
+        _noted(notes, first),
+        shape.seqlen_q,
+        shape.seqlen_k,
+        0,
+        0,
+        0,
+        _noted(notes, first + 3),
+        _noted(notes, first + 4),
+        _noted(notes, first + 5),
+        _noted(notes, first + 6),
+        _noted(notes, first + 7),
+        0,
+        0,
+        0,
+    )
 
 
 @gluon.jit

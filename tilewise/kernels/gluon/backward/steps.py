@@ -109,14 +109,37 @@ def launch_before(
     maker.launch(
         attention_bwd_before_kernel,
         tile_programs + runs,
-        o, do, lse, dlse, lse_log2, delta, dq_sum if semaphores is None else None, semaphores,
+        o,
+        do,
+        lse,
+        dlse,
+        lse_log2,
+        delta,
+        dq_sum if semaphores is None else None,
+        semaphores,
         counts,
-        sequences.cu_q, heads_before, tile_programs, spec.batch, spec.num_q_heads, spec.group_size,
-        spec.max_seqlen_q, rows, count, *_strides(o, spec), *_strides(do, spec), lse_batch,
+        sequences.cu_q,
+        heads_before,
+        tile_programs,
+        spec.batch,
+        spec.num_q_heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        rows,
+        count,
+        *_strides(o, spec),
+        *_strides(do, spec),
+        lse_batch,
         lse_head,
-        WIDTH=spec.v_head_dim, D=d, D_SUM=variant.d, UNIT=UNIT, TILE_M=variant.tile_m,
-        TILE=tile, RUN=_RUN, num_warps=_ROWS_WARPS,
-    )  # fmt: skip
+        WIDTH=spec.v_head_dim,
+        D=d,
+        D_SUM=variant.d,
+        UNIT=UNIT,
+        TILE_M=variant.tile_m,
+        TILE=tile,
+        RUN=_RUN,
+        num_warps=_ROWS_WARPS,
+    )
     return Rows(lse_log2, delta, dq_sum, semaphores, counts, dlse, plan, section, turns)
 
 
@@ -139,13 +162,28 @@ def launch_after(
     maker.launch(
         attention_bwd_after_kernel,
         cdiv(spec.max_seqlen_q, tile) * heads_after,
-        rows.dq_sum, rows.semaphores, dq, sequences.cu_q,
+        rows.dq_sum,
+        rows.semaphores,
+        dq,
+        sequences.cu_q,
         spec.batch * spec.num_q_heads - heads_after,
-        heads_after, spec.batch, spec.num_q_heads, spec.group_size, spec.max_seqlen_q,
-        dq.shape[0], rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
-        WIDTH=spec.head_dim, D=variant.d, UNIT=UNIT, TILE_M=variant.tile_m, TILE=tile,
-        FLAT=variant.flat, num_warps=_ROWS_WARPS,
-    )  # fmt: skip
+        heads_after,
+        spec.batch,
+        spec.num_q_heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        dq.shape[0],
+        rows.dq_sum.shape[1],
+        *_strides(dq, spec),
+        spec.softmax_scale,
+        WIDTH=spec.head_dim,
+        D=variant.d,
+        UNIT=UNIT,
+        TILE_M=variant.tile_m,
+        TILE=tile,
+        FLAT=variant.flat,
+        num_warps=_ROWS_WARPS,
+    )
 
 
 def zero_gaps(
@@ -154,9 +192,20 @@ def zero_gaps(
     """Zero the rows of packed gradients that no sequence has; they may be any."""
     widths = (x.shape[-2] * x.shape[-1] for x in (dq, dk, dv))
     maker.launch(
-        attention_bwd_gaps_kernel, _GAP_PROGRAMS, dq, dk, dv, sequences.cu_q, sequences.cu_k,
-        spec.batch, dq.shape[0], dk.shape[0], *widths, TILE=_ELEMENTS, num_warps=_ROWS_WARPS,
-    )  # fmt: skip
+        attention_bwd_gaps_kernel,
+        _GAP_PROGRAMS,
+        dq,
+        dk,
+        dv,
+        sequences.cu_q,
+        sequences.cu_k,
+        spec.batch,
+        dq.shape[0],
+        dk.shape[0],
+        *widths,
+        TILE=_ELEMENTS,
+        num_warps=_ROWS_WARPS,
+    )
 
 
 def sum_groups(maker: Maker, x: Tensor, group_size: int) -> Tensor:
@@ -166,9 +215,17 @@ def sum_groups(maker: Maker, x: Tensor, group_size: int) -> Tensor:
     count, d = total.numel() // width, power_of_2(width)
     tile = _ELEMENTS // d
     maker.launch(
-        attention_bwd_group_kernel, cdiv(count, tile), x, total, count, group_size,
-        WIDTH=width, D=d, TILE=tile, num_warps=_ROWS_WARPS,
-    )  # fmt: skip
+        attention_bwd_group_kernel,
+        cdiv(count, tile),
+        x,
+        total,
+        count,
+        group_size,
+        WIDTH=width,
+        D=d,
+        TILE=tile,
+        num_warps=_ROWS_WARPS,
+    )
     return total
 
 
@@ -177,10 +234,18 @@ def sum_sinks(maker: Maker, sinks: Tensor, rows: Rows) -> Tensor:
     dsinks = maker.empty(tuple(sinks.shape), torch.float32)
     heads, (planes, rows_per_plane) = len(sinks), rows.delta.shape
     maker.launch(
-        attention_bwd_sinks_kernel, heads, sinks, rows.lse_log2, rows.delta, dsinks,
-        heads, planes // heads * rows_per_plane, rows_per_plane,
-        TILE=_SINK_ROWS, num_warps=_SINK_WARPS,
-    )  # fmt: skip
+        attention_bwd_sinks_kernel,
+        heads,
+        sinks,
+        rows.lse_log2,
+        rows.delta,
+        dsinks,
+        heads,
+        planes // heads * rows_per_plane,
+        rows_per_plane,
+        TILE=_SINK_ROWS,
+        num_warps=_SINK_WARPS,
+    )
     return dsinks
 
 
@@ -220,20 +285,45 @@ def launch_main(
     maker.launch(
         attention_bwd_kernel,
         num_tiles // each * turning + num_tiles * (heads - turning),
-        descriptor(q, m, d), descriptor(k, KEYS, d), descriptor(v, KEYS, d), descriptor(do, m, d),
+        descriptor(q, m, d),
+        descriptor(k, KEYS, d),
+        descriptor(v, KEYS, d),
+        descriptor(do, m, d),
         dq_desc,
-        descriptor(dk, KEYS // 2, d), descriptor(dv, KEYS // 2, d),
-        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
+        descriptor(dk, KEYS // 2, d),
+        descriptor(dv, KEYS // 2, d),
+        row_descriptor(rows.lse_log2, m),
+        row_descriptor(rows.delta, m),
         None if bias is None else descriptor(bias, m, KEYS),
-        descriptor(o, part, d), descriptor(do, part, d),
-        part_desc, dk, dv, rows.semaphores, sequences,
+        descriptor(o, part, d),
+        descriptor(do, part, d),
+        part_desc,
+        dk,
+        dv,
+        rows.semaphores,
+        sequences,
         PrePost(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),
-        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        *_packed_rows(spec, q, k), spec.window_left, spec.window_right, num_tiles,
-        rows.section, ring_size(spec, device.sm_count_of(maker.device)), rows.dq_sum.shape[1],
-        q.shape[0] if spec.is_varlen else spec.max_seqlen_q, spec.num_kv_heads // k.shape[-2],
-        *rows.plan, each, turning, scores, *places, variant=variant,
-    )  # fmt: skip
+        spec.batch,
+        spec.num_kv_heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        spec.max_seqlen_k,
+        *_packed_rows(spec, q, k),
+        spec.window_left,
+        spec.window_right,
+        num_tiles,
+        rows.section,
+        ring_size(spec, device.sm_count_of(maker.device)),
+        rows.dq_sum.shape[1],
+        q.shape[0] if spec.is_varlen else spec.max_seqlen_q,
+        spec.num_kv_heads // k.shape[-2],
+        *rows.plan,
+        each,
+        turning,
+        scores,
+        *places,
+        variant=variant,
+    )
 
 
 def launch_dkdv(
@@ -258,15 +348,36 @@ def launch_dkdv(
     maker.launch(
         attention_bwd_dkdv_kernel,
         num_tiles * heads,
-        descriptor(q, m, d), descriptor(k, n, d), descriptor(v, n, variant.dv),
-        descriptor(do, m, variant.dv), descriptor(dk, n, d), descriptor(dv, n, variant.dv),
-        row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
-        _rest(q, m, variant), _rest(k, n, variant), _rest(dk, n, variant), dk, dv, sequences,
-        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        *_packed_rows(spec, q, k), spec.window_left, spec.window_right, num_tiles, rows.section,
+        descriptor(q, m, d),
+        descriptor(k, n, d),
+        descriptor(v, n, variant.dv),
+        descriptor(do, m, variant.dv),
+        descriptor(dk, n, d),
+        descriptor(dv, n, variant.dv),
+        row_descriptor(rows.lse_log2, m),
+        row_descriptor(rows.delta, m),
+        _rest(q, m, variant),
+        _rest(k, n, variant),
+        _rest(dk, n, variant),
+        dk,
+        dv,
+        sequences,
+        spec.batch,
+        spec.num_kv_heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        spec.max_seqlen_k,
+        *_packed_rows(spec, q, k),
+        spec.window_left,
+        spec.window_right,
+        num_tiles,
+        rows.section,
         rows.delta.shape[1],
-        spec.num_kv_heads // k.shape[-2], scores, *places, variant=variant,
-    )  # fmt: skip
+        spec.num_kv_heads // k.shape[-2],
+        scores,
+        *places,
+        variant=variant,
+    )
 
 
 def launch_dq(
@@ -300,15 +411,33 @@ def launch_dq(
     maker.launch(
         attention_bwd_dq_kernel,
         num_tiles * heads,
-        descriptor(q, half, d), descriptor(k, n, d), descriptor(v, n, variant.dv),
-        descriptor(do, half, variant.dv), descriptor(dq, half, d),
-        _rest(q, half, variant), _rest(k, n, variant), _rest(dq, half, variant),
-        dq, rows.lse_log2, rows.delta, sequences,
-        spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        *_packed_rows(spec, q, k), spec.window_left, spec.window_right, num_tiles, section,
+        descriptor(q, half, d),
+        descriptor(k, n, d),
+        descriptor(v, n, variant.dv),
+        descriptor(do, half, variant.dv),
+        descriptor(dq, half, d),
+        _rest(q, half, variant),
+        _rest(k, n, variant),
+        _rest(dq, half, variant),
+        dq,
+        rows.lse_log2,
+        rows.delta,
+        sequences,
+        spec.batch,
+        spec.num_kv_heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        spec.max_seqlen_k,
+        *_packed_rows(spec, q, k),
+        spec.window_left,
+        spec.window_right,
+        num_tiles,
+        section,
         rows.delta.shape[1],
-        scores, *places, variant=variant,
-    )  # fmt: skip
+        scores,
+        *places,
+        variant=variant,
+    )
 
 
 def _channels(variant: BwdVariant) -> int:

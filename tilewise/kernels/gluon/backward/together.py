@@ -39,9 +39,20 @@ DS_WRITTEN = gl.constexpr(11)  # the hardware barrier at which both have written
 
 @gluon.jit
 def _step(
-    dk, dv, step, tile, keys, work, shape, scores, bufs, bars,
-    variant: gl.constexpr, PART: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    step,
+    tile,
+    keys,
+    work,
+    shape,
+    scores,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+    PART: gl.constexpr,
+    MASK: gl.constexpr,
+):
     """Fold one tile of queries. MASK: 0 none, 1 always, 2 where this step needs it."""
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
@@ -94,9 +105,18 @@ def _step(
 
 @gluon.jit
 def consume_together(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
-    variant: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
+    dk_desc,
+    dv_desc,
+    dk_ptr,
+    dv_ptr,
+    shape,
+    scores,
+    places,
+    bufs,
+    bars,
+    variant: gl.constexpr,
+    PART: gl.constexpr,
+):
     """Make dk and dv of 64 keys, and half of every tile of dq."""
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
@@ -129,9 +149,20 @@ def consume_together(
                 at += 1
         for _ in range(step, steps):
             dk, dv = _step(
-                dk, dv, step, tile, keys, work, shape, scores, bufs, bars, variant, PART,
+                dk,
+                dv,
+                step,
+                tile,
+                keys,
+                work,
+                shape,
+                scores,
+                bufs,
+                bars,
+                variant,
+                PART,
                 2 if MASKS and not variant.two_loops else 0,
-            )  # fmt: skip
+            )
             if MASKS and not variant.two_loops:
                 tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)
             step += 1

@@ -41,9 +41,18 @@ class Output(NamedTuple):
 
 @gluon.jit
 def store_rows(
-    acc, m, l, rows, head, output, factor, shared,
-    tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+    acc,
+    m,
+    l,
+    rows,
+    head,
+    output,
+    factor,
+    shared,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """Write o and lse of 64 rows; those past the end of a sequence are not written."""
     sink = 0.0
     if variant.sinks:

@@ -153,27 +153,91 @@ def _allocate(q, q_high, k, k_high, v, o, bias, tile: gl.constexpr):
         bias_full = barriers(COUNT, 1)
         bias_empty = barriers(COUNT, 1)
     return Shared(
-        q_tiles, q_highs, q_full, q_empty, number, k_tiles, k_highs, k_full, k_empty,
-        v_tiles, v_full, v_empty, o_tiles, bias_tiles, bias_full, bias_empty,
-    )  # fmt: skip
+        q_tiles,
+        q_highs,
+        q_full,
+        q_empty,
+        number,
+        k_tiles,
+        k_highs,
+        k_full,
+        k_empty,
+        v_tiles,
+        v_full,
+        v_empty,
+        o_tiles,
+        bias_tiles,
+        bias_full,
+        bias_empty,
+    )
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_tiles", "row_tiles", "num_heads", "heads_per_section", "num_q_heads", "group_size",
-        "seqlen_q", "seqlen_k", "window_left", "window_right", "o_row", "width",
-        "lse_batch", "lse_head", "alibi_batch", "mask_batch", "mask_head", "drop_limit",
-        "bias_batch", "bias_head", "bias_row", "bias_key",
+        "num_tiles",
+        "row_tiles",
+        "num_heads",
+        "heads_per_section",
+        "num_q_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "window_left",
+        "window_right",
+        "o_row",
+        "width",
+        "lse_batch",
+        "lse_head",
+        "alibi_batch",
+        "mask_batch",
+        "mask_head",
+        "drop_limit",
+        "bias_batch",
+        "bias_head",
+        "bias_row",
+        "bias_key",
     ]
-)  # fmt: skip
+)
 def attention_fwd_kernel(
-    q, q_high, k, k_high, v, o, bias_tiles, o_ptr, lse, counter, tensors,
-    num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
-    seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
-    o_row, width, drop_limit, keep_scale, lse_batch, lse_head, alibi_batch,
-    mask_batch, mask_head, bias_batch, bias_head, bias_row, bias_key,
-    tile: gl.constexpr, variant: gl.constexpr,
-):  # fmt: skip
+    q,
+    q_high,
+    k,
+    k_high,
+    v,
+    o,
+    bias_tiles,
+    o_ptr,
+    lse,
+    counter,
+    tensors,
+    num_tiles,
+    row_tiles,
+    num_heads,
+    heads_per_section,
+    num_q_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    o_row,
+    width,
+    drop_limit,
+    keep_scale,
+    lse_batch,
+    lse_head,
+    alibi_batch,
+    mask_batch,
+    mask_head,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+):
     """Compute o and lse; see the module's docstring. q, k, v, o: TMA descriptors.
 
     q_high, k_high: of the same tensors, for tiles of the channels past tile.d; bias_tiles: of the
@@ -183,19 +247,47 @@ def attention_fwd_kernel(
         row_tiles = gl.load(tensors.plan_size)
         num_tiles = row_tiles * num_heads
     work = Work(
-        num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
-        seqlen_q, seqlen_k, window_left, window_right, mask_batch, mask_head,
-        tensors.seqlens_k, tensors.plan,
-    )  # fmt: skip
+        num_tiles,
+        row_tiles,
+        num_heads,
+        heads_per_section,
+        num_q_heads,
+        group_size,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        mask_batch,
+        mask_head,
+        tensors.seqlens_k,
+        tensors.plan,
+    )
     mask = Mask(tensors.mask_bits, tensors.mask_reach, tensors.mask_spans, tensors.mask_entries)
     extras = Extras(
-        softmax_scale, softcap, tensors.alibi, alibi_batch,
-        tensors.bias, bias_batch, bias_head, bias_row, bias_key,
-    )  # fmt: skip
+        softmax_scale,
+        softcap,
+        tensors.alibi,
+        alibi_batch,
+        tensors.bias,
+        bias_batch,
+        bias_head,
+        bias_row,
+        bias_key,
+    )
     output = Output(
-        o, o_ptr, o_row, width, lse, lse_batch, lse_head,
-        tensors.maxima, tensors.sinks, tensors.philox, drop_limit, keep_scale,
-    )  # fmt: skip
+        o,
+        o_ptr,
+        o_row,
+        width,
+        lse,
+        lse_batch,
+        lse_head,
+        tensors.maxima,
+        tensors.sinks,
+        tensors.philox,
+        drop_limit,
+        keep_scale,
+    )
     factor = factor_log2(extras, variant)
     shared = _allocate(q, q_high, k, k_high, v, o, bias_tiles, tile)
     if tile.bias_stages > 0:

@@ -32,9 +32,14 @@ from tilewise.kernels.triton.attention.geometry import bias_strides
 from tilewise.kernels.triton.visible import mask_reach_kernel
 
 __all__ = [
-    "WIDEST_SOFTCAP", "add_fwd", "add_sorted_tiles", "counter_of", "mask_strides",
-    "tile_config_fwd", "why_not_fwd",
-]  # fmt: skip
+    "WIDEST_SOFTCAP",
+    "add_fwd",
+    "add_sorted_tiles",
+    "counter_of",
+    "mask_strides",
+    "tile_config_fwd",
+    "why_not_fwd",
+]
 
 _MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
 # Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
@@ -103,14 +108,29 @@ def add_fwd(
     one = torch.empty(1, dtype=torch.int32, device="meta")
     counter = maker.ask(functools.partial(counter_of, maker.device), one)
     maker.launch(
-        attention_fwd_kernel, grid, *_split_descriptors(q, GROUP_ROWS, tile),
-        *_split_descriptors(k, tile.keys, tile), descriptor(v, tile.keys, tile.dv),
-        descriptor(o, GROUP_ROWS, tile.o_columns), bias_desc, o, lse, counter, added,
-        num_tiles, upper_bound, num_heads, *numbers,
-        0 if spec.is_varlen else heads * rows, rows,
-        _alibi_stride(tensors.alibi_slopes), *mask_strides(tensors.mask), *strides,
-        tile=tile, variant=variant,
-    )  # fmt: skip
+        attention_fwd_kernel,
+        grid,
+        *_split_descriptors(q, GROUP_ROWS, tile),
+        *_split_descriptors(k, tile.keys, tile),
+        descriptor(v, tile.keys, tile.dv),
+        descriptor(o, GROUP_ROWS, tile.o_columns),
+        bias_desc,
+        o,
+        lse,
+        counter,
+        added,
+        num_tiles,
+        upper_bound,
+        num_heads,
+        *numbers,
+        0 if spec.is_varlen else heads * rows,
+        rows,
+        _alibi_stride(tensors.alibi_slopes),
+        *mask_strides(tensors.mask),
+        *strides,
+        tile=tile,
+        variant=variant,
+    )
     return results
 
 
@@ -128,9 +148,12 @@ def _tensors_of(
     """Return what the call adds, and how many tiles of rows a head has at most."""
     mask, upper_bound = tensors.mask, -(-spec.max_seqlen_q // tile.rows)
     given: dict[str, Tensor | None] = {
-        "seqlens_k": tensors.seqlens_k, "alibi": tensors.alibi_slopes, "sinks": tensors.sinks,
-        "philox": tensors.philox, "bias": tensors.bias,
-    }  # fmt: skip
+        "seqlens_k": tensors.seqlens_k,
+        "alibi": tensors.alibi_slopes,
+        "sinks": tensors.sinks,
+        "philox": tensors.philox,
+        "bias": tensors.bias,
+    }
     if mask is not None:
         count, mask_rows, words = mask.bits.shape
         reach = maker.empty((count, words), mask.bits.dtype)
@@ -160,16 +183,40 @@ def add_sorted_tiles(
     sizes, programs = plan_sizes(spec.batch, o.shape[0], upper_bound)
     size, work, entries, plan = maker.empty((sum(sizes),), torch.int32).split(sizes)
     maker.launch(
-        attention_plan_kernel, programs, tensors.cu_seqlens_q, tensors.cu_seqlens_k, entries, work,
-        size, o, lse, spec.batch, o.shape[0], rows_k,
-        spec.max_seqlen_q, spec.max_seqlen_k, upper_bound, spec.num_q_heads, spec.v_head_dim,
-        spec.window_left, spec.window_right,
-        ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=PLAN_CHUNK,
-    )  # fmt: skip
+        attention_plan_kernel,
+        programs,
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
+        entries,
+        work,
+        size,
+        o,
+        lse,
+        spec.batch,
+        o.shape[0],
+        rows_k,
+        spec.max_seqlen_q,
+        spec.max_seqlen_k,
+        upper_bound,
+        spec.num_q_heads,
+        spec.v_head_dim,
+        spec.window_left,
+        spec.window_right,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        CLEAR=CLEAR_ROWS,
+        CHUNK=PLAN_CHUNK,
+    )
     maker.launch(
-        attention_order_kernel, -(-upper_bound // ENTRIES), entries, work, size, plan,
-        COUNT=ENTRIES, FIELDS_PAD=FIELDS_PAD,
-    )  # fmt: skip
+        attention_order_kernel,
+        -(-upper_bound // ENTRIES),
+        entries,
+        work,
+        size,
+        plan,
+        COUNT=ENTRIES,
+        FIELDS_PAD=FIELDS_PAD,
+    )
     return plan, size
 
 

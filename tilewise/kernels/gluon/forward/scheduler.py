@@ -71,9 +71,14 @@ def rows_of_tile(number, work, tile: gl.constexpr, variant: gl.constexpr):
     if variant.packed:
         entry = work.plan + place * PLAN_FIELDS
         return Rows(
-            gl.load(entry), head, gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3),
-            gl.load(entry + 4), gl.load(entry + 5),
-        )  # fmt: skip
+            gl.load(entry),
+            head,
+            gl.load(entry + 1),
+            gl.load(entry + 2),
+            gl.load(entry + 3),
+            gl.load(entry + 4),
+            gl.load(entry + 5),
+        )
     else:
         b = head // work.num_q_heads
         h = head - b * work.num_q_heads

@@ -105,9 +105,15 @@ def _in_columns(x, s):
 
 @gluon.jit
 def fold(
-    s, m, l, factor_log2, FACTORED: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr,
+    s,
+    m,
+    l,
+    factor_log2,
+    FACTORED: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    MASKED: gl.constexpr,
     added=None,
-):  # fmt: skip
+):
     """Fold a block of logits s (64, n) into m (64,) and l (64, 4).
 
     BOUNDED: logits are bounded, so that any of them may stand for the maximum: m is that of the

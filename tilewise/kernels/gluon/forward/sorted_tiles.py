@@ -57,13 +57,43 @@ def _tiles_before(cu_q, sequence, rows, longest, ROWS: tl.constexpr, CHUNK: tl.c
     return total
 
 
-@triton.jit(do_not_specialize=["batch", "rows", "rows_k", "seqlen_q", "seqlen_k", "upper_bound",
-                               "heads", "width", "window_left", "window_right"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "rows",
+        "rows_k",
+        "seqlen_q",
+        "seqlen_k",
+        "upper_bound",
+        "heads",
+        "width",
+        "window_left",
+        "window_right",
+    ]
+)
 def attention_plan_kernel(
-    cu_q, cu_k, entries, work, size, o, lse, batch, rows, rows_k, seqlen_q, seqlen_k,
-    upper_bound, heads, width, window_left, window_right,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    cu_q,
+    cu_k,
+    entries,
+    work,
+    size,
+    o,
+    lse,
+    batch,
+    rows,
+    rows_k,
+    seqlen_q,
+    seqlen_k,
+    upper_bound,
+    heads,
+    width,
+    window_left,
+    window_right,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CLEAR: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """List the tiles of a sequence, in any order, with their work in blocks of keys."""
     program = tl.program_id(0)
     if program < batch:

@@ -80,17 +80,35 @@ def walk_of(rows, work, mask, tile: gl.constexpr, variant: gl.constexpr):
             free = first_entry(mask.entries, first_full, last_full, whole_end) - first_full
             free_end = free_begin + free * count
         return Walk(
-            gl.maximum(steps, 1), free_begin, free_end, 0, seen_begin, edge, end,
-            partial, full, last_full, first_full,
-        )  # fmt: skip
+            gl.maximum(steps, 1),
+            free_begin,
+            free_end,
+            0,
+            seen_begin,
+            edge,
+            end,
+            partial,
+            full,
+            last_full,
+            first_full,
+        )
     else:
         free_begin = gl.maximum(end - gl.maximum(full_end // tile.keys, begin), 1)
         left_begin = end - gl.minimum(gl.cdiv(full_begin, tile.keys), end)
         free_end = gl.maximum(left_begin, free_begin)
         return Walk(
-            end - begin, free_begin, free_end, left_begin, seen_begin, edge, end - 1,
-            end, end, end, end,
-        )  # fmt: skip
+            end - begin,
+            free_begin,
+            free_end,
+            left_begin,
+            seen_begin,
+            edge,
+            end - 1,
+            end,
+            end,
+            end,
+            end,
+        )
 
 
 @gluon.jit

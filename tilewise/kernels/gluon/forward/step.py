@@ -88,9 +88,19 @@ def gather(
 
 @gluon.jit
 def probabilities(
-    s, m, l, block, task, index, step, tile: gl.constexpr, variant: gl.constexpr,
-    GROUP: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr,
-):  # fmt: skip
+    s,
+    m,
+    l,
+    block,
+    task,
+    index,
+    step,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+    GROUP: gl.constexpr,
+    EDGE: gl.constexpr,
+    BITS: gl.constexpr,
+):
     """Return p, m, l and alpha of one block of products s; with dropout p comes packed and dropped.
 
     EDGE: what hides keys of this block beside bit tiles: the "left" edge of windows, their "right"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from tilewise.kernels.gluon.forward.kernel import Tile, Variant
@@ -22,7 +20,6 @@ _WIDEST_BOUND = 32.0
 _LEAST_FACTOR = 2.0**-40  # that slopes and a bias are divided by: they must stay finite
 
 
-@functools.lru_cache(maxsize=1024)
 def choice(
     spec: AttentionSpec,
     tile: Tile,
@@ -33,10 +30,20 @@ def choice(
     """Return the code and the kernel's numbers of `spec`; the rest as in `Variant`."""
     heads, width = spec.num_q_heads, spec.v_head_dim // _CHANNELS
     numbers = (
-        _heads_per_section(spec), heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
-        heads * width, width, spec.drop_limit, spec.dropout_scale,
-    )  # fmt: skip
+        _heads_per_section(spec),
+        heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        spec.max_seqlen_k,
+        spec.window_left,
+        spec.window_right,
+        spec.softmax_scale,
+        spec.softcap,
+        heads * width,
+        width,
+        spec.drop_limit,
+        spec.dropout_scale,
+    )
     variant = _variant_of(spec, tile, bias_rows, bias_pairs)
     return variant._replace(shares_bias=shares_bias), numbers
 

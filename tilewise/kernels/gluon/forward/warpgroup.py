@@ -220,9 +220,17 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
 
 @gluon.jit
 def _step(
-    state, q, task, index, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr,
-    EDGE: gl.constexpr, BITS: gl.constexpr,
-):  # fmt: skip
+    state,
+    q,
+    task,
+    index,
+    step,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+    GROUP: gl.constexpr,
+    EDGE: gl.constexpr,
+    BITS: gl.constexpr,
+):
     """Take one more block of keys: its scores, and the product with the values before it."""
     shared = task.shared
     stage = step % tile.stages

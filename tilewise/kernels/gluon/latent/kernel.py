@@ -95,34 +95,90 @@ def _allocate(loads):
     scale = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE)
     item = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], ITEM)
     return Shared(
-        left, middle, tail, rope, q_tail, q_rope, alpha, scale, item,
+        left,
+        middle,
+        tail,
+        rope,
+        q_tail,
+        q_rope,
+        alpha,
+        scale,
+        item,
         reinterpret(item, gl.int32, [2, FIELDS], LINE),
-        barriers(STAGES, 1), barriers(STAGES, 1), barriers(TAIL_STAGES, 1),
-        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(1, 1),
-        barriers(2, 1), barriers(2, 2), barriers(2, 1),
-    )  # fmt: skip
+        barriers(STAGES, 1),
+        barriers(STAGES, 1),
+        barriers(TAIL_STAGES, 1),
+        barriers(STAGES, 1),
+        barriers(STAGES, 1),
+        barriers(STAGES, 2),
+        barriers(1, 1),
+        barriers(2, 1),
+        barriers(2, 2),
+        barriers(2, 1),
+    )
 
 
 @gluon.jit(
     do_not_specialize=[
-        "cache_block", "cache_slot", "table_row", "batch", "tokens", "heads", "row_tiles",
-        "least_tiles", "blocks",
+        "cache_block",
+        "cache_slot",
+        "table_row",
+        "batch",
+        "tokens",
+        "heads",
+        "row_tiles",
+        "least_tiles",
+        "blocks",
     ]
-)  # fmt: skip
+)
 def mla_decode_kernel(
-    q_left, q_middle, q_rope, left, middle, rope, o, lse, part_o, part_lse, plan,
-    cache, block_table, seqlens_k, cu_seqlens_q, cache_block, cache_slot, table_row,
-    batch, tokens, heads, row_tiles, least_tiles, blocks, softmax_scale_log2, variant: gl.constexpr,
-):  # fmt: skip
+    q_left,
+    q_middle,
+    q_rope,
+    left,
+    middle,
+    rope,
+    o,
+    lse,
+    part_o,
+    part_lse,
+    plan,
+    cache,
+    block_table,
+    seqlens_k,
+    cu_seqlens_q,
+    cache_block,
+    cache_slot,
+    table_row,
+    batch,
+    tokens,
+    heads,
+    row_tiles,
+    least_tiles,
+    blocks,
+    softmax_scale_log2,
+    variant: gl.constexpr,
+):
     """Compute o and lse, or parts of them; see the module's docstring.
 
     The first six are TMA descriptors: of q_latent (T Hq, 512), 256 and 128 channels wide, and of
     q_rope (T Hq, 64); of the cache (blocks, slots, 576), 256, 128 and 64 channels wide.
     """
     step = Step(
-        cache, cache_block, cache_slot, block_table, table_row, seqlens_k, cu_seqlens_q,
-        batch, heads, row_tiles, tokens, table_row * variant.block, blocks,
-    )  # fmt: skip
+        cache,
+        cache_block,
+        cache_slot,
+        block_table,
+        table_row,
+        seqlens_k,
+        cu_seqlens_q,
+        batch,
+        heads,
+        row_tiles,
+        tokens,
+        table_row * variant.block,
+        blocks,
+    )
     output = Output(o, lse, part_o, part_lse, plan, tokens)
     lengths = lengths_of(step, 0)  # on their way while barriers are made
     loads = Loads(q_left, q_middle, q_rope, left, middle, rope)

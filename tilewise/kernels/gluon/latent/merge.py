@@ -20,9 +20,23 @@ COLUMNS = 64  # merged at once
 
 @triton.jit(do_not_specialize=["batch", "tokens", "heads", "row_tiles", "longest", "groups"])
 def mla_merge_kernel(
-    part_o, part_lse, plan, cu_seqlens_q, o, lse, batch, tokens, heads, row_tiles, longest, groups,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    part_o,
+    part_lse,
+    plan,
+    cu_seqlens_q,
+    o,
+    lse,
+    batch,
+    tokens,
+    heads,
+    row_tiles,
+    longest,
+    groups,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     program = tl.program_id(0)
     which = program // groups
     sequence = which // longest

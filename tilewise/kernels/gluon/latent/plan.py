@@ -146,24 +146,48 @@ def made_fwd(
     if given.latent_scale is None:
         box = min(spec.block_size, KEYS.value)
         variant = Variant(
-            spec.block_size, box, _run_rows_of(spec), longest > 1, publish, prefetch,
+            spec.block_size,
+            box,
+            _run_rows_of(spec),
+            longest > 1,
+            publish,
+            prefetch,
             registers or 160,
-        )  # fmt: skip
+        )
         _start_wide(maker, given, spec, work, variant)
     else:
         bytes_variant = BytesVariant(
-            spec.block_size, min(spec.block_size, KEYS.value), tile_rows, _BYTE_STAGES[tile_rows],
-            _KINDS[spec.cache_dtype], *_BYTE_REGISTERS[tile_rows],
-        )  # fmt: skip
+            spec.block_size,
+            min(spec.block_size, KEYS.value),
+            tile_rows,
+            _BYTE_STAGES[tile_rows],
+            _KINDS[spec.cache_dtype],
+            *_BYTE_REGISTERS[tile_rows],
+        )
         _start_bytes(maker, given, spec, work, bytes_variant)
     runs = spec.num_seqs * longest
     groups = min(max(1, _MERGE_PROGRAMS // runs), heads * _RANK // COLUMNS)
     at_once = min(_MOST_PARTS, 2 << (shares // spec.num_seqs).bit_length())
     maker.launch(
-        mla_merge_kernel, runs * groups, part_o, part_lse, plan, given.cu_seqlens_q,
-        o, lse, spec.num_seqs, tokens, heads, row_tiles, longest, groups,
-        WIDTH=_RANK, COLUMNS=COLUMNS, ROWS=tile_rows, PARTS=at_once,
-    )  # fmt: skip
+        mla_merge_kernel,
+        runs * groups,
+        part_o,
+        part_lse,
+        plan,
+        given.cu_seqlens_q,
+        o,
+        lse,
+        spec.num_seqs,
+        tokens,
+        heads,
+        row_tiles,
+        longest,
+        groups,
+        WIDTH=_RANK,
+        COLUMNS=COLUMNS,
+        ROWS=tile_rows,
+        PARTS=at_once,
+    )
     return maker.finish((o, lse), tiles)
 
 
@@ -176,16 +200,26 @@ def _start_wide(
     )
     cache = maker.addressable(given.latent_cache.unsqueeze(2))
     maker.launch(
-        mla_decode_kernel, work.shares * work.row_tiles,
+        mla_decode_kernel,
+        work.shares * work.row_tiles,
         *(descriptor(rows, variant.q_box, width) for width in _WIDTHS[:2]),
         descriptor(rope_rows, variant.q_box, _ROPE_DIM),
         *(descriptor(cache, variant.box, width) for width in _WIDTHS),
-        *work.outputs, cache, *given[_TABLE:_SCALE],
-        cache.stride(0), cache.stride(1), given.block_table.shape[1],
-        spec.num_seqs, spec.num_tokens, spec.num_q_heads, work.row_tiles, _LEAST_TILES,
+        *work.outputs,
+        cache,
+        *given[_TABLE:_SCALE],
+        cache.stride(0),
+        cache.stride(1),
+        given.block_table.shape[1],
+        spec.num_seqs,
+        spec.num_tokens,
+        spec.num_q_heads,
+        work.row_tiles,
+        _LEAST_TILES,
         cache.shape[0],
-        spec.softmax_scale * LOG2E.value, variant=variant,
-    )  # fmt: skip
+        spec.softmax_scale * LOG2E.value,
+        variant=variant,
+    )
 
 
 def _start_bytes(
@@ -198,15 +232,27 @@ def _start_bytes(
     if scale.stride()[1:] != (2, 1):
         scale = maker.copy(scale)
     maker.launch(
-        mla_bytes_kernel, work.shares * work.row_tiles,
+        mla_bytes_kernel,
+        work.shares * work.row_tiles,
         *(descriptor(cache, variant.box, width) for width in (_BYTE_WIDTH, _ROPE_DIM)),
-        scale, scale.stride(0),
-        rows, rope_rows, rows.stride(0) // 16, rope_rows.stride(0) // 16,
-        *work.outputs, *given[_TABLE:_SCALE], given.block_table.shape[1],
-        spec.num_seqs, spec.num_tokens, spec.num_q_heads, work.row_tiles, _LEAST_TILES,
+        scale,
+        scale.stride(0),
+        rows,
+        rope_rows,
+        rows.stride(0) // 16,
+        rope_rows.stride(0) // 16,
+        *work.outputs,
+        *given[_TABLE:_SCALE],
+        given.block_table.shape[1],
+        spec.num_seqs,
+        spec.num_tokens,
+        spec.num_q_heads,
+        work.row_tiles,
+        _LEAST_TILES,
         cache.shape[0],
-        spec.softmax_scale * LOG2E.value, variant=variant,
-    )  # fmt: skip
+        spec.softmax_scale * LOG2E.value,
+        variant=variant,
+    )
 
 
 def _flat(maker: Maker, x: Tensor) -> Tensor:

@@ -89,9 +89,17 @@ def _add_item(
             tail = place_of(step, table, length, first + index + 2, next_tail, variant)
             place = place_of(step, table, length, first + index + 3, index + 3 < tiles, variant)
             o, o_tail = _add_right(
-                o, o_tail, at + index, index + 3 < tiles, place, next_tail, tail, loads, shared,
+                o,
+                o_tail,
+                at + index,
+                index + 3 < tiles,
+                place,
+                next_tail,
+                tail,
+                loads,
+                shared,
                 variant,
-            )  # fmt: skip
+            )
         scale, part, row, rows = _end(slot, phase, shared, o)
         _store(scale_rows(o, scale), part, row, rows, output, MIDDLE, variant)
         _store(scale_rows(o_tail, scale), part, row, rows, output, TAIL, variant)

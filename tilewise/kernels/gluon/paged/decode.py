@@ -37,6 +37,7 @@ from tilewise.kernels.gluon.device.byte_operands import (
     values_operand,
 )
 from tilewise.kernels.gluon.device.compat import partition_barrier, reinterpret, tma_load
+from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2, reciprocal
 from tilewise.kernels.gluon.visible import first_key_of_run, full_keys_of_run, inside_window, key_at
 
@@ -204,25 +205,24 @@ def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
 
 
 @gluon.jit
-def _each(instruction: gl.constexpr, WARPS: gl.constexpr):
-    """Run an instruction in every thread of a partition."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    thread = gl.arange(0, 32 * WARPS, lanes)
-    gl.inline_asm_elementwise(
-        f"{instruction}; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _load_tiles(given, shape: gl.constexpr):
     """Bring the tiles of this CTA's pairs and heads into the ring; one warp."""
     (
-        k, v, k_scale, v_scale, ring, plan, block_table, stride_table, window_left, scales,
+        k,
+        v,
+        k_scale,
+        v_scale,
+        ring,
+        plan,
+        block_table,
+        stride_table,
+        window_left,
+        scales,
         num_pairs,
-    ) = given  # fmt: skip
+    ) = given
     if shape.early:
         # The newest keys and values are written by the kernel before.
-        _each("griddepcontrol.wait", 1)
+        await_previous(1)
     before = 0  # tiles of earlier items
     for item in range(gl.program_id(0), num_pairs * shape.num_kv_heads, gl.num_programs(0)):
         head = item % shape.num_kv_heads
@@ -259,9 +259,9 @@ def _load_tiles(given, shape: gl.constexpr):
 def _fold_tiles(given, num_pairs, shape: gl.constexpr):
     """Compute the pairs and heads of this CTA; four warps."""
     if shape.early:
-        _each("griddepcontrol.wait", 4)
+        await_previous(4)
         if shape.early != _FIRST:
-            _each("griddepcontrol.launch_dependents", 4)
+            begin_next(4)
     before = 0  # tiles of earlier items
     for item in range(gl.program_id(0), num_pairs * shape.num_kv_heads, gl.num_programs(0)):
         pair = item // shape.num_kv_heads
@@ -273,9 +273,26 @@ def _fold_tiles(given, num_pairs, shape: gl.constexpr):
 def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     """Fold the tiles of a pair into sums, store what they come to, return how many they are."""
     (
-        q, stride_qt, stride_qh, scale_log2, window_left, k_head_scale, v_head_scale, sinks,
-        o, lse, part_o, part_lse, bounds, plan, cu_seqlens_q, num_seqs, num_tokens, max_run, ring,
-    ) = given  # fmt: skip
+        q,
+        stride_qt,
+        stride_qh,
+        scale_log2,
+        window_left,
+        k_head_scale,
+        v_head_scale,
+        sinks,
+        o,
+        lse,
+        part_o,
+        part_lse,
+        bounds,
+        plan,
+        cu_seqlens_q,
+        num_seqs,
+        num_tokens,
+        max_run,
+        ring,
+    ) = given
     MMA: gl.constexpr = sum_layout()
     W: gl.constexpr = shape.width
     R: gl.constexpr = shape.rows
@@ -365,58 +382,152 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
             gl.store(bounds + 2 * seq, first_pair)
             gl.store(bounds + 2 * seq + 1, num_splits)
         _finish(
-            total, l, m_all, sinks, o, lse, part_o, part_lse, pair, first_pair,
-            num_splits, start, run, head, num_tokens, max_run, shape,
-        )  # fmt: skip
+            total,
+            l,
+            m_all,
+            sinks,
+            o,
+            lse,
+            part_o,
+            part_lse,
+            pair,
+            first_pair,
+            num_splits,
+            start,
+            run,
+            head,
+            num_tokens,
+            max_run,
+            shape,
+        )
         if shape.merges and num_splits > 1:
             counter = plan + num_pairs * FIELDS + (seq * shape.num_kv_heads + head)
             partition_barrier()  # all warps have stored their parts before one tells of them
             if gl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 gl.atomic_xchg(counter, 0)
                 _merge(
-                    o, lse, part_o, part_lse, first_pair, num_splits, start, run, head,
-                    num_tokens, max_run, shape,
-                )  # fmt: skip
+                    o,
+                    lse,
+                    part_o,
+                    part_lse,
+                    first_pair,
+                    num_splits,
+                    start,
+                    run,
+                    head,
+                    num_tokens,
+                    max_run,
+                    shape,
+                )
     return last - first
 
 
 @gluon.jit(
     do_not_specialize=[
-        "stride_qt", "stride_qh", "stride_table", "stride_ksb", "stride_ksp", "stride_vsb",
-        "stride_vsp", "num_seqs", "num_tokens", "num_blocks", "max_run", "num_pairs",
+        "stride_qt",
+        "stride_qh",
+        "stride_table",
+        "stride_ksb",
+        "stride_ksp",
+        "stride_vsb",
+        "stride_vsp",
+        "num_seqs",
+        "num_tokens",
+        "num_blocks",
+        "max_run",
+        "num_pairs",
         "window_left",
     ]
-)  # fmt: skip
+)
 def paged_decode_kernel(
-    q, k, v, k_scale, v_scale, k_head_scale, v_head_scale, sinks,
-    o, lse, part_o, part_lse, bounds, plan, block_table, cu_seqlens_q,
-    stride_qt, stride_qh, stride_table, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
-    num_seqs, num_tokens, num_blocks, max_run, num_pairs,
-    window_left, scale_log2, shape: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    k_head_scale,
+    v_head_scale,
+    sinks,
+    o,
+    lse,
+    part_o,
+    part_lse,
+    bounds,
+    plan,
+    block_table,
+    cu_seqlens_q,
+    stride_qt,
+    stride_qh,
+    stride_table,
+    stride_ksb,
+    stride_ksp,
+    stride_vsb,
+    stride_vsp,
+    num_seqs,
+    num_tokens,
+    num_blocks,
+    max_run,
+    num_pairs,
+    window_left,
+    scale_log2,
+    shape: gl.constexpr,
+):
     """Compute o and lse, or partial ones; see the module's docstring. k ... v_scale: descriptors.
 
     plan: (pairs, FIELDS) int32 of `triton.paged.splits`; k_head_scale, v_head_scale: (Hk,), read
     without slot scales. o (T, Hq, D) and lse (Hq, T) are contiguous.
     """
     if shape.early == _FIRST:
-        _each("griddepcontrol.launch_dependents", 4)
+        begin_next(4)
     ring = _allocate(k, v, k_scale, v_scale, shape)
     scales = (
-        k_head_scale, stride_ksb, stride_ksp, v_head_scale, stride_vsb, stride_vsp, num_blocks
-    )  # fmt: skip
+        k_head_scale,
+        stride_ksb,
+        stride_ksp,
+        v_head_scale,
+        stride_vsb,
+        stride_vsp,
+        num_blocks,
+    )
     loads = (
-        k, v, k_scale, v_scale, ring, plan, block_table, stride_table, window_left, scales,
+        k,
+        v,
+        k_scale,
+        v_scale,
+        ring,
+        plan,
+        block_table,
+        stride_table,
+        window_left,
+        scales,
         num_pairs,
-    )  # fmt: skip
+    )
     folds = (
-        q, stride_qt, stride_qh, scale_log2, window_left, k_head_scale, v_head_scale, sinks,
-        o, lse, part_o, part_lse, bounds, plan, cu_seqlens_q, num_seqs, num_tokens, max_run, ring,
-    )  # fmt: skip
+        q,
+        stride_qt,
+        stride_qh,
+        scale_log2,
+        window_left,
+        k_head_scale,
+        v_head_scale,
+        sinks,
+        o,
+        lse,
+        part_o,
+        part_lse,
+        bounds,
+        plan,
+        cu_seqlens_q,
+        num_seqs,
+        num_tokens,
+        max_run,
+        ring,
+    )
     gl.warp_specialize(
         [(_fold_tiles, (folds, num_pairs, shape)), (_load_tiles, (loads, shape))],
-        [1], [shape.loader_registers],
-    )  # fmt: skip
+        [1],
+        [shape.loader_registers],
+    )
 
 
 @gluon.jit
@@ -430,9 +541,24 @@ def _keep_pairs(pairs, first_key, low, high):
 
 @gluon.jit
 def _finish(
-    total, l, m, sinks, o, lse, part_o, part_lse, pair, first_pair, num_splits, start, run, head,
-    num_tokens, max_run, shape: gl.constexpr,
-):  # fmt: skip
+    total,
+    l,
+    m,
+    sinks,
+    o,
+    lse,
+    part_o,
+    part_lse,
+    pair,
+    first_pair,
+    num_splits,
+    start,
+    run,
+    head,
+    num_tokens,
+    max_run,
+    shape: gl.constexpr,
+):
     """Divide sums (rows, width) by l (rows,) and store them: the result, or that of a split."""
     G: gl.constexpr = shape.group
     heads: gl.constexpr = shape.num_kv_heads * G
@@ -474,9 +600,19 @@ def _finish(
 
 @gluon.jit
 def _merge(
-    o, lse, part_o, part_lse, first_pair, num_splits, start, run, head, num_tokens, max_run,
+    o,
+    lse,
+    part_o,
+    part_lse,
+    first_pair,
+    num_splits,
+    start,
+    run,
+    head,
+    num_tokens,
+    max_run,
     shape: gl.constexpr,
-):  # fmt: skip
+):
     """Merge the splits of a sequence into its rows of o and lse, in their order."""
     G: gl.constexpr = shape.group
     R: gl.constexpr = shape.rows

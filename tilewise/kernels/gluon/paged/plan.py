@@ -17,7 +17,7 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
 from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
-from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors
@@ -144,11 +144,21 @@ def _add_rows(maker: Maker, spec: PagedSpec, given: PagedTensors, o: Tensor, lse
     scales = Scales.of(given.k_cache, given.k_scale, given.v_scale, lse, _ARCH)
     config = tiles.paged_rows_config(spec, _ARCH)
     launch_rows(
-        maker, given.q, as_bytes(given.k_cache), as_bytes(given.v_cache), spec, o, lse,
-        plan_rows(spec, config, device.sm_count_of(maker.device)), block_table=given.block_table,
-        seqlens_k=given.seqlens_k, cu_seqlens_q=given.cu_seqlens_q, scales=scales,
-        sinks=given.sinks, split_run=1,
-    )  # fmt: skip
+        maker,
+        given.q,
+        as_bytes(given.k_cache),
+        as_bytes(given.v_cache),
+        spec,
+        o,
+        lse,
+        plan_rows(spec, config, device.sm_count_of(maker.device)),
+        block_table=given.block_table,
+        seqlens_k=given.seqlens_k,
+        cu_seqlens_q=given.cu_seqlens_q,
+        scales=scales,
+        sinks=given.sinks,
+        split_run=1,
+    )
 
 
 def _rows_of(spec: PagedSpec) -> int:
@@ -192,23 +202,55 @@ def _add_decode(
     else:
         tensors += tensors
     variant = Shape(
-        spec.num_kv_heads, spec.group_size, _rows_of(spec),
-        spec.head_dim, spec.block_size, box, stages,
-        _KINDS[spec.cache_dtype], slot_scales, spec.window_left >= 0, sinks is not None,
-        splits.alone, seats > 0 and slot_scales, merges, early.pop("EARLY"),
+        spec.num_kv_heads,
+        spec.group_size,
+        _rows_of(spec),
+        spec.head_dim,
+        spec.block_size,
+        box,
+        stages,
+        _KINDS[spec.cache_dtype],
+        slot_scales,
+        spec.window_left >= 0,
+        sinks is not None,
+        splits.alone,
+        seats > 0 and slot_scales,
+        merges,
+        early.pop("EARLY"),
         LOADER_REGISTERS,
-    )  # fmt: skip
+    )
     items = splits.num_pairs * spec.num_kv_heads
     strides = [*scales[0].stride()[:2], *scales[1].stride()[:2]] if slot_scales else [0] * 4
     maker.launch(
-        paged_decode_kernel, min(items, seats) if seats else items,
-        q, *tensors, *scales, sinks if sinks is not None else lse,
-        o, lse, part_o, part_lse, bounds, records, table, starts,
-        q.stride(0), q.stride(1), table.stride(0), *strides, spec.num_seqs, spec.num_tokens,
-        caches[0].shape[0], run,
-        splits.num_pairs, spec.window_left, spec.softmax_scale * LOG2E.value, shape=variant,
-        maxnreg=REGISTERS, **early,
-    )  # fmt: skip
+        paged_decode_kernel,
+        min(items, seats) if seats else items,
+        q,
+        *tensors,
+        *scales,
+        sinks if sinks is not None else lse,
+        o,
+        lse,
+        part_o,
+        part_lse,
+        bounds,
+        records,
+        table,
+        starts,
+        q.stride(0),
+        q.stride(1),
+        table.stride(0),
+        *strides,
+        spec.num_seqs,
+        spec.num_tokens,
+        caches[0].shape[0],
+        run,
+        splits.num_pairs,
+        spec.window_left,
+        spec.softmax_scale * LOG2E.value,
+        shape=variant,
+        maxnreg=REGISTERS,
+        **early,
+    )
     if not (splits.alone or merges):
         launch_merge(maker, part_o, part_lse, bounds, starts, spec, o, lse, splits.num_pairs, run)
 
@@ -246,7 +288,7 @@ def _seats(spec: PagedSpec, sm_count: int) -> int:
 def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
     """Write the records of these lengths, as many as `plan_pairs` says."""
     _, splits = tiles.byte_decode_plan(_short(spec), device.sm_count_of(records.device))
-    _fill(launch, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
+    _fill(launch_now, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
 
 
 def _fill(
@@ -258,7 +300,14 @@ def _fill(
     splits: SplitPlan,
 ) -> None:
     launch_plan(
-        start, seqlens_k, cu_seqlens_q, records, plan=splits, tile_n=KEYS.value,
-        max_run=spec.max_seqlen_q, window_left=spec.window_left, num_tokens=spec.num_tokens,
+        start,
+        seqlens_k,
+        cu_seqlens_q,
+        records,
+        plan=splits,
+        tile_n=KEYS.value,
+        max_run=spec.max_seqlen_q,
+        window_left=spec.window_left,
+        num_tokens=spec.num_tokens,
         max_keys=spec.max_blocks * spec.block_size,
-    )  # fmt: skip
+    )

@@ -18,9 +18,9 @@ from tilewise.kernels.gluon.quantised.operands import (
     INT8,
     MAGIC_WORDS,
     TABLE,
-)  # fmt: skip
+)
 from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
-from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles import quantised_rows as tiles
@@ -95,26 +95,53 @@ def launch(
     minimum = -1 if weight.minimums is None else kind_of(weight.minimums)
     step = step_of(weight.block, channels, weight.bits)
     shape = Shape(
-        kind, tile.rows, tile.tiles, tile.warps_n, tile.warps_k, tile.holds_inputs, step,
-        _steps(weight.block, channels, step), _steps(weight.outer_block, channels, step),
-        kind_of(weight.scales), weight.outer is not None, weight.zeros is not None, minimum,
-        weight.outer_minimums is not None, bias is not None, early.mode("rows"),
-    )  # fmt: skip
+        kind,
+        tile.rows,
+        tile.tiles,
+        tile.warps_n,
+        tile.warps_k,
+        tile.holds_inputs,
+        step,
+        _steps(weight.block, channels, step),
+        _steps(weight.outer_block, channels, step),
+        kind_of(weight.scales),
+        weight.outer is not None,
+        weight.zeros is not None,
+        minimum,
+        weight.outer_minimums is not None,
+        bias is not None,
+        early.mode("rows"),
+    )
     words = weight.codes.view(torch.int32)
     outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
-    start(
+    launch_now(
         quantised_rows_kernel,
         (-(-outputs // (16 * tile.tiles * tile.warps_n)), -(-rows // tile.rows)),
-        x, words, raw(weight.scales, y), raw(weight.zeros, y), raw(weight.minimums, y),
-        raw(weight.outer, y), raw(weight.outer_minimums, y), *table,
-        y if bias is None else bias, y,
-        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"], rows, outputs, channels,
-        words.shape[1], x.stride(0),
-        weight.scales.shape[1], 1 if outer is None else outer.shape[1],
-        weight.block[0], weight.outer_block[0], shape=shape,
-        num_warps=tile.warps_n * tile.warps_k, **options,
-    )  # fmt: skip
+        x,
+        words,
+        raw(weight.scales, y),
+        raw(weight.zeros, y),
+        raw(weight.minimums, y),
+        raw(weight.outer, y),
+        raw(weight.outer_minimums, y),
+        *table,
+        y if bias is None else bias,
+        y,
+        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"],
+        rows,
+        outputs,
+        channels,
+        words.shape[1],
+        x.stride(0),
+        weight.scales.shape[1],
+        1 if outer is None else outer.shape[1],
+        weight.block[0],
+        weight.outer_block[0],
+        shape=shape,
+        num_warps=tile.warps_n * tile.warps_k,
+        **options,
+    )
     return y
 
 

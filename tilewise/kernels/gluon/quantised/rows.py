@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from tilewise.kernels import early
+from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.quantised.operands import (
     bits_of,
     codes_layout,
@@ -57,16 +58,6 @@ class Shape(NamedTuple):
     has_outer_minimums: bool
     has_bias: bool
     early: int  # of `kernels.early`: codes are loaded before the kernel before has ended
-
-
-@gluon.jit
-def _each(instruction: gl.constexpr, shape: gl.constexpr):
-    """Run an instruction in every thread."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [shape.warps_n * shape.warps_k], [0])
-    thread = gl.arange(0, 32 * shape.warps_n * shape.warps_k, lanes)
-    gl.inline_asm_elementwise(
-        f"{instruction}; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.constexpr_function
@@ -155,9 +146,7 @@ def _base(first, output, outputs, grid, outer_grid, block_rows, outer_rows):
 
 
 @gluon.jit
-def _bases(
-    first, output, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr
-):  # fmt: skip
+def _bases(first, output, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr):
     """Return `_base` of four tiles, of which those that there are count."""
     WIDE: gl.constexpr = 16 * shape.warps_n
     base0 = _base(first, output, outputs, grid, outer_grid, block_rows, outer_rows)
@@ -194,9 +183,7 @@ def _loaded(codes, tensors, bases, warp, step, shape: gl.constexpr):
 
 
 @gluon.jit
-def _added(
-    acc, words, raw, operand, row_sum, constants, shape: gl.constexpr, DTYPE: gl.constexpr
-):  # fmt: skip
+def _added(acc, words, raw, operand, row_sum, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return the sums (warps, outputs, rows) of a tile with those of a step."""
     size: gl.constexpr = [shape.warps_k, 16 * shape.warps_n, shape.rows]
     zeros = gl.zeros(size, gl.float32, sum_layout(shape.warps_k, shape.warps_n))
@@ -277,11 +264,35 @@ def _stored(acc, y, bias, first, first_row, rows, outputs, shape: gl.constexpr):
     ]
 )
 def quantised_rows_kernel(
-    x, words, scales, zeros, minimums, outer, outer_minimums, table0, table1, table2, table3,
-    table4, table5, table6, table7, bias, y, magic_word, rows,
-    outputs, channels, per_row, stride_x, grid, outer_grid, block_rows, outer_rows,
+    x,
+    words,
+    scales,
+    zeros,
+    minimums,
+    outer,
+    outer_minimums,
+    table0,
+    table1,
+    table2,
+    table3,
+    table4,
+    table5,
+    table6,
+    table7,
+    bias,
+    y,
+    magic_word,
+    rows,
+    outputs,
+    channels,
+    per_row,
+    stride_x,
+    grid,
+    outer_grid,
+    block_rows,
+    outer_rows,
     shape: gl.constexpr,
-):  # fmt: skip
+):
     """Compute y (rows, outputs); see the module's docstring.
 
     words: int32 (outputs, per_row); grid, outer_grid: columns of scales and of outer; block_rows,
@@ -298,7 +309,7 @@ def quantised_rows_kernel(
     CODES: gl.constexpr = codes_layout(W, shape.warps_n, NUM, WORDS)
     INPUTS: gl.constexpr = inputs_layout(W, shape.warps_n, T, S)
     if shape.early == _FIRST:
-        _each("griddepcontrol.launch_dependents", shape)
+        begin_next(shape.warps_n * shape.warps_k)
     first = gl.program_id(0) * (WIDE * NUM)
     first_row = gl.program_id(1) * T
     # Codes: a lane's words of each of its outputs; outputs behind the last repeat it.
@@ -336,9 +347,9 @@ def quantised_rows_kernel(
     odd = _loaded(codes, tensors, bases, warp, W, shape)
     if shape.early:
         # Nobody writes the weight; whatever else is read or written follows the kernel before.
-        _each("griddepcontrol.wait", shape)
+        await_previous(shape.warps_n * shape.warps_k)
         if shape.early != _FIRST:
-            _each("griddepcontrol.launch_dependents", shape)
+            begin_next(shape.warps_n * shape.warps_k)
     rows_of_x = (x_at, x_inside, x_channel, channels)
     even_x = _inputs(rows_of_x, 0, S)
     odd_x = even_x

@@ -17,7 +17,7 @@ from tilewise.kernels.host.descriptors import (
     matrix_descriptor,
     why_no_descriptor,
 )
-from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles.invariant_many import ManyTile, cut, many_tile
 from tilewise.kernels.tiles.linear_rows import channels_of_part, parts_of, tile_of
@@ -66,16 +66,27 @@ def launch_many(x: Tensor, weight: Tensor, bias: Tensor | None, tile: ManyTile) 
     has_parts = parts_of(few, channels) > 1
     tiles = -(-rows // tile.tile_m) * -(-outputs // tile.tile_n)
     shape = Shape(
-        tile.tile_m, tile.tile_n, tile.stages, tile.columns, tile.group, tile.num_warps,
-        has_parts, bias is not None,
-    )  # fmt: skip
-    start(
-        linear_many_kernel, min(tiles, tile.ctas * device.sm_count_of(x.device)),
+        tile.tile_m,
+        tile.tile_n,
+        tile.stages,
+        tile.columns,
+        tile.group,
+        tile.num_warps,
+        has_parts,
+        bias is not None,
+    )
+    launch_now(
+        linear_many_kernel,
+        min(tiles, tile.ctas * device.sm_count_of(x.device)),
         matrix_descriptor(x, tile.tile_m, STEP.value),
         matrix_descriptor(weight, tile.tile_n, STEP.value),
         y if bias is None else bias,
         matrix_descriptor(y.view(rows, outputs), tile.tile_m, tile.columns),
-        rows, outputs, channels, channels_of_part(few, channels), shape=shape,
+        rows,
+        outputs,
+        channels,
+        channels_of_part(few, channels),
+        shape=shape,
         num_warps=tile.num_warps,
-    )  # fmt: skip
+    )
     return y

@@ -108,9 +108,16 @@ def _allocate(loads):
         gl.allocate_shared_memory(DTYPE, [2, ROWS, KEYS], P),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE),
         gl.allocate_shared_memory(gl.float32, [1, ROWS], LINE),
-        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1),
-        barriers(STAGES, 1), barriers(STAGES, 1), barriers(1, 1), barriers(2, 1), barriers(1, 1),
-    )  # fmt: skip
+        barriers(STAGES, 1),
+        barriers(STAGES, 1),
+        barriers(STAGES, 1),
+        barriers(STAGES, 1),
+        barriers(STAGES, 1),
+        barriers(STAGES, 1),
+        barriers(1, 1),
+        barriers(2, 1),
+        barriers(1, 1),
+    )
 
 
 @gluon.jit
@@ -166,9 +173,18 @@ def _issue(q_left, q_middle, index, shared):
 
 @gluon.jit
 def _fold_block(
-    s, m, l, index, head, at, factor, shared, variant: gl.constexpr, RIGHT: gl.constexpr,
+    s,
+    m,
+    l,
+    index,
+    head,
+    at,
+    factor,
+    shared,
+    variant: gl.constexpr,
+    RIGHT: gl.constexpr,
     LEFT: gl.constexpr,
-):  # fmt: skip
+):
     """Fold logits into m and l; p and alpha go to shared memory, but are not announced yet.
 
     RIGHT, LEFT: whether keys may be hidden at these sides.
@@ -187,9 +203,22 @@ def _fold_block(
 
 @gluon.jit
 def _score_steps(
-    s, m, l, begin, end, q_left, q_middle, head, loads, at, factor, shared,
-    variant: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
-):  # fmt: skip
+    s,
+    m,
+    l,
+    begin,
+    end,
+    q_left,
+    q_middle,
+    head,
+    loads,
+    at,
+    factor,
+    shared,
+    variant: gl.constexpr,
+    RIGHT: gl.constexpr,
+    LEFT: gl.constexpr,
+):
     """Fold the logits of steps [begin, end), and make those of the steps that follow each."""
     for index in range(begin, end):
         partition_barrier()  # all warps' products have read the keys
@@ -252,21 +281,60 @@ def score_rows(given, variant: gl.constexpr):
     if variant.ruled:
         free = gl.minimum(at.walk.free_begin, last)
         s, m, l = _score_steps(
-            s, m, l, steps * 0, free, q_left, q_middle, head, loads, at, factor, shared, variant,
-            True, variant.left,
-        )  # fmt: skip
+            s,
+            m,
+            l,
+            steps * 0,
+            free,
+            q_left,
+            q_middle,
+            head,
+            loads,
+            at,
+            factor,
+            shared,
+            variant,
+            True,
+            variant.left,
+        )
     free_end = last
     if variant.left:
         free_end = gl.maximum(gl.minimum(at.walk.free_end, last), free)
     s, m, l = _score_steps(
-        s, m, l, free, free_end, q_left, q_middle, head, loads, at, factor, shared, variant,
-        False, False,
-    )  # fmt: skip
+        s,
+        m,
+        l,
+        free,
+        free_end,
+        q_left,
+        q_middle,
+        head,
+        loads,
+        at,
+        factor,
+        shared,
+        variant,
+        False,
+        False,
+    )
     if variant.left:
         s, m, l = _score_steps(
-            s, m, l, free_end, last, q_left, q_middle, head, loads, at, factor, shared, variant,
-            False, True,
-        )  # fmt: skip
+            s,
+            m,
+            l,
+            free_end,
+            last,
+            q_left,
+            q_middle,
+            head,
+            loads,
+            at,
+            factor,
+            shared,
+            variant,
+            False,
+            True,
+        )
     m, l = _fold_block(
         s, m, l, last, head, at, factor, shared, variant, variant.ruled, variant.left
     )
@@ -353,24 +421,68 @@ def add_right(given, variant: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "num_tiles", "row_tiles", "num_heads", "heads_per_section", "num_q_heads", "group_size",
-        "seqlen_q", "seqlen_k", "window_left", "window_right", "lse_batch", "lse_head",
+        "num_tiles",
+        "row_tiles",
+        "num_heads",
+        "heads_per_section",
+        "num_q_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "window_left",
+        "window_right",
+        "lse_batch",
+        "lse_head",
     ]
-)  # fmt: skip
+)
 def wide_fwd_kernel(
-    q_left, q, k_left, k, v_left, v, o_left, o, lse, sinks,
-    num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
-    seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap, lse_batch, lse_head,
-    tile: gl.constexpr, variant: gl.constexpr,
-):  # fmt: skip
+    q_left,
+    q,
+    k_left,
+    k,
+    v_left,
+    v,
+    o_left,
+    o,
+    lse,
+    sinks,
+    num_tiles,
+    row_tiles,
+    num_heads,
+    heads_per_section,
+    num_q_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    lse_batch,
+    lse_head,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+):
     """Compute o and lse; see the module's docstring.
 
     The first eight are TMA descriptors of (64, 256) and (64, 128) tiles of q, k, v and o.
     """
     work = Work(
-        num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
-        seqlen_q, seqlen_k, window_left, window_right, 0, 0, None, None,
-    )  # fmt: skip
+        num_tiles,
+        row_tiles,
+        num_heads,
+        heads_per_section,
+        num_q_heads,
+        group_size,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        0,
+        0,
+        None,
+        None,
+    )
     extras = Extras(softmax_scale, softcap, None, 0, None, 0, 0, 0, 0)
     rows = rows_of_tile(gl.program_id(0), work, tile, variant)
     walk = walk_of(rows, work, None, tile, variant)

@@ -19,10 +19,23 @@ __all__ = ["TILE", "add_fwd", "is_wide", "why_not"]
 _NARROWEST, _WIDEST = 264, 512
 _LEFT, _PART = 256, 128  # channels of the parts of a tile
 TILE = Tile(
-    warpgroups=1, rows=ROWS.value, keys=KEYS.value, stages=STAGES.value, d=_WIDEST, d_high=0,
-    dv=_WIDEST, o_columns=_LEFT, dynamic=True, ping_pong=False, q_in_registers=True,
-    release_together=False, next_early=False, scale_late=False, registers=160, loader_registers=0,
-)  # fmt: skip
+    warpgroups=1,
+    rows=ROWS.value,
+    keys=KEYS.value,
+    stages=STAGES.value,
+    d=_WIDEST,
+    d_high=0,
+    dv=_WIDEST,
+    o_columns=_LEFT,
+    dynamic=True,
+    ping_pong=False,
+    q_in_registers=True,
+    release_together=False,
+    next_early=False,
+    scale_late=False,
+    registers=160,
+    loader_registers=0,
+)
 
 
 def is_wide(spec: AttentionSpec) -> bool:
@@ -85,9 +98,19 @@ def add_fwd(
         for width in (_LEFT, _PART)
     ]
     maker.launch(
-        wide_fwd_kernel, num_tiles, *descriptors,
-        *(descriptor(o, tile.rows, width) for width in (_LEFT, _PART)), lse, tensors.sinks,
-        num_tiles, row_tiles, spec.batch * heads, *numbers[:9], heads * rows, rows,
-        tile=tile, variant=variant,
-    )  # fmt: skip
+        wide_fwd_kernel,
+        num_tiles,
+        *descriptors,
+        *(descriptor(o, tile.rows, width) for width in (_LEFT, _PART)),
+        lse,
+        tensors.sinks,
+        num_tiles,
+        row_tiles,
+        spec.batch * heads,
+        *numbers[:9],
+        heads * rows,
+        rows,
+        tile=tile,
+        variant=variant,
+    )
     return o, lse

@@ -38,18 +38,53 @@ from tilewise.kernels.triton.visible import (
 
 @triton.jit(
     do_not_specialize=[
-        "num_rows", "num_keys", "num_parts", "bias_batch", "bias_heads", "batch", "num_q_heads",
-        "group_size", "seqlen_q", "seqlen_k", "window_left", "window_right",
+        "num_rows",
+        "num_keys",
+        "num_parts",
+        "bias_batch",
+        "bias_heads",
+        "batch",
+        "num_q_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "window_left",
+        "window_right",
     ]
-)  # fmt: skip
+)
 def attention_bwd_bias_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_log2_ptr, delta_ptr, dbias_ptr, sequences, strides,
-    num_rows, num_keys, num_parts, bias_batch, bias_heads, batch,
-    num_q_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
-    softmax_scale, softcap, extras,
-    dims: tl.constexpr, variant: tl.constexpr, SHARED_ROWS: tl.constexpr,
-    SHARED_KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    dbias_ptr,
+    sequences,
+    strides,
+    num_rows,
+    num_keys,
+    num_parts,
+    bias_batch,
+    bias_heads,
+    batch,
+    num_q_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    extras,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
+    SHARED_KEYS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Compute one tile of one part of dbias, contiguous (parts, Bb, Hb, num_rows, num_keys)."""
     key_tiles, row_tiles = tl.cdiv(num_keys, TILE_N), tl.cdiv(num_rows, TILE_M)
     index = tl.program_id(0)
@@ -76,9 +111,13 @@ def attention_bwd_bias_kernel(
         lse_base = head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1)
         delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
         scores = Scores(
-            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
-            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
-        )  # fmt: skip
+            softmax_scale,
+            softcap,
+            slope_of_head(extras, b, h, variant),
+            bias_of_head(extras, b, h, variant),
+            extras.bias_row,
+            extras.bias_key,
+        )
         draw = draw_of_head(extras, b * num_q_heads + h, variant)
         last_row, last_col = length_q, length_k
         if not SHARED_ROWS:
@@ -100,17 +139,42 @@ def attention_bwd_bias_kernel(
                 kind = kind_of_tile(extras, b, h, row, col, variant)
                 if kind >= -1:
                     qk = _products(
-                        q_base, k_base, q_step, k_step, rows, cols, length_q, length_k,
-                        dims.d + dims.rest, CHUNK,
-                    )  # fmt: skip
-                    dp = _products(
-                        do_base, v_base, do_step, v_step, rows, cols, length_q, length_k, dims.dv,
+                        q_base,
+                        k_base,
+                        q_step,
+                        k_step,
+                        rows,
+                        cols,
+                        length_q,
+                        length_k,
+                        dims.d + dims.rest,
                         CHUNK,
-                    )  # fmt: skip
+                    )
+                    dp = _products(
+                        do_base,
+                        v_base,
+                        do_step,
+                        v_step,
+                        rows,
+                        cols,
+                        length_q,
+                        length_k,
+                        dims.dv,
+                        CHUNK,
+                    )
                     s, seen = _score_pairs(
-                        qk, row, col, length_q, length_k, key_begin, key_end, kind, scores, extras,
+                        qk,
+                        row,
+                        col,
+                        length_q,
+                        length_k,
+                        key_begin,
+                        key_end,
+                        kind,
+                        scores,
+                        extras,
                         variant,
-                    )  # fmt: skip
+                    )
                     p = probabilities(s - lse_log2[:, None])
                     if variant.dropout:
                         keep = kept(draw, row, col, TILE_M, TILE_N, False)
@@ -154,9 +218,18 @@ def _products(
 
 @triton.jit
 def _score_pairs(
-    qk, row, col, length_q, length_k, key_begin, key_end, kind, scores, extras,
+    qk,
+    row,
+    col,
+    length_q,
+    length_k,
+    key_begin,
+    key_end,
+    kind,
+    scores,
+    extras,
     variant: tl.constexpr,
-):  # fmt: skip
+):
     """Return (logits in base 2, which pairs see one another) of a tile of products.
 
     row, col: the first row and key; key_begin, key_end: the range of each row, see
@@ -174,8 +247,14 @@ def _score_pairs(
     seen = seen & (rows < length_q)[:, None]
     if variant.mask_q > 0:
         allowed = visible_bits(
-            extras.mask_bits, tl.maximum(kind, 0), row % variant.mask_q, col % variant.mask_k,
-            variant, qk.shape[0], qk.shape[1], False,
-        )  # fmt: skip
+            extras.mask_bits,
+            tl.maximum(kind, 0),
+            row % variant.mask_q,
+            col % variant.mask_k,
+            variant,
+            qk.shape[0],
+            qk.shape[1],
+            False,
+        )
         seen = seen & (allowed | (kind < 0))
     return s, seen

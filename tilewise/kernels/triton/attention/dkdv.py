@@ -48,9 +48,17 @@ class Keys(NamedTuple):
 
 @triton.jit
 def _fold(
-    sums, keys, queries, step, scores, draw,
-    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+    sums,
+    keys,
+    queries,
+    step,
+    scores,
+    draw,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    MASKED: tl.constexpr,
+    BITS: tl.constexpr,
+):
     """Fold some queries into dk and dv.
 
     MASKED: only rows of the sequence exist; BITS: a pair must be `allowed` by a bit tile too.
@@ -109,16 +117,43 @@ def _fold(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tiles", "heads_per_section", "num_q_heads", "group_size",
-        "seqlen_q", "seqlen_k", "window_left", "window_right",
+        "num_tiles",
+        "heads_per_section",
+        "num_q_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "window_left",
+        "window_right",
     ]
-)  # fmt: skip
+)
 def attention_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_log2_ptr, delta_ptr, dk_ptr, dv_ptr,
-    sequences, strides, num_tiles, heads_per_section, num_q_heads, group_size,
-    seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap, extras,
-    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    sequences,
+    strides,
+    num_tiles,
+    heads_per_section,
+    num_q_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    extras,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
     """Compute one tile of dk and dv; see the module's docstring."""
     D_PAD: tl.constexpr = dims.d_pad
     REST_PAD: tl.constexpr = dims.rest_pad if dims.rest > 0 else 1  # 1: compiled away
@@ -169,9 +204,24 @@ def attention_bwd_dkdv_kernel(
             head_base(delta_ptr, b, first_q, h, strides.rows, 1),
         )
         dk, dk_rest, dv = walk(
-            (dk, dk_rest, dv), _fold, keys, queries, b, h, b * num_q_heads + h, edges,
-            softmax_scale, softcap, extras, dims, variant, TILE_M, TILE_N, True, False,
-        )  # fmt: skip
+            (dk, dk_rest, dv),
+            _fold,
+            keys,
+            queries,
+            b,
+            h,
+            b * num_q_heads + h,
+            edges,
+            softmax_scale,
+            softcap,
+            extras,
+            dims,
+            variant,
+            TILE_M,
+            TILE_N,
+            True,
+            False,
+        )
     # Rows past the last key hold exp2 of nonsense: the full range does not mask them.
     dk = tl.where(real[:, None], dk * softmax_scale, 0.0)
     if variant.dropout:

@@ -30,9 +30,17 @@ from tilewise.kernels.triton.visible import visible_pairs
 
 @triton.jit
 def _fold(
-    sums, queries, keys, step, scores, draw,
-    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+    sums,
+    queries,
+    keys,
+    step,
+    scores,
+    draw,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    MASKED: tl.constexpr,
+    BITS: tl.constexpr,
+):
     """Fold some keys into dq; MASKED and BITS are those of the forward pass."""
     dq, dq_rest = sums
     cols, loaded = step.rows, step.loaded
@@ -71,16 +79,42 @@ def _fold(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tiles", "heads_per_section", "num_q_heads", "group_size",
-        "seqlen_q", "seqlen_k", "window_left", "window_right",
+        "num_tiles",
+        "heads_per_section",
+        "num_q_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "window_left",
+        "window_right",
     ]
-)  # fmt: skip
+)
 def attention_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_log2_ptr, delta_ptr, dq_ptr,
-    sequences, strides, num_tiles, heads_per_section, num_q_heads, group_size,
-    seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap, extras,
-    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    dq_ptr,
+    sequences,
+    strides,
+    num_tiles,
+    heads_per_section,
+    num_q_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    extras,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
     """Compute one tile of dq; see the module's docstring."""
     D_PAD: tl.constexpr = dims.d_pad
     REST_PAD: tl.constexpr = dims.rest_pad if dims.rest > 0 else 1  # 1: compiled away
@@ -107,10 +141,28 @@ def attention_bwd_dq_kernel(
     dq = tl.zeros([TILE_M, D_PAD], tl.float32)
     dq_rest = tl.zeros([TILE_M, REST_PAD], tl.float32)
     dq, dq_rest = walk_keys(
-        (dq, dq_rest), _fold, q, q_rest, do, lse_log2, delta, at, k_base, v_base, strides,
-        window_left, window_right, softmax_scale, softcap, extras, dims, variant, TILE_M, TILE_N,
+        (dq, dq_rest),
+        _fold,
+        q,
+        q_rest,
+        do,
+        lse_log2,
+        delta,
+        at,
+        k_base,
+        v_base,
+        strides,
+        window_left,
+        window_right,
+        softmax_scale,
+        softcap,
+        extras,
+        dims,
+        variant,
+        TILE_M,
+        TILE_N,
         False,
-    )  # fmt: skip
+    )
     dq_base = head_base(dq_ptr, at.b, at.first_q, at.h, strides.dq, dims.unit)
     dq_ptrs = row_pointers(dq_base, at.first, TILE_M, strides.dq[1], dims.d_pad, dims)
     store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)

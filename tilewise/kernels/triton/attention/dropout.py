@@ -61,9 +61,14 @@ def _kept_words(draw, rows, block):
     above = zero
     for half in tl.static_range(2):
         words = tl.philox_impl(
-            zero + block.to(tl.uint32), row * 2 + half, zero + draw.head, zero + draw.offset,
-            draw.key_low, draw.key_high, ROUNDS,
-        )  # fmt: skip
+            zero + block.to(tl.uint32),
+            row * 2 + half,
+            zero + draw.head,
+            zero + draw.offset,
+            draw.key_low,
+            draw.key_high,
+            ROUNDS,
+        )
         for place in tl.static_range(4):
             word = words[place]
             free = ((draw.limit >> (4 * half + place)) & 1) - 1  # all bits where the limit's is 0

@@ -56,9 +56,17 @@ def nearest_power_of_two(x):
 
 @triton.jit
 def _attend(
-    sums, queries, keys, step, scores, draw,
-    dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+    sums,
+    queries,
+    keys,
+    step,
+    scores,
+    draw,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    MASKED: tl.constexpr,
+    BITS: tl.constexpr,
+):
     """Fold some keys into (acc, l, m): one step of the online softmax.
 
     MASKED: only keys that are `loaded` exist; BITS: a pair must be `allowed` by a bit tile too.
@@ -106,16 +114,41 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tiles", "heads_per_section", "num_q_heads", "group_size",
-        "seqlen_q", "seqlen_k", "window_left", "window_right",
+        "num_tiles",
+        "heads_per_section",
+        "num_q_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "window_left",
+        "window_right",
     ]
-)  # fmt: skip
+)
 def attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, sequences, strides,
-    num_tiles, heads_per_section, num_q_heads, group_size, seqlen_q, seqlen_k,
-    window_left, window_right, softmax_scale, softcap, extras,
-    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    sinks_ptr,
+    sequences,
+    strides,
+    num_tiles,
+    heads_per_section,
+    num_q_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    extras,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
     """Compute one tile of o and lse; see the module's docstring."""
     DV_PAD: tl.constexpr = dims.dv_pad
     at = place_of_program(
@@ -136,9 +169,28 @@ def attention_fwd_kernel(
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DV_PAD], tl.float32)
     acc, l, m = walk_keys(
-        (acc, l, m), _attend, q, q_rest, None, None, None, at, k_base, v_base, strides, window_left,
-        window_right, softmax_scale, softcap, extras, dims, variant, TILE_M, TILE_N, True,
-    )  # fmt: skip
+        (acc, l, m),
+        _attend,
+        q,
+        q_rest,
+        None,
+        None,
+        None,
+        at,
+        k_base,
+        v_base,
+        strides,
+        window_left,
+        window_right,
+        softmax_scale,
+        softcap,
+        extras,
+        dims,
+        variant,
+        TILE_M,
+        TILE_N,
+        True,
+    )
 
     if variant.plain:
         m *= softmax_scale * LOG2E

@@ -173,9 +173,12 @@ def given_of(spec: AttentionSpec, tensors: AttentionTensors) -> dict[str, Any]:
     """Return the further arguments of the backward launches, beside the row terms."""
     lengths = sequences_of(tensors)
     extras = extras_of(
-        spec, bias=tensors.bias, alibi_slopes=tensors.alibi_slopes, mask=tensors.mask,
+        spec,
+        bias=tensors.bias,
+        alibi_slopes=tensors.alibi_slopes,
+        mask=tensors.mask,
         philox=tensors.philox,
-    )  # fmt: skip
+    )
     return {"sequences": lengths, "extras": extras}
 
 
@@ -213,12 +216,27 @@ def add_fwd(
         return results
     extras = _with_reach(maker, extras, tile)
     maker.launch(
-        attention_fwd_kernel, num_tiles * num_heads,
-        q, k, v, o, lse, tensors.sinks, given["sequences"], strides,
-        num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
-        dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+        attention_fwd_kernel,
+        num_tiles * num_heads,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        tensors.sinks,
+        given["sequences"],
+        strides,
+        num_tiles,
+        query_heads_per_section(spec),
+        *numbers_of(spec),
+        extras,
+        dims=dims,
+        variant=variant_of(spec, extras),
+        TILE_M=tile.tile_m,
+        TILE_N=tile.tile_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return results
 
 
@@ -234,12 +252,23 @@ def launch_rows(
         dims = head_dims(spec, o, do)
         # A packed batch is treated as one long sequence: rows are independent here.
         maker.launch(
-            attention_bwd_rows_kernel, num_tiles * (lse.numel() // num_rows),
-            o, do, lse, dlse, lse_log2, delta,
-            strides_of(o, spec, dims), strides_of(do, spec, dims), row_strides(lse),
-            num_rows, num_tiles, spec.num_q_heads,
-            dims=dims, TILE_M=_ROWS_TILE,
-        )  # fmt: skip
+            attention_bwd_rows_kernel,
+            num_tiles * (lse.numel() // num_rows),
+            o,
+            do,
+            lse,
+            dlse,
+            lse_log2,
+            delta,
+            strides_of(o, spec, dims),
+            strides_of(do, spec, dims),
+            row_strides(lse),
+            num_rows,
+            num_tiles,
+            spec.num_q_heads,
+            dims=dims,
+            TILE_M=_ROWS_TILE,
+        )
     return lse_log2, delta
 
 
@@ -264,12 +293,29 @@ def launch_dkdv(
     if num_tiles * num_heads > 0:
         dims, strides = _bwd_strides(spec, q, k, v, do, q, dk, dv, lse_log2)
         maker.launch(
-            attention_bwd_dkdv_kernel, num_tiles * num_heads,
-            q, k, v, do, lse_log2, delta, dk, dv, sequences, strides,
-            num_tiles, key_heads_per_section(spec), *numbers_of(spec), extras,
-            dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+            attention_bwd_dkdv_kernel,
+            num_tiles * num_heads,
+            q,
+            k,
+            v,
+            do,
+            lse_log2,
+            delta,
+            dk,
+            dv,
+            sequences,
+            strides,
+            num_tiles,
+            key_heads_per_section(spec),
+            *numbers_of(spec),
+            extras,
+            dims=dims,
+            variant=variant_of(spec, extras),
+            TILE_M=tile.tile_m,
+            TILE_N=tile.tile_n,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     return dk, dv
 
 
@@ -295,12 +341,28 @@ def launch_dq(
         dims, strides = _bwd_strides(spec, q, k, v, do, dq, k, v, lse_log2)
         extras = _with_reach(maker, extras, tile)
         maker.launch(
-            attention_bwd_dq_kernel, num_tiles * num_heads,
-            q, k, v, do, lse_log2, delta, dq, sequences, strides,
-            num_tiles, query_heads_per_section(spec), *numbers_of(spec), extras,
-            dims=dims, variant=variant_of(spec, extras), TILE_M=tile.tile_m, TILE_N=tile.tile_n,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+            attention_bwd_dq_kernel,
+            num_tiles * num_heads,
+            q,
+            k,
+            v,
+            do,
+            lse_log2,
+            delta,
+            dq,
+            sequences,
+            strides,
+            num_tiles,
+            query_heads_per_section(spec),
+            *numbers_of(spec),
+            extras,
+            dims=dims,
+            variant=variant_of(spec, extras),
+            TILE_M=tile.tile_m,
+            TILE_N=tile.tile_n,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     return dq
 
 
@@ -331,13 +393,35 @@ def launch_dbias(
     parts = maker.empty((num_parts, *bias.shape), dtype)
     dims, strides = _bwd_strides(spec, q, k, v, do, q, k, v, lse_log2)
     maker.launch(
-        attention_bwd_bias_kernel, num_parts * tiles,
-        q, k, v, do, lse_log2, delta, parts, sequences, strides,
-        rows, keys, num_parts, batch, heads, spec.batch, *numbers_of(spec), extras,
-        dims=dims, variant=variant_of(spec, extras),
-        SHARED_ROWS=rows == 1, SHARED_KEYS=keys == 1, TILE_M=_BIAS_TILE, TILE_N=_BIAS_TILE,
-        CHUNK=_BIAS_CHUNK, num_warps=4, num_stages=2,
-    )  # fmt: skip
+        attention_bwd_bias_kernel,
+        num_parts * tiles,
+        q,
+        k,
+        v,
+        do,
+        lse_log2,
+        delta,
+        parts,
+        sequences,
+        strides,
+        rows,
+        keys,
+        num_parts,
+        batch,
+        heads,
+        spec.batch,
+        *numbers_of(spec),
+        extras,
+        dims=dims,
+        variant=variant_of(spec, extras),
+        SHARED_ROWS=rows == 1,
+        SHARED_KEYS=keys == 1,
+        TILE_M=_BIAS_TILE,
+        TILE_N=_BIAS_TILE,
+        CHUNK=_BIAS_CHUNK,
+        num_warps=4,
+        num_stages=2,
+    )
 
     def sum_parts(parts: Tensor) -> Tensor:
         return parts.sum(dim=0).to(bias_dtype)

@@ -40,9 +40,21 @@ class BwdStrides(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_q_heads"])
 def attention_bwd_rows_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, o_strides, do_strides, row_strides,
-    num_rows, num_tiles, num_q_heads, dims: tl.constexpr, TILE_M: tl.constexpr,
-):  # fmt: skip
+    o_ptr,
+    do_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    o_strides,
+    do_strides,
+    row_strides,
+    num_rows,
+    num_tiles,
+    num_q_heads,
+    dims: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
     """Compute delta and the base-2 lse of TILE_M rows of one head, +inf where lse is -inf."""
     pid = tl.program_id(0)
     head, tile = pid // num_tiles, pid % num_tiles

@@ -263,8 +263,15 @@ def bias_of_head(extras, b, h, variant: tl.constexpr):
 
 
 @triton.jit
-def load_bias(scores, rows, keys, loaded, variant: tl.constexpr, KEYS_FIRST: tl.constexpr,
-              MASKED: tl.constexpr):  # fmt: skip
+def load_bias(
+    scores,
+    rows,
+    keys,
+    loaded,
+    variant: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Load the float32 bias of (rows, keys), or transposed; 0 where `loaded`, of axis 1, is False.
 
     The caller clamps rows and keys to their sequence, except for those that `loaded` excludes.

@@ -94,9 +94,15 @@ class Queries(NamedTuple):
 
 @triton.jit
 def place_of_program(
-    sequences, num_tiles, heads_per_section, num_q_heads, seqlen_q, seqlen_k,
-    variant: tl.constexpr, TILE_M: tl.constexpr,
-):  # fmt: skip
+    sequences,
+    num_tiles,
+    heads_per_section,
+    num_q_heads,
+    seqlen_q,
+    seqlen_k,
+    variant: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
     """Return the Place of this program."""
     tile, head = tile_of_program(num_tiles, heads_per_section, variant.right)
     b, h = head // num_q_heads, head % num_q_heads
@@ -107,11 +113,28 @@ def place_of_program(
 
 @triton.jit
 def walk_keys(
-    sums, fold: tl.constexpr, q, q_rest, do, lse_log2, delta, at, k_base, v_base, strides,
-    window_left, window_right, softmax_scale, softcap, extras,
-    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    sums,
+    fold: tl.constexpr,
+    q,
+    q_rest,
+    do,
+    lse_log2,
+    delta,
+    at,
+    k_base,
+    v_base,
+    strides,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    extras,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     MOVES_ALL: tl.constexpr,
-):  # fmt: skip
+):
     """Fold all keys that the tile of queries at the Place `at` sees into `sums`; return them.
 
     do, lse_log2 and delta are None in the forward pass. The other arguments are those of `walk`.
@@ -124,22 +147,59 @@ def walk_keys(
         rows, at.length_q, at.length_k, window_left, window_right, variant
     )
     queries = Queries(
-        q, q_rest, do, lse_log2, delta, at.first, tl.minimum(rows, at.length_q - 1),
-        key_at(rows, at.length_q, at.length_k), key_begin, key_end,
-    )  # fmt: skip
+        q,
+        q_rest,
+        do,
+        lse_log2,
+        delta,
+        at.first,
+        tl.minimum(rows, at.length_q - 1),
+        key_at(rows, at.length_q, at.length_k),
+        key_begin,
+        key_end,
+    )
     keys = Others(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end, None, None)
     return walk(
-        sums, fold, queries, keys, at.b, at.h, at.head, (begin, full_begin, full_end, end),
-        softmax_scale, softcap, extras, dims, variant, TILE_M, TILE_N, False, MOVES_ALL,
-    )  # fmt: skip
+        sums,
+        fold,
+        queries,
+        keys,
+        at.b,
+        at.h,
+        at.head,
+        (begin, full_begin, full_end, end),
+        softmax_scale,
+        softcap,
+        extras,
+        dims,
+        variant,
+        TILE_M,
+        TILE_N,
+        False,
+        MOVES_ALL,
+    )
 
 
 @triton.jit
 def walk(
-    sums, fold: tl.constexpr, own, others, b, h, head, edges, softmax_scale, softcap, extras,
-    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    KEYS_FIRST: tl.constexpr, MOVES_ALL: tl.constexpr,
-):  # fmt: skip
+    sums,
+    fold: tl.constexpr,
+    own,
+    others,
+    b,
+    h,
+    head,
+    edges,
+    softmax_scale,
+    softcap,
+    extras,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+    MOVES_ALL: tl.constexpr,
+):
     """Fold all rows of a head that a tile meets into `sums`, a tuple; return it.
 
     KEYS_FIRST: True if the tile is one of keys. own.first: its first row or key; edges: the bounds
@@ -148,34 +208,72 @@ def walk(
     registers: 8 to 14 percent of the time of dk, dv (D 128, H200).
     """
     scores = Scores(
-        softmax_scale, softcap, slope_of_head(extras, b, h, variant),
-        bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
-    )  # fmt: skip
+        softmax_scale,
+        softcap,
+        slope_of_head(extras, b, h, variant),
+        bias_of_head(extras, b, h, variant),
+        extras.bias_row,
+        extras.bias_key,
+    )
     draw = draw_of_head(extras, head, variant)
     if variant.mask_q > 0:
         lists = lists_of_tile(extras, b, h, own.first, edges[0], edges[3], variant, KEYS_FIRST)
         for partial in tl.static_range(2):
             sums = _walk_entries(
-                sums, fold, own, others, lists[2 * partial], lists[2 * partial + 1], scores, draw,
-                extras, dims, variant, TILE_M, TILE_N, KEYS_FIRST, partial == 1,
-            )  # fmt: skip
+                sums,
+                fold,
+                own,
+                others,
+                lists[2 * partial],
+                lists[2 * partial + 1],
+                scores,
+                draw,
+                extras,
+                dims,
+                variant,
+                TILE_M,
+                TILE_N,
+                KEYS_FIRST,
+                partial == 1,
+            )
     else:
         HAS_FIRST: tl.constexpr = variant.right if KEYS_FIRST else variant.left
         for part in tl.static_range(3):  # in the middle one every query sees every key
             if part > 0 or HAS_FIRST:
                 sums = _walk_range(
-                    sums, fold, own, others, edges[part], edges[part + 1], scores, draw, dims,
-                    variant, TILE_M if KEYS_FIRST else TILE_N, MOVES_ALL, part != 1,
-                )  # fmt: skip
+                    sums,
+                    fold,
+                    own,
+                    others,
+                    edges[part],
+                    edges[part + 1],
+                    scores,
+                    draw,
+                    dims,
+                    variant,
+                    TILE_M if KEYS_FIRST else TILE_N,
+                    MOVES_ALL,
+                    part != 1,
+                )
     return sums
 
 
 @triton.jit
 def _walk_range(
-    sums, fold: tl.constexpr, own, others, begin, end, scores, draw,
-    dims: tl.constexpr, variant: tl.constexpr, TILE: tl.constexpr, MOVES_ALL: tl.constexpr,
+    sums,
+    fold: tl.constexpr,
+    own,
+    others,
+    begin,
+    end,
+    scores,
+    draw,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    TILE: tl.constexpr,
+    MOVES_ALL: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """Fold the rows [begin, end) into `sums`."""
     rows = begin + tl.arange(0, TILE)
     if MOVES_ALL:
@@ -201,10 +299,22 @@ def _walk_range(
 
 @triton.jit
 def _walk_entries(
-    sums, fold: tl.constexpr, own, others, first, last, scores, draw, extras,
-    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    KEYS_FIRST: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+    sums,
+    fold: tl.constexpr,
+    own,
+    others,
+    first,
+    last,
+    scores,
+    draw,
+    extras,
+    dims: tl.constexpr,
+    variant: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+    BITS: tl.constexpr,
+):
     """Fold the mask tiles [first, last) of a list into `sums`; partial ones have BITS."""
     TILE: tl.constexpr = TILE_M if KEYS_FIRST else TILE_N
     SIZE: tl.constexpr = variant.mask_q if KEYS_FIRST else variant.mask_k
@@ -220,9 +330,16 @@ def _walk_entries(
         allowed = None
         if BITS:
             loaded, allowed = pairs_of_entry(
-                extras, entries + number // STEPS * 2, own.first, within, loaded, variant, TILE_M,
-                TILE_N, KEYS_FIRST,
-            )  # fmt: skip
+                extras,
+                entries + number // STEPS * 2,
+                own.first,
+                within,
+                loaded,
+                variant,
+                TILE_M,
+                TILE_N,
+                KEYS_FIRST,
+            )
         a = row_pointers(others.a, begin, TILE, others.a_row, dims.d_pad, dims)
         b = row_pointers(others.b, begin, TILE, others.b_row, dims.dv_pad, dims)
         step = Step(a, b, begin, rows, loaded, allowed)

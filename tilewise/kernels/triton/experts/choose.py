@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.elements import why_not as why_not
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparse_mixer": 2}
@@ -24,10 +25,15 @@ _SCORES = {"softmax": 0, "sigmoid": 1, "sparse_mixer": 2}
 
 @triton.jit
 def _among_groups(
-    score, expert, group_size,
-    GROUPS: tl.constexpr, ACTIVE_GROUPS: tl.constexpr, BEST: tl.constexpr, EXPERTS: tl.constexpr,
+    score,
+    expert,
+    group_size,
+    GROUPS: tl.constexpr,
+    ACTIVE_GROUPS: tl.constexpr,
+    BEST: tl.constexpr,
+    EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
-):  # fmt: skip
+):
     """Return whether each expert is in one of the best groups."""
     own = expert // group_size
     group = tl.arange(0, SLOTS)
@@ -50,12 +56,27 @@ def _among_groups(
 
 @triton.jit
 def choose_kernel(
-    logits_ptr, bias_ptr, chosen_ptr, weight_ptr, num_experts, stride_logits, group_size,
-    norm_eps, scale, distance,
-    SCORES: tl.constexpr, NORMALISED: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
-    ACTIVE_GROUPS: tl.constexpr, BEST: tl.constexpr, GROUP_SLOTS: tl.constexpr,
-    ACTIVE: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    bias_ptr,
+    chosen_ptr,
+    weight_ptr,
+    num_experts,
+    stride_logits,
+    group_size,
+    norm_eps,
+    scale,
+    distance,
+    SCORES: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ACTIVE_GROUPS: tl.constexpr,
+    BEST: tl.constexpr,
+    GROUP_SLOTS: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     slot = tl.arange(0, SLOTS)
@@ -136,13 +157,29 @@ def launch(
     if tokens == 0:
         return chosen, weights
     experts = triton.next_power_of_2(num_experts)
-    choose_kernel[(tokens,)](
-        logits, logits if correction_bias is None else correction_bias, chosen, weights,
-        num_experts, logits.stride(0), num_experts // num_groups, norm_eps, scale, 2 * jitter,
-        SCORES=_SCORES[scores], NORMALISED=normalised, CORRECTED=correction_bias is not None,
-        GROUPS=num_groups, ACTIVE_GROUPS=num_active_groups,
+    launch_now(
+        choose_kernel,
+        tokens,
+        logits,
+        logits if correction_bias is None else correction_bias,
+        chosen,
+        weights,
+        num_experts,
+        logits.stride(0),
+        num_experts // num_groups,
+        norm_eps,
+        scale,
+        2 * jitter,
+        SCORES=_SCORES[scores],
+        NORMALISED=normalised,
+        CORRECTED=correction_bias is not None,
+        GROUPS=num_groups,
+        ACTIVE_GROUPS=num_active_groups,
         BEST=best_in_group if num_groups > 1 else 1,
-        GROUP_SLOTS=triton.next_power_of_2(num_groups), ACTIVE=num_active, EXPERTS=experts,
-        SLOTS=triton.next_power_of_2(num_active), num_warps=1 if experts <= 256 else 4,
-    )  # fmt: skip
+        GROUP_SLOTS=triton.next_power_of_2(num_groups),
+        ACTIVE=num_active,
+        EXPERTS=experts,
+        SLOTS=triton.next_power_of_2(num_active),
+        num_warps=1 if experts <= 256 else 4,
+    )
     return chosen, weights

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.tiles.experts import (
     CHUNK,
     COUNTED_CHOICES,
@@ -60,31 +61,86 @@ def launch(
     # bfloat16 is unpacked by instructions for two numbers, which the interpreter does not know.
     in_pairs = x.dtype == torch.bfloat16 and not device.interpreting()
     sizes = {
-        "IN_PAIRS": in_pairs, "SORTED": is_sorted, "ACTIVE": active, "SLOTS": slots,
-        "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K": tile.tile_k,
-        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-    }  # fmt: skip
+        "IN_PAIRS": in_pairs,
+        "SORTED": is_sorted,
+        "ACTIVE": active,
+        "SLOTS": slots,
+        "TILE_M": tile.tile_m,
+        "TILE_N": tile.tile_n,
+        "TILE_K": tile.tile_k,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
     a = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     columns = triton.cdiv(outputs, tile.tile_n)
-    up_kernel[(row_tiles * columns,)](
-        x, up, up if up_scale is None else up_scale, up if up_bias is None else up_bias, table,
-        chosen, row, weights, a, tokens, num_experts, columns, inner, width, x.stride(0), limit,
-        alpha, ACTIVATION=activation, INTERLEAVED=interleaved, WEIGHED=weighs_input,
-        BIASED=up_bias is not None, PACKED=up_scale is not None, **sizes,
-    )  # fmt: skip
+    launch_now(
+        up_kernel,
+        row_tiles * columns,
+        x,
+        up,
+        up if up_scale is None else up_scale,
+        up if up_bias is None else up_bias,
+        table,
+        chosen,
+        row,
+        weights,
+        a,
+        tokens,
+        num_experts,
+        columns,
+        inner,
+        width,
+        x.stride(0),
+        limit,
+        alpha,
+        ACTIVATION=activation,
+        INTERLEAVED=interleaved,
+        WEIGHED=weighs_input,
+        BIASED=up_bias is not None,
+        PACKED=up_scale is not None,
+        **sizes,
+    )
     o = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     columns = triton.cdiv(width, tile.tile_n)
-    down_kernel[(row_tiles * columns,)](
-        a, down, down if down_scale is None else down_scale,
-        down if down_bias is None else down_bias, table, chosen, row, o, tokens, num_experts,
-        columns, width, inner, BIASED=down_bias is not None, PACKED=down_scale is not None, **sizes,
-    )  # fmt: skip
+    launch_now(
+        down_kernel,
+        row_tiles * columns,
+        a,
+        down,
+        down if down_scale is None else down_scale,
+        down if down_bias is None else down_bias,
+        table,
+        chosen,
+        row,
+        o,
+        tokens,
+        num_experts,
+        columns,
+        width,
+        inner,
+        BIASED=down_bias is not None,
+        PACKED=down_scale is not None,
+        **sizes,
+    )
     part = min(COMBINED, triton.next_power_of_2(width))
     parts = triton.cdiv(width, part)
-    combine_kernel[(tokens * parts,)](
-        o, weights, chosen, place, y, num_experts, width, parts, WEIGHED=not weighs_input,
-        SORTED=is_sorted, ACTIVE=active, TILE=part, num_warps=4,
-    )  # fmt: skip
+    launch_now(
+        combine_kernel,
+        tokens * parts,
+        o,
+        weights,
+        chosen,
+        place,
+        y,
+        num_experts,
+        width,
+        parts,
+        WEIGHED=not weighs_input,
+        SORTED=is_sorted,
+        ACTIVE=active,
+        TILE=part,
+        num_warps=4,
+    )
     return y
 
 
@@ -103,9 +159,21 @@ def _placed(
     table, place, row, counts = ints.split(split)
     sizes = {"ACTIVE": active, "TOKENS": each, "EXPERTS": experts, "SLOTS": slots}
     if is_counted:
-        count_kernel[(tiles,)](chosen, counts, tokens, num_experts, **sizes, num_warps=4)
-    place_kernel[(tiles,)](
-        chosen, counts if is_counted else chosen, place, row, table, tokens, num_experts,
-        COUNTED=is_counted, CHUNK=CHUNK, TILE_M=tile_m, **sizes, num_warps=8,
-    )  # fmt: skip
+        launch_now(count_kernel, tiles, chosen, counts, tokens, num_experts, **sizes, num_warps=4)
+    launch_now(
+        place_kernel,
+        tiles,
+        chosen,
+        counts if is_counted else chosen,
+        place,
+        row,
+        table,
+        tokens,
+        num_experts,
+        COUNTED=is_counted,
+        CHUNK=CHUNK,
+        TILE_M=tile_m,
+        **sizes,
+        num_warps=8,
+    )
     return table, place, row

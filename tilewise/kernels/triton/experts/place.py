@@ -17,9 +17,14 @@ import triton.language as tl
 
 @triton.jit
 def _choices(
-    chosen_ptr, tile, tokens, experts,
-    ACTIVE: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+    chosen_ptr,
+    tile,
+    tokens,
+    experts,
+    ACTIVE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Return a tile's choices in order of token, then of slot: where, which experts, whether."""
     pair = tl.arange(0, TOKENS * SLOTS)
     token, slot = tile * TOKENS + pair // SLOTS, pair % SLOTS
@@ -31,9 +36,15 @@ def _choices(
 
 @triton.jit(do_not_specialize=["tokens", "experts"])
 def count_kernel(
-    chosen_ptr, count_ptr, tokens, experts,
-    ACTIVE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+    chosen_ptr,
+    count_ptr,
+    tokens,
+    experts,
+    ACTIVE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     tile = tl.program_id(0)
     _, which, is_choice = _choices(chosen_ptr, tile, tokens, experts, ACTIVE, TOKENS, SLOTS)
     counts = tl.histogram(which, EXPERTS, mask=is_choice)
@@ -42,10 +53,21 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "experts"])
 def place_kernel(
-    chosen_ptr, count_ptr, place_ptr, row_ptr, tile_ptr, tokens, experts,
-    COUNTED: tl.constexpr, CHUNK: tl.constexpr, ACTIVE: tl.constexpr, TOKENS: tl.constexpr,
-    EXPERTS: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr,
-):  # fmt: skip
+    chosen_ptr,
+    count_ptr,
+    place_ptr,
+    row_ptr,
+    tile_ptr,
+    tokens,
+    experts,
+    COUNTED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, EXPERTS)
     before = tl.zeros([EXPERTS], tl.int32)

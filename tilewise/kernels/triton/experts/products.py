@@ -25,9 +25,17 @@ import triton.language as tl
 
 @triton.jit
 def _rows_of_tile(
-    table_ptr, chosen_ptr, row_ptr, tile, tokens, experts,
-    SORTED: tl.constexpr, ACTIVE: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    chosen_ptr,
+    row_ptr,
+    tile,
+    tokens,
+    experts,
+    SORTED: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
     """Return whether a tile has rows; its expert; for each row whether it is one, its place in
     what the products write, and its choice, token * ACTIVE + slot."""
     m = tl.arange(0, TILE_M)
@@ -113,8 +121,9 @@ def _both_nibbles(byte, factor):
 
 
 @triton.jit
-def _unpacked(byte, scale, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr, N: tl.constexpr,
-              K: tl.constexpr):  # fmt: skip
+def _unpacked(
+    byte, scale, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
     """Return (N, K) values of bytes (N, K / 2), the lower nibble first, and scales (N, K / 32).
 
     A scale of 0 gives 0.
@@ -145,10 +154,19 @@ def _scales(scale_ptr, output, is_output, k, channels, TILE_K: tl.constexpr):
 
 @triton.jit
 def _product(
-    row_ptr, is_row, w_ptr, scale_ptr, output, is_output, channels,
-    PACKED: tl.constexpr, IN_PAIRS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    row_ptr,
+    is_row,
+    w_ptr,
+    scale_ptr,
+    output,
+    is_output,
+    channels,
+    PACKED: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-):  # fmt: skip
+):
     """Return (TILE_M, TILE_N), float32: rows at row_ptr (TILE_M,) times rows `output` of a weight.
 
     Scales are loaded a step ahead, since their rows need not lie as asynchronous copies want it.
@@ -180,17 +198,48 @@ def _product(
 
 @triton.jit(do_not_specialize=["tokens", "experts"])
 def up_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, chosen_ptr, row_ptr, weight_ptr, a_ptr, tokens,
-    experts, columns, inner, channels, stride_x, limit, alpha,
-    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHED: tl.constexpr,
-    BIASED: tl.constexpr, PACKED: tl.constexpr, IN_PAIRS: tl.constexpr, SORTED: tl.constexpr,
-    ACTIVE: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    table_ptr,
+    chosen_ptr,
+    row_ptr,
+    weight_ptr,
+    a_ptr,
+    tokens,
+    experts,
+    columns,
+    inner,
+    channels,
+    stride_x,
+    limit,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    BIASED: tl.constexpr,
+    PACKED: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    SORTED: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-):  # fmt: skip
+):
     is_tile, expert, is_row, place, choice = _rows_of_tile(
-        table_ptr, chosen_ptr, row_ptr, tl.program_id(0) // columns, tokens, experts, SORTED,
-        ACTIVE, SLOTS, TILE_M,
-    )  # fmt: skip
+        table_ptr,
+        chosen_ptr,
+        row_ptr,
+        tl.program_id(0) // columns,
+        tokens,
+        experts,
+        SORTED,
+        ACTIVE,
+        SLOTS,
+        TILE_M,
+    )
     if is_tile:
         dtype = x_ptr.dtype.element_ty
         token = (choice // ACTIVE).to(tl.int64)
@@ -203,9 +252,19 @@ def up_kernel(
         w = w_ptr + shift * (channels // 2 if PACKED else channels)
         scales = scale_ptr + shift * (channels // 32)
         acc = _product(
-            x_ptr + token * stride_x, is_row, w, scales, row, is_output, channels, PACKED, IN_PAIRS,
-            TILE_M, TILE_N, TILE_K,
-        )  # fmt: skip
+            x_ptr + token * stride_x,
+            is_row,
+            w,
+            scales,
+            row,
+            is_output,
+            channels,
+            PACKED,
+            IN_PAIRS,
+            TILE_M,
+            TILE_N,
+            TILE_K,
+        )
         if WEIGHED:
             acc *= tl.load(weight_ptr + choice, mask=is_row, other=0.0)[:, None]
         if BIASED:
@@ -220,16 +279,41 @@ def up_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "experts"])
 def down_kernel(
-    a_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, chosen_ptr, row_ptr, o_ptr, tokens, experts,
-    columns, outputs, channels,
-    BIASED: tl.constexpr, PACKED: tl.constexpr, IN_PAIRS: tl.constexpr, SORTED: tl.constexpr,
-    ACTIVE: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    a_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    table_ptr,
+    chosen_ptr,
+    row_ptr,
+    o_ptr,
+    tokens,
+    experts,
+    columns,
+    outputs,
+    channels,
+    BIASED: tl.constexpr,
+    PACKED: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    SORTED: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-):  # fmt: skip
+):
     is_tile, expert, is_row, place, _ = _rows_of_tile(
-        table_ptr, chosen_ptr, row_ptr, tl.program_id(0) // columns, tokens, experts, SORTED,
-        ACTIVE, SLOTS, TILE_M,
-    )  # fmt: skip
+        table_ptr,
+        chosen_ptr,
+        row_ptr,
+        tl.program_id(0) // columns,
+        tokens,
+        experts,
+        SORTED,
+        ACTIVE,
+        SLOTS,
+        TILE_M,
+    )
     if is_tile:
         dtype = a_ptr.dtype.element_ty
         output = tl.program_id(0) % columns * TILE_N + tl.arange(0, TILE_N)
@@ -238,9 +322,19 @@ def down_kernel(
         w = w_ptr + shift * (channels // 2 if PACKED else channels)
         scales = scale_ptr + shift * (channels // 32)
         acc = _product(
-            a_ptr + place * channels, is_row, w, scales, output, is_output, channels, PACKED,
-            IN_PAIRS, TILE_M, TILE_N, TILE_K,
-        )  # fmt: skip
+            a_ptr + place * channels,
+            is_row,
+            w,
+            scales,
+            output,
+            is_output,
+            channels,
+            PACKED,
+            IN_PAIRS,
+            TILE_M,
+            TILE_N,
+            TILE_K,
+        )
         if BIASED:
             bias = tl.load(bias_ptr + shift + output, mask=is_output, other=0.0)
             acc += bias.to(tl.float32)[None, :]
@@ -250,9 +344,19 @@ def down_kernel(
 
 @triton.jit(do_not_specialize=["experts"])
 def combine_kernel(
-    o_ptr, weight_ptr, chosen_ptr, place_ptr, y_ptr, experts, channels, tiles,
-    WEIGHED: tl.constexpr, SORTED: tl.constexpr, ACTIVE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    o_ptr,
+    weight_ptr,
+    chosen_ptr,
+    place_ptr,
+    y_ptr,
+    experts,
+    channels,
+    tiles,
+    WEIGHED: tl.constexpr,
+    SORTED: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     token = (tl.program_id(0) // tiles).to(tl.int64)
     channel = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     inside = channel < channels

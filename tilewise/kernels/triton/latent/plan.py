@@ -103,10 +103,27 @@ class Way(NamedTuple):
 
 @triton.jit
 def _attend_latents(
-    q, q_rope, acc, l, m, pos, cache_ptr, scale_ptr, block_row_ptr, stride_b, stride_p,
-    stride_sb, stride_sp, first, last, key_hi, num_blocks, scale_log2,
-    form: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+    q,
+    q_rope,
+    acc,
+    l,
+    m,
+    pos,
+    cache_ptr,
+    scale_ptr,
+    block_row_ptr,
+    stride_b,
+    stride_p,
+    stride_sb,
+    stride_sp,
+    first,
+    last,
+    key_hi,
+    num_blocks,
+    scale_log2,
+    form: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
     """Fold the keys of tiles first ... last - 1, below key_hi, into acc, l and m of the rows.
 
     q (TILE_M, rank_pad), q_rope (TILE_M, rope_pad); pos (TILE_M,) is the last key each row sees.
@@ -164,26 +181,71 @@ def _attend_latents(
     return acc, l, m
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_keys", "num_blocks", "max_run",
-                               "target_pairs", "split_tiles", "num_pairs", "min_run",
-                               "stride_lh"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs",
+        "num_tokens",
+        "max_keys",
+        "num_blocks",
+        "max_run",
+        "target_pairs",
+        "split_tiles",
+        "num_pairs",
+        "min_run",
+        "stride_lh",
+    ]
+)
 def _latent_kernel(
-    at, stride_sb, stride_sp,
-    stride_qt, stride_qh, stride_rt, stride_rh, stride_b, stride_p,
-    stride_ot, stride_oh, stride_lh, stride_table,
-    num_seqs, num_tokens, max_keys, num_blocks, max_run, target_pairs, split_tiles, num_pairs,
-    min_run, scale_log2,
-    form: tl.constexpr, way: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr,
+    at,
+    stride_sb,
+    stride_sp,
+    stride_qt,
+    stride_qh,
+    stride_rt,
+    stride_rh,
+    stride_b,
+    stride_p,
+    stride_ot,
+    stride_oh,
+    stride_lh,
+    stride_table,
+    num_seqs,
+    num_tokens,
+    max_keys,
+    num_blocks,
+    max_run,
+    target_pairs,
+    split_tiles,
+    num_pairs,
+    min_run,
+    scale_log2,
+    form: tl.constexpr,
+    way: tl.constexpr,
+    TILE_B: tl.constexpr,
+    TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
-):  # fmt: skip
+):
     TILE_R: tl.constexpr = form.rank_pad
     pair = tl.program_id(0)
     row_tile = tl.program_id(1)
     first_pair = 0
     if way.clears and row_tile == 0:
         used = tl.minimum(tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0), num_tokens)
-        clear_padding_rows(at.o, at.lse, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
-                           num_tokens, 0, form.heads, form.tile_h, form.rank, TILE_R)  # fmt: skip
+        clear_padding_rows(
+            at.o,
+            at.lse,
+            stride_ot,
+            stride_oh,
+            stride_lh,
+            used + pair,
+            num_pairs,
+            num_tokens,
+            0,
+            form.heads,
+            form.tile_h,
+            form.rank,
+            TILE_R,
+        )
     if way.long:
         seq, row_tile = find_tile(
             at.cu_seqlens_q,
@@ -197,8 +259,20 @@ def _latent_kernel(
         )
     else:
         seq, first_pair, split_tiles = find_split(
-            at.seqlens_k, at.cu_seqlens_q, pair, num_seqs, num_tokens, max_keys, max_run,
-            target_pairs, split_tiles, -1, TILE_N, way.fixed, TILE_B)  # fmt: skip
+            at.seqlens_k,
+            at.cu_seqlens_q,
+            pair,
+            num_seqs,
+            num_tokens,
+            max_keys,
+            max_run,
+            target_pairs,
+            split_tiles,
+            -1,
+            TILE_N,
+            way.fixed,
+            TILE_B,
+        )
     if seq >= num_seqs:
         return
     start, run = run_of(at.cu_seqlens_q, seq, True, num_tokens)
@@ -224,8 +298,14 @@ def _latent_kernel(
     q = _load_rows(
         (at.q + t * stride_qt + head * stride_qh)[:, None], offs_r, in_run, form.rank, TILE_R, True
     )
-    q_rope = _load_rows((at.q_rope + t * stride_rt + head * stride_rh)[:, None], offs_dr, in_run,
-                        form.rope_dim, form.rope_pad, True)  # fmt: skip
+    q_rope = _load_rows(
+        (at.q_rope + t * stride_rt + head * stride_rh)[:, None],
+        offs_dr,
+        in_run,
+        form.rope_dim,
+        form.rope_pad,
+        True,
+    )
     if form.kind == FLOAT and at.q.dtype.element_ty != at.cache.dtype.element_ty:
         q = q.to(tl.float32)
         q_rope = q_rope.to(tl.float32)
@@ -238,10 +318,27 @@ def _latent_kernel(
     l = tl.zeros([TILE_M], dtype=tl.float32)
     m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
     acc, l, m = _attend_latents(
-        q, q_rope, acc, l, m, pos, at.cache, at.scale,
-        at.block_table + seq.to(tl.int64) * stride_table, stride_b, stride_p,
-        stride_sb, stride_sp, split * num_tiles // num_splits, last, key_hi, num_blocks, scale_log2,
-        form, TILE_N)  # fmt: skip
+        q,
+        q_rope,
+        acc,
+        l,
+        m,
+        pos,
+        at.cache,
+        at.scale,
+        at.block_table + seq.to(tl.int64) * stride_table,
+        stride_b,
+        stride_p,
+        stride_sb,
+        stride_sp,
+        split * num_tiles // num_splits,
+        last,
+        key_hi,
+        num_blocks,
+        scale_log2,
+        form,
+        TILE_N,
+    )
     o, lse = normalise(acc, l, m)
 
     inside = in_run[:, None] & (offs_r[None, :] < form.rank)
@@ -298,9 +395,17 @@ def made_fwd(call: Call) -> LaunchPlan:
     if work.split_run > 0:
         chosen["split"] = work.split_config
         launch_splits(
-            maker, given, o, lse, spec, config=work.split_config, plan=work.split_plan,
-            max_run=work.split_run, clears=work.rows_config is None, arch=arch,
-        )  # fmt: skip
+            maker,
+            given,
+            o,
+            lse,
+            spec,
+            config=work.split_config,
+            plan=work.split_plan,
+            max_run=work.split_run,
+            clears=work.rows_config is None,
+            arch=arch,
+        )
     if work.rows_config is not None:
         config = chosen["rows"] = work.rows_config
         launch_rows(maker, given, o, lse, spec, config=config, split_run=work.split_run, arch=arch)
@@ -335,25 +440,47 @@ def launch_splits(
         part_lse = maker.empty((parts,), torch.float32)
         bounds = maker.empty((spec.num_seqs, 2), torch.int32)
     maker.launch(
-        _latent_kernel, (plan.num_pairs, triton.cdiv(max_run * num_heads, config.tile_m)),
+        _latent_kernel,
+        (plan.num_pairs, triton.cdiv(max_run * num_heads, config.tile_m)),
         *_arguments(given, o, lse, part_o, part_lse, bounds),
-        spec.num_seqs, spec.num_tokens, *reach_of(spec, given.latent_cache), max_run,
-        plan.target_pairs, plan.split_tiles, plan.num_pairs, 0, spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config, arch), way=Way(False, plan.fixed, plan.alone, clears),
-    )  # fmt: skip
+        spec.num_seqs,
+        spec.num_tokens,
+        *reach_of(spec, given.latent_cache),
+        max_run,
+        plan.target_pairs,
+        plan.split_tiles,
+        plan.num_pairs,
+        0,
+        spec.softmax_scale * LOG2E.value,
+        **_constants(spec, config, arch),
+        way=Way(False, plan.fixed, plan.alone, clears),
+    )
     if plan.alone:
         return
     rows = spec.num_seqs * max_run * num_heads
     # The tile decides the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
     maker.launch(
-        _merge_kernel, (spec.num_seqs * max_run, num_heads),
-        part_o, part_lse, bounds, given.cu_seqlens_q, o, lse,
-        *o.stride()[:2], lse.stride(0), spec.num_tokens, plan.num_pairs, max_run,
-        NUM_KV_HEADS=1, GROUP=num_heads, V_HEAD_DIM=rank, TILE_DV=padded_head_dim(rank),
+        _merge_kernel,
+        (spec.num_seqs * max_run, num_heads),
+        part_o,
+        part_lse,
+        bounds,
+        given.cu_seqlens_q,
+        o,
+        lse,
+        *o.stride()[:2],
+        lse.stride(0),
+        spec.num_tokens,
+        plan.num_pairs,
+        max_run,
+        NUM_KV_HEADS=1,
+        GROUP=num_heads,
+        V_HEAD_DIM=rank,
+        TILE_DV=padded_head_dim(rank),
         MERGE_TILE=max(1, MERGE_TILE * num_warps * 128 // padded_head_dim(rank)),
         num_warps=num_warps,
-    )  # fmt: skip
+    )
 
 
 def launch_rows(
@@ -372,12 +499,21 @@ def launch_rows(
     # Every sequence wastes less than one tile, so this bounds the tiles of any cu_seqlens_q.
     num_tiles = spec.num_tokens * spec.num_q_heads // config.tile_m + spec.num_seqs
     maker.launch(
-        _latent_kernel, (num_tiles, 1), *_arguments(given, o, lse, o, lse, given.seqlens_k),
-        spec.num_seqs, spec.num_tokens, *reach_of(spec, given.latent_cache), 0, 0, 0, num_tiles,
+        _latent_kernel,
+        (num_tiles, 1),
+        *_arguments(given, o, lse, o, lse, given.seqlens_k),
+        spec.num_seqs,
+        spec.num_tokens,
+        *reach_of(spec, given.latent_cache),
+        0,
+        0,
+        0,
+        num_tiles,
         split_run + 1,
         spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config, arch), way=Way(True, True, True, True),
-    )  # fmt: skip
+        **_constants(spec, config, arch),
+        way=Way(True, True, True, True),
+    )
 
 
 def _arguments(given: LatentTensors, o: Tensor, lse: Tensor, *parts: Tensor) -> tuple[Any, ...]:
@@ -386,13 +522,27 @@ def _arguments(given: LatentTensors, o: Tensor, lse: Tensor, *parts: Tensor) -> 
     # Without scales the float32 lse is passed, and not read.
     first_scale, *strides = (lse, 0, 0) if scale is None else (scale, *scale.stride()[:2])
     memory = Memory(
-        q_latent, q_rope, as_bytes(cache), o, lse, *parts, table, seqlens_k, cu_seqlens_q,
+        q_latent,
+        q_rope,
+        as_bytes(cache),
+        o,
+        lse,
+        *parts,
+        table,
+        seqlens_k,
+        cu_seqlens_q,
         first_scale,
-    )  # fmt: skip
+    )
     return (
-        memory, *strides, *q_latent.stride()[:2], *q_rope.stride()[:2], *cache.stride()[:2],
-        *o.stride()[:2], lse.stride(0), table.stride(0),
-    )  # fmt: skip
+        memory,
+        *strides,
+        *q_latent.stride()[:2],
+        *q_rope.stride()[:2],
+        *cache.stride()[:2],
+        *o.stride()[:2],
+        lse.stride(0),
+        table.stride(0),
+    )
 
 
 def _constants(spec: PagedSpec, config: TileConfig, arch: int) -> dict[str, Any]:

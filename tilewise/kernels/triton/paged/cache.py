@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.paged import rope_write
 from tilewise.kernels.triton.paged.quantise import as_bytes
 
@@ -25,9 +26,15 @@ TILE_ELEMENTS = 2048
 
 @triton.jit
 def _move(
-    source, destination, rows, num_rows, stride_source, stride_destination,
-    WIDTH: tl.constexpr, TILE_WIDTH: tl.constexpr,
-):  # fmt: skip
+    source,
+    destination,
+    rows,
+    num_rows,
+    stride_source,
+    stride_destination,
+    WIDTH: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+):
     """Copy rows of WIDTH elements that lie stride_* apart, converting to the destination's type."""
     offs = tl.arange(0, TILE_WIDTH)[None, :]
     inside = (rows < num_rows)[:, None] & (offs < WIDTH)
@@ -38,13 +45,30 @@ def _move(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _write_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr,
-    stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_kcb, stride_kcp, stride_kch, stride_vcb, stride_vcp, stride_vch,
-    num_heads, num_slots, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_ptr,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_kcb,
+    stride_kcp,
+    stride_kch,
+    stride_vcb,
+    stride_vcp,
+    stride_vch,
+    num_heads,
+    num_slots,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
-    TILE_H: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-):  # fmt: skip
+    TILE_H: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_DV: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):  # skipped, as a GPU cannot refuse it without a wait
@@ -52,17 +76,43 @@ def _write_kernel(
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     heads = (tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)).to(tl.int64)
-    _move(k_ptr + token * stride_kt, k_cache_ptr + block * stride_kcb + offset * stride_kcp,
-          heads, num_heads, stride_kh, stride_kch, HEAD_DIM, TILE_D)  # fmt: skip
-    _move(v_ptr + token * stride_vt, v_cache_ptr + block * stride_vcb + offset * stride_vcp,
-          heads, num_heads, stride_vh, stride_vch, V_HEAD_DIM, TILE_DV)  # fmt: skip
+    _move(
+        k_ptr + token * stride_kt,
+        k_cache_ptr + block * stride_kcb + offset * stride_kcp,
+        heads,
+        num_heads,
+        stride_kh,
+        stride_kch,
+        HEAD_DIM,
+        TILE_D,
+    )
+    _move(
+        v_ptr + token * stride_vt,
+        v_cache_ptr + block * stride_vcb + offset * stride_vcp,
+        heads,
+        num_heads,
+        stride_vh,
+        stride_vch,
+        V_HEAD_DIM,
+        TILE_DV,
+    )
 
 
 @triton.jit
 def _copy_rows(
-    cache_ptr, source, destination, first_row, num_rows, stride_b, stride_p, stride_h,
-    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE_R: tl.constexpr, TILE_WIDTH: tl.constexpr,
-):  # fmt: skip
+    cache_ptr,
+    source,
+    destination,
+    first_row,
+    num_rows,
+    stride_b,
+    stride_p,
+    stride_h,
+    NUM_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+):
     """Copy TILE_R of the (slot, head) rows of one block to another of the same cache."""
     row = first_row + tl.arange(0, TILE_R)
     offs = tl.arange(0, TILE_WIDTH)[None, :]
@@ -74,28 +124,98 @@ def _copy_rows(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _copy_kernel(
-    k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pairs_ptr, stride_pair, stride_side,
-    stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
-    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh, num_rows, num_blocks,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    pairs_ptr,
+    stride_pair,
+    stride_side,
+    stride_kb,
+    stride_kp,
+    stride_kh,
+    stride_vb,
+    stride_vp,
+    stride_vh,
+    stride_ksb,
+    stride_ksp,
+    stride_ksh,
+    stride_vsb,
+    stride_vsp,
+    stride_vsh,
+    num_rows,
+    num_blocks,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-):  # fmt: skip
+    TILE_R: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_DV: tl.constexpr,
+):
     pair = pairs_ptr + tl.program_id(0).to(tl.int64) * stride_pair
     source = tl.load(pair).to(tl.int64)
     destination = tl.load(pair + stride_side).to(tl.int64)
     if (tl.minimum(source, destination) < 0) | (tl.maximum(source, destination) >= num_blocks):
         return  # skipped, as a GPU cannot refuse it without a wait
     first_row = tl.program_id(1) * TILE_R
-    _copy_rows(k_cache_ptr, source, destination, first_row, num_rows, stride_kb, stride_kp,
-               stride_kh, NUM_HEADS, HEAD_DIM, TILE_R, TILE_D)  # fmt: skip
-    _copy_rows(v_cache_ptr, source, destination, first_row, num_rows, stride_vb, stride_vp,
-               stride_vh, NUM_HEADS, V_HEAD_DIM, TILE_R, TILE_DV)  # fmt: skip
+    _copy_rows(
+        k_cache_ptr,
+        source,
+        destination,
+        first_row,
+        num_rows,
+        stride_kb,
+        stride_kp,
+        stride_kh,
+        NUM_HEADS,
+        HEAD_DIM,
+        TILE_R,
+        TILE_D,
+    )
+    _copy_rows(
+        v_cache_ptr,
+        source,
+        destination,
+        first_row,
+        num_rows,
+        stride_vb,
+        stride_vp,
+        stride_vh,
+        NUM_HEADS,
+        V_HEAD_DIM,
+        TILE_R,
+        TILE_DV,
+    )
     if HAS_SCALES:
-        _copy_rows(k_scale_ptr, source, destination, first_row, num_rows, stride_ksb, stride_ksp,
-                   stride_ksh, NUM_HEADS, 1, TILE_R, 1)  # fmt: skip
-        _copy_rows(v_scale_ptr, source, destination, first_row, num_rows, stride_vsb, stride_vsp,
-                   stride_vsh, NUM_HEADS, 1, TILE_R, 1)  # fmt: skip
+        _copy_rows(
+            k_scale_ptr,
+            source,
+            destination,
+            first_row,
+            num_rows,
+            stride_ksb,
+            stride_ksp,
+            stride_ksh,
+            NUM_HEADS,
+            1,
+            TILE_R,
+            1,
+        )
+        _copy_rows(
+            v_scale_ptr,
+            source,
+            destination,
+            first_row,
+            num_rows,
+            stride_vsb,
+            stride_vsp,
+            stride_vsh,
+            NUM_HEADS,
+            1,
+            TILE_R,
+            1,
+        )
 
 
 why_not = rope_write.why_not
@@ -129,15 +249,30 @@ def write_kv_cache(
     if num_tokens == 0:
         return
     tile_h = _tile_rows(num_heads, max(head_dim, v_head_dim))
-    _write_kernel[(num_tokens, triton.cdiv(num_heads, tile_h))](
-        k, v, k_cache, v_cache, slot_mapping.contiguous(),
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
-        num_heads, k_cache.shape[0] * k_cache.shape[1],
-        BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-        TILE_H=tile_h, TILE_D=triton.next_power_of_2(head_dim),
-        TILE_DV=triton.next_power_of_2(v_head_dim), num_warps=4,
-    )  # fmt: skip
+    launch_now(
+        _write_kernel,
+        (num_tokens, triton.cdiv(num_heads, tile_h)),
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping.contiguous(),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        num_heads,
+        k_cache.shape[0] * k_cache.shape[1],
+        BLOCK_SIZE=k_cache.shape[1],
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        TILE_H=tile_h,
+        TILE_D=triton.next_power_of_2(head_dim),
+        TILE_DV=triton.next_power_of_2(v_head_dim),
+        num_warps=4,
+    )
 
 
 def copy_blocks(
@@ -165,11 +300,23 @@ def copy_blocks(
         assert k_scale is not None
         assert v_scale is not None
         scales, strides = (k_scale, v_scale), [*k_scale.stride(), *v_scale.stride()]
-    _copy_kernel[(num_pairs, triton.cdiv(num_rows, tile_r))](
-        *map(as_bytes, (k_cache, v_cache, *scales)), block_pairs, *block_pairs.stride(),
-        *k_cache.stride()[:3], *v_cache.stride()[:3], *strides, num_rows, k_cache.shape[0],
-        HAS_SCALES=has_scales, NUM_HEADS=num_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+    launch_now(
+        _copy_kernel,
+        (num_pairs, triton.cdiv(num_rows, tile_r)),
+        *map(as_bytes, (k_cache, v_cache, *scales)),
+        block_pairs,
+        *block_pairs.stride(),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        *strides,
+        num_rows,
+        k_cache.shape[0],
+        HAS_SCALES=has_scales,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
         TILE_R=tile_r,
-        TILE_D=triton.next_power_of_2(head_dim), TILE_DV=triton.next_power_of_2(v_head_dim),
+        TILE_D=triton.next_power_of_2(head_dim),
+        TILE_DV=triton.next_power_of_2(v_head_dim),
         num_warps=4,
-    )  # fmt: skip
+    )

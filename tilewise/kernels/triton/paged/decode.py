@@ -83,19 +83,58 @@ class Way(NamedTuple):
     merges: bool  # True if the last split of a sequence to end merges them all
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_keys", "num_blocks", "max_run",
-                               "target_pairs", "split_tiles", "num_pairs",
-                               "stride_lh"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs",
+        "num_tokens",
+        "max_keys",
+        "num_blocks",
+        "max_run",
+        "target_pairs",
+        "split_tiles",
+        "num_pairs",
+        "stride_lh",
+    ]
+)
 def _split_kernel(
     at,
-    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
-    stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
-    stride_ot, stride_oh, stride_lh, stride_table,
-    num_seqs, num_tokens, max_keys, num_blocks, max_run, target_pairs, split_tiles, num_pairs,
-    scale_log2, softcap_log2,
-    form: tl.constexpr, way: tl.constexpr, FIELDS: tl.constexpr, TILE_B: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+    stride_ksb,
+    stride_ksp,
+    stride_ksh,
+    stride_vsb,
+    stride_vsp,
+    stride_vsh,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kp,
+    stride_kh,
+    stride_vb,
+    stride_vp,
+    stride_vh,
+    stride_ot,
+    stride_oh,
+    stride_lh,
+    stride_table,
+    num_seqs,
+    num_tokens,
+    max_keys,
+    num_blocks,
+    max_run,
+    target_pairs,
+    split_tiles,
+    num_pairs,
+    scale_log2,
+    softcap_log2,
+    form: tl.constexpr,
+    way: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TILE_B: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
     TILE_DV: tl.constexpr = form.dv_pad
     begin_next(EARLY)
     head = tl.program_id(0) % form.kv_heads
@@ -114,21 +153,56 @@ def _split_kernel(
         num_splits = tl.load(record_ptr + 7)
         if EARLY > 0 and AHEAD > 0:
             _ask_for_keys(
-                at.k, at.v, at.block_table + seq.to(tl.int64) * stride_table, head,
-                stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
-                first * TILE_N, tl.where(num_splits > 0, tl.minimum(last * TILE_N, seqlen_k), 0),
-                num_blocks, form, AHEAD)  # fmt: skip
+                at.k,
+                at.v,
+                at.block_table + seq.to(tl.int64) * stride_table,
+                head,
+                stride_kb,
+                stride_kp,
+                stride_kh,
+                stride_vb,
+                stride_vp,
+                stride_vh,
+                first * TILE_N,
+                tl.where(num_splits > 0, tl.minimum(last * TILE_N, seqlen_k), 0),
+                num_blocks,
+                form,
+                AHEAD,
+            )
     await_previous(EARLY)
     if way.clears and tl.program_id(1) == 0:
         used = tl.minimum(tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0), num_tokens)
         clear_padding_rows(
-            at.o, at.lse, stride_ot, stride_oh, stride_lh, used + pair, num_pairs, num_tokens, head,
-            form.group, form.tile_g, form.dv, form.dv_pad,
-        )  # fmt: skip
+            at.o,
+            at.lse,
+            stride_ot,
+            stride_oh,
+            stride_lh,
+            used + pair,
+            num_pairs,
+            num_tokens,
+            head,
+            form.group,
+            form.tile_g,
+            form.dv,
+            form.dv_pad,
+        )
     if not way.plan:
         seq, start, run, seqlen_k, first, last, first_pair, num_splits = plan_record(
-            at.seqlens_k, at.cu_seqlens_q, pair, num_seqs, num_tokens, max_keys, max_run,
-            target_pairs, split_tiles, form.window_left, TILE_N, way.fixed, TILE_B)  # fmt: skip
+            at.seqlens_k,
+            at.cu_seqlens_q,
+            pair,
+            num_seqs,
+            num_tokens,
+            max_keys,
+            max_run,
+            target_pairs,
+            split_tiles,
+            form.window_left,
+            TILE_N,
+            way.fixed,
+            TILE_B,
+        )
     if num_splits == 0:
         return
     split = pair - first_pair
@@ -164,13 +238,37 @@ def _split_kernel(
     l = tl.zeros([TILE_M], dtype=tl.float32)
     m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
     acc, l, m = attend_keys(
-        q, q_rest, acc, l, m, pos, slope,
-        at.k + head.to(tl.int64) * stride_kh, at.v + head.to(tl.int64) * stride_vh,
-        at.k_scale + head * stride_ksh, at.v_scale + head * stride_vsh,
+        q,
+        q_rest,
+        acc,
+        l,
+        m,
+        pos,
+        slope,
+        at.k + head.to(tl.int64) * stride_kh,
+        at.v + head.to(tl.int64) * stride_vh,
+        at.k_scale + head * stride_ksh,
+        at.v_scale + head * stride_vsh,
         at.block_table + seq.to(tl.int64) * stride_table,
-        stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
-        first, last, key_lo, seqlen_k, num_blocks, scale_log2, softcap_log2,
-        form, TILE_N, True)  # fmt: skip
+        stride_kb,
+        stride_kp,
+        stride_vb,
+        stride_vp,
+        stride_ksb,
+        stride_ksp,
+        stride_vsb,
+        stride_vsp,
+        first,
+        last,
+        key_lo,
+        seqlen_k,
+        num_blocks,
+        scale_log2,
+        softcap_log2,
+        form,
+        TILE_N,
+        True,
+    )
     if form.sinks:
         sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
         if not way.alone:  # with a branch the compiler would not fuse as it does in `rows`
@@ -194,16 +292,39 @@ def _split_kernel(
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 tl.store(counter, 0)
                 _merge_parts(
-                    at, stride_ot, stride_oh, stride_lh, first_pair, num_splits, start, run,
-                    max_run, head, form, TILE_M)  # fmt: skip
+                    at,
+                    stride_ot,
+                    stride_oh,
+                    stride_lh,
+                    first_pair,
+                    num_splits,
+                    start,
+                    run,
+                    max_run,
+                    head,
+                    form,
+                    TILE_M,
+                )
 
 
 @triton.jit
 def _ask_for_keys(
-    k_ptr, v_ptr, block_row_ptr, head, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp,
-    stride_vh, first_key, end_key, num_blocks,
-    form: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+    k_ptr,
+    v_ptr,
+    block_row_ptr,
+    head,
+    stride_kb,
+    stride_kp,
+    stride_kh,
+    stride_vb,
+    stride_vp,
+    stride_vh,
+    first_key,
+    end_key,
+    num_blocks,
+    form: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
     """Prefetch the first AHEAD keys and values of a split into L2, 16-bit channels only.
 
     The newest keys are still being written; they, too, are read only after the wait.
@@ -221,9 +342,19 @@ def _ask_for_keys(
 
 @triton.jit
 def _merge_parts(
-    at, stride_ot, stride_oh, stride_lh, first_pair, num_splits, start, run, max_run, head,
-    form: tl.constexpr, TILE_M: tl.constexpr,
-):  # fmt: skip
+    at,
+    stride_ot,
+    stride_oh,
+    stride_lh,
+    first_pair,
+    num_splits,
+    start,
+    run,
+    max_run,
+    head,
+    form: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
     """Merge the splits of a sequence into o and lse of this program's tile of rows."""
     TILE_DV: tl.constexpr = form.dv_pad
     TILE_R: tl.constexpr = form.tile_g if form.tile_g < TILE_M else TILE_M
@@ -266,11 +397,24 @@ def _merge_parts(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "max_run", "stride_lh"])
 def _merge_kernel(
-    part_o_ptr, part_lse_ptr, bounds_ptr, cu_seqlens_q_ptr, o_ptr, lse_ptr,
-    stride_ot, stride_oh, stride_lh, num_tokens, num_pairs, max_run,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    TILE_DV: tl.constexpr, MERGE_TILE: tl.constexpr,
-):  # fmt: skip
+    part_o_ptr,
+    part_lse_ptr,
+    bounds_ptr,
+    cu_seqlens_q_ptr,
+    o_ptr,
+    lse_ptr,
+    stride_ot,
+    stride_oh,
+    stride_lh,
+    num_tokens,
+    num_pairs,
+    max_run,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    TILE_DV: tl.constexpr,
+    MERGE_TILE: tl.constexpr,
+):
     seq = tl.program_id(0) // max_run
     token = tl.program_id(0) % max_run
     q_head = tl.program_id(1)
@@ -349,30 +493,63 @@ def launch_decode(
         bounds = maker.empty((spec.num_seqs, 2), torch.int32)
     early = options_of(spec.early if records is not None else 0)
     memory = Memory(
-        q, k_cache, v_cache, o, lse, part_o, part_lse, bounds,
-        records if records is not None else seqlens_k, block_table, seqlens_k, cu_seqlens_q,
-        alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
+        q,
+        k_cache,
+        v_cache,
+        o,
+        lse,
+        part_o,
+        part_lse,
+        bounds,
+        records if records is not None else seqlens_k,
+        block_table,
+        seqlens_k,
+        cu_seqlens_q,
+        alibi_slopes if alibi_slopes is not None else lse,
+        sinks if sinks is not None else lse,
         *scales.arguments[:2],
-    )  # fmt: skip
+    )
     maker.launch(
         _split_kernel,
         (num_heads, triton.cdiv(rows, config.tile_m)),
-        memory, *scales.arguments[2:], q.stride(0), q.stride(1), *k_cache.stride()[:3],
-        *v_cache.stride()[:3], o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
-        spec.num_seqs, spec.num_tokens, *reach_of(spec, k_cache), max_run, plan.target_pairs,
-        plan.split_tiles, plan.num_pairs, spec.softmax_scale * LOG2E.value,
+        memory,
+        *scales.arguments[2:],
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        o.stride(0),
+        o.stride(1),
+        lse.stride(0),
+        block_table.stride(0),
+        spec.num_seqs,
+        spec.num_tokens,
+        *reach_of(spec, k_cache),
+        max_run,
+        plan.target_pairs,
+        plan.split_tiles,
+        plan.num_pairs,
+        spec.softmax_scale * LOG2E.value,
         spec.softcap * LOG2E.value,
         form=Form.of(
-            spec, padded_head_dim(spec.v_head_dim), scales.kind, config.tile_m,
-            same_strides=k_cache.stride() == v_cache.stride(), alibi=alibi_slopes is not None,
+            spec,
+            padded_head_dim(spec.v_head_dim),
+            scales.kind,
+            config.tile_m,
+            same_strides=k_cache.stride() == v_cache.stride(),
+            alibi=alibi_slopes is not None,
             sinks=sinks is not None,
         ),
         way=Way(plan.fixed, plan.alone, clears, records is not None, merges),
-        FIELDS=FIELDS, TILE_B=TILE_B,
-        TILE_M=config.tile_m, TILE_N=config.tile_n,
+        FIELDS=FIELDS,
+        TILE_B=TILE_B,
+        TILE_M=config.tile_m,
+        TILE_N=config.tile_n,
         AHEAD=_keys_ahead(maker, k_cache, v_cache) if early["EARLY"] else 0,
-        num_warps=config.num_warps, num_stages=config.num_stages, **early,
-    )  # fmt: skip
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **early,
+    )
     if plan.alone or merges:
         return
     launch_merge(
@@ -434,9 +611,22 @@ def launch_merge(
     maker.launch(
         _merge_kernel,
         (spec.num_seqs * max_run, spec.num_q_heads),
-        part_o, part_lse, bounds, cu_seqlens_q, o, lse,
-        o.stride(0), o.stride(1), lse.stride(0), spec.num_tokens, num_pairs, max_run,
-        NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
-        TILE_DV=tile_dv, MERGE_TILE=max(1, MERGE_TILE * num_warps * 256 // max(256, tile_dv)),
+        part_o,
+        part_lse,
+        bounds,
+        cu_seqlens_q,
+        o,
+        lse,
+        o.stride(0),
+        o.stride(1),
+        lse.stride(0),
+        spec.num_tokens,
+        num_pairs,
+        max_run,
+        NUM_KV_HEADS=spec.num_kv_heads,
+        GROUP=spec.group_size,
+        V_HEAD_DIM=spec.v_head_dim,
+        TILE_DV=tile_dv,
+        MERGE_TILE=max(1, MERGE_TILE * num_warps * 256 // max(256, tile_dv)),
         num_warps=num_warps,
-    )  # fmt: skip
+    )

@@ -17,9 +17,15 @@ from tilewise.kernels.triton.visible import key_tile_range
 
 @triton.jit
 def find_tile(
-    cu_seqlens_q_ptr, tile, num_seqs, num_tokens, min_run,
-    GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_B: tl.constexpr,
-):  # fmt: skip
+    cu_seqlens_q_ptr,
+    tile,
+    num_seqs,
+    num_tokens,
+    min_run,
+    GROUP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_B: tl.constexpr,
+):
     """Return (sequence, tile within it) of a tile of rows; sequence = B after the last one."""
     found = 0
     first_tile = 0
@@ -39,10 +45,20 @@ def find_tile(
 
 @triton.jit
 def _tiles_of(
-    seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, seq, num_seqs, num_tokens, max_keys, min_run,
-    GROUP: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SKIPPED: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+    seqlens_k_ptr,
+    cu_seqlens_q_ptr,
+    skipped_ptr,
+    seq,
+    num_seqs,
+    num_tokens,
+    max_keys,
+    min_run,
+    GROUP: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr,
+    HAS_SKIPPED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
     """Return tiles of rows, 0 of a run shorter than min_run, and tiles of keys, at least 1."""
     inside = seq < num_seqs
     _, run = run_of(cu_seqlens_q_ptr, seq, inside, num_tokens)
@@ -56,11 +72,24 @@ def _tiles_of(
 
 @triton.jit
 def find_item(
-    seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, item, num_seqs, num_tokens, max_keys, min_run,
-    target_items, split_tiles,
-    GROUP: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SKIPPED: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_B: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
+    seqlens_k_ptr,
+    cu_seqlens_q_ptr,
+    skipped_ptr,
+    item,
+    num_seqs,
+    num_tokens,
+    max_keys,
+    min_run,
+    target_items,
+    split_tiles,
+    GROUP: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr,
+    HAS_SKIPPED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_B: tl.constexpr,
+    ADDS: tl.constexpr,
+):
     """Return the position of an item: (sequence, item within it, its splits, part, tile, all
     tiles).
 
@@ -73,9 +102,20 @@ def find_item(
     total = 0
     for base in range(0, num_seqs, TILE_B):
         row_tiles, key_tiles = _tiles_of(
-            seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, base + tl.arange(0, TILE_B), num_seqs,
-            num_tokens, max_keys, min_run, GROUP, WINDOW_LEFT, HAS_SKIPPED, TILE_M,
-            TILE_N)  # fmt: skip
+            seqlens_k_ptr,
+            cu_seqlens_q_ptr,
+            skipped_ptr,
+            base + tl.arange(0, TILE_B),
+            num_seqs,
+            num_tokens,
+            max_keys,
+            min_run,
+            GROUP,
+            WINDOW_LEFT,
+            HAS_SKIPPED,
+            TILE_M,
+            TILE_N,
+        )
         total += tl.sum(row_tiles * key_tiles)
     split_tiles = tl.maximum(split_tiles, (total + target_items - 1) // target_items)
     found = 0
@@ -88,8 +128,20 @@ def find_item(
     for base in range(0, num_seqs, TILE_B):
         seq = base + tl.arange(0, TILE_B)
         row_tiles, key_tiles = _tiles_of(
-            seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, seq, num_seqs, num_tokens, max_keys,
-            min_run, GROUP, WINDOW_LEFT, HAS_SKIPPED, TILE_M, TILE_N)  # fmt: skip
+            seqlens_k_ptr,
+            cu_seqlens_q_ptr,
+            skipped_ptr,
+            seq,
+            num_seqs,
+            num_tokens,
+            max_keys,
+            min_run,
+            GROUP,
+            WINDOW_LEFT,
+            HAS_SKIPPED,
+            TILE_M,
+            TILE_N,
+        )
         splits = (key_tiles + split_tiles - 1) // split_tiles
         items = row_tiles * splits
         ends = items_before + tl.cumsum(items, 0)

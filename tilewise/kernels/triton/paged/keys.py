@@ -85,10 +85,24 @@ class Form(NamedTuple):
         if widens_once and kind == E4M3_BITS.value:
             kind = E4M3.value
         return cls(
-            spec.num_kv_heads, group, triton.next_power_of_2(group), first.channels, rest.channels,
-            spec.v_head_dim, first.padded, rest.padded, dv_pad, spec.block_size, same_strides,
-            spec.window_left, spec.softcap > 0, alibi, sinks, kind, widens_once,
-        )  # fmt: skip
+            spec.num_kv_heads,
+            group,
+            triton.next_power_of_2(group),
+            first.channels,
+            rest.channels,
+            spec.v_head_dim,
+            first.padded,
+            rest.padded,
+            dv_pad,
+            spec.block_size,
+            same_strides,
+            spec.window_left,
+            spec.softcap > 0,
+            alibi,
+            sinks,
+            kind,
+            widens_once,
+        )
 
 
 @triton.jit
@@ -130,13 +144,41 @@ def _as_operand(x, dtype: tl.constexpr, form: tl.constexpr):
 
 @triton.jit
 def attend_keys(
-    q, q_rest, acc, l, m, pos, slope,
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_row_ptr,
-    stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
-    first, last, key_lo, key_hi, num_blocks, scale_log2, softcap_log2,
-    form: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
-    tree_row_ptr=None, first_new=0, tree_width=0, TREE: tl.constexpr = False,
-):  # fmt: skip
+    q,
+    q_rest,
+    acc,
+    l,
+    m,
+    pos,
+    slope,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    block_row_ptr,
+    stride_kb,
+    stride_kp,
+    stride_vb,
+    stride_vp,
+    stride_ksb,
+    stride_ksp,
+    stride_vsb,
+    stride_vsp,
+    first,
+    last,
+    key_lo,
+    key_hi,
+    num_blocks,
+    scale_log2,
+    softcap_log2,
+    form: tl.constexpr,
+    TILE_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    tree_row_ptr=None,
+    first_new=0,
+    tree_width=0,
+    TREE: tl.constexpr = False,
+):
     """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
 
     q (TILE_M, d_pad), and q_rest (TILE_M, rest_pad) where form.rest > 0; pos (TILE_M,) is the last
@@ -199,8 +241,11 @@ def attend_keys(
         if MASKED:
             if TREE:
                 is_new = owned & (key >= first_new) & (key - first_new < tree_width)
-                seen = tl.load(tree_row_ptr[:, None] + (key - first_new)[None, :],
-                               mask=is_new[None, :], other=1)  # fmt: skip
+                seen = tl.load(
+                    tree_row_ptr[:, None] + (key - first_new)[None, :],
+                    mask=is_new[None, :],
+                    other=1,
+                )
                 visible = owned[None, :] & (seen != 0)
             else:
                 visible = owned[None, :] & (key[None, :] <= pos[:, None])
@@ -231,9 +276,15 @@ def attend_keys(
 
 @triton.jit
 def _load_blocks(
-    block_row_ptr, tile, last, key_lo, key_hi, num_blocks,
-    TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+    block_row_ptr,
+    tile,
+    last,
+    key_lo,
+    key_hi,
+    num_blocks,
+    TILE_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
     """Load the int64 block ids of a tile's keys, or the one id of a tile within a block.
 
     Entries of the table outside key_lo ... key_hi - 1 or after tile last - 1 are not read. An
@@ -299,9 +350,20 @@ def normalise(acc, l, m):
 
 @triton.jit
 def clear_padding_rows(
-    o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, first, step, num_tokens, head,
-    GROUP: tl.constexpr, TILE_G: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_DV: tl.constexpr,
-):  # fmt: skip
+    o_ptr,
+    lse_ptr,
+    stride_ot,
+    stride_oh,
+    stride_lh,
+    first,
+    step,
+    num_tokens,
+    head,
+    GROUP: tl.constexpr,
+    TILE_G: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    TILE_DV: tl.constexpr,
+):
     """Write o = 0 and lse = -inf to rows of no sequence, every step-th from `first`."""
     offs_g = tl.arange(0, TILE_G)
     offs_dv = tl.arange(0, TILE_DV)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.plan import Maker as AddressedMaker
 from tilewise.kernels.plan import Call, LaunchPlan, Maker, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedKeys
@@ -117,10 +117,19 @@ def add_fwd(
         if work.split_run > 0:
             chosen["split"] = work.split_config
             paged_decode.launch_decode(
-                maker, q, *caches, spec, o, lse, **tensors, config=work.split_config,
-                plan=work.split_plan, max_run=work.split_run, clears=work.rows_config is None,
+                maker,
+                q,
+                *caches,
+                spec,
+                o,
+                lse,
+                **tensors,
+                config=work.split_config,
+                plan=work.split_plan,
+                max_run=work.split_run,
+                clears=work.rows_config is None,
                 records=given.records,
-            )  # fmt: skip
+            )
         if work.rows_config is not None:
             chosen["rows"] = work.rows_config
             rows_plan = plan_rows(spec, work.rows_config, sm_count)
@@ -130,18 +139,35 @@ def add_fwd(
         return (o, lse), chosen
     chosen["rows"] = extend_config(spec, arch)
     launch_rows(
-        maker, q, *caches, spec, o, lse, plan_rows(spec, chosen["rows"], sm_count), **tensors,
-        tree_mask=given.tree_mask, skipped=None if shared is None else shared.skipped,
-    )  # fmt: skip
+        maker,
+        q,
+        *caches,
+        spec,
+        o,
+        lse,
+        plan_rows(spec, chosen["rows"], sm_count),
+        **tensors,
+        tree_mask=given.tree_mask,
+        skipped=None if shared is None else shared.skipped,
+    )
     for level in () if shared is None else shared.levels:
         group_spec = spec.of_level(level)
         config = chosen["shared"] = extend_config(group_spec, arch)
         launch_rows(
-            maker, q, *caches, group_spec, o, lse,
-            plan_rows(group_spec, config, sm_count, adds=True), block_table=level.block_table,
-            seqlens_k=level.seqlens_k, cu_seqlens_q=level.cu_seqlens_q, scales=scales,
-            rows=level.rows, adds=True,
-        )  # fmt: skip
+            maker,
+            q,
+            *caches,
+            group_spec,
+            o,
+            lse,
+            plan_rows(group_spec, config, sm_count, adds=True),
+            block_table=level.block_table,
+            seqlens_k=level.seqlens_k,
+            cu_seqlens_q=level.cu_seqlens_q,
+            scales=scales,
+            rows=level.rows,
+            adds=True,
+        )
     return (o, lse), chosen
 
 
@@ -163,10 +189,17 @@ def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q:
     sm_count = device.sm_count_of(records.device)
     work = tiles.planned_work(spec, device.arch_of(records.device), sm_count)
     launch_plan(
-        launch, seqlens_k, cu_seqlens_q, records, plan=work.split_plan,
-        tile_n=work.split_config.tile_n, max_run=work.split_run, window_left=spec.window_left,
-        num_tokens=spec.num_tokens, max_keys=spec.max_blocks * spec.block_size,
-    )  # fmt: skip
+        launch_now,
+        seqlens_k,
+        cu_seqlens_q,
+        records,
+        plan=work.split_plan,
+        tile_n=work.split_config.tile_n,
+        max_run=work.split_run,
+        window_left=spec.window_left,
+        num_tokens=spec.num_tokens,
+        max_keys=spec.max_blocks * spec.block_size,
+    )
 
 
 def launch_plan(
@@ -185,13 +218,28 @@ def launch_plan(
     """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows.
 
     Args:
-        start: the `launch` method of a plan's maker, or `host.launch` outside of a plan.
+        start: the `launch` method of a maker, or `launch_now` outside of a plan.
         num_tokens, max_keys: the largest numbers of rows, and of keys of a sequence.
     """
     start(
-        _plan_kernel, plan.num_pairs, seqlens_k, cu_seqlens_q, records, seqlens_k.shape[0],
-        num_tokens, max_keys, max_run, plan.target_pairs, plan.split_tiles, plan.num_pairs,
-        WINDOW_LEFT=window_left, TILE_N=tile_n, FIXED=plan.fixed, TILE_B=TILE_B, FIELDS=FIELDS,
-        WEIGHED=plan.weighed and not plan.fixed, OVERHEAD=max(1, SPLIT_OVERHEAD // tile_n),
+        _plan_kernel,
+        plan.num_pairs,
+        seqlens_k,
+        cu_seqlens_q,
+        records,
+        seqlens_k.shape[0],
+        num_tokens,
+        max_keys,
+        max_run,
+        plan.target_pairs,
+        plan.split_tiles,
+        plan.num_pairs,
+        WINDOW_LEFT=window_left,
+        TILE_N=tile_n,
+        FIXED=plan.fixed,
+        TILE_B=TILE_B,
+        FIELDS=FIELDS,
+        WEIGHED=plan.weighed and not plan.fixed,
+        OVERHEAD=max(1, SPLIT_OVERHEAD // tile_n),
         num_warps=4,
-    )  # fmt: skip
+    )

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import ElementSpec, scale_per_slot
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.paged.quantise import (
@@ -79,9 +80,21 @@ def _store(row, channel, inside, x, inverse, KIND: tl.constexpr):
 
 @triton.jit
 def _move_heads(
-    source, target, scale_ptr, weight_ptr, cos_ptr, sin_ptr, heads, num_heads,
-    stride_source, stride_target, stride_scale, eps, form: tl.constexpr, TILE_H: tl.constexpr,
-):  # fmt: skip
+    source,
+    target,
+    scale_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    heads,
+    num_heads,
+    stride_source,
+    stride_target,
+    stride_scale,
+    eps,
+    form: tl.constexpr,
+    TILE_H: tl.constexpr,
+):
     """Move TILE_H heads of one token."""
     HALF: tl.constexpr = form.half
     REST: tl.constexpr = form.rest
@@ -152,12 +165,33 @@ def _move_heads(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _prepare_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slot_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, strides,
-    num_q_heads, num_kv_heads, q_tiles, kv_tiles, num_slots,
-    q_form: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_H: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    slot_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    strides,
+    num_q_heads,
+    num_kv_heads,
+    q_tiles,
+    kv_tiles,
+    num_slots,
+    q_form: tl.constexpr,
+    k_form: tl.constexpr,
+    v_form: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_H: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin_next(EARLY)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -167,10 +201,21 @@ def _prepare_kernel(
     await_previous(EARLY)
     if tile < q_tiles:
         _move_heads(
-            q_ptr + token * strides.q[0], out_ptr + token * strides.out[0], k_scale_ptr, q_norm_ptr,
-            cos_ptr, sin_ptr, tile * TILE_H + offs_h, num_q_heads, strides.q[1], strides.out[1], 0,
-            eps, q_form, TILE_H,
-        )  # fmt: skip
+            q_ptr + token * strides.q[0],
+            out_ptr + token * strides.out[0],
+            k_scale_ptr,
+            q_norm_ptr,
+            cos_ptr,
+            sin_ptr,
+            tile * TILE_H + offs_h,
+            num_q_heads,
+            strides.q[1],
+            strides.out[1],
+            0,
+            eps,
+            q_form,
+            TILE_H,
+        )
         return
     slot = tl.load(slot_ptr + token).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):  # skipped, as a GPU cannot refuse it without a wait
@@ -183,17 +228,35 @@ def _prepare_kernel(
             k_ptr + token * strides.k[0],
             k_cache_ptr + block * strides.k_cache[0] + offset * strides.k_cache[1],
             k_scale_ptr + block * strides.k_scale[0] + offset * strides.k_scale[1],
-            k_norm_ptr, cos_ptr, sin_ptr, tile * TILE_H + offs_h, num_kv_heads, strides.k[1],
-            strides.k_cache[2], strides.k_scale[2], eps, k_form, TILE_H,
-        )  # fmt: skip
+            k_norm_ptr,
+            cos_ptr,
+            sin_ptr,
+            tile * TILE_H + offs_h,
+            num_kv_heads,
+            strides.k[1],
+            strides.k_cache[2],
+            strides.k_scale[2],
+            eps,
+            k_form,
+            TILE_H,
+        )
         return
     _move_heads(
         v_ptr + token * strides.v[0],
         v_cache_ptr + block * strides.v_cache[0] + offset * strides.v_cache[1],
         v_scale_ptr + block * strides.v_scale[0] + offset * strides.v_scale[1],
-        k_norm_ptr, cos_ptr, sin_ptr, (tile - kv_tiles) * TILE_H + offs_h, num_kv_heads,
-        strides.v[1], strides.v_cache[2], strides.v_scale[2], eps, v_form, TILE_H,
-    )  # fmt: skip
+        k_norm_ptr,
+        cos_ptr,
+        sin_ptr,
+        (tile - kv_tiles) * TILE_H + offs_h,
+        num_kv_heads,
+        strides.v[1],
+        strides.v_cache[2],
+        strides.v_scale[2],
+        eps,
+        v_form,
+        TILE_H,
+    )
 
 
 def why_not(spec: ElementSpec) -> str | None:
@@ -245,23 +308,53 @@ def launch(
         scales = (k_scale, v_scale)
         scale_strides = [scale_per_slot(scale, k_cache).stride() for scale in scales]
     strides = Strides(
-        *(x.stride()[:2] for x in (q, k, v, out)), k_cache.stride()[:3], v_cache.stride()[:3],
-        *scale_strides, (cos.stride(0), sin.stride(0)),
-    )  # fmt: skip
+        *(x.stride()[:2] for x in (q, k, v, out)),
+        k_cache.stride()[:3],
+        v_cache.stride()[:3],
+        *scale_strides,
+        (cos.stride(0), sin.stride(0)),
+    )
     kind, owns_scale = cache_kind(k_cache.dtype, 0), k_scale is not None and k_scale.dim() == 3
     k_form = Form(
-        half, triton.next_power_of_2(max(1, half)), rest, triton.next_power_of_2(max(1, rest)),
-        interleaved, q_norm is not None, kind, owns_scale,
-    )  # fmt: skip
-    _prepare_kernel[(num_tokens, q_tiles + 2 * kv_tiles)](
-        q, k, v, out, as_bytes(k_cache), as_bytes(v_cache), *scales, slot_mapping.contiguous(),
-        cos, sin, q_norm if q_norm is not None else out, k_norm if k_norm is not None else out,
-        norm_eps, strides, num_q_heads, num_kv_heads, q_tiles, kv_tiles,
+        half,
+        triton.next_power_of_2(max(1, half)),
+        rest,
+        triton.next_power_of_2(max(1, rest)),
+        interleaved,
+        q_norm is not None,
+        kind,
+        owns_scale,
+    )
+    launch_now(
+        _prepare_kernel,
+        (num_tokens, q_tiles + 2 * kv_tiles),
+        q,
+        k,
+        v,
+        out,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
+        *scales,
+        slot_mapping.contiguous(),
+        cos,
+        sin,
+        q_norm if q_norm is not None else out,
+        k_norm if k_norm is not None else out,
+        norm_eps,
+        strides,
+        num_q_heads,
+        num_kv_heads,
+        q_tiles,
+        kv_tiles,
         k_cache.shape[0] * k_cache.shape[1],
-        q_form=k_form._replace(kind=FLOAT.value, owns_scale=False), k_form=k_form,
+        q_form=k_form._replace(kind=FLOAT.value, owns_scale=False),
+        k_form=k_form,
         v_form=Form(0, 1, v_dim, triton.next_power_of_2(v_dim), False, False, kind, owns_scale),
-        BLOCK_SIZE=k_cache.shape[1], TILE_H=tile_h, num_warps=4, **options("rope"),
-    )  # fmt: skip
+        BLOCK_SIZE=k_cache.shape[1],
+        TILE_H=tile_h,
+        num_warps=4,
+        **options("rope"),
+    )
     return out
 
 
@@ -278,6 +371,14 @@ def write_quantised(
     num_tokens = k.shape[0]
     angles = torch.empty((num_tokens, 0), dtype=torch.float32, device=k.device)
     launch(
-        k[:, :0], k, v, k_cache, v_cache, slot_mapping, cos=angles, sin=angles,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+        k[:, :0],
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        cos=angles,
+        sin=angles,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )

@@ -85,37 +85,108 @@ class Way(NamedTuple):
     invariant: bool
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_entries", "num_tokens", "max_keys", "num_blocks",
-                               "min_run", "num_items", "num_parts", "num_merged", "target_items",
-                               "split_tiles", "tree_width", "stride_lh",
-                               "stride_table"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs",
+        "num_entries",
+        "num_tokens",
+        "max_keys",
+        "num_blocks",
+        "min_run",
+        "num_items",
+        "num_parts",
+        "num_merged",
+        "target_items",
+        "split_tiles",
+        "tree_width",
+        "stride_lh",
+        "stride_table",
+    ]
+)
 def _rows_kernel(
     at,
-    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
-    stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
-    stride_ot, stride_oh, stride_lh, stride_table, stride_tree, tree_width,
-    num_seqs, num_entries, num_tokens, max_keys, num_blocks, min_run, num_items, num_parts,
-    num_merged, target_items, split_tiles, scale_log2, softcap_log2,
-    form: tl.constexpr, way: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr,
+    stride_ksb,
+    stride_ksp,
+    stride_ksh,
+    stride_vsb,
+    stride_vsp,
+    stride_vsh,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kp,
+    stride_kh,
+    stride_vb,
+    stride_vp,
+    stride_vh,
+    stride_ot,
+    stride_oh,
+    stride_lh,
+    stride_table,
+    stride_tree,
+    tree_width,
+    num_seqs,
+    num_entries,
+    num_tokens,
+    max_keys,
+    num_blocks,
+    min_run,
+    num_items,
+    num_parts,
+    num_merged,
+    target_items,
+    split_tiles,
+    scale_log2,
+    softcap_log2,
+    form: tl.constexpr,
+    way: tl.constexpr,
+    TILE_B: tl.constexpr,
+    TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
-):  # fmt: skip
+):
     TILE_DV: tl.constexpr = form.dv_pad
     head = tl.program_id(0) % form.kv_heads
     item = tl.program_id(0) // form.kv_heads
     if not way.adds:
         used = tl.minimum(tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0), num_tokens)
         clear_padding_rows(
-            at.o, at.lse, stride_ot, stride_oh, stride_lh, used + item, num_items, num_tokens, head,
-            form.group, form.tile_g, form.dv, form.dv_pad,
-        )  # fmt: skip
+            at.o,
+            at.lse,
+            stride_ot,
+            stride_oh,
+            stride_lh,
+            used + item,
+            num_items,
+            num_tokens,
+            head,
+            form.group,
+            form.tile_g,
+            form.dv,
+            form.dv_pad,
+        )
     split = 0
     num_splits = 1
     part = 0
     if way.splits:
         seq, own, num_splits, part, merged, all_merged = find_item(
-            at.seqlens_k, at.cu_seqlens_q, at.skipped, item, num_seqs, num_entries, max_keys,
-            min_run, target_items, split_tiles, form.group, form.window_left, way.skipped, TILE_M,
-            TILE_N, TILE_B, way.adds)  # fmt: skip
+            at.seqlens_k,
+            at.cu_seqlens_q,
+            at.skipped,
+            item,
+            num_seqs,
+            num_entries,
+            max_keys,
+            min_run,
+            target_items,
+            split_tiles,
+            form.group,
+            form.window_left,
+            way.skipped,
+            TILE_M,
+            TILE_N,
+            TILE_B,
+            way.adds,
+        )
         if tl.program_id(0) == 0:
             tl.store(at.plan, tl.minimum(all_merged, num_merged))
     elif way.lone:
@@ -219,11 +290,41 @@ def _rows_kernel(
             lo, hi = tl.maximum(lo, split_lo), tl.minimum(hi, split_hi)
         if phase > 0 or form.window_left >= 0 or way.skipped:
             acc, l, m = attend_keys(
-                q, q_rest, acc, l, m, pos, slope, k_head, v_head, k_scales, v_scales, block_row_ptr,
-                stride_kb, stride_kp, stride_vb, stride_vp,
-                stride_ksb, stride_ksp, stride_vsb, stride_vsp, lo, hi, key_lo, key_hi, num_blocks,
-                scale_log2, softcap_log2, form, TILE_N, phase != 1,
-                tree_row_ptr, first_new, tree_width, way.tree)  # fmt: skip
+                q,
+                q_rest,
+                acc,
+                l,
+                m,
+                pos,
+                slope,
+                k_head,
+                v_head,
+                k_scales,
+                v_scales,
+                block_row_ptr,
+                stride_kb,
+                stride_kp,
+                stride_vb,
+                stride_vp,
+                stride_ksb,
+                stride_ksp,
+                stride_vsb,
+                stride_vsp,
+                lo,
+                hi,
+                key_lo,
+                key_hi,
+                num_blocks,
+                scale_log2,
+                softcap_log2,
+                form,
+                TILE_N,
+                phase != 1,
+                tree_row_ptr,
+                first_new,
+                tree_width,
+                way.tree,
+            )
     if form.sinks:
         sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
         acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
@@ -299,32 +400,75 @@ def launch_rows(
         part_lse = maker.empty((parts,), torch.float32)
         bounds = maker.empty((1 + 4 * plan.num_merged,), torch.int32)
     memory = Memory(
-        q, k_cache, v_cache, o, lse, part_o, part_lse, bounds, block_table, seqlens_k, cu_seqlens_q,
-        alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
-        rows if rows is not None else seqlens_k, skipped if skipped is not None else seqlens_k,
-        tree_mask.view(torch.uint8) if tree_mask is not None else seqlens_k, *scales.arguments[:2],
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        o,
+        lse,
+        part_o,
+        part_lse,
+        bounds,
+        block_table,
+        seqlens_k,
+        cu_seqlens_q,
+        alibi_slopes if alibi_slopes is not None else lse,
+        sinks if sinks is not None else lse,
+        rows if rows is not None else seqlens_k,
+        skipped if skipped is not None else seqlens_k,
+        tree_mask.view(torch.uint8) if tree_mask is not None else seqlens_k,
+        *scales.arguments[:2],
+    )
     maker.launch(
         _rows_kernel,
         plan.num_items * spec.num_kv_heads,
-        memory, *scales.arguments[2:], q.stride(0), q.stride(1), *k_cache.stride()[:3],
-        *v_cache.stride()[:3], o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
+        memory,
+        *scales.arguments[2:],
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        o.stride(0),
+        o.stride(1),
+        lse.stride(0),
+        block_table.stride(0),
         *((0, 0) if tree_mask is None else (tree_mask.stride(0), tree_mask.shape[1])),
-        spec.num_seqs, spec.num_tokens, q.shape[0], *reach_of(spec, k_cache), split_run + 1,
-        plan.num_items, plan.num_parts, plan.num_merged, plan.target_items, plan.split_tiles,
-        spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
+        spec.num_seqs,
+        spec.num_tokens,
+        q.shape[0],
+        *reach_of(spec, k_cache),
+        split_run + 1,
+        plan.num_items,
+        plan.num_parts,
+        plan.num_merged,
+        plan.target_items,
+        plan.split_tiles,
+        spec.softmax_scale * LOG2E.value,
+        spec.softcap * LOG2E.value,
         form=Form.of(
-            spec, padded_value_dim(spec.head_dim, spec.v_head_dim), scales.kind, config.tile_m,
-            same_strides=k_cache.stride() == v_cache.stride(), alibi=alibi_slopes is not None,
+            spec,
+            padded_value_dim(spec.head_dim, spec.v_head_dim),
+            scales.kind,
+            config.tile_m,
+            same_strides=k_cache.stride() == v_cache.stride(),
+            alibi=alibi_slopes is not None,
             sinks=sinks is not None,
         ),
         way=Way(
-            spec.causal and tree_mask is None, tree_mask is not None, rows is not None,
-            skipped is not None, plan.splits, plan.lone, adds, spec.batch_invariant,
+            spec.causal and tree_mask is None,
+            tree_mask is not None,
+            rows is not None,
+            skipped is not None,
+            plan.splits,
+            plan.lone,
+            adds,
+            spec.batch_invariant,
         ),
-        TILE_B=TILE_B, TILE_M=config.tile_m, TILE_N=config.tile_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+        TILE_B=TILE_B,
+        TILE_M=config.tile_m,
+        TILE_N=config.tile_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
     if plan.splits:
         launch_merge(
             maker, o, lse, part_o, part_lse, bounds, cu_seqlens_q, rows, spec, plan, adds=adds

@@ -25,12 +25,29 @@ from tilewise.kernels.triton.paged.keys import LOWEST, MERGE_TILE, run_of
 
 @triton.jit(do_not_specialize=["stride_lh", "num_seqs", "num_entries", "num_tokens", "num_parts"])
 def _merge_kernel(
-    part_o_ptr, part_lse_ptr, plan_ptr, cu_seqlens_q_ptr, rows_ptr, o_ptr, lse_ptr,
-    stride_ot, stride_oh, stride_lh, num_seqs, num_entries, num_tokens, num_parts,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    TILE_DV: tl.constexpr, TILE_M: tl.constexpr, HAS_ROWS: tl.constexpr, ADDS: tl.constexpr,
+    part_o_ptr,
+    part_lse_ptr,
+    plan_ptr,
+    cu_seqlens_q_ptr,
+    rows_ptr,
+    o_ptr,
+    lse_ptr,
+    stride_ot,
+    stride_oh,
+    stride_lh,
+    num_seqs,
+    num_entries,
+    num_tokens,
+    num_parts,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    ADDS: tl.constexpr,
     MERGE_TILE: tl.constexpr,
-):  # fmt: skip
+):
     own = tl.program_id(0) % TILE_M
     merged = tl.program_id(0) // TILE_M
     if merged >= tl.load(plan_ptr):
@@ -101,10 +118,27 @@ def launch_merge(
     maker.launch(
         _merge_kernel,
         (plan.num_merged * plan.config.tile_m, spec.num_kv_heads),
-        part_o, part_lse, bounds, cu_seqlens_q, rows if rows is not None else cu_seqlens_q, o, lse,
-        o.stride(0), o.stride(1), lse.stride(0), spec.num_seqs, spec.num_tokens, o.shape[0],
+        part_o,
+        part_lse,
+        bounds,
+        cu_seqlens_q,
+        rows if rows is not None else cu_seqlens_q,
+        o,
+        lse,
+        o.stride(0),
+        o.stride(1),
+        lse.stride(0),
+        spec.num_seqs,
+        spec.num_tokens,
+        o.shape[0],
         plan.num_parts,
-        NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
-        TILE_DV=tile_dv, TILE_M=plan.config.tile_m, HAS_ROWS=rows is not None, ADDS=adds,
-        MERGE_TILE=MERGE_TILE * 256 // max(256, tile_dv), num_warps=1,
-    )  # fmt: skip
+        NUM_KV_HEADS=spec.num_kv_heads,
+        GROUP=spec.group_size,
+        V_HEAD_DIM=spec.v_head_dim,
+        TILE_DV=tile_dv,
+        TILE_M=plan.config.tile_m,
+        HAS_ROWS=rows is not None,
+        ADDS=adds,
+        MERGE_TILE=MERGE_TILE * 256 // max(256, tile_dv),
+        num_warps=1,
+    )

@@ -27,9 +27,16 @@ TILE_B = 128  # sequences whose lengths are scanned at once: one for each thread
 
 @triton.jit
 def _run_tiles(
-    seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, num_tokens, max_keys, max_run,
-    WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+    seqlens_k_ptr,
+    cu_seqlens_q_ptr,
+    seq,
+    num_seqs,
+    num_tokens,
+    max_keys,
+    max_run,
+    WINDOW_LEFT: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
     """Return the key tiles of each sequence of `seq`: at least 1 when it has a row, else 0."""
     inside = seq < num_seqs
     seqlen_k = cached_keys(seqlens_k_ptr, seq, inside, max_keys)
@@ -41,10 +48,20 @@ def _run_tiles(
 
 @triton.jit
 def find_split(
-    seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, num_tokens, max_keys, max_run, target_pairs,
+    seqlens_k_ptr,
+    cu_seqlens_q_ptr,
+    pair,
+    num_seqs,
+    num_tokens,
+    max_keys,
+    max_run,
+    target_pairs,
     split_tiles,
-    WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
-):  # fmt: skip
+    WINDOW_LEFT: tl.constexpr,
+    TILE_N: tl.constexpr,
+    FIXED: tl.constexpr,
+    TILE_B: tl.constexpr,
+):
     """Return (sequence, its first pair, tiles per split) of a pair; sequence = B after the last
     one.
 
@@ -95,10 +112,20 @@ def find_split(
 
 @triton.jit
 def _weigh_waves(
-    seqlens_k_ptr, cu_seqlens_q_ptr, num_seqs, num_tokens, max_keys, max_run, target_pairs,
-    split_tiles, num_pairs,
-    WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, TILE_B: tl.constexpr, OVERHEAD: tl.constexpr,
-):  # fmt: skip
+    seqlens_k_ptr,
+    cu_seqlens_q_ptr,
+    num_seqs,
+    num_tokens,
+    max_keys,
+    max_run,
+    target_pairs,
+    split_tiles,
+    num_pairs,
+    WINDOW_LEFT: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_B: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):
     """Return the tiles per split that take the least time by a model of waves.
 
     target_pairs run at a time, each for its tiles and OVERHEAD more. Compared are the longest
@@ -150,10 +177,20 @@ def _weigh_waves(
 
 @triton.jit
 def plan_record(
-    seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, num_tokens, max_keys, max_run, target_pairs,
+    seqlens_k_ptr,
+    cu_seqlens_q_ptr,
+    pair,
+    num_seqs,
+    num_tokens,
+    max_keys,
+    max_run,
+    target_pairs,
     split_tiles,
-    WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
-):  # fmt: skip
+    WINDOW_LEFT: tl.constexpr,
+    TILE_N: tl.constexpr,
+    FIXED: tl.constexpr,
+    TILE_B: tl.constexpr,
+):
     """Return the record of a pair.
 
     It contains the sequence, its first row and number of rows, its keys, the first tile and the end
@@ -161,8 +198,20 @@ def plan_record(
     there is no such pair.
     """
     seq, first_pair, split_tiles = find_split(
-        seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, num_tokens, max_keys, max_run,
-        target_pairs, split_tiles, WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
+        seqlens_k_ptr,
+        cu_seqlens_q_ptr,
+        pair,
+        num_seqs,
+        num_tokens,
+        max_keys,
+        max_run,
+        target_pairs,
+        split_tiles,
+        WINDOW_LEFT,
+        TILE_N,
+        FIXED,
+        TILE_B,
+    )
     exists = seq < num_seqs
     start, run = run_of(cu_seqlens_q_ptr, seq, exists, num_tokens)
     seqlen_k = cached_keys(seqlens_k_ptr, seq, exists, max_keys)
@@ -175,22 +224,68 @@ def plan_record(
     return seq, start, run, seqlen_k, first, last, first_pair, num_splits
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_keys", "max_run", "target_pairs",
-                               "split_tiles", "num_pairs"])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs",
+        "num_tokens",
+        "max_keys",
+        "max_run",
+        "target_pairs",
+        "split_tiles",
+        "num_pairs",
+    ]
+)
 def _plan_kernel(
-    seqlens_k_ptr, cu_seqlens_q_ptr, plan_ptr, num_seqs, num_tokens, max_keys, max_run,
-    target_pairs, split_tiles, num_pairs,
-    WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
-    FIELDS: tl.constexpr, WEIGHED: tl.constexpr, OVERHEAD: tl.constexpr,
-):  # fmt: skip
+    seqlens_k_ptr,
+    cu_seqlens_q_ptr,
+    plan_ptr,
+    num_seqs,
+    num_tokens,
+    max_keys,
+    max_run,
+    target_pairs,
+    split_tiles,
+    num_pairs,
+    WINDOW_LEFT: tl.constexpr,
+    TILE_N: tl.constexpr,
+    FIXED: tl.constexpr,
+    TILE_B: tl.constexpr,
+    FIELDS: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):
     pair = tl.program_id(0)
     if WEIGHED:
         split_tiles = _weigh_waves(
-            seqlens_k_ptr, cu_seqlens_q_ptr, num_seqs, num_tokens, max_keys, max_run, target_pairs,
-            split_tiles, num_pairs, WINDOW_LEFT, TILE_N, TILE_B, OVERHEAD)  # fmt: skip
+            seqlens_k_ptr,
+            cu_seqlens_q_ptr,
+            num_seqs,
+            num_tokens,
+            max_keys,
+            max_run,
+            target_pairs,
+            split_tiles,
+            num_pairs,
+            WINDOW_LEFT,
+            TILE_N,
+            TILE_B,
+            OVERHEAD,
+        )
     seq, start, run, seqlen_k, first, last, first_pair, num_splits = plan_record(
-        seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, num_tokens, max_keys, max_run,
-        target_pairs, split_tiles, WINDOW_LEFT, TILE_N, FIXED or WEIGHED, TILE_B)  # fmt: skip
+        seqlens_k_ptr,
+        cu_seqlens_q_ptr,
+        pair,
+        num_seqs,
+        num_tokens,
+        max_keys,
+        max_run,
+        target_pairs,
+        split_tiles,
+        WINDOW_LEFT,
+        TILE_N,
+        FIXED or WEIGHED,
+        TILE_B,
+    )
     record_ptr = plan_ptr + pair * FIELDS
     tl.store(record_ptr, seq)
     tl.store(record_ptr + 1, start)

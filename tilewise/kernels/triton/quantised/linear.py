@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.quantised_weight import E2M1, NIBBLES, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.triton.quantised import values
@@ -73,22 +73,41 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
         _columns(weight.block, columns),
         _columns(weight.outer_block, columns) if weight.has_outer else _WHOLE,
     )
-    start(
+    launch_now(
         values_kernel,
         (-(-(end - first) // _TILE_N), -(-columns // _TILE_K)),
-        raw(weight.codes, w), raw(weight.scales, w), raw(weight.zeros, w),
-        raw(weight.minimums, w), raw(weight.outer, w), raw(weight.outer_minimums, w),
-        weight.table or (0.0,) * NIBBLES, w, first, end - first, columns, weight.scales.shape[1],
-        1 if outer is None else outer.shape[1], weight.block[0], weight.outer_block[0],
-        BLOCK=blocks[0], OUTER_BLOCK=blocks[1],
-        GROUP=math.gcd(_TILE_K, *blocks), BITS=weight.bits, CODES=kind_of(weight.codes),
-        SCALES=kind_of(weight.scales), MINIMUMS=kind_of(weight.minimums),
-        HAS_TABLE=weight.table is not None, IS_E2M1=weight.table == E2M1,
-        HAS_ZEROS=weight.zeros is not None, HAS_MINIMUMS=weight.minimums is not None,
+        raw(weight.codes, w),
+        raw(weight.scales, w),
+        raw(weight.zeros, w),
+        raw(weight.minimums, w),
+        raw(weight.outer, w),
+        raw(weight.outer_minimums, w),
+        weight.table or (0.0,) * NIBBLES,
+        w,
+        first,
+        end - first,
+        columns,
+        weight.scales.shape[1],
+        1 if outer is None else outer.shape[1],
+        weight.block[0],
+        weight.outer_block[0],
+        BLOCK=blocks[0],
+        OUTER_BLOCK=blocks[1],
+        GROUP=math.gcd(_TILE_K, *blocks),
+        BITS=weight.bits,
+        CODES=kind_of(weight.codes),
+        SCALES=kind_of(weight.scales),
+        MINIMUMS=kind_of(weight.minimums),
+        HAS_TABLE=weight.table is not None,
+        IS_E2M1=weight.table == E2M1,
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_MINIMUMS=weight.minimums is not None,
         HAS_OUTER=weight.outer is not None,
         HAS_OUTER_MINIMUMS=weight.outer_minimums is not None,
-        COMPUTED=_COMPUTED[weight.computed], TILE_N=_TILE_N, TILE_K=_TILE_K,
-    )  # fmt: skip
+        COMPUTED=_COMPUTED[weight.computed],
+        TILE_N=_TILE_N,
+        TILE_K=_TILE_K,
+    )
     return w
 
 

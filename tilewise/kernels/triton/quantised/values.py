@@ -62,14 +62,38 @@ def _rounded(x, COMPUTED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_row", "rows"])
 def values_kernel(
-    codes_ptr, scales_ptr, zeros_ptr, minimums_ptr, outer_ptr, outer_minimums_ptr, table, w_ptr,
-    first_row, rows, columns, grid, outer_grid, block_rows, outer_rows,
-    BLOCK: tl.constexpr, OUTER_BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    CODES: tl.constexpr, SCALES: tl.constexpr, MINIMUMS: tl.constexpr, HAS_TABLE: tl.constexpr,
-    IS_E2M1: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr,
-    HAS_OUTER: tl.constexpr, HAS_OUTER_MINIMUMS: tl.constexpr, COMPUTED: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    minimums_ptr,
+    outer_ptr,
+    outer_minimums_ptr,
+    table,
+    w_ptr,
+    first_row,
+    rows,
+    columns,
+    grid,
+    outer_grid,
+    block_rows,
+    outer_rows,
+    BLOCK: tl.constexpr,
+    OUTER_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+    HAS_OUTER: tl.constexpr,
+    HAS_OUTER_MINIMUMS: tl.constexpr,
+    COMPUTED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
     """Write W (rows, columns) of the rows from first_row on.
 
     GROUP: columns that surely share a scale; it divides BLOCK and TILE_K.

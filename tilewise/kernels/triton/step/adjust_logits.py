@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import ElementSpec
 
 TILE = 1024
@@ -37,10 +38,25 @@ def _bias_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_masks", "num_counts"])
 def _adjust_kernel(
-    logits_ptr, row_ptr, mask_ptr, mask_of_ptr, counts_ptr, counts_of_ptr, penalty_ptr,
-    stride, counts_stride, words, vocab, chunks, num_rows, num_masks, num_counts,
-    HAS_MASK: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    row_ptr,
+    mask_ptr,
+    mask_of_ptr,
+    counts_ptr,
+    counts_of_ptr,
+    penalty_ptr,
+    stride,
+    counts_stride,
+    words,
+    vocab,
+    chunks,
+    num_rows,
+    num_masks,
+    num_counts,
+    HAS_MASK: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     program = tl.program_id(0)
     index, chunk = program // chunks, program % chunks
     token = chunk * TILE + tl.arange(0, TILE)
@@ -75,17 +91,34 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 def launch(
-    logits: Tensor, rows: Tensor, mask: Tensor | None, mask_of: Tensor | None,
-    bias_rows: Tensor | None, bias_ids: Tensor | None, bias: Tensor | None,
-    counts: Tensor | None, counts_of: Tensor | None, penalties: Tensor | None,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    mask_of: Tensor | None,
+    bias_rows: Tensor | None,
+    bias_ids: Tensor | None,
+    bias: Tensor | None,
+    counts: Tensor | None,
+    counts_of: Tensor | None,
+    penalties: Tensor | None,
+) -> None:
     """Change `rows` of logits (R, V) in place; see `ops.adjust_logits`."""
     vocab = logits.shape[1]
     if bias is not None and len(bias):
-        _bias_kernel[(triton.cdiv(len(bias), TILE_BIASES),)](
-            logits, bias_rows, bias_ids, bias, len(bias), logits.stride(0), len(logits), vocab,
-            TILE=TILE_BIASES, num_warps=4,
-        )  # fmt: skip
+        launch_now(
+            _bias_kernel,
+            triton.cdiv(len(bias), TILE_BIASES),
+            logits,
+            bias_rows,
+            bias_ids,
+            bias,
+            len(bias),
+            logits.stride(0),
+            len(logits),
+            vocab,
+            TILE=TILE_BIASES,
+            num_warps=4,
+        )
     if len(rows) == 0 or (mask is None and counts is None):
         return
     chunks = triton.cdiv(vocab, TILE)
@@ -93,10 +126,27 @@ def launch(
     def given(x: Tensor | None) -> Tensor:
         return rows if x is None else x
 
-    _adjust_kernel[(len(rows) * chunks,)](
-        logits, rows, given(mask), given(mask_of), given(counts), given(counts_of),
-        given(penalties), logits.stride(0), 0 if counts is None else counts.stride(0),
-        triton.cdiv(vocab, 32), vocab, chunks, len(logits), 0 if mask is None else len(mask),
-        0 if counts is None else len(counts), HAS_MASK=mask is not None,
-        HAS_COUNTS=counts is not None, TILE=TILE, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    launch_now(
+        _adjust_kernel,
+        len(rows) * chunks,
+        logits,
+        rows,
+        given(mask),
+        given(mask_of),
+        given(counts),
+        given(counts_of),
+        given(penalties),
+        logits.stride(0),
+        0 if counts is None else counts.stride(0),
+        triton.cdiv(vocab, 32),
+        vocab,
+        chunks,
+        len(logits),
+        0 if mask is None else len(mask),
+        0 if counts is None else len(counts),
+        HAS_MASK=mask is not None,
+        HAS_COUNTS=counts is not None,
+        TILE=TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

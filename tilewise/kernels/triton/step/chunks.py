@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 CHUNK = 2048
@@ -87,10 +87,22 @@ def _weights(logit, top, slope):
 
 @triton.jit
 def _chunk_kernel(
-    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
-    HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    temperature_ptr,
+    top_ptr,
+    mass_ptr,
+    peak_ptr,
+    stride,
+    vocab,
+    chunks,
+    groups,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+    HAS_PEAKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin_next(EARLY)
     await_previous(EARLY)
     program = tl.program_id(0)
@@ -136,11 +148,23 @@ class Parts:
         self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
     ) -> None:
         rows, vocab = logits.shape
-        launch(
-            _chunk_kernel, rows * self.chunks,
-            logits, temperature if temperature is not None else logits, self.top, self.mass,
-            self.peak, logits.stride(0), vocab, self.chunks, self.groups,
-            HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
-            CHUNK=max(CHUNK, self.group), GROUP=self.group, num_warps=4,
+        launch_now(
+            _chunk_kernel,
+            rows * self.chunks,
+            logits,
+            temperature if temperature is not None else logits,
+            self.top,
+            self.mass,
+            self.peak,
+            logits.stride(0),
+            vocab,
+            self.chunks,
+            self.groups,
+            HAS_TEMPERATURE=temperature is not None,
+            HAS_MASS=has_mass,
+            HAS_PEAKS=has_peaks,
+            CHUNK=max(CHUNK, self.group),
+            GROUP=self.group,
+            num_warps=4,
             **options("sampling"),
-        )  # fmt: skip
+        )

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import early
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.step import sampling
 from tilewise.kernels.triton.step.sampling import Moved
@@ -29,9 +30,20 @@ ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _begin_kernel(
-    position_ptr, active_ptr, fresh_ptr, table_ptr, place_ptr, positions_ptr, slot_ptr, seqlen_ptr,
-    num_rows, stride_table, BLOCK_SIZE: tl.constexpr, RING: tl.constexpr, TILE_B: tl.constexpr,
-):  # fmt: skip
+    position_ptr,
+    active_ptr,
+    fresh_ptr,
+    table_ptr,
+    place_ptr,
+    positions_ptr,
+    slot_ptr,
+    seqlen_ptr,
+    num_rows,
+    stride_table,
+    BLOCK_SIZE: tl.constexpr,
+    RING: tl.constexpr,
+    TILE_B: tl.constexpr,
+):
     row = tl.program_id(0) * TILE_B + tl.arange(0, TILE_B)
     inside = row < num_rows
     active = tl.load(active_ptr + row, mask=inside, other=0)
@@ -53,11 +65,28 @@ def _begin_kernel(
 
 @triton.jit
 def _start_kernel(
-    position_ptr, active_ptr, fresh_ptr, table_ptr, place_ptr, positions_ptr, slot_ptr, seqlen_ptr,
-    token_ptr, embedding_ptr, angles_ptr, x_ptr, found_ptr, stride_table,
-    BLOCK_SIZE: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    ANGLES: tl.constexpr, TILE_ANGLES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    position_ptr,
+    active_ptr,
+    fresh_ptr,
+    table_ptr,
+    place_ptr,
+    positions_ptr,
+    slot_ptr,
+    seqlen_ptr,
+    token_ptr,
+    embedding_ptr,
+    angles_ptr,
+    x_ptr,
+    found_ptr,
+    stride_table,
+    BLOCK_SIZE: tl.constexpr,
+    RING: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    ANGLES: tl.constexpr,
+    TILE_ANGLES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     # The next kernel waits for the end of this one, which itself is never launched early.
     begin_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -88,9 +117,19 @@ def _start_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _finish_kernel(
-    drawn_ptr, finite_ptr, token_ptr, position_ptr, counter_ptr, active_ptr, place_ptr, results_ptr,
-    num_rows, stride_place, TILE_B: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    drawn_ptr,
+    finite_ptr,
+    token_ptr,
+    position_ptr,
+    counter_ptr,
+    active_ptr,
+    place_ptr,
+    results_ptr,
+    num_rows,
+    stride_place,
+    TILE_B: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin_next(EARLY)
     await_previous(EARLY)
     row = tl.program_id(0) * TILE_B + tl.arange(0, TILE_B)
@@ -110,54 +149,132 @@ def _finish_kernel(
 
 
 def begin(
-    position: Tensor, active: Tensor, fresh: Tensor, table: Tensor, place: Tensor, *,
-    block_size: int, ring: int, positions: Tensor, slot_mapping: Tensor, seqlens_k: Tensor,
-) -> None:  # fmt: skip
+    position: Tensor,
+    active: Tensor,
+    fresh: Tensor,
+    table: Tensor,
+    place: Tensor,
+    *,
+    block_size: int,
+    ring: int,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seqlens_k: Tensor,
+) -> None:
     """See `ops.decode_rows.begin_decode`."""
     num_rows = len(positions)
-    _begin_kernel[(triton.cdiv(num_rows, TILE_B),)](
-        position, active, fresh, table, place, positions, slot_mapping, seqlens_k,
-        num_rows, table.stride(0), BLOCK_SIZE=block_size, RING=ring, TILE_B=TILE_B, num_warps=4,
-    )  # fmt: skip
+    launch_now(
+        _begin_kernel,
+        triton.cdiv(num_rows, TILE_B),
+        position,
+        active,
+        fresh,
+        table,
+        place,
+        positions,
+        slot_mapping,
+        seqlens_k,
+        num_rows,
+        table.stride(0),
+        BLOCK_SIZE=block_size,
+        RING=ring,
+        TILE_B=TILE_B,
+        num_warps=4,
+    )
 
 
 def start(
-    position: Tensor, active: Tensor, fresh: Tensor, table: Tensor, place: Tensor, *,
-    block_size: int, ring: int, positions: Tensor, slot_mapping: Tensor, seqlens_k: Tensor,
-    token: Tensor, embedding: Tensor, angles: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    position: Tensor,
+    active: Tensor,
+    fresh: Tensor,
+    table: Tensor,
+    place: Tensor,
+    *,
+    block_size: int,
+    ring: int,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seqlens_k: Tensor,
+    token: Tensor,
+    embedding: Tensor,
+    angles: Tensor,
+) -> tuple[Tensor, Tensor]:
     """See `ops.decode_rows.start_decode`."""
     num_rows, width, num_angles = len(positions), embedding.shape[1], angles.shape[1]
     x = torch.empty((num_rows, width), dtype=embedding.dtype, device=embedding.device)
     found = torch.empty((num_rows, num_angles), dtype=angles.dtype, device=angles.device)
     tile = triton.next_power_of_2(width)
-    _start_kernel[(num_rows,)](
-        position, active, fresh, table, place, positions, slot_mapping, seqlens_k, token,
-        embedding, angles, x, found, table.stride(0), BLOCK_SIZE=block_size, RING=ring,
-        WIDTH=width, TILE=tile, ANGLES=num_angles, TILE_ANGLES=triton.next_power_of_2(num_angles),
-        num_warps=min(8, max(1, tile // ELEMENTS_PER_WARP)), EARLY=early.mode("start"),
-    )  # fmt: skip
+    launch_now(
+        _start_kernel,
+        num_rows,
+        position,
+        active,
+        fresh,
+        table,
+        place,
+        positions,
+        slot_mapping,
+        seqlens_k,
+        token,
+        embedding,
+        angles,
+        x,
+        found,
+        table.stride(0),
+        BLOCK_SIZE=block_size,
+        RING=ring,
+        WIDTH=width,
+        TILE=tile,
+        ANGLES=num_angles,
+        TILE_ANGLES=triton.next_power_of_2(num_angles),
+        num_warps=min(8, max(1, tile // ELEMENTS_PER_WARP)),
+        EARLY=early.mode("start"),
+    )
     return x, found
 
 
 def finish(
-    drawn: Tensor, is_finite: Tensor, token: Tensor, position: Tensor, counter: Tensor,
-    active: Tensor, place: Tensor, results: Tensor,
-) -> None:  # fmt: skip
+    drawn: Tensor,
+    is_finite: Tensor,
+    token: Tensor,
+    position: Tensor,
+    counter: Tensor,
+    active: Tensor,
+    place: Tensor,
+    results: Tensor,
+) -> None:
     """See `ops.decode_rows.finish_decode`."""
     num_rows = len(drawn)
     if is_finite.dtype == torch.bool:
         is_finite = is_finite.view(torch.uint8)
-    _finish_kernel[(triton.cdiv(num_rows, TILE_B),)](
-        drawn, is_finite, token, position, counter, active, place, results,
-        num_rows, results.stride(0), TILE_B=TILE_B, num_warps=4, **options("finish"),
-    )  # fmt: skip
+    launch_now(
+        _finish_kernel,
+        triton.cdiv(num_rows, TILE_B),
+        drawn,
+        is_finite,
+        token,
+        position,
+        counter,
+        active,
+        place,
+        results,
+        num_rows,
+        results.stride(0),
+        TILE_B=TILE_B,
+        num_warps=4,
+        **options("finish"),
+    )
 
 
 def draw(
-    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: Tensor | None, seeds: Tensor | None, rows: Moved,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor | None,
+    rows: Moved,
+) -> tuple[Tensor, Tensor]:
     """See `ops.decode_rows.draw_decode`; returns the sampled tokens and whether logits were
     finite."""
     return sampling.sample_tokens(

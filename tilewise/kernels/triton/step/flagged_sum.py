@@ -45,6 +45,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 BYTES_PER_WARP = 512  # 16 a thread, of each rank
@@ -130,9 +131,19 @@ def _await_flags(flags_ptr, peers, epoch, SIZE: tl.constexpr, STRONG: tl.constex
 
 @triton.jit
 def _addends(
-    x_ptr, ids_ptr, rows, inside, column, stride_x, stride_part, first, end, dtype: tl.constexpr,
-    PARTS: tl.constexpr, GATHERS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    ids_ptr,
+    rows,
+    inside,
+    column,
+    stride_x,
+    stride_part,
+    first,
+    end,
+    dtype: tl.constexpr,
+    PARTS: tl.constexpr,
+    GATHERS: tl.constexpr,
+):
     """Return a rank's values of some rows (R,), where `inside` (R, TILE) is True, rounded."""
     if GATHERS:
         token = tl.load(ids_ptr + rows, mask=tl.max(inside.to(tl.int32), 1) > 0, other=-1)
@@ -153,12 +164,33 @@ def _addends(
 # The numbers of ranks and rows are not compiled in: all ranks run the same code.
 @triton.jit(do_not_specialize=["rank", "rows", "first", "end"])
 def _flagged_sum_kernel(
-    x_ptr, ids_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, inboxes_ptr, epochs_ptr,
-    stride_x, stride_residual, stride_part, first, end, eps, rank, rows, most_rows,
-    DIM: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
-    GATHERS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
-    STRONG: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    ids_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    total_ptr,
+    inboxes_ptr,
+    epochs_ptr,
+    stride_x,
+    stride_residual,
+    stride_part,
+    first,
+    end,
+    eps,
+    rank,
+    rows,
+    most_rows,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    STRONG: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin_next(EARLY)
     dtype: tl.constexpr = total_ptr.dtype.element_ty
     WIDTH: tl.constexpr = dtype.primitive_bitwidth // 8
@@ -195,17 +227,37 @@ def _flagged_sum_kernel(
 
     elsewhere = ((turns != rank) & (begin + turns < rows))[:, None] & in_row[None, :]
     sent = _addends(
-        x_ptr, ids_ptr, begin + turns, elsewhere, column, stride_x, stride_part, first, end,
-        dtype, PARTS, GATHERS,
-    )  # fmt: skip
+        x_ptr,
+        ids_ptr,
+        begin + turns,
+        elsewhere,
+        column,
+        stride_x,
+        stride_part,
+        first,
+        end,
+        dtype,
+        PARTS,
+        GATHERS,
+    )
     tl.store(bases[:, None] + (x_place + rank * DIM) + column[None, :], sent, mask=elsewhere)
     # This rank's own addends are loaded while the others' values arrive.
     one = tl.arange(0, 1)
     here = (has_mine & in_row)[None, :]
     x_mine = _addends(
-        x_ptr, ids_ptr, mine + one, here, column, stride_x, stride_part, first, end, dtype, PARTS,
+        x_ptr,
+        ids_ptr,
+        mine + one,
+        here,
+        column,
+        stride_x,
+        stride_part,
+        first,
+        end,
+        dtype,
+        PARTS,
         GATHERS,
-    )  # fmt: skip
+    )
     if HAS_RESIDUAL:
         stream = residual_ptr + mine * stride_residual + column
         residual = tl.load(stream, mask=has_mine & in_row, other=0.0).to(tl.float32)
@@ -245,10 +297,24 @@ def _flagged_sum_kernel(
 
 
 def launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
-    total: Tensor, *, inboxes: Tensor, epochs: Tensor, rank: int, size: int, most_rows: int,
-    parts: int = 0, ids: Tensor | None = None, first: int = 0, end: int = 0, is_strong: bool = True,
-) -> None:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    y: Tensor,
+    total: Tensor,
+    *,
+    inboxes: Tensor,
+    epochs: Tensor,
+    rank: int,
+    size: int,
+    most_rows: int,
+    parts: int = 0,
+    ids: Tensor | None = None,
+    first: int = 0,
+    end: int = 0,
+    is_strong: bool = True,
+) -> None:
     """Write y and total (rows, E) of all ranks' x; see `shared_sum.launch`.
 
     Args:
@@ -260,11 +326,34 @@ def launch(
     rows, dim = total.shape
     tile = triton.next_power_of_2(dim)
     added = total if residual is None else residual
-    _flagged_sum_kernel[(triton.cdiv(rows, size),)](
-        x, x if ids is None else ids, added, total if weight is None else weight, y, total,
-        inboxes, epochs, x.stride(-2), added.stride(0), x.stride(0) if parts else 0, first, end,
-        eps, rank, rows, most_rows,
-        DIM=dim, TILE=tile, SIZE=size, PARTS=parts, GATHERS=ids is not None,
-        HAS_RESIDUAL=residual is not None, HAS_NORM=weight is not None, STRONG=is_strong,
-        num_warps=min(16, max(1, tile * total.itemsize // BYTES_PER_WARP)), **options("norm"),
-    )  # fmt: skip
+    launch_now(
+        _flagged_sum_kernel,
+        triton.cdiv(rows, size),
+        x,
+        x if ids is None else ids,
+        added,
+        total if weight is None else weight,
+        y,
+        total,
+        inboxes,
+        epochs,
+        x.stride(-2),
+        added.stride(0),
+        x.stride(0) if parts else 0,
+        first,
+        end,
+        eps,
+        rank,
+        rows,
+        most_rows,
+        DIM=dim,
+        TILE=tile,
+        SIZE=size,
+        PARTS=parts,
+        GATHERS=ids is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_NORM=weight is not None,
+        STRONG=is_strong,
+        num_warps=min(16, max(1, tile * total.itemsize // BYTES_PER_WARP)),
+        **options("norm"),
+    )

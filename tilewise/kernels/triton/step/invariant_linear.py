@@ -18,16 +18,27 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.tiles.invariant_linear import InvariantTile, invariant_tile
 from tilewise.kernels.triton.elements import why_not as why_not
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _invariant_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, rows, outputs, channels, stride_x, stride_weight,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    rows,
+    outputs,
+    channels,
+    stride_x,
+    stride_weight,
     HAS_BIAS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
     tiles = (rows + TILE_M - 1) // TILE_M
     row = tl.program_id(0) % tiles * TILE_M + tl.arange(0, TILE_M)
     output = tl.program_id(0) // tiles * TILE_N + tl.arange(0, TILE_N)
@@ -60,9 +71,23 @@ def launch(
     if tile is None:
         tile = invariant_tile(rows, outputs, x.itemsize, device.arch_of(x.device))
     tile_m, tile_n, tile_k, num_warps, num_stages = tile
-    _invariant_linear_kernel[(triton.cdiv(rows, tile_m) * triton.cdiv(outputs, tile_n),)](
-        x, weight, y if bias is None else bias, y, rows, outputs, channels, x.stride(0),
-        weight.stride(0), HAS_BIAS=bias is not None, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k,
-        num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+    launch_now(
+        _invariant_linear_kernel,
+        triton.cdiv(rows, tile_m) * triton.cdiv(outputs, tile_n),
+        x,
+        weight,
+        y if bias is None else bias,
+        y,
+        rows,
+        outputs,
+        channels,
+        x.stride(0),
+        weight.stride(0),
+        HAS_BIAS=bias is not None,
+        TILE_M=tile_m,
+        TILE_N=tile_n,
+        TILE_K=tile_k,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
     return y

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.tiles.linear import LinearTile, tile_of
 from tilewise.kernels.triton.early import RUN, await_previous, begin_next, options, prefetch
@@ -28,12 +29,25 @@ MERGE_TILE = 1024
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, rows, outputs, channels, stride_x, stride_weight,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    rows,
+    outputs,
+    channels,
+    stride_x,
+    stride_weight,
     slices_per_part,
-    HAS_BIAS: tl.constexpr, WAYS: tl.constexpr,
-    ROWS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    EARLY: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
-):  # fmt: skip
+    HAS_BIAS: tl.constexpr,
+    WAYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EARLY: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+):
     begin_next(EARLY)
     part = tl.program_id(1)
     row = tl.arange(0, ROWS)
@@ -85,9 +99,15 @@ def _linear_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _merge_kernel(
-    part_ptr, bias_ptr, y_ptr, outputs, count,
-    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    part_ptr,
+    bias_ptr,
+    y_ptr,
+    outputs,
+    count,
+    HAS_BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < count
     total = tl.zeros([TILE], tl.float32)
@@ -128,16 +148,42 @@ def launch(
     early, runs = options("linear"), 0
     if early["EARLY"] and (weight.data_ptr() | 2 * weight.stride(0) | 2 * channels) % 16 == 0:
         runs = triton.next_power_of_2(triton.cdiv(per_part * tile.tile_k * tile.ways, RUN))
-    _linear_kernel[(triton.cdiv(outputs, tile.tile_n), parts)](
-        x, weight, given, target, rows, outputs, channels, x.stride(0), weight.stride(0), per_part,
-        HAS_BIAS=bias is not None and parts == 1, WAYS=tile.ways,
+    launch_now(
+        _linear_kernel,
+        (triton.cdiv(outputs, tile.tile_n), parts),
+        x,
+        weight,
+        given,
+        target,
+        rows,
+        outputs,
+        channels,
+        x.stride(0),
+        weight.stride(0),
+        per_part,
+        HAS_BIAS=bias is not None and parts == 1,
+        WAYS=tile.ways,
         ROWS=ROWS if rows <= ROWS else 2 * ROWS,
-        TILE_N=tile.tile_n, TILE_K=tile.tile_k, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, RUN=RUN, RUNS=runs, **early,
-    )  # fmt: skip
+        TILE_N=tile.tile_n,
+        TILE_K=tile.tile_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        RUN=RUN,
+        RUNS=runs,
+        **early,
+    )
     if parts > 1:
-        _merge_kernel[(triton.cdiv(y.numel(), MERGE_TILE),)](
-            target, given, y, outputs, y.numel(), HAS_BIAS=bias is not None, PARTS=parts,
-            TILE=MERGE_TILE, num_warps=4,
-        )  # fmt: skip
+        launch_now(
+            _merge_kernel,
+            triton.cdiv(y.numel(), MERGE_TILE),
+            target,
+            given,
+            y,
+            outputs,
+            y.numel(),
+            HAS_BIAS=bias is not None,
+            PARTS=parts,
+            TILE=MERGE_TILE,
+            num_warps=4,
+        )
     return y

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -23,11 +24,21 @@ ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, new_residual_ptr, stride_x, stride_residual,
-    stride_part, eps,
-    DIM: tl.constexpr, TILE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    new_residual_ptr,
+    stride_x,
+    stride_residual,
+    stride_part,
+    eps,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PARTS: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     begin_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
@@ -79,9 +90,14 @@ def add_parts_rms_norm(
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, total: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    y: Tensor,
+    total: Tensor,
     parts: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write y and total of x, or of the first of `parts` contiguous partial sums."""
     if x.numel() == 0:
         return
@@ -89,10 +105,22 @@ def _launch(
     rows = x.reshape(-1, dim)
     added = rows if residual is None else residual.reshape(-1, dim)
     tile = triton.next_power_of_2(dim)
-    _norm_kernel[(rows.shape[0],)](
-        rows, added, weight, y, total, rows.stride(0), added.stride(0),
-        0 if parts is None else parts.stride(0), eps,
-        DIM=dim, TILE=tile, HAS_RESIDUAL=residual is not None,
+    launch_now(
+        _norm_kernel,
+        rows.shape[0],
+        rows,
+        added,
+        weight,
+        y,
+        total,
+        rows.stride(0),
+        added.stride(0),
+        0 if parts is None else parts.stride(0),
+        eps,
+        DIM=dim,
+        TILE=tile,
+        HAS_RESIDUAL=residual is not None,
         PARTS=0 if parts is None else len(parts),
-        num_warps=min(16, max(1, tile // ELEMENTS_PER_WARP)), **options("norm"),
-    )  # fmt: skip
+        num_warps=min(16, max(1, tile // ELEMENTS_PER_WARP)),
+        **options("norm"),
+    )

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.step.linear import why_not as why_not
 
@@ -27,11 +28,25 @@ ROWS_OF_PART = 8
 
 @triton.jit(do_not_specialize=["outputs"])
 def _row_kernel(
-    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr,
-    outputs, channels, stride_weight, eps,
-    HAS_NORM: tl.constexpr, X_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    total_ptr,
+    outputs,
+    channels,
+    stride_weight,
+    eps,
+    HAS_NORM: tl.constexpr,
+    X_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin_next(EARLY)
     part = tl.program_id(1)
     output = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
@@ -86,9 +101,14 @@ def parts_of(channels: int) -> int:
 
 
 def add_rms_norm_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor,
-    bias: Tensor | None, is_gated: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_gated: bool,
+) -> tuple[Tensor, Tensor]:
     """Return y (..., N) and the new residual (..., E) of one row x, or of its parts (P, ..., E)."""
     outputs, channels = weight.shape
     outputs //= 1 + is_gated
@@ -97,13 +117,29 @@ def add_rms_norm_linear(
     if y.numel() == 0:
         return y, total
     rows = ROWS // (1 + is_gated)
-    _row_kernel[(triton.cdiv(outputs, rows), 1)](
-        x, residual, norm_weight, weight, x if bias is None else bias, y, total,
-        outputs, channels, weight.stride(0), eps,
-        HAS_NORM=True, X_PARTS=len(x) if x.dtype == torch.float32 else 0, HAS_BIAS=bias is not None,
-        IS_GATED=is_gated, TILE_N=rows, TILE_K=tile_k(channels), num_warps=4 if is_gated else 8,
+    launch_now(
+        _row_kernel,
+        (triton.cdiv(outputs, rows), 1),
+        x,
+        residual,
+        norm_weight,
+        weight,
+        x if bias is None else bias,
+        y,
+        total,
+        outputs,
+        channels,
+        weight.stride(0),
+        eps,
+        HAS_NORM=True,
+        X_PARTS=len(x) if x.dtype == torch.float32 else 0,
+        HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
+        TILE_N=rows,
+        TILE_K=tile_k(channels),
+        num_warps=4 if is_gated else 8,
         **options("linear"),
-    )  # fmt: skip
+    )
     return y, total
 
 
@@ -114,9 +150,27 @@ def row_linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     y = torch.empty((parts, *x.shape[:-1], outputs), dtype=torch.float32, device=x.device)
     if y.numel() == 0:
         return y
-    _row_kernel[(triton.cdiv(outputs, ROWS_OF_PART), parts)](
-        x, x, x, weight, x, y, y, outputs, channels, weight.stride(0), 0.0,
-        HAS_NORM=False, X_PARTS=0, HAS_BIAS=False, IS_GATED=False,
-        TILE_N=ROWS_OF_PART, TILE_K=tile_k(channels), num_warps=4, **options("linear"),
-    )  # fmt: skip
+    launch_now(
+        _row_kernel,
+        (triton.cdiv(outputs, ROWS_OF_PART), parts),
+        x,
+        x,
+        x,
+        weight,
+        x,
+        y,
+        y,
+        outputs,
+        channels,
+        weight.stride(0),
+        0.0,
+        HAS_NORM=False,
+        X_PARTS=0,
+        HAS_BIAS=False,
+        IS_GATED=False,
+        TILE_N=ROWS_OF_PART,
+        TILE_K=tile_k(channels),
+        num_warps=4,
+        **options("linear"),
+    )
     return y

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.requests import is_recording
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
@@ -57,9 +57,14 @@ def _uniform(seed, counter):
     `engine.steps.philox.uniforms`."""
     zero = tl.zeros([], tl.uint32)
     high, low, _, _ = tl.philox_impl(
-        counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero,
-        seed.to(tl.uint32), (seed >> 32).to(tl.uint32), ROUNDS,
-    )  # fmt: skip
+        counter.to(tl.uint32),
+        (counter >> 32).to(tl.uint32),
+        zero,
+        zero,
+        seed.to(tl.uint32),
+        (seed >> 32).to(tl.uint32),
+        ROUNDS,
+    )
     bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
     return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
@@ -82,9 +87,16 @@ def _relative_masses(tops, mass_ptr, chunk, chunks, top, slope):
 
 @triton.jit
 def _draw_from_all(
-    row_ptr, top_ptr, masses, scaled, uniform, vocab, slope,
-    CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    top_ptr,
+    masses,
+    scaled,
+    uniform,
+    vocab,
+    slope,
+    CHUNK: tl.constexpr,
+    TILE_CHUNKS: tl.constexpr,
+):
     """Return the token of a row that is not truncated; reads one chunk."""
     number = tl.arange(0, TILE_CHUNKS)
     target = _target(uniform, tl.sum(scaled, 0))
@@ -144,9 +156,20 @@ def _least_likely(top, slope, log_min_p):
 
 @triton.jit
 def _list_candidates(
-    row_ptr, peak_ptr, group_ptr, value_ptr, token_ptr, vocab, groups, wanted, lowest, highest,
-    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    peak_ptr,
+    group_ptr,
+    value_ptr,
+    token_ptr,
+    vocab,
+    groups,
+    wanted,
+    lowest,
+    highest,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
     """Write all tokens down to about the `wanted`-th largest peak to a list, in their order.
 
     Returns their number, of which at most CANDIDATES are written, and the order of that peak, at
@@ -182,9 +205,22 @@ def _list_candidates(
 
 @triton.jit
 def _draw_from_list(
-    value_ptr, token_ptr, found, cutoff, is_complete, top_k, top_p, vocab, total, uniform,
-    least, highest, top, slope, LIST: tl.constexpr,
-):  # fmt: skip
+    value_ptr,
+    token_ptr,
+    found,
+    cutoff,
+    is_complete,
+    top_k,
+    top_p,
+    vocab,
+    total,
+    uniform,
+    least,
+    highest,
+    top,
+    slope,
+    LIST: tl.constexpr,
+):
     """Return the token of a row whose candidates are listed, or -1 if others may be kept, too."""
     index = tl.arange(0, LIST)
     value = tl.load(value_ptr + index, mask=index < found, other=float("-inf"))
@@ -286,11 +322,26 @@ def _draw_by_reading_all(
 
 @triton.jit
 def _draw_truncated(
-    row_ptr, peak_ptr, group_ptr, value_ptr, token_ptr, vocab, groups, top, top_k, top_p, min_p,
-    total, uniform, slope,
-    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, FEW: tl.constexpr, CANDIDATES: tl.constexpr,
+    row_ptr,
+    peak_ptr,
+    group_ptr,
+    value_ptr,
+    token_ptr,
+    vocab,
+    groups,
+    top,
+    top_k,
+    top_p,
+    min_p,
+    total,
+    uniform,
+    slope,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    FEW: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Return the token of a row under top_k, top_p and min_p."""
     highest = _order(top).to(tl.int64)
     least = tl.minimum(_least_likely(top, slope, tl.log2(min_p.to(tl.float64))), highest)
@@ -306,20 +357,57 @@ def _draw_truncated(
     tries = tl.where(takes_k, tl.where(top_k <= CANDIDATES, 1, 0), 2)
     while (chosen < 0) & (tries > 0):
         found, cutoff = _list_candidates(
-            row_ptr, peak_ptr, group_ptr, value_ptr, token_ptr, vocab, groups, wanted, lowest,
-            highest, GROUP, TILE_GROUPS, CANDIDATES,
-        )  # fmt: skip
+            row_ptr,
+            peak_ptr,
+            group_ptr,
+            value_ptr,
+            token_ptr,
+            vocab,
+            groups,
+            wanted,
+            lowest,
+            highest,
+            GROUP,
+            TILE_GROUPS,
+            CANDIDATES,
+        )
         is_complete = takes_k | (cutoff == lowest)
         if found <= FEW:
             chosen = _draw_from_list(
-                value_ptr, token_ptr, found, cutoff, is_complete, top_k, top_p, vocab, total,
-                uniform, least, highest, top, slope, FEW,
-            )  # fmt: skip
+                value_ptr,
+                token_ptr,
+                found,
+                cutoff,
+                is_complete,
+                top_k,
+                top_p,
+                vocab,
+                total,
+                uniform,
+                least,
+                highest,
+                top,
+                slope,
+                FEW,
+            )
         elif found <= CANDIDATES:
             chosen = _draw_from_list(
-                value_ptr, token_ptr, found, cutoff, is_complete, top_k, top_p, vocab, total,
-                uniform, least, highest, top, slope, CANDIDATES,
-            )  # fmt: skip
+                value_ptr,
+                token_ptr,
+                found,
+                cutoff,
+                is_complete,
+                top_k,
+                top_p,
+                vocab,
+                total,
+                uniform,
+                least,
+                highest,
+                top,
+                slope,
+                CANDIDATES,
+            )
         tries -= 1
         wanted = wanted * 0 + CANDIDATES // 4
     if chosen < 0:
@@ -331,9 +419,17 @@ def _draw_truncated(
 
 @triton.jit
 def _move_on(
-    drawn, is_finite, row, last_ptr, position_ptr, count_ptr, active_ptr, place_ptr, results_ptr,
+    drawn,
+    is_finite,
+    row,
+    last_ptr,
+    position_ptr,
+    count_ptr,
+    active_ptr,
+    place_ptr,
+    results_ptr,
     stride_place,
-):  # fmt: skip
+):
     """Store the token that a row drew, and advance the row, as `decode_rows._finish_kernel`
     does."""
     result = results_ptr + tl.load(place_ptr) * stride_place + 2 * row
@@ -348,15 +444,45 @@ def _move_on(
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, counter_ptr,
-    top_ptr, mass_ptr, peak_ptr, list_ptr, token_ptr, finite_ptr,
-    last_ptr, position_ptr, count_ptr, active_ptr, place_ptr, results_ptr,
-    stride, vocab, chunks, groups, list_stride, stride_place,
-    HAS_TEMPERATURE: tl.constexpr, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr,
-    CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
-    FEW: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr, MOVES_ON: tl.constexpr,
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    counter_ptr,
+    top_ptr,
+    mass_ptr,
+    peak_ptr,
+    list_ptr,
+    token_ptr,
+    finite_ptr,
+    last_ptr,
+    position_ptr,
+    count_ptr,
+    active_ptr,
+    place_ptr,
+    results_ptr,
+    stride,
+    vocab,
+    chunks,
+    groups,
+    list_stride,
+    stride_place,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_K: tl.constexpr,
+    HAS_P: tl.constexpr,
+    HAS_MIN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE_CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    FEW: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+    MOVES_ON: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     begin_next(EARLY)
     await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -387,17 +513,38 @@ def _draw_kernel(
             if is_truncated:
                 lists = list_ptr + row * list_stride
                 token = _draw_truncated(
-                    row_ptr, peak_ptr + row * groups, lists,
+                    row_ptr,
+                    peak_ptr + row * groups,
+                    lists,
                     (lists + groups).to(tl.pointer_type(tl.float32), bitcast=True),
-                    lists + groups + CANDIDATES, vocab, groups, top, top_k, top_p, min_p,
-                    tl.sum(scaled, 0), uniform, slope,
-                    GROUP, TILE_GROUPS, FEW, CANDIDATES, TILE,
-                )  # fmt: skip
+                    lists + groups + CANDIDATES,
+                    vocab,
+                    groups,
+                    top,
+                    top_k,
+                    top_p,
+                    min_p,
+                    tl.sum(scaled, 0),
+                    uniform,
+                    slope,
+                    GROUP,
+                    TILE_GROUPS,
+                    FEW,
+                    CANDIDATES,
+                    TILE,
+                )
         if token < 0:
             token = _draw_from_all(
-                row_ptr, top_ptr + row * chunks, masses, scaled, uniform, vocab, slope,
-                CHUNK, TILE_CHUNKS,
-            )  # fmt: skip
+                row_ptr,
+                top_ptr + row * chunks,
+                masses,
+                scaled,
+                uniform,
+                vocab,
+                slope,
+                CHUNK,
+                TILE_CHUNKS,
+            )
     else:
         chunk = tl.min(tl.where(tops == top, number, TILE_CHUNKS), 0)
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -407,17 +554,38 @@ def _draw_kernel(
     tl.store(token_ptr + row, token)
     if MOVES_ON:
         _move_on(
-            token, is_finite, row, last_ptr, position_ptr, count_ptr, active_ptr, place_ptr,
-            results_ptr, stride_place,
-        )  # fmt: skip
+            token,
+            is_finite,
+            row,
+            last_ptr,
+            position_ptr,
+            count_ptr,
+            active_ptr,
+            place_ptr,
+            results_ptr,
+            stride_place,
+        )
 
 
 @triton.jit
 def _logprob_kernel(
-    logits_ptr, token_ptr, top_ptr, mass_ptr, peak_ptr, own_ptr, ids_ptr, values_ptr,
-    stride, vocab, chunks, groups, COUNT: tl.constexpr,
-    TILE_CHUNKS: tl.constexpr, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    token_ptr,
+    top_ptr,
+    mass_ptr,
+    peak_ptr,
+    own_ptr,
+    ids_ptr,
+    values_ptr,
+    stride,
+    vocab,
+    chunks,
+    groups,
+    COUNT: tl.constexpr,
+    TILE_CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     number = tl.arange(0, TILE_CHUNKS)
@@ -507,18 +675,44 @@ def sample_tokens(
     def given(x: Tensor | None) -> Tensor:
         return tokens if x is None else x
 
-    launch(
-        _draw_kernel, rows,
-        logits, given(temperature), given(top_k), given(top_p), given(min_p), given(seeds),
-        given(counters), parts.top, parts.mass, parts.peak, lists, tokens, is_finite,
+    launch_now(
+        _draw_kernel,
+        rows,
+        logits,
+        given(temperature),
+        given(top_k),
+        given(top_p),
+        given(min_p),
+        given(seeds),
+        given(counters),
+        parts.top,
+        parts.mass,
+        parts.peak,
+        lists,
+        tokens,
+        is_finite,
         *(moved or (tokens,) * len(Moved._fields)),
-        logits.stride(0), vocab, parts.chunks, parts.groups, list_stride,
+        logits.stride(0),
+        vocab,
+        parts.chunks,
+        parts.groups,
+        list_stride,
         0 if moved is None else moved.results.stride(0),
-        HAS_TEMPERATURE=temperature is not None, HAS_K=top_k is not None, HAS_P=top_p is not None,
-        HAS_MIN=min_p is not None, CHUNK=CHUNK, TILE_CHUNKS=parts.tile_chunks, GROUP=parts.group,
-        TILE_GROUPS=parts.tile_groups, FEW=FEW, CANDIDATES=CANDIDATES, TILE=TILE,
-        MOVES_ON=moved is not None, num_warps=ROW_WARPS if truncates else 4, **options("sampling"),
-    )  # fmt: skip
+        HAS_TEMPERATURE=temperature is not None,
+        HAS_K=top_k is not None,
+        HAS_P=top_p is not None,
+        HAS_MIN=min_p is not None,
+        CHUNK=CHUNK,
+        TILE_CHUNKS=parts.tile_chunks,
+        GROUP=parts.group,
+        TILE_GROUPS=parts.tile_groups,
+        FEW=FEW,
+        CANDIDATES=CANDIDATES,
+        TILE=TILE,
+        MOVES_ON=moved is not None,
+        num_warps=ROW_WARPS if truncates else 4,
+        **options("sampling"),
+    )
     return tokens, is_finite
 
 
@@ -532,9 +726,25 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, 
         return own, ids, values
     parts = Parts(logits, count > 0)
     parts.fill(logits, None, has_mass=True, has_peaks=count > 0)
-    _logprob_kernel[(rows,)](
-        logits, tokens, parts.top, parts.mass, parts.peak, own, ids, values, logits.stride(0),
-        vocab, parts.chunks, parts.groups, COUNT=count, TILE_CHUNKS=parts.tile_chunks,
-        GROUP=parts.group, TILE_GROUPS=parts.tile_groups, num_warps=8 if count > 0 else 4,
-    )  # fmt: skip
+    launch_now(
+        _logprob_kernel,
+        rows,
+        logits,
+        tokens,
+        parts.top,
+        parts.mass,
+        parts.peak,
+        own,
+        ids,
+        values,
+        logits.stride(0),
+        vocab,
+        parts.chunks,
+        parts.groups,
+        COUNT=count,
+        TILE_CHUNKS=parts.tile_chunks,
+        GROUP=parts.group,
+        TILE_GROUPS=parts.tile_groups,
+        num_warps=8 if count > 0 else 4,
+    )
     return own, ids, values

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 # Most programs of a launch. Those of one number on different GPUs wait for one another, so all of a
@@ -91,9 +92,19 @@ def _wait_for(pointers, inside, epoch):
 
 @triton.jit
 def _addends(
-    x_ptr, ids_ptr, row, column, inside, stride_x, stride_part, first, end, dtype: tl.constexpr,
-    PARTS: tl.constexpr, GATHERS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    ids_ptr,
+    row,
+    column,
+    inside,
+    stride_x,
+    stride_part,
+    first,
+    end,
+    dtype: tl.constexpr,
+    PARTS: tl.constexpr,
+    GATHERS: tl.constexpr,
+):
     """Return a rank's values of some columns of a row, rounded."""
     if GATHERS:
         token = tl.load(ids_ptr + row)
@@ -111,13 +122,36 @@ def _addends(
 # The numbers of ranks and rows are not compiled in: all ranks run the same code.
 @triton.jit(do_not_specialize=["rank", "rows", "first", "end"])
 def _sum_kernel(
-    x_ptr, ids_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, inboxes_ptr, epochs_ptr,
-    stride_x, stride_residual, stride_part, first, end, eps, rank, rows, most_rows,
-    DIM: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
-    PARTS: tl.constexpr, GATHERS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_NORM: tl.constexpr, DEALT: tl.constexpr, PACKED: tl.constexpr, STRONG: tl.constexpr,
+    x_ptr,
+    ids_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    total_ptr,
+    inboxes_ptr,
+    epochs_ptr,
+    stride_x,
+    stride_residual,
+    stride_part,
+    first,
+    end,
+    eps,
+    rank,
+    rows,
+    most_rows,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    DEALT: tl.constexpr,
+    PACKED: tl.constexpr,
+    STRONG: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     begin_next(EARLY)
     dtype: tl.constexpr = total_ptr.dtype.element_ty
     WORDS: tl.constexpr = DIM // 2 if PACKED else DIM
@@ -144,15 +178,35 @@ def _sum_kernel(
             if row % SIZE != rank:
                 epoch = tl.load(epochs_ptr + row) + 1
                 low = _addends(
-                    x_ptr, ids_ptr, zero + row, column, inside, stride_x, stride_part,
-                    first, end, dtype, PARTS, GATHERS,
-                )  # fmt: skip
+                    x_ptr,
+                    ids_ptr,
+                    zero + row,
+                    column,
+                    inside,
+                    stride_x,
+                    stride_part,
+                    first,
+                    end,
+                    dtype,
+                    PARTS,
+                    GATHERS,
+                )
                 high = low
                 if PACKED:
                     high = _addends(
-                        x_ptr, ids_ptr, zero + row, WORDS + column, inside, stride_x,
-                        stride_part, first, end, dtype, PARTS, GATHERS,
-                    )  # fmt: skip
+                        x_ptr,
+                        ids_ptr,
+                        zero + row,
+                        WORDS + column,
+                        inside,
+                        stride_x,
+                        stride_part,
+                        first,
+                        end,
+                        dtype,
+                        PARTS,
+                        GATHERS,
+                    )
                 place = (zero + (epoch & 1) * most_rows + row) * (SIZE * WORDS)
                 at = tl.load(inboxes_ptr + row % SIZE).to(tl.pointer_type(tl.int64))
                 at = tl.multiple_of(at, 16) + place + rank * WORDS
@@ -165,15 +219,35 @@ def _sum_kernel(
         if is_mine:
             epoch = tl.load(epochs_ptr + row) + 1
             low = _addends(
-                x_ptr, ids_ptr, zero + row, column, inside, stride_x, stride_part,
-                first, end, dtype, PARTS, GATHERS,
-            )  # fmt: skip
+                x_ptr,
+                ids_ptr,
+                zero + row,
+                column,
+                inside,
+                stride_x,
+                stride_part,
+                first,
+                end,
+                dtype,
+                PARTS,
+                GATHERS,
+            )
             high = low
             if PACKED:
                 high = _addends(
-                    x_ptr, ids_ptr, zero + row, WORDS + column, inside, stride_x,
-                    stride_part, first, end, dtype, PARTS, GATHERS,
-                )  # fmt: skip
+                    x_ptr,
+                    ids_ptr,
+                    zero + row,
+                    WORDS + column,
+                    inside,
+                    stride_x,
+                    stride_part,
+                    first,
+                    end,
+                    dtype,
+                    PARTS,
+                    GATHERS,
+                )
             place = (zero + (epoch & 1) * most_rows + row) * (SIZE * WORDS)
             words = _packed(low, high, epoch, PACKED)
             if DEALT:
@@ -251,10 +325,24 @@ def inbox_words(dim: int, itemsize: int, size: int, most_rows: int) -> int:
 
 
 def launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
-    total: Tensor, *, inboxes: Tensor, epochs: Tensor, rank: int, size: int, is_dealt: bool,
-    parts: int = 0, ids: Tensor | None = None, first: int = 0, end: int = 0, is_strong: bool = True,
-) -> None:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    y: Tensor,
+    total: Tensor,
+    *,
+    inboxes: Tensor,
+    epochs: Tensor,
+    rank: int,
+    size: int,
+    is_dealt: bool,
+    parts: int = 0,
+    ids: Tensor | None = None,
+    first: int = 0,
+    end: int = 0,
+    is_strong: bool = True,
+) -> None:
     """Write y and total (rows, E) of all ranks' x.
 
     Args:
@@ -272,12 +360,37 @@ def launch(
     words = words_of(dim, total.itemsize)
     tile = triton.next_power_of_2(words)
     added = total if residual is None else residual
-    _sum_kernel[(min(rows, MOST_PROGRAMS),)](
-        x, x if ids is None else ids, added, total if weight is None else weight, y, total,
-        inboxes, epochs, x.stride(-2), added.stride(0), x.stride(0) if parts else 0, first, end,
-        eps, rank, rows, len(epochs),
-        DIM=dim, TILE=tile, SIZE=size, RANKS=triton.next_power_of_2(size), PARTS=parts,
-        GATHERS=ids is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=weight is not None,
-        DEALT=is_dealt, PACKED=total.itemsize == 2, STRONG=is_strong,
-        num_warps=min(16, max(1, tile // WORDS_PER_WARP)), **options("norm"),
-    )  # fmt: skip
+    launch_now(
+        _sum_kernel,
+        min(rows, MOST_PROGRAMS),
+        x,
+        x if ids is None else ids,
+        added,
+        total if weight is None else weight,
+        y,
+        total,
+        inboxes,
+        epochs,
+        x.stride(-2),
+        added.stride(0),
+        x.stride(0) if parts else 0,
+        first,
+        end,
+        eps,
+        rank,
+        rows,
+        len(epochs),
+        DIM=dim,
+        TILE=tile,
+        SIZE=size,
+        RANKS=triton.next_power_of_2(size),
+        PARTS=parts,
+        GATHERS=ids is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_NORM=weight is not None,
+        DEALT=is_dealt,
+        PACKED=total.itemsize == 2,
+        STRONG=is_strong,
+        num_warps=min(16, max(1, tile // WORDS_PER_WARP)),
+        **options("norm"),
+    )

@@ -86,9 +86,17 @@ def _store(
 
 @gluon.jit
 def _store_packed(
-    acc, o_desc, o_ptr, heads, smem, rows, row0, PART: gl.constexpr, C: gl.constexpr,
+    acc,
+    o_desc,
+    o_ptr,
+    heads,
+    smem,
+    rows,
+    row0,
+    PART: gl.constexpr,
+    C: gl.constexpr,
     CONSUMER: gl.constexpr,
-):  # fmt: skip
+):
     WIDTH: gl.constexpr = C.HEAD_DIM // C.PARTS
     EIGHTS: gl.constexpr = C.HEAD_DIM // 8
     buffer = smem.o.index(CONSUMER * C.PARTS + PART)
@@ -142,9 +150,21 @@ def _with_cap(scale, softcap, C: gl.constexpr):
 @gluon.jit
 def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
     (
-        o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right,
-        sinks_ptr, softcap, o_ptr, heads, masked,
-    ) = own  # fmt: skip
+        o_desc,
+        lse_ptr,
+        q_scale_ptr,
+        k_scale_ptr,
+        head_group,
+        seqlen_q,
+        seqlen_k,
+        left,
+        right,
+        sinks_ptr,
+        softcap,
+        o_ptr,
+        heads,
+        masked,
+    ) = own
     TILE_N: gl.constexpr = C.TILE_N
     HEAD_DIM: gl.constexpr = C.HEAD_DIM
     WIDTH: gl.constexpr = HEAD_DIM // C.PARTS
@@ -184,9 +204,21 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
                 first_k = read_note(smem.sequences, slot * SEQUENCE + FIRST_K)
             mask, mask_batch, mask_head = masked
             work = Work(
-                0, 0, 0, 0, 0, head_group, seqlen_q, seqlen_k, left, right, mask_batch, mask_head,
-                None, None,
-            )  # fmt: skip
+                0,
+                0,
+                0,
+                0,
+                0,
+                head_group,
+                seqlen_q,
+                seqlen_k,
+                left,
+                right,
+                mask_batch,
+                mask_head,
+                None,
+                None,
+            )
             h = read_note(smem.places, slot * NOTES + HEAD)
             tile_rows = Rows(of_b, h, row0 - CONSUMER * 64, 0, length_q, first_k, keys)
             kv_head = (batch_head // head_group).to(gl.int64)
@@ -239,16 +271,52 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
                         begin += TILE_N
                     of_keys = next_tile(of_keys, 1)
                     acc, acc2, p, m, sums, alpha = step(
-                        q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
-                        begin, end, None, CONSUMER, C, C.HAS_LEFT, True,
-                    )  # fmt: skip
+                        q,
+                        smem,
+                        bars,
+                        done,
+                        acc,
+                        acc2,
+                        p,
+                        m,
+                        sums,
+                        alpha,
+                        scale,
+                        ratio,
+                        of_keys,
+                        begin,
+                        end,
+                        None,
+                        CONSUMER,
+                        C,
+                        C.HAS_LEFT,
+                        True,
+                    )
                     done += 1
             for _ in range(masked_until, whole_until):
                 of_keys = next_tile(of_keys, 1)
                 acc, acc2, p, m, sums, alpha = step(
-                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
-                    begin, end, None, CONSUMER, C, False, False,
-                )  # fmt: skip
+                    q,
+                    smem,
+                    bars,
+                    done,
+                    acc,
+                    acc2,
+                    p,
+                    m,
+                    sums,
+                    alpha,
+                    scale,
+                    ratio,
+                    of_keys,
+                    begin,
+                    end,
+                    None,
+                    CONSUMER,
+                    C,
+                    False,
+                    False,
+                )
                 done += 1
             if C.HAS_LEFT:  # the tiles that some row does not see from their start
                 begin += (whole_until - masked_until) * TILE_N
@@ -256,9 +324,27 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
                     begin += TILE_N
                     of_keys = next_tile(of_keys, 1)
                     acc, acc2, p, m, sums, alpha = step(
-                        q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
-                        begin, end, None, CONSUMER, C, True, False,
-                    )  # fmt: skip
+                        q,
+                        smem,
+                        bars,
+                        done,
+                        acc,
+                        acc2,
+                        p,
+                        m,
+                        sums,
+                        alpha,
+                        scale,
+                        ratio,
+                        of_keys,
+                        begin,
+                        end,
+                        None,
+                        CONSUMER,
+                        C,
+                        True,
+                        False,
+                    )
                     done += 1
         mbarrier.arrive(bars.q_empty.index(CONSUMER), count=1)
         # The last product with values.
@@ -308,16 +394,54 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "row_tiles", "tiles", "batch_heads", "heads", "head_group", "group", "seqlen_q",
-        "seqlen_k", "left", "right", "mask_batch", "mask_head",
+        "row_tiles",
+        "tiles",
+        "batch_heads",
+        "heads",
+        "head_group",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "left",
+        "right",
+        "mask_batch",
+        "mask_head",
     ]
-)  # fmt: skip
+)
 def attention_fp8_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, seqlens_ptr,
-    counter_ptr, softmax_scale, row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q,
-    seqlen_k, left, right, sinks_ptr, softcap, o_ptr, plan_ptr, size_ptr,
-    mask_bits_ptr, mask_spans_ptr, mask_entries_ptr, mask_batch, mask_head, VARIANT: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    seqlens_ptr,
+    counter_ptr,
+    softmax_scale,
+    row_tiles,
+    tiles,
+    batch_heads,
+    heads,
+    head_group,
+    group,
+    seqlen_q,
+    seqlen_k,
+    left,
+    right,
+    sinks_ptr,
+    softcap,
+    o_ptr,
+    plan_ptr,
+    size_ptr,
+    mask_bits_ptr,
+    mask_spans_ptr,
+    mask_entries_ptr,
+    mask_batch,
+    mask_head,
+    VARIANT: gl.constexpr,
+):
     """Compute o and lse of every tile.
 
     softmax_scale, softcap: times log2(e). group: heads that share the L2 cache.
@@ -367,18 +491,48 @@ def attention_fp8_fwd_kernel(
         mbarrier.init(bars.k_empty.index(i), count=NC)
         mbarrier.init(bars.v_full.index(i), count=1)
         mbarrier.init(bars.v_empty.index(i), count=NC)
-    sizes = (row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q, seqlen_k, left,
-             right)  # fmt: skip
+    sizes = (
+        row_tiles,
+        tiles,
+        batch_heads,
+        heads,
+        head_group,
+        group,
+        seqlen_q,
+        seqlen_k,
+        left,
+        right,
+    )
     descs = Descriptors(q_desc, k_desc, v_desc, o_desc)
     scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
     masked = (Mask(mask_bits_ptr, None, mask_spans_ptr, mask_entries_ptr), mask_batch, mask_head)
     own = (
-        o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right,
-        sinks_ptr, softcap, o_ptr, heads, masked,
-    )  # fmt: skip
+        o_desc,
+        lse_ptr,
+        q_scale_ptr,
+        k_scale_ptr,
+        head_group,
+        seqlen_q,
+        seqlen_k,
+        left,
+        right,
+        sinks_ptr,
+        softcap,
+        o_ptr,
+        heads,
+        masked,
+    )
     shared = (
-        descs, counter_ptr, seqlens_ptr, scales, softmax_scale, sizes, plan_ptr, size_ptr, masked,
-    )  # fmt: skip
+        descs,
+        counter_ptr,
+        seqlens_ptr,
+        scales,
+        softmax_scale,
+        sizes,
+        plan_ptr,
+        size_ptr,
+        masked,
+    )
     if NC == 2:
         gl.warp_specialize(
             [

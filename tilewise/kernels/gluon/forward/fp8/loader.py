@@ -162,9 +162,16 @@ def _load_q(q_desc, smem, bars, place, sequence, factors, w: gl.constexpr, visit
 def produce(shared, smem, bars, C: gl.constexpr):
     """Fill the buffers, tile after tile: Q0 K0 Q1 V0 K1 V1 ... of each."""
     (
-        descs, counter_ptr, seqlens_ptr, scale_ptrs, softmax_scale, sizes, plan_ptr, size_ptr,
+        descs,
+        counter_ptr,
+        seqlens_ptr,
+        scale_ptrs,
+        softmax_scale,
+        sizes,
+        plan_ptr,
+        size_ptr,
         masked,
-    ) = shared  # fmt: skip
+    ) = shared
     row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q, seqlen_k, left, right = sizes
     q_scale_ptr, k_scale_ptr, v_scale_ptr = scale_ptrs
     NUM_CONSUMERS: gl.constexpr = C.NUM_CONSUMERS
@@ -181,9 +188,21 @@ def produce(shared, smem, bars, C: gl.constexpr):
         if C.packed or C.mask_keys > 0:
             mask, mask_batch, mask_head = masked
             work = Work(
-                tiles, row_tiles, batch_heads, group, heads, head_group, seqlen_q, seqlen_k, left,
-                right, mask_batch, mask_head, seqlens_ptr, plan_ptr,
-            )  # fmt: skip
+                tiles,
+                row_tiles,
+                batch_heads,
+                group,
+                heads,
+                head_group,
+                seqlen_q,
+                seqlen_k,
+                left,
+                right,
+                mask_batch,
+                mask_head,
+                seqlens_ptr,
+                plan_ptr,
+            )
             rows = rows_of_tile(tile, work, C, C)
             of_b = rows.b
             b = of_b

@@ -76,17 +76,54 @@ def attend_masked(
         of_keys = KeyScales(key_scales, block, rows.length_k)
         bits = Bits(mask.bits, number, CONSUMER * 64)
         acc, acc2, p, m, sums, alpha = step(
-            q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
-            key_begin - first_key, key_end - first_key, bits, CONSUMER, C, LEFT, RULED, True,
-        )  # fmt: skip
+            q,
+            smem,
+            bars,
+            done,
+            acc,
+            acc2,
+            p,
+            m,
+            sums,
+            alpha,
+            scale,
+            ratio,
+            of_keys,
+            key_begin - first_key,
+            key_end - first_key,
+            bits,
+            CONSUMER,
+            C,
+            LEFT,
+            RULED,
+            True,
+        )
         done += 1
     for index in range(gl.maximum(walk.free_begin, 1), walk.free_end):
         block, _ = block_of_step(walk, index, mask, C, C)
         of_keys = KeyScales(key_scales, block, rows.length_k)
         acc, acc2, p, m, sums, alpha = step(
-            q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
-            key_begin, key_end, None, CONSUMER, C, False, False,
-        )  # fmt: skip
+            q,
+            smem,
+            bars,
+            done,
+            acc,
+            acc2,
+            p,
+            m,
+            sums,
+            alpha,
+            scale,
+            ratio,
+            of_keys,
+            key_begin,
+            key_end,
+            None,
+            CONSUMER,
+            C,
+            False,
+            False,
+        )
         done += 1
     if RULED:
         for index in range(gl.maximum(walk.free_end, 1), walk.steps):
@@ -94,8 +131,26 @@ def attend_masked(
             first_key = block * C.TILE_N
             of_keys = KeyScales(key_scales, block, rows.length_k)
             acc, acc2, p, m, sums, alpha = step(
-                q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
-                key_begin - first_key, key_end - first_key, None, CONSUMER, C, LEFT, True,
-            )  # fmt: skip
+                q,
+                smem,
+                bars,
+                done,
+                acc,
+                acc2,
+                p,
+                m,
+                sums,
+                alpha,
+                scale,
+                ratio,
+                of_keys,
+                key_begin - first_key,
+                key_end - first_key,
+                None,
+                CONSUMER,
+                C,
+                LEFT,
+                True,
+            )
             done += 1
     return acc, acc2, p, m, sums, alpha, done

@@ -65,12 +65,36 @@ def _sequence(cu, rows, batch, chunk, TILE: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def _task(
-    q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
-    batch, seqlens, cu_q, cu_k,
-    SINGLE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    q,
+    k,
+    v,
+    q_batch,
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    v_batch,
+    v_row,
+    v_head,
+    q_tasks,
+    k_tasks,
+    q_heads,
+    k_heads,
+    seqlen_q,
+    seqlen_k,
+    q_chunks,
+    k_chunks,
+    batch,
+    seqlens,
+    cu_q,
+    cu_k,
+    SINGLE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     REVERSED: tl.constexpr,
-):  # fmt: skip
+):
     """Return which tensor, its rows' start and strides, and where in it this program works.
 
     Returns:
@@ -122,9 +146,16 @@ def _task(
 
 @triton.jit
 def _rows(
-    start, row_stride, row, limit, rotation, head_dim,
-    D: tl.constexpr, ROTATED: tl.constexpr, rotated,
-):  # fmt: skip
+    start,
+    row_stride,
+    row,
+    limit,
+    rotation,
+    head_dim,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    rotated,
+):
     """Load rows as float32, rotated where asked; 0 from `limit` on."""
     channel = tl.arange(0, D)
     keep = (row < limit)[:, None] & (channel < head_dim)[None, :]
@@ -154,24 +185,84 @@ def _store_columns(out, x8, position, columns, count, head_dim, D: tl.constexpr)
 
 @triton.jit(
     do_not_specialize=[
-        "q_tasks", "k_tasks", "q_heads", "k_heads", "seqlen_q", "seqlen_k", "q_chunks", "k_chunks",
+        "q_tasks",
+        "k_tasks",
+        "q_heads",
+        "k_heads",
+        "seqlen_q",
+        "seqlen_k",
+        "q_chunks",
+        "k_chunks",
         "batch",
     ]
-)  # fmt: skip
+)
 def head_maxima_kernel(
-    q, k, v, rotation, seqlens, maxima,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, batch, head_dim,
-    cu_q, cu_k,
-    SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
-    ROTATED: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    rotation,
+    seqlens,
+    maxima,
+    q_batch,
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    v_batch,
+    v_row,
+    v_head,
+    q_tasks,
+    k_tasks,
+    q_heads,
+    k_heads,
+    seqlen_q,
+    seqlen_k,
+    q_chunks,
+    k_chunks,
+    batch,
+    head_dim,
+    cu_q,
+    cu_k,
+    SINGLE: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Write the largest |x| of each task's rows. cu_q, cu_k: of a packed batch, else None."""
     task, which, start, _, limit, row_stride, _, _, _, _, chunk, _ = _task(
-        q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-        q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
-        batch, seqlens, cu_q, cu_k, SINGLE, TILE, UNIT, ALIGNED, False,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        q_batch,
+        q_row,
+        q_head,
+        k_batch,
+        k_row,
+        k_head,
+        v_batch,
+        v_row,
+        v_head,
+        q_tasks,
+        k_tasks,
+        q_heads,
+        k_heads,
+        seqlen_q,
+        seqlen_k,
+        q_chunks,
+        k_chunks,
+        batch,
+        seqlens,
+        cu_q,
+        cu_k,
+        SINGLE,
+        TILE,
+        UNIT,
+        ALIGNED,
+        False,
+    )
     largest = tl.full([], 0.0, tl.float32)
     if chunk * TILE < limit:  # a sequence may have fewer rows than chunks are kept for it
         row = chunk * TILE + tl.arange(0, TILE)
@@ -182,18 +273,59 @@ def head_maxima_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "q_tasks", "k_tasks", "q_heads", "k_heads", "seqlen_q", "seqlen_k", "q_chunks", "k_chunks",
+        "q_tasks",
+        "k_tasks",
+        "q_heads",
+        "k_heads",
+        "seqlen_q",
+        "seqlen_k",
+        "q_chunks",
+        "k_chunks",
         "batch",
     ]
-)  # fmt: skip
+)
 def quantize_heads_kernel(
-    q, k, v, rotation, seqlens, maxima, q8, k8, v8, scales,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, batch, head_dim,
-    columns, cu_q, cu_k,
-    SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr, ROTATED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    rotation,
+    seqlens,
+    maxima,
+    q8,
+    k8,
+    v8,
+    scales,
+    q_batch,
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    v_batch,
+    v_row,
+    v_head,
+    q_tasks,
+    k_tasks,
+    q_heads,
+    k_heads,
+    seqlen_q,
+    seqlen_k,
+    q_chunks,
+    k_chunks,
+    batch,
+    head_dim,
+    columns,
+    cu_q,
+    cu_k,
+    SINGLE: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     """Write e4m3 rows of q and k (B, S, H, D), or columns of v (B, H, D, columns), and scales.
 
     SINGLE -1 writes q and k, 1 k alone, 2 v alone: apart, they need fewer registers.
@@ -202,10 +334,36 @@ def quantize_heads_kernel(
     (T, H, D) and v8 (Hk, D, columns), else None.
     """
     _, which, start, seqlen, limit, row_stride, first, chunks, b, h, chunk, begin = _task(
-        q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-        q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
-        batch, seqlens, cu_q, cu_k, SINGLE, TILE, UNIT, ALIGNED, True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        q_batch,
+        q_row,
+        q_head,
+        k_batch,
+        k_row,
+        k_head,
+        v_batch,
+        v_row,
+        v_head,
+        q_tasks,
+        k_tasks,
+        q_heads,
+        k_heads,
+        seqlen_q,
+        seqlen_k,
+        q_chunks,
+        k_chunks,
+        batch,
+        seqlens,
+        cu_q,
+        cu_k,
+        SINGLE,
+        TILE,
+        UNIT,
+        ALIGNED,
+        True,
+    )
     heads = k_heads
     if which == 0:
         heads = q_heads
@@ -265,9 +423,23 @@ def quantize_heads_kernel(
 
 @triton.jit(do_not_specialize=["heads", "seqlen", "chunks"])
 def quantize_tokens_kernel(
-    x, rotation, seqlens, x8, scales, batch_stride, row_stride, head_stride, heads, seqlen, chunks,
-    head_dim, D: tl.constexpr, TILE: tl.constexpr, ROTATED: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    x,
+    rotation,
+    seqlens,
+    x8,
+    scales,
+    batch_stride,
+    row_stride,
+    head_stride,
+    heads,
+    seqlen,
+    chunks,
+    head_dim,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Write e4m3 of TILE rows of one head (B, S, H, D), and their scales (B, H, S)."""
     index = tl.program_id(0) // chunks  # of sequence and head
     chunk = tl.program_id(0) % chunks

@@ -128,9 +128,16 @@ def words_of(bits, BITS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def softmax(
-    s, m, sums, scale, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr,
+    s,
+    m,
+    sums,
+    scale,
+    begin,
+    end,
+    HAS_BEGIN: gl.constexpr,
+    HAS_END: gl.constexpr,
     HIDDEN: gl.constexpr = False,
-):  # fmt: skip
+):
     """Return p * 2 ** 8, the new maximum and sums, and what older sums must be multiplied by.
 
     Of a row whose maximum is beyond FAR it is p.
@@ -199,10 +206,28 @@ def add_values(acc, acc2, p, alpha, smem, stage, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys, begin, end, bits,
-    CONSUMER: gl.constexpr, C: gl.constexpr, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr,
+    q,
+    smem,
+    bars,
+    count,
+    acc,
+    acc2,
+    p,
+    m,
+    sums,
+    alpha,
+    scale,
+    ratio,
+    of_keys,
+    begin,
+    end,
+    bits,
+    CONSUMER: gl.constexpr,
+    C: gl.constexpr,
+    HAS_BEGIN: gl.constexpr,
+    HAS_END: gl.constexpr,
     BITS: gl.constexpr = False,
-):  # fmt: skip
+):
     """Add the last tile's values and take this tile's softmax; `count` tiles came before it.
 
     BITS: a bit tile, of `bits`, hides keys.

@@ -99,9 +99,13 @@ def variant_of(spec: AttentionSpec) -> Variant:
     has_left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     tile_n = 128
     cut: dict[str, int | bool] = {
-        "TILE_N": tile_n, "NUM_CONSUMERS": 3, "STAGES": 4, "PARTS": 1,
-        "CONSUMER_REGISTERS": 160, "PRODUCER_REGISTERS": 32,
-    }  # fmt: skip
+        "TILE_N": tile_n,
+        "NUM_CONSUMERS": 3,
+        "STAGES": 4,
+        "PARTS": 1,
+        "CONSUMER_REGISTERS": 160,
+        "PRODUCER_REGISTERS": 32,
+    }
     if spec.head_dim == 256:
         cut |= {"NUM_CONSUMERS": 2, "STAGES": 2, "PARTS": 2}
         cut |= {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}

@@ -99,34 +99,87 @@ def _allocate(loads, variant: gl.constexpr):
     scale = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE)
     item = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], ITEM)
     return Shared(
-        latent, rope, key_scale,
+        latent,
+        rope,
+        key_scale,
         reinterpret(latent, gl.int8, [STAGES * TILES, KEYS, WIDTH], _lines(128, 8)),
         reinterpret(rope, gl.int8, [STAGES, KEYS, 64], _lines(64, 8)),
-        q, power, p, alpha, scale, item,
-        barriers(STAGES, 2), barriers(STAGES, 3), barriers(P_STAGES, 1), barriers(P_STAGES, 2),
-        barriers(2, 1), barriers(2, 2), barriers(2, 1),
-    )  # fmt: skip
+        q,
+        power,
+        p,
+        alpha,
+        scale,
+        item,
+        barriers(STAGES, 2),
+        barriers(STAGES, 3),
+        barriers(P_STAGES, 1),
+        barriers(P_STAGES, 2),
+        barriers(2, 1),
+        barriers(2, 2),
+        barriers(2, 1),
+    )
 
 
 @gluon.jit(
     do_not_specialize=[
-        "scale_block", "latent_row", "rope_row", "table_row", "batch", "tokens", "heads",
-        "row_tiles", "least_tiles", "blocks",
+        "scale_block",
+        "latent_row",
+        "rope_row",
+        "table_row",
+        "batch",
+        "tokens",
+        "heads",
+        "row_tiles",
+        "least_tiles",
+        "blocks",
     ]
-)  # fmt: skip
+)
 def mla_bytes_kernel(
-    latent, rope, scale, scale_block, q_latent, q_rope, latent_row, rope_row,
-    o, lse, part_o, part_lse, plan, block_table, seqlens_k, cu_seqlens_q, table_row,
-    batch, tokens, heads, row_tiles, least_tiles, blocks, softmax_scale_log2, variant: gl.constexpr,
-):  # fmt: skip
+    latent,
+    rope,
+    scale,
+    scale_block,
+    q_latent,
+    q_rope,
+    latent_row,
+    rope_row,
+    o,
+    lse,
+    part_o,
+    part_lse,
+    plan,
+    block_table,
+    seqlens_k,
+    cu_seqlens_q,
+    table_row,
+    batch,
+    tokens,
+    heads,
+    row_tiles,
+    least_tiles,
+    blocks,
+    softmax_scale_log2,
+    variant: gl.constexpr,
+):
     """Compute o and lse, or parts of them; see the module's docstring.
 
     The first four are `Loads`, the next four `Queries`.
     """
     step = Step(
-        None, None, None, block_table, table_row, seqlens_k, cu_seqlens_q, batch, heads, row_tiles,
-        tokens, table_row * variant.block, blocks,
-    )  # fmt: skip
+        None,
+        None,
+        None,
+        block_table,
+        table_row,
+        seqlens_k,
+        cu_seqlens_q,
+        batch,
+        heads,
+        row_tiles,
+        tokens,
+        table_row * variant.block,
+        blocks,
+    )
     output = Output(o, lse, part_o, part_lse, plan, tokens)
     share = share_of(step, lengths_of(step, 0), least_tiles)
     loads = Loads(latent, rope, scale, scale_block)
