@@ -345,6 +345,81 @@ def test_a_thread_carries_one_thing_that_launches_read():
     assert found == {"kernels/early.py"}
 
 
+def written_parameters(source: str) -> set[tuple[str, str]]:
+    """Return the functions that write to a dict which they are given, each with its parameter."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        given = {
+            each.arg
+            for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            if each.annotation is not None and _is_dict(each.annotation)
+        }
+        bound = set()  # which stand for another dict, a copy mostly
+        for each in ast.walk(node):
+            if isinstance(each, ast.Assign):
+                bound |= {_name(target) for target in each.targets if isinstance(target, ast.Name)}
+        written = set()
+        for each in ast.walk(node):
+            targets = getattr(each, "targets", [getattr(each, "target", None)])
+            if isinstance(each, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Delete):
+                written |= {_name(t.value) for t in targets if isinstance(t, ast.Subscript)}
+            if isinstance(each, ast.AugAssign):
+                written.add(_name(each.target))
+            if isinstance(each, ast.Call) and getattr(each.func, "attr", "") in WRITING:
+                written.add(_name(each.func.value))
+        found |= {(node.name, name) for name in (written & given) - bound}
+    return found
+
+
+def _is_dict(annotation: ast.expr) -> bool:
+    names = {_name(node) for node in ast.walk(annotation)}
+    return bool(names & {"dict", "Mapping", "MutableMapping", "OrderedDict", "defaultdict"})
+
+
+WRITING = {"clear", "pop", "popitem", "setdefault", "update"}
+
+
+def test_no_function_writes_to_a_dict_that_it_is_given():
+    found = {
+        path.relative_to(PACKAGE).as_posix(): written
+        for path in FILES
+        if (written := written_parameters(path.read_text()))
+    }
+    # The memory of launches bounds those of all plans, each of which is a plan's own.
+    assert found == {"kernels/host/memory.py": {("add_met", "met")}}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_seen"),
+    [
+        ("terms['a'] = 1", True),
+        ("terms.pop('a')", True),
+        ("terms |= {'a': 1}", True),
+        ("terms = {**terms, 'a': 1}; terms['b'] = 2", False),
+        ("return terms['a']", False),
+    ],
+)
+def test_a_dict_that_is_written_to_is_seen(line, is_seen):
+    source = f"def f(terms: dict[str, int]):\n    {line}"
+    assert bool(written_parameters(source)) == is_seen
+
+
+def test_what_describes_is_frozen():
+    """Classes named Config, Spec, Terms, Layout, Settings and Limits are frozen or named tuples."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(DESCRIBES):
+                bases = {_name(base) for base in node.bases}
+                frozen = any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
+                assert frozen or bases & UNCHANGED, f"{path.name} {node.name}"
+
+
+DESCRIBES = ("Config", "Spec", "Terms", "Layout", "Settings", "Limits")
+UNCHANGED = {"NamedTuple", "Protocol", "Structure", "TypedDict"}
+
+
 CONTAINERS = {"dict", "list", "set", "OrderedDict", "defaultdict", "deque", "WeakKeyDictionary"}
 
 

@@ -11,10 +11,14 @@ import pytest
 
 from tests.engine.adapter_files import SITES, merge, write_adapter
 from tilewise.engine.adapters import Adapters, salted
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.config import EngineConfig, PromptLookup, RequestTerms
+from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.scheduling.beams import BeamSearchParams
+from tilewise.engine.steps.cpu_step import CompiledRunner
+from tilewise.engine.steps.runner import ModelRunner
 from tilewise.engine.waiter import Waiter, raise_first
 from tilewise.errors import CheckpointError, RequestError
 from tilewise.models.adapters import MAX_RANK
@@ -284,6 +288,47 @@ def test_modules_are_a_dict_or_texts() -> None:
     assert EngineConfig("story", max_lora_rank=MAX_RANK).max_lora_rank == MAX_RANK
 
 
-def test_the_engine_refuses_adapters_where_weights_are_cut() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 with enable_lora"):
-        LLM("story", device="cpu", enable_lora=True, tensor_parallel_size=2)
+@pytest.mark.parametrize("most", [None, 64], ids=["as_they_are", "padded"])
+def test_rows_on_the_device_have_the_answers_of_single_steps(
+    most: int | None, folders: dict[str, Path]
+) -> None:
+    wanted = [(prompt, name) for prompt in PROMPTS for name in ("a", "", "b", "c")]
+    plain = SamplingParams(temperature=0, max_tokens=12)
+    with make(folders, max_num_seqs=16, max_loras=2, max_num_batched_tokens=64) as llm:
+        expected = [together(llm, wanted, params) for params in (plain, GREEDY)]
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        on_device = DeviceRunner(
+            llm.model,
+            runner.storage,
+            max_num_seqs=16,
+            max_model_len=llm.engine.scheduler.limits.max_model_len,
+            max_num_batched_tokens=most,
+            adapters=runner.adapters,
+        )
+        new_scheduler = llm.loop.new_scheduler
+        assert new_scheduler is not None
+        llm.engine = Engine(new_scheduler(), on_device, overlap=True)
+        for params, found in zip((plain, GREEDY), expected, strict=True):
+            for one, other in zip(together(llm, wanted, params), found, strict=True):
+                assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
+        assert on_device.adapted_steps
+        assert not on_device.steps
+        llm.generate(PROMPTS, plain)
+        assert on_device.steps  # those of an engine without adapters
+
+
+def test_steps_without_adapters_are_those_of_an_engine_without(folders: dict[str, Path]) -> None:
+    with make(folders) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, CompiledRunner)
+        llm.generate(PROMPTS, GREEDY)
+        assert runner._last is not None  # the compiled list has run, and no layer of the model
+        calls: list[object] = []
+        hook = llm.model.register_forward_hook(lambda *_: calls.append(None))  # type: ignore[union-attr]
+        llm.reset_prefix_cache()
+        llm.generate(PROMPTS, GREEDY)
+        assert calls == []
+        llm.generate(PROMPTS[0], GREEDY, lora_request="a")
+        assert calls
+        hook.remove()

@@ -32,6 +32,7 @@ __all__ = [
     "VICTIMS",
     "DraftModel",
     "EngineConfig",
+    "Modules",
     "Option",
     "OwnHead",
     "PromptLookup",

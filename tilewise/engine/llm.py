@@ -130,8 +130,6 @@ class LLM:
             runs_graphs(config, device),
             is_invariant(config, device),
         )
-        if config.enable_lora and runs_graphs(config, device):
-            raise ValueError(f"graphs must be off with enable_lora, got {config.graphs!r}")
         self.start_seconds = StartSeconds()
         self.tokenizer = load_tokenizer(directory)
         self.default_params = SamplingParams(**sampling_defaults(directory))
@@ -175,6 +173,8 @@ class LLM:
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
             runner.end_with_workers(self.loop)
+            if self._adapters is not None:
+                self._adapters.load_elsewhere(runner)
             self.start_seconds.end("workers made")
 
     def _of_encoder(
@@ -736,6 +736,10 @@ class LLM:
     def lora_adapters(self) -> dict[str, str]:
         """The adapters that requests may name, with the places that they came from."""
         return {} if self._adapters is None else self._adapters.paths()
+
+    def holds_adapter(self, name: str) -> bool:
+        """Whether an adapter is in main memory, so that no request waits for its files."""
+        return self._adapters is not None and self._adapters.holds(name)
 
     def _named(self, name: str) -> Adapters:
         if self._adapters is None:

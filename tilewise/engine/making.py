@@ -204,17 +204,18 @@ class EngineMaker:
         torch.set_num_threads(self.num_threads)
         if self.current_device is not None:
             torch.cuda.set_device(self.current_device)
-        if config.has_graphs:
-            self.start_seconds.include(self._compile_ahead())
         slots = self._slots()
+        if config.has_graphs:
+            self.start_seconds.include(self._compile_ahead(slots))
         num_blocks: Blocks | None = config.num_blocks
         if num_blocks is None:
-            num_blocks = self._blocks_that_fit()
+            num_blocks = self._blocks_that_fit(slots)
             self.start_seconds.end("memory measured")
         storage = allocate(self.spec, num_blocks, config.device)
         host = host_cache(storage, config.swap_space_gib)
         self.start_seconds.end("cache made")
-        runner = self._on_device(storage) if config.has_graphs else self._op_by_op(storage, slots)
+        make = self._on_device if config.has_graphs else self._op_by_op
+        runner = make(storage, slots)
         runner.host = host
         num_swap_blocks = 0 if host is None else host.blocks.counts
         return assembled(
@@ -245,7 +246,7 @@ class EngineMaker:
                 f"got {config.max_loras} and {config.max_lora_rank}"
             ) from error
 
-    def _blocks_that_fit(self) -> Blocks:
+    def _blocks_that_fit(self, slots: AdapterSlots | None) -> Blocks:
         config = self.config
         if config.device.type == "cpu":
             return blocks_on_cpu(
@@ -261,9 +262,10 @@ class EngineMaker:
             gpu_memory_utilization=config.gpu_memory_utilization,
             has_graphs=config.has_graphs,
             captures_prompts=has_run(self.spec),
+            adapters=slots,
         )
 
-    def _compile_ahead(self) -> dict[str, float]:
+    def _compile_ahead(self, slots: AdapterSlots | None) -> dict[str, float]:
         """Let the kernels of the start be compiled side by side; return what took how long."""
         config = self.config
         progress = Progress(terminal(config.use_progress))
@@ -279,12 +281,13 @@ class EngineMaker:
                 is_lazy=config.graphs == "lazy",
                 batch_invariant=config.batch_invariant,
                 num_blocks=config.num_blocks,
+                adapters=slots,
                 show=progress.show,
             )
         finally:
             progress.close()
 
-    def _on_device(self, storage: KVStorage) -> Runner:
+    def _on_device(self, storage: KVStorage, slots: AdapterSlots | None) -> Runner:
         config = self.config
         most = config.max_num_batched_tokens
         runner = DeviceRunner(
@@ -294,6 +297,7 @@ class EngineMaker:
             max_model_len=config.max_model_len,
             max_num_batched_tokens=most if has_run(self.spec) else None,
             batch_invariant=config.batch_invariant,
+            adapters=slots,
         )
         progress = Progress(terminal(config.use_progress))
         try:

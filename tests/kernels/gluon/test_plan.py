@@ -127,7 +127,7 @@ class TestRunning:
         for _ in range(3):
             plan.run(x, y)
             encoded.append([value[1] for value in example.launched()[-1] if type(value) is tuple])
-        _launch.launch(
+        _launch.launch_now(
             example.second, (2, 4), descriptors.descriptor(y, 64, 64),
             descriptors.descriptor(x, 64, 64), x, y, 0.5,
         )  # fmt: skip
@@ -662,7 +662,7 @@ class TestAttention:
         o, lse = forward.run(*tensors_of_forward(problem))
         backward = plan_backward(problem, o, lse)
         backward.run(*gradient_of(problem, o, lse))
-        with mock.patch.object(host, "launch", side_effect=AssertionError):
+        with mock.patch.object(host, "launch_now", side_effect=AssertionError):
             forward.run(*tensors_of_forward(problem))
             backward.run(*gradient_of(problem, o, lse))
 

@@ -11,15 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tilewise.distributed.shards import RowParallel
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.steps.inputs import send
 from tilewise.models.adapters import Adapter, AdapterSite
 from tilewise.nn.adapted import StepAdapters
-from tilewise.ops import LowRank, RowTiles, tile_rows
+from tilewise.ops import LowRank, RowTiles, most_tiles, tile_rows
 
-__all__ = ["AdapterSlots"]
+__all__ = ["AdapterSlots", "FixedAdapters"]
 
-TILE = 16  # ranks are padded to multiples of it, see `kernels.low_rank`
+TILE = 16  # rows of a tile, and what ranks are padded to, see `kernels.low_rank`
 
 
 class Loaded(Protocol):
@@ -34,6 +35,39 @@ class Loaded(Protocol):
     def weights(self) -> Adapter:
         """Its tensors."""
         ...
+
+
+class FixedAdapters:
+    """The adapters of the rows of steps that read them where they always lie, as graphs do.
+
+    Args:
+        adapters: the slots.
+        most: rows of a step at most.
+    """
+
+    def __init__(self, adapters: AdapterSlots, most: int) -> None:
+        self._adapters = adapters
+        count = most_tiles(most, adapters.count)
+        self._tiles = RowTiles(
+            torch.full((count,), -1, dtype=torch.int32, device=adapters.device),
+            torch.full((count, TILE), -1, dtype=torch.int32, device=adapters.device),
+        )
+
+    def of(self, rows: int) -> StepAdapters:
+        """Return the adapters of a step of so many rows, which `write` changes."""
+        count = most_tiles(rows, self._adapters.count)
+        tiles = RowTiles(self._tiles.slots[:count], self._tiles.rows[:count])
+        return StepAdapters(self._adapters.weights, tiles)
+
+    def write(self, slots: NDArray[np.int32], rows: int) -> None:
+        """Let the next step of so many rows use slots (T,), -1 for none; T is at most `rows`."""
+        tiles, own = tile_rows(slots)
+        count = most_tiles(rows, self._adapters.count)
+        padded, all_rows = np.full(count, -1, np.int32), np.full((count, TILE), -1, np.int32)
+        padded[: len(tiles)], all_rows[: len(tiles)] = tiles, own
+        on_device = send((padded, all_rows.ravel()), self._adapters.device)
+        self._tiles.slots[:count].copy_(on_device[0])
+        self._tiles.rows[:count].copy_(on_device[1].view(count, TILE))
 
 
 class AdapterSlots:
@@ -85,7 +119,10 @@ class AdapterSlots:
                 zeros(count, len(parts), kind=torch.int32),
                 torch.tensor(edges, dtype=torch.int32, device=device),
             )
-            self.weights[model.get_submodule(name)] = own
+            linear = model.get_submodule(name)
+            if isinstance(linear, RowParallel):
+                linear = linear.linear  # to whose product it is added, before the ranks' sum
+            self.weights[linear] = own
             self._of_module[name] = own, {first: i for i, first in enumerate(firsts)}
 
     @property
@@ -127,7 +164,11 @@ class AdapterSlots:
         slots = self.place(batch.sequences)
         if slots is None:
             return None
-        tiles, rows = tile_rows(np.repeat(slots, [len(s.token_ids) for s in batch.sequences]))
+        return self.of_rows(np.repeat(slots, [len(s.token_ids) for s in batch.sequences]))
+
+    def of_rows(self, slots: NDArray[np.int32]) -> StepAdapters:
+        """Return the adapters of rows that use slots (T,), -1 for none."""
+        tiles, rows = tile_rows(slots)
         on_device = send((tiles, rows.ravel()), self.device)
         return StepAdapters(self.weights, RowTiles(on_device[0], on_device[1].view(rows.shape)))
 

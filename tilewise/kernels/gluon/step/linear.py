@@ -16,7 +16,7 @@ from tilewise.kernels.host.descriptors import (
     why_no_descriptor,
 )
 from tilewise.kernels.host.lasting import zeros_of_stream
-from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
 from tilewise.kernels.tiles.invariant_many import cut
@@ -129,7 +129,7 @@ def _run(
         tile.rows > 0,
     )
     options = {"launch_pdl": True} if tile.early else {}
-    start(
+    launch_now(
         linear_rows_kernel,
         num_tiles * parts,
         matrix_descriptor(weight, tile.tile_n, tile.tile_k),

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.low_rank import TILE, LowRank, RowTiles
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.elements import why_not as why_not
@@ -129,7 +130,9 @@ def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
     splits = triton.cdiv(channels, per_split)
     h = torch.empty((splits, count, TILE, parts * rank), dtype=torch.float32, device=x.device)
     early = options("linear")
-    _shrink_kernel[(count, parts * rank // TILE, splits)](
+    launch_now(
+        _shrink_kernel,
+        (count, parts * rank // TILE, splits),
         x,
         weights.a,
         h,
@@ -147,7 +150,9 @@ def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
         num_stages=3,
         **early,
     )
-    _expand_kernel[(count, triton.cdiv(outputs, TILE_N))](
+    launch_now(
+        _expand_kernel,
+        (count, triton.cdiv(outputs, TILE_N)),
         y,
         h,
         weights.b,
