@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.elements import why_not as why_not
 
 _TILE_T, _TILE_C = 16, 128  # 16 elements of each of 128 threads
@@ -159,7 +160,9 @@ def step(
     channels, width = weight.shape
     if y.numel() > 0 and width > 1:
         grid = (edges.shape[0] - 1, triton.cdiv(channels, _TILE_C))
-        _keep_kernel[grid](
+        launch_now(
+            _keep_kernel,
+            grid,
             x,
             states,
             edges,
@@ -189,7 +192,9 @@ def _run(
     if y.numel() == 0 or edges.shape[0] < 2:
         return y
     channels, width = weight.shape
-    _convolve_kernel[(triton.cdiv(len(x), _TILE_T), triton.cdiv(channels, _TILE_C))](
+    launch_now(
+        _convolve_kernel,
+        (triton.cdiv(len(x), _TILE_T), triton.cdiv(channels, _TILE_C)),
         x,
         weight.contiguous(),
         x if bias is None else bias.contiguous(),

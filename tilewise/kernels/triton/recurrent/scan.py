@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import CHUNK, RecurrentSpec, RecurrentStates
 from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.elements import why_not as why_not_elements
@@ -476,9 +477,11 @@ def step(
     state = states.state
     o = _run(q, k, v, g, beta, state, state, states, edges, slots, starts, q_scale, is_delta)
     key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
-    if o.numel() == 0:
+    if o.numel() == 0 or edges.shape[0] < 2:
         return o
-    _keep_kernel[(edges.shape[0] - 1, _COPIERS)](
+    launch_now(
+        _keep_kernel,
+        (edges.shape[0] - 1, _COPIERS),
         k,
         v,
         g.contiguous(),
@@ -521,12 +524,14 @@ def _run(
     key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
     # Rows that no sequence has, and those of sequences without a slot, are 0.
     o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    if after.numel() == 0:
+    if after.numel() == 0 or edges.shape[0] < 2:
         return o
     tile_k = max(16, triton.next_power_of_2(key_dim))
     tile_v = max(16, min(64, triton.next_power_of_2(value_dim), _STATE_ELEMENTS // tile_k))
     kept = (k, g, v, beta) if states is None else states[1:]
-    _chunks_kernel[((edges.shape[0] - 1) * num_heads, triton.cdiv(value_dim, tile_v))](
+    launch_now(
+        _chunks_kernel,
+        ((edges.shape[0] - 1) * num_heads, triton.cdiv(value_dim, tile_v)),
         q,
         k,
         v,
