@@ -386,8 +386,9 @@ def test_adapters_of_each_kind_of_layer_are_merged_as_transformers_has_them(
     low = load_file(folder / "adapter_model.safetensors")
     for name in sites:
         a, b = (low[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-        weight, delta = reference.get_submodule(name).weight, 0.5 * b @ a
-        weight.data += delta if weight.shape == delta.shape else delta.T  # GPT-2's are transposed
+        linear, delta = reference.get_submodule(name), 0.5 * b @ a
+        is_transposed = type(linear).__name__ == "Conv1D"  # GPT-2's
+        linear.weight.data += delta.T if is_transposed else delta
     prompts = [[5, 17, 3, 88, 41, 9, 60, 22, 71, 13, 2], [7], [31, 4, 19, 99, 8]]
     settings = {"num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 8, "max_num_seqs": 4}
     with LLM(
