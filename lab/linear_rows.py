@@ -247,9 +247,9 @@ def seconds_per_call(
     call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]
 ) -> tuple[float, list[Tensor]]:
     """Return the median time of one call in a replayed graph, and the graph's results."""
-    from tilewise.kernels.gluon.step.linear import forget_counters
+    from tilewise.kernels.host.memory import launches
 
-    forget_counters()  # the graphs before are gone
+    launches.zeros.clear()  # the graphs before are gone
     call(x, weights[0])
     graph = torch.cuda.CUDAGraph()
     count = len(weights) * -(-CALLS // len(weights))

@@ -294,16 +294,130 @@ def test_two_places_remember_calls_and_launches():
                 for each in node.names
             }
     registries = {"ops/library.py _kernels", "ops/derivatives.py _nodes"}  # filled by imports
-    # Memory on devices that outlives calls: counters of kernels, and constants.
-    on_devices = {"kernels/host/lasting.py _tensors", "kernels/gluon/step/linear.py _of_device"}
-    recordings = {"kernels/host/requests.py _state"}  # what a thread asks to be compiled
-    memories = {"ops/call.py _memory", "kernels/host/launch.py _launches"}
-    assert found - registries - on_devices - recordings == memories
-    assert bound == {
-        "kernels/host/keys.py _is_settled",
-        "kernels/host/requests.py _num_recording",
-        "ops/attention/arguments.py _told_of_layout",
+    recordings = {"kernels/host/requests.py _recordings"}  # of threads that compile and run nothing
+    memories = {"ops/call.py _memory", "kernels/host/memory.py launches"}
+    assert found - registries - recordings == memories
+    assert not bound
+
+
+# Functions of few values that remember what they returned: facts, and what is made of a type.
+REMEMBERED = {
+    "kernels/device.py": {"has_triton", "capability", "sm_count", "l2_bytes"},
+    "kernels/gluon/quantised/linear.py": {"_kind"},
+    "kernels/host/descriptors.py": {
+        "tile_layout",
+        "_form_of_tiles",
+        "_form_of_matrix",
+        "_form_of_numbers",
+        "driver",
+    },
+    "kernels/host/plan.py": {"_visited"},
+    "kernels/plan.py": {"_steps"},
+    "ops/call.py": {"_numbers_of"},
+    "ops/dispatch.py": {"kernel_module", "choose"},
+    "ops/paged/swap.py": {"_stream"},
+}
+
+
+def test_functions_remember_facts_only():
+    found: dict[str, set[str]] = {}
+    for folder in ("ops", "kernels/host", "kernels/gluon", "kernels/device.py", "kernels/plan.py"):
+        path = PACKAGE / folder
+        for file in path.rglob("*.py") if path.is_dir() else [path]:
+            for node in ast.walk(ast.parse(file.read_text())):
+                for each in getattr(node, "decorator_list", ()):
+                    called = each.func if isinstance(each, ast.Call) else each
+                    if _name(called) in ("cache", "lru_cache"):
+                        name = file.relative_to(PACKAGE).as_posix()
+                        found.setdefault(name, set()).add(node.name)
+    assert found == REMEMBERED
+
+
+def test_a_thread_carries_one_thing_that_launches_read():
+    """What thread-locals there are: which kernels of a chain begin early."""
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and (_name(node.value), node.attr) == ("threading", "local")
     }
+    assert found == {"kernels/early.py"}
+
+
+def written_parameters(source: str) -> set[tuple[str, str]]:
+    """Return the functions that write to a dict which they are given, each with its parameter."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        given = {
+            each.arg
+            for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            if each.annotation is not None and _is_dict(each.annotation)
+        }
+        bound = set()  # which stand for another dict, a copy mostly
+        for each in ast.walk(node):
+            if isinstance(each, ast.Assign):
+                bound |= {_name(target) for target in each.targets if isinstance(target, ast.Name)}
+        written = set()
+        for each in ast.walk(node):
+            targets = getattr(each, "targets", [getattr(each, "target", None)])
+            if isinstance(each, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Delete):
+                written |= {_name(t.value) for t in targets if isinstance(t, ast.Subscript)}
+            if isinstance(each, ast.AugAssign):
+                written.add(_name(each.target))
+            if isinstance(each, ast.Call) and getattr(each.func, "attr", "") in WRITING:
+                written.add(_name(each.func.value))
+        found |= {(node.name, name) for name in (written & given) - bound}
+    return found
+
+
+def _is_dict(annotation: ast.expr) -> bool:
+    names = {_name(node) for node in ast.walk(annotation)}
+    return bool(names & {"dict", "Mapping", "MutableMapping", "OrderedDict", "defaultdict"})
+
+
+WRITING = {"clear", "pop", "popitem", "setdefault", "update"}
+
+
+def test_no_function_writes_to_a_dict_that_it_is_given():
+    found = {
+        path.relative_to(PACKAGE).as_posix(): written
+        for path in FILES
+        if (written := written_parameters(path.read_text()))
+    }
+    # The memory of launches bounds those of all plans, each of which is a plan's own.
+    assert found == {"kernels/host/memory.py": {("add_met", "met")}}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_seen"),
+    [
+        ("terms['a'] = 1", True),
+        ("terms.pop('a')", True),
+        ("terms |= {'a': 1}", True),
+        ("terms = {**terms, 'a': 1}; terms['b'] = 2", False),
+        ("return terms['a']", False),
+    ],
+)
+def test_a_dict_that_is_written_to_is_seen(line, is_seen):
+    source = f"def f(terms: dict[str, int]):\n    {line}"
+    assert bool(written_parameters(source)) == is_seen
+
+
+def test_what_describes_is_frozen():
+    """Classes named Config, Spec, Terms, Layout, Settings and Limits are frozen or named tuples."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(DESCRIBES):
+                bases = {_name(base) for base in node.bases}
+                frozen = any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
+                assert frozen or bases & UNCHANGED, f"{path.name} {node.name}"
+
+
+DESCRIBES = ("Config", "Spec", "Terms", "Layout", "Settings", "Limits")
+UNCHANGED = {"NamedTuple", "Protocol", "Structure", "TypedDict"}
 
 
 CONTAINERS = {"dict", "list", "set", "OrderedDict", "defaultdict", "deque", "WeakKeyDictionary"}

@@ -64,7 +64,7 @@ def test_every_decision_record_is_listed_by_its_title(page):
 
 # Files of which a checkpoint or a server has its own.
 OF_CHECKPOINTS = {
-    "1_Pooling/config.json", "added_tokens.json", "config.json",
+    "1_Pooling/config.json", "adapter_config.json", "added_tokens.json", "config.json",
     "config_sentence_transformers.json", "generation_config.json", "modules.json",
     "hf_quant_config.json", "quant_config.json", "quantize_config.json", "params.json",
     "model.safetensors.index.json", "sentence_bert_config.json",

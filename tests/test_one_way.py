@@ -92,3 +92,50 @@ def test_the_formatter_lays_out_all_but_assembly_and_tables_of_numbers():
 def test_a_line_that_the_formatter_skips_is_seen(source, is_fine):
     assert skipped(source)
     assert all(map(is_for_layout, skipped(source))) == is_fine
+
+
+def launched(source: str) -> list[tuple[str, str]]:
+    """Return kernels that a module starts by Triton's `kernel[grid](...)`, and how else."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            name = node.func.value
+            if isinstance(name, ast.Name) and name.id.endswith("_kernel"):
+                found.append(("subscript", name.id))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "launch_now":
+            found.append(("launch_now", getattr(node.args[0], "id", "")))
+    return found
+
+
+def test_kernels_are_launched_by_the_host_alone():
+    found = {
+        path.relative_to(PACKAGE).as_posix(): launched(path.read_text())
+        for path in sorted((PACKAGE / "kernels").rglob("*.py"))
+    }
+    ways = [way for launches in found.values() for way, _ in launches]
+    assert "subscript" not in ways, found
+    assert ways.count("launch_now") > 20
+    assert launched("_norm_kernel[(3,)](x)") == [("subscript", "_norm_kernel")]
+
+
+def test_what_a_launch_names_is_a_constant_of_its_kernel():
+    """An argument by name is compiled in, so that it must not be a tensor or a length."""
+    for path in sorted((PACKAGE / "kernels").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        kernels = {
+            node.name: {
+                arg.arg
+                for arg in (*node.args.args, *node.args.kwonlyargs)
+                if arg.annotation is not None and "constexpr" in ast.unparse(arg.annotation)
+            }
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "launch_now":
+                constants = kernels.get(getattr(node.args[0], "id", ""))
+                names = {each.arg for each in node.keywords if each.arg} - OPTIONS
+                assert constants is None or names <= constants, (path.name, names - constants)
+
+
+OPTIONS = {"enable_fp_fusion", "launch_pdl", "maxnreg", "num_stages", "num_warps"}  # Triton's own

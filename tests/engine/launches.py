@@ -140,11 +140,8 @@ def _model_runs_where_graphs_are_captured(patch: pytest.MonkeyPatch) -> None:
     def capture_model(self: DecodeStep, *_: Any) -> None:
         self.run_model()
 
-    def capture_prompts(self: PromptSteps, size: int, *_: Any) -> None:
-        self._slots.fill_(-1)
-        self._compute(
-            size, self._context(), lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
-        )
+    def capture_prompts(self: PromptSteps, size: int, *_: Any, adapted: bool) -> None:
+        self.try_out(size, adapted=adapted)
 
     patch.setattr(DecodeStep, "capture", torch.inference_mode()(capture))
     patch.setattr(DecodeStep, "capture_model", torch.inference_mode()(capture_model))
@@ -190,7 +187,7 @@ def on_hopper(launches: Launches | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if launches is not None:
             patch.setattr(InterpretedFunction, "__getitem__", to_triton)
-            patch.setattr(gluon_plan, "launch", to_gluon)
+            patch.setattr(gluon_plan, "launch_now", to_gluon)
         patch.setattr(gluon_paged, "why_not", gluon_paged.why_not_decode)
         patch.setattr(gluon_latent, "why_not", gluon_latent.why_not_on_hopper)
         patch.setattr(device, "sm_count_of", lambda _: SM_COUNT)

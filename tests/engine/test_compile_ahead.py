@@ -92,7 +92,7 @@ def test_a_start_captures_a_step_of_every_kind_or_every_step(monkeypatch, is_laz
     captured, lines = [], []
     runner = SimpleNamespace(
         device=torch.device("cuda"), buckets=[1, 2, 4, 8, 16, 24], greedy_buckets=[16, 24],
-        prompts=SimpleNamespace(sizes=[64, 512]), start_seconds={},
+        prompts=SimpleNamespace(sizes=[64, 512]), start_seconds={}, adapters=None,
         capture_prompts=lambda size: captured.append((size, "prompts")),
         capture=lambda size, **more: captured.append((size, more)),
     )  # fmt: skip
@@ -107,6 +107,21 @@ def test_a_start_captures_a_step_of_every_kind_or_every_step(monkeypatch, is_laz
         kinds.insert(0, "steps with prompts")
     assert list(runner.start_seconds) == [f"capturing {kind}" for kind in kinds]
     assert len(lines) == len(captured)
+
+
+def test_a_start_with_adapters_captures_its_steps_beside_those_without(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    captured = []
+    runner = SimpleNamespace(
+        device=torch.device("cuda"), buckets=[1, 2], greedy_buckets=[], adapters=object(),
+        prompts=SimpleNamespace(sizes=[64]), start_seconds={},
+        capture_prompts=lambda size, **more: captured.append((size, more)),
+        capture=lambda size, **more: captured.append((size, more)),
+    )  # fmt: skip
+    graphs.capture_steps(runner, is_lazy=False)
+    adapted = {"adapted": True}
+    plain = [(64, {}), (2, {}), (1, {})]
+    assert captured == [*plain, (64, adapted), (2, adapted), (1, adapted)]
 
 
 def test_a_lazy_start_on_a_cpu_captures_nothing():

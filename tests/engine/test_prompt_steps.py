@@ -53,9 +53,9 @@ def test_padding_changes_no_token(tmp_path, case):
     assert runner.prompts is not None
     padded, compute = [], runner.prompts._compute
 
-    def noting(size, ctx, attend):
+    def noting(size, *more):
         padded.append(size)
-        return compute(size, ctx, attend)
+        return compute(size, *more)
 
     runner.prompts._compute = noting
     engine = Engine(new_scheduler(runner, max_num_batched_tokens=24), runner)

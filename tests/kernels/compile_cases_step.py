@@ -158,6 +158,27 @@ def launch_invariant_linear(dtype: torch.dtype) -> None:
     invariant_linear.launch(x, weight, bias)
 
 
+def launch_low_rank(parts: int, rank: int, *, mode: int = 0) -> None:
+    """Call what adapters add to a product, and to a part of one in float32, with mixed adapters."""
+    from tilewise.kernels import early
+    from tilewise.kernels.low_rank import TILE, LowRank, RowTiles
+    from tilewise.kernels.triton.step import low_rank
+
+    width, outputs, slots, dtype = 4096, 6144, 32, torch.bfloat16
+    weights = LowRank(
+        meta(slots, parts * rank, width, dtype=dtype),
+        meta(slots, rank, outputs, dtype=dtype),
+        meta(slots, parts, dtype=torch.float32),
+        meta(slots, parts, dtype=torch.int32),
+        meta(parts + 1, dtype=torch.int32),
+    )
+    tiles = RowTiles(meta(46, dtype=torch.int32), meta(46, TILE, dtype=torch.int32))
+    x = meta(256, width, dtype=dtype)
+    with early.launching(dict.fromkeys(early.CHOSEN, mode)):
+        for kind in (dtype, torch.float32) if mode else (dtype,):  # parts are Hopper's
+            low_rank.launch(meta(256, outputs, dtype=kind), x, weights, tiles)
+
+
 def launch_experts(tokens: int, *, packed: bool) -> None:
     """Route and multiply in a mixture of gpt-oss-20b's shape, or of Qwen3-30B-A3B's."""
     from tilewise.kernels.triton.experts import choose, launch
@@ -231,6 +252,17 @@ def step_cases() -> Iterator[Case]:
                 products=dtype == torch.bfloat16,
                 slow=arch != 90 or dtype != torch.bfloat16,
             )
+        for parts, rank, mode in ((3, 16, 0), (1, 512, 0), (2, 64, 2)):
+            if mode == 0 or arch >= 90:
+                yield Case(
+                    f"sm_{arch}-low-rank-{parts}-{rank}-{mode}",
+                    arch,
+                    lambda parts=parts, rank=rank, mode=mode: launch_low_rank(  # type: ignore[misc]
+                        parts, rank, mode=mode
+                    ),
+                    mma="mma.sync",
+                    slow=arch != 90 or parts != 2,
+                )
         # Tiles of 64 rows and more are multiplied by a warpgroup on Hopper.
         for tokens, packed, is_small in (
             (1, True, True), (300, True, False), (8192, True, False),

@@ -181,12 +181,11 @@ CASES = {
 @pytest.fixture
 def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget what earlier calls of the process have left, as in a program that begins."""
-    from tilewise.kernels.gluon.step import linear
-    from tilewise.kernels.host import lasting as memory
+    from tilewise.kernels.host.memory import launches
 
     torch.cuda.synchronize()
-    monkeypatch.setattr(linear, "_of_device", {})
-    monkeypatch.setattr(memory, "_tensors", {})
+    monkeypatch.setattr(launches, "zeros", {})
+    monkeypatch.setattr(launches, "tensors", {})
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

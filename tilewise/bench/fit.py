@@ -245,6 +245,7 @@ def _columns(parts: dict[str, float], machine: Machine) -> dict[str, float]:
     """Return what the weights multiply; where two things overlap the longer one stays."""
     if not machine.overlaps:
         return parts
+    parts = dict(parts)
     pairs = [("stream_efficiency", "product_efficiency")]
     if parts["attention_efficiency"] and not machine.attends_apart:
         pairs.append(("key_efficiency", "attention_efficiency"))

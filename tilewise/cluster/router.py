@@ -176,20 +176,23 @@ class PrefixRouter:
         for piece in asked.pieces:
             holders = self._holders.get(piece, 0) & among
             if among != holders and length:
-                self._note(found, among & ~holders, length, asked)
+                found |= self._kept_by(among & ~holders, length, asked)
             among = holders
             if not among:
                 break
             length += asked.piece_tokens
         if among > 0:
-            self._note(found, among, length, asked)
+            found |= self._kept_by(among, length, asked)
         return found
 
-    def _note(self, found: dict[str, int], bits: int, length: int, asked: Asked) -> None:
+    def _kept_by(self, bits: int, length: int, asked: Asked) -> dict[str, int]:
+        """Return the number of tokens of a prompt for each replica of a set of bits."""
+        found: dict[str, int] = {}
         while bits:
             lowest = bits & -bits
             found[self._by_number[lowest.bit_length() - 1]] = min(length, asked.prompt_tokens)
             bits ^= lowest
+        return found
 
     def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
         """Record that a request was sent to a replica, which caches its prompt from now on.

@@ -111,7 +111,8 @@ class AsyncLLM:
                 yield, which wakes a task and copies the output: this one goes on changing when the
                 sink has returned. Outputs for which it returns False are yielded after all, as is
                 the last one. What it raises is raised here.
-            terms: user, cache_salt, priority, deadline_s and max_queue_s, see `RequestTerms`.
+            terms: user, cache_salt, lora_request, priority, deadline_s and max_queue_s, see
+                `RequestTerms`.
 
         Raises:
             RequestError: the prompt can never be served, or the id is taken; QueueFullError if as
@@ -246,15 +247,25 @@ class AsyncLLM:
             self.llm.prepare, prompt, sampling, terms, request_id=request_id, pooling=pooling
         )
         text = prompt if isinstance(prompt, str) else ""
-        # What is no SamplingParams is refused by prepare(); a grammar takes long to compile.
+        # What is no SamplingParams is refused by prepare(); a grammar takes long to compile, and an
+        # adapter may have to be read.
         compiles = getattr(sampling, "structured", None) is not None
-        if compiles:
+        if compiles or (terms.lora_request and not self.llm.holds_adapter(terms.lora_request)):
             # It may wait for long, as those of others do: the event loop's threads are few.
             future = beside(prepare)
             return await asyncio.wrap_future(future)
         if len(text) > LONG_PROMPT:
             return await asyncio.to_thread(prepare)
         return prepare()
+
+    async def load_lora_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
+        """Load an adapter, see `LLM.load_lora_adapter`; other tasks run meanwhile."""
+        load = functools.partial(self.llm.load_lora_adapter, name, path, replaces=replaces)
+        await asyncio.wrap_future(beside(load))
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Forget an adapter by its name, see `LLM.unload_lora_adapter`."""
+        self.llm.unload_lora_adapter(name)
 
     async def _caught_up(self) -> None:
         """Wait until the engine's thread has done what it was asked for before."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
-from tilewise.engine.request import NO_TOKEN, FinishReason, Request, SamplingParams
+from tilewise.engine.request import NO_TOKEN, Adapted, FinishReason, Request, SamplingParams
 from tilewise.engine.sampling_options import Matcher
 
 __all__ = [
@@ -100,6 +100,7 @@ class ScheduledSequence(NamedTuple):
         known: all tokens of a sequence with drafts, these not included. Its own list, not a copy.
         others: of the groups of layers beyond the first, block_ids and first_new_block there. What
             a window has passed may be anybody's block by now, and is not read.
+        adapter: what its request's adapter adds to the model; None for nothing.
     """
 
     seq_id: int
@@ -117,6 +118,7 @@ class ScheduledSequence(NamedTuple):
     known: Sequence[int] = ()
     draft_parents: tuple[int, ...] = ()
     others: tuple[tuple[Sequence[int], int], ...] = ()
+    adapter: Adapted | None = None
 
 
 class LaterRuns(Sequence[ScheduledSequence]):

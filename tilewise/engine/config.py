@@ -32,6 +32,7 @@ __all__ = [
     "VICTIMS",
     "DraftModel",
     "EngineConfig",
+    "Modules",
     "Option",
     "OwnHead",
     "PromptLookup",
@@ -54,6 +55,7 @@ POLICIES = ("fcfs", "priority", "fair")
 GRAPHS = ("auto", "lazy", "off")
 MODEL_IMPLS = ("auto", "tilewise", "transformers")
 
+MAX_RANK = 512  # of an adapter: that of `models.adapters`, whose file imports torch
 MAX_NAME = 1024  # characters of a request's id, user or salt
 
 MAX_DRAFTS = 16  # of a step; the chance that one more is right falls with each
@@ -358,6 +360,61 @@ class Weights:
                 raise ValueError(
                     f"{name} must be above 0 and finite, got {shown(weight)} for {shown(user)}"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The rank of an adapter."""
+
+    kind: type = int
+    values: str = f"1 ... {MAX_RANK}"
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        if not is_integer(value):
+            raise TypeError(f"{name} must be an integer, got {shown(value)}")
+        if not 1 <= value <= MAX_RANK:
+            raise ValueError(f"{name} must be in {self.values}, got {shown(value)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """A path for each of some names, as a dict or as texts "name=path"; or None."""
+
+    kind: type = list
+    values: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        for key, path in self.pairs(name, value):
+            if not isinstance(key, str) or not isinstance(path, str | Path):
+                raise TypeError(f"{name} must be paths by names, got {shown(key)}: {shown(path)}")
+            if not key or not str(path):
+                raise ValueError(f"{name} must have a name and a path, got {key!r}={str(path)!r}")
+
+    @staticmethod
+    def pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
+        """Return names with paths.
+
+        Raises:
+            TypeError: it is neither a dict nor a list.
+            ValueError: a text of the list has no "=", or two have one name.
+        """
+        if value is None:
+            return []
+        if isinstance(value, Mapping):
+            return list(value.items())
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise TypeError(f"{name} must be a dict, a list of name=path or None, got {value!r}")
+        pairs: list[tuple[Any, Any]] = []
+        for text in value:
+            key, equals, path = text.partition("=")
+            if not equals:
+                raise ValueError(f"{name} must be name=path, got {text!r}")
+            if key in dict(pairs):
+                raise ValueError(f"{name} must have each name once, got {key!r} twice")
+            pairs.append((key, path))
+        return pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -696,6 +753,57 @@ class EngineConfig:
             "the same. Not with CUDA graphs.",
         ),
     )
+    enable_lora: bool = field(
+        default=False,
+        metadata=option(
+            Boolean(),
+            "adapters of low rank (LoRA) beside the model, which requests name",
+            "They are loaded at the start (lora_modules) or while requests run. See "
+            "docs/adapters.md.",
+            flag="enable_lora",
+        ),
+    )
+    lora_modules: Mapping[str, str | Path] | None = field(
+        default=None,
+        metadata=option(
+            Modules(),
+            "adapters that are loaded at the start, name=path, PEFT's folders or hub names",
+            'A dict, or a list of "name=path".',
+            flag="lora_modules",
+            metavar="NAME=PATH",
+        ),
+    )
+    max_loras: int = field(
+        default=8,
+        metadata=option(
+            Integer(1),
+            "different adapters of the sequences that run at once",
+            "The device has memory for so many; requests for others wait. The ones that were used "
+            "last stay there.",
+            flag="max_loras",
+            metavar="N",
+        ),
+    )
+    max_cpu_loras: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(1, or_none=True),
+            "adapters that stay in main memory while no request uses them",
+            "The others are read again when a request names them. None keeps all.",
+            flag="max_cpu_loras",
+            metavar="N",
+        ),
+    )
+    max_lora_rank: int = field(
+        default=16,
+        metadata=option(
+            Rank(),
+            "largest rank of an adapter",
+            "The memory of the device for adapters grows with it.",
+            flag="max_lora_rank",
+            metavar="N",
+        ),
+    )
     tensor_parallel_size: int = field(
         default=1,
         metadata=option(
@@ -714,6 +822,11 @@ class EngineConfig:
             if isinstance(said.rule, Integer) and getattr(self, name) is not None:
                 # Those of other libraries are no int, and do not travel to other processes.
                 object.__setattr__(self, name, int(getattr(self, name)))
+        modules = Modules.pairs("lora_modules", self.lora_modules)
+        if modules and not self.enable_lora:
+            raise ValueError(f"enable_lora must be True with lora_modules, got {self.enable_lora}")
+        if modules:
+            object.__setattr__(self, "lora_modules", {n: str(path) for n, path in modules})
         if self.user_weights is not None:  # the caller's own may change later
             object.__setattr__(self, "user_weights", dict(self.user_weights))
         if self.offload_dir is not None and not (self.swap_space_gib and self.offload_gib):
@@ -730,6 +843,7 @@ class Terms(TypedDict, total=False):
 
     user: str
     cache_salt: str
+    lora_request: str
     priority: int
     deadline_s: float | None
     max_queue_s: float | None
@@ -742,6 +856,7 @@ class RequestTerms:
     Attributes:
         user: the user whose request this is, where users are to get equal shares.
         cache_salt: the namespace of its cached blocks; requests with different salts share none.
+        lora_request: the name of the adapter that it uses; "" is the model itself.
         priority: the rank where the order is by priority; lower runs earlier.
         deadline_s: seconds from its arrival until it must have ended; None is no bound.
         max_queue_s: seconds from its arrival until it must have begun to run; None is no bound.
@@ -752,6 +867,7 @@ class RequestTerms:
 
     user: str = ""
     cache_salt: str = ""
+    lora_request: str = ""
     priority: int = 0
     deadline_s: float | None = None
     max_queue_s: float | None = None
@@ -759,6 +875,7 @@ class RequestTerms:
     def __post_init__(self) -> None:
         check_name("user", self.user)
         check_name("cache_salt", self.cache_salt)
+        check_name("lora_request", self.lora_request)
         if not is_integer(self.priority):
             raise RequestError(f"priority must be an integer, got {shown(self.priority)}")
         _check_seconds("deadline_s", self.deadline_s)

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 import torch
 
 from tilewise.cache.spec import CacheSpec
+from tilewise.engine.adapters import Adapters, salted
 from tilewise.engine.config import (
     NO_TERMS,
     EngineConfig,
@@ -71,9 +72,12 @@ from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError, shown
 from tilewise.keywords import keywords_of, taking_fields_of
+from tilewise.models.adapters import AdapterSite, adapter_sites
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder, EncoderShape
+from tilewise.models.native import NativeDecoder
+from tilewise.models.registry import empty_model
 from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.models.vector_head import VectorHead
 
@@ -144,6 +148,7 @@ class LLM:
         make_engine: Callable[[], Engine]
         head: VectorHead | None = None
         self._end_ids: tuple[int, ...] = ()
+        self._adapters: Adapters | None = None
         if self.purpose.is_encoder:
             self.model, decided = load_encoder_of(config, directory, device, self.purpose)
             self.config = self.model.config
@@ -154,8 +159,9 @@ class LLM:
             check_groups(model.config, config.speculative)
             self._end_ids = end_tokens(self.config, self.tokenizer)
             head = read_head(self.purpose, directory, model, is_random=config.random_weights)
+            sites = self._with_adapters(config, model) if config.enable_lora else {}
             if size == 1:
-                make_engine = self._with_weights(decided, directory, model, spec)
+                make_engine = self._with_weights(decided, directory, model, spec, sites)
             else:
                 make_engine = functools.partial(
                     engine_of_workers, decided, directory, model, self._end_ids
@@ -183,8 +189,26 @@ class LLM:
             torch.cuda.current_device() if is_cuda else None,
         )
 
+    def _with_adapters(self, config: EngineConfig, model: Decoder) -> Mapping[str, AdapterSite]:
+        """Read the adapters of the start; return the linear layers that adapters may change."""
+        whole = model
+        if isinstance(model, NativeDecoder):  # whose weights may be narrow
+            whole = empty_model(model.config, "float32", "meta")
+        sites = adapter_sites(whole)
+        self._adapters = Adapters(
+            sites, max_rank=config.max_lora_rank, most_held=config.max_cpu_loras
+        )
+        for name, path in (config.lora_modules or {}).items():
+            self._adapters.load(name, path)
+        return sites
+
     def _with_weights(
-        self, config: ResolvedConfig, directory: Path, model: Decoder, spec: CacheSpec
+        self,
+        config: ResolvedConfig,
+        directory: Path,
+        model: Decoder,
+        spec: CacheSpec,
+        sites: Mapping[str, AdapterSite],
     ) -> EngineMaker:
         """Get the weights of this process ready; return what makes an engine of them."""
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -205,6 +229,7 @@ class LLM:
             self._num_threads,
             self.start_seconds,
             torch.cuda.current_device() if is_cuda else None,
+            sites,
         )
 
     @property
@@ -260,8 +285,8 @@ class LLM:
             prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: for all prompts, or one for each; None is `default_params`.
             use_progress: True writes a line of progress to stderr.
-            terms: user, cache_salt, priority, deadline_s and max_queue_s of each prompt, see
-                `RequestTerms`.
+            terms: user, cache_salt, lora_request, priority, deadline_s and max_queue_s of each
+                prompt, see `RequestTerms`.
 
         Returns:
             One output per prompt, in the order given.
@@ -628,12 +653,16 @@ class LLM:
                 "logits_processors must be None with tensor_parallel_size above 1, as functions "
                 f"do not leave their process, got {len(sampling.logits_processors)}"
             )
+        adapter = None
+        if terms.lora_request:
+            adapter = self._named(terms.lora_request).get(terms.lora_request)
         request = Request(
             request_id,
             ids,
             sampling,
             self._end_ids,
-            salt=terms.cache_salt,
+            salt=salted(terms.cache_salt, adapter),
+            adapter=adapter,
             user=terms.user,
             priority=terms.priority,
             deadline_s=terms.deadline_s,
@@ -670,6 +699,50 @@ class LLM:
             False if a request runs; nothing is forgotten then.
         """
         return self.loop.call(lambda: self.engine.reset_prefix_cache())
+
+    def load_lora_adapter(self, name: str, path: str | Path, *, replaces: bool = False) -> None:
+        """Load an adapter, which requests then use by its name (`lora_request`).
+
+        Requests run meanwhile. Where anything is wrong nothing has changed.
+
+        Args:
+            name: its name.
+            path: a folder in PEFT's format (adapter_config.json, adapter_model.safetensors), or a
+                hub name.
+            replaces: True if another adapter of this name may be unloaded.
+
+        Raises:
+            CheckpointError: a file is missing or wrong, or belongs to another model; the message
+                names the tensor.
+            RequestError: the name is in use, or the engine has no adapters (`enable_lora`).
+
+        Example:
+            >>> llm.load_lora_adapter("pirate", "adapters/pirate")
+            >>> llm.generate("Once upon a time", lora_request="pirate")
+        """
+        self._named(name).load(name, path, replaces=replaces)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Forget an adapter by its name; requests that use it run to their ends.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        self._named(name).unload(name)
+
+    @property
+    def lora_adapters(self) -> dict[str, str]:
+        """The adapters that requests may name, with the places that they came from."""
+        return {} if self._adapters is None else self._adapters.paths()
+
+    def holds_adapter(self, name: str) -> bool:
+        """Whether an adapter is in main memory, so that no request waits for its files."""
+        return self._adapters is not None and self._adapters.holds(name)
+
+    def _named(self, name: str) -> Adapters:
+        if self._adapters is None:
+            raise RequestError(f"adapters must be enabled by enable_lora=True, got {shown(name)}")
+        return self._adapters
 
     def _submit(self, generations: Sequence[Generation]) -> None:
         if self.loop.is_own_thread:

@@ -37,6 +37,7 @@ _OF_DECODERS = (
     "swap_space_gib",
     "offload_dir",
     "speculative",
+    "enable_lora",
     "tensor_parallel_size",
 )
 
@@ -100,6 +101,11 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
         if config.model_impl == "transformers":
             raise ValueError(
                 "tensor_parallel_size must be 1 for a model that runs through transformers, "
+                f"got {size}"
+            )
+        if config.enable_lora:
+            raise ValueError(
+                "tensor_parallel_size must be 1 with enable_lora, whose slots are not cut, "
                 f"got {size}"
             )
         if isinstance(config.speculative, OwnHead):

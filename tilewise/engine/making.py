@@ -23,6 +23,7 @@ from tilewise.engine.report import Progress, terminal
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig, cache_spec
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cpu, blocks_on_cuda, warm_up
+from tilewise.engine.steps.adapter_slots import AdapterSlots
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
 from tilewise.engine.steps.encoder_runner import EncoderRunner
@@ -30,6 +31,7 @@ from tilewise.engine.steps.head_guesser import HeadGuesser
 from tilewise.engine.steps.runner import Runner
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
+from tilewise.models.adapters import AdapterSite
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
 from tilewise.models.multi_token_head import load_multi_token_head
@@ -127,6 +129,7 @@ class NewScheduler:
             max_waiting_tokens=config.max_waiting_tokens,
             fair_prompt_tokens=FAIR_PROMPT_TOKENS[config.device.type],
             is_encoder=self.is_encoder,
+            max_loras=config.max_loras if config.enable_lora else None,
         )
 
 
@@ -177,6 +180,7 @@ class EngineMaker:
         num_threads: torch's threads on the thread of the LLM.
         start_seconds: a stopwatch, which notes the parts of the start.
         current_device: the GPU that was current on the thread of the LLM; None on a CPU.
+        sites: the linear layers that may have adapters; empty without them.
     """
 
     config: ResolvedConfig
@@ -188,6 +192,7 @@ class EngineMaker:
     num_threads: int
     start_seconds: StartSeconds
     current_device: int | None
+    sites: Mapping[str, AdapterSite]
 
     def __call__(self) -> Engine:
         """Make the engine.
@@ -199,23 +204,49 @@ class EngineMaker:
         torch.set_num_threads(self.num_threads)
         if self.current_device is not None:
             torch.cuda.set_device(self.current_device)
+        slots = self._slots()
         if config.has_graphs:
-            self.start_seconds.include(self._compile_ahead())
+            self.start_seconds.include(self._compile_ahead(slots))
         num_blocks: Blocks | None = config.num_blocks
         if num_blocks is None:
-            num_blocks = self._blocks_that_fit()
+            num_blocks = self._blocks_that_fit(slots)
             self.start_seconds.end("memory measured")
         storage = allocate(self.spec, num_blocks, config.device)
         host = host_cache(storage, config.swap_space_gib)
         self.start_seconds.end("cache made")
-        runner = self._on_device(storage) if config.has_graphs else self._op_by_op(storage)
+        make = self._on_device if config.has_graphs else self._op_by_op
+        runner = make(storage, slots)
         runner.host = host
         num_swap_blocks = 0 if host is None else host.blocks.counts
         return assembled(
             config, runner, self.identity, self.spec.windows, num_blocks, num_swap_blocks
         )
 
-    def _blocks_that_fit(self) -> Blocks:
+    def _slots(self) -> AdapterSlots | None:
+        """Return the memory of the device for adapters, None without them.
+
+        Raises:
+            ValueError: the device has not that much memory.
+        """
+        config = self.config
+        if not self.sites:
+            return None
+        try:
+            return AdapterSlots(
+                self.model,
+                self.sites,
+                count=config.max_loras,
+                max_rank=config.max_lora_rank,
+                device=config.device,
+                dtype=self.model.dtype,
+            )
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(
+                f"max_loras and max_lora_rank must fit the memory of {config.device}, "
+                f"got {config.max_loras} and {config.max_lora_rank}"
+            ) from error
+
+    def _blocks_that_fit(self, slots: AdapterSlots | None) -> Blocks:
         config = self.config
         if config.device.type == "cpu":
             return blocks_on_cpu(
@@ -231,9 +262,10 @@ class EngineMaker:
             gpu_memory_utilization=config.gpu_memory_utilization,
             has_graphs=config.has_graphs,
             captures_prompts=has_run(self.spec),
+            adapters=slots,
         )
 
-    def _compile_ahead(self) -> dict[str, float]:
+    def _compile_ahead(self, slots: AdapterSlots | None) -> dict[str, float]:
         """Let the kernels of the start be compiled side by side; return what took how long."""
         config = self.config
         progress = Progress(terminal(config.use_progress))
@@ -249,12 +281,13 @@ class EngineMaker:
                 is_lazy=config.graphs == "lazy",
                 batch_invariant=config.batch_invariant,
                 num_blocks=config.num_blocks,
+                adapters=slots,
                 show=progress.show,
             )
         finally:
             progress.close()
 
-    def _on_device(self, storage: KVStorage) -> Runner:
+    def _on_device(self, storage: KVStorage, slots: AdapterSlots | None) -> Runner:
         config = self.config
         most = config.max_num_batched_tokens
         runner = DeviceRunner(
@@ -264,6 +297,7 @@ class EngineMaker:
             max_model_len=config.max_model_len,
             max_num_batched_tokens=most if has_run(self.spec) else None,
             batch_invariant=config.batch_invariant,
+            adapters=slots,
         )
         progress = Progress(terminal(config.use_progress))
         try:
@@ -279,7 +313,7 @@ class EngineMaker:
         self.start_seconds.include(runner.start_seconds)
         return runner
 
-    def _op_by_op(self, storage: KVStorage) -> Runner:
+    def _op_by_op(self, storage: KVStorage, slots: AdapterSlots | None) -> Runner:
         config = self.config
         runner = runner_for(
             self.model,
@@ -291,6 +325,7 @@ class EngineMaker:
             runner.warm_up()
         else:
             warm_up(self.model, self.spec, config.device, batch_invariant=config.batch_invariant)
+        runner.adapters = slots
         runner.count_compilations()
         self.start_seconds.end("kernels compiled")
         if isinstance(config.speculative, DraftModel):

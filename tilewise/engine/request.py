@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from tilewise.engine.sampling_options import (
     Matcher,
@@ -19,7 +19,15 @@ from tilewise.engine.sampling_options import (
 )
 from tilewise.errors import is_integer, is_number, shown
 
-__all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
+__all__ = [
+    "MOST_LOGPROBS",
+    "NO_TOKEN",
+    "Adapted",
+    "FinishReason",
+    "Request",
+    "SamplingParams",
+    "Sequence",
+]
 
 MOST_LOGPROBS = 20  # as many as the OpenAI API gives
 NO_TOKEN = -2  # in place of a token of which the logits were not finite
@@ -276,6 +284,20 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+class Adapted(Protocol):
+    """The adapter of a request, see `engine.adapters.LoadedAdapter`; it lives as long as one."""
+
+    @property
+    def number(self) -> int:
+        """The number of its loading, at least 1."""
+        ...
+
+    @property
+    def weights(self) -> Any:
+        """Its tensors, for a runner."""
+        ...
+
+
 @dataclass(slots=True)
 class Request:
     """One accepted prompt and how to continue it.
@@ -295,6 +317,8 @@ class Request:
         pooling: what becomes of its prompt's hidden states, one of `embedding.POOLINGS`; None is
             nothing.
         token_type_ids: the types of its prompt's tokens; empty if all are 0.
+        adapter: the adapter of the model's weights; None for the model itself. `salt` tells it
+            from others.
         stop_ids: those of sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
             A structured text always ends with the model's.
@@ -320,6 +344,7 @@ class Request:
     new_matcher: Callable[[], Matcher] | None = None
     pooling: str | None = None
     token_type_ids: tuple[int, ...] = ()
+    adapter: Adapted | None = None
     stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
     adjusts: bool = field(init=False, repr=False)

@@ -15,6 +15,7 @@ from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.memory import available_memory
 from tilewise.engine.request import SamplingParams
+from tilewise.engine.steps.adapter_slots import AdapterSlots
 from tilewise.engine.steps.runner import CausalModel, ModelRunner
 from tilewise.engine.tables.admission import window_blocks
 
@@ -136,6 +137,7 @@ def blocks_on_cuda(
     gpu_memory_utilization: float,
     has_graphs: bool = False,
     captures_prompts: bool = True,
+    adapters: AdapterSlots | None = None,
 ) -> Blocks:
     """Return blocks for what the weights, the widest step and the graphs leave of the memory.
 
@@ -146,6 +148,7 @@ def blocks_on_cuda(
     Args:
         captures_prompts: with graphs, steps with prompts are captured, too, where the model allows
             it.
+        adapters: the slots of adapters, which are there already.
 
     Raises:
         ValueError: not even one block of each group fits, or not even the step; the message has the
@@ -165,6 +168,7 @@ def blocks_on_cuda(
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 max_num_batched_tokens=max_num_batched_tokens if captures_prompts else None,
+                adapters=adapters,
             )
             trial.submit(batch).result()
             with_step = _memory(device).used
@@ -233,6 +237,14 @@ def _graph_bytes(trial: DeviceRunner, before: int) -> int:
         kinds.insert(0, (trial.prompts.sizes, trial.capture_prompts, 1))
     if trial.greedy_buckets:
         kinds.append((trial.greedy_buckets, partial(trial.capture, is_greedy=True), 1))
+    if trial.adapters is not None:
+        kinds += [
+            (trial.buckets, partial(trial.capture, adapted=True), 1),
+            (trial.buckets, partial(trial.capture, of_model=True, adapted=True), 1),
+        ]
+        if trial.prompts is not None:
+            adapted = partial(trial.capture_prompts, adapted=True)
+            kinds.insert(1, (trial.prompts.sizes, adapted, 1))
     later = 0
     for sizes, capture, count in kinds:
         capture(sizes[-1])

@@ -14,6 +14,31 @@ import torch
 from torch import Tensor
 
 
+class RecurrentStates(NamedTuple):
+    """What slots hold of running sequences: a state at a chunk's start, and the chunk's tokens.
+
+    A chunk is `CHUNK` tokens of a sequence, counted from its first one. In an open chunk of p
+    tokens the first p rows of the tensors after `state` are in use.
+
+    Attributes:
+        state: (slots, H, K, V), float32 (float64 for float64): the state before the chunk.
+        keys: (slots, CHUNK, Hk, K), the dtype of the keys.
+        gates: (slots, CHUNK, H) or (slots, CHUNK, H, K), the dtype of `state`: logs of decays.
+        values: (slots, CHUNK, H, V). With `betas` they are the tokens' own, in their dtype; without
+            they are what each token adds to the state beside its key, in the dtype of `state`.
+        betas: (slots, CHUNK, H), the dtype of `state`, or None.
+    """
+
+    state: Any
+    keys: Any
+    gates: Any
+    values: Any
+    betas: Any = None
+
+
+CHUNK = 64  # tokens; where a chunk starts decides how sums are rounded, so no call may choose
+
+
 class MaskTensors(NamedTuple):
     """A block mask as launchers take it; the meaning is that of `masks.BlockMask`.
 
@@ -369,6 +394,22 @@ class ElementSpec:
 
     device_type: str
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec(ElementSpec):
+    """A call of a layer whose memory is a state.
+
+    Attributes:
+        key_dim, value_dim: the sizes of a head's state.
+        decays_by_channel: True if each channel of the keys has a decay of its own.
+        keeps: the kind of values in the slots, "tokens" or "updates"; None without slots.
+    """
+
+    key_dim: int
+    value_dim: int
+    decays_by_channel: bool
+    keeps: str | None
 
 
 @dataclass(frozen=True, slots=True)

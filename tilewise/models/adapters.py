@@ -22,12 +22,19 @@ from tilewise.models.config_fields import read_object
 from tilewise.models.decoder import Decoder
 from tilewise.models.hub import ADAPTER_FILES, adapter_folder
 from tilewise.models.native import NativeDecoder
+from tilewise.nn.attention import Attention
+from tilewise.nn.layers import MLP, GatedMLP
+from tilewise.nn.mla import MultiheadLatentAttention
 
 __all__ = ["MAX_RANK", "Adapter", "AdapterPart", "AdapterSite", "adapter_sites", "read_adapter"]
 
 MAX_RANK = 512  # the largest rank that any option allows
 
 _PREFIX = "base_model.model."
+_BLOCKS = (Attention, MultiheadLatentAttention, GatedMLP, MLP)
+_OF_A_BLOCK = re.compile(
+    r"layers\.\d+\.(attention\.(qkv|o|q_a|q_b|kv_a)_proj|mlp\.(gate_up|up|down)_proj)"
+)
 _TENSOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Initialisations that change the weights of the base model: an adapter that was saved without being
 # converted belongs to other weights. `True`, "gaussian", "eva" and "orthogonal" leave them alone.
@@ -88,7 +95,9 @@ class Adapter:
 def adapter_sites(model: Decoder) -> dict[str, AdapterSite]:
     """Return the linear layers of a decoder of this package, by their names in a checkpoint.
 
-    The embedding, the output head and the experts of mixtures are not among them.
+    Those are the projections of attention and of feed-forward blocks, but for the up-projection of
+    latents (kv_b_proj), which is multiplied into queries and outputs. The embedding, the output
+    head and mixtures of experts are not among them.
 
     Args:
         model: a decoder whose weights are not packed; those on "meta" will do.
@@ -105,7 +114,9 @@ def adapter_sites(model: Decoder) -> dict[str, AdapterSite]:
     for weight in model.weight_table():
         module, _, kind = weight.name.rpartition(".")
         parameter = model.get_parameter(weight.name)
-        if kind != "weight" or parameter.dim() != 2 or not module.startswith("layers."):
+        if kind != "weight" or _OF_A_BLOCK.fullmatch(module) is None:
+            continue
+        if not isinstance(model.get_submodule(module.rpartition(".")[0]), _BLOCKS):
             continue
         first = 0
         for place, source in enumerate(weight.sources):

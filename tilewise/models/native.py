@@ -168,6 +168,7 @@ class NativeLayer(nn.Module):
             and ctx is not None
             and kv is not None
             and not ctx.batch_invariant
+            and ctx.adapters is None
             and self._is_one_row(residual)
         ):
             return self._one_row(x, residual, rope, ctx, kv)
@@ -180,12 +181,12 @@ class NativeLayer(nn.Module):
         )
         if self.is_parallel:
             own = h if self.mlp_norm is None else self.mlp_norm(residual)
-            fed = self._written(self.mlp(own), self.mlp_out_norm)
+            fed = self._written(self._fed(own, ctx), self.mlp_out_norm)
             assert isinstance(attended, Tensor)
             assert isinstance(fed, Tensor)
             return attended + fed, residual
         h, residual = _read_stream(self.mlp_norm, attended, residual)
-        fed = self.mlp(h)
+        fed = self._fed(h, ctx)
         if self.experts is not None:
             assert self.experts_norm is not None
             assert self.experts_out_norm is not None
@@ -204,6 +205,15 @@ class NativeLayer(nn.Module):
             gate = activate(self.token_activation, self.token_gate(stream), on_cpu=False)
             stream = stream + self.token_norm(self.token_proj(gate * token_input))
         return stream if self.scale is None else stream * self.scale, None
+
+    def _fed(self, h: Tensor, ctx: AttentionContext | None) -> Tensor | Parts | RankPart:
+        """Return the output of the feed-forward block; experts have no adapters."""
+        fed: Tensor | Parts | RankPart
+        if ctx is None or ctx.adapters is None or isinstance(self.mlp, Experts):
+            fed = self.mlp(h)
+        else:
+            fed = self.mlp(h, ctx.adapters)
+        return fed
 
     def _is_one_row(self, residual: Tensor) -> bool:
         """Return whether `_one_row` computes the step of this row, in fewer kernels."""

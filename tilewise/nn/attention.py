@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.cache.spec import KVLayer
+from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.context import Attend, AttentionContext
 from tilewise.nn.dense_cache import BLOCK_SIZE, dense_context, packed_rope
 from tilewise.nn.layers import (
@@ -150,7 +151,8 @@ class Attention(nn.Module):
             raise ValueError("on_max_logits must be None with a cache, got a function")
         if (ctx is None) != (kv is None):
             raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
-        heads = self._heads(x)
+        adapters = None if ctx is None else ctx.adapters
+        heads = self._heads(x, adapters)
         if ctx is not None and kv is not None:
             o = self._attend_cache(heads, rope, ctx, kv, growth)
         elif self.attends_as_cached and heads.numel():
@@ -158,7 +160,7 @@ class Attention(nn.Module):
         else:
             o = self._attend_dense(heads, rope, on_max_logits, growth, read)
         out = project_in_parts if self.leaves_parts else project
-        return out(self.o_proj, o.flatten(-2))
+        return out(self.o_proj, o.flatten(-2), adapters)
 
     def attend(
         self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None, ctx: AttentionContext, kv: KVLayer
@@ -296,10 +298,11 @@ class Attention(nn.Module):
             is_chunked=self.is_chunked,
         )
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _heads(self, x: Tensor, adapters: StepAdapters | None) -> Tensor:
         """Return (..., Hq + 2 Hk, D): query, key and value heads."""
         num_heads = self.num_q_heads + self.kv_parts * self.num_kv_heads
-        heads: Tensor = project(self.qkv_proj, x).unflatten(-1, (num_heads, self.head_dim))
+        qkv = project(self.qkv_proj, x, adapters)
+        heads: Tensor = qkv.unflatten(-1, (num_heads, self.head_dim))
         return heads
 
     def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import ops
+from tilewise.nn.adapted import StepAdapters
 from tilewise.ops import PagedPlan, SharedPrefixes
 
 __all__ = ["Attend", "AttentionContext", "StepPlans"]
@@ -74,6 +75,7 @@ class AttentionContext:
             group.
         others: the contexts of groups 1, 2, ..., whose tables and slots are others; the first
             group's are here.
+        adapters: the adapters of the step's rows; None if no row uses one.
     """
 
     cu_seqlens_q: Tensor
@@ -88,6 +90,12 @@ class AttentionContext:
     attend: Callable[[Attend, Tensor, int], Tensor] | None = None
     group_of: tuple[int, ...] = ()
     others: tuple[AttentionContext, ...] = ()
+    adapters: StepAdapters | None = None
+
+    def with_adapters(self, adapters: StepAdapters) -> AttentionContext:
+        """Return the context of a step some of whose rows use adapters."""
+        others = tuple(replace(other, adapters=adapters) for other in self.others)
+        return replace(self, others=others, adapters=adapters)
 
     def of_layer(self, layer: int) -> AttentionContext:
         """Return the context of a layer of the model: that of its group."""

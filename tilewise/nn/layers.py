@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
+from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.valued import valued
 from tilewise.ops import (
@@ -32,6 +33,7 @@ __all__ = [
     "ShiftedRMSNorm",
     "UnitRMSNorm",
     "activate",
+    "adapted",
     "name_of",
     "project",
     "project_in_parts",
@@ -120,8 +122,16 @@ def _is_plain(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
     return all(t.stride(-1) == 1 and t.dtype == x.dtype for t in (x, *parameters))
 
 
-def project(linear: nn.Module, x: Tensor) -> Tensor:
-    """Return linear(x); in inference by `ops.linear` if that is faster for so few rows."""
+def project(linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+    """Return linear(x), and what adapters add; in inference by `ops.linear` if that is faster for
+    so few rows."""
+    y = _product(linear, x)
+    if adapters is not None:
+        adapters.add(linear, x, y)
+    return y
+
+
+def _product(linear: nn.Module, x: Tensor) -> Tensor:
     few = x.device.type in FUSED_ON and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
     if few and type(linear) is nn.Linear and x.numel() > 0 and not torch.is_autocast_enabled():
         weight, bias = linear.weight, linear.bias
@@ -132,12 +142,25 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def project_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts | RankPart:
-    """Return linear(x) for `RMSNorm.add`, in parts if it is best that the norm adds them."""
+def project_in_parts(
+    linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None
+) -> Tensor | Parts | RankPart:
+    """Return linear(x) for `RMSNorm.add`, in parts if it is best that the norm adds them.
+
+    What adapters add is in the first part: parts without it are those of a step without adapters.
+    """
+    y = _product_in_parts(linear, x)
+    if adapters is not None:
+        assert not isinstance(y, RankPart)
+        adapters.add(linear, x, y.sums[0] if isinstance(y, Parts) else y)
+    return y
+
+
+def _product_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts | RankPart:
     leave_sum = getattr(linear, "leave_sum", None)
     if leave_sum is not None:
         part: RankPart | None = leave_sum(x)
-        return project(linear, x) if part is None else part
+        return _product(linear, x) if part is None else part
     most = ops.MOST_LINEAR_ROWS
     if isinstance(linear, InvariantLinear):
         most = most_linear_parts_rows()
@@ -148,10 +171,18 @@ def project_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts | RankPart:
         elif type(linear) is nn.Linear:
             weight, leaves_parts = linear.weight, linear_leaves_parts
         else:
-            return project(linear, x)
+            return _product(linear, x)
         if linear.bias is None and _fuses(x, weight) and leaves_parts(weight):
             return Parts(ops.linear_parts(x, weight))
-    return project(linear, x)
+    return _product(linear, x)
+
+
+def adapted(linear: nn.Module, x: Tensor, adapters: StepAdapters | None) -> Tensor:
+    """Return linear(x), and what adapters add."""
+    y: Tensor = linear(x)
+    if adapters is not None:
+        adapters.add(linear, x, y)
+    return y
 
 
 class Parts(NamedTuple):
@@ -350,16 +381,16 @@ class GatedMLP(nn.Module):
         self.fuses_on_cpu = False
         self.leaves_parts = False  # for `RMSNorm.add`
 
-    def forward(self, x: Tensor) -> Tensor | Parts | RankPart:
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor | Parts | RankPart:
         """Map x (..., E) to (..., E)."""
-        gate_up = project(self.gate_up_proj, x)
+        gate_up = project(self.gate_up_proj, x, adapters)
         if self.activation is F.silu and _fuses(gate_up, on_cpu=self.fuses_on_cpu):
             down = project_in_parts if self.leaves_parts else project
-            return down(self.down_proj, ops.silu_mul(gate_up))
+            return down(self.down_proj, ops.silu_mul(gate_up), adapters)
         gate, up = gate_up.chunk(2, dim=-1)
-        y: Tensor = activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up
-        y = self.down_proj(y)
-        return y
+        return adapted(
+            self.down_proj, activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up, adapters
+        )
 
 
 class MLP(nn.Module):
@@ -374,11 +405,11 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[activation]
         self.fuses_on_cpu = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Map x (..., E) to (..., E)."""
-        y: Tensor = activate(self.activation, self.up_proj(x), on_cpu=self.fuses_on_cpu)
-        y = self.down_proj(y)
-        return y
+        up = adapted(self.up_proj, x, adapters)
+        y = activate(self.activation, up, on_cpu=self.fuses_on_cpu)
+        return adapted(self.down_proj, y, adapters)
 
 
 FUSED_MODULES = (RMSNorm, ShiftedRMSNorm, LayerNorm, GatedMLP, MLP)

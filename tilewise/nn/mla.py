@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.cache.spec import LatentLayer
+from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.invariant_linear import InvariantLinear
-from tilewise.nn.layers import RMSNorm
+from tilewise.nn.layers import RMSNorm, adapted
 from tilewise.nn.packed import PackedLinear, can_pack
 
 __all__ = ["LatentConfig", "MultiheadLatentAttention"]
@@ -147,10 +148,12 @@ class MultiheadLatentAttention(nn.Module):
             )
         if ctx is not None and ctx.tree_mask is not None:
             raise ValueError("ctx.tree_mask must be None over latents, got a mask")
-        c_q = (
-            x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(self.q_a_proj(x))
-        )
-        latent, k_rope = self.kv_a_proj(x).split_with_sizes((self.kv_rank, self.rope_dim), dim=-1)
+        adapters = None if ctx is None else ctx.adapters
+        c_q = x
+        if self.q_a_proj is not None and self.q_a_norm is not None:
+            c_q = self.q_a_norm(adapted(self.q_a_proj, x, adapters))
+        both = adapted(self.kv_a_proj, x, adapters)
+        latent, k_rope = both.split_with_sizes((self.kv_rank, self.rope_dim), dim=-1)
         latent = self.kv_a_norm(latent)
         k_rope = ops.apply_rope(k_rope.unsqueeze(-2), *rope, interleaved=self.rope_interleaved)
         k_rope = k_rope.squeeze(-2)
@@ -164,13 +167,13 @@ class MultiheadLatentAttention(nn.Module):
             return y
         cache, scale = _with_scale(kv)
         ops.write_latent_cache(latent, k_rope, cache, ctx.slot_mapping, latent_scale=scale)
-        if ctx.attend is not None:
+        if ctx.attend is not None or adapters is not None:
             if self.e is not None or self.f is not None:
-                raise ValueError("ctx.attend must be None after absorb(), got a function")
-            q = torch.cat(self._queries(c_q, rope), dim=-1)
-            o = ctx.attend(partial(self._attend, kv), q, self.v_head_dim)
-            y = self.o_proj(o.flatten(-2))
-            return y
+                given = "adapters" if ctx.attend is None else "attend"
+                raise ValueError(f"ctx.{given} must be None after absorb(), got one")
+            q = torch.cat(self._queries(c_q, rope, adapters), dim=-1)
+            o = ctx.attended(partial(self._attend, kv), q, self.v_head_dim)
+            return adapted(self.o_proj, o.flatten(-2), adapters)
         expanded = self._expanded_sequences(ctx)
         if not expanded:
             return self._absorbed(c_q, rope, ctx, kv)
@@ -254,9 +257,11 @@ class MultiheadLatentAttention(nn.Module):
         w_uk, w_uv = weight.split_with_sizes((self.nope_dim, self.v_head_dim), dim=1)
         return w_uk, w_uv
 
-    def _queries(self, c_q: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _queries(
+        self, c_q: Tensor, rope: tuple[Tensor, Tensor], adapters: StepAdapters | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the parts (..., Hq, Dn) and (..., Hq, Dr) of the queries, the second rotated."""
-        q = self.q_b_proj(c_q).unflatten(-1, (self.num_heads, -1))
+        q = adapted(self.q_b_proj, c_q, adapters).unflatten(-1, (self.num_heads, -1))
         q_nope, q_rope = q.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
         return q_nope, ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.errors import UnsupportedError
+from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.attention import Attention, attend_as_steps
 from tilewise.nn.experts import Experts
 from tilewise.nn.layers import (
@@ -92,8 +93,9 @@ class _RMSNorm(RMSNorm):
 
 
 class _GatedMLP(GatedMLP):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Map x (..., E) to (..., E)."""
+        assert adapters is None  # what is differentiated has none
         gate_up = self.gate_up_proj(x)
         gate, up = gate_up.chunk(2, dim=-1)
         if self.activation is F.silu and gate_up.numel():

@@ -1,6 +1,8 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
+from tilewise.kernels.low_rank import LowRank, RowTiles, most_tiles, tile_rows
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
+from tilewise.kernels.spec import RecurrentStates
 from tilewise.ops.activation import activate, silu_mul
 from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
@@ -21,6 +23,7 @@ from tilewise.ops.linear import (
     linear_pays,
     most_linear_parts_rows,
 )
+from tilewise.ops.low_rank import add_low_rank
 from tilewise.ops.merge import merge_states
 from tilewise.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from tilewise.ops.paged.api import paged_attention, plan_paged_attention
@@ -31,6 +34,10 @@ from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
 from tilewise.ops.paged.tree import tree_mask_from_parents
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.quantised_linear import quantised_linear
+from tilewise.ops.recurrent.arguments import recurrent_states
+from tilewise.ops.recurrent.causal_conv1d import causal_conv1d, causal_conv1d_step
+from tilewise.ops.recurrent.gated_delta import gated_delta, gated_delta_step
+from tilewise.ops.recurrent.ssd import ssd, ssd_step
 from tilewise.ops.rope import apply_rope
 from tilewise.ops.row_linear import add_rms_norm_linear, row_linear_parts, row_linear_pays
 from tilewise.ops.sampling import sample_tokens, token_logprobs
@@ -40,11 +47,15 @@ __all__ = [
     "MOST_LINEAR_ROWS",
     "BlockTransfer",
     "Explanation",
+    "LowRank",
     "PagedPlan",
     "Precompiled",
     "QuantisedWeight",
+    "RecurrentStates",
+    "RowTiles",
     "SharedPrefixes",
     "activate",
+    "add_low_rank",
     "add_parts_rms_norm",
     "add_rms_norm",
     "add_rms_norm_linear",
@@ -53,11 +64,15 @@ __all__ = [
     "attention",
     "attention_fp8",
     "attention_varlen",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "choose_experts",
     "copy_blocks",
     "dropout_keep_mask",
     "expert_mlp",
     "explain",
+    "gated_delta",
+    "gated_delta_step",
     "invariant_linear",
     "invariant_linear_leaves_parts",
     "launching_early",
@@ -70,12 +85,14 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "most_linear_parts_rows",
+    "most_tiles",
     "paged_attention",
     "plan_paged_attention",
     "precompile",
     "quantised_linear",
     "quantize_heads",
     "quantize_tokens",
+    "recurrent_states",
     "rms_norm",
     "rope_write_kv_cache",
     "row_linear_parts",
@@ -84,7 +101,10 @@ __all__ = [
     "settle",
     "shared_prefixes",
     "silu_mul",
+    "ssd",
+    "ssd_step",
     "swap_blocks",
+    "tile_rows",
     "token_logprobs",
     "tree_mask_from_parents",
     "write_kv_cache",

@@ -330,15 +330,15 @@ def key_of(op: str | type[Signature], tensors: Tensors, numbers: Key) -> Key:
 
 
 def recall(key: Key) -> Any:
-    """Return what was remembered under a key, or None."""
+    """Return the value that was remembered under a key, or None."""
     return _memory.calls.get(key)
 
 
-def remember(key: Key, bound: Any) -> None:
-    """Let `recall` find a call by its key."""
+def remember(key: Key, value: Any) -> None:
+    """Let `recall` find a bound call, or what belongs to calls alike, by its key."""
     if len(_memory.calls) >= _MAX_CALLS:
         _memory.calls.clear()
-    _memory.calls[key] = bound
+    _memory.calls[key] = value
 
 
 # Types of numbers that the dispatcher would pass on as they are, or as their equals; for others it

@@ -42,11 +42,14 @@ _MODULES = {
     "row_linear": "step.row_linear",
     "invariant_linear": "step.invariant_linear",
     "quantised_linear": "quantised.linear",
+    "low_rank": "step.low_rank",
     "choose_experts": "experts.choose",
     "expert_mlp": "experts.launch",
     "adjust_logits": "step.adjust_logits",
     "sampling": "step.sampling",
     "decode_rows": "step.decode_rows",
+    "recurrence": "recurrent.scan",
+    "causal_conv1d": "recurrent.convolution",
 }
 
 

@@ -51,11 +51,12 @@ AT_ONCE = 2**16
 DEFAULT_MAX_TOKENS = 16
 
 
-def options_of(request: GenerationRequest) -> dict[str, Any]:
+def options_of(service: Service, request: GenerationRequest) -> dict[str, Any]:
     """Return the request's fields for the queue and the engine, without the sampling parameters."""
     return {
         "user": request.user or request.safety_identifier or "",
         "cache_salt": request.cache_salt,
+        "adapter": service.adapter_of(request.model),
         "priority": request.priority or 0,
         "timeout": request.timeout,
         "most": request.n or 1,
@@ -111,7 +112,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
     async def whole(job: Job) -> bytes:
         prompts, answer = await prepare(job)
         async with contextlib.aclosing(
-            bridge.run(job, prompts, sampling, sink=DISCARD, **options_of(request))
+            bridge.run(job, prompts, sampling, sink=DISCARD, **options_of(service, request))
         ) as outputs:
             async for _ in outputs:
                 pass
@@ -135,7 +136,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
         sink = None if tells_prompts else sink_of(job, events)
         prepared = set[int]()
         async with contextlib.aclosing(
-            bridge.run(job, prompts, sampling, sink=sink, **options_of(request))
+            bridge.run(job, prompts, sampling, sink=sink, **options_of(service, request))
         ) as outputs:
             async for place, output in outputs:
                 if tells_prompts and place not in prepared and output.prompt_logprobs is not None:
@@ -280,7 +281,8 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_model(service, n) for n in service.names]})
+        names = (*service.names, *service.adapters)
+        return JSONResponse({"object": "list", "data": [_model(service, n) for n in names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
@@ -389,7 +391,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": int(service.started),
         "owned_by": "tilewise",
-        "root": service.names[0],
-        "parent": None,
+        "root": service.adapters.get(name, service.names[0]),
+        "parent": service.names[0] if name in service.adapters else None,
         "max_model_len": service.bridge.max_model_len,
     }

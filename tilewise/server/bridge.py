@@ -389,6 +389,7 @@ class Bridge:
         *,
         user: str = "",
         cache_salt: str | None = None,
+        adapter: str = "",
         priority: int = 0,
         timeout: float | None = None,
         most: int | None = None,
@@ -397,6 +398,7 @@ class Bridge:
         """Yield (index of a prompt, its output) until all prompts have finished.
 
         Args:
+            adapter: name of the adapter that the engine uses; "" for none.
             most: number of samples of each prompt that are kept, the first ones; None keeps all.
             sink: the receiver of all but the last output of each prompt, while it is open.
 
@@ -404,7 +406,7 @@ class Bridge:
             ApiError: the reason why the job was refused or ended.
         """
         await self._check_prompts(job, prompts, sampling)
-        asked = (user, cache_salt, priority, timeout)
+        asked = (user, cache_salt, adapter, priority, timeout)
         with self._entered(job, prompts, sampling, *asked) as (ticket, keywords):
             job.tells_tokens = tells_tokens(sampling)
             self.metrics.params_n.observe(sampling.n)
@@ -442,6 +444,7 @@ class Bridge:
         *,
         user: str = "",
         cache_salt: str | None = None,
+        adapter: str = "",
         priority: int = 0,
         timeout: float | None = None,
     ) -> list[EmbeddingOutput]:
@@ -452,7 +455,7 @@ class Bridge:
         """
         embed: Any = self.llm.embed  # type: ignore[attr-defined]
         await self._check_prompts(job, prompts, EMBEDDING_PARAMS)
-        asked = (user, cache_salt, priority, timeout)
+        asked = (user, cache_salt, adapter, priority, timeout)
         with self._entered(job, prompts, EMBEDDING_PARAMS, *asked) as (ticket, keywords):
             work = (
                 embed(_as_given(prompt), pooling=pooling, request_id=request_id, **keywords)
@@ -491,6 +494,7 @@ class Bridge:
         sampling: SamplingParams,
         user: str,
         cache_salt: str | None,
+        adapter: str,
         priority: int,
         timeout: float | None,
     ) -> Iterator[tuple[Ticket, Terms]]:
@@ -510,6 +514,8 @@ class Bridge:
             "priority": priority if not caller.name else caller.priority + max(0, priority),
             "deadline_s": self.limits.deadline_s(timeout),
         }
+        if adapter:
+            keywords["lora_request"] = adapter
         try:
             yield ticket, keywords
         except QueueFullError as error:  # A full queue of the engine is no fault of the engine.

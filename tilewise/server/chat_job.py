@@ -220,6 +220,7 @@ class ChatJob:
                     self.sampling,
                     user=request.user or request.safety_identifier or "",
                     cache_salt=request.cache_salt,
+                    adapter=self._service.adapter_of(request.model),
                     priority=request.priority or 0,
                     timeout=request.timeout,
                     most=request.n or 1,

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tilewise.engine.config import engine_flags
+from tilewise.engine.config import Modules, engine_flags
+from tilewise.server.adapters import adapters_router
 from tilewise.server.app import build_app
 from tilewise.server.bridge import AsyncEngine, Bridge, Loop
 from tilewise.server.chat import (
@@ -151,6 +152,7 @@ def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]
 def application(service: Service) -> Any:
     """Return the ASGI application of a service, with all its routes."""
     routers = (
+        adapters_router,
         admin_router,
         embeddings_router,
         live_router,
@@ -309,6 +311,10 @@ def new_service(
     )
     template.calls = form.calls
     names = options["served_model_name"] or [name_of(model, directory)]
+    adapters = dict(Modules.pairs("--lora-modules", options["lora_modules"]))
+    for name in adapters:
+        if name in names:
+            raise ValueError(f"--lora-modules must have names that the model has not, got {name}")
     endpoint = options["otlp_traces_endpoint"]
     spans = None if endpoint is None else open_spans(endpoint, names[0])
     engine: AsyncEngine
@@ -377,6 +383,7 @@ def new_service(
         bridge,
         names,
         template,
+        adapters=adapters,
         keys=KeyRing(keys),
         shows_text=options["show_text"],
         is_for_this_machine=not keys and not options["allow_open"],

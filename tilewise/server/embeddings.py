@@ -86,6 +86,7 @@ def embeddings_router(service: Service) -> APIRouter:
                 pooling,
                 user=body.user or "",
                 cache_salt=body.cache_salt,
+                adapter=service.adapter_of(body.model),
                 priority=body.priority or 0,
                 timeout=body.timeout,
             )

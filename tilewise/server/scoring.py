@@ -225,6 +225,7 @@ def scoring_router(service: Service) -> APIRouter:
             service.purpose.pooling,
             user=body.user or "",
             cache_salt=body.cache_salt,
+            adapter=service.adapter_of(body.model),
             priority=body.priority or 0,
             timeout=body.timeout,
         )

@@ -35,6 +35,7 @@ class Service:
     Attributes:
         bridge: the bridge to the engine.
         names: the model's names that clients may ask for; answers contain the first.
+        adapters: the places that adapters came from, by the names that clients may ask for.
         template: the chat template.
         keys: the API keys that are accepted, by hash.
         defaults: default values of request fields, from the model's generation_config.json.
@@ -48,6 +49,7 @@ class Service:
     bridge: Bridge
     names: Sequence[str]
     template: ChatTemplate
+    adapters: dict[str, str] = field(default_factory=dict)
     keys: KeyRing = field(default_factory=lambda: KeyRing({}))
     defaults: dict[str, Any] = field(default_factory=dict)
     purpose: Purpose = field(default_factory=Purpose)
@@ -90,13 +92,18 @@ class Service:
         Raises:
             ApiError: 404.
         """
-        if model is not None and model not in self.names:
+        if model is not None and model not in self.names and model not in self.adapters:
+            names = ", ".join((*self.names, *self.adapters))
             raise ApiError(
                 404,
-                f"model must be one of {', '.join(self.names)}, got {model[:80]}",
+                f"model must be one of {names}, got {model[:80]}",
                 param="model",
                 code="model_not_found",
             )
+
+    def adapter_of(self, model: str | None) -> str:
+        """Return the name of the adapter that a request for a model uses, "" for none."""
+        return model if model in self.adapters and model is not None else ""
 
     def check_task(self, task: str) -> None:
         """Refuse a request for what the model is not for, see `Purpose.check`.

@@ -33,7 +33,7 @@ _BEFORE = {
     "fence_async_shared", "named_barrier", "partition_barrier", "warpgroup_mma",
     "warpgroup_mma_wait", "wait_for_copies", "atomic_add",
 }  # fmt: skip
-_AFTER = {"wait", "_each"}
+_AFTER = {"wait", "await_previous", "begin_next"}
 _STALL = """(
         "{{ .reg .u32 a, b; .reg .pred p; mov.u32 a, %clock; mov.u32 b, %smid; "
         "mad.lo.u32 a, b, 40503, a; xor.b32 a, a, $1; "

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels.host import descriptors, plan
 from tilewise.kernels.host import launch as _launch
+from tilewise.kernels.host.memory import LaunchMemory
 
 _SIZES = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float}
 SCRATCH = ["u64", "u64"]
@@ -145,7 +146,7 @@ def pretended_gpu() -> Iterator[Driver]:
         mock.patch.object(_launch, "driver", return_value=it),
         mock.patch.object(descriptors, "driver", return_value=it),
         mock.patch.object(_launch, "_is_on_gpu", _yes),
-        mock.patch.object(_launch, "_launches", _launch._Memory()),
+        mock.patch.object(_launch, "launches", LaunchMemory()),
         mock.patch.object(plan, "_is_on_gpu", _yes),
         mock.patch.object(plan, "_current_device", return_value=None),  # the index of a CPU
         mock.patch.object(plan, "_fresh", _fresh),

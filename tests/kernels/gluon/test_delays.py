@@ -89,7 +89,7 @@ def test_kernels_that_begin_early_stall_when_the_next_one_is_there(tmp_path: Pat
         for line in at:
             assert re.fullmatch(r" {8}_stall\(\d+\)", early[line + 1])
     rows = (tmp_path / "tilewise" / "kernels" / "gluon" / "step" / "rows.py").read_text()
-    assert re.search(r'_each\("griddepcontrol.wait", shape\)\n +_delays_stall', rows)
+    assert re.search(r"await_previous\(shape.num_warps\)\n +_delays_stall", rows)
 
 
 @pytest.mark.parametrize("given", ["copy", "package"])

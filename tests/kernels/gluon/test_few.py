@@ -13,7 +13,7 @@ from tests.kernels.planned import tensors_of
 from tilewise.kernels import plan
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.gluon.attention import split_kv as attention_few
-from tilewise.kernels.host import lasting
+from tilewise.kernels.host.memory import launches
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec
 
@@ -108,7 +108,7 @@ class TestMetadata:
 
     @pytest.fixture(autouse=True)
     def nothing_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lasting, "_tensors", {})
+        monkeypatch.setattr(launches, "tensors", {})
 
     @pytest.mark.parametrize("keys", [1, 127, 128, 129, 1000, 1023, 1024, 1025, 5000])
     def test_says_where_keys_are_and_how_many(self, keys: int) -> None:
@@ -127,7 +127,7 @@ class TestMetadata:
         blocks = attention_few.Blocks(128, 0)
         for keys in range(4000, 4200):
             attention_few._metadata(1, 1, keys, blocks, torch.device("cpu"))
-        assert len(lasting._tensors) == 5  # two tables, two runs of lengths
+        assert len(launches.tensors) == 5  # two tables, two runs of lengths
 
 
 SPEC = AttentionSpec("cuda", BRAIN, 1, 1, 65536, 64, 8, 128, 128)

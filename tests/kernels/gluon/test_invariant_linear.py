@@ -114,7 +114,7 @@ def run_rows(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile, see
     counted = torch.zeros(1000, dtype=torch.int32)
     with (
         mock.patch.object(linear.torch, "empty", poisoned),
-        mock.patch.object(linear, "_counters", return_value=counted),
+        mock.patch.object(linear, "zeros_of_stream", return_value=counted),
         mock.patch.object(linear_rows, "MOST_STAGES", 3),
         emulated(seed, resident=4) as names,
     ):

@@ -47,11 +47,11 @@ def test_the_second_call_writes_every_parameter_in_its_place(driver):
     kernel = Kernel(TYPES, KINDS)
     knows(driver, kernel, TYPES[:-2])
     given, _ = arguments()
-    _launch.launch(kernel, 9, *given, TILE=64)
+    _launch.launch_now(kernel, 9, *given, TILE=64)
     assert len(kernel.launches) == 1
     assert not driver.seen
     given, (x, y, z) = arguments(number=-8)
-    _launch.launch(kernel, 7, *given, TILE=64)
+    _launch.launch_now(kernel, 7, *given, TILE=64)
     assert len(kernel.launches) == 1
     want = [x.data_ptr(), -8, 0.5, y.data_ptr(), z.data_ptr()]
     (seen,) = driver.seen
@@ -64,7 +64,7 @@ def test_a_grid_may_have_two_axes(driver):
     kernel = Kernel(TYPES, KINDS)
     knows(driver, kernel, TYPES[:-2])
     for _ in range(2):
-        _launch.launch(kernel, (3, 5), *arguments()[0], TILE=64)
+        _launch.launch_now(kernel, (3, 5), *arguments()[0], TILE=64)
     assert kernel.launches[0][0] == (3, 5)
     assert driver.seen[0].grid == (3, 5, 1)
 
@@ -74,7 +74,7 @@ def test_none_has_no_parameter(driver):
     knows(driver, kernel, ["u64", "u32"])
     x = torch.zeros(8)
     for _ in range(2):
-        _launch.launch(kernel, 1, Pair(None, x), 4)
+        _launch.launch_now(kernel, 1, Pair(None, x), 4)
     assert driver.seen[0].values == [x.data_ptr(), 4]
 
 
@@ -84,7 +84,7 @@ def test_a_descriptor_brings_its_map_its_sizes_and_its_strides(driver):
     knows(driver, kernel, types)
     x = torch.zeros(2, 128, 3, 64, dtype=torch.bfloat16)
     for _ in range(2):
-        _launch.launch(kernel, 1, descriptors.descriptor(x, 64, 64), 11)
+        _launch.launch_now(kernel, 1, descriptors.descriptor(x, 64, 64), 11)
     found = driver.seen[0].values
     assert found[0][0] == x.data_ptr()
     assert found[1:5] == [2, 3, 128, 64]
@@ -104,7 +104,7 @@ def test_a_descriptor_brings_its_map_its_sizes_and_its_strides(driver):
 )
 def test_what_is_unexpected_goes_tritons_way(driver, kernel, why):
     for number in (1, 2, 3):
-        _launch.launch(kernel, 1, *arguments()[0], TILE=64)
+        _launch.launch_now(kernel, 1, *arguments()[0], TILE=64)
         assert len(kernel.launches) == number, why
     assert not driver.seen
 
@@ -113,12 +113,12 @@ def test_what_triton_compiles_anew_for_is_another_launch(driver):
     kernel = Kernel(TYPES, KINDS)
     knows(driver, kernel, TYPES[:-2])
     (x, number, scale, pair), _ = arguments()
-    _launch.launch(kernel, 1, x, number, scale, pair, TILE=64)
-    _launch.launch(kernel, 1, x, number, scale, pair, TILE=32)  # another constant
-    _launch.launch(kernel, 1, x[1:], number, scale, pair, TILE=64)  # another alignment
-    _launch.launch(kernel, 1, x.half(), number, scale, pair, TILE=64)  # another dtype
+    _launch.launch_now(kernel, 1, x, number, scale, pair, TILE=64)
+    _launch.launch_now(kernel, 1, x, number, scale, pair, TILE=32)  # another constant
+    _launch.launch_now(kernel, 1, x[1:], number, scale, pair, TILE=64)  # another alignment
+    _launch.launch_now(kernel, 1, x.half(), number, scale, pair, TILE=64)  # another dtype
     assert len(kernel.launches) == 4
-    _launch.launch(kernel, 1, x, 2**40, scale, pair, TILE=64)  # too wide for the parameter
+    _launch.launch_now(kernel, 1, x, 2**40, scale, pair, TILE=64)  # too wide for the parameter
     assert len(kernel.launches) == 5
     assert not driver.seen
 
@@ -134,47 +134,61 @@ class TestIntegersThatTritonMayCompileIn:
         knows(driver, kernel, types)
         return kernel
 
-    def test_each_value_is_another_launch(self, driver):
+    def test_each_kind_of_value_is_another_launch(self, driver):
         divisible = {(1,): [["tt.divisibility", 16]]}
         kernel = self.kernel(driver, ["u64", "u32", "u32"], "i32", "i32", attributes=divisible)
         x = torch.zeros(16)
-        for stride in (32, 48, 32):
-            _launch.launch(kernel, 1, x, stride, 7)
-        assert len(kernel.launches) == 2
-        assert [seen.values for seen in driver.seen] == [[x.data_ptr(), 32, 7]]
+        for stride in (32, 48, 0):
+            _launch.launch_now(kernel, 1, x, stride, 7)
+        assert len(kernel.launches) == 1
+        assert [seen.values for seen in driver.seen] == [[x.data_ptr(), i, 7] for i in (48, 0)]
+        for stride in (1, 8, 2**31):  # 2**31 is a multiple of 16, but of 64 bits
+            _launch.launch_now(kernel, 1, x, stride, 7)
+        assert len(kernel.launches) == 4
 
-    def test_not_every_value_is_remembered(self, driver, monkeypatch):
-        monkeypatch.setattr(_launch, "_MAX_CALLS", 4)
+    def test_not_every_kind_is_remembered(self, driver, monkeypatch):
+        monkeypatch.setattr(_launch, "_MAX_CALLS", 2)
         kernel = self.kernel(driver, ["u64", "u32", "u32"], "i32", "i32")
         x = torch.zeros(16)
-        for stride in (1, 2, 3, 4, 5, 5, 1):
-            _launch.launch(kernel, 1, x, stride, 7)
-        (calls,) = _launch._launches.calls.values()
-        assert len(calls.prepared) <= 4
-        assert len(kernel.launches) == 6  # 1 came anew
-        assert [seen.values for seen in driver.seen] == [[x.data_ptr(), 5, 7]]
+        for stride in (1, 2, 16, 32, 1):
+            _launch.launch_now(kernel, 1, x, stride, 7)
+        (calls,) = _launch.launches.calls.values()
+        assert len(calls.prepared) <= 2
+        assert len(kernel.launches) == 4  # 1 came anew
+        assert [seen.values for seen in driver.seen] == [[x.data_ptr(), 32, 7]]
 
     def test_a_constant_has_no_parameter(self, driver):
         kernel = self.kernel(driver, ["u64", "u32"], "constexpr", "i32")
         x = torch.zeros(16)
         for number in (7, 9):
-            _launch.launch(kernel, 1, x, 1, number)
+            _launch.launch_now(kernel, 1, x, 1, number)
         assert len(kernel.launches) == 1
         assert driver.seen[0].values == [x.data_ptr(), 9]
 
 
-def test_numbers_in_tuples_are_refused(driver):
-    with pytest.raises(TypeError, match="numbers must be arguments of their own, got 4 in Pair"):
-        _launch.launch(Kernel(TYPES, KINDS), 1, Pair(4, None))
+def test_numbers_in_tuples_are_parameters_of_their_kind(driver):
+    params = [SimpleNamespace(do_not_specialize=False)]
+    kinds = ((("i32", "constexpr"), "*fp32"),)
+    kernel = Kernel(["u32", "u64", *SCRATCH], kinds, {(0, 0, 0): [["tt.divisibility", 16]]}, params)
+    knows(driver, kernel, ["u32", "u64"])
+    x = torch.zeros(16)
+    for stride in (32, 64, 3):  # 3 is compiled anew
+        _launch.launch_now(kernel, 1, Pair(Pair(stride, 1), x))
+    assert len(kernel.launches) == 2
+    assert [seen.values for seen in driver.seen] == [[64, x.data_ptr()]]
+    unmarked = Kernel(["u32", "u64", *SCRATCH], kinds, {}, ())
+    for _ in range(2):  # nothing says that the 1 may be compiled in
+        _launch.launch_now(unmarked, 1, Pair(Pair(32, 1), x))
+    assert len(unmarked.launches) == 2
 
 
 def test_an_error_of_the_driver_is_raised(driver):
     kernel = Kernel(TYPES, KINDS)
-    _launch.launch(kernel, 1, *arguments()[0])
+    _launch.launch_now(kernel, 1, *arguments()[0])
     knows(driver, kernel, TYPES[:-2])
     driver.status = 700
     with pytest.raises(RuntimeError, match="CUDA error 700"):
-        _launch.launch(kernel, 1, *arguments()[0])
+        _launch.launch_now(kernel, 1, *arguments()[0])
 
 
 def test_a_descriptor_does_not_keep_its_tensor_alive():
@@ -210,13 +224,13 @@ def test_a_launch_of_a_plan_takes_new_addresses_and_keeps_the_rest(driver):
         numbers = [y.data_ptr(), -8, 0.5, z.data_ptr(), a.data_ptr()]
         assert launch.values == [(x.data_ptr(), beside), *shape_and_strides, *numbers]
         assert (launch.stream, launch.function, launch.grid) == (STREAM, first.function, (9, 1, 1))
-    _launch.launch(kernel, 9, descriptors.descriptor(mapped, 64, 64), *given)
+    _launch.launch_now(kernel, 9, descriptors.descriptor(mapped, 64, 64), *given)
     assert len(kernel.launches) == 1  # whose parameters lie elsewhere
 
 
 def test_a_launch_says_what_starts_it_again(driver):
-    assert _launch.launch(Kernel([*TYPES, "u64"], KINDS), 1, *arguments()[0]) is None
+    assert _launch.launch_now(Kernel([*TYPES, "u64"], KINDS), 1, *arguments()[0]) is None
     kernel = Kernel(TYPES, KINDS)
-    assert _launch.launch(kernel, 1, *arguments()[0]) is not None
+    assert _launch.launch_now(kernel, 1, *arguments()[0]) is not None
     too_wide = arguments(number=2**40)[0]
-    assert _launch.launch(kernel, 1, *too_wide) is None
+    assert _launch.launch_now(kernel, 1, *too_wide) is None

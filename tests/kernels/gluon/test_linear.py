@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from tilewise.kernels import early
 from tilewise.kernels.gluon.step import linear
+from tilewise.kernels.host import lasting
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
 from tilewise.kernels.tiles.linear_rows import RowsTile
@@ -55,7 +56,7 @@ def run_emulated(
     most = tiles.MOST_STAGES if stages is None else stages
     with (
         mock.patch.object(linear.torch, "empty", _poisoned),
-        mock.patch.object(linear, "_counters", return_value=counted),
+        mock.patch.object(linear, "zeros_of_stream", return_value=counted),
         mock.patch.object(tiles, "MOST_STAGES", most),
         emulated(seed, program=program, resident=resident) as names,
     ):
@@ -165,7 +166,7 @@ def test_the_order_of_sums_is_the_same_for_any_rows():
 
 def test_launches_of_a_stream_share_their_zeros_and_those_of_graphs_do_not():
     with mock.patch.object(torch.cuda, "current_stream"):
-        counters = linear._Counters(torch.device("cpu"))
+        counters = lasting.Zeros(torch.device("cpu"))
     first, again, other = (counters.take(5, stream, False) for stream in (1, 1, 2))
     assert first.data_ptr() == again.data_ptr() != other.data_ptr()
     taken = [counters.take(7, 1, True) for _ in range(3)]

@@ -273,7 +273,12 @@ def run_emulated(
     ):
         if has_plan:
             gluon._fill(
-                gluon.launch, records, spec, options["seqlens_k"], options["cu_seqlens_q"], splits
+                gluon.launch_now,
+                records,
+                spec,
+                options["seqlens_k"],
+                options["cu_seqlens_q"],
+                splits,
             )
         o, lse = paged(
             gluon, q, k, v, spec, **{name: options[name] for name in _TENSORS}, k_scale=k_scale,

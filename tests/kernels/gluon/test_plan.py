@@ -32,9 +32,10 @@ from tilewise.kernels.gluon.attention import plan as attention
 from tilewise.kernels.gluon.attention import split_kv as attention_few
 from tilewise.kernels.gluon.backward import steps as attention_bwd_steps
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
-from tilewise.kernels.host import descriptors, lasting, requests
+from tilewise.kernels.host import descriptors, memory, requests
 from tilewise.kernels.host import launch as _launch
 from tilewise.kernels.host import plan as host
+from tilewise.kernels.host.memory import launches
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import Call, Layout
 from tilewise.kernels.triton.attention import plan as portable
@@ -126,7 +127,7 @@ class TestRunning:
         for _ in range(3):
             plan.run(x, y)
             encoded.append([value[1] for value in example.launched()[-1] if type(value) is tuple])
-        _launch.launch(
+        _launch.launch_now(
             example.second, (2, 4), descriptors.descriptor(y, 64, 64),
             descriptors.descriptor(x, 64, 64), x, y, 0.5,
         )  # fmt: skip
@@ -134,7 +135,7 @@ class TestRunning:
         assert encoded[0] == encoded[1] == encoded[2] == encoded[3] != []
 
     def test_keeps_descriptors_of_few_addresses(self, example, monkeypatch):
-        monkeypatch.setattr(_launch, "_MAX_MET", 3)
+        monkeypatch.setattr(memory, "_MAX_MET", 3)
         plans, kept = [example.ready(), example.ready(number=4)], []
         for _ in range(5):
             for plan in plans:
@@ -511,7 +512,7 @@ def kernels(driver, monkeypatch):
             monkeypatch.setattr(module, name, found[name])
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(attention_fwd_launch, "counter_of", lambda device, stream: counter)
-    monkeypatch.setattr(lasting, "_tensors", {})
+    monkeypatch.setattr(launches, "tensors", {})
     return found
 
 
@@ -661,7 +662,7 @@ class TestAttention:
         o, lse = forward.run(*tensors_of_forward(problem))
         backward = plan_backward(problem, o, lse)
         backward.run(*gradient_of(problem, o, lse))
-        with mock.patch.object(host, "launch", side_effect=AssertionError):
+        with mock.patch.object(host, "launch_now", side_effect=AssertionError):
             forward.run(*tensors_of_forward(problem))
             backward.run(*gradient_of(problem, o, lse))
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from tests.kernels.planned import paged, serving_spec
 from tilewise.kernels import device
 from tilewise.kernels.device import interpreting
-from tilewise.kernels.host.launch import launch as at_once
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.triton.paged import decode as paged_decode
@@ -525,7 +525,7 @@ def test_a_plan_deals_every_tile_out_once(window_left: int) -> None:
         assert plan.weighed
         records = torch.full((plan.num_pairs, 8), -1, dtype=torch.int32)
         paged_attention.launch_plan(
-            at_once, torch.tensor(lengths, dtype=torch.int32),
+            launch_now, torch.tensor(lengths, dtype=torch.int32),
             torch.arange(num_seqs + 1, dtype=torch.int32),
             records, plan=plan, tile_n=config.tile_n, max_run=1, window_left=window_left,
             num_tokens=num_seqs, max_keys=spec.max_blocks * spec.block_size,

@@ -19,7 +19,6 @@ from tilewise import masks, ops
 from tilewise.errors import UnsupportedError
 from tilewise.integrations.torch_sdpa import scaled_dot_product_attention
 from tilewise.kernels import device
-from tilewise.ops.attention import arguments
 from tilewise.reference import standard
 from tilewise.reference.dropout import dropout_rate
 from tilewise.testing import accumulator_scales, assert_within_budget
@@ -365,19 +364,16 @@ class TestAttentionVarlen:
 class TestLayout:
     """Tensors of torch's (B, H, S, D) give what has the right shape, and other numbers."""
 
-    @pytest.fixture(autouse=True)
-    def untold(self, monkeypatch):
-        monkeypatch.setattr(arguments, "_told_of_layout", False)
-
     @pytest.mark.parametrize(("heads", "tokens"), [(3, 16), (8, 128)])
     def test_more_heads_than_tokens_are_told_once_where_the_call_stands(self, heads, tokens):
-        q = torch.randn(1, heads, tokens, 8)
-        with pytest.warns(UserWarning, match=r"give q.transpose\(1, 2\)") as told:
-            ops.attention(q, q, q)
-        assert told[0].filename == __file__
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            ops.attention(q, q, q, causal=True)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")  # Python's own
+            for causal in (False, True):
+                for more in (0, 1):
+                    q = torch.randn(1, heads + more, tokens, 8)
+                    ops.attention(q, q, q, causal=causal)
+        assert [each.filename for each in told] == [__file__]
+        assert "give q.transpose(1, 2)" in str(told[0].message)
 
     @pytest.mark.parametrize(
         ("q", "k"),
@@ -393,11 +389,9 @@ class TestLayout:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ops.attention(torch.randn(q), k, k)
-        assert not arguments._told_of_layout
 
     def test_nor_are_the_librarys_own_modules(self):
         q = torch.randn(1, 16, 3, 8)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             scaled_dot_product_attention(q, q, q)
-        assert not arguments._told_of_layout

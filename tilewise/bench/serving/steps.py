@@ -104,11 +104,10 @@ def steps_of(
     came: dict[str, tuple[float, float, int]] = {}  # earliest, noted; the prompt's tokens
     ready: dict[str, Seen] = {}
     unready: dict[int, str] = {}  # the requests of sequences that have not drawn
-    computed: dict[int, int] = {}  # tokens of the sequences that run
-    wanted: dict[int, int] = {}  # as many before they draw
+    counted = _Counted()
+    computed, wanted = counted.computed, counted.wanted
     drawn: dict[int, int] = {}  # of those that lost their place
     last: tuple[float, StepWork | None] | None = None
-    of_one: set[int] = set()
     ended = begun_last = 0.0  # of the last step that has
 
     def end(when: float) -> None:
@@ -155,56 +154,60 @@ def steps_of(
             end(when)
             pairs = event["prompts"]
             runs = dict(zip(pairs[::2], pairs[1::2], strict=True))
-            work = _work(event, runs, computed, wanted, of_one)
-            last = when, work
+            last = when, counted.work(event, runs)
     return steps, ready
 
 
-def _work(
-    event: Mapping[str, Any],
-    runs: dict[int, int],
-    computed: dict[int, int],
-    wanted: dict[int, int],
-    last: set[int],
-) -> StepWork | None:
-    """Count a step's tokens as computed, and return what it was; None if that is not known.
+class _Counted:
+    """The tokens of the sequences that run, as the events of a trace count them.
 
-    Args:
-        event: of the step.
-        runs: tokens of its sequences that have more than one.
-        computed: tokens of each sequence that runs, before the step.
-        wanted: how many must be computed before the sequence draws.
-        last: sequences of which one token was counted in the last step that did not draw; changed.
+    Attributes:
+        computed: the number of computed tokens of each sequence that runs.
+        wanted: the number of tokens that must be computed before each sequence draws.
+        last: the sequences of which the last step counted one token and that did not draw.
     """
-    sequences = event["num_sequences"]
-    others = [s for s in computed if s not in runs]
-    of_one = [s for s in others if computed[s] >= wanted[s]]
-    if len(of_one) + len(runs) < sequences == len(others) + len(runs):
-        # Of a prompt one token was left for this step. If that seems to be so twice, the prompt
-        # is computed, and a part of a block was found that the trace does not tell.
-        for seq in last.intersection(others):
-            computed[seq] = max(computed[seq], wanted[seq] + 1)
-        of_one = others
-    keys = pairs = logits = 0
-    last.clear()
-    for seq, n in [*runs.items(), *((s, 1) for s in of_one)]:
-        if seq not in computed:
-            continue
-        start = computed[seq]
-        computed[seq] = start + n
-        keys += start + n
-        if n > 1:
-            pairs += n * start + n * (n + 1) // 2
-        if computed[seq] >= wanted[seq]:
-            logits += 1
-        elif n == 1:
-            last.add(seq)
-    if len(of_one) + len(runs) != sequences or not runs.keys() <= computed.keys():
-        return None
-    is_decode = not runs and logits == sequences
-    return StepWork(
-        event["num_tokens"], sequences, logits, logits, keys, pairs, is_decode=is_decode
-    )
+
+    def __init__(self) -> None:
+        self.computed: dict[int, int] = {}
+        self.wanted: dict[int, int] = {}
+        self.last: set[int] = set()
+
+    def work(self, event: Mapping[str, Any], runs: Mapping[int, int]) -> StepWork | None:
+        """Count a step's tokens as computed, and return its work; None if that is not known.
+
+        Args:
+            event: the event of the step.
+            runs: the number of tokens of each of its sequences that has more than one.
+        """
+        sequences = event["num_sequences"]
+        others = [s for s in self.computed if s not in runs]
+        of_one = [s for s in others if self.computed[s] >= self.wanted[s]]
+        if len(of_one) + len(runs) < sequences == len(others) + len(runs):
+            # Of a prompt one token was left for this step. If that seems to be so twice, the prompt
+            # is computed, and a part of a block was found that the trace does not tell.
+            for seq in self.last.intersection(others):
+                self.computed[seq] = max(self.computed[seq], self.wanted[seq] + 1)
+            of_one = others
+        keys = pairs = logits = 0
+        self.last.clear()
+        for seq, n in [*runs.items(), *((s, 1) for s in of_one)]:
+            if seq not in self.computed:
+                continue
+            start = self.computed[seq]
+            self.computed[seq] = start + n
+            keys += start + n
+            if n > 1:
+                pairs += n * start + n * (n + 1) // 2
+            if self.computed[seq] >= self.wanted[seq]:
+                logits += 1
+            elif n == 1:
+                self.last.add(seq)
+        if len(of_one) + len(runs) != sequences or not runs.keys() <= self.computed.keys():
+            return None
+        is_decode = not runs and logits == sequences
+        return StepWork(
+            event["num_tokens"], sequences, logits, logits, keys, pairs, is_decode=is_decode
+        )
 
 
 class _Half:

@@ -33,6 +33,7 @@ from tilewise.ops import compile_ahead as compiling
 
 if TYPE_CHECKING:
     from tilewise.distributed.shard_group import ShardGroup
+    from tilewise.engine.steps.adapter_slots import AdapterSlots
     from tilewise.ops.compile_ahead import Request
 
 __all__ = ["PROCESSES", "compile_ahead", "num_processes"]
@@ -74,6 +75,7 @@ def compile_ahead(
     batch_invariant: bool = False,
     num_blocks: int | tuple[int, ...] | None = None,
     group: ShardGroup | None = None,
+    adapters: AdapterSlots | None = None,
     show: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
     """Let what a start compiles lie on disk before it is asked for.
@@ -84,6 +86,7 @@ def compile_ahead(
         captures_prompts: steps with prompts are padded and captured.
         num_blocks: of the cache, where it is known.
         group: of the ranks whose shard the model is.
+        adapters: the slots of adapters.
         show: takes a line of progress.
 
     Returns:
@@ -103,7 +106,10 @@ def compile_ahead(
         "batch_invariant": batch_invariant,
     }
     rank = None if group is None else (group.rank, group.size, group.why_no_inbox)
-    facts = (max_num_batched_tokens, captures_prompts, is_lazy, rank, limits)
+    kinds = None
+    if adapters is not None:
+        kinds = [(own.a.shape, own.b.shape) for own in adapters.weights.values()]
+    facts = (max_num_batched_tokens, captures_prompts, is_lazy, rank, limits, kinds)
     try:
         stamp = _stamp_of(model, spec, device, facts)
         if _is_warm(stamp):
@@ -115,6 +121,7 @@ def compile_ahead(
                     spec,
                     device,
                     max_num_batched_tokens=max_num_batched_tokens if captures_prompts else None,
+                    adapters=adapters,
                     **limits,
                 ),
                 max_num_batched_tokens,

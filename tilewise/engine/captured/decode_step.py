@@ -28,6 +28,7 @@ from tilewise.distributed.shards import VocabularyHead
 from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.steps.runner import CausalModel, head_logits
 from tilewise.models.native import NativeDecoder
+from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.context import AttentionContext, StepPlans
 from tilewise.nn.rope import RotaryEmbedding
 from tilewise.ops import SharedPrefixes
@@ -107,6 +108,7 @@ class DecodeStep:
         keeps_logits: `logits` are there after `run`, too, in memory of this step's own.
         greedy: head whose ranks draw from the largest logit of each, as all rows are greedy; such
             a step runs whole.
+        adapters: adapters of the rows; None for steps in which no row uses one.
 
     Attributes:
         logits: (bucket, V) between `run_model` and `sample`; else None.
@@ -124,6 +126,7 @@ class DecodeStep:
         shared: SharedPrefixes | None = None,
         keeps_logits: bool = False,
         greedy: VocabularyHead | None = None,
+        adapters: StepAdapters | None = None,
     ) -> None:
         self.model, self.storage, self.batch, self.results = model, storage, batch, results
         self.bucket, self.keeps_logits, self._greedy = bucket, keeps_logits, greedy
@@ -158,6 +161,8 @@ class DecodeStep:
             for other in batch.others
         )
         self.ctx = replace(ctx, group_of=storage.spec.group_of, others=others)
+        if adapters is not None:
+            self.ctx = self.ctx.with_adapters(adapters)
 
     @property
     def is_captured(self) -> bool:

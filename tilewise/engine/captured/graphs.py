@@ -118,6 +118,12 @@ def capture_steps(
         ("decode steps", decode, runner.capture),
         ("greedy steps", greedy, functools.partial(runner.capture, is_greedy=True)),
     ]
+    if runner.adapters is not None:
+        adapted_prompts = functools.partial(runner.capture_prompts, adapted=True)
+        kinds += [
+            ("steps with prompts and adapters", prompts, adapted_prompts),
+            ("decode steps with adapters", decode, functools.partial(runner.capture, adapted=True)),
+        ]
     for kind, sizes, capture in kinds:
         if not sizes:
             continue

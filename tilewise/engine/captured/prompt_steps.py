@@ -25,12 +25,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.cache.spec import CacheSpec, LatentSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.cost.padding import prompt_sizes
+from tilewise.engine.steps.adapter_slots import AdapterSlots, FixedAdapters
 from tilewise.engine.steps.runner import CausalModel
 from tilewise.nn.context import Attend, AttentionContext
 
@@ -64,12 +67,19 @@ class PromptSteps:
         model: see `can_capture`.
         storage: the paged cache.
         most: tokens of a step.
+        adapters: the slots of adapters, of whose steps there are graphs, too; None without.
 
     Attributes:
         sizes: the numbers of tokens that steps are padded to.
     """
 
-    def __init__(self, model: CausalModel, storage: KVStorage, most: int) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        storage: KVStorage,
+        most: int,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         if not can_capture(model):
             raise ValueError(f"model must hand its attention over, got {type(model).__name__}")
         self.model, self.storage, self.sizes = model, storage, prompt_sizes(most)
@@ -79,22 +89,30 @@ class PromptSteps:
         shape = (len(storage.parts), most)  # of each group of layers
         self._slots = torch.full(shape, -1, dtype=torch.int64, device=self.device)
         self._buffers: dict[str, Tensor] = {}  # queries, outputs and hidden states of a step
-        self._captured: dict[int, _Pieces] = {}
+        self._adapters = None if adapters is None else FixedAdapters(adapters, most)
+        self._captured: dict[tuple[int, bool], _Pieces] = {}  # by size, and whether with adapters
 
-    def is_captured(self, size: int) -> bool:
-        """Whether steps of this size replay graphs."""
-        return size in self._captured
+    def is_captured(self, size: int, *, adapted: bool = False) -> bool:
+        """Whether steps of this size replay graphs: those with adapters, or those without."""
+        return (size, adapted) in self._captured
 
     def size_of(self, num_tokens: int) -> int:
         """Return what a step of so many tokens is padded to."""
         return next(size for size in self.sizes if size >= num_tokens)
 
-    def run(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+    def run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
+        adapter_slots: NDArray[np.int32] | None = None,
+    ) -> Tensor:
         """Compute a step, by its graphs if there are any.
 
         Args:
             ids, positions: (T,) int64, 1 <= T <= most.
             ctx: where the rows belong.
+            adapter_slots: (T,), the slots of the rows, -1 for none; None if no row uses an adapter.
 
         Returns:
             (T, E), the last hidden states, normalised; valid until the next step runs.
@@ -107,7 +125,10 @@ class PromptSteps:
             slots[:count].copy_(own.slot_mapping)
         if count < size:
             self._slots[:, count:size].fill_(-1)
-        pieces = self._captured.get(size)
+        adapted = adapter_slots is not None
+        if self._adapters is not None and adapter_slots is not None:
+            self._adapters.write(adapter_slots, size)
+        pieces = self._captured.get((size, adapted))
         if pieces is not None:
             pieces.run(ctx, count)
             return self._buffers["hidden"][:count]
@@ -118,22 +139,27 @@ class PromptSteps:
             o[:count] = function(q[:count], own)
             return o
 
-        return self._compute(size, ctx, attend)[:count]
+        return self._compute(size, ctx, attend, adapted)[:count]
 
     @torch.inference_mode()
-    def capture(self, size: int, pool: Any, stream: torch.cuda.Stream) -> None:
+    def capture(
+        self, size: int, pool: Any, stream: torch.cuda.Stream, *, adapted: bool = False
+    ) -> None:
         """Capture the steps of one of `sizes` in a pool of `torch.cuda.graph_pool_handle`.
 
         Before, the step is run once: it may need kernels or buffers for the first time.
+
+        Args:
+            adapted: True for steps of which some rows use adapters.
         """
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self.try_out(size)
+            self.try_out(size, adapted=adapted)
             context = self._context()
             pieces = _Pieces(pool, self._room)
             pieces.begin()
             try:
-                hidden = self._compute(size, context, pieces.cut)
+                hidden = self._compute(size, context, pieces.cut, adapted)
                 self._buffer("hidden", hidden).copy_(hidden)
             finally:
                 pieces.end()
@@ -143,15 +169,17 @@ class PromptSteps:
                 f"a model of {len(self.storage.layers)} layers handed over the attention of "
                 f"{len(pieces.graphs) - 1}"
             )
-        self._captured[size] = pieces
+        self._captured[size, adapted] = pieces
 
     @torch.inference_mode()
-    def try_out(self, size: int) -> None:
+    def try_out(self, size: int, *, adapted: bool = False) -> None:
         """Compute what the graphs of one of `sizes` will, no attention among it, for nobody."""
         self._slots.fill_(-1)
-        hidden = self._compute(
-            size, self._context(), lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
-        )
+
+        def attend(_own: AttentionContext, _function: Attend, q: Tensor, v_dim: int) -> Tensor:
+            return self._room(q, v_dim)[1]
+
+        hidden = self._compute(size, self._context(), attend, adapted)
         self._buffer("hidden", hidden)
 
     def _context(self) -> AttentionContext:
@@ -167,13 +195,17 @@ class PromptSteps:
         others = (ctx,) * (len(self.storage.parts) - 1)
         return replace(ctx, group_of=self.storage.spec.group_of, others=others)
 
-    def _compute(self, size: int, ctx: AttentionContext, attend: _Attending) -> Tensor:
+    def _compute(
+        self, size: int, ctx: AttentionContext, attend: _Attending, adapted: bool
+    ) -> Tensor:
         """Run the model over the padded step, its layers' attention being `attend`'s."""
         ctx, *others = (
             replace(own, slot_mapping=slots[:size], attend=partial(attend, own))
             for own, slots in zip((ctx, *ctx.others), self._slots, strict=True)
         )
         ctx = replace(ctx, others=tuple(others))
+        if self._adapters is not None and adapted:
+            ctx = ctx.with_adapters(self._adapters.of(size))
         return self.model(self._ids[:size], self._positions[:size], ctx=ctx, kv=self.storage.layers)
 
     def _room(self, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tilewise.cache.storage import KVStorage
 from tilewise.engine.captured.graphs import sizes_of_kinds, warm_up_batches
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.sizing import widest_batch
+from tilewise.engine.steps.adapter_slots import AdapterSlots
 from tilewise.models.decoder import Decoder
 
 __all__ = ["few_layers", "kinds_of", "rehearse", "runner_to_rehearse"]
@@ -72,11 +74,13 @@ def runner_to_rehearse(
     max_num_batched_tokens: int | None,
     batch_invariant: bool = False,
     num_blocks: int | tuple[int, ...] | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> DeviceRunner:
     """Return a runner of few layers like the one that a start makes; see `DeviceRunner`.
 
     Args:
         num_blocks: of the cache of the start, where they are known.
+        adapters: the slots of adapters.
     """
     groups = spec.group_of or (0,) * spec.num_layers
     windows = [spec.windows[group] for group in groups]
@@ -95,6 +99,7 @@ def runner_to_rehearse(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         batch_invariant=batch_invariant,
+        adapters=adapters,
     )
 
 
@@ -105,12 +110,13 @@ def rehearse(runner: DeviceRunner, *, max_num_batched_tokens: int, is_lazy: bool
     The runner is not to be used afterwards.
     """
     prompts = [] if runner.prompts is None or is_lazy else runner.prompts.sizes
-    for size in reversed(prompts):
+    kinds = (False,) if runner.adapters is None else (False, True)
+    for size, adapted in product(reversed(prompts), kinds):
         assert runner.prompts is not None
-        runner.prompts.try_out(size)
+        runner.prompts.try_out(size, adapted=adapted)
     buckets = sizes_of_kinds(runner) if is_lazy else runner.buckets
-    for bucket in reversed(buckets):
-        runner.step_of(bucket).run()
+    for bucket, adapted in product(reversed(buckets), kinds):
+        runner.step_of(bucket, adapted=adapted).run()
     for bucket in runner.greedy_buckets[-1:]:
         runner.step_of(bucket, is_greedy=True).run()
     step = runner.step_of(buckets[-1])

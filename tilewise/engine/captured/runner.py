@@ -41,6 +41,7 @@ from tilewise.engine.captured.decode_step import RING, DecodeStep, Results, buck
 from tilewise.engine.captured.prompt_steps import PromptSteps, can_capture
 from tilewise.engine.captured.shared_groups import SharedGroups
 from tilewise.engine.steps import pooling
+from tilewise.engine.steps.adapter_slots import AdapterSlots, FixedAdapters
 from tilewise.engine.steps.adjuster import Adjuster, put_errors
 from tilewise.engine.steps.block_copies import copy_in_all_layers
 from tilewise.engine.steps.compilations import Compilations
@@ -74,11 +75,13 @@ class DeviceRunner:
         max_num_batched_tokens: tokens of a step at most, so that steps with prompts are padded to
             `PromptSteps.sizes` and can be captured; None computes them as they are, op by op.
         batch_invariant: see `ModelRunner`; the model's products must be invariant, too.
+        adapters: the slots of adapters; None for an engine without.
 
     Attributes:
         steps: the decode steps by their number of rows.
         shared_steps: those whose rows share prefixes; they are captured when they first run.
         greedy_steps: those of ranks whose rows are many and all greedy.
+        adapted_steps: those of which some rows use adapters; they share no prefixes.
         groups: who shares what in a step that decodes.
         host: main memory for blocks; may be set before the first step.
         prompts: the steps with prompts, where they are padded.
@@ -96,6 +99,7 @@ class DeviceRunner:
         max_model_len: int,
         max_num_batched_tokens: int | None = None,
         batch_invariant: bool = False,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.model = model
         self.batch_invariant = batch_invariant
@@ -122,12 +126,16 @@ class DeviceRunner:
         self.steps: dict[int, DecodeStep] = {}
         self.shared_steps: dict[int, DecodeStep] = {}
         self.greedy_steps: dict[int, DecodeStep] = {}
+        self.adapted_steps: dict[int, DecodeStep] = {}
+        self.adapters = adapters
+        self._adapted = None if adapters is None else FixedAdapters(adapters, max_num_seqs)
+        self._known_slots: tuple[Sequence[ScheduledSequence], bool] = (), False  # of these runs
         self._greedy_head = shared_head(model)
         self._greedy: tuple[Sequence[ScheduledSequence], bool] = (), False  # runs, and their answer
         self.groups = SharedGroups(max_num_seqs, max_blocks, self.block_size, self.device)
         self.prompts: PromptSteps | None = None
         if max_num_batched_tokens is not None and can_capture(model):
-            self.prompts = PromptSteps(model, storage, max_num_batched_tokens)
+            self.prompts = PromptSteps(model, storage, max_num_batched_tokens, adapters)
         self.captures = False
         self.start_seconds: dict[str, float] = {}
         self._capturing: tuple[Any, torch.cuda.Stream] | None = None
@@ -148,9 +156,18 @@ class DeviceRunner:
         """Kernels that were compiled since the runner was ready, see `start`."""
         return self.compilations.count
 
-    def step_of(self, bucket: int, *, shares: bool = False, is_greedy: bool = False) -> DecodeStep:
+    def step_of(
+        self,
+        bucket: int,
+        *,
+        shares: bool = False,
+        is_greedy: bool = False,
+        adapted: bool = False,
+    ) -> DecodeStep:
         """Return the decode step of so many rows, made when it is first asked for."""
         steps = self.shared_steps if shares else self.greedy_steps if is_greedy else self.steps
+        if adapted:
+            steps = self.adapted_steps
         step = steps.get(bucket)
         if step is None:
             step = steps[bucket] = DecodeStep(
@@ -162,6 +179,7 @@ class DeviceRunner:
                 batch_invariant=self.batch_invariant,
                 shared=self.groups.prefixes(bucket) if shares else None,
                 greedy=self._greedy_head if is_greedy else None,
+                adapters=self._adapted.of(bucket) if self._adapted and adapted else None,
             )
         return step
 
@@ -172,6 +190,7 @@ class DeviceRunner:
     def _forget_rows(self) -> None:
         """Forget what the device knows; sequences tell it anew when they run."""
         self.rows.reset()
+        self._known_slots = (), False
         self.groups.is_stale = True
         self.adjuster.reset()
         # A step that failed midway may have moved the device's count on.
@@ -206,9 +225,10 @@ class DeviceRunner:
         bucket = self.buckets[bisect_left(self.buckets, self.rows.num_rows)]
         asking = None if batch.is_plain else self.logprobs.asking(batch.sequences, changes.rows)
         in_halves = adjusts or asking is not None  # a graph of the whole keeps no logits
-        shares = self._finds_groups(batch, changes, bucket)
-        is_greedy = not (in_halves or shares) and self._is_greedy(batch, bucket)
-        step = self._prepared(bucket, in_halves, shares, is_greedy)
+        adapted = self._finds_adapters(batch, changes, bucket)
+        shares = not adapted and self._finds_groups(batch, changes, bucket)
+        is_greedy = not (in_halves or shares or adapted) and self._is_greedy(batch, bucket)
+        step = self._prepared(bucket, in_halves, shares, is_greedy, adapted)
         self._copy_blocks(batch)
         self.rows.send(changes)
         errors: dict[int, Exception] = {}
@@ -239,6 +259,24 @@ class DeviceRunner:
         event = self._read(copies, logprobs, None, None, self._events[place])
         return _Handle(batch, changes.index, target, logprobs, event, errors)
 
+    def _finds_adapters(self, batch: Batch, changes: Changes, bucket: int) -> bool:
+        """Whether rows of a decode step use adapters; told to the device if they are others."""
+        if self.adapters is None or self._adapted is None:
+            return False
+        runs, _ = first_of(batch.sequences)
+        if (
+            batch.is_plain and runs is self._known_slots[0]
+        ):  # the rows, and their slots, are the same
+            return self._known_slots[1]
+        slots = self.adapters.place(batch.sequences)
+        self._known_slots = runs if batch.is_plain else (), slots is not None
+        if slots is None:
+            return False
+        of_rows = np.full(self.rows.num_rows, -1, np.int32)
+        of_rows[changes.rows] = slots
+        self._adapted.write(of_rows, bucket)
+        return True
+
     def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
         """Whether rows of a step share enough; looked for when the batch has changed."""
         if self.sharing_tokens is None:
@@ -266,14 +304,23 @@ class DeviceRunner:
             self._greedy = runs, all(run.sampling.greedy for run in runs)
         return self._greedy[1]
 
-    def _prepared(self, bucket: int, in_halves: bool, shares: bool, is_greedy: bool) -> DecodeStep:
-        step = self.step_of(bucket, shares=shares, is_greedy=is_greedy)
+    def _prepared(
+        self, bucket: int, in_halves: bool, shares: bool, is_greedy: bool, adapted: bool
+    ) -> DecodeStep:
+        kind = {"shares": shares, "is_greedy": is_greedy, "adapted": adapted}
+        step = self.step_of(bucket, **kind)
         if self.captures and not (step.is_model_captured if in_halves else step.is_captured):
-            self.capture(bucket, of_model=in_halves, shares=shares, is_greedy=is_greedy)
+            self.capture(bucket, of_model=in_halves, **kind)
         return step
 
     def capture(
-        self, bucket: int, *, of_model: bool = False, shares: bool = False, is_greedy: bool = False
+        self,
+        bucket: int,
+        *,
+        of_model: bool = False,
+        shares: bool = False,
+        is_greedy: bool = False,
+        adapted: bool = False,
     ) -> None:
         """Capture the decode step of so many rows, or the part of it before the logits."""
         rows, place = self.rows, self.results.place
@@ -283,15 +330,15 @@ class DeviceRunner:
             rows.active.zero_()
             for fresh in kept[2:]:
                 fresh.fill_(-1)
-            step = self.step_of(bucket, shares=shares, is_greedy=is_greedy)
+            step = self.step_of(bucket, shares=shares, is_greedy=is_greedy, adapted=adapted)
             (step.capture_model if of_model else step.capture)(*self._captured_in())
             for x, value in zip(kept, state, strict=True):
                 x.copy_(value)
 
-    def capture_prompts(self, size: int) -> None:
+    def capture_prompts(self, size: int, *, adapted: bool = False) -> None:
         """Capture the steps with prompts that are padded to one of `PromptSteps.sizes`."""
         assert self.prompts is not None
-        self.prompts.capture(size, *self._captured_in())
+        self.prompts.capture(size, *self._captured_in(), adapted=adapted)
 
     def _captured_in(self) -> tuple[Any, torch.cuda.Stream]:
         """Return the pool of all graphs and the stream that they are captured on.
@@ -411,7 +458,9 @@ class DeviceRunner:
                 for other, slots in zip(rows.others, other_slots, strict=True)
             )
             ctx = replace(ctx, group_of=self.storage.spec.group_of, others=others)
-        hidden = self._hidden(ids_, positions_, ctx)
+        placed = None if self.adapters is None else self.adapters.place(sequences)
+        self._known_slots = (), False
+        hidden = self._hidden(ids_, positions_, ctx, None if placed is None else placed[owner])
         scored = None
         if chunks:
             scored = _Scored(chunks, self._scored(chunks, hidden))
@@ -456,13 +505,21 @@ class DeviceRunner:
         event = self._read([(target, pairs)], logprobs, scored, sums)
         return _Handle(batch, None, target, logprobs, event, errors, scored, sums)
 
-    def _hidden(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+    def _hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
+        adapter_slots: NDArray[np.int32] | None,
+    ) -> Tensor:
         if self.prompts is None:
+            if self.adapters is not None and adapter_slots is not None:
+                ctx = ctx.with_adapters(self.adapters.of_rows(adapter_slots))
             return self.model(ids, positions, ctx=ctx, kv=self.storage.layers)
-        size = self.prompts.size_of(len(ids))
-        if self.captures and not self.prompts.is_captured(size):
-            self.capture_prompts(size)
-        return self.prompts.run(ids, positions, ctx)
+        size, adapted = self.prompts.size_of(len(ids)), adapter_slots is not None
+        if self.captures and not self.prompts.is_captured(size, adapted=adapted):
+            self.capture_prompts(size, adapted=adapted)
+        return self.prompts.run(ids, positions, ctx, adapter_slots)
 
     def _scored(self, chunks: list[Chunk], hidden: Tensor) -> list[Logprobs]:
         def logits_of(rows: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ def describe_all(
                     (),
                     (),
                     (),
+                    request.adapter,
                 ),
             )
         )

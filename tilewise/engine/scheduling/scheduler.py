@@ -134,6 +134,7 @@ class Scheduler:
             admission a step admits no other request, so that the next user does not wait for a
             whole flood of prompts; None for no bound.
         is_encoder: True if each prompt runs whole, in one step, and nothing follows it.
+        max_loras: the number of different adapters of running sequences; None for no bound.
         clock: a function that returns seconds, for deadlines.
 
     Raises:
@@ -164,6 +165,7 @@ class Scheduler:
         max_waiting_tokens: int | None = None,
         fair_prompt_tokens: int | None = None,
         is_encoder: bool = False,
+        max_loras: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else [*num_blocks]
@@ -180,6 +182,7 @@ class Scheduler:
             tuple(counts[1:]),
             fair_prompt_tokens,
             is_encoder,
+            max_loras,
         )
         self.tables = tables_of(self.limits, enable_prefix_caching, num_swap_blocks, store)
         self.trace = self.tables.trace
@@ -525,12 +528,19 @@ class Scheduler:
         num_seats = sum(map(seats, running))
         most = self.limits.fair_prompt_tokens if self.order.counts_tokens else None
         least_budget = 0 if most is None else budget - most
+        adapters: set[int] | None = None  # of running sequences, when the first one is asked for
         while waiting and budget > 0 and (budget > least_budget or not runs):
             seq = self.roster.first_waiting()
             if self.beams.is_resting(seq) or seq.request.user in but:
                 break
             if self.limits.is_encoder and seq.num_tokens > budget:
                 break
+            adapter = seq.request.adapter
+            if adapter is not None:
+                if adapters is None:
+                    adapters = {s.request.adapter.number for s in running if s.request.adapter}
+                if adapter.number not in adapters and len(adapters) == self.limits.max_loras:
+                    break  # until the last request of one of them has ended
             group = self.preemption.group(seq)
             lacks_seat = num_seats + len(group) > self.limits.max_num_seqs
             if lacks_seat or not (
@@ -543,6 +553,7 @@ class Scheduler:
                     break
                 self.preemption.recompute(resting)
                 num_seats -= 1
+                adapters = None
                 continue
             num_seats += sum(map(seats, group))
             if not seq.was_admitted:
@@ -554,6 +565,8 @@ class Scheduler:
                 self.roster.admit(sample)
                 self.trace.admit(sample, tables.held(sample, 0))
                 self.beams.regroup(sample)
+            if adapters is not None and adapter is not None:
+                adapters.add(adapter.number)
             if (others_run or runs) and any(map(tables.is_coming, group)):
                 continue
             for sample in group:
@@ -635,4 +648,5 @@ class Scheduler:
             seq.token_ids if drafts else (),
             parents,
             self.tables.tell(seq),
+            request.adapter,
         )

@@ -162,6 +162,8 @@ class CompiledRunner(ModelRunner):
         for run in batch.sequences:
             if len(run.token_ids) != 1 or run.num_samples != 1 or run.asked is not None:
                 return None
+            if run.adapter is not None:
+                return None
         return self._arrays.fill(batch, self._tables)
 
     def forward(self, inputs: ModelInputs | DecodeArrays) -> Tensor:
@@ -170,7 +172,11 @@ class CompiledRunner(ModelRunner):
         Blocks are copied before anything is written. With no row to sample the result has no rows.
         """
         self.program.follow_weights()
-        return self._decode(inputs) if isinstance(inputs, DecodeArrays) else self._run(inputs)
+        if isinstance(inputs, DecodeArrays):
+            return self._decode(inputs)
+        if inputs.ctx.adapters is not None:
+            return super().forward(inputs)  # the list has no operation that adds what they do
+        return self._run(inputs)
 
     def _decode(self, inputs: DecodeArrays) -> Tensor:
         program, rows = self.program, inputs.rows
@@ -256,6 +262,8 @@ class CompiledRunner(ModelRunner):
 
         They lie where those of the last call do.
         """
+        if self._hidden is not None:
+            return super().logits_of(rows)
         batch, tables = self._last
         program, end = self.program, len(self.program)
         program.reserve(0, len(rows))
@@ -270,6 +278,8 @@ class CompiledRunner(ModelRunner):
 
         They lie where those of the last call do.
         """
+        if self._hidden is not None:
+            return super().states_of(rows)
         batch, tables = self._last
         program, end = self.program, len(self.program)
         program.reserve(0, len(rows))

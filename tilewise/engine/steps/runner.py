@@ -23,6 +23,7 @@ from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import PENDING, Batch, PlainDraws, SampledToken
 from tilewise.engine.scheduling.speculative import accepted, with_rows_of_drafts
 from tilewise.engine.steps import pooling
+from tilewise.engine.steps.adapter_slots import AdapterSlots
 from tilewise.engine.steps.adjuster import Adjuster, put_errors
 from tilewise.engine.steps.block_copies import copy_in_all_layers
 from tilewise.engine.steps.compilations import CpuCompilations
@@ -210,6 +211,8 @@ class ModelRunner:
         block_size: tokens per cache block.
         device: of the model and the cache.
         host: main memory for blocks; may be set before the first step.
+        adapters: the slots of adapters; None for an engine without. May be set before the first
+            step.
         watch: a function that is called with each step, what it has drawn and `states_of`; or None.
         why_not_compiled: why a CPU's steps are not one compiled list, where that is so.
         sharing_tokens: what `build_inputs` takes. None on a CPU and with `batch_invariant`, where
@@ -238,6 +241,7 @@ class ModelRunner:
         self._pools = pooling.Pools()
         self._hidden: Tensor | None = None  # of the step that runs, (T, E)
         self.host: HostCache | None = None
+        self.adapters: AdapterSlots | None = None
         self.watch: Watch | None = None
         self.why_not_compiled = ""
         self.storage = storage
@@ -292,6 +296,9 @@ class ModelRunner:
             sharing_tokens=self.sharing_tokens,
             batch_invariant=self.batch_invariant,
         )
+        adapters = None if self.adapters is None else self.adapters.step(batch)
+        if adapters is not None:
+            inputs = replace(inputs, ctx=inputs.ctx.with_adapters(adapters))
         logits = self.forward(inputs)
         draw = self._adjust_and_sample if adjusts else self.sampler
         samples: Samples = accepted(batch, draw(logits, with_rows_of_drafts(batch)))

@@ -45,6 +45,7 @@ class Limits:
             admits no other request; None is no bound.
         is_encoder: each prompt runs whole, in one step, and nothing follows it, so that it may have
             max_model_len tokens; no step may be narrower than that.
+        max_loras: different adapters of the sequences that run at once; None is no bound.
 
     Raises:
         ValueError: a limit is below 1, or max_model_len below 2.
@@ -62,6 +63,7 @@ class Limits:
     other_blocks: tuple[int, ...] = ()
     fair_prompt_tokens: int | None = None
     is_encoder: bool = False
+    max_loras: int | None = None
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -75,6 +77,7 @@ class Limits:
             "max_waiting_requests": self.max_waiting_requests,
             "max_waiting_tokens": self.max_waiting_tokens,
             "fair_prompt_tokens": self.fair_prompt_tokens,
+            "max_loras": self.max_loras,
         }
         at_least_one |= {name: value for name, value in optional.items() if value is not None}
         for name, value in at_least_one.items():

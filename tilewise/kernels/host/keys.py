@@ -12,21 +12,15 @@ from typing import Any
 
 __all__ = ["settle_names"]
 
-_is_settled = False
-
 
 def settle_names() -> None:
     """Let Triton read a function before it adds up what that function's name depends on."""
-    global _is_settled
-    if _is_settled:
-        return
-    _is_settled = True
     try:
         from triton.runtime.jit import DependenciesFinder
     except ImportError:  # without Triton, or in one that does it otherwise
         return
     add = getattr(DependenciesFinder, "_update_hash", None)
-    if add is None:
+    if add is None or add.__module__ == __name__:
         return
 
     def read_and_add(self: Any, function: Any) -> None:

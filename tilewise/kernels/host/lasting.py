@@ -8,10 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["is_capturing", "lasting", "made_once"]
+from tilewise.kernels.host.memory import launches
+
+__all__ = ["Zeros", "is_capturing", "lasting", "made_once", "zeros_of_stream"]
 
 _MAX_TENSORS = 512
-_tensors: dict[tuple[object, ...], Tensor] = {}
+_ZEROS = 1 << 20  # of a device: what launches inside of graphs take is never given back
+_TOGETHER = 32  # counters of 128 bytes: every launch's start where Triton takes it for aligned
+_OF_A_STREAM = 1 << 12  # counters of the launches of one stream outside of graphs
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -62,10 +66,61 @@ def made_once(key: tuple[object, ...], make: Callable[[], Tensor], device: torch
             included.
         make: allocates and fills the tensor on `device`.
     """
-    found = _tensors.get(key)
+    found = launches.tensors.get(key)
     if found is not None:
         return found
-    if is_capturing(device) or len(_tensors) >= _MAX_TENSORS:
+    if is_capturing(device) or len(launches.tensors) >= _MAX_TENSORS:
         return make()
-    found = _tensors[key] = lasting(make, device)
+    found = launches.tensors[key] = lasting(make, device)
+    return found
+
+
+class Zeros:
+    """Zeros of one device with which kernels count, and which every launch leaves as zeros.
+
+    Launches of a stream come one after the other and share theirs. A launch in a graph has its own
+    for good: another graph may run at the same time, and lives as long as it likes.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self._zeros = lasting(lambda: torch.zeros(_ZEROS, dtype=torch.int32, device=where), where)
+        self._used = 0
+        self._of_stream: dict[int, int] = {}
+
+    def take(self, count: int, stream: int, capturing: bool) -> Tensor | None:
+        """Return `count` of them, None where there are not so many."""
+        if capturing:
+            return self._next(count)
+        if count > _OF_A_STREAM:
+            return None
+        begin = self._of_stream.get(stream)
+        if begin is not None:
+            return self._zeros[begin : begin + count]
+        found = self._next(_OF_A_STREAM)
+        if found is None:
+            return None
+        self._of_stream[stream] = self._used - _OF_A_STREAM
+        return found[:count]
+
+    def _next(self, count: int) -> Tensor | None:
+        count = -(-count // _TOGETHER) * _TOGETHER
+        if self._used + count > _ZEROS:
+            return None
+        self._used += count
+        return self._zeros[self._used - count : self._used]
+
+
+def zeros_of_stream(count: int, where: torch.device) -> Tensor:
+    """Return `count` zeros, int32, for the next launch of the current stream."""
+    if where.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=where)
+    capturing = torch.cuda.is_current_stream_capturing()
+    index = torch.cuda.current_device()
+    known: Zeros | None = launches.zeros.get(index)
+    if known is None and not capturing:
+        known = launches.zeros[index] = Zeros(where)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    found = None if known is None else known.take(count, stream, capturing)
+    if found is None:  # a graph before anything else: it fills its own at each replay
+        found = torch.zeros(count, dtype=torch.int32, device=where)
     return found

@@ -15,7 +15,7 @@ import operator
 import re
 import struct
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,45 +23,27 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descriptor
 
 from tilewise.kernels.host.descriptors import Described, Maps, driver, encode, form_of
+from tilewise.kernels.host.memory import launches
 from tilewise.kernels.host.requests import is_recording, observed
 
-__all__ = ["Addressed", "Calls", "Grid", "Prepared", "calls_of", "launch", "prepare_nested"]
+__all__ = [
+    "Addressed",
+    "Calls",
+    "Grid",
+    "Prepared",
+    "calls_of",
+    "kind_of_integer",
+    "launch_now",
+    "prepare_nested",
+]
 
 Grid = tuple[int, int]
 Slots = Callable[[list[Any]], Sequence[Any]]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
 _MAX_CALLS = 1024
-_MAX_MET = 8192  # maps of all launches together: some 2 KB each
 
 
-class _Memory:
-    """What is remembered of launches.
-
-    Attributes:
-        calls: the prepared kernels, by kernel, constants and types of arguments.
-        met: the memories of launches that hold encoded maps, one entry for each map.
-    """
-
-    def __init__(self) -> None:
-        self.calls: dict[tuple[object, ...], Calls] = {}
-        self.met: list[dict[tuple[int, ...], Any]] = []
-        self._lock = threading.Lock()
-
-    def add_met(self, met: dict[tuple[int, ...], Any], places: tuple[int, ...], found: Any) -> None:
-        """Let a launch find its maps for these addresses; all are forgotten once they are many."""
-        with self._lock:
-            if len(self.met) >= _MAX_MET:
-                for each in self.met:
-                    each.clear()
-                self.met.clear()
-            self.met.append(met)
-            met[places] = found
-
-
-_launches = _Memory()
-
-
-def launch(
+def launch_now(
     kernel: Any, grid: int | Grid, *arguments: Any, num_warps: int = 4, **constants: Any
 ) -> Prepared | None:
     """Run `kernel` on `grid` CTAs, on the current stream of the current device.
@@ -70,28 +52,21 @@ def launch(
 
     Args:
         kernel: a jitted Triton or Gluon function.
-        arguments: its run-time arguments: tensors, None, descriptors, numbers, and flat tuples of
-            tensors, None and floats. Integers must stand by themselves: inside a tuple Triton
-            compiles anew for each kind of value. It may compile in those that are not marked
-            do_not_specialize, so each of their values counts as a kernel of its own here.
+        arguments: its run-time arguments: tensors, None, descriptors, numbers, and tuples of them.
+            For an integer of a parameter that is not marked do_not_specialize Triton compiles one
+            kernel for 1, one for multiples of 16 and one for the rest.
         num_warps: the warps of the default partition, without those of the workers.
         constants: its constexpr parameters, and Triton's options, by name.
     """
-    leaves: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, tuple):
-            leaves += argument
-        else:
-            leaves.append(argument)
+    leaves = _leaves(arguments)
     types = tuple(map(type, leaves))
     key = _key(kernel, types, num_warps, constants)
-    calls = _launches.calls.get(key)
+    calls = launches.calls.get(key)
     if calls is None:
-        _refuse_numbers_in_tuples(arguments)
-        if len(_launches.calls) >= _MAX_CALLS:
-            _launches.calls.clear()
+        if len(launches.calls) >= _MAX_CALLS:
+            launches.calls.clear()
         calls = Calls(kernel, leaves, _specialised(kernel, arguments))
-        _launches.calls[key] = calls
+        launches.calls[key] = calls
     kind = calls.kind_of(leaves)
     prepared = calls.prepared.get(kind)
     if prepared is None or observed() or not prepared.start(grid, leaves):
@@ -117,17 +92,18 @@ def calls_of(
     kernel: Any, types: tuple[type, ...], *, num_warps: int = 4, **constants: Any
 ) -> Calls | None:
     """Return what is prepared for launches of `kernel` with leaves of these types."""
-    return _launches.calls.get(_key(kernel, types, num_warps, constants))
+    return launches.calls.get(_key(kernel, types, num_warps, constants))
 
 
-def _refuse_numbers_in_tuples(arguments: tuple[Any, ...]) -> None:
+def _leaves(arguments: Sequence[Any]) -> list[Any]:
+    """Return the arguments one by one, those inside of tuples as well."""
+    found: list[Any] = []
     for argument in arguments:
-        for field in argument if isinstance(argument, tuple) else ():
-            if isinstance(field, int | tuple):
-                raise TypeError(
-                    f"numbers must be arguments of their own, got {field!r} in "
-                    f"{type(argument).__name__}"
-                )
+        if isinstance(argument, tuple):
+            found += _leaves(argument)
+        else:
+            found.append(argument)
+    return found
 
 
 def _specialised(kernel: Any, arguments: tuple[Any, ...]) -> list[int]:
@@ -135,10 +111,17 @@ def _specialised(kernel: Any, arguments: tuple[Any, ...]) -> list[int]:
     parameters = getattr(kernel, "params", ())  # those of the constants come last
     places, place = list[int](), 0
     for argument, parameter in zip(arguments, parameters, strict=False):
-        if isinstance(argument, int) and not parameter.do_not_specialize:
-            places.append(place)
-        place += len(argument) if isinstance(argument, tuple) else 1
+        leaves = _leaves((argument,))
+        if not parameter.do_not_specialize:
+            places += [place + i for i, leaf in enumerate(leaves) if isinstance(leaf, int)]
+        place += len(leaves)
     return places
+
+
+def kind_of_integer(number: int) -> tuple[bool, bool, bool]:
+    """Return whether an integer is 1, a multiple of 16, and of 32 bits: Triton compiles anew for
+    each."""
+    return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
 
 
 class Calls:
@@ -146,7 +129,7 @@ class Calls:
 
     Attributes:
         tensors, descriptors: their places among the leaves.
-        specialised: the places of integers with values that are part of a kind.
+        specialised: the places of integers with a `kind_of_integer` that is part of a kind.
         prepared: the prepared kernels by kind; None where only Triton's launcher can start the
             kernel.
     """
@@ -166,7 +149,7 @@ class Calls:
             address = tensor.data_ptr()
             kind.append((tensor.dtype, address & 15 == 0, tensor.device))
             leaves[i] = address
-        kind += [leaves[i] for i in self.specialised]
+        kind += [kind_of_integer(leaves[i]) for i in self.specialised]
         return tuple(kind)
 
 
@@ -359,7 +342,7 @@ class Addressed:
     def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
         """Return what a launch takes where descriptors' tensors lie at these addresses."""
         met = self._prepared.pointers_to(self._descriptors, places)
-        _launches.add_met(self.met, places, met)
+        launches.add_met(self.met, places, met)
         return met
 
 
@@ -372,14 +355,10 @@ def picker(slots: Sequence[int]) -> Slots:
 
 def _prepare(compiled: Any, arguments: tuple[Any, ...], calls: Calls) -> Prepared | None:
     """Match the kernel's parameters with its arguments, or return None when they do not match."""
-    leaves = [
-        leaf
-        for argument in arguments
-        for leaf in (argument if isinstance(argument, tuple) else (argument,))
-    ]
+    leaves = _leaves(arguments)
     if not _is_on_gpu(leaves) or not _is_usual(compiled):
         return None
-    compiled_in = _compiled_in(compiled, arguments, calls.specialised)
+    compiled_in = _compiled_in(compiled, leaves, calls.specialised)
     if compiled_in is None:
         return None
     form, order, places, types, numbers = "", list[int](), list[slice](), list[str](), list[int]()
@@ -459,25 +438,31 @@ def _is_on_gpu(leaves: list[Any]) -> bool:
     return next((x.is_cuda for x in leaves if isinstance(x, Tensor)), False)
 
 
-def _compiled_in(
-    compiled: Any, arguments: tuple[Any, ...], specialised: list[int]
-) -> set[int] | None:
+def _compiled_in(compiled: Any, leaves: list[Any], specialised: list[int]) -> set[int] | None:
     """Return which leaves are integers that are no parameter of the kernel: Triton compiled them.
 
     None where it compiled in a value, or a multiple, of an integer that is not `specialised`.
     """
-    kinds = list(compiled.src.signature.values())
+    kinds = list(_kinds(tuple(compiled.src.signature.values())))
     attributes = compiled.src.attrs
-    found, place = set[int](), 0
-    for index, argument in enumerate(arguments):
-        if isinstance(argument, int):
-            is_constant = kinds[index] == "constexpr"
-            if place not in specialised and (is_constant or attributes.get((index,))):
+    found = set[int]()
+    for place, (leaf, (kind, path)) in enumerate(zip(leaves, kinds, strict=False)):
+        if isinstance(leaf, int):
+            is_constant = kind == "constexpr"
+            if place not in specialised and (is_constant or attributes.get(path)):
                 return None
             if is_constant:
                 found.add(place)
-        place += len(argument) if isinstance(argument, tuple) else 1
     return found
+
+
+def _kinds(kinds: tuple[Any, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield what a signature says of each leaf, and the path of indices that leads there."""
+    for index, kind in enumerate(kinds):
+        if isinstance(kind, tuple):
+            yield from _kinds(kind, (*path, index))
+        else:
+            yield kind, (*path, index)
 
 
 def _parameter_types(ptx: str) -> list[str]:

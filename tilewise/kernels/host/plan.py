@@ -1,6 +1,6 @@
 """Plans on Hopper: launches past Triton, to which a call gives nothing but addresses.
 
-What `launch.launch` works out, types, kinds, descriptors and numbers, follows from a call's spec
+What `launch_now` works out, types, kinds, descriptors and numbers, follows from a call's spec
 and layouts. A launch of a plan goes that way the first time; from then on it writes the addresses
 into parameters that are ready, encodes the descriptors that it has not met at these addresses, and
 starts the kernel. What is allocated for a call besides its results is one workspace.
@@ -27,7 +27,8 @@ from tilewise.kernels.host.launch import (
     Grid,
     Prepared,
     calls_of,
-    launch,
+    kind_of_integer,
+    launch_now,
     picker,
     prepare_nested,
 )
@@ -133,7 +134,7 @@ class Launch(plan.Launch):
         if addressed is None and run.plan.has_addresses and not self._is_tritons:
             addressed = self._address(self._find())
         if addressed is None or observed():
-            prepared = launch(self.kernel, self.grid, *self._filled(run), **self.options)
+            prepared = launch_now(self.kernel, self.grid, *self._filled(run), **self.options)
             if addressed is None and not self._is_tritons:
                 self._address(prepared)
             return
@@ -208,7 +209,7 @@ def _kind_of(leaves: list[Any], calls: Calls) -> tuple[Any, ...]:
     return (
         *[leaves[i].form.kind for i in calls.descriptors],
         *[leaves[i].kind for i in calls.tensors],
-        *[leaves[i] for i in calls.specialised],
+        *[kind_of_integer(leaves[i]) for i in calls.specialised],
     )
 
 

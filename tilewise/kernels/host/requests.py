@@ -89,22 +89,29 @@ def work_of(request: Request) -> Work:
     return found
 
 
-class _State(threading.local):
-    def __init__(self) -> None:
-        self.requests: dict[str, Request] | None = None
-        self.note: Callable[[Request], None] | None = None
+class _Recording:
+    """What a thread's launches have asked for.
+
+    Attributes:
+        requests: the requests by their hashes.
+        note: a function that is called with each request, or None.
+        seen: the kernels, by their ids, and the kinds of arguments that were looked at.
+    """
+
+    def __init__(self, note: Callable[[Request], None] | None) -> None:
+        self.requests: dict[str, Request] = {}
+        self.note = note
         self.seen = set[tuple[int, str]]()
 
 
-_state = _State()
+_recordings: dict[int, _Recording] = {}  # by the number of their thread
 _lock = threading.Lock()
-_num_recording = 0
 _run, _do_compile = JITFunction.run, JITFunction._do_compile
 
 
 def is_recording() -> bool:
     """Whether launches of this thread are noted and not done."""
-    return _state.requests is not None
+    return threading.get_ident() in _recordings
 
 
 def observed() -> bool:
@@ -112,7 +119,7 @@ def observed() -> bool:
 
     Triton's launcher alone shows them.
     """
-    if _state.requests is not None:
+    if _recordings and is_recording():
         return True
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -130,19 +137,16 @@ def recording(
     Args:
         note: is called with each request, once.
     """
-    global _num_recording
-    found: dict[str, Request] = {}
+    thread, recorded = threading.get_ident(), _Recording(note)
     with _lock:
-        _num_recording += 1
+        _recordings[thread] = recorded
         JITFunction.run, JITFunction._do_compile = _run_or_note, _compile_or_note
-    _state.requests, _state.note, _state.seen = found, note, set()
     try:
-        yield found
+        yield recorded.requests
     finally:
-        _state.requests = _state.note = None
         with _lock:
-            _num_recording -= 1
-            if _num_recording == 0:
+            del _recordings[thread]
+            if not _recordings:
                 JITFunction.run, JITFunction._do_compile = _run, _do_compile
 
 
@@ -161,18 +165,18 @@ def _compile_or_note(
     attributes: Any,
     warmup: bool,
 ) -> Any:
-    found = _state.requests
-    if found is None:
+    recorded = _recordings.get(threading.get_ident())
+    if recorded is None:
         return _do_compile(self, key, signature, device, constants, options, attributes, warmup)
-    if (id(self), str(key)) not in _state.seen:
-        _state.seen.add((id(self), str(key)))
+    if (id(self), str(key)) not in recorded.seen:
+        recorded.seen.add((id(self), str(key)))
         _, _, target, backend, _ = self.device_caches[device]
         source = self.ASTSource(self, signature, constants, attributes)
         request = _request(self, source, target, backend, options.__dict__)
-        if request is not None and request.hash not in found:
-            found[request.hash] = request
-            if _state.note is not None:
-                _state.note(request)
+        if request is not None and request.hash not in recorded.requests:
+            recorded.requests[request.hash] = request
+            if recorded.note is not None:
+                recorded.note(request)
     return None
 
 

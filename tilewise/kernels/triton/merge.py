@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.attention.tile import LN2, LOG2E
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -131,7 +132,9 @@ def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tens
     _, seqlen, num_heads, v_head_dim = outs[0].shape
     tile_dv = triton.next_power_of_2(v_head_dim)
     tile_r = max(1, TILE_ELEMENTS // tile_dv)
-    _merge_kernel[(triton.cdiv(lse.numel(), tile_r),)](
+    launch_now(
+        _merge_kernel,
+        triton.cdiv(lse.numel(), tile_r),
         o_a,
         lse_a,
         o_b,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.elements import why_not as why_not
 
 TILE_PAIRS = 1024  # channel pairs of a tile: 8 a thread of four warps, one 16-byte load a half
@@ -95,7 +96,9 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     by_batch = [t.stride(0) if batch > 1 else 0 for t in (batched, result, cos, sin)]
     tile_half = triton.next_power_of_2(half)
     tile_h = min(triton.next_power_of_2(num_heads), max(1, TILE_PAIRS // tile_half))
-    _rope_kernel[(batch * seqlen, triton.cdiv(num_heads, tile_h))](
+    launch_now(
+        _rope_kernel,
+        (batch * seqlen, triton.cdiv(num_heads, tile_h)),
         batched,
         cos,
         sin,

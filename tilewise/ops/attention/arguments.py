@@ -132,7 +132,7 @@ class AttentionSignature(NamedTuple):
         batch, longest = self._check_packed() if is_packed else self._check_dense()
         check_dtype("q", q)
         check_alike(q, k, v)
-        if not (is_packed or _told_of_layout or torch.compiler.is_compiling()):
+        if not (is_packed or torch.compiler.is_compiling()):
             _tell_of_layout(q, k)
         if self.mask is not None:
             self._check_mask(self.mask, batch, longest)
@@ -218,16 +218,12 @@ def _as_kernels_read(tensors: Tensors) -> Tensors:
     )
 
 
-_told_of_layout = False
-
-
 def _tell_of_layout(q: Tensor, k: Tensor) -> None:
-    """Warn once of q and k that look as torch's attention takes them, (B, H, S, D).
+    """Warn of q and k that look as torch's attention takes them, (B, H, S, D).
 
     Every length is read as a number of heads then, and what comes out has the right shape. The
     library's own modules know what they hand over.
     """
-    global _told_of_layout
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_k, _) = q.shape, k.shape
     if not (heads_q == heads_k > max(seqlen_q, seqlen_k) and min(seqlen_q, seqlen_k) > 1):
         return
@@ -236,11 +232,11 @@ def _tell_of_layout(q: Tensor, k: Tensor) -> None:
         level, frame = level + 1, frame.f_back
     if frame.f_globals["__name__"].startswith("tilewise."):
         return
-    _told_of_layout = True
     warnings.warn(
-        f"q is read as (B, S, H, D): {tuple(q.shape)} has {heads_q} heads and {seqlen_q} tokens. "
-        "If it is torch's (B, H, S, D), give q.transpose(1, 2), k and v likewise, and take "
-        "o.transpose(1, 2); tilewise.integrations.torch_sdpa does. This is said once.",
+        # Without numbers, so that Python shows the text once for each line of a caller.
+        "q and k, read as (B, S, H, D), have more heads than tokens. If they are torch's "
+        "(B, H, S, D), give q.transpose(1, 2), k and v likewise, and take o.transpose(1, 2); "
+        "tilewise.integrations.torch_sdpa does.",
         UserWarning,
         stacklevel=level,
     )

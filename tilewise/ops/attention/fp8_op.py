@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from tilewise.kernels.spec import AttentionTensors, Fp8Spec, QuantizeSpec
 from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.ops import dispatch
 from tilewise.ops.attention.op import OPTIONS_SCHEMA, AttentionOptions, make_spec
-from tilewise.ops.call import Bound, plan_of
+from tilewise.ops.call import Bound, plan_of, recall, remember
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import register
 from tilewise.reference import fp8
@@ -83,14 +82,16 @@ class Fp8Options(NamedTuple):
 _OPTIONS = Fp8Options._fields.index("attention")
 
 
-@functools.lru_cache(maxsize=64)
-def _rotation(head_dim: int, seed: int, dtype: torch.dtype, where: torch.device) -> Tensor:
-    return fp8.rotation_matrix(head_dim, seed).to(where, dtype)
-
-
 def rotation_of(x: Tensor, seed: int | None) -> Tensor | None:
     """Return the matrix that rotates the channels of `x`, for Hopper's kernels; None of None."""
-    return None if seed is None else _rotation(x.shape[-1], seed, x.dtype, x.device)
+    if seed is None:
+        return None
+    key = ("rotation", x.shape[-1], seed, x.dtype, x.device)
+    found: Tensor | None = recall(key)
+    if found is None:
+        found = fp8.rotation_matrix(x.shape[-1], seed).to(x.device, x.dtype)
+        remember(key, found)
+    return found
 
 
 class _Quantised:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from tilewise.kernels import early
 from tilewise.kernels.plan import Results
 from tilewise.kernels.spec import PagedSpec
-from tilewise.ops.call import Bound, plan_of
+from tilewise.ops.call import Bound, plan_of, recall, remember
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import refuse_vmap, register
 
@@ -97,7 +96,6 @@ _TENSORS = PagedOptions._fields.index("shared")
 _FACTS = [field.name for field in fields(PagedSpec)]
 
 
-@functools.lru_cache(maxsize=1024)
 def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
     """What decides how keys are dealt out: all but what a logit is worth."""
     return replace(
@@ -105,12 +103,16 @@ def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
     )
 
 
-@functools.lru_cache(maxsize=1024)
 def describe_plan(spec: PagedSpec, backend: str) -> str:
     """Name every fact that calls of one plan have in common, in a form that a graph can hold."""
-    common = calls_of_a_plan(spec)
-    facts = [f"{name} {getattr(common, name)}" for name in _FACTS]
-    return "; ".join([f"backend {backend!r}", *facts])
+    key = ("what a plan is for", spec, backend)
+    found: str | None = recall(key)
+    if found is None:
+        common = calls_of_a_plan(spec)
+        facts = [f"{name} {getattr(common, name)}" for name in _FACTS]
+        found = "; ".join([f"backend {backend!r}", *facts])
+        remember(key, found)
+    return found
 
 
 def _check_plan(made_for: str, wanted: str) -> None:

@@ -11,6 +11,7 @@ server is busy. The last runs full garbage collections while no request is there
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -130,6 +132,8 @@ class Host:
         self._is_due = threading.Event()
         self._is_over = False
         self._step_told: float | None = None
+        self._loads: dict[int, Future[None]] = {}
+        self._load_numbers = itertools.count()
 
     def run(self) -> None:
         """Serve until the server has gone."""
@@ -148,7 +152,9 @@ class Host:
 
     def _ask(self, message: Ask) -> None:
         entry = self._entries[message.number] = _Entry(message.number, self._post)
-        if "structured" in message.sampling:  # a grammar takes long to compile
+        adapter = message.terms.get("lora_request", "")
+        reads = bool(adapter) and not self._llm.holds_adapter(adapter)
+        if reads or "structured" in message.sampling:  # a grammar takes long to compile
             # `engine.trials` bounds how many compile at once
             beside(lambda: self._submit(entry, message))
         else:
@@ -250,10 +256,28 @@ class Host:
             "abort": self._abort,
             "caught_up": lambda: llm.loop.call(lambda: None),
             "reset_prefix_cache": llm.reset_prefix_cache,
+            "load_lora_adapter": self._load,
+            "has_loaded": self._has_loaded,
+            "unload_lora_adapter": llm.unload_lora_adapter,
             "is_alive": lambda: llm.loop.is_alive,
             "close": self._close,
         }
         return calls[name](*arguments)
+
+    def _load(self, name: str, path: str, replaces: bool) -> int:
+        """Begin to load an adapter, which may take minutes; return a number for `_has_loaded`."""
+        number = next(self._load_numbers)
+        self._loads[number] = beside(
+            lambda: self._llm.load_lora_adapter(name, path, replaces=replaces)
+        )
+        return number
+
+    def _has_loaded(self, number: int) -> bool:
+        """Return whether an adapter is loaded, or raise why it is not; True and errors are last."""
+        if not self._loads[number].done():
+            return False
+        self._loads.pop(number).result()
+        return True
 
     def _close(self, timeout_s: float | None) -> bool:
         self._is_over = True

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Unpack
 
@@ -59,6 +60,7 @@ __all__ = ["RemoteEngine"]
 
 Sink = Callable[[RequestOutput], bool]
 ANSWER_S = 1.0  # seconds to answer that it has ended in time
+LOAD_POLL_S = 0.05  # seconds between two questions whether an adapter is loaded
 PATIENCE_S = 5.0  # seconds before a process that was told to end is killed
 
 
@@ -321,6 +323,18 @@ class RemoteEngine(asyncio.Protocol):
         """Drop all cached blocks; return False while requests hold some."""
         return bool(await asyncio.wrap_future(beside(lambda: self._call("reset_prefix_cache"))))
 
+    async def load_lora_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
+        """Load an adapter, see `LLM.load_lora_adapter`; other calls are answered meanwhile."""
+        ask = partial(self._call, "load_lora_adapter", name, path, replaces)
+        number = await asyncio.wrap_future(beside(ask))
+        ask = partial(self._call, "has_loaded", number)
+        while not await asyncio.wrap_future(beside(ask)):
+            await asyncio.sleep(LOAD_POLL_S)
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Forget an adapter by its name, see `LLM.unload_lora_adapter`."""
+        await asyncio.wrap_future(beside(lambda: self._call("unload_lora_adapter", name)))
+
     async def aclose(self) -> None:
         """Accept no more requests and end those of this object."""
         for pending in list(self._pending.values()):
@@ -416,13 +430,12 @@ class RemoteEngine(asyncio.Protocol):
         return value
 
 
-def _output_of(told: dict[str, Any]) -> RequestOutput:
+def _output_of(sent: Mapping[str, Any]) -> RequestOutput:
     """Return the output that was sent as a table."""
-    outputs = [CompletionOutput(**one) for one in told.pop("outputs")]
-    metrics, state = RequestMetrics(**told.pop("metrics")), told.pop("prompt_state")
-    return RequestOutput(
-        outputs=outputs,
-        metrics=metrics,
-        prompt_state=None if state is None else tuple(state),
-        **told,
-    )
+    state = sent["prompt_state"]
+    typed = {
+        "outputs": [CompletionOutput(**one) for one in sent["outputs"]],
+        "metrics": RequestMetrics(**sent["metrics"]),
+        "prompt_state": None if state is None else tuple(state),
+    }
+    return RequestOutput(**{**sent, **typed})

@@ -54,7 +54,6 @@ class Blocks(NamedTuple):
     step: int
 
 
-@functools.lru_cache(maxsize=1024)
 def is_faster(spec: AttentionSpec, num_sms: int) -> bool:
     """Say whether the paged kernels can compute `spec` and take less time."""
     rows = spec.max_seqlen_q

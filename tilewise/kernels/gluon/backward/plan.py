@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -126,18 +125,8 @@ def order_of(spec: AttentionSpec) -> tuple[bool, bool]:
 
 
 def variant_of(spec: AttentionSpec) -> BwdVariant:
-    """Return the code that `spec` needs; a window that hides nothing is compiled away.
-
-    Of lengths it needs to know which sides of a window hide a key, and how many keys lie in the
-    last tile: calls that are alike in these share their code.
-    """
-    left = 0 if 0 <= spec.window_left < spec.max_seqlen_k - 1 else -1
-    right = 0 if 0 <= spec.window_right < spec.max_seqlen_q - 1 else -1
-    keys = KEYS + spec.max_seqlen_k % KEYS
-    variant = variant_of_kind(
-        spec._replace(window_left=left, window_right=right, max_seqlen_q=2, max_seqlen_k=keys)
-    )
-    return _form_for_length(variant, spec)
+    """Return the code that `spec` needs; a window that hides nothing is compiled away."""
+    return _form_for_length(_variant_of_features(spec), spec)
 
 
 def is_short(spec: AttentionSpec) -> bool:
@@ -159,9 +148,11 @@ def with_copied_bias(variant: BwdVariant, *, is_shared: bool) -> BwdVariant:
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
-    """Return the same, for `spec` as it is."""
+def _variant_of_features(spec: AttentionSpec) -> BwdVariant:
+    """Return the code for a call's features.
+
+    Of lengths it depends on which sides of a window hide a key, and on the keys of the last tile.
+    """
     d = max(64, power_of_2(max(spec.head_dim, spec.v_head_dim)))
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1

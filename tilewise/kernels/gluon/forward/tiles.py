@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from tilewise.kernels.gluon.forward.kernel import Tile
@@ -112,7 +111,6 @@ def tile_config_fwd(
     return _tile_of(spec.head_dim, spec.v_head_dim, kind, most_keys, dealt, is_long)
 
 
-@functools.cache
 def _tile_of(
     head_dim: int, v_head_dim: int, kind: str, most_keys: int, dealt: bool, is_long: bool
 ) -> Tile:

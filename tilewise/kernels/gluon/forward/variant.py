@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from tilewise.kernels.gluon.forward.kernel import Tile, Variant
@@ -22,7 +20,6 @@ _WIDEST_BOUND = 32.0
 _LEAST_FACTOR = 2.0**-40  # that slopes and a bias are divided by: they must stay finite
 
 
-@functools.lru_cache(maxsize=1024)
 def choice(
     spec: AttentionSpec,
     tile: Tile,

@@ -37,6 +37,7 @@ from tilewise.kernels.gluon.device.byte_operands import (
     values_operand,
 )
 from tilewise.kernels.gluon.device.compat import partition_barrier, reinterpret, tma_load
+from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2, reciprocal
 from tilewise.kernels.gluon.visible import first_key_of_run, full_keys_of_run, inside_window, key_at
 
@@ -204,16 +205,6 @@ def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
 
 
 @gluon.jit
-def _each(instruction: gl.constexpr, WARPS: gl.constexpr):
-    """Run an instruction in every thread of a partition."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    thread = gl.arange(0, 32 * WARPS, lanes)
-    gl.inline_asm_elementwise(
-        f"{instruction}; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _load_tiles(given, shape: gl.constexpr):
     """Bring the tiles of this CTA's pairs and heads into the ring; one warp."""
     (
@@ -231,7 +222,7 @@ def _load_tiles(given, shape: gl.constexpr):
     ) = given
     if shape.early:
         # The newest keys and values are written by the kernel before.
-        _each("griddepcontrol.wait", 1)
+        await_previous(1)
     before = 0  # tiles of earlier items
     for item in range(gl.program_id(0), num_pairs * shape.num_kv_heads, gl.num_programs(0)):
         head = item % shape.num_kv_heads
@@ -268,9 +259,9 @@ def _load_tiles(given, shape: gl.constexpr):
 def _fold_tiles(given, num_pairs, shape: gl.constexpr):
     """Compute the pairs and heads of this CTA; four warps."""
     if shape.early:
-        _each("griddepcontrol.wait", 4)
+        await_previous(4)
         if shape.early != _FIRST:
-            _each("griddepcontrol.launch_dependents", 4)
+            begin_next(4)
     before = 0  # tiles of earlier items
     for item in range(gl.program_id(0), num_pairs * shape.num_kv_heads, gl.num_programs(0)):
         pair = item // shape.num_kv_heads
@@ -487,7 +478,7 @@ def paged_decode_kernel(
     without slot scales. o (T, Hq, D) and lse (Hq, T) are contiguous.
     """
     if shape.early == _FIRST:
-        _each("griddepcontrol.launch_dependents", 4)
+        begin_next(4)
     ring = _allocate(k, v, k_scale, v_scale, shape)
     scales = (
         k_head_scale,

@@ -17,7 +17,7 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
 from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
-from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors
@@ -288,7 +288,7 @@ def _seats(spec: PagedSpec, sm_count: int) -> int:
 def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
     """Write the records of these lengths, as many as `plan_pairs` says."""
     _, splits = tiles.byte_decode_plan(_short(spec), device.sm_count_of(records.device))
-    _fill(launch, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
+    _fill(launch_now, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
 
 
 def _fill(

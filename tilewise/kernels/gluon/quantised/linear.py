@@ -20,7 +20,7 @@ from tilewise.kernels.gluon.quantised.operands import (
     TABLE,
 )
 from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
-from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles import quantised_rows as tiles
@@ -115,7 +115,7 @@ def launch(
     words = weight.codes.view(torch.int32)
     outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
-    start(
+    launch_now(
         quantised_rows_kernel,
         (-(-outputs // (16 * tile.tiles * tile.warps_n)), -(-rows // tile.rows)),
         x,

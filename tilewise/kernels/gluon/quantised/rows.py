@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from tilewise.kernels import early
+from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.quantised.operands import (
     bits_of,
     codes_layout,
@@ -57,16 +58,6 @@ class Shape(NamedTuple):
     has_outer_minimums: bool
     has_bias: bool
     early: int  # of `kernels.early`: codes are loaded before the kernel before has ended
-
-
-@gluon.jit
-def _each(instruction: gl.constexpr, shape: gl.constexpr):
-    """Run an instruction in every thread."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [shape.warps_n * shape.warps_k], [0])
-    thread = gl.arange(0, 32 * shape.warps_n * shape.warps_k, lanes)
-    gl.inline_asm_elementwise(
-        f"{instruction}; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.constexpr_function
@@ -318,7 +309,7 @@ def quantised_rows_kernel(
     CODES: gl.constexpr = codes_layout(W, shape.warps_n, NUM, WORDS)
     INPUTS: gl.constexpr = inputs_layout(W, shape.warps_n, T, S)
     if shape.early == _FIRST:
-        _each("griddepcontrol.launch_dependents", shape)
+        begin_next(shape.warps_n * shape.warps_k)
     first = gl.program_id(0) * (WIDE * NUM)
     first_row = gl.program_id(1) * T
     # Codes: a lane's words of each of its outputs; outputs behind the last repeat it.
@@ -356,9 +347,9 @@ def quantised_rows_kernel(
     odd = _loaded(codes, tensors, bases, warp, W, shape)
     if shape.early:
         # Nobody writes the weight; whatever else is read or written follows the kernel before.
-        _each("griddepcontrol.wait", shape)
+        await_previous(shape.warps_n * shape.warps_k)
         if shape.early != _FIRST:
-            _each("griddepcontrol.launch_dependents", shape)
+            begin_next(shape.warps_n * shape.warps_k)
     rows_of_x = (x_at, x_inside, x_channel, channels)
     even_x = _inputs(rows_of_x, 0, S)
     odd_x = even_x

@@ -17,7 +17,7 @@ from tilewise.kernels.host.descriptors import (
     matrix_descriptor,
     why_no_descriptor,
 )
-from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles.invariant_many import ManyTile, cut, many_tile
 from tilewise.kernels.tiles.linear_rows import channels_of_part, parts_of, tile_of
@@ -75,7 +75,7 @@ def launch_many(x: Tensor, weight: Tensor, bias: Tensor | None, tile: ManyTile) 
         has_parts,
         bias is not None,
     )
-    start(
+    launch_now(
         linear_many_kernel,
         min(tiles, tile.ctas * device.sm_count_of(x.device)),
         matrix_descriptor(x, tile.tile_m, STEP.value),

@@ -15,19 +15,16 @@ from tilewise.kernels.host.descriptors import (
     matrix_descriptor,
     why_no_descriptor,
 )
-from tilewise.kernels.host.lasting import lasting
-from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.host.lasting import zeros_of_stream
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
 from tilewise.kernels.tiles.invariant_many import cut
 from tilewise.kernels.tiles.linear_rows import RowsTile
 
-__all__ = ["forget_counters", "launch", "launch_parts", "why_not", "why_not_product"]
+__all__ = ["launch", "launch_parts", "why_not", "why_not_product"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_COUNTERS = 1 << 20  # of a device: what launches inside of graphs take is never given back
-_TOGETHER = 32  # counters of 128 bytes: every launch's start where Triton takes it for aligned
-_OF_A_STREAM = 1 << 12  # counters of the launches of one stream outside of graphs
 
 
 def why_not(spec: LinearSpec) -> str | None:
@@ -118,7 +115,7 @@ def _run(
     if parts > 1 and not keeps_parts:
         size = num_tiles * parts * tile.tile_n * padded
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrived = _counters(num_tiles, x.device)
+        arrived = zeros_of_stream(num_tiles, x.device)
     shape = Shape(
         padded,
         tile.tile_n,
@@ -132,7 +129,7 @@ def _run(
         tile.rows > 0,
     )
     options = {"launch_pdl": True} if tile.early else {}
-    start(
+    launch_now(
         linear_rows_kernel,
         num_tiles * parts,
         matrix_descriptor(weight, tile.tile_n, tile.tile_k),
@@ -149,68 +146,3 @@ def _run(
         num_warps=tile.num_warps,
         **options,
     )
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
-
-
-class _Counters:
-    """Zeros of one device, which every launch leaves as zeros.
-
-    Launches of a stream come one after the other and share theirs. One in a graph has its own for
-    good: another graph may run at the same time, and lives as long as it likes.
-    """
-
-    def __init__(self, where: torch.device) -> None:
-        self._zeros = lasting(
-            lambda: torch.zeros(_COUNTERS, dtype=torch.int32, device=where), where
-        )
-        self._used = 0
-        self._of_stream: dict[int, int] = {}
-
-    def take(self, count: int, stream: int, capturing: bool) -> Tensor | None:
-        """Return `count` of them, None where there are not so many."""
-        if capturing:
-            return self._next(count)
-        if count > _OF_A_STREAM:
-            return None
-        begin = self._of_stream.get(stream)
-        if begin is not None:
-            return self._zeros[begin : begin + count]
-        found = self._next(_OF_A_STREAM)
-        if found is None:
-            return None
-        self._of_stream[stream] = self._used - _OF_A_STREAM
-        return found[:count]
-
-    def _next(self, count: int) -> Tensor | None:
-        count = -(-count // _TOGETHER) * _TOGETHER
-        if self._used + count > _COUNTERS:
-            return None
-        self._used += count
-        return self._zeros[self._used - count : self._used]
-
-
-_of_device: dict[int, _Counters] = {}
-
-
-def _counters(count: int, where: torch.device) -> Tensor:
-    """Return `count` zeros for the next launch of the current stream."""
-    if where.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=where)
-    capturing = _capturing()
-    index = torch.cuda.current_device()
-    known = _of_device.get(index)
-    if known is None and not capturing:
-        known = _of_device[index] = _Counters(where)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    found = None if known is None else known.take(count, stream, capturing)
-    if found is None:  # a graph before anything else: it fills its own at each replay
-        found = torch.zeros(count, dtype=torch.int32, device=where)
-    return found
-
-
-def forget_counters() -> None:
-    """Take new zeros from here on; no graph that was captured before may be replayed again."""
-    _of_device.clear()

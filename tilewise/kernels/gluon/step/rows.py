@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels import early
 from tilewise.kernels.gluon.device.barriers import barriers
 from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
+from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.device.warpgroup import sum_layout
 
 _FIRST = gl.constexpr(early.FIRST)
@@ -73,16 +74,6 @@ def _leave_layout(num_warps, tile_n):
 
 
 @gluon.jit
-def _each(instruction: gl.constexpr, shape: gl.constexpr):
-    """Run an instruction in every thread."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [shape.num_warps], [0])
-    thread = gl.arange(0, 32 * shape.num_warps, lanes)
-    gl.inline_asm_elementwise(
-        f"{instruction}; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _load(weight, x, ring, output, row, channel, stage):
     """Start the copies of one stage."""
     full = ring.full.index(stage)
@@ -97,16 +88,16 @@ def _begin(weight, x, ring, output, row, channel, count, shape: gl.constexpr):
     if shape.early:
         # The next kernel may begin where there is room: it waits for this one's end as well.
         if shape.early == _FIRST:
-            _each("griddepcontrol.launch_dependents", shape)
+            begin_next(shape.num_warps)
         for stage in range(count):
             full = ring.full.index(stage)
             mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
             at = [output, channel + stage * shape.tile_k]
             tma_load(weight, at, full, ring.weight.index(stage))
         # Nobody writes the weight; whatever else is read or written follows the kernel before.
-        _each("griddepcontrol.wait", shape)
+        await_previous(shape.num_warps)
         if shape.early != _FIRST:
-            _each("griddepcontrol.launch_dependents", shape)
+            begin_next(shape.num_warps)
         for stage in range(count):
             at = [row, channel + stage * shape.tile_k]
             tma_load(x, at, ring.full.index(stage), ring.x.index(stage))

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.elements import why_not as why_not
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparse_mixer": 2}
@@ -156,7 +157,9 @@ def launch(
     if tokens == 0:
         return chosen, weights
     experts = triton.next_power_of_2(num_experts)
-    choose_kernel[(tokens,)](
+    launch_now(
+        choose_kernel,
+        tokens,
         logits,
         logits if correction_bias is None else correction_bias,
         chosen,

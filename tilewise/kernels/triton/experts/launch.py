@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.tiles.experts import (
     CHUNK,
     COUNTED_CHOICES,
@@ -72,7 +73,9 @@ def launch(
     }
     a = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     columns = triton.cdiv(outputs, tile.tile_n)
-    up_kernel[(row_tiles * columns,)](
+    launch_now(
+        up_kernel,
+        row_tiles * columns,
         x,
         up,
         up if up_scale is None else up_scale,
@@ -99,7 +102,9 @@ def launch(
     )
     o = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     columns = triton.cdiv(width, tile.tile_n)
-    down_kernel[(row_tiles * columns,)](
+    launch_now(
+        down_kernel,
+        row_tiles * columns,
         a,
         down,
         down if down_scale is None else down_scale,
@@ -119,7 +124,9 @@ def launch(
     )
     part = min(COMBINED, triton.next_power_of_2(width))
     parts = triton.cdiv(width, part)
-    combine_kernel[(tokens * parts,)](
+    launch_now(
+        combine_kernel,
+        tokens * parts,
         o,
         weights,
         chosen,
@@ -152,8 +159,10 @@ def _placed(
     table, place, row, counts = ints.split(split)
     sizes = {"ACTIVE": active, "TOKENS": each, "EXPERTS": experts, "SLOTS": slots}
     if is_counted:
-        count_kernel[(tiles,)](chosen, counts, tokens, num_experts, **sizes, num_warps=4)
-    place_kernel[(tiles,)](
+        launch_now(count_kernel, tiles, chosen, counts, tokens, num_experts, **sizes, num_warps=4)
+    launch_now(
+        place_kernel,
+        tiles,
         chosen,
         counts if is_counted else chosen,
         place,

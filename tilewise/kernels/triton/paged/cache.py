@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.paged import rope_write
 from tilewise.kernels.triton.paged.quantise import as_bytes
 
@@ -248,7 +249,9 @@ def write_kv_cache(
     if num_tokens == 0:
         return
     tile_h = _tile_rows(num_heads, max(head_dim, v_head_dim))
-    _write_kernel[(num_tokens, triton.cdiv(num_heads, tile_h))](
+    launch_now(
+        _write_kernel,
+        (num_tokens, triton.cdiv(num_heads, tile_h)),
         k,
         v,
         k_cache,
@@ -297,7 +300,9 @@ def copy_blocks(
         assert k_scale is not None
         assert v_scale is not None
         scales, strides = (k_scale, v_scale), [*k_scale.stride(), *v_scale.stride()]
-    _copy_kernel[(num_pairs, triton.cdiv(num_rows, tile_r))](
+    launch_now(
+        _copy_kernel,
+        (num_pairs, triton.cdiv(num_rows, tile_r)),
         *map(as_bytes, (k_cache, v_cache, *scales)),
         block_pairs,
         *block_pairs.stride(),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.plan import Maker as AddressedMaker
 from tilewise.kernels.plan import Call, LaunchPlan, Maker, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedKeys
@@ -189,7 +189,7 @@ def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q:
     sm_count = device.sm_count_of(records.device)
     work = tiles.planned_work(spec, device.arch_of(records.device), sm_count)
     launch_plan(
-        launch,
+        launch_now,
         seqlens_k,
         cu_seqlens_q,
         records,
@@ -218,7 +218,7 @@ def launch_plan(
     """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows.
 
     Args:
-        start: the `launch` method of a plan's maker, or `host.launch` outside of a plan.
+        start: the `launch` method of a maker, or `launch_now` outside of a plan.
         num_tokens, max_keys: the largest numbers of rows, and of keys of a sequence.
     """
     start(

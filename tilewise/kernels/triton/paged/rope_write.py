@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import ElementSpec, scale_per_slot
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.paged.quantise import (
@@ -324,7 +325,9 @@ def launch(
         kind,
         owns_scale,
     )
-    _prepare_kernel[(num_tokens, q_tiles + 2 * kv_tiles)](
+    launch_now(
+        _prepare_kernel,
+        (num_tokens, q_tiles + 2 * kv_tiles),
         q,
         k,
         v,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch as start
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.quantised_weight import E2M1, NIBBLES, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.triton.quantised import values
@@ -73,7 +73,7 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
         _columns(weight.block, columns),
         _columns(weight.outer_block, columns) if weight.has_outer else _WHOLE,
     )
-    start(
+    launch_now(
         values_kernel,
         (-(-(end - first) // _TILE_N), -(-columns // _TILE_K)),
         raw(weight.codes, w),

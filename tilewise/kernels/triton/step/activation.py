@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -47,7 +48,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows = gate_up.reshape(-1, 2 * dim)
     tile = min(TILE, triton.next_power_of_2(dim))
     tiles = triton.cdiv(dim, tile)
-    _silu_mul_kernel[(rows.shape[0] * tiles,)](
+    launch_now(
+        _silu_mul_kernel,
+        rows.shape[0] * tiles,
         rows,
         y,
         rows.stride(0),

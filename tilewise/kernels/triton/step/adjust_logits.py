@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import ElementSpec
 
 TILE = 1024
@@ -104,7 +105,9 @@ def launch(
     """Change `rows` of logits (R, V) in place; see `ops.adjust_logits`."""
     vocab = logits.shape[1]
     if bias is not None and len(bias):
-        _bias_kernel[(triton.cdiv(len(bias), TILE_BIASES),)](
+        launch_now(
+            _bias_kernel,
+            triton.cdiv(len(bias), TILE_BIASES),
             logits,
             bias_rows,
             bias_ids,
@@ -123,7 +126,9 @@ def launch(
     def given(x: Tensor | None) -> Tensor:
         return rows if x is None else x
 
-    _adjust_kernel[(len(rows) * chunks,)](
+    launch_now(
+        _adjust_kernel,
+        len(rows) * chunks,
         logits,
         rows,
         given(mask),

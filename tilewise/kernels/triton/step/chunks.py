@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 CHUNK = 2048
@@ -148,7 +148,7 @@ class Parts:
         self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
     ) -> None:
         rows, vocab = logits.shape
-        launch(
+        launch_now(
             _chunk_kernel,
             rows * self.chunks,
             logits,

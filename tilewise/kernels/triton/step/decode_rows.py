@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import early
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.step import sampling
 from tilewise.kernels.triton.step.sampling import Moved
@@ -162,7 +163,9 @@ def begin(
 ) -> None:
     """See `ops.decode_rows.begin_decode`."""
     num_rows = len(positions)
-    _begin_kernel[(triton.cdiv(num_rows, TILE_B),)](
+    launch_now(
+        _begin_kernel,
+        triton.cdiv(num_rows, TILE_B),
         position,
         active,
         fresh,
@@ -201,7 +204,9 @@ def start(
     x = torch.empty((num_rows, width), dtype=embedding.dtype, device=embedding.device)
     found = torch.empty((num_rows, num_angles), dtype=angles.dtype, device=angles.device)
     tile = triton.next_power_of_2(width)
-    _start_kernel[(num_rows,)](
+    launch_now(
+        _start_kernel,
+        num_rows,
         position,
         active,
         fresh,
@@ -242,7 +247,9 @@ def finish(
     num_rows = len(drawn)
     if is_finite.dtype == torch.bool:
         is_finite = is_finite.view(torch.uint8)
-    _finish_kernel[(triton.cdiv(num_rows, TILE_B),)](
+    launch_now(
+        _finish_kernel,
+        triton.cdiv(num_rows, TILE_B),
         drawn,
         is_finite,
         token,

@@ -45,6 +45,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 BYTES_PER_WARP = 512  # 16 a thread, of each rank
@@ -325,7 +326,9 @@ def launch(
     rows, dim = total.shape
     tile = triton.next_power_of_2(dim)
     added = total if residual is None else residual
-    _flagged_sum_kernel[(triton.cdiv(rows, size),)](
+    launch_now(
+        _flagged_sum_kernel,
+        triton.cdiv(rows, size),
         x,
         x if ids is None else ids,
         added,

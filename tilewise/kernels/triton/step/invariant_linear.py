@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.tiles.invariant_linear import InvariantTile, invariant_tile
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -70,7 +71,9 @@ def launch(
     if tile is None:
         tile = invariant_tile(rows, outputs, x.itemsize, device.arch_of(x.device))
     tile_m, tile_n, tile_k, num_warps, num_stages = tile
-    _invariant_linear_kernel[(triton.cdiv(rows, tile_m) * triton.cdiv(outputs, tile_n),)](
+    launch_now(
+        _invariant_linear_kernel,
+        triton.cdiv(rows, tile_m) * triton.cdiv(outputs, tile_n),
         x,
         weight,
         y if bias is None else bias,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.tiles.linear import LinearTile, tile_of
 from tilewise.kernels.triton.early import RUN, await_previous, begin_next, options, prefetch
@@ -147,7 +148,9 @@ def launch(
     early, runs = options("linear"), 0
     if early["EARLY"] and (weight.data_ptr() | 2 * weight.stride(0) | 2 * channels) % 16 == 0:
         runs = triton.next_power_of_2(triton.cdiv(per_part * tile.tile_k * tile.ways, RUN))
-    _linear_kernel[(triton.cdiv(outputs, tile.tile_n), parts)](
+    launch_now(
+        _linear_kernel,
+        (triton.cdiv(outputs, tile.tile_n), parts),
         x,
         weight,
         given,
@@ -170,7 +173,9 @@ def launch(
         **early,
     )
     if parts > 1:
-        _merge_kernel[(triton.cdiv(y.numel(), MERGE_TILE),)](
+        launch_now(
+            _merge_kernel,
+            triton.cdiv(y.numel(), MERGE_TILE),
             target,
             given,
             y,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -104,7 +105,9 @@ def _launch(
     rows = x.reshape(-1, dim)
     added = rows if residual is None else residual.reshape(-1, dim)
     tile = triton.next_power_of_2(dim)
-    _norm_kernel[(rows.shape[0],)](
+    launch_now(
+        _norm_kernel,
+        rows.shape[0],
         rows,
         added,
         weight,

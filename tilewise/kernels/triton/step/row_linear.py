@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.step.linear import why_not as why_not
 
@@ -116,7 +117,9 @@ def add_rms_norm_linear(
     if y.numel() == 0:
         return y, total
     rows = ROWS // (1 + is_gated)
-    _row_kernel[(triton.cdiv(outputs, rows), 1)](
+    launch_now(
+        _row_kernel,
+        (triton.cdiv(outputs, rows), 1),
         x,
         residual,
         norm_weight,
@@ -147,7 +150,9 @@ def row_linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     y = torch.empty((parts, *x.shape[:-1], outputs), dtype=torch.float32, device=x.device)
     if y.numel() == 0:
         return y
-    _row_kernel[(triton.cdiv(outputs, ROWS_OF_PART), parts)](
+    launch_now(
+        _row_kernel,
+        (triton.cdiv(outputs, ROWS_OF_PART), parts),
         x,
         x,
         x,

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.requests import is_recording
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
@@ -675,7 +675,7 @@ def sample_tokens(
     def given(x: Tensor | None) -> Tensor:
         return tokens if x is None else x
 
-    launch(
+    launch_now(
         _draw_kernel,
         rows,
         logits,
@@ -726,7 +726,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, 
         return own, ids, values
     parts = Parts(logits, count > 0)
     parts.fill(logits, None, has_mass=True, has_peaks=count > 0)
-    _logprob_kernel[(rows,)](
+    launch_now(
+        _logprob_kernel,
+        rows,
         logits,
         tokens,
         parts.top,

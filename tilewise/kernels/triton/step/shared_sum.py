@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 # Most programs of a launch. Those of one number on different GPUs wait for one another, so all of a
@@ -359,7 +360,9 @@ def launch(
     words = words_of(dim, total.itemsize)
     tile = triton.next_power_of_2(words)
     added = total if residual is None else residual
-    _sum_kernel[(min(rows, MOST_PROGRAMS),)](
+    launch_now(
+        _sum_kernel,
+        min(rows, MOST_PROGRAMS),
         x,
         x if ids is None else ids,
         added,

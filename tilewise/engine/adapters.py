@@ -1,0 +1,192 @@
+"""The adapters that requests may name: loaded, unloaded, and kept in main memory while used.
+
+A request holds its adapter, so that one that is unloaded while requests use it stays until the last
+of them has ended. Names are for requests to come only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import ref
+
+import torch
+
+from tilewise.errors import CheckpointError, RequestError, shown
+from tilewise.models.adapters import Adapter, AdapterSite, read_adapter
+
+__all__ = ["Adapters", "LoadedAdapter", "salted"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedAdapter:
+    """An adapter in main memory.
+
+    Attributes:
+        number: that of its loading; no other adapter of the process has it.
+        fingerprint: a digest of all that it adds to the model.
+        weights: the tensors.
+    """
+
+    number: int
+    fingerprint: str
+    weights: Adapter
+
+
+@dataclass(slots=True)
+class _Named:
+    """An adapter by its name, in main memory or not."""
+
+    path: str
+    number: int
+    fingerprint: str
+    adapter: ref[LoadedAdapter]
+
+
+class Adapters:
+    """The adapters of an engine by name; any thread may use it.
+
+    Args:
+        sites: the linear layers of the model, see `models.adapters.adapter_sites`.
+        max_rank: the largest rank of an adapter.
+        most_held: adapters that stay in main memory while no request uses them, the ones that were
+            used last; the others are read again when a request names them. None keeps all.
+    """
+
+    def __init__(
+        self, sites: Mapping[str, AdapterSite], *, max_rank: int, most_held: int | None = None
+    ) -> None:
+        self._sites, self._max_rank, self._most_held = sites, max_rank, most_held
+        self._named: dict[str, _Named] = {}
+        self._held: OrderedDict[int, LoadedAdapter] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def paths(self) -> dict[str, str]:
+        """Return where each adapter comes from, by name."""
+        with self._lock:
+            return {name: named.path for name, named in self._named.items()}
+
+    def load(self, name: str, path: str | Path, *, replaces: bool = False) -> None:
+        """Read an adapter and give it a name; where anything is wrong nothing changes.
+
+        Args:
+            name: its name, which requests use.
+            path: a folder in PEFT's format, or a hub name.
+            replaces: True if another adapter of this name may be unloaded.
+
+        Raises:
+            CheckpointError: see `models.adapters.read_adapter`.
+            RequestError: the name is empty, or in use.
+        """
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"lora_name must be a name, got {shown(name)}")
+        self._check_free(name, replaces)
+        weights = read_adapter(path, self._sites, max_rank=self._max_rank)
+        adapter = LoadedAdapter(next(self._numbers), _fingerprint(weights), weights)
+        with self._lock:
+            if not replaces and name in self._named:
+                raise RequestError(_in_use(name))
+            before = self._named.get(name)
+            if before is not None:
+                self._held.pop(before.number, None)
+            self._named[name] = _Named(str(path), adapter.number, adapter.fingerprint, ref(adapter))
+            self._hold(adapter)
+
+    def unload(self, name: str) -> None:
+        """Forget a name; requests that use its adapter go on.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        with self._lock:
+            self._find(name, "lora_name")
+            self._held.pop(self._named.pop(name).number, None)
+
+    def get(self, name: str) -> LoadedAdapter:
+        """Return the adapter of a name, read again if it is in main memory no more.
+
+        Raises:
+            RequestError: there is no such adapter, or its files are not what they were.
+        """
+        with self._lock:
+            named = self._find(name, "lora_request")
+            adapter = named.adapter()
+            if adapter is not None:
+                self._hold(adapter)
+                return adapter
+        try:
+            weights = read_adapter(named.path, self._sites, max_rank=self._max_rank)
+        except CheckpointError as error:
+            raise RequestError(f"adapter {name!r} cannot be read again: {error}") from error
+        if _fingerprint(weights) != named.fingerprint:
+            raise RequestError(
+                f"adapter {name!r} must be as it was when it was loaded, got other weights in "
+                f"{named.path}"
+            )
+        with self._lock:
+            adapter = named.adapter()  # another thread may have been faster
+            if adapter is None:
+                adapter = LoadedAdapter(named.number, named.fingerprint, weights)
+                named.adapter = ref(adapter)
+            if self._named.get(name) is named:
+                self._hold(adapter)
+            return adapter
+
+    def holds(self, name: str) -> bool:
+        """Whether the adapter of a name is in main memory."""
+        with self._lock:
+            named = self._named.get(name)
+            return named is not None and named.adapter() is not None
+
+    def _check_free(self, name: str, replaces: bool) -> None:
+        with self._lock:
+            if not replaces and name in self._named:
+                raise RequestError(_in_use(name))
+
+    def _find(self, name: str, field: str) -> _Named:
+        named = self._named.get(name)
+        if named is None:
+            names = ", ".join(sorted(self._named)) or "none"
+            raise RequestError(
+                f"{field} must be an adapter that is loaded ({names}), got {shown(name)}"
+            )
+        return named
+
+    def _hold(self, adapter: LoadedAdapter) -> None:
+        """Keep an adapter as the one used last, and let go of the one not used for longest."""
+        self._held[adapter.number] = adapter
+        self._held.move_to_end(adapter.number)
+        while self._most_held is not None and len(self._held) > self._most_held:
+            self._held.popitem(last=False)
+
+
+def salted(cache_salt: str, adapter: LoadedAdapter | None) -> str:
+    """Return the namespace of a request's cached blocks: that of its salt and its adapter.
+
+    It begins with a NUL where there is an adapter, or where the salt does; so no salt of a caller's
+    is the namespace of an adapter.
+    """
+    if adapter is None and not cache_salt.startswith("\0"):
+        return cache_salt
+    return f"\0{'' if adapter is None else adapter.fingerprint}\0{cache_salt}"
+
+
+def _in_use(name: str) -> str:
+    return f"lora_name must be of no adapter that is loaded, got {shown(name)}"
+
+
+def _fingerprint(weights: Adapter) -> str:
+    digest = hashlib.sha256()
+    for module in sorted(weights.parts):
+        for part in weights.parts[module]:
+            digest.update(f"{module} {part.first} {part.scale!r}".encode())
+            for tensor in (part.a, part.b):
+                digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,188 @@
+"""Adapters on the device: a fixed number of slots, of which each step uses some."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.steps.inputs import send
+from tilewise.models.adapters import Adapter, AdapterSite
+from tilewise.nn.adapted import StepAdapters
+from tilewise.ops import LowRank, RowTiles, most_tiles, tile_rows
+
+__all__ = ["AdapterSlots", "FixedAdapters"]
+
+TILE = 16  # rows of a tile, and what ranks are padded to, see `kernels.low_rank`
+
+
+class Loaded(Protocol):
+    """What slots need of `engine.adapters.LoadedAdapter`."""
+
+    @property
+    def number(self) -> int:
+        """The number of its loading."""
+        ...
+
+    @property
+    def weights(self) -> Adapter:
+        """Its tensors."""
+        ...
+
+
+class FixedAdapters:
+    """The adapters of the rows of steps that read them where they always lie, as graphs do.
+
+    Args:
+        adapters: the slots.
+        most: rows of a step at most.
+    """
+
+    def __init__(self, adapters: AdapterSlots, most: int) -> None:
+        self._adapters = adapters
+        count = most_tiles(most, adapters.count)
+        self._tiles = RowTiles(
+            torch.full((count,), -1, dtype=torch.int32, device=adapters.device),
+            torch.full((count, TILE), -1, dtype=torch.int32, device=adapters.device),
+        )
+
+    def of(self, rows: int) -> StepAdapters:
+        """Return the adapters of a step of so many rows, which `write` changes."""
+        count = most_tiles(rows, self._adapters.count)
+        tiles = RowTiles(self._tiles.slots[:count], self._tiles.rows[:count])
+        return StepAdapters(self._adapters.weights, tiles)
+
+    def write(self, slots: NDArray[np.int32], rows: int) -> None:
+        """Let the next step of so many rows use slots (T,), -1 for none; T is at most `rows`."""
+        tiles, own = tile_rows(slots)
+        count = most_tiles(rows, self._adapters.count)
+        padded, all_rows = np.full(count, -1, np.int32), np.full((count, TILE), -1, np.int32)
+        padded[: len(tiles)], all_rows[: len(tiles)] = tiles, own
+        on_device = send((padded, all_rows.ravel()), self._adapters.device)
+        self._tiles.slots[:count].copy_(on_device[0])
+        self._tiles.rows[:count].copy_(on_device[1].view(count, TILE))
+
+
+class AdapterSlots:
+    """Slots for `count` adapters, those that were used last.
+
+    Args:
+        model: the model, whose linear layers may be packed or quantised.
+        sites: its linear layers by name, see `models.adapters.adapter_sites`.
+        count: slots; a step uses no more different adapters.
+        max_rank: the largest rank of an adapter.
+        device, dtype: those of the rows that the linear layers take.
+
+    Attributes:
+        weights: what the slots hold, by linear layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Mapping[str, AdapterSite],
+        *,
+        count: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.count, self.device = count, device
+        self.weights: dict[nn.Module, LowRank] = {}
+        self._of_module: dict[str, tuple[LowRank, dict[int, int]]] = {}
+        self._slots: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # by number, the one used last at the end
+        rank = -(-max_rank // TILE) * TILE
+        by_module: dict[str, list[AdapterSite]] = {}
+        for site in sites.values():
+            by_module.setdefault(site.module, []).append(site)
+        for name, parts in by_module.items():
+            parts.sort(key=lambda site: site.first)
+            firsts = [site.first for site in parts]
+            edges = [*firsts, firsts[-1] + parts[-1].out_features]
+
+            def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+                return torch.zeros(shape, dtype=kind, device=device)
+
+            own = LowRank(
+                zeros(count, len(parts) * rank, parts[0].in_features),
+                zeros(count, rank, edges[-1]),
+                zeros(count, len(parts), kind=torch.float32),
+                zeros(count, len(parts), kind=torch.int32),
+                torch.tensor(edges, dtype=torch.int32, device=device),
+            )
+            self.weights[model.get_submodule(name)] = own
+            self._of_module[name] = own, {first: i for i, first in enumerate(firsts)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(own.a.nbytes + own.b.nbytes for own in self.weights.values())
+
+    def place(self, runs: Sequence[ScheduledSequence]) -> NDArray[np.int32] | None:
+        """Return the slot of each run, -1 where it uses no adapter; None if no run does.
+
+        Adapters that are in no slot are written to those not used for longest, behind all that the
+        device has been given to do.
+
+        Raises:
+            RuntimeError: the runs use more adapters than there are slots.
+        """
+        wanted = {run.adapter.number: run.adapter for run in runs if run.adapter is not None}
+        if not wanted:
+            return None
+        if len(wanted) > self.count:
+            raise RuntimeError(f"a step must use at most {self.count} adapters, got {len(wanted)}")
+        for number in wanted:
+            if number in self._slots:
+                self._slots.move_to_end(number)
+        for number, adapter in wanted.items():
+            if number not in self._slots:
+                slot = len(self._slots)
+                if slot == self.count:
+                    _, slot = self._slots.popitem(last=False)
+                self._write(slot, adapter.weights)
+                self._slots[number] = slot
+        return np.array(
+            [-1 if run.adapter is None else self._slots[run.adapter.number] for run in runs],
+            np.int32,
+        )
+
+    def step(self, batch: Batch) -> StepAdapters | None:
+        """Return the adapters of the rows of a step; None if no row uses one."""
+        slots = self.place(batch.sequences)
+        if slots is None:
+            return None
+        return self.of_rows(np.repeat(slots, [len(s.token_ids) for s in batch.sequences]))
+
+    def of_rows(self, slots: NDArray[np.int32]) -> StepAdapters:
+        """Return the adapters of rows that use slots (T,), -1 for none."""
+        tiles, rows = tile_rows(slots)
+        on_device = send((tiles, rows.ravel()), self.device)
+        return StepAdapters(self.weights, RowTiles(on_device[0], on_device[1].view(rows.shape)))
+
+    @torch.inference_mode()
+    def _write(self, slot: int, adapter: Adapter) -> None:
+        for name, (own, places) in self._of_module.items():
+            rank, parts = own.rank, own.parts
+            ranks, scales = [0] * parts, [0.0] * parts
+            for part in adapter.parts.get(name, ()):
+                at, have = places[part.first], part.a.shape[0]
+                ranks[at], scales[at] = have, part.scale
+                first, end = part.first, part.first + part.b.shape[0]
+                padded = -(-have // TILE) * TILE  # what is read of a rank
+                a = own.a[slot, at * rank : at * rank + padded]
+                b = own.b[slot, :padded, first:end]
+                a[have:].zero_()
+                b[have:].zero_()
+                a[:have].copy_(part.a, non_blocking=True)
+                b[:have].copy_(part.b.T, non_blocking=True)
+            own.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
+            own.scale[slot].copy_(torch.tensor(scales))

@@ -1,0 +1,1 @@
+"""Layers whose memory is a state, on a CPU."""

@@ -1,0 +1,208 @@
+"""Causal convolution of each channel on the CPU.
+
+What      y_t = f(bias + sum over j of weight_j x_{t - W + 1 + j}), f the identity or silu.
+Grid      a task for each sequence and 512 channels, taken from a counter.
+One task  all tokens of the sequence; its last W tokens stay in scratch, one row each.
+Traffic   every element is read once and written once; the slots' rows once each way.
+Numerics  float32 (float64 for float64), bias first, then the oldest token first, rounded once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu.attention.problem import float_type
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.gemm import lanes_in
+from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, load_row, store_row, why_not_dtype
+from tilewise.kernels.cpu.machine.threads import (
+    bare,
+    inner,
+    keep_alive,
+    kernel,
+    next_task,
+    run_tasks,
+    zero_scratch,
+)
+from tilewise.kernels.cpu.step.functions import CODES, applied
+from tilewise.kernels.spec import ElementSpec
+
+CHANNELS = 512  # of a task: with 4 taps, 20 KB of weights and tokens in the L1 cache
+_SILU = CODES["silu"]
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """Return why this kernel cannot run `spec`, or None if it can."""
+    if spec.device_type != "cpu":
+        return f"device must be cpu, got {spec.device_type}"
+    return why_not_dtype(spec.dtype)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    edges: Tensor,
+    *,
+    has_silu: bool,
+) -> Tensor:
+    """Return y (T, C) of whole sequences, see `ops.causal_conv1d`.
+
+    Args:
+        edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
+    """
+    numbers = torch.arange(edges.shape[0] - 1)
+    starts = torch.full_like(numbers, 0 if initial_state is None else 1)
+    before = None if initial_state is None else initial_state.detach().contiguous()
+    return _run(x, weight, bias, before, numbers, starts, edges, has_silu, False)
+
+
+def step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    edges: Tensor,
+    *,
+    has_silu: bool,
+) -> Tensor:
+    """Return y (T, C) of tokens after those that slots hold, and take them into the slots.
+
+    Args:
+        slots, starts: int64 (N,), see `ops.causal_conv1d_step`.
+        edges: as in `launch`.
+    """
+    return _run(x, weight, bias, states, slots, starts, edges, has_silu, True)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor | None,
+    slots: Tensor,
+    starts: Tensor,
+    edges: Tensor,
+    has_silu: bool,
+    keeps: bool,
+) -> Tensor:
+    y = torch.zeros(x.shape, dtype=x.dtype)
+    (num_channels, width), size = weight.shape, x.element_size()
+    if y.numel() == 0 and not keeps:
+        return y
+    x, wide = x.detach(), float_type(x.dtype)
+    taps = weight.detach().t().to(wide).contiguous()
+    first = torch.zeros(num_channels, dtype=wide) if bias is None else bias.detach().to(wide)
+    like = np.empty(0, np.float64 if wide == torch.float64 else np.float32)
+    places = (t.detach().to(torch.int64).contiguous().numpy() for t in (edges, slots, starts))
+    parts = -(-num_channels // CHANNELS)
+    run_tasks(
+        _convolve,
+        (edges.shape[0] - 1) * parts,
+        like,
+        DTYPE_CODES[x.dtype],
+        size,
+        x.data_ptr(),
+        x.stride(0) * size,
+        y.data_ptr(),
+        taps.view(-1).numpy(),
+        first.contiguous().numpy(),
+        0 if states is None else states.data_ptr(),
+        keeps,
+        *places,
+        num_channels,
+        width,
+        parts,
+        has_silu,
+    )
+    return y
+
+
+@inner
+def _load_part(to, start, row, at, count):
+    for column in range(count):
+        to[start + column] = row[at + column]
+
+
+@kernel
+def _convolve(
+    like,
+    code,
+    size,
+    x,
+    x_row,
+    y,
+    taps,
+    bias,
+    states,
+    keeps,
+    edges,
+    slots,
+    starts,
+    num_channels,
+    width,
+    parts,
+    has_silu,
+    counter,
+    num_tasks,
+):
+    lanes = lanes_in(like)
+    owners = (
+        zero_scratch(width * CHANNELS, like),
+        zero_scratch(width * CHANNELS, like),
+        zero_scratch(CHANNELS, like),
+        zero_scratch(CHANNELS, like),
+        taps,
+        bias,
+    )
+    weights, window, first, total = (
+        bare(owners[0]),
+        bare(owners[1]),
+        bare(owners[2]),
+        bare(owners[3]),
+    )
+    row_bytes = num_channels * size
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            keep_alive(owners)
+            return
+        sequence, part = task // parts, task % parts
+        begin, end, slot = edges[sequence], edges[sequence + 1], slots[sequence]
+        if slot < 0 or end <= begin:
+            continue
+        channel = part * CHANNELS
+        count = min(CHANNELS, num_channels - channel)
+        _load_part(first, 0, bare(bias), channel, count)
+        for tap in range(width):
+            _load_part(weights, tap * CHANNELS, bare(taps), tap * num_channels + channel, count)
+        # Row (t + j) % W of the window holds the token that tap j multiplies at token t.
+        kept = states + slot * (width - 1) * row_bytes + channel * size
+        for row in range(width - 1):
+            if states != 0 and starts[sequence] > 0:
+                load_row(like, code, window, row * CHANNELS, kept + row * row_bytes, count)
+            else:
+                for column in range(count):
+                    window[row * CHANNELS + column] = 0.0
+        for t in range(end - begin):
+            source = x + (begin + t) * x_row + channel * size
+            load_row(like, code, window, (t + width - 1) % width * CHANNELS, source, count)
+            for column in range(0, count, lanes):
+                sums = simd.load(first, column)
+                for tap in range(width):
+                    token = simd.load(window, (t + tap) % width * CHANNELS + column)
+                    sums = simd.fma(simd.load(weights, tap * CHANNELS + column), token, sums)
+                if has_silu:
+                    sums = applied(like, _SILU, sums)
+                simd.store(total, column, sums)
+            target = y + (begin + t) * row_bytes + channel * size
+            store_row(like, code, total, 0, 1.0, target, count)
+        if keeps:
+            for row in range(width - 1):
+                place = (end - begin + row) % width * CHANNELS
+                store_row(like, code, window, place, 1.0, kept + row * row_bytes, count)

@@ -1,0 +1,31 @@
+"""backend="reference" of add_low_rank."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor
+
+from tilewise.kernels.low_rank import LowRank, RowTiles
+from tilewise.kernels.spec import ElementSpec
+
+__all__ = ["launch", "why_not"]
+
+
+def why_not(spec: ElementSpec) -> str | None:
+    """Return None, as the oracle computes every call."""
+    return None
+
+
+def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
+    """Add scale (x A^T) B to the rows of each tile of y, in float64, rounded once."""
+    edges, rank = weights.edges.tolist(), weights.rank
+    for slot, rows in zip(tiles.slots.tolist(), tiles.rows, strict=True):
+        if slot < 0:
+            continue
+        own = rows[rows >= 0].long()
+        for part, (first, end) in enumerate(pairwise(edges)):
+            a = weights.a[slot, part * rank : (part + 1) * rank].double()
+            b = weights.b[slot, :, first:end].double()
+            added = float(weights.scale[slot, part]) * (x[own].double() @ a.T) @ b
+            y[own, first:end] = (y[own, first:end].double() + added).to(y.dtype)

@@ -1,0 +1,103 @@
+"""backend="reference" of gated_delta and ssd."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import CHUNK, RecurrentSpec, RecurrentStates
+from tilewise.reference.recurrent import recurrence
+
+
+def why_not(spec: RecurrentSpec) -> str | None:
+    """Return None, as the oracle computes every call."""
+    return None
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    edges: Tensor,
+    *,
+    q_scale: float,
+    is_delta: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return o (T, H, V) and the states (N, H, K, V) after whole sequences, in float64, rounded."""
+    o = torch.zeros_like(v)
+    shape = (edges.shape[0] - 1, v.shape[1], k.shape[-1], v.shape[-1])
+    states = torch.zeros(shape, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+    for index, (first, end) in enumerate(_runs(edges)):
+        state = None if initial_state is None else initial_state[index].double()
+        q_, k_, v_, g_, beta_ = (x[first:end].double() for x in (q, k, v, g, beta))
+        o[first:end], _, states[index] = recurrence(
+            q_, k_, v_, g_, beta_, state, q_scale=q_scale, is_delta=is_delta
+        )
+    return o, states
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: RecurrentStates,
+    slots: Tensor,
+    starts: Tensor,
+    edges: Tensor,
+    *,
+    q_scale: float,
+    is_delta: bool,
+) -> Tensor:
+    """Return o (T, H, V) of the next tokens of slots, and take these into the slots."""
+    o = torch.zeros_like(v)
+    for slot, start, (first, end) in zip(
+        slots.tolist(), starts.tolist(), _runs(edges), strict=True
+    ):
+        if slot < 0 or first == end:
+            continue
+        state = _state_of(states, slot, start, is_delta)
+        while first < end:
+            held = start % CHUNK
+            stop = min(end, first + CHUNK - held)
+            q_, k_, v_, g_, beta_ = (x[first:stop].double() for x in (q, k, v, g, beta))
+            o[first:stop], updates, state = recurrence(
+                q_, k_, v_, g_, beta_, state, q_scale=q_scale, is_delta=is_delta
+            )
+            place = slice(held, held + stop - first)
+            states.keys[slot, place] = k[first:stop]
+            states.gates[slot, place] = g[first:stop].to(states.gates.dtype)
+            if states.betas is None:
+                states.values[slot, place] = updates.to(states.values.dtype)
+            else:
+                states.values[slot, place] = v[first:stop]
+                states.betas[slot, place] = beta[first:stop].to(states.betas.dtype)
+            start, first = start + stop - first, stop
+            if start % CHUNK == 0:
+                states.state[slot] = state.to(states.state.dtype)
+    return o
+
+
+def _state_of(states: RecurrentStates, slot: int, start: int, is_delta: bool) -> Tensor | None:
+    """Return the state (H, K, V) after the `start` tokens that a slot holds, in float64."""
+    before = states.state[slot].double() if start >= CHUNK else None
+    held = start % CHUNK
+    if held == 0:
+        return before
+    keys, gates, values = (x[slot, :held].double() for x in states[1:4])
+    if states.betas is None:  # what an update adds is no error to be corrected again
+        betas, is_delta = torch.ones_like(values[..., 0]), False
+    else:
+        betas = states.betas[slot, :held].double()
+    return recurrence(keys, keys, values, gates, betas, before, is_delta=is_delta)[2]
+
+
+def _runs(edges: Tensor) -> list[tuple[int, int]]:
+    ends = edges.tolist()
+    return list(itertools.pairwise(ends))
