@@ -11,7 +11,7 @@ from tilewise.kernels.cpu.step import panels as plain
 from tilewise.kernels.cpu.step.int8 import pack_int8
 from tilewise.kernels.cpu.step.narrow import pack_narrow
 from tilewise.kernels.cpu.step.narrow import why_not as why_not_narrow
-from tilewise.kernels.cpu.step.panels import WIDTH, COLUMNS, Panels, interleave, interleaved, pack
+from tilewise.kernels.cpu.step.panels import COLUMNS, WIDTH, Panels, interleave, interleaved, pack
 from tilewise.ops.dispatch import kernel_module
 
 __all__ = [

@@ -506,19 +506,26 @@ def _walk(word_like, group, form, first, end, target, spare, rows, c, a, lda):
             held, held_run = part, types.int64(-1)
             _load_outer(field(form, OUTER), at + field(form, OUTER_AT), spare + _OUTER)
             if mode != PLAIN:
-                _load_outer(field(form, OUTER_TERM), at + field(form, OUTER_TERM_AT),
-                            spare + _OUTER_TERMS)  # fmt: skip
+                _load_outer(
+                    field(form, OUTER_TERM), at + field(form, OUTER_TERM_AT), spare + _OUTER_TERMS
+                )
         which = within // run_steps
         if which != held_run:
             held_run = which
             for half in range(2):
                 index = 2 * which + half if is_half else which
                 to = spare + half * _HALF_BYTES
-                _load_factors(word_like, how, at + field(form, SCALE_AT) + index * size,
-                              spare + _OUTER, to)  # fmt: skip
+                _load_factors(
+                    word_like, how, at + field(form, SCALE_AT) + index * size, spare + _OUTER, to
+                )
                 if mode != PLAIN:
-                    _load_factors(word_like, term_how, at + field(form, TERM_AT) + index * term_size,
-                                  spare + _OUTER_TERMS, to + _TERMS)  # fmt: skip
+                    _load_factors(
+                        word_like,
+                        term_how,
+                        at + field(form, TERM_AT) + index * term_size,
+                        spare + _OUTER_TERMS,
+                        to + _TERMS,
+                    )
         source = at + header + within * step_bytes
         if rows == 0:
             to = target + (step - first) * (STEP * WIDTH * word_like.itemsize)

@@ -32,11 +32,11 @@ from tilewise.kernels.cpu.step.narrow import ORDER
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_dot, has_pairs, has_words, multiply_rows
 from tilewise.kernels.cpu.step.words import (
-    int32_at,
     clear_half_word,
     copy_half_word,
     copy_word,
     get,
+    int32_at,
     put,
     rounded,
 )
@@ -329,8 +329,9 @@ def _multiply_narrow(word_like, like, c, rows, a, lda, group, form, inputs, word
     for first in range(0, steps, slice_steps):
         end = min(first + slice_steps, steps)
         widen_steps(word_like, group, form, first, end, words, spare)
-        multiply_rows(word_like, c, rows, a + first * STEP * size, lda, words,
-                      (end - first) * STEP, first > 0)  # fmt: skip
+        multiply_rows(
+            word_like, c, rows, a + first * STEP * size, lda, words, (end - first) * STEP, first > 0
+        )
 
 
 @inner
