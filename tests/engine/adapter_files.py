@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tilewise.engine.settings import packaged_model
-from tilewise.models.adapters import adapter_sites
+from tilewise.models.adapters import AdapterSite, adapter_sites
 from tilewise.models.config import read_config
 from tilewise.models.registry import empty_model
 
@@ -19,14 +20,20 @@ SITES = adapter_sites(empty_model(read_config(packaged_model()), "float32", "met
 
 
 def write_adapter(
-    folder: Path, seed: int = 0, *, rank: int = 4, names: list[str] | None = None, **fields: Any
+    folder: Path,
+    seed: int = 0,
+    *,
+    rank: int = 4,
+    names: list[str] | None = None,
+    sites: Mapping[str, AdapterSite] = SITES,
+    **fields: Any,
 ) -> Path:
-    """Write a random adapter of these layers, or of all; return its folder."""
+    """Write a random adapter of these layers, or of all of a model; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    names = list(SITES) if names is None else names
+    names = list(sites) if names is None else names
     for name in names:
-        site = SITES[name]
+        site = sites[name]
         for half, shape in ("A", (rank, site.in_features)), ("B", (site.out_features, rank)):
             tensors[f"base_model.model.{name}.lora_{half}.weight"] = (
                 torch.randn(shape, generator=generator) / shape[1] ** 0.5

@@ -288,11 +288,6 @@ def test_modules_are_a_dict_or_texts() -> None:
     assert EngineConfig("story", max_lora_rank=MAX_RANK).max_lora_rank == MAX_RANK
 
 
-def test_the_engine_refuses_adapters_where_weights_are_cut() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 with enable_lora"):
-        LLM("story", device="cpu", enable_lora=True, tensor_parallel_size=2)
-
-
 @pytest.mark.parametrize("most", [None, 64], ids=["as_they_are", "padded"])
 def test_rows_on_the_device_have_the_answers_of_single_steps(
     most: int | None, folders: dict[str, Path]

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise.distributed.shard_group import ShardGroup
+from tilewise.models.adapters import Adapter, AdapterPart
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
 from tilewise.models.layer_config import FeedForwardConfig, LayerConfig
@@ -36,6 +37,7 @@ from tilewise.models.native import NativeLayer, for_device
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.models.weight_table import Part, Weight
 from tilewise.models.weights import load_weights, narrow
+from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.attention import Attention
 from tilewise.nn.experts import Experts, ExpertsConfig
 from tilewise.nn.layers import GatedMLP, Parts, RankPart, RMSNorm, project, project_in_parts
@@ -50,6 +52,7 @@ __all__ = [
     "check_shards",
     "head_of",
     "load_shard",
+    "shard_adapter",
     "shard_config",
 ]
 
@@ -358,6 +361,58 @@ class _Cut:
         return _heads_of(count, self.rank, self.size)
 
 
+def shard_adapter(adapter: Adapter, config: ModelConfig, rank: int, num_shards: int) -> Adapter:
+    """Return a rank's part of an adapter of the whole model, cut as the rank's layers are.
+
+    Of a projection whose outputs are cut a rank has the same A and its rows of B; of one whose
+    inputs are cut its columns of A and the same B, so that what the ranks add is summed with their
+    products.
+    """
+    parts = {}
+    for module, whole in adapter.parts.items():
+        layer = config.layers[int(module.split(".")[1])]
+        rows, columns = _own_rows(module, layer, rank, num_shards)
+        parts[module] = tuple(_part_of(part, rows, columns) for part in whole)
+    return Adapter(parts, adapter.rank)
+
+
+def _own_rows(
+    module: str, layer: LayerConfig, rank: int, num_shards: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the rows and the columns of a module that a rank has, in its order; None for all."""
+    heads, block = layer.attention, layer.feed_forward
+
+    def own(count: int, width: int, first: int = 0) -> Tensor:
+        part = _heads_of(count, rank, num_shards)
+        return first + torch.arange(part.start * width, part.stop * width)
+
+    name, inner, dim = module.rpartition(".")[2], block.intermediate_size, heads.head_dim
+    if name == "qkv_proj":
+        counts = (heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads)
+        firsts = (0, counts[0] * dim, (counts[0] + counts[1]) * dim)
+        each = [own(count, dim, first) for count, first in zip(counts, firsts, strict=True)]
+        return torch.cat(each), None
+    if name == "q_b_proj":
+        return own(heads.num_q_heads, dim), None
+    if name == "gate_up_proj":
+        return torch.cat([own(inner, 1), own(inner, 1, inner)]), None
+    if name == "up_proj":
+        return own(inner, 1), None
+    if name == "o_proj":
+        return None, own(heads.num_q_heads, heads.v_head_dim or dim)
+    return None, own(inner, 1) if name == "down_proj" else None
+
+
+def _part_of(part: AdapterPart, rows: Tensor | None, columns: Tensor | None) -> AdapterPart:
+    if columns is not None:
+        return part._replace(a=part.a[:, columns].contiguous())
+    if rows is None:
+        return part
+    is_own = (rows >= part.first) & (rows < part.first + len(part.b))
+    first = int(is_own.nonzero()[0])  # the rows of a part stay one after another
+    return part._replace(first=first, b=part.b[rows[is_own] - part.first].contiguous())
+
+
 def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
     """Insert the collectives at the places where the shards meet."""
     modules = list(model.modules())
@@ -395,18 +450,18 @@ class RowParallel(nn.Module):
         super().__init__()
         self.linear, self.group = linear, group
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Map x (..., in / N) to (..., out), the same on every rank."""
-        return self.group.sum(project(self.linear, x))
+        return self.group.sum(project(self.linear, x, adapters))
 
-    def leave_sum(self, x: Tensor) -> RankPart | None:
+    def leave_sum(self, x: Tensor, adapters: StepAdapters | None = None) -> RankPart | None:
         """Return this rank's part of `forward`, for a norm that sums the parts; None if none can.
 
         All ranks do the same, since it depends on the rows and the model alone.
         """
         if not self.group.adds_rows(x.numel() // x.shape[-1], x.dtype):
             return None
-        product = project_in_parts(self.linear, x)
+        product = project_in_parts(self.linear, x, adapters)
         if isinstance(product, Parts):
             return RankPart(product.sums, len(product.sums), self.group)
         assert isinstance(product, Tensor)  # the linear is this rank's part

@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import ref
+from typing import Protocol
+from weakref import finalize, ref
 
 import torch
 
@@ -36,6 +37,18 @@ class LoadedAdapter:
     number: int
     fingerprint: str
     weights: Adapter
+
+
+class Elsewhere(Protocol):
+    """Other processes that have adapters, too, see `tensor_parallel.runner.ParallelRunner`."""
+
+    def load_adapter(self, number: int, path: str) -> None:
+        """Read an adapter."""
+        ...
+
+    def forget_adapter(self, number: int) -> None:
+        """Forget it; a collection of garbage may call this."""
+        ...
 
 
 @dataclass(slots=True)
@@ -66,6 +79,7 @@ class Adapters:
         self._held: OrderedDict[int, LoadedAdapter] = OrderedDict()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        self._elsewhere: Elsewhere | None = None
 
     def paths(self) -> dict[str, str]:
         """Return where each adapter comes from, by name."""
@@ -89,12 +103,17 @@ class Adapters:
         self._check_free(name, replaces)
         weights = read_adapter(path, self._sites, max_rank=self._max_rank)
         adapter = LoadedAdapter(next(self._numbers), _fingerprint(weights), weights)
+        if self._elsewhere is not None:
+            self._elsewhere.load_adapter(adapter.number, str(path))
+        self._watch(adapter)
         with self._lock:
             if not replaces and name in self._named:
                 raise RequestError(_in_use(name))
-            before = self._named.get(name)
+            before = self._named.pop(name, None)
             if before is not None:
                 self._held.pop(before.number, None)
+                if before.adapter() is None:
+                    self._end(before.number)
             self._named[name] = _Named(str(path), adapter.number, adapter.fingerprint, ref(adapter))
             self._hold(adapter)
 
@@ -106,7 +125,10 @@ class Adapters:
         """
         with self._lock:
             self._find(name, "lora_name")
-            self._held.pop(self._named.pop(name).number, None)
+            named = self._named.pop(name)
+            self._held.pop(named.number, None)
+            if named.adapter() is None:  # no request uses it, nor is it in main memory
+                self._end(named.number)
 
     def get(self, name: str) -> LoadedAdapter:
         """Return the adapter of a name, read again if it is in main memory no more.
@@ -133,10 +155,26 @@ class Adapters:
             adapter = named.adapter()  # another thread may have been faster
             if adapter is None:
                 adapter = LoadedAdapter(named.number, named.fingerprint, weights)
+                self._watch(adapter)
                 named.adapter = ref(adapter)
             if self._named.get(name) is named:
                 self._hold(adapter)
             return adapter
+
+    def load_elsewhere(self, elsewhere: Elsewhere) -> None:
+        """Let other processes load what is loaded here, now and later, and forget it at its end."""
+        self._elsewhere = elsewhere
+        for named in list(self._named.values()):
+            elsewhere.load_adapter(named.number, named.path)
+
+    def _watch(self, adapter: LoadedAdapter) -> None:
+        finalize(adapter, self._end, adapter.number).atexit = False
+
+    def _end(self, number: int) -> None:
+        """Tell who has loaded an adapter that no request will use it any more."""
+        is_named = any(named.number == number for named in list(self._named.values()))
+        if self._elsewhere is not None and not is_named:
+            self._elsewhere.forget_adapter(number)
 
     def holds(self, name: str) -> bool:
         """Whether the adapter of a name is in main memory."""

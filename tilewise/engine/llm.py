@@ -173,6 +173,8 @@ class LLM:
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
             runner.end_with_workers(self.loop)
+            if self._adapters is not None:
+                self._adapters.load_elsewhere(runner)
             self.start_seconds.end("workers made")
 
     def _of_encoder(

@@ -103,11 +103,6 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
                 "tensor_parallel_size must be 1 for a model that runs through transformers, "
                 f"got {size}"
             )
-        if config.enable_lora:
-            raise ValueError(
-                "tensor_parallel_size must be 1 with enable_lora, whose slots are not cut, "
-                f"got {size}"
-            )
         if isinstance(config.speculative, OwnHead):
             raise ValueError(
                 f"tensor_parallel_size must be 1 with OwnHead, whose layer is not cut, got {size}"

@@ -125,9 +125,12 @@ def _is_plain(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
 def project(linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
     """Return linear(x), and what adapters add; in inference by `ops.linear` if that is faster for
     so few rows."""
+    if adapters is None:
+        return _product(linear, x)
+    if hasattr(linear, "leave_sum"):
+        return adapted(linear, x, adapters)
     y = _product(linear, x)
-    if adapters is not None:
-        adapters.add(linear, x, y)
+    adapters.add(linear, x, y)
     return y
 
 
@@ -149,18 +152,17 @@ def project_in_parts(
 
     What adapters add is in the first part: parts without it are those of a step without adapters.
     """
+    leave_sum = getattr(linear, "leave_sum", None)
+    if leave_sum is not None:
+        part: RankPart | None = leave_sum(x, adapters)
+        return project(linear, x, adapters) if part is None else part
     y = _product_in_parts(linear, x)
     if adapters is not None:
-        assert not isinstance(y, RankPart)
         adapters.add(linear, x, y.sums[0] if isinstance(y, Parts) else y)
     return y
 
 
-def _product_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts | RankPart:
-    leave_sum = getattr(linear, "leave_sum", None)
-    if leave_sum is not None:
-        part: RankPart | None = leave_sum(x)
-        return _product(linear, x) if part is None else part
+def _product_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts:
     most = ops.MOST_LINEAR_ROWS
     if isinstance(linear, InvariantLinear):
         most = most_linear_parts_rows()
@@ -179,7 +181,11 @@ def _product_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts | RankPart
 
 def adapted(linear: nn.Module, x: Tensor, adapters: StepAdapters | None) -> Tensor:
     """Return linear(x), and what adapters add."""
-    y: Tensor = linear(x)
+    y: Tensor
+    if adapters is not None and hasattr(linear, "leave_sum"):  # of a rank: added before the sum
+        y = linear(x, adapters)
+        return y
+    y = linear(x)
     if adapters is not None:
         adapters.add(linear, x, y)
     return y

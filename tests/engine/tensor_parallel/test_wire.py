@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from types import SimpleNamespace
 
 import pytest
 
@@ -285,13 +286,26 @@ def test_a_frame_that_is_no_data_is_an_error():
         FrameReader().feed(struct.pack("<Q", len(body)) + body)
 
 
+def test_adapters_travel_by_their_numbers():
+    here, there = SimpleNamespace(number=4), SimpleNamespace(number=4)
+    wire = _Wire()
+    wire.reader = BatchReader(lambda outputs: object, {4: there})
+    run = _run(adapter=here)
+    assert wire.pass_on(Batch((run, _run(5)))).sequences[0].adapter is there
+    later = run._replace(token_ids=(PENDING,), start=2, first_new_block=2)
+    got = wire.pass_on(Batch((later,))).sequences[0]
+    assert got.adapter is there
+    assert "adapter" not in wire.message[0][0][10]
+    assert wire.pass_on(Batch((_run(5),))).sequences[0].adapter is None
+
+
 def test_every_field_of_a_step_travels():
     # `known` is read by draft models only, `token_type_ids` by encoders only, which other processes
     # do not have.
     told = {
         "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
         "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",
-        "draft_parents", "others",
+        "draft_parents", "others", "adapter",
     }  # fmt: skip
     assert set(ScheduledSequence._fields) == told
     assert set(Batch.__slots__) == {

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tilewise.distributed.shards import RowParallel
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.steps.inputs import send
 from tilewise.models.adapters import Adapter, AdapterSite
@@ -118,7 +119,10 @@ class AdapterSlots:
                 zeros(count, len(parts), kind=torch.int32),
                 torch.tensor(edges, dtype=torch.int32, device=device),
             )
-            self.weights[model.get_submodule(name)] = own
+            linear = model.get_submodule(name)
+            if isinstance(linear, RowParallel):
+                linear = linear.linear  # to whose product it is added, before the ranks' sum
+            self.weights[linear] = own
             self._of_module[name] = own, {first: i for i, first in enumerate(firsts)}
 
     @property

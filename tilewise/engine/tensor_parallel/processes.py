@@ -167,9 +167,9 @@ class Workers:
             WorkerLostError: one is lost, or has failed where others have not.
             Exception: what all have failed with.
         """
-        self._num_asked += 1
-        number = -1 - self._num_asked  # steps count up from 1, and -1 is what fails at the start
         with self._changed:
+            self._num_asked += 1
+            number = -1 - self._num_asked  # steps count up from 1; -1 is what fails at the start
             if not self._unanswered:
                 self._last_progress = time.monotonic()
             self._unanswered[number] = time.monotonic()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +139,7 @@ class ParallelRunner:
         self.guesser: Guesser | None = None
         self._writer = BatchWriter()
         self._number = 0
+        self._forgotten: deque[int] = deque()  # numbers of adapters
         self._finalizer = weakref.finalize(self, workers.close)
 
     def submit(self, batch: Batch) -> _Handle:
@@ -148,9 +150,24 @@ class ParallelRunner:
         """
         if self.guesser is not None:
             batch = self.guesser.guess(batch)
+        while self._forgotten:
+            self.workers.tell(["forget_adapter", self._forgotten.popleft()])
         self._number += 1
         self.workers.submit(self._number, self._writer.write(batch))
         return _Handle(self, self._number)
+
+    def load_adapter(self, number: int, path: str) -> None:
+        """Let all workers read an adapter, each its part; from any thread.
+
+        Raises:
+            WorkerLostError: one is lost, or has failed where others have not.
+            Exception: what all have failed with.
+        """
+        self.workers.call("load_adapter", number, path)
+
+    def forget_adapter(self, number: int) -> None:
+        """Let the workers forget an adapter before the next step; from any thread."""
+        self._forgotten.append(number)
 
     def reset(self) -> None:
         """Forget all sequences, here and there."""

@@ -26,7 +26,7 @@ from tilewise.engine.batch import (
     ScheduledSequence,
     first_of,
 )
-from tilewise.engine.request import SamplingParams
+from tilewise.engine.request import Adapted, SamplingParams
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
 
 __all__ = [
@@ -176,6 +176,9 @@ class BatchWriter:
             known, first, others = _Known(), 0, tuple((blocks, 0) for blocks, _ in others)
             self._known[run.seq_id] = known
         news: dict[str, Any] = {}
+        if known.adapter is not run.adapter:
+            known.adapter = run.adapter
+            news["adapter"] = 0 if run.adapter is None else run.adapter.number
         if known.sampling is not run.sampling:
             news["sampling"] = _sampling(run.sampling)
             known.sampling = run.sampling
@@ -225,9 +228,10 @@ def _is_more(batch: Batch) -> bool:
 
 
 class _Known:
-    __slots__ = ("num_tokens", "sampling", "seeds")
+    __slots__ = ("adapter", "num_tokens", "sampling", "seeds")
 
     def __init__(self) -> None:
+        self.adapter: Adapted | None = None
         self.sampling: SamplingParams | None = None
         self.seeds: tuple[int, ...] = ()
         self.num_tokens = 0
@@ -256,10 +260,16 @@ class BatchReader:
 
     Args:
         new_matcher: makes what starts a matcher of a description of a structured text.
+        adapters: the adapters that were loaded, by number.
     """
 
-    def __init__(self, new_matcher: Callable[[StructuredOutputs], Callable[[], Matcher]]) -> None:
+    def __init__(
+        self,
+        new_matcher: Callable[[StructuredOutputs], Callable[[], Matcher]],
+        adapters: Mapping[int, Adapted] | None = None,
+    ) -> None:
         self._new_matcher = new_matcher
+        self._adapters = {} if adapters is None else adapters
         self._told: dict[int, _Told] = {}
         self._first: tuple[ScheduledSequence, ...] = ()  # of the last step that was told whole
 
@@ -342,6 +352,7 @@ class BatchReader:
             num_drafts=num_drafts,
             draft_parents=tuple(draft_parents),
             others=tuple((told.others[i], new) for i, (new, _) in enumerate(others)),
+            adapter=told.adapter,
         )
 
     def _take(self, told: _Told, news: Mapping[str, Any]) -> None:
@@ -352,6 +363,9 @@ class BatchReader:
             if "structured" in fields:
                 fields["structured"] = StructuredOutputs(**fields["structured"])
             told.sampling = _Sampling(**fields)
+        if "adapter" in news:
+            number = news["adapter"]
+            told.adapter = self._adapters[number] if number else None
         if "seeds" in news:
             told.seeds = tuple(news["seeds"])
         if "asked" in news:
@@ -372,9 +386,10 @@ class BatchReader:
 
 
 class _Told:
-    __slots__ = ("asked", "block_ids", "others", "sampling", "seeds", "token_ids")
+    __slots__ = ("adapter", "asked", "block_ids", "others", "sampling", "seeds", "token_ids")
 
     def __init__(self) -> None:
+        self.adapter: Adapted | None = None
         self.block_ids: list[int] = []
         self.others: list[list[int]] = []  # of groups of layers beyond the first
         self.sampling: SamplingParams = _Sampling()

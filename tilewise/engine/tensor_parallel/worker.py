@@ -19,6 +19,8 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ import torch.distributed as dist
 
 from tilewise.distributed.exchange import goes_through_host
 from tilewise.distributed.shard_group import ShardGroup
-from tilewise.distributed.shards import load_shard
+from tilewise.distributed.shards import load_shard, shard_adapter, shard_config
+from tilewise.engine.adapters import LoadedAdapter
 from tilewise.engine.captured.ahead import compile_ahead
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.prompt_steps import has_run
@@ -37,6 +40,7 @@ from tilewise.engine.options import Options
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
 from tilewise.engine.settings import of_plain, spec_of
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cuda, warm_up
+from tilewise.engine.steps.adapter_slots import AdapterSlots
 from tilewise.engine.steps.runner import Runner, StepHandle
 from tilewise.engine.tables.host_cache import HostCache
 from tilewise.engine.tables.offload import fingerprint
@@ -50,7 +54,11 @@ from tilewise.engine.tensor_parallel.wire import (
     write_samples,
 )
 from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.models.adapters import adapter_sites, read_adapter
+from tilewise.models.config import read_config
 from tilewise.models.decoder import Decoder
+from tilewise.models.native import for_device
+from tilewise.models.registry import empty_model
 
 __all__ = ["main"]
 
@@ -145,7 +153,10 @@ class _Worker:
             before=self._check_memory if self.device.type == "cuda" else None,
         )
         self.spec = spec_of(self.model.config, config)
-        self.reader = BatchReader(self._new_matcher)
+        self.adapters: dict[int, LoadedAdapter] = {}
+        self._whole = read_config(config.model) if config.enable_lora else None
+        self.slots = self._slots() if self._whole is not None else None
+        self.reader = BatchReader(self._new_matcher, self.adapters)
         self._options: Options | None = None
         self.runner: Runner
 
@@ -165,6 +176,28 @@ class _Worker:
             num_blocks=config.num_blocks,
             num_processes=self.settings["size"] if is_shared else 1,
         )
+
+    def _slots(self) -> AdapterSlots:
+        """Return the slots of this rank's part of adapters."""
+        config, group = self.config, self.group
+        assert self._whole is not None
+        own = for_device(shard_config(self._whole, group.size, group.rank), self.device)
+        return AdapterSlots(
+            self.model,
+            adapter_sites(empty_model(own, "float32", "meta")),
+            count=config.max_loras,
+            max_rank=config.max_lora_rank,
+            device=self.device,
+            dtype=self.model.dtype,
+        )
+
+    def load_adapter(self, number: int, path: str) -> None:
+        """Read an adapter, of which this rank keeps its part."""
+        assert self._whole is not None
+        sites = adapter_sites(empty_model(self._whole, "float32", "meta"))
+        whole = read_adapter(path, sites, max_rank=self.config.max_lora_rank)
+        part = shard_adapter(whole, self._whole, self.group.rank, self.group.size)
+        self.adapters[number] = LoadedAdapter(number, "", part)
 
     def _identify(self, model: Decoder) -> None:
         """Note what the keys and values of this rank depend on beside the tokens."""
@@ -188,6 +221,7 @@ class _Worker:
             gpu_memory_utilization=config.gpu_memory_utilization,
             has_graphs=config.has_graphs,
             captures_prompts=has_run(self.spec),
+            adapters=self.slots,
         )
 
     def _compile_ahead(self) -> None:
@@ -204,6 +238,7 @@ class _Worker:
             is_lazy=config.graphs == "lazy",
             num_blocks=config.num_blocks,
             group=self.group,
+            adapters=self.slots,
         )
 
     def make_runner(
@@ -226,6 +261,7 @@ class _Worker:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=config.max_model_len,
                 max_num_batched_tokens=most if has_run(self.spec) else None,
+                adapters=self.slots,
             )
             prepare(
                 on_device,
@@ -236,7 +272,10 @@ class _Worker:
             gc.freeze()  # what lives now lives on, and is not walked again
         else:
             batch_invariant = config.batch_invariant
-            self.runner = ShardedRunner(self.model, storage, batch_invariant=batch_invariant)
+            self.runner = sharded = ShardedRunner(
+                self.model, storage, batch_invariant=batch_invariant
+            )
+            sharded.adapters = self.slots
             warm_up(self.model, self.spec, self.device, batch_invariant=batch_invariant)
         self.runner.host = host
         rate = 0.0 if host is None else host.measure()
@@ -289,7 +328,15 @@ class _Worker:
                 self.runner.reset()
                 continue
             if what in ("read", "write"):
-                self._pass(what, *rest)
+                number, *more = rest
+                self._do(number, partial(self.pass_block, what, *more))
+                continue
+            if what == "load_adapter":
+                number, *more = rest
+                self._do(number, partial(self.load_adapter, *more))
+                continue
+            if what == "forget_adapter":
+                self.adapters.pop(rest[0], None)
                 continue
             number, message = rest
             try:
@@ -297,9 +344,10 @@ class _Worker:
             except Exception as error:
                 answers.put((number, error))
 
-    def _pass(self, what: str, number: int, slot: int, group: int) -> None:
+    def _do(self, number: int, work: Callable[[], None]) -> None:
+        """Do something between two steps, and tell that it is done, or what it raised."""
         try:
-            self.pass_block(what, slot, group)
+            work()
         except Exception as error:
             self.line.tell("failed", number, *named(error))
         else:
