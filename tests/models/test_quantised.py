@@ -157,7 +157,7 @@ def test_packed_weights_stay_narrow_and_compute_what_their_values_give(
         logits.append(model.compute_logits(model(ids)))
     assert taken[0] < taken[1] * (0.6 if dtype == "bfloat16" else 0.3)
     # Wide weights of formats that compute in 16 bits are rounded to these first.
-    close = 0.05 if dtype == "bfloat16" else 1e-5 if name in ("fp8-blocks", "nf4") else 1e-3
+    close = 0.05 if dtype == "bfloat16" else 1e-5 if name in ("fp8-blocks", "nf4") else 1e-2
     torch.testing.assert_close(*logits, rtol=close, atol=close)
 
 

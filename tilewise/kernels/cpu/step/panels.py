@@ -30,8 +30,8 @@ class Panels(NamedTuple):
         num_outputs, num_inputs: N and K without padding.
         bias: float32, padded like the outputs, or None.
         dtype: the dtype of the weight, of rows and of results.
-        table: of a narrow weight int64 (groups, 2), the address of each group of 64 outputs and of
-            how it is stored; None for words.
+        table: the addresses of each group of 64 outputs of a narrow weight and of
+            how it is stored, int64 (groups, 2); None for words.
         is_permuted: whether columns of a narrow weight multiply inputs in an order of their own.
         kept: tensors to which the addresses refer.
     """
