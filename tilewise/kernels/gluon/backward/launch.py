@@ -115,7 +115,7 @@ def add_bwd(
             places,
             variant,
         )
-        launch_after(maker, rows, dq, spec, sequences, variant)
+        launch_after(maker, rows, dq, spec, sequences, variant, int(variant.flat))
     if group_size > 1:
         dk, dv = sum_groups(maker, dk, group_size), sum_groups(maker, dv, group_size)
     if bias is not None and spec.needs_dbias:
