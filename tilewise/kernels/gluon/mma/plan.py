@@ -22,8 +22,9 @@ from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.triton.attention.geometry import bias_strides
 from tilewise.kernels.triton.visible import mask_reach_kernel
 
-__all__ = ["add_fwd", "is_served", "tile_config_fwd", "why_not_fwd"]
+__all__ = ["GENERATIONS", "add_fwd", "is_served", "tile_config_fwd", "why_not_fwd"]
 
+GENERATIONS = (8, 12)  # of devices that have mma.sync and nothing faster
 _UNIT = 8  # elements of 16 bytes
 _WIDEST = 256
 _MASK_ROWS = 128
@@ -31,7 +32,7 @@ _MASK_ROWS = 128
 
 def is_served(arch: int) -> bool:
     """Whether a device of this compute capability has mma.sync and nothing faster."""
-    return arch // 10 in (8, 12)
+    return arch // 10 in GENERATIONS
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:
