@@ -36,9 +36,8 @@ from torch import Tensor
 
 from tilewise.bench.report import say
 from tilewise.kernels.gluon.attention import plan as hopper
-from tilewise.kernels.gluon.backward import plan as bwd_plan
 from tilewise.kernels.gluon.forward import launch as fwd_launch
-from tilewise.kernels.gluon.forward import tiles, variant
+from tilewise.kernels.gluon.forward import tiles
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import Call, Plan
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
@@ -131,18 +130,11 @@ def applied(form: Form) -> Iterator[Form]:
         for constant, value in constants.items():
             kept.append((module, constant, getattr(module, constant)))
             setattr(module, constant, value)
-    _forget()
     try:
         yield form.get("tile", {})
     finally:
         for module, constant, value in kept:
             setattr(module, constant, value)
-        _forget()
-
-
-def _forget() -> None:
-    for function in (tiles._tile_of, variant.choice, bwd_plan.variant_of_kind):
-        function.cache_clear()
 
 
 class FlashAttention4:

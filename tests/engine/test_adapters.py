@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.engine.adapter_files import SITES, merge, write_adapter
+from tests.engine.checkpoint import greedy_tokens, write_checkpoint
 from tilewise.engine.adapters import Adapters, salted
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.config import EngineConfig, PromptLookup, RequestTerms
@@ -21,7 +23,9 @@ from tilewise.engine.steps.cpu_step import CompiledRunner
 from tilewise.engine.steps.runner import ModelRunner
 from tilewise.engine.waiter import Waiter, raise_first
 from tilewise.errors import CheckpointError, RequestError
-from tilewise.models.adapters import MAX_RANK
+from tilewise.models.adapters import MAX_RANK, adapter_sites
+from tilewise.models.config import read_config
+from tilewise.models.registry import empty_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
 PROMPTS = ["Once upon a time", "The little dog", "One day Tom saw a big red ball in the park"]
@@ -332,3 +336,66 @@ def test_steps_without_adapters_are_those_of_an_engine_without(folders: dict[str
         llm.generate(PROMPTS[0], GREEDY, lora_request="a")
         assert calls
         hook.remove()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_give_the_answers_of_single_steps_and_no_neighbour_changes_a_bit(
+    dtype: str, folders: dict[str, Path]
+) -> None:
+    wanted = [(prompt, name) for prompt in PROMPTS for name in ("", *NAMES)]
+    found = []
+    for graphs in ("off", "lazy", "auto"):
+        options = {"device": "cuda", "dtype": dtype, "graphs": graphs, "batch_invariant": True}
+        with make(folders, max_num_seqs=16, max_model_len=256, **options) as llm:
+            found.append(together(llm, wanted))
+            for (prompt, name), answer in zip(wanted, found[-1], strict=True):
+                llm.reset_prefix_cache()
+                assert answers(llm, [prompt], lora_request=name) == [answer]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.gpu
+def test_tokens_on_a_gpu_are_those_of_the_merged_model(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "graphs": "lazy"}
+    options |= {"num_blocks": 200, "max_num_seqs": 16, "max_model_len": 256}
+    with LLM(merge(folders["b"], tmp_path / "merged"), **options) as merged:
+        wanted = [o.outputs[0].token_ids for o in merged.generate(PROMPTS, GREEDY)]
+    with make(folders, **options) as llm:
+        for _ in range(2):  # by graphs, and steps without adapters between
+            found = llm.generate(PROMPTS, GREEDY, lora_request="b")
+            assert [o.outputs[0].token_ids for o in found] == wanted
+            llm.generate(PROMPTS, GREEDY)
+
+
+FAMILIES = (
+    "llama_mqa_biases", "mistral_window", "qwen3_norm_wide_heads", "gemma3", "gpt_oss", "gpt2",
+    "deepseek", "deepseek_q_rank_biases",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_adapters_of_each_kind_of_layer_are_merged_as_transformers_has_them(
+    case: str, tmp_path: Path
+) -> None:
+    reference = write_checkpoint(tmp_path / "model", case)
+    sites = adapter_sites(empty_model(read_config(tmp_path / "model"), "float32", "meta"))
+    folder = write_adapter(tmp_path / "adapter", 7, rank=3, sites=sites)
+    low = load_file(folder / "adapter_model.safetensors")
+    for name in sites:
+        a, b = (low[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        linear, delta = reference.get_submodule(name), 0.5 * b @ a
+        is_transposed = type(linear).__name__ == "Conv1D"  # GPT-2's
+        linear.weight.data += delta.T if is_transposed else delta
+    prompts = [[5, 17, 3, 88, 41, 9, 60, 22, 71, 13, 2], [7], [31, 4, 19, 99, 8]]
+    settings = {"num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+    with LLM(
+        tmp_path / "model", device="cpu", dtype="float32", enable_lora=True,
+        lora_modules={"x": folder}, **settings,
+    ) as llm:  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        found = llm.generate([{"prompt_token_ids": p} for p in prompts], params, lora_request="x")
+    for prompt, output in zip(prompts, found, strict=True):
+        assert output.outputs[0].token_ids == greedy_tokens(reference, prompt, 8)

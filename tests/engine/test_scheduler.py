@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.engine.simulator import VirtualModel, run_alone, run_to_end
@@ -1020,3 +1022,47 @@ def test_damage_is_named():
     scheduler.tables.allocator.share(seq.block_ids[:1])
     with pytest.raises(AssertionError, match="number of tables that hold the block"):
         scheduler.check_integrity()
+
+
+# Adapters
+
+
+def adapted(request_id: str, adapter: object, **sampling) -> Request:
+    """A request of two tokens that uses an adapter."""
+    request = ask(request_id, 2, **sampling)
+    request.adapter = adapter
+    return request
+
+
+def test_no_more_adapters_run_than_there_are_slots():
+    scheduler = make(max_loras=2)
+    one, two, three = (SimpleNamespace(number=i, weights=None) for i in (1, 2, 3))
+    for name, adapter, length in (
+        ("a", one, 2), ("b", two, 6), ("c", one, 6), ("d", three, 2), ("e", None, 2),
+    ):  # fmt: skip
+        scheduler.add(adapted(name, adapter, max_tokens=length))
+    batch = scheduler.schedule()
+    assert run_ids(scheduler, batch) == ["a", "b", "c"]  # e, too, waits behind d
+    assert [run.adapter for run in batch.sequences] == [one, two, one]
+    assert scheduler.explain("d") == "waiting: one of the 2 adapters in use must be let go of"
+    assert scheduler.stats().waiting_by_reason["adapters"] == 1
+    scheduler.update(batch, [[SampledToken(7)]] * 3)
+    for _ in range(4):  # a ends, but c uses its adapter
+        batch, _ = step(scheduler)
+        assert {run.adapter.number for run in batch.sequences} == {1, 2}
+    step(scheduler)  # the last tokens of b and c
+    batch = scheduler.schedule()
+    assert run_ids(scheduler, batch) == ["d", "e"]
+
+
+def test_a_sequence_that_gave_its_blocks_back_comes_back_with_its_adapter():
+    adapter = SimpleNamespace(number=5, weights=None)
+    scheduler = make(num_blocks=4, block_size=2, max_loras=1)
+    for name in "ab":
+        scheduler.add(adapted(name, adapter, max_tokens=5))
+    seen = []
+    while scheduler.has_unfinished():
+        batch, _ = step(scheduler)
+        seen += [run.adapter for run in batch.sequences]
+    assert scheduler.stats().num_preemptions > 0
+    assert set(map(id, seen)) == {id(adapter)}

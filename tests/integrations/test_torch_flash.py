@@ -161,6 +161,8 @@ class TestDispatched:
             ]
         )
         _assert_same(o, want, leaves)
+        if not hasattr(ATEN, "_flash_attention_forward_no_dropout_inplace"):
+            return  # torch 2.11 has no such operator
         into = torch.empty_like(q)
         again = ATEN._flash_attention_forward_no_dropout_inplace(
             into, q, k, v, cu_q, cu_k, 8, 11, 0.0, True, False, **options

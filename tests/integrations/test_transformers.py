@@ -232,6 +232,27 @@ class TestPacked:
         loss = nn.functional.cross_entropy(want[0].float(), ids[0], ignore_index=7)
         torch.testing.assert_close(got.loss, loss, rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.parametrize("name", DECODERS)
+    def test_shift_labels_of_context_parallelism_reach_the_loss_alone(self, name, calls):
+        """The Trainer shifts labels before it cuts a text into the shards of its ranks."""
+        ids = tokens(2)
+        shifted = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+        shifted[0, 3:5] = -100
+        losses, gradients = [], []
+        for implementation in ("eager", "tilewise"):
+            model = build(name, implementation)
+            loss = model(ids, labels=ids, shift_labels=shifted, use_cache=False).loss
+            loss.backward()
+            losses.append(loss.detach())
+            gradients.append([x.grad for x in model.parameters() if x.grad is not None])
+        assert [kind for kind, _ in calls] == ["attention"] * 2
+        logits = model(ids, use_cache=False).logits.detach().float()
+        alone = nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten())
+        torch.testing.assert_close(losses[1], alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+        for got, want in zip(*reversed(gradients), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
     def test_positions_make_no_matrix(self, calls):
         """4,096 tokens: one of them would have 16 million numbers a layer."""
         batch, _ = _flattened(tokens(1, 4096), [1000, 96, 3000])

@@ -51,22 +51,12 @@ _MLA: dict[str, tuple[dict[str, object], bool, bool]] = {
     "mixed-dtypes": ({"cache_dtype": torch.float16, "num_q_heads": 16}, False, True),
 }
 
-# Triton 3.8 and 3.9 compute more descriptors of WGMMA in registers than 3.6 and 3.7 do, beside sums
-# that fill them, and 3.9 holds more of a widened tile: parts of sm_90's hot loops that spill there.
-_SPILLS: dict[str, dict[str, float]] = {
-    "16-heads-run-2": {"3.9": 0.027},
-    "32-heads": {"3.8": 0.016, "3.9": 0.018},
-    "64-heads": {"3.9": 0.018},
-    "128-heads": {"3.8": 0.02, "3.9": 0.012},
-    "128-heads-run-2": {"3.8": 0.02, "3.9": 0.012},
-    "prompts": {"3.8": 0.021},
-    "mixed-invariant": {"3.8": 0.016, "3.9": 0.017},
-    "block-256": {"3.8": 0.02, "3.9": 0.012},
-    "short": {"3.8": 0.019},
-    "fp16": {"3.8": 0.025, "3.9": 0.012},
-    "int8-8bit": {"3.9": 0.2},
-    "fp8-8bit-prompts": {"3.9": 0.19},
-}
+# Parts of sm_90's hot loops that touch local memory, by version of Triton: sums of 64 rows fill the
+# registers. 3.7 spills 0.8 % of the instructions at most, 3.6 1.3 (14 of 1,099, int8),
+# 3.8 2.3 (26 of 1,119, float16) and 3.9 2.7 (23 of 858, two tokens of 16 heads): they compute more
+# descriptors of WGMMA in registers. 3.9 holds more of a widened tile of 8 bits: 308 of 1,555.
+_SPILLS = {"3.6": 0.013, "3.8": 0.024, "3.9": 0.027}
+_SPILLS_OF_8_BITS = {"3.6": 0.013, "3.9": 0.2}
 
 
 def mla_spec(changes: dict[str, object]) -> PagedSpec:
@@ -112,5 +102,5 @@ def mla_cases() -> Iterator[Case]:
                 mma="mma.sync"
                 if any(x in name for x in ("20-heads", "32-heads", "8bit"))
                 else None,
-                spills=_SPILLS.get(name, {}) if arch == 90 else {},
+                spills={} if arch != 90 else (_SPILLS_OF_8_BITS if "8bit" in name else _SPILLS),
             )

@@ -17,7 +17,6 @@ import torch
 from tests.kernels.compile_cases import Case, attention_spec
 from tests.kernels.compile_cases_gluon import _FEATURES, _tensors
 from tests.kernels.planned import mma_results
-from tilewise.kernels import device
 from tilewise.kernels.gluon.mma.plan import tile_config_fwd
 from tilewise.kernels.spec import AttentionSpec
 

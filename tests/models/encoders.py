@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,13 +67,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def write_encoder(directory, family, kind="Model", **changes):
     """Write a random model of transformers and return it, float32 and in eval mode."""
     config_class, fields = CASES[family]
-    config = getattr(transformers, config_class)(**fields | changes)
+    given = fields | changes
+    config = getattr(transformers, config_class)(**given)
     torch.manual_seed(0)
     model = getattr(transformers, family + kind)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases that are not 1 and 0
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(directory)
+    if "sliding_window" in given:  # 5.15 writes the half of it, which it computes with
+        file = Path(directory) / "config.json"
+        written = json.loads(file.read_text()) | {"sliding_window": given["sliding_window"]}
+        file.write_text(json.dumps(written))
     return model
 
 

@@ -14,7 +14,9 @@ from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, build_model, load_model
 from tilewise.models.quantised import Stored
 from tilewise.models.quantised.torchao import torchao
+from tilewise.nn.packed import PackedLinear
 from tilewise.nn.quantised import QuantisedLinear
+from tilewise.ops.panels import why_not_pack
 
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96,
@@ -134,6 +136,29 @@ def test_an_engine_serves_it(name, plain, tmp_path):
             prompts = [{"prompt_token_ids": [5, 9, 2]}, {"prompt_token_ids": [7] * 20}]
             texts.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["awq", "gptq-order", "fp8-blocks", "nf4", "w8a8", "hqq"])
+def test_packed_weights_stay_narrow_and_compute_what_their_values_give(
+    name, dtype, plain, tmp_path
+):
+    quantise(plain(), tmp_path, name, keep=("lm_head", "embed", "norm"))
+    if why_not_pack(torch.empty(2, 2)) is not None:
+        pytest.skip("needs an x86 CPU")
+    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+    logits, taken = [], []
+    for kind in ("narrow", "wide"):
+        model = load_model(tmp_path / kind, dtype=dtype)
+        model.pack_for_inference()
+        linears = [m for m in model.layers.modules() if isinstance(m, PackedLinear)]
+        assert all(linear.panels.is_narrow == (kind == "narrow") for linear in linears)
+        taken.append(sum(linear.panels.num_bytes for linear in linears))
+        logits.append(model.compute_logits(model(ids)))
+    assert taken[0] < taken[1] * (0.6 if dtype == "bfloat16" else 0.3)
+    # Wide weights of formats that compute in 16 bits are rounded to these first.
+    close = 0.05 if dtype == "bfloat16" else 1e-5 if name in ("fp8-blocks", "nf4") else 1e-2
+    torch.testing.assert_close(*logits, rtol=close, atol=close)
 
 
 def test_layers_that_a_checkpoint_leaves_wide_stay_wide(plain, tmp_path):

@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a convolution": (
         "Lfm2",
         {"layer_types": ["conv", "full_attention"]},
-        r"layers.0.conv .* it reads (past_key|cache)",
+        r"layers.0.conv .* it reads (past_key|cache)|keeps more of a text than the keys and values",
     ),
     "scales by the length of its cache": (
         "Llama4",

@@ -206,9 +206,10 @@ ROWS = (640, 640, 640, 400, 640, 400)
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*CASES, "mask"])
 @pytest.mark.parametrize(
-    "mode", ["reduce-overhead", pytest.param("max-autotune", marks=pytest.mark.slow)]
+    ("mode", "name"),
+    [("reduce-overhead", name) for name in (*CASES, "mask")]
+    + [("max-autotune", name) for name in ("causal", "linear", "paged decode", "sampling")],
 )
 def test_a_compiled_call_replays_the_plain_one_at_two_sizes(name, mode, nothing_allocated):
     call, make = _masked() if name == "mask" else CASES[name]
@@ -273,6 +274,9 @@ TRAINED = {
     "dropout": {"dropout_p": 0.25, "seed": 3},
 }
 
+# Packed sequences have kernels of their own, on each backend.
+TRAININGS = [(name, False) for name in TRAINED] + [("dense", True), ("portable", True)]
+
 
 def _nets(options: dict) -> tuple[Net, Net]:
     torch.manual_seed(1)
@@ -294,8 +298,7 @@ def _inputs(rows: int, packed: bool) -> tuple[Tensor, Tensor | None]:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(("name", "packed"), TRAININGS)
 def test_training_under_reduce_overhead_follows_plain_training(name, packed, nothing_allocated):
     net, plain = _nets(TRAINED[name])
     compiled = torch.compile(net, mode="reduce-overhead", fullgraph=True, dynamic=False)
@@ -310,8 +313,7 @@ def test_training_under_reduce_overhead_follows_plain_training(name, packed, not
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(("name", "packed"), TRAININGS)
 def test_a_captured_training_step_follows_plain_training(name, packed, nothing_allocated):
     net, plain = _nets(TRAINED[name])
     static, cu = _inputs(640, packed)

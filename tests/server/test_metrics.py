@@ -143,7 +143,7 @@ def test_counts_add_up(told):
     lifetime = values["tilewise:kv_block_lifetime_seconds_sum"]
     assert values["tilewise:kv_block_idle_before_evict_seconds_sum"] <= lifetime
     reasons = {s.labels["reason"] for s in samples if s.name.endswith("waiting_by_reason")}
-    assert reasons == {"swapped", "preempted", "seats", "blocks", "budget", "behind"}
+    assert reasons == {"swapped", "preempted", "seats", "adapters", "blocks", "budget", "behind"}
 
 
 def test_waiting_is_told_by_reason(llm):

@@ -29,9 +29,9 @@ class LoadedAdapter:
     """An adapter in main memory.
 
     Attributes:
-        number: that of its loading; no other adapter of the process has it.
+        number: the number of this loading, which no other adapter of the process has.
         fingerprint: a digest of all that it adds to the model.
-        weights: the tensors.
+        weights: the tensors of the adapter, by linear layer.
     """
 
     number: int

@@ -274,7 +274,7 @@ class Choice:
 
     Attributes:
         texts: all of them.
-        phrase: what a message says that a value must be; "" is "one of" them.
+        phrase: the words of a message before the values; "" is "one of".
     """
 
     texts: tuple[str, ...]
@@ -422,9 +422,9 @@ class Option:
     """What the metadata of a field say of an option.
 
     Attributes:
-        text: what the value is, for one line of help.
+        text: the description of the value, for one line of help.
         more: further sentences, for a docstring; "" where there is no more to say.
-        rule: which values there are.
+        rule: the rule that values must obey.
         flag: the flag without its dashes and with _ for -, which is also the name in a file and,
             in capitals, of a variable; None where there is no flag.
         metavar: the name of the value in the help; None for a bool.

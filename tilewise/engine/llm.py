@@ -104,8 +104,8 @@ class LLM:
         <options>
 
     Attributes:
-        default_params: of a call without params: what the model's generation_config.json says of
-            temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens.
+        default_params: the parameters of a call that gives none: temperature, top_p, top_k, min_p,
+            repetition_penalty and max_new_tokens of the model's generation_config.json.
         purpose: the tasks of the model: generate(), embed(), score() and rerank(), classify().
 
     Raises:
@@ -285,7 +285,8 @@ class LLM:
 
         Args:
             prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of these.
-            sampling_params: for all prompts, or one for each; None is `default_params`.
+            sampling_params: the parameters for all prompts, or a list with one for each; None is
+                `default_params`.
             use_progress: True writes a line of progress to stderr.
             terms: user, cache_salt, lora_request, priority, deadline_s and max_queue_s of each
                 prompt, see `RequestTerms`.
@@ -429,8 +430,8 @@ class LLM:
         """Return documents in the order in which they match a query, the best one first.
 
         Args:
-            query: a text.
-            documents: texts.
+            query: the text that documents are scored against.
+            documents: the texts that are scored.
             top_n: the number of documents returned; None returns all.
             truncate_prompt_tokens, terms: see score().
 
@@ -584,7 +585,7 @@ class LLM:
 
         Args:
             prompt: see generate().
-            sampling: how it is continued.
+            sampling: the parameters with which the prompt is continued.
             terms: see generate().
             request_id: a name that is unique among unfinished requests; None makes one.
             pooling: one of `embedding.POOLINGS` for an embedding; None is for a text.
@@ -708,7 +709,7 @@ class LLM:
         Requests run meanwhile. Where anything is wrong nothing has changed.
 
         Args:
-            name: its name.
+            name: the name under which requests ask for the adapter.
             path: a folder in PEFT's format (adapter_config.json, adapter_model.safetensors), or a
                 hub name.
             replaces: True if another adapter of this name may be unloaded.

@@ -145,7 +145,7 @@ def assembled(
 
     Args:
         config: the engine's config.
-        runner: what computes steps.
+        runner: the runner that computes steps.
         identity: the fingerprint of the model and its cache, for blocks in files.
         windows, num_blocks, num_swap_blocks: see `NewScheduler`.
     """
@@ -172,7 +172,7 @@ class EngineMaker:
 
     Attributes:
         config: the engine's config.
-        directory: the checkpoint.
+        directory: the directory of the checkpoint.
         model: the model, on the device.
         spec: the kind of its cache.
         identity: the fingerprint of the model and its cache, for blocks in files; b"" without any.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tilewise.cache.spec import CacheSpec
+from tilewise.nn.packed import why_not_narrow
 from tilewise.nn.quantised import QuantisedLinear
 
 __all__ = ["available_memory", "check_memory", "free_memory"]
@@ -64,21 +65,25 @@ def check_memory(
 
     Args:
         model: its parameters may be on "meta".
-        spec: of its cache; None for an encoder, which has none.
+        spec: the spec of the model's cache; None for an encoder, which has none.
         free: bytes, see `free_memory`.
-        num_blocks: of the cache; None makes it of what is left, and asks for one block.
+        num_blocks: the number of the cache's blocks; None gives it the memory that is left, at
+            least one block.
         swap_bytes: main memory behind the cache.
-        num_processes: that share this memory, each with such a model and cache.
+        num_processes: the number of processes that share this memory, each with such a model and
+            cache.
 
     Raises:
         ValueError: there is less; the message has the sizes.
     """
     tensors = [*model.parameters(), *model.buffers()]
     narrow = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
-    if device.type == "cpu":  # where they become wide
-        codes = sum(m.out_features * m.in_features * m.dtype.itemsize for m in narrow)
-    else:
-        codes = sum(module.nbytes for module in narrow)
+    codes = sum(
+        m.out_features * m.in_features * m.dtype.itemsize
+        if device.type == "cpu" and why_not_narrow(m.parts, is_gated=False)
+        else m.nbytes
+        for m in narrow
+    )
     parts = {"weights": sum(tensor.nbytes for tensor in tensors) + codes}
     if device.type == "cpu":
         # Weights are packed one by one, the larger ones by way of a copy in another order.

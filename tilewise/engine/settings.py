@@ -130,7 +130,7 @@ def resolve(
     """Return a config in which nothing is left to decide but the number of blocks.
 
     Args:
-        config: what was asked for.
+        config: the config as the caller gave it.
         device: the device that computes.
         model: the configuration of the model.
         dtype: the dtype of its parameters.

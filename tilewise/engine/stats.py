@@ -33,8 +33,8 @@ class SchedulerStats:
         num_drafts: the drafts that were verified.
         num_accepted_drafts: the number of them that were right.
         waiting_by_reason: the number of waiting sequences by reason, now. "swapped" and "preempted"
-            ones have run before; of the others the first in line waits for "seats", "blocks" or the
-            token "budget", the rest are "behind" it.
+            ones have run before; of the others the first in line waits for "seats", "adapters",
+            "blocks" or the token "budget", the rest are "behind" it.
         num_tokens_lost: the tokens that were computed twice, as their blocks were taken away.
         step_tokens: the histogram of tokens of a step.
         block_lifetime, block_idle, block_reuse_gap: histograms of seconds, see `ages.Ages`.

@@ -130,7 +130,7 @@ class Trials:
         """Try a description, and hold the turn while it is compiled where it is needed.
 
         Args:
-            user: whose it is; "" is nobody's in particular, whose trials share no bound.
+            user: the user who asks; "" is no particular user, whose trials share no bound.
             lead: see `grammar_of`.
 
         Raises:

@@ -84,11 +84,11 @@ class Pattern:
 
         is_whole: True if transformers has added nothing to the function of this kind of layers.
         """
-        from transformers import masking_utils as made
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-        if mask_function is made.causal_mask_function:
+        if mask_function is causal_mask_function:
             return Pattern(right=0)
-        if mask_function is made.bidirectional_mask_function:
+        if mask_function is bidirectional_mask_function:
             return Pattern()
         # Windows and chunks are both made by and_masks; only chunks have a size of their own.
         chunked = getattr(config, "attention_chunk_size", None) is not None

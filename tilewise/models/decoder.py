@@ -166,6 +166,7 @@ class Decoder(nn.Module):
         table = self.embed_tokens
         if self.lm_head is None and isinstance(table, nn.Embedding) and can_pack(table.weight):
             self.packed_head = PackedLinear(table.weight, is_int8=is_int8)
+        if self.lm_head is None and isinstance(self.packed_head, PackedLinear):
             self.embed_tokens = PackedEmbedding(self.packed_head)
 
     def use_invariant_linears(self) -> None:

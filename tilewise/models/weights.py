@@ -32,7 +32,7 @@ from tilewise.models.quantised import QuantisedModules, quantisation_of
 from tilewise.models.text_part import renamed, text_architecture
 from tilewise.models.weight_files import INDEX, SINGLE, open_weights, some, weight_files
 from tilewise.models.weight_table import Part, Weight
-from tilewise.nn.quantised import QuantisedLinear
+from tilewise.nn.quantised import QuantisedEmbedding, QuantisedLinear
 from tilewise.ops import QuantisedWeight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 
@@ -96,14 +96,25 @@ def check_weights(
         _check(model, found, part, _modules(model, directory, found))
 
 
-def narrow(model: Decoder, directory: str | Path, *, part: CutOf | None = None) -> None:
+def narrow(
+    model: Decoder,
+    directory: str | Path,
+    *,
+    part: CutOf | None = None,
+    holds_tables: bool = False,
+) -> None:
     """Put a `QuantisedLinear` in the place of each projection that a checkpoint stores quantised,
     and check the checkpoint as `check_weights` does.
 
     The model's parameters are on "meta", and so are the weights; `load_weights` reads them. Other
-    quantised weights (of experts, of embeddings) are dequantised when they are read.
+    quantised weights (of experts, of most embeddings) are dequantised when they are read.
 
-    Args, Raises: as of `load_weights`.
+    Args:
+        model, directory, part: as of `load_weights`.
+        holds_tables: True to hold an embedding that is the output head, too, as it is stored.
+
+    Raises:
+        CheckpointError: as of `load_weights`.
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
@@ -111,6 +122,8 @@ def narrow(model: Decoder, directory: str | Path, *, part: CutOf | None = None) 
         for weight in () if modules.format is None else model.weight_table():
             name, _, kind = weight.name.rpartition(".")
             linear = model.get_submodule(name)
+            if holds_tables and linear is model.embed_tokens and model.lm_head is None:
+                _narrow_table(model, weight, found, modules)
             if kind != "weight" or type(linear) is not nn.Linear or weight.transposed:
                 continue
             sources = _names_of(model, weight, found)
@@ -158,6 +171,9 @@ def load_weights(
             weight = model.source_of(f"{name}.weight", linear)
             weights = [modules.weight(source) for source in _names_of(model, weight, found)]
             linear.hold(_cut_all(model, weight, weights, part))
+        if isinstance(model.embed_tokens, QuantisedEmbedding):
+            assert isinstance(model.packed_head, QuantisedLinear)
+            model.embed_tokens.hold(model.packed_head.parts)
 
 
 def read_tensor(
@@ -194,8 +210,23 @@ def _modules(model: Decoder | Encoder, directory: str | Path, found: Found) -> Q
     return QuantisedModules(quantisation_of(directory) if is_decoder else None, found)
 
 
+def _narrow_table(model: Decoder, weight: Weight, found: Found, modules: QuantisedModules) -> None:
+    """Hold the embedding of a model, which is its output head, as a checkpoint stores it."""
+    (source,) = _names_of(model, weight, found)
+    if not modules.has(source):
+        return
+    table = model.get_parameter(weight.name)
+    parts = [modules.weight(source, is_meta=True)]
+    head = QuantisedLinear(parts, None, table.dtype)
+    if (head.out_features, head.in_features) == tuple(table.shape):
+        model.embed_tokens = QuantisedEmbedding(parts, table.dtype)
+        model.packed_head = head
+
+
 def _narrow_linears(model: nn.Module) -> list[tuple[str, QuantisedLinear]]:
-    return [(n, m) for n, m in model.named_modules() if isinstance(m, QuantisedLinear)]
+    """Return the quantised weights of a model, and their names; of a table that of its rows."""
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantisedLinear)]
+    return [("embed_tokens" if n == "packed_head" else n, m) for n, m in linears]
 
 
 def _is_bare(model: Decoder | Encoder, found: Found) -> bool:

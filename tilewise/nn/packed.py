@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from tilewise.nn.layers import GatedMLP
 from tilewise.nn.quantised import QuantisedLinear
-from tilewise.ops import panels
+from tilewise.ops import QuantisedWeight, panels
 
-__all__ = ["PackedEmbedding", "PackedLinear", "can_pack", "pack_linears", "quantisation_error"]
+__all__ = [
+    "PackedEmbedding",
+    "PackedLinear",
+    "can_pack",
+    "pack_linears",
+    "quantisation_error",
+    "why_not_narrow",
+]
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -23,12 +34,14 @@ class PackedLinear(nn.Module):
     one layout for all numbers of rows.
 
     Args:
-        weight: (out, in), of a dtype that `can_pack` accepts; not kept.
+        weight: (out, in), of a dtype that `can_pack` accepts; or quantised weights one below
+            another, for which `ops.panels.why_not_narrow` is None. Not kept.
         bias: (out,) or None.
         is_gated: True if the outputs are two halves, a gate and its factor. They are then stored in
             alternating groups of 16, so that a compiled step computes both of a column at once.
         is_int8: True to store the weight as int8 with a scale for every 64 inputs, see
             `kernels/cpu/step/int8.py`; rows and results stay in the weight's dtype.
+        dtype: the dtype of rows and results of quantised weights.
 
     Attributes:
         error: the relative RMS error of the int8 weight; 0 without int8.
@@ -39,20 +52,29 @@ class PackedLinear(nn.Module):
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[QuantisedWeight],
         bias: Tensor | None = None,
         *,
         is_gated: bool = False,
         is_int8: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.is_gated = is_gated
-        if is_gated:
-            weight, bias = panels.interleave(weight, bias)
+        self.is_gated, self.is_int8 = is_gated, is_int8
         # Not buffers: panels can be neither saved nor cast.
         self.error = 0.0
+        if not isinstance(weight, Tensor):
+            self.dtype, self.in_features = dtype, weight[0].shape[1]
+            self.out_features = sum(part.shape[0] for part in weight)
+            order = panels.interleaved(self.out_features) if is_gated else None
+            if bias is not None and order is not None:
+                bias = torch.where(order < 0, 0, bias.detach()[order.clamp(min=0)])
+            self.panels = panels.pack_narrow(weight, bias, dtype, order)
+            return
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        if is_gated:
+            weight, bias = panels.interleave(weight, bias)
         if is_int8:
             self.panels, self.error = panels.pack_int8(weight, bias)
         else:
@@ -69,14 +91,15 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
-        held = f"int8, error {self.error:.2%}" if self.panels.is_int8 else "as stored"
+        bits = 8 * self.panels.num_bytes / self.panels.num_weights
+        held = f"int8, error {self.error:.2%}" if self.is_int8 else f"{bits:.2f} bits a weight"
         return f"{self.in_features}, {self.out_features}, {self.dtype}, {held}"
 
 
 class PackedEmbedding(nn.Module):
     """Look rows up in the panels of an output head that is tied to the embedding.
 
-    A row of int8 panels has the values that the head multiplies by: the two stay tied.
+    A row of narrow panels has the values that the head multiplies by: the two stay tied.
     """
 
     def __init__(self, head: PackedLinear) -> None:
@@ -91,23 +114,50 @@ class PackedEmbedding(nn.Module):
 
 
 def pack_linears(module: nn.Module, *, is_int8: bool = False) -> None:
-    """Replace every nn.Linear below `module` that can be packed, and thereby its parameters.
+    """Replace every linear layer below `module` that can be packed, and thereby its parameters.
 
-    A quantised weight is dequantised: no kernel of a CPU multiplies its codes.
+    Quantised weights stay as narrow as they are where the CPU's kernels read them; a warning names
+    the first of the others, which are dequantised.
     """
+    widened: list[str] = []
+    _pack_below(module, is_int8, "", widened)
+    if widened:
+        others = "" if len(widened) == 1 else f", and {len(widened) - 1} others alike"
+        warnings.warn(f"dequantised on this CPU: {widened[0]}{others}", stacklevel=3)
+
+
+def _pack_below(module: nn.Module, is_int8: bool, path: str, widened: list[str]) -> None:
     for name, child in list(module.named_children()):
+        is_gated = isinstance(module, GatedMLP) and name == "gate_up_proj"
         if type(child) is nn.Linear:  # a subclass computes something else
             if can_pack(child.weight):
-                is_gated = isinstance(module, GatedMLP) and name == "gate_up_proj"
                 packed = PackedLinear(child.weight, child.bias, is_gated=is_gated, is_int8=is_int8)
                 setattr(module, name, packed)
         elif isinstance(child, QuantisedLinear):
-            wide = child.dequantised()
-            if can_pack(wide):
-                is_gated = isinstance(module, GatedMLP) and name == "gate_up_proj"
-                setattr(module, name, PackedLinear(wide, child.bias, is_gated=is_gated))
+            if not can_pack(torch.empty((1, 1), dtype=child.dtype, device=child.device)):
+                continue
+            reason = why_not_narrow(child.parts, is_gated=is_gated)
+            if reason is None:
+                narrow = PackedLinear(child.parts, child.bias, is_gated=is_gated, dtype=child.dtype)
+                setattr(module, name, narrow)
+                continue
+            widened.append(f"{path}{name}: {reason}")
+            packed = PackedLinear(child.dequantised(), child.bias, is_gated=is_gated)
+            setattr(module, name, packed)
         else:
-            pack_linears(child, is_int8=is_int8)
+            _pack_below(child, is_int8, f"{path}{name}.", widened)
+
+
+def why_not_narrow(parts: Sequence[QuantisedWeight], *, is_gated: bool) -> str | None:
+    """Return why quantised weights one below another are dequantised to be packed, or None.
+
+    Args:
+        parts: the weights, which may be on "meta": then their values are taken to be finite.
+        is_gated: True for a gate and its factor.
+    """
+    if is_gated and len(parts) > 1:
+        return "a gate and its factor must be quantised alike"
+    return next(filter(None, map(panels.why_not_narrow, parts)), None)
 
 
 def quantisation_error(model: nn.Module) -> dict[str, float]:
@@ -119,5 +169,5 @@ def quantisation_error(model: nn.Module) -> dict[str, float]:
     return {
         name: module.error
         for name, module in model.named_modules()
-        if isinstance(module, PackedLinear) and module.panels.is_int8
+        if isinstance(module, PackedLinear) and module.is_int8
     }

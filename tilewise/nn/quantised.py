@@ -107,11 +107,20 @@ class QuantisedEmbedding(nn.Module):
 
     def __init__(self, parts: Sequence[QuantisedWeight], dtype: torch.dtype) -> None:
         super().__init__()
+        self.dtype = dtype
+        self.hold(parts)
+        self.num_embeddings, self.embedding_dim = self.table.shape
+
+    def hold(self, parts: Sequence[QuantisedWeight]) -> None:
+        """Take another table.
+
+        Raises:
+            ValueError: the parts are quantised in unlike ways.
+        """
         joined = _joined(parts)
         if len(joined) != 1:
             raise ValueError(f"parts must be alike in an embedding, got {len(joined)} kinds")
-        self.table, self.dtype = joined[0], dtype
-        self.num_embeddings, self.embedding_dim = self.table.shape
+        self.table = joined[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids (...,) to (..., E)."""
@@ -120,8 +129,10 @@ class QuantisedEmbedding(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantisedEmbedding:
         """Move all tensors, but cast none."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = fn(torch.empty(0, dtype=torch.uint8, device=self.table.device)).device
-        self.table = self.table.to(device)
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.table.device))
+        self.dtype = probe.dtype
+        if self.table.device.type != "meta":
+            self.table = self.table.to(probe.device)
         return self
 
 

@@ -8,19 +8,24 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu.step import panels as plain
-from tilewise.kernels.cpu.step.int8 import pack_int8, rows_of_int8, unpack_int8
-from tilewise.kernels.cpu.step.panels import COLUMNS, Panels, interleave, pack
+from tilewise.kernels.cpu.step.int8 import pack_int8
+from tilewise.kernels.cpu.step.narrow import pack_narrow
+from tilewise.kernels.cpu.step.narrow import why_not as why_not_narrow
+from tilewise.kernels.cpu.step.panels import COLUMNS, WIDTH, Panels, interleave, interleaved, pack
 from tilewise.ops.dispatch import kernel_module
 
 __all__ = [
     "COLUMNS",
     "Panels",
     "interleave",
+    "interleaved",
     "multiply",
     "pack",
     "pack_int8",
+    "pack_narrow",
     "rows_of",
     "unpack",
+    "why_not_narrow",
     "why_not_pack",
 ]
 
@@ -45,13 +50,20 @@ def why_not_pack(weight: Tensor) -> str | None:
 
 
 def unpack(weight: Panels) -> Tensor:
-    """Return the (N, K) weight of the panels, dequantised if they are int8."""
-    return unpack_int8(weight) if weight.is_int8 else plain.unpack(weight)
+    """Return the (N, K) weight of the panels, dequantised if they are narrow."""
+    if weight.is_narrow:
+        return rows_of(weight, torch.arange(weight.num_outputs))
+    return plain.unpack(weight)
 
 
 def rows_of(weight: Panels, rows: Tensor) -> Tensor:
     """Return rows (...,) of the weight: (..., K)."""
-    return rows_of_int8(weight, rows) if weight.is_int8 else plain.rows_of(weight, rows)
+    if not weight.is_narrow:
+        return plain.rows_of(weight, rows)
+    groups, places = (rows // WIDTH).unique(return_inverse=True)
+    words: Tensor = kernel_module("step.widened", "cpu").launch(weight, groups)
+    wide = weight._replace(words=words, num_outputs=WIDTH * len(groups), table=None)
+    return plain.rows_of(wide, places * WIDTH + rows % WIDTH)
 
 
 def multiply(x: Tensor, weight: Panels) -> Tensor:

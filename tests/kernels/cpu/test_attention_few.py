@@ -113,9 +113,15 @@ def test_what_is_out_of_sight_touches_no_row(dtype: torch.dtype, which: str, poi
     clean = ops.attention(q, k, v, causal=True)
     {"k": k, "v": v}[which][0, 50, 1, 3] = poison
     found, _ = ops.attention(q, k, v, causal=True, return_lse=True)
-    assert same(found, by_tiles(q, k, v, causal=True)[0])
+    # A matrix unit adds pairs of products in an order of its own. With more threads other tiles
+    # share their keys, and are multiplied like those that hold the infinity or not.
+    atol = 4 * EPS[dtype] if dtype == torch.bfloat16 else 0.0
+    for number in (1, 2, 3):
+        with threads(number):
+            tiles, _ = by_tiles(q, k, v, causal=True)
+        assert torch.allclose(found, tiles, rtol=0, atol=atol, equal_nan=True)
     assert found[:, :50].isfinite().all()
-    assert torch.allclose(found[:, :50], clean[:, :50], rtol=0, atol=4 * EPS[dtype])
+    assert torch.allclose(found[:, :50], clean[:, :50], rtol=0, atol=atol)
     assert not found[0, 50:, 2:].isfinite().all()
 
 

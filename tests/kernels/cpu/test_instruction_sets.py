@@ -63,6 +63,7 @@ SUITES = {
                  "tests/kernels/cpu/test_paged.py", "tests/kernels/cpu/test_cache_ops.py"],
     "latents": ["tests/kernels/cpu/test_mla.py"],
     "steps": ["tests/kernels/cpu/test_step.py", "tests/kernels/cpu/test_int8.py",
+              "tests/kernels/cpu/test_narrow.py",
               "tests/kernels/cpu/test_blocks.py", "tests/engine/test_cpu_step.py"],
     "logits": [_LOGITS, "tests/ops/attention/test_one_visible_key.py", "-k", "cpu",
                "-m", "not gpu"],

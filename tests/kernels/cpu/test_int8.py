@@ -47,7 +47,7 @@ def extreme(shape, dtype):
     """Groups that are zero, tiny and as large as the dtype holds, and rows of one number each."""
     weight = torch.randn(shape).to(dtype)
     weight[::3, :64] = 0
-    weight[1::3, :64] = torch.finfo(dtype).smallest_normal
+    weight[1::3, :64] = torch.finfo(dtype).smallest_normal * 2**10
     weight[2::3, 64:] = torch.finfo(dtype).max
     weight[-1] = -0.5
     return weight

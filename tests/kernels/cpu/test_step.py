@@ -126,7 +126,7 @@ from tilewise.testing import assert_within_budget
 for dtype in ({dtypes}):
     weight, x = torch.randn(80, 104).to(dtype), torch.randn(37, 104).to(dtype)
     bytes_ = pack_int8(weight)[0]
-    stood = unpack(bytes_._replace(dtype=torch.float32))
+    stood = unpack(pack_int8(weight.float())[0])
     for panels, w in ((pack(weight), weight), (bytes_, stood)):
         y = multiply(x, panels)
         assert_within_budget(y, x.double() @ w.double().T, x @ w.to(dtype).T)

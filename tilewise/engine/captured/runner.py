@@ -82,12 +82,12 @@ class DeviceRunner:
         shared_steps: those whose rows share prefixes; they are captured when they first run.
         greedy_steps: those of ranks whose rows are many and all greedy.
         adapted_steps: those of which some rows use adapters; they share no prefixes.
-        groups: who shares what in a step that decodes.
+        groups: the groups of sequences that share blocks in a step that decodes.
         host: main memory for blocks; may be set before the first step.
         prompts: the steps with prompts, where they are padded.
         captures: a step is captured as a CUDA graph when it first runs.
         compilations: kernels that were compiled since the runner was ready.
-        start_seconds: what `graphs.prepare` took for each of its parts.
+        start_seconds: the seconds that each part of `graphs.prepare` took.
     """
 
     def __init__(
@@ -624,15 +624,15 @@ class _Handle:
     """A submitted step.
 
     Args:
-        batch: what was submitted.
-        rows: where the token of each sequence lies in `pairs`; None if they lie in order.
+        batch: the batch that was submitted.
+        rows: the place in `pairs` of each sequence's token; None if they lie in order.
         pairs: (n, 2) on the host, valid after the event.
-        errors: by place in the batch, why nothing may be drawn there.
+        errors: the exceptions that forbid a draw, by place in the batch.
         scored: prompts of which a chunk was scored.
         sums: hidden states of prompts, added up.
 
     Attributes:
-        whole: by place in the batch, the scores of prompts that go with a first token.
+        whole: the scores of prompts that go with a first token, by place in the batch.
         pooled: likewise the hidden states.
     """
 

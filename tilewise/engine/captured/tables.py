@@ -23,7 +23,7 @@ class GroupRows:
     """The tables of one group beyond the first.
 
     Args:
-        group: its number.
+        group: the number of the group.
         max_num_seqs, max_blocks, block_size, device: as those of `DeviceBatch`.
         buffers: pinned buffers that are written in turn.
 

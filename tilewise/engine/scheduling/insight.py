@@ -16,7 +16,7 @@ from tilewise.engine.tables.block_tables import BlockTables
 
 __all__ = ["Insight"]
 
-REASONS = ("swapped", "preempted", "seats", "blocks", "budget", "behind")
+REASONS = ("swapped", "preempted", "seats", "adapters", "blocks", "budget", "behind")
 
 
 class Insight:
@@ -90,6 +90,11 @@ class Insight:
         running = self.roster.running
         if sum(map(seats, running)) >= self.limits.max_num_seqs:
             return "seats", 0
+        adapter = seq.request.adapter
+        if adapter is not None:
+            used = self.roster.adapters()
+            if adapter.number not in used and len(used) == self.limits.max_loras:
+                return "adapters", 0
         missing = self.tables.missing_blocks(seq, spare=len(running))
         return ("blocks", missing) if missing else ("budget", 0)
 
@@ -172,6 +177,9 @@ class Insight:
         reason, missing = self._lacks(seq)
         if reason == "seats":
             return f"waiting: {kept}all {self.limits.max_num_seqs} seats are taken"
+        if reason == "adapters":
+            most = self.limits.max_loras
+            return f"waiting: {kept}one of the {most} adapters in use must be let go of"
         if reason == "blocks":
             return f"waiting: {kept}{missing} more cache blocks must become free"
         return f"waiting: {kept}next in line for the token budget"

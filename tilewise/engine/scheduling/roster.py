@@ -68,6 +68,10 @@ class Roster:
         self.num_queued_tokens += seq.num_prompt_tokens
         return seq
 
+    def adapters(self) -> set[int]:
+        """Return the numbers of the adapters that running sequences use."""
+        return {seq.request.adapter.number for seq in self.running if seq.request.adapter}
+
     def first_waiting(self) -> Sequence:
         """Return the sequence that is admitted next; at least one must wait."""
         return self.order.first(self.waiting)

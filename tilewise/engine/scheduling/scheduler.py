@@ -538,7 +538,7 @@ class Scheduler:
             adapter = seq.request.adapter
             if adapter is not None:
                 if adapters is None:
-                    adapters = {s.request.adapter.number for s in running if s.request.adapter}
+                    adapters = self.roster.adapters()
                 if adapter.number not in adapters and len(adapters) == self.limits.max_loras:
                     break  # until the last request of one of them has ended
             group = self.preemption.group(seq)

@@ -41,7 +41,7 @@ class FixedAdapters:
     """The adapters of the rows of steps that read them where they always lie, as graphs do.
 
     Args:
-        adapters: the slots.
+        adapters: the adapters that the slots hold.
         most: rows of a step at most.
     """
 
@@ -81,7 +81,7 @@ class AdapterSlots:
         device, dtype: those of the rows that the linear layers take.
 
     Attributes:
-        weights: what the slots hold, by linear layer.
+        weights: the weights of all slots, by linear layer.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class HostCache:
 
     Attributes:
         blocks: the memory, pinned where the device is a GPU.
-        group_shares: what part of a block of all groups a block of each is, in bytes.
+        group_shares: the bytes of each group's block as a share of a block of all groups.
 
     Raises:
         ValueError: main memory has no room.
@@ -174,7 +174,7 @@ class HostGroup:
 
     Args:
         host: the memory of all groups.
-        group: its number.
+        group: the number of the group.
     """
 
     def __init__(self, host: HostMemory, group: int) -> None:

@@ -222,13 +222,14 @@ def attention_mask(
     Raises:
         UnsupportedError: the model does not attend through transformers' AttentionInterface.
     """
-    from transformers import masking_utils
+    # The module's own names: torch 2.11 traces no import of a module from the lazy `transformers`.
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
     if config is not None:
         _require_interface(type(config))
     if mask_function is None:
-        mask_function = masking_utils.causal_mask_function
+        mask_function = causal_mask_function
     tracing = is_tracing(attention_mask)
     capturing = tracing and not torch.compiler.is_compiling() and _is_capturing()
     tracing = tracing and not capturing
@@ -240,7 +241,7 @@ def attention_mask(
     assert q_length is not None
 
     def make_dense() -> Tensor:
-        mask: Tensor = masking_utils.sdpa_mask(
+        mask: Tensor = sdpa_mask(
             batch_size=batch_size,
             kv_length=kv_length,
             kv_offset=kv_offset,

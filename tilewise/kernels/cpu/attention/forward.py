@@ -165,7 +165,11 @@ def score_tile(s, q, qi, q_row, k_panels, head_dim, rows, count, begin, end):
 
 @inner
 def add_rows_exactly(c, ci, ldc, dim, p, v, ld, rescale, seen, count, rows):
-    """c = c * rescale + p v row by row over visible keys alone, for tiles with inf or NaN."""
+    """c = c * rescale + p v row by row over visible keys alone, for tiles with inf or NaN.
+
+    A row that sees finite keys alone has, in float32 and float64, the bits of the products: which
+    tiles are multiplied here depends on what else one thread computes.
+    """
     for row in range(rows):
         at = ci + row * ldc
         for column in range(dim):
@@ -174,7 +178,8 @@ def add_rows_exactly(c, ci, ldc, dim, p, v, ld, rescale, seen, count, rows):
             if seen.words[row * WORDS + key // WORD] >> key % WORD & 1:
                 x = simd.load_one(p, row * SCORE_ROW + key)
                 for column in range(dim):
-                    c[at + column] += x * simd.load_one(v, key * ld + column)
+                    value = simd.load_one(v, key * ld + column)
+                    c[at + column] = simd.fma(x, value, c[at + column])
 
 
 @inner

@@ -35,7 +35,7 @@ SLACK = 8.0  # how far, in base 2, a logit may exceed m: far from overflow, seld
 _i16, _i32 = ir.IntType(16), ir.IntType(32)
 _FLOOR = 1  # rounding of VREDUCEPS: keep the part of x above its floor
 # The constant is 1, so that powers of integers are exact.
-_POWERS = [1.0, *simd.chebyshev(np.exp2, 0.0, 1.0, 5)[1:]]
+_POWERS = [1.0, *simd.chebyshev(simd.exp2_of, 0.0, 1.0, 5)[1:]]
 LOWEST = -3.4e38  # m of a row that has seen nothing; its s' is -inf
 FAR = 2.0**16  # in base 2; a float of this size has steps of 2^-7
 _MOST = 3.0e38  # |m| of a row whose logit is beyond the floats in base 2

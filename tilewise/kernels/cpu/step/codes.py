@@ -43,8 +43,9 @@ FRAME = WEIGHT
 # NORM_STEP of a norm of parts: the bytes from a part's weights to the next's.
 # OUTPUTS: how many columns a product may write; 0 for whole groups, which buffers have room for.
 # PHASE ... GATE_STRIDE: see `mixture.py`.
-# Layout of a weight: rows (only for an embedding table), panels, or 8-bit panels.
-ROWS, PANELS, PANELS_OF_INT8 = range(3)
+# Layout of a weight: rows (only for an embedding table), panels, or narrow panels, of which WEIGHT
+# is a table, see `layers.multiply_task`.
+ROWS, PANELS, NARROW_PANELS = range(3)
 
 # What is done with the sums of a product: stored (after a function), added to the target, used as
 # a gate and its factor, or rounded and stored as float32; see `layers.py`.

@@ -1,150 +1,571 @@
-"""Panels of 8 bits as words of the model's dtype, in cache; see `int8.py` for the layout.
+"""Panels of 8 and 4 bits as words of the model's dtype, in cache; see `narrow.py` for the layout.
 
-What      whole numbers of some steps of a group of four panels, in the layout of `panels.py`, and
-          sums += scale * sums of these.
-Grid      none: called by one thread of a step, before and after a product.
-One call  16 outputs x 32 inputs of a step at a time, two inputs of all 16 in a register of words.
-Traffic   a byte an element and 256 bytes of scales every 64 inputs, in the order of memory, fetched
-          ahead: between two of these a product reads none of them, and the prefetcher stops.
-          What is written stays in the L1 cache (few rows) or the L2 cache (many), see `layers.py`.
-Numerics  exact: bfloat16 and float16 hold whole numbers up to 128. Scales multiply float32 sums.
+What      the values of some steps of a group of four panels, in the layout of `panels.py`.
+Grid      none: called by one thread of a step before a product.
+One call  16 outputs x 32 inputs of a step at a time: 32 registers of 16 codes.
+Traffic   the codes and factors once, in the order of memory, fetched ahead: between two calls a
+          product reads none of them, and the prefetcher stops. What is written stays in the L1
+          cache (few rows) or the L2 cache (many), see `layers.py`.
+Numerics  differences, products and last differences are each rounded to float32, and the result
+          once to the words: the values of `QuantisedWeight`, where these are computed in float32.
 """
 
 from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.pack import emit_prefetch
 from tilewise.kernels.cpu.machine.threads import inner
-from tilewise.kernels.cpu.step.int8 import SCALE_BYTES, STEP_BYTES, STEPS
+from tilewise.kernels.cpu.step.narrow import (
+    BFLOAT16,
+    E4M3,
+    E5M2,
+    EXPONENT,
+    FLOAT8,
+    FLOAT16,
+    FLOAT32,
+    HEADER,
+    INT8,
+    KIND,
+    LOOKUP,
+    MINIMUM,
+    MODE,
+    NONE,
+    OUTER,
+    OUTER_AT,
+    OUTER_TERM,
+    OUTER_TERM_AT,
+    PART_BYTES,
+    PART_STEPS,
+    PLAIN,
+    RUN,
+    SCALE,
+    SCALE_AT,
+    SIGNED8,
+    TABLE,
+    TERM,
+    TERM_AT,
+    UINT8,
+    ZERO,
+)
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
-from tilewise.kernels.cpu.step.words import get, narrow, put
+from tilewise.kernels.cpu.step.product import uses_dot, uses_tiles
+from tilewise.kernels.cpu.step.words import narrow, put
 
-AHEAD = 3072  # bytes prefetched ahead of their use
-_i8, _i32, _i64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_FLOATS, _WORDS = (ir.VectorType(kind, COLUMNS) for kind in (ir.FloatType(), _i32))
+AHEAD = 2048  # bytes prefetched ahead of their use
+_i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_f32 = ir.FloatType()
+_BYTES, _SHORTS, _WORDS, _FLOATS = (ir.VectorType(k, COLUMNS) for k in (_i8, _i16, _i32, _f32))
+_HALVES = ir.VectorType(ir.HalfType(), COLUMNS)
+_REGISTERS = 8  # of codes of a place
+_PLACES = 4  # of a panel in a step
+# Places in scratch: factors and terms of two half steps of four panels, a register for the outputs
+# of each half of a panel, then outer factors and outer terms of 64 outputs.
+_HALF_BYTES = GROUP * 2 * 4 * COLUMNS
+_TERMS, _OUTER, _OUTER_TERMS = 2 * _HALF_BYTES, 4 * _HALF_BYTES, 4 * _HALF_BYTES + 4 * WIDTH
+SPARE = _OUTER_TERMS + 4 * WIDTH  # bytes of scratch
+
+_is_pair = {types.uint16: True, types.int16: False, types.float32: False}
 
 
 @intrinsic
-def _widen_panel(typingctx, word_like, source, target):
-    """Convert 16 outputs x 32 inputs of int8 at `source` to words at `target`."""
+def field(typingctx, form, index):
+    """Return a word of a form."""
 
     def codegen(context, builder, sig, args):
-        _, source_, target_ = args
-        for line in range(0, STEP * COLUMNS, 64):
-            emit_prefetch(builder, builder.add(source_, _i64(AHEAD + line)))
+        at = builder.add(args[0], builder.mul(args[1], _i64(8)))
+        return builder.load(builder.inttoptr(at, _i64.as_pointer()), align=8)
 
-        def number(k):
-            at = builder.add(source_, _i64(COLUMNS * k))
-            bytes_ = simd.load_at(builder, at, ir.VectorType(_i8, COLUMNS), 1)
-            return builder.sitofp(builder.sext(bytes_, _WORDS), _FLOATS)
+    return types.int64(types.int64, types.int64), codegen
 
-        size = word_like.dtype.bitwidth // 8
-        if word_like.dtype != types.uint16:
-            for k in range(STEP):
-                to = builder.add(target_, _i64(COLUMNS * size * k))
-                simd.store_at(builder, narrow(builder, word_like, number(k)), to, 2)
+
+def _eighth(builder, bytes_, is_wide_exponent=False):
+    """Return floats of 8 bits as float32: e4m3 divided by 256, or e5m2."""
+    if simd.HAS_HALF:
+        if is_wide_exponent:
+            bits = builder.shl(builder.zext(bytes_, _SHORTS), simd.constant(_SHORTS, 8))
+        else:
+            # The sign is copied to bits 7 ... 15: one copy goes to bit 15, another to bit 14.
+            bits = builder.shl(builder.sext(bytes_, _SHORTS), simd.constant(_SHORTS, 7))
+            bits = builder.and_(bits, simd.constant(_SHORTS, 0xBFFF))
+        return builder.fpext(builder.bitcast(bits, _HALVES), _FLOATS)
+    word = builder.sext(bytes_, _WORDS)
+    sign = builder.and_(word, simd.constant(_WORDS, 0x80000000))
+    rest = builder.and_(word, simd.constant(_WORDS, 0x7F))
+    rest = builder.shl(rest, simd.constant(_WORDS, 21 if is_wide_exponent else 20))
+    # Exponents have a bias of 15 in these bits, of 127 in float32.
+    number = builder.bitcast(builder.or_(sign, rest), _FLOATS)
+    return builder.fmul(number, simd.constant(_FLOATS, 2.0**112))
+
+
+def _stored(builder, how, address):
+    """Return 16 factors at an address as float32."""
+
+    def load(kind):
+        return simd.load_at(builder, address, kind, 1)
+
+    if how == FLOAT32:
+        return load(_FLOATS)
+    if how == FLOAT16:
+        return builder.fpext(load(_HALVES), _FLOATS) if simd.HAS_HALF else load(_FLOATS)
+    if how == BFLOAT16:
+        return simd.widen_bf16(builder, load(_SHORTS))
+    if how == UINT8:
+        return builder.uitofp(builder.zext(load(_BYTES), _WORDS), _FLOATS)
+    if how == SIGNED8:
+        return builder.sitofp(builder.sext(load(_BYTES), _WORDS), _FLOATS)
+    if how == FLOAT8:
+        return builder.fmul(_eighth(builder, load(_BYTES)), simd.constant(_FLOATS, 256.0))
+    word = builder.zext(load(_BYTES), _WORDS)
+    return builder.bitcast(builder.shl(word, simd.constant(_WORDS, 23)), _FLOATS)
+
+
+def _factor_bytes(how):
+    return {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2}.get(how, 1)
+
+
+def _spread(builder, value, half):
+    """Return the lanes of 8 outputs, each twice."""
+    lanes = [COLUMNS // 2 * half + lane // 2 for lane in range(COLUMNS)]
+    order = ir.Constant(ir.VectorType(_i32, COLUMNS), lanes)
+    return builder.shuffle_vector(value, value, order)
+
+
+def _outer_loader(how):
+    @intrinsic
+    def load_outer(typingctx, source, target):
+        """Write 64 factors as float32."""
+
+        def codegen(context, builder, sig, args):
+            source_, target_ = args
+            for panel in range(GROUP):
+                at = builder.add(source_, _i64(panel * COLUMNS * _factor_bytes(how)))
+                value = simd.constant(_FLOATS, 1.0)
+                if how != NONE:
+                    value = _stored(builder, how, at)
+                simd.store_at(builder, value, builder.add(target_, _i64(64 * panel)), 64)
             return context.get_dummy_value()
-        for k in range(0, STEP, 2):
-            # The lower halves of such floats are zero.
-            low, high = (builder.bitcast(number(k + i), _WORDS) for i in (0, 1))
-            word = builder.or_(builder.lshr(low, simd.constant(_WORDS, 16)), high)
-            simd.store_at(builder, word, builder.add(target_, _i64(COLUMNS * size * k)), 64)
-        return context.get_dummy_value()
 
-    return types.void(word_like, types.int64, types.int64), codegen
+        return types.void(types.int64, types.int64), codegen
+
+    return load_outer
+
+
+def _factor_loader(how):
+    @intrinsic
+    def load_factors(typingctx, word_like, source, outer, target):
+        """Write 64 factors times outer factors, as the registers of codes are arranged."""
+
+        def codegen(context, builder, sig, args):
+            _, source_, outer_, target_ = args
+            for panel in range(GROUP):
+                at = builder.add(source_, _i64(panel * COLUMNS * _factor_bytes(how)))
+                value = _stored(builder, how, at)
+                wide = simd.load_at(builder, builder.add(outer_, _i64(64 * panel)), _FLOATS, 64)
+                value = builder.fmul(value, wide)
+                for half in range(2):
+                    is_pair = _is_pair[word_like.dtype]
+                    lanes = _spread(builder, value, half) if is_pair else value
+                    to = builder.add(target_, _i64(128 * panel + 64 * half))
+                    simd.store_at(builder, lanes, to, 64)
+            return context.get_dummy_value()
+
+        return types.void(word_like, types.int64, types.int64, types.int64), codegen
+
+    return load_factors
+
+
+_outer_none, _outer_f32, _outer_f16, _outer_bf16 = map(
+    _outer_loader, (NONE, FLOAT32, FLOAT16, BFLOAT16)
+)
+_f32s, _f16s, _bf16s, _u8s, _i8s, _f8s, _exponents = map(
+    _factor_loader, (FLOAT32, FLOAT16, BFLOAT16, UINT8, SIGNED8, FLOAT8, EXPONENT)
+)
 
 
 @inner
-def part_of(group, step):
-    """Return the address of the scales of a step; the numbers that they scale follow them."""
-    return group + step // STEPS * (STEPS * STEP_BYTES + SCALE_BYTES)
+def _load_outer(how, source, target):
+    if how == NONE:
+        _outer_none(source, target)
+    elif how == FLOAT16:
+        _outer_f16(source, target)
+    elif how == BFLOAT16:
+        _outer_bf16(source, target)
+    else:
+        _outer_f32(source, target)
 
 
 @inner
-def widen_steps(word_like, group, first, end, target):
-    """Convert steps first ... end - 1 of a group to words.
+def _load_factors(word_like, how, source, outer, target):
+    if how == FLOAT16:
+        _f16s(word_like, source, outer, target)
+    elif how == FLOAT32:
+        _f32s(word_like, source, outer, target)
+    elif how == UINT8:
+        _u8s(word_like, source, outer, target)
+    elif how == SIGNED8:
+        _i8s(word_like, source, outer, target)
+    elif how == BFLOAT16:
+        _bf16s(word_like, source, outer, target)
+    elif how == FLOAT8:
+        _f8s(word_like, source, outer, target)
+    else:
+        _exponents(word_like, source, outer, target)
+
+
+def _look_up(builder, table, index):
+    """Return table[index & 15] of 16 float32."""
+    if simd.REGISTER_BYTES == 64:
+        name = "x86.avx512.permvar.sf.512"
+        return simd.call_llvm(builder, name, _FLOATS, [table, index])
+    low_bits = builder.and_(index, simd.constant(_WORDS, 15))
+    if simd.REGISTER_BYTES == 32:
+        eight = ir.VectorType(_f32, 8)
+        parts = []
+        for half in range(2):
+            lanes = ir.Constant(ir.VectorType(_i32, 8), list(range(8 * half, 8 * half + 8)))
+            eight_index = builder.shuffle_vector(low_bits, low_bits, lanes)
+            found = []
+            for side in range(2):
+                of = ir.Constant(ir.VectorType(_i32, 8), list(range(8 * side, 8 * side + 8)))
+                eighth = builder.shuffle_vector(table, table, of)
+                found.append(
+                    simd.call_llvm(builder, "x86.avx2.permps", eight, [eighth, eight_index])
+                )
+            is_high = builder.icmp_unsigned(
+                ">", eight_index, simd.constant(ir.VectorType(_i32, 8), 7)
+            )
+            parts.append(builder.select(is_high, found[1], found[0]))
+        return builder.shuffle_vector(*parts, ir.Constant(_WORDS, list(range(COLUMNS))))
+    found = ir.Constant(_FLOATS, ir.Undefined)
+    for lane in range(COLUMNS):
+        number = builder.extract_element(table, builder.extract_element(low_bits, _i32(lane)))
+        found = builder.insert_element(found, number, _i32(lane))
+    return found
+
+
+class _Place:
+    """The codes of a place, 8 registers of a panel, and their values."""
+
+    def __init__(self, builder, kind, mode, word_type, lookup):
+        self.builder, self.kind, self.mode, self.word_type = builder, kind, mode, word_type
+        self.bytes = _REGISTERS * COLUMNS * (4 if kind == TABLE else 8) // 8
+        self.table = simd.load_at(builder, lookup, _FLOATS, 4) if kind == TABLE else None
+
+    def values(self, at, factors):
+        """Return the values, 8 registers of float32.
+
+        Args:
+            at: the address of the codes.
+            factors: the address of the panel's factors, of its half of the step.
+        """
+        builder, kind, mode = self.builder, self.kind, self.mode
+        for line in range(0, self.bytes, 64):
+            emit_prefetch(builder, builder.add(at, _i64(AHEAD + line)))
+
+        def load(start):
+            places = (builder.add(factors, _i64(start + 64 * half)) for half in range(2))
+            return [simd.load_at(builder, place, _FLOATS, 64) for place in places]
+
+        scales = load(0)
+        terms = load(_TERMS) if mode != PLAIN else []
+        packed = simd.load_at(builder, at, _WORDS, 64) if kind == TABLE else None
+        found = []
+        for register in range(_REGISTERS):
+            if kind == TABLE:
+                index = packed
+                if register:
+                    index = builder.lshr(packed, simd.constant(_WORDS, 4 * register))
+                x = _look_up(builder, self.table, index)
+            else:
+                where = builder.add(at, _i64(COLUMNS * register))
+                bytes_ = simd.load_at(builder, where, _BYTES, 16)
+                if kind == INT8:
+                    x = builder.sitofp(builder.sext(bytes_, _WORDS), _FLOATS)
+                else:
+                    x = _eighth(builder, bytes_, kind == E5M2)
+            if mode == ZERO:
+                x = builder.fsub(x, terms[register % 2])
+            x = builder.fmul(x, scales[register % 2])
+            if mode == MINIMUM:
+                x = builder.fsub(x, terms[register % 2])
+            found.append(x)
+        return found
+
+    def line(self, first, second):
+        """Return two registers as a cache line of bfloat16."""
+        name = "x86.avx512bf16.cvtne2ps2bf16.512"
+        kind = ir.VectorType(_i16, 2 * COLUMNS)
+        return simd.call_llvm(self.builder, name, kind, [second, first])
+
+
+def _widener(kind, mode):
+    """Return an intrinsic that widens a step of four panels of one kind of codes."""
+
+    @intrinsic
+    def widen(typingctx, word_like, source, lookup, factors, target):
+        def codegen(context, builder, sig, args):
+            _, source_, lookup_, factors_, target_ = args
+            how = _Place(builder, kind, mode, word_like, lookup_)
+            word_bytes = 4 if word_like.dtype == types.float32 else 2
+            # Four places of a panel, two for each half of the step.
+            with cgutils.for_range(builder, _i64(_PLACES * GROUP)) as loop:
+                place = loop.index
+                panel, half = (builder.lshr(place, _i64(shift)) for shift in (2, 1))
+                half = builder.and_(half, _i64(1))
+                of = builder.add(factors_, builder.mul(panel, _i64(128)))
+                of = builder.add(of, builder.mul(half, _i64(_HALF_BYTES)))
+                at = builder.add(source_, builder.mul(place, _i64(how.bytes)))
+                values = how.values(at, of)
+                to = builder.add(
+                    target_, builder.mul(place, _i64(_REGISTERS * COLUMNS * word_bytes))
+                )
+                for register in range(0, _REGISTERS, 2):
+                    pair = values[register : register + 2]
+                    where = builder.add(to, _i64(COLUMNS * word_bytes * register))
+                    if _is_pair[word_like.dtype] and simd.HAS_BF16_DOT:
+                        simd.store_at(builder, how.line(*pair), where, 64)
+                        continue
+                    for i, x in enumerate(pair):
+                        lanes = narrow(builder, word_like, x)
+                        there = builder.add(where, _i64(COLUMNS * word_bytes * i))
+                        simd.store_at(builder, lanes, there, 32)
+            return context.get_dummy_value()
+
+        index = types.int64
+        return types.void(word_like, index, index, index, index), codegen
+
+    return widen
+
+
+def _multiplier(kind, mode, rows):
+    """Return an intrinsic that adds the products of rows and a step, whose words stay in registers.
+
+    A sum is the same chain of products as in `product.py`.
+    """
+
+    @intrinsic
+    def multiply(typingctx, word_like, source, lookup, factors, c, a, lda):
+        def codegen(context, builder, sig, args):
+            if not uses_dot(word_like) or uses_tiles(word_like):
+                return context.get_dummy_value()
+            _, source_, lookup_, factors_, c_, a_, lda_ = args
+            how = _Place(builder, kind, mode, word_like, lookup_)
+            cells = [
+                builder.add(c_, _i64(4 * WIDTH * row + 64 * panel))
+                for row in range(rows)
+                for panel in range(GROUP)
+            ]
+            before = [simd.load_at(builder, cell, _FLOATS, 64) for cell in cells]
+            entry = builder.block
+            body, done = (builder.append_basic_block(f"step.{name}") for name in ("body", "done"))
+            builder.branch(body)
+            builder.position_at_end(body)
+            place = builder.phi(_i64)
+            sums = [builder.phi(_FLOATS) for _ in cells]
+            later = list(sums)
+            half = builder.lshr(place, _i64(1))
+            of = builder.add(factors_, builder.mul(half, _i64(_HALF_BYTES)))
+            at = builder.add(source_, builder.mul(place, _i64(how.bytes)))
+            number = builder.add(a_, builder.mul(place, _i64(2 * _REGISTERS)))
+            for panel in range(GROUP):
+                values = how.values(
+                    builder.add(at, _i64(_PLACES * how.bytes * panel)),
+                    builder.add(of, _i64(128 * panel)),
+                )
+                for word in range(_REGISTERS // 2):
+                    line = builder.bitcast(how.line(*values[2 * word : 2 * word + 2]), _WORDS)
+                    for row in range(rows):
+                        from_ = builder.add(number, builder.mul(lda_, _i64(row)))
+                        pointer = builder.inttoptr(
+                            builder.add(from_, _i64(4 * word)), _i32.as_pointer()
+                        )
+                        pair = simd.broadcast(builder, builder.load(pointer, align=2), COLUMNS)
+                        name, index = "x86.avx512bf16.dpbf16ps.512", row * GROUP + panel
+                        operands = [later[index], pair, line]
+                        later[index] = simd.call_llvm(builder, name, _FLOATS, operands)
+            following = builder.add(place, _i64(1))
+            builder.cbranch(builder.icmp_signed("<", following, _i64(_PLACES)), body, done)
+            place.add_incoming(_i64(0), entry)
+            place.add_incoming(following, builder.block)
+            for phi, start, value in zip(sums, before, later, strict=True):
+                phi.add_incoming(start, entry)
+                phi.add_incoming(value, builder.block)
+            builder.position_at_end(done)
+            for cell, value in zip(cells, later, strict=True):
+                simd.store_at(builder, value, cell, 64)
+            return context.get_dummy_value()
+
+        index = types.int64
+        return types.void(word_like, index, index, index, index, index, index), codegen
+
+    return multiply
+
+
+_table, _table_zero, _table_minimum = (_widener(TABLE, m) for m in (PLAIN, ZERO, MINIMUM))
+_int8, _int8_zero, _int8_minimum = (_widener(INT8, m) for m in (PLAIN, ZERO, MINIMUM))
+_e4m3, _e5m2 = _widener(E4M3, PLAIN), _widener(E5M2, PLAIN)
+
+
+_table_1, _zero_1, _minimum_1 = (_multiplier(TABLE, m, 1) for m in (PLAIN, ZERO, MINIMUM))
+_int8_1, _int8_zero_1, _int8_minimum_1 = (_multiplier(INT8, m, 1) for m in (PLAIN, ZERO, MINIMUM))
+_e4m3_1, _e5m2_1 = _multiplier(E4M3, PLAIN, 1), _multiplier(E5M2, PLAIN, 1)
+_table_4, _zero_4, _minimum_4 = (_multiplier(TABLE, m, 4) for m in (PLAIN, ZERO, MINIMUM))
+_int8_4, _int8_zero_4, _int8_minimum_4 = (_multiplier(INT8, m, 4) for m in (PLAIN, ZERO, MINIMUM))
+_e4m3_4, _e5m2_4 = _multiplier(E4M3, PLAIN, 4), _multiplier(E5M2, PLAIN, 4)
+
+
+@inner
+def _widen_step(word_like, kind, mode, source, lookup, factors, target):
+    if kind == TABLE:
+        if mode == PLAIN:
+            _table(word_like, source, lookup, factors, target)
+        elif mode == ZERO:
+            _table_zero(word_like, source, lookup, factors, target)
+        else:
+            _table_minimum(word_like, source, lookup, factors, target)
+    elif kind == INT8:
+        if mode == PLAIN:
+            _int8(word_like, source, lookup, factors, target)
+        elif mode == ZERO:
+            _int8_zero(word_like, source, lookup, factors, target)
+        else:
+            _int8_minimum(word_like, source, lookup, factors, target)
+    elif kind == E4M3:
+        _e4m3(word_like, source, lookup, factors, target)
+    else:
+        _e5m2(word_like, source, lookup, factors, target)
+
+
+@inner
+def _multiply_step_1(word_like, kind, mode, source, lookup, factors, c, a, lda):
+    if kind == TABLE:
+        if mode == PLAIN:
+            _table_1(word_like, source, lookup, factors, c, a, lda)
+        elif mode == ZERO:
+            _zero_1(word_like, source, lookup, factors, c, a, lda)
+        else:
+            _minimum_1(word_like, source, lookup, factors, c, a, lda)
+    elif kind == INT8:
+        if mode == PLAIN:
+            _int8_1(word_like, source, lookup, factors, c, a, lda)
+        elif mode == ZERO:
+            _int8_zero_1(word_like, source, lookup, factors, c, a, lda)
+        else:
+            _int8_minimum_1(word_like, source, lookup, factors, c, a, lda)
+    elif kind == E4M3:
+        _e4m3_1(word_like, source, lookup, factors, c, a, lda)
+    else:
+        _e5m2_1(word_like, source, lookup, factors, c, a, lda)
+
+
+@inner
+def _multiply_step_4(word_like, kind, mode, source, lookup, factors, c, a, lda):
+    if kind == TABLE:
+        if mode == PLAIN:
+            _table_4(word_like, source, lookup, factors, c, a, lda)
+        elif mode == ZERO:
+            _zero_4(word_like, source, lookup, factors, c, a, lda)
+        else:
+            _minimum_4(word_like, source, lookup, factors, c, a, lda)
+    elif kind == INT8:
+        if mode == PLAIN:
+            _int8_4(word_like, source, lookup, factors, c, a, lda)
+        elif mode == ZERO:
+            _int8_zero_4(word_like, source, lookup, factors, c, a, lda)
+        else:
+            _int8_minimum_4(word_like, source, lookup, factors, c, a, lda)
+    elif kind == E4M3:
+        _e4m3_4(word_like, source, lookup, factors, c, a, lda)
+    else:
+        _e5m2_4(word_like, source, lookup, factors, c, a, lda)
+
+
+@inner
+def _walk(word_like, group, form, first, end, target, spare, rows, c, a, lda):
+    """Widen steps first ... end - 1 of a group, or multiply them if there are `rows`, 1 or 4."""
+    kind, mode, lookup = field(form, KIND), field(form, MODE), field(form, LOOKUP)
+    part_steps, part_bytes = field(form, PART_STEPS), field(form, PART_BYTES)
+    run, header = field(form, RUN), field(form, HEADER)
+    how, term_how = field(form, SCALE), field(form, TERM)
+    step_bytes = STEP * WIDTH if kind != TABLE else STEP * WIDTH // 2
+    size = WIDTH * (4 if how == FLOAT32 else 2 if how <= BFLOAT16 else 1)
+    term_size = WIDTH * (4 if term_how == FLOAT32 else 2 if term_how <= BFLOAT16 else 1)
+    is_half = run < STEP
+    run_steps = max(run // STEP, 1)
+    held, held_run = types.int64(-1), types.int64(-1)
+    for step in range(first, end):
+        part = step // part_steps
+        within = step - part * part_steps
+        at = group + part * part_bytes
+        if part != held:
+            held, held_run = part, types.int64(-1)
+            _load_outer(field(form, OUTER), at + field(form, OUTER_AT), spare + _OUTER)
+            if mode != PLAIN:
+                _load_outer(
+                    field(form, OUTER_TERM), at + field(form, OUTER_TERM_AT), spare + _OUTER_TERMS
+                )
+        which = within // run_steps
+        if which != held_run:
+            held_run = which
+            for half in range(2):
+                index = 2 * which + half if is_half else which
+                to = spare + half * _HALF_BYTES
+                _load_factors(
+                    word_like, how, at + field(form, SCALE_AT) + index * size, spare + _OUTER, to
+                )
+                if mode != PLAIN:
+                    _load_factors(
+                        word_like,
+                        term_how,
+                        at + field(form, TERM_AT) + index * term_size,
+                        spare + _OUTER_TERMS,
+                        to + _TERMS,
+                    )
+        source = at + header + within * step_bytes
+        if rows == 0:
+            to = target + (step - first) * (STEP * WIDTH * word_like.itemsize)
+            _widen_step(word_like, kind, mode, source, lookup, spare, to)
+        elif rows == 1:
+            number = a + step * STEP * word_like.itemsize
+            _multiply_step_1(word_like, kind, mode, source, lookup, spare, c, number, lda)
+        else:
+            number = a + step * STEP * word_like.itemsize
+            _multiply_step_4(word_like, kind, mode, source, lookup, spare, c, number, lda)
+
+
+@inner
+def widen_steps(word_like, group, form, first, end, target, spare):
+    """Write steps first ... end - 1 of a group as words.
 
     Args:
         word_like: an empty array of the model's dtype.
-        group: the address of the group.
+        group, form: the address of the group, and of how it is stored.
         target: the address of as many words, in the order of `panels.py`, on a cache line's
             boundary.
+        spare: the address of scratch, SPARE bytes, likewise.
     """
-    panel = STEP * COLUMNS * word_like.itemsize
-    for step in range(first, end):
-        source = part_of(group, step) + SCALE_BYTES + step % STEPS * STEP_BYTES
-        to = target + (step - first) * GROUP * panel
-        for column in range(GROUP):
-            _widen_panel(word_like, source + column * (STEP * COLUMNS), to + column * panel)
+    none = types.int64(0)
+    _walk(word_like, group, form, first, end, target, spare, none, none, none, none)
 
 
 @inner
-def add_scaled(like, sums, rows, part, scales, is_first):
-    """sums (+)= part * scales, `rows` rows of 64."""
-    lanes = simd.REGISTER_BYTES // 4
-    for column in range(0, WIDTH, lanes):
-        scale = get(like, scales + 4 * column)
-        for row in range(rows):
-            at = 4 * (row * WIDTH + column)
-            x = get(like, part + at)
-            if is_first:
-                put(like, sums + at, simd.mul(x, scale))
-            else:
-                put(like, sums + at, simd.fma(x, scale, get(like, sums + at)))
-
-
-@intrinsic
-def _byte_as_float(typingctx, address):
-    """Return the int8 at an address, as float32."""
-
-    def codegen(context, builder, sig, args):
-        byte = builder.load(builder.inttoptr(args[0], _i8.as_pointer()))
-        return builder.sitofp(byte, ir.FloatType())
-
-    return types.float32(types.int64), codegen
-
-
-@intrinsic
-def _float_at(typingctx, address):
-    """Return the float32 at an address."""
-
-    def codegen(context, builder, sig, args):
-        return builder.load(builder.inttoptr(args[0], ir.FloatType().as_pointer()), align=4)
-
-    return types.float32(types.int64), codegen
-
-
-@intrinsic
-def _put_float(typingctx, address, number):
-    """Store a float32 at an address."""
-
-    def codegen(context, builder, sig, args):
-        builder.store(args[1], builder.inttoptr(args[0], ir.FloatType().as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), codegen
-
-
-@inner
-def embed_output(word_like, like, group, output, inputs, target, wide):
-    """target = round(q * scale) of one output of a group: a row of a tied embedding.
+def multiply_few(word_like, like, c, rows, a, lda, group, form, inputs, spare):
+    """Compute the sums of up to 4 rows and a group, whose words stay in registers.
 
     Args:
-        inputs: K, a multiple of 32.
-        wide: the address of scratch for 32 float32.
+        c, rows, a, lda, inputs: as of `product.multiply_rows`; words are multiplied by VDPBF16PS.
+        group, form, spare: as of `widen_steps`.
     """
-    lanes, size = simd.REGISTER_BYTES // 4, word_like.itemsize
-    for step in range(inputs // STEP):
-        scales = part_of(group, step)
-        scale = simd.splat(like, _float_at(scales + 4 * output))
-        source = scales + SCALE_BYTES + step % STEPS * STEP_BYTES
-        source += output // COLUMNS * (STEP * COLUMNS) + output % COLUMNS
-        for k in range(STEP):
-            _put_float(wide + 4 * k, _byte_as_float(source + COLUMNS * k))
-        for k in range(0, STEP, lanes):
-            x = simd.mul(get(like, wide + 4 * k), scale)
-            put(word_like, target + (step * STEP + k) * size, x)
+    count = types.int64(1)
+    if rows > 1:
+        count = types.int64(4)
+    zero = simd.splat(like, 0.0)
+    for at in range(c, c + 4 * WIDTH * count, simd.REGISTER_BYTES):
+        put(like, at, zero)
+    none = types.int64(0)
+    _walk(word_like, group, form, none, inputs // STEP, none, spare, count, c, a, lda)

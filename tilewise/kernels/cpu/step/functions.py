@@ -12,8 +12,8 @@ Numerics  float32. 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2 u)), which does not canc
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
-import numpy as np
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine import simd
@@ -42,17 +42,15 @@ _CUBIC = 0.044715 * _LINEAR
 _POLE = 2.0  # of the polynomial's argument (|x| - 2) / (|x| + 2), -1 at 0 and 1 at infinity
 
 
-def _tail(places: np.ndarray) -> np.ndarray:
+def _tail(place: Decimal) -> float:
     """Return exp(z^2 / 2) times the normal distribution at -z, where (z - 2) / (z + 2) is the
     argument."""
-    tails = []
-    for place in places:
-        y = _POLE * (1.0 + place) / (1.0 - place) / math.sqrt(2.0)
-        if y < 25.0:
-            tails.append(0.5 * math.exp(y * y) * math.erfc(y))
-        else:  # erfc underflows; the next term of the series is below 2e-6 of a tail of 0.01
-            tails.append(0.5 / (y * math.sqrt(math.pi)) * (1.0 - 0.5 / (y * y)))
-    return np.array(tails)
+    share = float(place)
+    y = _POLE * (1.0 + share) / (1.0 - share) / math.sqrt(2.0)
+    if y < 25.0:
+        return 0.5 * math.exp(y * y) * math.erfc(y)
+    # erfc underflows; the next term of the series is below 2e-6 of a tail of 0.01
+    return 0.5 / (y * math.sqrt(math.pi)) * (1.0 - 0.5 / (y * y))
 
 
 _TAIL = simd.chebyshev(_tail, -1.0, 1.0, 10)

@@ -21,40 +21,40 @@ from tilewise.kernels.cpu.step.codes import (
     CENTRES,
     GATE,
     IS_PART,
-    PANELS_OF_INT8,
+    NARROW_PANELS,
     ROUNDS,
     ROWS,
     STORE,
 )
-from tilewise.kernels.cpu.step.dequantise import (
-    add_scaled,
-    embed_output,
-    part_of,
-    widen_steps,
-)
+from tilewise.kernels.cpu.step.dequantise import field, multiply_few, widen_steps
 from tilewise.kernels.cpu.step.functions import CLAMPED, SIGMOID, applied
-from tilewise.kernels.cpu.step.int8 import SCALE_BYTES, STEP_BYTES, STEPS
+from tilewise.kernels.cpu.step.narrow import ORDER
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
-from tilewise.kernels.cpu.step.product import has_pairs, has_words, multiply_rows
+from tilewise.kernels.cpu.step.product import has_dot, has_pairs, has_words, multiply_rows
 from tilewise.kernels.cpu.step.words import (
     clear_half_word,
     copy_half_word,
     copy_word,
     get,
+    int32_at,
     put,
     rounded,
 )
 
 BLOCK_ROWS = 32  # rows of a block of sums
+SLICE_BYTES = 1 << 14  # of words that are used from an L1 cache of 32 KiB, beside the rows
 
 
 @inner
-def bytes_of_group(word_like, inputs, is_int8):
-    """Return the bytes from a group of a weight to the next."""
-    steps = (inputs + STEP - 1) // STEP
-    if is_int8:
-        return steps * STEP_BYTES + (steps + STEPS - 1) // STEPS * SCALE_BYTES
-    return steps * STEP * WIDTH * word_like.itemsize
+def bytes_of_group(word_like, inputs):
+    """Return the bytes from a group of words to the next."""
+    return (inputs + STEP - 1) // STEP * STEP * WIDTH * word_like.itemsize
+
+
+@inner
+def steps_of_slice(word_like):
+    """Return the steps of a narrow weight that are widened at once for up to 32 rows."""
+    return SLICE_BYTES // (STEP * WIDTH * word_like.itemsize)
 
 
 @inner
@@ -69,12 +69,29 @@ def copy_words(word_like, target, source, count):
 
 
 @inner
-def embed_row(word_like, like, token, table, inputs, form, target, wide):
+def _embed_from_words(word_like, output, group, steps, target):
+    """Copy the inputs of an output of a group from `steps` steps of words."""
+    size = word_like.itemsize
+    panel = STEP * COLUMNS * size
+    word_size = 4 if has_pairs(word_like) else size
+    start = group + output // COLUMNS * panel + output % COLUMNS * word_size
+    for step in range(steps):
+        for word in range(STEP * size // word_size):
+            source = start + step * GROUP * panel + word * COLUMNS * word_size
+            to = target + step * STEP * size + word * word_size
+            if word_size == 4:
+                copy_word(to, source)
+            else:
+                copy_half_word(to, source)
+
+
+@inner
+def embed_row(word_like, like, token, table, inputs, form, target, spare, words):
     """Copy the row of a token from a (V, K) table, or from its panels; see `codes.py`.
 
     Args:
-        form: the layout of the table: ROWS, PANELS or PANELS_OF_INT8.
-        wide: the address of scratch for 32 float32.
+        form: the layout of the table: ROWS, PANELS or NARROW_PANELS.
+        spare, words: the addresses of scratch, see `multiply_task`.
     """
     size = word_like.itemsize
     if form == ROWS:
@@ -84,23 +101,21 @@ def embed_row(word_like, like, token, table, inputs, form, target, wide):
         for byte in range(inputs * size, (inputs + STEP - 1) // STEP * STEP * size, 2):
             clear_half_word(target + byte)
         return
-    steps = (inputs + STEP - 1) // STEP
-    if form == PANELS_OF_INT8:
-        group = table + token // WIDTH * bytes_of_group(word_like, inputs, True)
-        embed_output(word_like, like, group, token % WIDTH, steps * STEP, target, wide)
-        return
-    panel = STEP * COLUMNS * size
-    start = table + token // WIDTH * WIDTH * steps * STEP * size + token // COLUMNS % GROUP * panel
-    word_size = 4 if has_pairs(word_like) else size
-    start += token % COLUMNS * word_size
-    for step in range(steps):
-        for word in range(STEP * size // word_size):
-            source = start + step * GROUP * panel + word * COLUMNS * word_size
-            to = target + step * STEP * size + word * word_size
-            if word_size == 4:
-                copy_word(to, source)
-            else:
-                copy_half_word(to, source)
+    steps, output = (inputs + STEP - 1) // STEP, token % WIDTH
+    if form == NARROW_PANELS:
+        entry = table + 16 * (token // WIDTH)
+        group, how = field(entry, 0), field(entry, 1)
+        if how != 0:
+            slice_steps = steps_of_slice(word_like)
+            for first in range(0, steps, slice_steps):
+                end = min(first + slice_steps, steps)
+                widen_steps(word_like, group, how, first, end, words, spare)
+                to = target + first * STEP * size
+                _embed_from_words(word_like, output, words, end - first, to)
+            return
+    else:
+        group = table + token // WIDTH * bytes_of_group(word_like, inputs)
+    _embed_from_words(word_like, output, group, steps, target)
 
 
 @inner
@@ -285,26 +300,38 @@ def widen_rows(word_like, like, source, source_row, rows, inputs, target, target
 
 
 @inner
-def multiply_int8(word_like, like, c, rows, a, lda, group, inputs, words, are_widened):
-    """Compute sums of up to 32 rows and a group of int8.
+def permute_rows(word_like, source, source_row, rows, inputs, order, target, target_row):
+    """Copy rows with the inputs in the order of a narrow weight's columns.
 
     Args:
-        c: the address of the sums; after 32 rows of them is scratch for as many.
-        group: the address of the group.
-        words: the address of scratch for the words of one scale; if `are_widened`, of the words of
-            the whole group, which it already contains.
+        order: the address of int32, the input of each column.
     """
-    steps, part = inputs // STEP, c + 4 * BLOCK_ROWS * WIDTH
+    size = word_like.itemsize
+    for row in range(rows):
+        start, to = source + row * source_row, target + row * target_row
+        for column in range(inputs):
+            at = start + size * int32_at(order + 4 * column)
+            if size == 2:
+                copy_half_word(to + 2 * column, at)
+            else:
+                copy_word(to + 4 * column, at)
+
+
+@inner
+def _multiply_narrow(word_like, like, c, rows, a, lda, group, form, inputs, words, spare):
+    """Compute sums of up to 32 rows and a group of a narrow weight, a slice at a time."""
+    if rows <= 4 and has_dot(word_like):
+        multiply_few(word_like, like, c, rows, a, lda, group, form, inputs, spare)
+        return
+    steps = inputs // STEP
     size = word_like.itemsize if has_words(word_like) else 4
-    for first in range(0, steps, STEPS):
-        end = min(first + STEPS, steps)
-        w = words
-        if are_widened:
-            w += first * STEP * WIDTH * word_like.itemsize
-        else:
-            widen_steps(word_like, group, first, end, words)
-        multiply_rows(word_like, part, rows, a + first * STEP * size, lda, w, (end - first) * STEP)
-        add_scaled(like, c, rows, part, part_of(group, first), first == 0)
+    slice_steps = steps_of_slice(word_like)
+    for first in range(0, steps, slice_steps):
+        end = min(first + slice_steps, steps)
+        widen_steps(word_like, group, form, first, end, words, spare)
+        multiply_rows(
+            word_like, c, rows, a + first * STEP * size, lda, words, (end - first) * STEP, first > 0
+        )
 
 
 @inner
@@ -315,7 +342,7 @@ def multiply_task(
     source_row,
     rows,
     weight,
-    is_int8,
+    is_narrow,
     inputs,
     first,
     end,
@@ -334,7 +361,8 @@ def multiply_task(
     c,
     wide,
     words,
-    must_widen,
+    permuted,
+    shown,
 ):
     """Compute groups first ... end - 1 of a product for some rows, with the epilogue.
 
@@ -344,23 +372,42 @@ def multiply_task(
         factor, limit, alpha, cap: the numbers of the epilogue, see `codes.py`.
         outputs: the columns to be written of STORE, or 0 for all of the groups.
         extra, extra_row: the address and the bytes of rows that ADD adds as well; 0 for none.
+        is_narrow: True if `weight` is the address of a table: of each group its address, and that
+            of how it is stored, 0 for words; see `narrow.py`.
         c: the address of scratch for 32 x 64 sums, twice.
-        words: the address of scratch for words, used if `is_int8`: the words of one scale, or with
-            more than 32 rows of a whole group.
+        words: the address of scratch for words, used if `is_narrow`: those of a slice, or with more
+            than 32 rows of a whole group.
         wide: the address of scratch for the rows in float32, used unless `has_words`.
-        must_widen: True if that scratch does not contain these rows yet.
+        permuted: the address of scratch for the rows in the order of a narrow weight's columns.
+        shown: the order of the rows in scratch, what an earlier call for these rows returned; -1 if
+            it has none of them.
+
+    Returns:
+        The order of the rows that scratch contains now: an address, or 0 for the inputs' own.
     """
     size = word_like.itemsize
-    a, lda = source, source_row
-    if not has_words(word_like):
-        a, lda = wide, 4 * (inputs + STEP)
-        if must_widen:
-            widen_rows(word_like, like, source, source_row, rows, inputs, a, lda)
+    spare = c + 4 * BLOCK_ROWS * WIDTH
     for group in range(first, end):
-        start = weight + group * bytes_of_group(word_like, inputs, is_int8)
-        are_widened = is_int8 and rows > BLOCK_ROWS
-        if are_widened:
-            widen_steps(word_like, start, types.int64(0), inputs // STEP, words)
+        start, form = weight + group * bytes_of_group(word_like, inputs), types.int64(0)
+        if is_narrow:
+            start, form = field(weight + 16 * group, 0), field(weight + 16 * group, 1)
+        order = types.int64(0)
+        if form != 0:
+            order = field(form, ORDER)
+        a, lda = source, source_row
+        if order != 0:
+            a, lda = permuted, size * (inputs + STEP)
+        if order != shown:
+            shown = order
+            if order != 0:
+                permute_rows(word_like, source, source_row, rows, inputs, order, a, lda)
+            if not has_words(word_like):
+                widen_rows(word_like, like, a, lda, rows, inputs, wide, 4 * (inputs + STEP))
+        if not has_words(word_like):
+            a, lda = wide, 4 * (inputs + STEP)
+        if form != 0 and rows > BLOCK_ROWS:
+            widen_steps(word_like, start, form, types.int64(0), inputs // STEP, words, spare)
+            start, form = words, types.int64(0)
         out = group * WIDTH * size
         if epilogue == GATE:
             out //= 2
@@ -371,10 +418,12 @@ def multiply_task(
         for row in range(0, rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, rows - row)
             at = a + row * lda
-            if is_int8:
-                multiply_int8(word_like, like, c, count, at, lda, start, inputs, words, are_widened)
+            if form != 0:
+                _multiply_narrow(
+                    word_like, like, c, count, at, lda, start, form, inputs, words, spare
+                )
             else:
-                multiply_rows(word_like, c, count, at, lda, start, inputs)
+                multiply_rows(word_like, c, count, at, lda, start, inputs, False)
             to = target + row * target_row + out
             if epilogue == STORE:
                 _store_sums(word_like, like, c, count, where, to, target_row, function, columns)
@@ -389,3 +438,4 @@ def multiply_task(
                 _gate_sums(word_like, like, c, count, where, to, target_row, function, limit, alpha)
             else:
                 _store_logits(word_like, like, c, count, where, to, target_row, factor, cap)
+    return shown

@@ -17,8 +17,7 @@ from tilewise.kernels.cpu.machine import amx
 from tilewise.kernels.cpu.machine.threads import keep_alive, kernel, next_task, run_tasks, scratch
 from tilewise.kernels.cpu.step.codes import STORE
 from tilewise.kernels.cpu.step.functions import IDENTITY
-from tilewise.kernels.cpu.step.int8 import STEPS
-from tilewise.kernels.cpu.step.layers import BLOCK_ROWS, multiply_task
+from tilewise.kernels.cpu.step.layers import BLOCK_ROWS, multiply_task, steps_of_slice
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, row_stride
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
 from tilewise.kernels.cpu.step.program import REAL_LIKE, WORD_LIKE
@@ -53,8 +52,9 @@ def launch(x: Tensor, weight: Panels) -> Tensor:
         source_row,
         rows,
         chunk,
-        weight.words.data_ptr(),
-        weight.is_int8,
+        (weight.words if weight.table is None else weight.table).data_ptr(),
+        weight.is_narrow,
+        weight.is_permuted,
         weight.padded_inputs,
         groups,
         bias,
@@ -73,7 +73,8 @@ def _multiply(
     rows,
     chunk,
     weight,
-    is_int8,
+    is_narrow,
+    is_permuted,
     inputs,
     groups,
     bias,
@@ -86,29 +87,34 @@ def _multiply(
         amx.configure()
     c = scratch(2 * BLOCK_ROWS * WIDTH, like)
     wide = scratch(1, like)
+    blocks = (min(chunk, rows) + BLOCK_ROWS - 1) // BLOCK_ROWS
     if not has_words(word_like):
-        blocks = (min(chunk, rows) + BLOCK_ROWS - 1) // BLOCK_ROWS
         wide = scratch(blocks * BLOCK_ROWS * (inputs + STEP), like)
-    steps = STEPS if min(rows, chunk) <= BLOCK_ROWS else inputs // STEP
-    words = scratch(WIDTH * STEP * steps if is_int8 else 1, word_like)
+    steps = steps_of_slice(word_like)
+    if min(rows, chunk) > BLOCK_ROWS:
+        steps = max(steps, inputs // STEP)
+    words = scratch(WIDTH * STEP * steps if is_narrow else 1, word_like)
+    permuted = scratch(1, word_like)
+    if is_permuted:
+        permuted = scratch(blocks * BLOCK_ROWS * (inputs + STEP), word_like)
     c_at, words_at = types.int64(c.ctypes.data), types.int64(words.ctypes.data)
-    wide_at = types.int64(wide.ctypes.data)
+    wide_at, permuted_at = types.int64(wide.ctypes.data), types.int64(permuted.ctypes.data)
     per_chunk = (groups + GROUPS_PER_TASK - 1) // GROUPS_PER_TASK
-    held, none = -1, 0.0
+    held, none, shown = -1, 0.0, types.int64(-1)
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             break
         which = task // per_chunk
         first = (task - which * per_chunk) * GROUPS_PER_TASK
-        multiply_task(
+        shown = multiply_task(
             word_like,
             like,
             source + which * chunk * source_row,
             source_row,
             min(chunk, rows - which * chunk),
             weight,
-            is_int8,
+            is_narrow,
             inputs,
             first,
             min(first + GROUPS_PER_TASK, groups),
@@ -127,9 +133,10 @@ def _multiply(
             c_at,
             wide_at,
             words_at,
-            held != which,
+            permuted_at,
+            shown if held == which else types.int64(-1),
         )
         held = which
     if has_tiles(word_like):
         amx.release()
-    keep_alive((c, wide, words))
+    keep_alive((c, wide, words, permuted))

@@ -25,10 +25,15 @@ class Panels(NamedTuple):
     """A packed weight.
 
     Attributes:
-        words: a flat tensor of the weight's dtype, or int8 with scales in between, see `int8.py`.
+        words: a flat tensor of the weight's dtype, or of uint8 for a narrow weight, see
+            `narrow.py`.
         num_outputs, num_inputs: N and K without padding.
         bias: float32, padded like the outputs, or None.
         dtype: the dtype of the weight, of rows and of results.
+        table: the addresses of each group of 64 outputs of a narrow weight and of
+            how it is stored, int64 (groups, 2); None for words.
+        is_permuted: whether columns of a narrow weight multiply inputs in an order of their own.
+        kept: tensors to which the addresses refer.
     """
 
     words: Tensor
@@ -36,11 +41,14 @@ class Panels(NamedTuple):
     num_inputs: int
     bias: Tensor | None
     dtype: torch.dtype
+    table: Tensor | None = None
+    is_permuted: bool = False
+    kept: tuple[Tensor, ...] = ()
 
     @property
-    def is_int8(self) -> bool:
-        """Whether the words have 8 bits."""
-        return self.words.dtype == torch.int8
+    def is_narrow(self) -> bool:
+        """Whether weights are stored in 8 or 4 bits."""
+        return self.table is not None
 
     @property
     def num_weights(self) -> int:
@@ -50,7 +58,7 @@ class Panels(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the words, scales included."""
-        return self.words.numel() * self.words.element_size()
+        return self.words.nbytes
 
     @property
     def padded_outputs(self) -> int:
@@ -64,7 +72,7 @@ class Panels(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Shape of words that are not int8: groups, steps, panels, words, outputs, elements."""
+        """Shape of words that are not narrow: groups, steps, panels, words, outputs, elements."""
         width = elements_of(self.dtype)
         groups, steps = self.padded_outputs // WIDTH, self.padded_inputs // STEP
         return groups, steps, GROUP, STEP // width, COLUMNS, width
@@ -125,6 +133,18 @@ def rows_of(panels: Panels, rows: Tensor) -> Tensor:
     words = panels.words.view(panels.grid)
     found = words[rows // WIDTH, :, rows // COLUMNS % GROUP, :, rows % COLUMNS]
     return found.flatten(-3)[..., : panels.num_inputs].contiguous()
+
+
+def interleaved(rows: int) -> Tensor:
+    """Return the rows of gate and up, (2 I,) one below the other, in groups of 16 in turn.
+
+    I is padded to a multiple of 16 by -1.
+    """
+    half = rows // 2
+    count = -(-half // COLUMNS) * COLUMNS
+    parts = torch.full((2, count), -1)
+    parts[:, :half] = torch.arange(rows).view(2, half)
+    return parts.view(2, -1, COLUMNS).transpose(0, 1).flatten()
 
 
 def interleave(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -61,6 +61,7 @@ def _known(rule):
 
 
 has_tiles, has_words = _known(uses_tiles), _known(takes_words)
+has_dot = _known(lambda weight_type: uses_dot(weight_type) and not uses_tiles(weight_type))
 has_pairs = _known(lambda weight_type: weight_type.dtype == types.uint16)
 
 
@@ -76,17 +77,28 @@ def _tile_block(num_rows, num_panels):
     """Return the product of 16 num_rows rows x num_panels panels in tile registers."""
 
     @intrinsic
-    def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps, adds):
         index = types.int64
-        sig = types.void(weight_like, index, index, index, index, index, index)
+        sig = types.void(weight_like, index, index, index, index, index, index, types.boolean)
 
         def codegen(context, builder, sig, args):
             if not uses_tiles(weight_like):
                 return context.get_dummy_value()
-            _, c_, ldc_, a_, lda_, w_, steps_ = args
+            _, c_, ldc_, a_, lda_, w_, steps_, adds_ = args
             count = num_rows * num_panels
-            for tile in range(count):
-                _amx(builder, "tilezero", _i8(tile))
+
+            def place(tile):
+                row, column = divmod(tile, num_panels)
+                start = builder.add(c_, builder.mul(ldc_, _i64(ROWS * row)))
+                return _byte_pointer(builder, builder.add(start, _i64(64 * column)))
+
+            with builder.if_else(adds_) as (then, otherwise):
+                with then:
+                    for tile in range(count):
+                        _amx(builder, "tileloadd64", _i8(tile), place(tile), ldc_)
+                with otherwise:
+                    for tile in range(count):
+                        _amx(builder, "tilezero", _i8(tile))
             a_tiles = [count + row for row in range(num_rows)]
             free = list(range(count + num_rows, 8))
             with cgutils.for_range(builder, steps_) as loop:
@@ -103,10 +115,7 @@ def _tile_block(num_rows, num_panels):
                         sums = row * num_panels + column
                         _amx(builder, "tdpbf16ps", _i8(sums), _i8(a_tile), _i8(tile))
             for tile in range(count):
-                row, column = divmod(tile, num_panels)
-                start = builder.add(c_, builder.mul(ldc_, _i64(ROWS * row)))
-                start = builder.add(start, _i64(64 * column))
-                _amx(builder, "tilestored64", _i8(tile), _byte_pointer(builder, start), ldc_)
+                _amx(builder, "tilestored64", _i8(tile), place(tile), ldc_)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -162,17 +171,28 @@ def _vector_block(num_rows, num_panels):
     """Return the product of num_rows rows x num_panels panels in vector registers."""
 
     @intrinsic
-    def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps, adds):
         index = types.int64
-        sig = types.void(weight_like, index, index, index, index, index, index)
+        sig = types.void(weight_like, index, index, index, index, index, index, types.boolean)
 
         def codegen(context, builder, sig, args):
             if uses_tiles(weight_like):
                 return context.get_dummy_value()
-            _, c_, ldc_, a_, lda_, w_, steps_ = args
+            _, c_, ldc_, a_, lda_, w_, steps_, adds_ = args
             how = _Words(builder, weight_like)
             words_ = builder.mul(steps_, _i64(how.words))
             panel_bytes = how.words * how.bytes
+
+            def place(index):
+                row, column = divmod(index, num_panels)
+                start = builder.add(c_, builder.mul(ldc_, _i64(row)))
+                return builder.add(start, _i64(64 * column))
+
+            none = ir.Constant(_SUMS, None)
+            before = [
+                builder.select(adds_, simd.load_at(builder, place(index), _SUMS, 4), none)
+                for index in range(num_rows * num_panels)
+            ]
             entry = builder.block
             body, done = (builder.append_basic_block(f"panel.{name}") for name in ("body", "done"))
             builder.branch(body)
@@ -195,20 +215,18 @@ def _vector_block(num_rows, num_panels):
                 for row in range(num_rows):
                     number = builder.add(builder.add(a_, a_offset), builder.mul(lda_, _i64(row)))
                     for column, word in enumerate(loaded):
-                        place = row * num_panels + column
-                        later[place] = how.multiply(number, word, later[place])
+                        index = row * num_panels + column
+                        later[index] = how.multiply(number, word, later[index])
             following = builder.add(k, _i64(unrolled))
             builder.cbranch(builder.icmp_signed("<", following, words_), body, done)
             k.add_incoming(_i64(0), entry)
             k.add_incoming(following, builder.block)
-            for phi, value in zip(sums, later, strict=True):
-                phi.add_incoming(ir.Constant(_SUMS, None), entry)
+            for phi, start, value in zip(sums, before, later, strict=True):
+                phi.add_incoming(start, entry)
                 phi.add_incoming(value, builder.block)
             builder.position_at_end(done)
-            for place, value in enumerate(later):
-                row, column = divmod(place, num_panels)
-                start = builder.add(c_, builder.mul(ldc_, _i64(row)))
-                simd.store_at(builder, value, builder.add(start, _i64(64 * column)), 4)
+            for index, value in enumerate(later):
+                simd.store_at(builder, value, place(index), 4)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -225,7 +243,7 @@ _vectors_8 = _vector_block(_MOST_ROWS, _MANY)
 
 
 @inner
-def multiply_rows(weight_like, c, rows, a, lda, w, inputs):
+def multiply_rows(weight_like, c, rows, a, lda, w, inputs, adds):
     """Compute the sums of `rows` rows, up to 32, and a group of weights, to c.
 
     Rows of c and a are read and written in full blocks: up to 32 of them must exist.
@@ -236,15 +254,16 @@ def multiply_rows(weight_like, c, rows, a, lda, w, inputs):
         a, lda: the address of the rows, in the dtype given by `has_words`, and the bytes of a row.
         w: the address of the group.
         inputs: K, a multiple of 32.
+        adds: True if c holds the sums of the inputs before these.
     """
     ldc, steps = 4 * COLUMNS * GROUP, inputs // STEP
     panel = STEP * COLUMNS * weight_like.itemsize
     if has_tiles(weight_like):
         if rows > ROWS:
             for column in range(0, GROUP, 2):
-                _tiles_2(weight_like, c + 64 * column, ldc, a, lda, w + column * panel, steps)
+                _tiles_2(weight_like, c + 64 * column, ldc, a, lda, w + column * panel, steps, adds)
         else:
-            _tiles_1(weight_like, c, ldc, a, lda, w, steps)
+            _tiles_1(weight_like, c, ldc, a, lda, w, steps, adds)
         return
     row = 0
     while row < rows:
@@ -253,18 +272,39 @@ def multiply_rows(weight_like, c, rows, a, lda, w, inputs):
         if left == 1:
             for column in range(0, GROUP, _ONE):
                 _vectors_1(
-                    weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel, steps
+                    weight_like,
+                    c_row + 64 * column,
+                    ldc,
+                    a_row,
+                    lda,
+                    w + column * panel,
+                    steps,
+                    adds,
                 )
             row += 1
         elif left <= 4:
             for column in range(0, GROUP, _FEW):
                 _vectors_4(
-                    weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel, steps
+                    weight_like,
+                    c_row + 64 * column,
+                    ldc,
+                    a_row,
+                    lda,
+                    w + column * panel,
+                    steps,
+                    adds,
                 )
             row += 4
         else:
             for column in range(0, GROUP, _MANY):
                 _vectors_8(
-                    weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel, steps
+                    weight_like,
+                    c_row + 64 * column,
+                    ldc,
+                    a_row,
+                    lda,
+                    w + column * panel,
+                    steps,
+                    adds,
                 )
             row += _MOST_ROWS

@@ -97,6 +97,7 @@ from tilewise.kernels.cpu.step.codes import (
     KIND,
     LAYER,
     LIMIT,
+    NARROW_PANELS,
     NORM,
     NORM_CODE,
     NORM_STEP,
@@ -111,7 +112,6 @@ from tilewise.kernels.cpu.step.codes import (
     OUTPUTS,
     OWN_KERNEL,
     PANELS,
-    PANELS_OF_INT8,
     PARTS,
     PHASE,
     PIECES,
@@ -200,7 +200,7 @@ _GIVE_WAY = _find_yield()
 
 
 def _form_of(weight: Panels) -> int:
-    return PANELS_OF_INT8 if weight.is_int8 else PANELS
+    return NARROW_PANELS if weight.is_narrow else PANELS
 
 
 @dataclass
@@ -274,7 +274,7 @@ class Program:
         self._called: list[tuple[int, Any, tuple[Any, ...]]] = []  # what such kernels call
         self._most_latent_sums = 0  # numbers of a split of latents
         self._weights: list[_Weight] = []
-        self._most_inputs = self._most_int8 = 0
+        self._most_inputs = self._most_narrow = self._most_permuted = 0
         self._partial = np.empty(0, np.float32)
         self._workspace_key = (0, 0)
         self._counters = np.empty(0, np.int64)
@@ -328,7 +328,7 @@ class Program:
         self._numbers[-1][FACTOR] = factor
         if isinstance(table, Panels):
             op[FORM], op[INPUTS] = _form_of(table), table.num_inputs
-            op[WEIGHT] = self._address(table.words)
+            op[WEIGHT] = self._words(table)
         else:
             op[INPUTS] = table().shape[1]
             self._read(table, WEIGHT)
@@ -398,7 +398,7 @@ class Program:
         """
         assert weight.dtype == self.dtype
         op = self._append(PRODUCT, source, target)
-        op[WEIGHT], op[BIAS] = self._address(weight.words), self._address(weight.bias)
+        op[WEIGHT], op[BIAS] = self._words(weight), self._address(weight.bias)
         op[INPUTS], op[FORM] = weight.padded_inputs, _form_of(weight)
         op[GROUPS] = weight.padded_outputs // WIDTH
         op[EPILOGUE], op[IS_SAMPLED] = epilogue, is_sampled
@@ -413,8 +413,10 @@ class Program:
         if extra is not None:
             self._places.append((len(self._ops) - 1, EXTRA, extra.name, extra.start))
         self._most_inputs = max(self._most_inputs, weight.padded_inputs)
-        if weight.is_int8:
-            self._most_int8 = max(self._most_int8, weight.padded_inputs)
+        if weight.is_narrow:
+            self._most_narrow = max(self._most_narrow, weight.padded_inputs)
+        if weight.is_permuted:
+            self._most_permuted = max(self._most_permuted, weight.padded_inputs)
 
     def wide_product(self, source: Buffer, target: Buffer, weight: Panels) -> None:
         """Target, float32, = source weight.T + bias of a float32 weight; see `wide_product.py`."""
@@ -448,7 +450,7 @@ class Program:
 
     def _with_parts(self, op: np.ndarray, weights: Sequence[Panels]) -> None:
         """Let a product have a weight of its own for each part."""
-        addresses = [[self._address(w.words), self._address(w.bias)] for w in weights]
+        addresses = [[self._words(w), self._address(w.bias)] for w in weights]
         table = np.array(addresses, np.int64)
         self._kept.append(table)
         op[PARTS], op[WEIGHT] = len(weights), table.ctypes.data
@@ -799,6 +801,11 @@ class Program:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
+    def _words(self, weight: Panels) -> int:
+        """Return the address of a weight's words, or of the table of its narrow groups."""
+        self._kept.append(weight)
+        return self._address(weight.words if weight.table is None else weight.table)
+
     def _read(
         self, held: Held, column: int, count: int = 0, dtype: torch.dtype | None = None
     ) -> None:
@@ -914,7 +921,8 @@ class Program:
             work,
             self._likes,
             self._most_inputs,
-            self._most_int8,
+            self._most_narrow,
+            self._most_permuted,
         )
         crew = self._crew
         if num_threads == 1:

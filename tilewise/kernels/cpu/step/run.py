@@ -71,6 +71,7 @@ from tilewise.kernels.cpu.step.codes import (
     KIND,
     LAYER,
     LIMIT,
+    NARROW_PANELS,
     NORM,
     NORM_CODE,
     NORM_STEP,
@@ -78,7 +79,6 @@ from tilewise.kernels.cpu.step.codes import (
     NUM_Q,
     OUTPUTS,
     OWN_KERNEL,
-    PANELS_OF_INT8,
     PARTS,
     PIECES,
     PRODUCT,
@@ -117,7 +117,6 @@ from tilewise.kernels.cpu.step.crew import (
     open_step,
     wait_for_step,
 )
-from tilewise.kernels.cpu.step.int8 import STEPS
 from tilewise.kernels.cpu.step.layers import (
     BLOCK_ROWS,
     bytes_of_group,
@@ -125,6 +124,7 @@ from tilewise.kernels.cpu.step.layers import (
     multiply_task,
     normalise_row,
     scale_row,
+    steps_of_slice,
 )
 from tilewise.kernels.cpu.step.meeting import (
     LINE,
@@ -475,11 +475,11 @@ def _normalise(word_like, like, op, numbers, batch, begin, end, target, spare):
 
 
 @inner
-def _embed(word_like, like, op, factor, batch, row, c):
+def _embed(word_like, like, op, factor, batch, row, c, words):
     """Write the row that an embedding has for a token, and add that of its position if there is a
     table of them."""
     inputs, target = op[INPUTS], op[TARGET] + row * op[TARGET_ROW]
-    embed_row(word_like, like, batch.ids[row], op[WEIGHT], inputs, op[FORM], target, c)
+    embed_row(word_like, like, batch.ids[row], op[WEIGHT], inputs, op[FORM], target, c, words)
     if op[BIAS] != 0 or factor != 1.0:
         other = types.int64(0)
         if op[BIAS] != 0:
@@ -508,7 +508,8 @@ def _walk(
     work,
     likes,
     most_inputs,
-    most_int8,
+    most_narrow,
+    most_permuted,
     member,
 ):
     """Run operations first ... last - 1 together with the other threads of the team.
@@ -526,13 +527,19 @@ def _walk(
     if not has_words(word_like):
         # Rows of a chunk, as many as of the narrower words.
         wide = scratch(max(BLOCK_ROWS * (most_inputs + STEP), CHUNK_BYTES // 4), like)
-    # Few rows use int8 weights in slices: a larger scratch would be mapped again in each step.
-    steps = STEPS if num_rows <= BLOCK_ROWS else most_int8 // STEP
-    words = scratch(WIDTH * STEP * steps if most_int8 > 0 else 1, word_like)
+    # Few rows use narrow weights in slices: a larger scratch would be mapped again in each step.
+    steps = steps_of_slice(word_like)
+    if num_rows > BLOCK_ROWS:
+        steps = max(steps, most_narrow // STEP)
+    words = scratch(WIDTH * STEP * steps if most_narrow > 0 else 1, word_like)
+    permuted = scratch(1, word_like)
+    if most_permuted > 0:
+        longest = BLOCK_ROWS * (most_permuted + STEP)
+        permuted = scratch(max(longest, CHUNK_BYTES // word_like.itemsize), word_like)
     head_row, head_weight = scratch(shape.most_dim, like), scratch(shape.most_dim, like)
     # Unsigned ints mixed with those of `ops` would become float64, and compile callees twice.
     c_at, words_at = types.int64(c.ctypes.data), types.int64(words.ctypes.data)
-    wide_at = types.int64(wide.ctypes.data)
+    wide_at, permuted_at = types.int64(wide.ctypes.data), types.int64(permuted.ctypes.data)
     starts = np.empty((len(batch.lengths), NUM_STARTS), np.int64)
     splits = np.empty((len(batch.lengths), 2), np.int64)
     frame = np.empty(FRAME_WORDS, np.int64)
@@ -572,18 +579,20 @@ def _walk(
             chunk = max(CHUNK_BYTES // row_bytes // BLOCK_ROWS, 1) * BLOCK_ROWS
             chunks = (rows + chunk - 1) // chunk
             groups, inputs = op[GROUPS], op[INPUTS]
-            is_int8 = op[FORM] == PANELS_OF_INT8
+            is_narrow = op[FORM] == NARROW_PANELS
             per_task = groups
             if num_threads > 1:
                 parts = TASKS_PER_THREAD * num_threads
-                fewest = FEWEST_BYTES // bytes_of_group(word_like, inputs, is_int8)
+                fewest = FEWEST_BYTES // bytes_of_group(word_like, inputs)
+                if is_narrow:
+                    fewest *= 2
                 per_task = max((groups + parts - 1) // parts, fewest, 1)
                 per_task = (per_task + align - 1) // align * align
             per_chunk = (groups + per_task - 1) // per_task
             num_runs = chunks * op[PARTS]
             if op[PIECES] != 0:
                 num_runs = read_at(op[PIECES])
-            held = -1
+            held, shown = -1, types.int64(-1)
             while True:
                 task = add_at(counter, 1)
                 if task >= num_runs * per_chunk:
@@ -616,14 +625,14 @@ def _walk(
                 extra = op[EXTRA]
                 if extra != 0:
                     extra += begin * op[EXTRA_ROW]
-                multiply_task(
+                shown = multiply_task(
                     word_like,
                     like,
                     source + begin * stride + part * op[SOURCE_STEP],
                     stride,
                     count,
                     weight,
-                    is_int8,
+                    is_narrow,
                     inputs,
                     start,
                     end,
@@ -642,7 +651,8 @@ def _walk(
                     c_at,
                     wide_at,
                     words_at,
-                    held != which,
+                    permuted_at,
+                    shown if held == which else types.int64(-1),
                 )
                 held = which
                 if rotates:
@@ -739,14 +749,16 @@ def _walk(
                             c_at,
                         )
                     else:
-                        _embed(word_like, like, op, numbers[index, FACTOR], batch, row, c_at)
+                        _embed(
+                            word_like, like, op, numbers[index, FACTOR], batch, row, c_at, words_at
+                        )
         leave(active, waiters, syscall)
         wait_until_zero(active, give_way, waiters, syscall)
         index += 1
     write_at(base, last)
     if has_tiles(word_like):
         amx.release()
-    keep_alive((c, wide, words))
+    keep_alive((c, wide, words, permuted))
 
 
 @kernel
@@ -765,7 +777,8 @@ def run_list(
     work,
     likes,
     most_inputs,
-    most_int8,
+    most_narrow,
+    most_permuted,
     mailbox,
     member,
 ):
@@ -780,7 +793,8 @@ def run_list(
             number to stop equals it, a thread that reads it begins no further operation, and
             records that.
         most_inputs: the longest row of a product's input.
-        most_int8: the longest row of a product with int8 weights, 0 without them.
+        most_narrow, most_permuted: the longest row of a product with a narrow weight, and with one
+            that permutes its inputs; 0 without them.
         mailbox: the mailbox, see `crew.py`; all zeros if helpers of a pool call this as owners do.
         member: OWNER, or the number of a helper, which waits for steps of this shape until it shall
             leave; it uses only the dtypes of its own arguments.
@@ -819,7 +833,8 @@ def run_list(
                 work,
                 likes,
                 most_inputs,
-                most_int8,
+                most_narrow,
+                most_permuted,
                 member,
             )
         if member == OWNER:

@@ -56,8 +56,8 @@ def multiply_wide(like, word_like, op, numbers, batch, work, counter, num_thread
                 lda,
             )
             held = block
-        start = op[WEIGHT] + group * bytes_of_group(like, inputs, False)
-        multiply_rows(like, c_at, count, at, lda, start, inputs)
+        start = op[WEIGHT] + group * bytes_of_group(like, inputs)
+        multiply_rows(like, c_at, count, at, lda, start, inputs, False)
         for row in range(count):
             target = op[TARGET] + (first + row) * op[TARGET_ROW] + 4 * group * WIDTH
             for column in range(0, WIDTH, lanes):

@@ -105,3 +105,14 @@ def clear_half_word(typingctx, target):
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
+
+
+@intrinsic
+def int32_at(typingctx, address):
+    """Return the int32 at an address, as int64."""
+
+    def codegen(context, builder, sig, args):
+        number = builder.load(builder.inttoptr(args[0], ir.IntType(32).as_pointer()), align=4)
+        return builder.sext(number, ir.IntType(64))
+
+    return types.int64(types.int64), codegen
