@@ -325,7 +325,13 @@ class EngineMaker:
             runner.warm_up()
         else:
             warm_up(self.model, self.spec, config.device, batch_invariant=config.batch_invariant)
-        runner.adapters = slots
+        if slots is not None:
+            runner.adapters = slots
+            if isinstance(runner, CompiledRunner):  # whose steps with adapters are op by op
+                warm_up(
+                    self.model, self.spec, config.device, batch_invariant=config.batch_invariant
+                )
+            slots.warm_up()
         runner.count_compilations()
         self.start_seconds.end("kernels compiled")
         if isinstance(config.speculative, DraftModel):
