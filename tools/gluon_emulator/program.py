@@ -1,9 +1,9 @@
 """Kernel source as emulated functions: the text itself, run in namespaces that are emulated.
 
 A module's own jitted functions are taken from its file, so that a test may change the text before
-it is run. Three things of Triton's language are written into the syntax tree: what a loop assigns is
-a value and no longer a literal, as are the parts of a tuple that a call returns once it has a name,
-and `range` counts in values.
+it is run. Three things of Triton's language are written into the syntax tree: what a loop assigns
+is a value and no longer a literal, as are the parts of a tuple that a call returns once it has a
+name, and `range` counts in values.
 """
 
 from __future__ import annotations

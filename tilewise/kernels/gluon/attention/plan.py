@@ -71,7 +71,8 @@ def _is_mma(spec: AttentionSpec) -> bool:
 def _why_not(spec: AttentionSpec) -> str | None:
     if _is_mma(spec):
         return mma.why_not_fwd(spec)
-    reason = device.why_not_hopper(spec.device_type, needs_gpu=True)
+    generations = tuple(sorted((9, *mma.GENERATIONS)))
+    reason = device.why_not_gpu(spec.device_type, generations, needs_gpu=True)
     if reason is None and wide.is_wide(spec):
         return wide.why_not(spec)
     return reason or why_not_fwd(spec) or why_not_bwd(spec)

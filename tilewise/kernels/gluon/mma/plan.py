@@ -44,10 +44,17 @@ from tilewise.kernels.triton.attention.geometry import bias_strides, extras_of
 from tilewise.kernels.triton.visible import mask_reach_kernel
 
 __all__ = [
-    "add_bwd", "add_fwd", "is_served", "tile_config_bwd", "tile_config_fwd", "why_not_bwd",
+    "GENERATIONS",
+    "add_bwd",
+    "add_fwd",
+    "is_served",
+    "tile_config_bwd",
+    "tile_config_fwd",
+    "why_not_bwd",
     "why_not_fwd",
-]  # fmt: skip
+]
 
+GENERATIONS = (8, 12)  # of devices that have mma.sync and nothing faster
 _UNIT = 8  # elements of 16 bytes
 _WIDEST = 256
 _MASK_ROWS = 128
@@ -58,7 +65,7 @@ _IN_EIGHTS = 2  # how the sum of dq lies, as `backward.rows` takes it
 
 def is_served(arch: int) -> bool:
     """Whether a device of this compute capability has mma.sync and nothing faster."""
-    return arch // 10 in (8, 12)
+    return arch // 10 in GENERATIONS
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:

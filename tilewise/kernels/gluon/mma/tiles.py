@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -81,7 +80,6 @@ def tile_config_fwd(spec: AttentionSpec, arch: int) -> Tile:
     return _tile_of(spec.head_dim, spec.v_head_dim, kind, dealt, arch in WIDE_SHARED_MEMORY)
 
 
-@functools.cache
 def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: bool) -> Tile:
     d, dv = _padded(head_dim), _padded(v_head_dim)
     rows, width = (_LARGE if is_large else _SMALL), max(d, dv)
