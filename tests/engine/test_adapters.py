@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from tests.engine.adapter_files import SITES, merge, write_adapter
 from tests.engine.checkpoint import greedy_tokens, write_checkpoint
 from tilewise.engine.adapters import Adapters, salted
+from tilewise.engine.captured.decode_step import DecodeStep
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.config import EngineConfig, PromptLookup, RequestTerms
 from tilewise.engine.engine import Engine
@@ -292,10 +294,30 @@ def test_modules_are_a_dict_or_texts() -> None:
     assert EngineConfig("story", max_lora_rank=MAX_RANK).max_lora_rank == MAX_RANK
 
 
-@pytest.mark.parametrize("most", [None, 64], ids=["as_they_are", "padded"])
+class Replay:
+    """A graph on a CPU: what was captured, done again."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self.replay = compute
+
+
+@pytest.mark.parametrize(
+    ("most", "captures"),
+    [(None, False), (64, False), (None, True)],
+    ids=["as_they_are", "padded", "captured"],
+)
 def test_rows_on_the_device_have_the_answers_of_single_steps(
-    most: int | None, folders: dict[str, Path]
+    most: int | None,
+    captures: bool,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def captured(self: DecodeStep, compute: Callable[[], None], *_: object) -> Replay:
+        compute()
+        return Replay(compute)
+
+    monkeypatch.setattr(DecodeStep, "_captured", captured)
+    monkeypatch.setattr(DeviceRunner, "_captured_in", lambda self: (None, None))
     wanted = [(prompt, name) for prompt in PROMPTS for name in ("a", "", "b", "c")]
     plain = SamplingParams(temperature=0, max_tokens=12)
     with make(folders, max_num_seqs=16, max_loras=2, max_num_batched_tokens=64) as llm:
@@ -310,6 +332,7 @@ def test_rows_on_the_device_have_the_answers_of_single_steps(
             max_num_batched_tokens=most,
             adapters=runner.adapters,
         )
+        on_device.captures = captures
         new_scheduler = llm.loop.new_scheduler
         assert new_scheduler is not None
         llm.engine = Engine(new_scheduler(), on_device, overlap=True)
@@ -317,6 +340,9 @@ def test_rows_on_the_device_have_the_answers_of_single_steps(
             for one, other in zip(together(llm, wanted, params), found, strict=True):
                 assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
         assert on_device.adapted_steps
+        assert all(
+            s.is_captured or s.is_model_captured for s in on_device.adapted_steps.values()
+        ) == (captures)
         assert not on_device.steps
         llm.generate(PROMPTS, plain)
         assert on_device.steps  # those of an engine without adapters
