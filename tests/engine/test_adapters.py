@@ -248,6 +248,16 @@ def test_a_wrong_adapter_leaves_the_engine_as_it_was(llm: LLM, tmp_path: Path) -
     assert answers(llm, PROMPTS, lora_request="a") == before
 
 
+def test_the_largest_rank_of_the_start_is_that_of_its_adapters(tmp_path: Path) -> None:
+    wide = write_adapter(tmp_path / "wide", 1, rank=40)
+    with make({"wide": wide}) as llm:
+        assert answers(llm, PROMPTS[:1]) != answers(llm, PROMPTS[:1], lora_request="wide")
+        with pytest.raises(CheckpointError, match="must have a rank of at most 40, got 41"):
+            llm.load_lora_adapter("wider", write_adapter(tmp_path / "wider", 1, rank=41))
+    with pytest.raises(CheckpointError, match="must have a rank of at most 8, got 40"):
+        make({"wide": wide}, max_lora_rank=8)
+
+
 def test_adapters_lie_over_narrow_weights(folders: dict[str, Path]) -> None:
     with make(folders, dtype="bfloat16", weight_dtype="int8") as llm:
         plain = answers(llm, PROMPTS)
@@ -274,7 +284,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lora_modules": {1: "b"}}, TypeError, "paths by names"),
     ({"lora_modules": 3}, TypeError, "a dict, a list of name=path or None, got 3"),
     ({"max_lora_rank": 513}, ValueError, r"max_lora_rank must be in 1 \.\.\. 512, got 513"),
-    ({"max_lora_rank": "8"}, TypeError, "max_lora_rank must be an integer"),
+    ({"max_lora_rank": "8"}, TypeError, "max_lora_rank must be an integer or None"),
     ({"max_loras": 0}, ValueError, "max_loras must be at least 1"),
     ({"max_cpu_loras": 0}, ValueError, "max_cpu_loras must be at least 1"),
 ]
