@@ -136,7 +136,8 @@ class OwnHead:
     """Let the head of the checkpoint guess that was trained for it (multi-token prediction).
 
     Attributes:
-        num_tokens: guesses a step, 1 to 16; the head is applied to what it has put out.
+        num_tokens: the number of guesses a step, 1 to 16; for each further guess the head is
+            applied to its own output.
         is_adaptive: True turns guesses off where they cost more than they give.
 
     Raises:
