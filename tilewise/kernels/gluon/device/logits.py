@@ -49,9 +49,14 @@ class Head(NamedTuple):
 
 @gluon.jit
 def head_of(
-    rows, first_row, work, extras, layout: gl.constexpr, variant: gl.constexpr,
+    rows,
+    first_row,
+    work,
+    extras,
+    layout: gl.constexpr,
+    variant: gl.constexpr,
     COUNT: gl.constexpr = 64,
-):  # fmt: skip
+):
     """Return the Head of COUNT rows from `first_row`; layout: of the rows of a sum."""
     row = first_row + gl.arange(0, COUNT, layout)
     diagonal, key_begin, key_end = keys_of_rows(

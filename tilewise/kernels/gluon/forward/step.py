@@ -57,9 +57,14 @@ class Block(NamedTuple):
 
 @gluon.jit
 def gather(
-    task, index, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr,
+    task,
+    index,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+    EDGE: gl.constexpr,
+    BITS: gl.constexpr,
     ROWS: gl.constexpr = 64,
-):  # fmt: skip
+):
     """Return the Block of step `index` of a walk; needs no product, so it may overlap one.
 
     EDGE, BITS: as `probabilities` takes them.
