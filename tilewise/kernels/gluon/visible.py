@@ -373,9 +373,15 @@ def entry_of_tile(work, tile, scores, TILE: gl.constexpr):
 
 @gluon.jit
 def load_bits(
-    bits, number, first_row, first_word, layout: gl.constexpr, n: gl.constexpr, words: gl.constexpr,
+    bits,
+    number,
+    first_row,
+    first_word,
+    layout: gl.constexpr,
+    n: gl.constexpr,
+    words: gl.constexpr,
     rows: gl.constexpr = 64,
-):  # fmt: skip
+):
     """Return int32 (rows, n / 32): what the rows of a (rows, n) block in `layout` see.
 
     bits: int32 (mask rows, words), of bit tile `number`: -1 has all bits, -2 none; first_row: of

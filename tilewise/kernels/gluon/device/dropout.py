@@ -109,9 +109,14 @@ def _of_thread(words, thread: gl.constexpr):
 
 @gluon.jit
 def random_words(
-    draw, head, first_row, first_key, n: gl.constexpr, layout: gl.constexpr,
+    draw,
+    head,
+    first_row,
+    first_key,
+    n: gl.constexpr,
+    layout: gl.constexpr,
     rows: gl.constexpr = 64,
-):  # fmt: skip
+):
     """Draw for 64 or 128 rows from `first_row` and n (64 or 128) keys from `first_key`.
 
     The first key is a multiple of 32. The four threads that hold a row and that eight below it

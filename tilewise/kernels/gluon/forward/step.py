@@ -41,7 +41,7 @@ class Task(NamedTuple):
     extras: object
     draw: object
     plane: object  # b Hq + h, which dropout counts by
-    factor: object  # of `softmax`
+    factor: object  # the factor that `softmax` takes
     shared: object
 
 
@@ -49,17 +49,22 @@ class Block(NamedTuple):
     """What `gather` found of one block; 0 where the call has none."""
 
     first_key: object
-    number: object  # of its bit tile, see `span.block_of_step`
+    number: object  # number of its bit tile, see `span.block_of_step`
     bits: object
-    words: object  # that say what dropout keeps
-    bias: object  # of `load_bias`
+    words: object  # random words that say what dropout keeps
+    bias: object  # the result of `load_bias`
 
 
 @gluon.jit
 def gather(
-    task, index, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr,
+    task,
+    index,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+    EDGE: gl.constexpr,
+    BITS: gl.constexpr,
     ROWS: gl.constexpr = 64,
-):  # fmt: skip
+):
     """Return the Block of step `index` of a walk; needs no product, so it may overlap one.
 
     EDGE, BITS: as `probabilities` takes them.

@@ -155,9 +155,16 @@ def _add_values(acc0, acc1, p0, p1, v, tile: gl.constexpr):
 
 @gluon.jit
 def _fold(
-    s, row, head, task, index, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr,
+    s,
+    row,
+    head,
+    task,
+    index,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+    EDGE: gl.constexpr,
     BITS: gl.constexpr,
-):  # fmt: skip
+):
     """Return packed p of a block of products s (rows, keys), and the Row, rescaled."""
     KEYS: gl.constexpr = tile.keys
     S: gl.constexpr = shared_layout(KEYS, tile.warps)
@@ -179,9 +186,15 @@ def _fold(
         s = hide_by_bits(s, block.bits)
     MASKED: gl.constexpr = EDGE != "none" or BITS
     p, m, l, alpha = fold(
-        s, row.m, row.l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias,
+        s,
+        row.m,
+        row.l,
+        task.factor,
+        variant.factored,
+        variant.bounded,
+        MASKED or variant.bias,
         added,
-    )  # fmt: skip
+    )
     p = pack(p, task.shared.v.dtype)
     if variant.dropout:
         p = drop_pairs(p, block.words)
@@ -193,9 +206,19 @@ def _fold(
 
 @gluon.jit
 def _step(
-    row0, row1, q, keys, values, task0, task1, index, tile: gl.constexpr, variant: gl.constexpr,
-    EDGE: gl.constexpr, BITS: gl.constexpr,
-):  # fmt: skip
+    row0,
+    row1,
+    q,
+    keys,
+    values,
+    task0,
+    task1,
+    index,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+    EDGE: gl.constexpr,
+    BITS: gl.constexpr,
+):
     """Take one more block of keys."""
     shared = task0.shared
     STAGES: gl.constexpr = tile.stages
@@ -220,9 +243,15 @@ def _step(
 
 @gluon.jit
 def _copy(
-    rows, index, memory, task, FIRST: gl.constexpr, VALUES: gl.constexpr,
-    tile: gl.constexpr, variant: gl.constexpr,
-):  # fmt: skip
+    rows,
+    index,
+    memory,
+    task,
+    FIRST: gl.constexpr,
+    VALUES: gl.constexpr,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+):
     """Copy the keys or the values of step `index`, if there is one: a group of copies.
 
     FIRST: it may be the first step, whose block may have fewer keys.
@@ -277,20 +306,69 @@ def _store(row, task, rows, output, o_strides, o_width, tile: gl.constexpr, vari
 
 @gluon.jit(
     do_not_specialize=[
-        "num_tiles", "row_tiles", "num_heads", "heads_per_section", "num_q_heads", "group_size",
-        "seqlen_q", "seqlen_k", "window_left", "window_right", "lse_batch", "lse_head",
-        "alibi_batch", "mask_batch", "mask_head", "drop_limit",
-        "bias_batch", "bias_head", "bias_row", "bias_key", "width", "o_width",
+        "num_tiles",
+        "row_tiles",
+        "num_heads",
+        "heads_per_section",
+        "num_q_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "window_left",
+        "window_right",
+        "lse_batch",
+        "lse_head",
+        "alibi_batch",
+        "mask_batch",
+        "mask_head",
+        "drop_limit",
+        "bias_batch",
+        "bias_head",
+        "bias_row",
+        "bias_key",
+        "width",
+        "o_width",
     ]
-)  # fmt: skip
+)
 def attention_fwd_kernel(
-    q, k, v, o, lse, tensors, q_strides, k_strides, v_strides, o_strides, width, o_width,
-    num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
-    seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
-    drop_limit, keep_scale, lse_batch, lse_head, alibi_batch,
-    mask_batch, mask_head, bias_batch, bias_head, bias_row, bias_key,
-    tile: gl.constexpr, variant: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    o,
+    lse,
+    tensors,
+    q_strides,
+    k_strides,
+    v_strides,
+    o_strides,
+    width,
+    o_width,
+    num_tiles,
+    row_tiles,
+    num_heads,
+    heads_per_section,
+    num_q_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    softcap,
+    drop_limit,
+    keep_scale,
+    lse_batch,
+    lse_head,
+    alibi_batch,
+    mask_batch,
+    mask_head,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+):
     """Compute o and lse; see the module's docstring. width, o_width: channels, in units."""
     number = gl.program_id(0)
     if variant.packed:
@@ -299,15 +377,33 @@ def attention_fwd_kernel(
         if number >= num_tiles:
             return
     work = Work(
-        num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
-        seqlen_q, seqlen_k, window_left, window_right, mask_batch, mask_head,
-        tensors.seqlens_k, tensors.plan,
-    )  # fmt: skip
+        num_tiles,
+        row_tiles,
+        num_heads,
+        heads_per_section,
+        num_q_heads,
+        group_size,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        mask_batch,
+        mask_head,
+        tensors.seqlens_k,
+        tensors.plan,
+    )
     mask = Mask(tensors.mask_bits, tensors.mask_reach, tensors.mask_spans, tensors.mask_entries)
     extras = Extras(
-        softmax_scale, softcap, tensors.alibi, alibi_batch,
-        tensors.bias, bias_batch, bias_head, bias_row, bias_key,
-    )  # fmt: skip
+        softmax_scale,
+        softcap,
+        tensors.alibi,
+        alibi_batch,
+        tensors.bias,
+        bias_batch,
+        bias_head,
+        bias_row,
+        bias_key,
+    )
     rows = rows_of_tile(number, work, tile, variant)
     walk = walk_of(rows, work, mask, tile, variant)
     PARTS: gl.constexpr = tile.parts
@@ -364,7 +460,7 @@ def attention_fwd_kernel(
     for index in range(0, free_begin):
         row0, row1 = _step(
             row0, row1, queries, keys, values, task0, task1, index, tile, variant, EDGE, BITS
-        )  # fmt: skip
+        )
     for index in range(free_begin, walk.free_end):
         row0, row1 = _step(
             row0, row1, queries, keys, values, task0, task1, index, tile, variant, "none", False
@@ -379,9 +475,7 @@ def attention_fwd_kernel(
             row0, row1 = _step(
                 row0, row1, queries, keys, values, task0, task1, index, tile, variant, EDGE, False
             )
-    output = (
-        o, lse, lse_batch, lse_head, tensors.maxima, tensors.sinks, keep_scale
-    )  # fmt: skip
+    output = (o, lse, lse_batch, lse_head, tensors.maxima, tensors.sinks, keep_scale)
     _store(row0, task0, rows, output, o_strides, o_width, tile, variant)
     if PARTS == 2:
         _store(row1, task1, rows, output, o_strides, o_width, tile, variant)

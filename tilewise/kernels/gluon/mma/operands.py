@@ -69,7 +69,7 @@ def copy_layout(width, num_warps=4):
 @gluon.jit
 def copy_rows(
     rows, first, memory, words, WARPS: gl.constexpr, MASKED: gl.constexpr, PADDED: gl.constexpr
-):  # fmt: skip
+):
     """Start to copy rows first, first + 1, ... to `memory` (n, width).
 
     words: None, or (address, number): of row i bit i % 32 of word i / 32 there says whether any

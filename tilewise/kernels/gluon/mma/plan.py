@@ -112,9 +112,12 @@ def add_fwd(
     variant, numbers = choice(spec, tile, strides[2] != 0, bias_pairs)
     variant = variant._replace(short=False)
     given: dict[str, Tensor | None] = {
-        "seqlens_k": tensors.seqlens_k, "alibi": tensors.alibi_slopes, "sinks": tensors.sinks,
-        "philox": tensors.philox, "bias": tensors.bias,
-    }  # fmt: skip
+        "seqlens_k": tensors.seqlens_k,
+        "alibi": tensors.alibi_slopes,
+        "sinks": tensors.sinks,
+        "philox": tensors.philox,
+        "bias": tensors.bias,
+    }
     results: tuple[Tensor, ...] = o, lse
     if spec.needs_max:
         maxima = maker.empty(lse_shape, torch.float32)
@@ -142,14 +145,31 @@ def add_fwd(
     steps = [strides_of(x, is_packed=spec.is_varlen) for x in (q, k, v, o)]
     alibi = tensors.alibi_slopes
     maker.launch(
-        attention_fwd_kernel, num_tiles, q, k, v, o, lse, added, *steps,
-        spec.head_dim // _UNIT, spec.v_head_dim // _UNIT,
-        num_tiles, upper_bound, num_heads, *numbers[:9], *numbers[11:],
-        0 if spec.is_varlen else heads * rows, rows,
+        attention_fwd_kernel,
+        num_tiles,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        added,
+        *steps,
+        spec.head_dim // _UNIT,
+        spec.v_head_dim // _UNIT,
+        num_tiles,
+        upper_bound,
+        num_heads,
+        *numbers[:9],
+        *numbers[11:],
+        0 if spec.is_varlen else heads * rows,
+        rows,
         alibi.shape[-1] if alibi is not None and alibi.dim() == 2 else 0,
-        *mask_strides(tensors.mask), *strides,
-        tile=tile, variant=variant, num_warps=tile.warps,
-    )  # fmt: skip
+        *mask_strides(tensors.mask),
+        *strides,
+        tile=tile,
+        variant=variant,
+        num_warps=tile.warps,
+    )
     return results
 
 
