@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -151,7 +150,6 @@ def tile_config_bwd(spec: AttentionSpec, arch: int) -> BwdTile:
     return rows[max(_padded(spec.head_dim), _padded(spec.v_head_dim))]
 
 
-@functools.lru_cache(maxsize=1024)
 def choice_bwd(spec: AttentionSpec, tile: BwdTile) -> tuple[BwdVariant, Grids]:
     """Return the code that the backward pass of `spec` needs."""
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
