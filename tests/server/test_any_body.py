@@ -156,7 +156,7 @@ def running():
 
 @pytest.fixture(scope="module")
 def client(running):
-    with httpx.Client(base_url=running.url, timeout=120) as client:
+    with httpx.Client(base_url=running.url, timeout=600) as client:
         yield client
 
 
@@ -171,7 +171,7 @@ def scorer(request, tmp_path_factory):
     with (
         llm,
         serving(AsyncLLM(llm), loop=llm.loop, routers=routers, purpose=llm.purpose) as running,
-        httpx.Client(base_url=running.url, timeout=120) as client,
+        httpx.Client(base_url=running.url, timeout=600) as client,
     ):
         yield client
 
