@@ -350,7 +350,7 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
             if shape.window:
                 visible = visible & inside_window(place, last_key, window_left)
             s = gl.where(visible, s, float("-inf"))
-            # What nobody owns may be NaN, and 0 * NaN is NaN.
+            # Slots without an owner may be NaN, and 0 * NaN is NaN.
             if shape.slot_scales:
                 v_scales = gl.where(owned, v_scales, 0.0)
             if shape.kind == E4M3:

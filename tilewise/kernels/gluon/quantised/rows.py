@@ -346,7 +346,7 @@ def quantised_rows_kernel(
     even = _loaded(codes, tensors, bases, warp, 0, shape)
     odd = _loaded(codes, tensors, bases, warp, W, shape)
     if shape.early:
-        # Nobody writes the weight; whatever else is read or written follows the kernel before.
+        # No kernel writes the weight; whatever else is read or written follows the kernel before.
         await_previous(shape.warps_n * shape.warps_k)
         if shape.early != _FIRST:
             begin_next(shape.warps_n * shape.warps_k)

@@ -94,7 +94,7 @@ def _begin(weight, x, ring, output, row, channel, count, shape: gl.constexpr):
             mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
             at = [output, channel + stage * shape.tile_k]
             tma_load(weight, at, full, ring.weight.index(stage))
-        # Nobody writes the weight; whatever else is read or written follows the kernel before.
+        # No kernel writes the weight; whatever else is read or written follows the kernel before.
         await_previous(shape.num_warps)
         if shape.early != _FIRST:
             begin_next(shape.num_warps)
