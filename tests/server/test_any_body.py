@@ -228,7 +228,9 @@ def test_changed_bodies_are_refused_or_served(client):
         ask(client, path, changed(body, rng))
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_changed_bodies_for_an_encoder_are_refused_or_served(scorer, count):
     rng = random.Random(20261129)
     for path, body in SCORED_SEEDS:
