@@ -291,7 +291,7 @@ def share_of(devices: str) -> float:
 
 
 def _nobody_reads() -> None:
-    """Be told what nobody waits for any more."""
+    """Take results for which no reader waits any more."""
 
 
 class _Reader:

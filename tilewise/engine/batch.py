@@ -126,7 +126,7 @@ class LaterRuns(Sequence[ScheduledSequence]):
     """The runs of a plain step that goes on with all sequences of an earlier one, each a token on.
 
     Between the two are steps of the same kind alone. Who has followed them needs only what is said
-    here; the runs themselves are made when somebody looks at them, in submit() like tables.
+    here; the runs themselves are made when they are read, in submit() like tables.
 
     Attributes:
         first: the runs of the earlier step, the very object that its batch has.
@@ -383,7 +383,7 @@ class TokenEvent(NamedTuple):
 
 
 class PlainEvents(Sequence[TokenEvent]):
-    """The events of a plain step in which nothing ended, made when somebody looks at them.
+    """The events of a plain step in which nothing ended, made when they are read.
 
     Attributes:
         request_ids, indices, cached: lists with the fields of each TokenEvent; the step before may

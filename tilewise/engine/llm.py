@@ -16,6 +16,7 @@ import torch
 from tilewise.cache.spec import CacheSpec
 from tilewise.engine.adapters import Adapters, salted
 from tilewise.engine.config import (
+    LEAST_MAX_RANK,
     NO_TERMS,
     EngineConfig,
     RequestTerms,
@@ -72,7 +73,7 @@ from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError, shown
 from tilewise.keywords import keywords_of, taking_fields_of
-from tilewise.models.adapters import AdapterSite, adapter_sites
+from tilewise.models.adapters import MAX_RANK, AdapterSite, adapter_sites
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder, EncoderShape
@@ -159,7 +160,10 @@ class LLM:
             check_groups(model.config, config.speculative)
             self._end_ids = end_tokens(self.config, self.tokenizer)
             head = read_head(self.purpose, directory, model, is_random=config.random_weights)
-            sites = self._with_adapters(config, model) if config.enable_lora else {}
+            sites: Mapping[str, AdapterSite] = {}
+            if config.enable_lora:
+                sites, rank = self._with_adapters(config, model)
+                decided = replace(decided, max_lora_rank=rank)
             if size == 1:
                 make_engine = self._with_weights(decided, directory, model, spec, sites)
             else:
@@ -191,18 +195,22 @@ class LLM:
             torch.cuda.current_device() if is_cuda else None,
         )
 
-    def _with_adapters(self, config: EngineConfig, model: Decoder) -> Mapping[str, AdapterSite]:
-        """Read the adapters of the start; return the linear layers that adapters may change."""
+    def _with_adapters(
+        self, config: EngineConfig, model: Decoder
+    ) -> tuple[Mapping[str, AdapterSite], int]:
+        """Read the adapters of the start; return the linear layers that adapters may change, and
+        the largest rank of an adapter."""
         whole = model
         if isinstance(model, NativeDecoder):  # whose weights may be narrow
             whole = empty_model(model.config, "float32", "meta")
         sites = adapter_sites(whole)
-        self._adapters = Adapters(
-            sites, max_rank=config.max_lora_rank, most_held=config.max_cpu_loras
-        )
+        most = config.max_lora_rank or MAX_RANK
+        self._adapters = adapters = Adapters(sites, max_rank=most, most_held=config.max_cpu_loras)
         for name, path in (config.lora_modules or {}).items():
-            self._adapters.load(name, path)
-        return sites
+            adapters.load(name, path)
+        if config.max_lora_rank is None:
+            adapters.max_rank = max(LEAST_MAX_RANK, adapters.largest_rank)
+        return sites, adapters.max_rank
 
     def _with_weights(
         self,

@@ -204,7 +204,7 @@ def blocks_on_cuda(
 
 
 class _Memory(NamedTuple):
-    """Bytes of a device: used by anybody, reserved by torch of these, given out of these."""
+    """Bytes of a device: used by all processes, reserved by torch of these, given out of these."""
 
     used: int
     reserved: int

@@ -1,6 +1,6 @@
 """The training step: accumulate gradients over batches, clip, AdamW; and its checkpoints.
 
-Nothing in a step waits for the device: losses stay there until somebody reads them.
+Nothing in a step waits for the device: losses stay there until they are read.
 """
 
 from __future__ import annotations

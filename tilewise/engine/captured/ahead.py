@@ -6,7 +6,7 @@ later starts   the stamp's kernels are on disk: nothing is rehearsed
 anything else  a process that dies, a limit of time, an error: one warning, and the start compiles
                what is missing as it comes
 
-Ranks of one host rehearse each for itself and compile the same kernels once: whoever comes first.
+Ranks of one host rehearse each for itself and compile the same kernels once: the first rank to ask.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def _place_trees(
     edges: NDArray[np.int64],
     positions: NDArray[np.int64],
 ) -> NDArray[np.bool_] | None:
-    """Return who sees whom where drafts are trees, and put the positions of such rows right."""
+    """Return which tokens each token of a draft tree sees, and correct such rows' positions."""
     trees: dict[int, tuple[int, tuple[int, ...]]] = {}
     for i, run in enumerate(sequences):
         if run.draft_parents:

@@ -196,7 +196,7 @@ def head_logits(model: CausalModel) -> Callable[[Tensor], Tensor]:
 
 
 class ModelRunner:
-    """Runs a model over the cache that it writes; knows tensors, not requests.
+    """A runner of a model over the cache that it writes; it knows tensors, not requests.
 
     Args:
         model: see CausalModel.

@@ -144,7 +144,8 @@ class HostCache:
 
 
 class HostMemory(Protocol):
-    """What files are written from and read to: a `HostCache`, or that of workers together."""
+    """The main memory that block files are written from and read to: that of one process or of
+    all workers."""
 
     @property
     def storage(self) -> Any:
