@@ -108,11 +108,11 @@ class BwdTile(NamedTuple):
     """How a CTA of the backward pass is cut.
 
     Attributes:
-        queries, keys: of a tile.
-        warps: in all.
-        scores, key_sums, query_sums: how they lie over s and dp (keys, queries), over dk and dv,
-            and over dq.
-        stages: tiles of queries in shared memory, 1 or 2.
+        queries, keys: the rows of a tile of each.
+        warps: the warps of a CTA.
+        scores: the grid of warps over s and dp, as (keys, queries).
+        key_sums, query_sums: the grids over dk and dv, and over dq.
+        stages: the tiles of queries in shared memory, 1 or 2.
     """
 
     queries: int
