@@ -73,6 +73,7 @@ KNOWN: Mapping[tuple[int, str], tuple[int, str | None]] = {
     (89, "d256-mask"): (12, _TWO_MOVES),
     (89, "d256-dropout"): (16, _TWO_MOVES),
     (89, "d256-everything"): (320, _ALL_AT_ONCE),
+    (120, "d96-causal"): (20, "three moves in 522 instructions"),
 }
 
 
