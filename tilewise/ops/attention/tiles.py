@@ -199,7 +199,9 @@ class Tile:
         self.dots = [self._dot(number) for number in range(len(directions))]
         self._kept = self._keep_mask()
 
-    def through_cap(self, by_t: Tensor, by_t_dot: Tensor, s_dot: Tensor) -> tuple[Tensor, Tensor]:
+    def through_cap(
+        self, by_t: Tensor, by_t_dot: Tensor, s_dot: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
         """Return gradients by the products of q and k and by their tangents.
 
         Args:

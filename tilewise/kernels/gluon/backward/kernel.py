@@ -48,7 +48,7 @@ class Buffers(NamedTuple):
     lse_log2: object
     delta: object
     bias: object  # (queries, 128 keys), None where it does not come by copies
-    notes: object  # of this tile of keys and of the next, see `span.NOTES`; None for one tile
+    notes: object  # notes on this tile of keys and the next, see `span.NOTES`; None for one tile
 
 
 class Barriers(NamedTuple):

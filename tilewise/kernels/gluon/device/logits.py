@@ -41,9 +41,9 @@ class Head(NamedTuple):
     key_end: object
     diagonal: object  # int32 (64,): the key that stands where the row does
     row: object  # int32 (64,), counted from the start of the sequence, no further than its end
-    first_row: object  # of the 64
-    slope_log2: object  # of the factor that the softmax adds, if variant.slanted
-    bias: object  # where the bias of the head starts, in elements
+    first_row: object  # first of the 64 rows
+    slope_log2: object  # slope of the factor that the softmax adds, if variant.slanted
+    bias: object  # start of the head's bias, in elements
     length_k: object
 
 

@@ -41,7 +41,7 @@ class Task(NamedTuple):
     extras: object
     draw: object
     plane: object  # b Hq + h, which dropout counts by
-    factor: object  # of `softmax`
+    factor: object  # the factor that `softmax` takes
     shared: object
 
 
@@ -49,10 +49,10 @@ class Block(NamedTuple):
     """What `gather` found of one block; 0 where the call has none."""
 
     first_key: object
-    number: object  # of its bit tile, see `span.block_of_step`
+    number: object  # number of its bit tile, see `span.block_of_step`
     bits: object
-    words: object  # that say what dropout keeps
-    bias: object  # of `load_bias`
+    words: object  # random words that say what dropout keeps
+    bias: object  # the result of `load_bias`
 
 
 @gluon.jit

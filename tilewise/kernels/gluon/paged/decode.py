@@ -65,7 +65,7 @@ class Shape(NamedTuple):
     alone: bool  # no sequence has a second split
     warp_scales: bool = False  # slot scales come by loads of the loading warp, not by TMA
     merges: bool = False  # the last split of a sequence to end merges them all
-    early: int = 0  # of `kernels.early`
+    early: int = 0  # mode of `kernels.early`
     loader_registers: int = 24
 
 
