@@ -88,9 +88,17 @@ def add_bwd(
     if spec.is_varlen:
         zero_gaps(maker, dq, dk, dv, spec, sequences)
     rows = launch_before(
-        maker, q, o, do, lse, dlse, spec, sequences, variant,
+        maker,
+        q,
+        o,
+        do,
+        lse,
+        dlse,
+        spec,
+        sequences,
+        variant,
         has_sums=not has_separate_dq(spec),
-    )  # fmt: skip
+    )
     scores, places = scores_of(spec, extras)
     if has_separate_dq(spec):
         launch_dkdv(maker, do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)

@@ -159,13 +159,19 @@ def _copy(
             b = work.b * 0
         first = tile * TILE_M
         q = Rows(
-            _start_of(heads.q, b, work.start_q, head, heads.q_strides), heads.q_strides[1], 0,
-            work.length_q, heads.width,
-        )  # fmt: skip
+            _start_of(heads.q, b, work.start_q, head, heads.q_strides),
+            heads.q_strides[1],
+            0,
+            work.length_q,
+            heads.width,
+        )
         do = Rows(
-            _start_of(heads.do, b, work.start_q, head, heads.do_strides), heads.do_strides[1], 0,
-            work.length_q, heads.v_width,
-        )  # fmt: skip
+            _start_of(heads.do, b, work.start_q, head, heads.do_strides),
+            heads.do_strides[1],
+            0,
+            work.length_q,
+            heads.v_width,
+        )
         WARPS: gl.constexpr = grids.warps
         at = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
         at += work.start_row + first
@@ -177,9 +183,7 @@ def _copy(
 
 
 @gluon.jit
-def _kept(
-    like, head, tile, work, shape, scores, places, grids: gl.constexpr
-):  # fmt: skip
+def _kept(like, head, tile, work, shape, scores, places, grids: gl.constexpr):
     """Return the words of dropout, int32 (keys / 32, queries), as `keep_pairs` takes them."""
     KEYS: gl.constexpr = like.shape[0]
     N: gl.constexpr = like.shape[1]
@@ -195,9 +199,7 @@ def _kept(
 
 
 @gluon.jit
-def _add_queries(
-    dq, head, tile, work, shape, heads, variant: gl.constexpr, grids: gl.constexpr
-):  # fmt: skip
+def _add_queries(dq, head, tile, work, shape, heads, variant: gl.constexpr, grids: gl.constexpr):
     """Add a tile of dq to its sum; with variant.ordered when it is this CTA's turn."""
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
@@ -230,9 +232,21 @@ def _add_queries(
 
 @gluon.jit
 def _step(
-    dk, dv, step, until, keys, work, shape, scores, places, heads, bufs,
-    variant: gl.constexpr, grids: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    step,
+    until,
+    keys,
+    work,
+    shape,
+    scores,
+    places,
+    heads,
+    bufs,
+    variant: gl.constexpr,
+    grids: gl.constexpr,
+    MASK: gl.constexpr,
+):
     """Fold one tile of queries of one head of the group. MASK: keys may be hidden."""
     TILE_M: gl.constexpr = variant.tile_m
     KEYS: gl.constexpr = variant.tile_n
@@ -300,9 +314,7 @@ def _step(
 
 
 @gluon.jit
-def _store(
-    x, ptr, strides, width, work, shape, variant: gl.constexpr, grids: gl.constexpr
-):  # fmt: skip
+def _store(x, ptr, strides, width, work, shape, variant: gl.constexpr, grids: gl.constexpr):
     """Write dk or dv of a tile of keys; those that no query sees are 0."""
     D: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = copy_layout(D, grids.warps)
@@ -336,19 +348,75 @@ def _store(
     ]
 )  # fmt: skip
 def attention_bwd_kernel(
-    q, k, v, do, dk_ptr, dv_ptr, lse_log2, delta, dq_sum, semaphores, sequences,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, width, v_width,
-    batch, num_kv_heads, group_size, seqlen_q, seqlen_k, rows_q, rows_k, window_left, window_right,
-    num_tiles, heads_per_section, rows_per_plane, heads_per_key, scores,
-    alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
-    variant: gl.constexpr, grids: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    do,
+    dk_ptr,
+    dv_ptr,
+    lse_log2,
+    delta,
+    dq_sum,
+    semaphores,
+    sequences,
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    dk_strides,
+    dv_strides,
+    width,
+    v_width,
+    batch,
+    num_kv_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    rows_q,
+    rows_k,
+    window_left,
+    window_right,
+    num_tiles,
+    heads_per_section,
+    rows_per_plane,
+    heads_per_key,
+    scores,
+    alibi_batch,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    mask_batch,
+    mask_head,
+    drop_limit,
+    variant: gl.constexpr,
+    grids: gl.constexpr,
+):
     """Compute one tile of dk and dv and add what it gives to dq; see the module's docstring."""
     shape = Shape(
-        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, rows_q, rows_k,
-        batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
-        num_tiles, heads_per_section, 1, rows_per_plane, 0, heads_per_key, 0, 0, 0, 0,
-    )  # fmt: skip
+        sequences.cu_q,
+        sequences.cu_k,
+        sequences.seqlens_k,
+        rows_q,
+        rows_k,
+        batch,
+        num_kv_heads,
+        group_size,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        num_tiles,
+        heads_per_section,
+        1,
+        rows_per_plane,
+        0,
+        heads_per_key,
+        0,
+        0,
+        0,
+        0,
+    )
     places = Places(
         alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
     )
@@ -379,13 +447,19 @@ def attention_bwd_kernel(
     if variant.left:
         begin = first_key_seen(work.length_q, work.length_k, window_left)
     key_rows = Rows(
-        _start_of(k, b, work.start_k, key_head, k_strides), k_strides[1], begin, work.length_k,
+        _start_of(k, b, work.start_k, key_head, k_strides),
+        k_strides[1],
+        begin,
+        work.length_k,
         width,
-    )  # fmt: skip
+    )
     value_rows = Rows(
-        _start_of(v, b, work.start_k, key_head, v_strides), v_strides[1], begin, work.length_k,
+        _start_of(v, b, work.start_k, key_head, v_strides),
+        v_strides[1],
+        begin,
+        work.length_k,
         v_width,
-    )  # fmt: skip
+    )
     until = (work.end - work.begin) * group_size
     copy_rows(key_rows, work.first_key, bufs.k, None, WARPS, True, grids.padded)
     copy_rows(value_rows, work.first_key, bufs.v, None, WARPS, True, grids.padded)
@@ -403,14 +477,38 @@ def attention_bwd_kernel(
         masked = masked_steps(work) * group_size
         for step in range(zero, masked):
             dk, dv = _step(
-                dk, dv, step, until, keys, work, shape, scores, places, heads, bufs, variant, grids,
+                dk,
+                dv,
+                step,
+                until,
+                keys,
+                work,
+                shape,
+                scores,
+                places,
+                heads,
+                bufs,
+                variant,
+                grids,
                 True,
-            )  # fmt: skip
+            )
     for step in range(masked, until):
         dk, dv = _step(
-            dk, dv, step, until, keys, work, shape, scores, places, heads, bufs, variant, grids,
+            dk,
+            dv,
+            step,
+            until,
+            keys,
+            work,
+            shape,
+            scores,
+            places,
+            heads,
+            bufs,
+            variant,
+            grids,
             False,
-        )  # fmt: skip
+        )
     async_copy.wait_group(0)  # of a tile of keys that no query sees; its memory is used again
     dk = dk * scores.scale
     if variant.dropout:
