@@ -1,4 +1,4 @@
-"""Large pages under the cache: asked for where the platform knows them, of whole pages only."""
+"""Large pages under a cache and packed weights: asked for where the platform knows them, of whole pages only."""
 
 from __future__ import annotations
 
