@@ -421,6 +421,22 @@ DESCRIBES = ("Config", "Spec", "Terms", "Layout", "Settings", "Limits")
 UNCHANGED = {"NamedTuple", "Protocol", "Structure", "TypedDict"}
 
 
+@pytest.mark.parametrize("option", ["causal", "window", "softcap", "deterministic"])
+def test_an_option_of_attention_is_written_in_at_most_four_files_above_kernels(option):
+    """The public function, the signature, the registered op, and second derivatives in tiles.
+
+    Attention in 8 bits is another op; oracles take what a spec says.
+    """
+    found = set()
+    for path in (PACKAGE / "ops" / "attention").rglob("*.py"):
+        if path.name not in ("fp8.py", "fp8_op.py"):
+            tree = ast.parse(path.read_text())
+            names = {getattr(node, "arg", None) or _name(node) for node in ast.walk(tree)}
+            if option in names:
+                found.add(path.name)
+    assert {"api.py", "arguments.py"} <= found <= {"api.py", "arguments.py", "op.py", "tiles.py"}
+
+
 CONTAINERS = {"dict", "list", "set", "OrderedDict", "defaultdict", "deque", "WeakKeyDictionary"}
 
 

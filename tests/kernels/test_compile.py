@@ -20,6 +20,7 @@ from tests.kernels import (
     compile_cases_gluon,
     compile_cases_paged,
     compile_cases_quantised,
+    compile_cases_recurrent,
     compile_cases_step,
     ptx_barriers,
     ptx_flags,
@@ -31,7 +32,7 @@ from tests.kernels.compile_cases_gluon import GluonCase
 
 CASES = [
     *compile_cases.CASES, *compile_cases_paged.CASES, *compile_cases_quantised.CASES,
-    *compile_cases_step.CASES,
+    *compile_cases_recurrent.CASES, *compile_cases_step.CASES,
 ]  # fmt: skip
 HOPPER_CASES = compile_cases_gluon.CASES
 

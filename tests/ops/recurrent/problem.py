@@ -15,7 +15,10 @@ from tilewise.reference.recurrent import recurrence
 
 BACKENDS = [
     pytest.param("cpu", "cpu", id="cpu"),
+    pytest.param("triton", "cpu", id="triton-interpreted"),
+    pytest.param("triton", "cuda", id="triton", marks=pytest.mark.gpu),
 ]
+KEEPS = {"cpu": "updates", "triton": "tokens"}  # what a backend's slots keep
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from tests.ops.recurrent.problem import BACKENDS, CASES, Case, Problem
+from tests.ops.recurrent.problem import BACKENDS, CASES, KEEPS, Case, Problem
 from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.testing import assert_within_budget
@@ -17,24 +17,29 @@ on_each_backend = pytest.mark.parametrize(("backend", "place"), BACKENDS)
 LONGEST = 140
 CUTS = {
     "token_by_token": [1] * LONGEST,
+    "tokens_across_a_chunk": [61, 1, 1, 1, 1, 1, LONGEST - 66],
     "at_chunks": [64, 64, LONGEST - 128],
     "off_chunks": [50, 30, LONGEST - 80],
     "tokens_then_a_prompt": [1, 1, 1, LONGEST - 3],
-    "a_prompt_then_tokens": [130, *[1] * (LONGEST - 130)],
+    "a_prompt_then_tokens": [LONGEST - 3, 1, 1, 1],
 }
+# Interpreted, each token takes a tenth of a second.
+CUT_ON_BACKENDS = [
+    pytest.param(
+        *row.values, cut, id=f"{cut}-{row.id}",
+        marks=[*row.marks, *([pytest.mark.slow] if row.id == "triton-interpreted"
+                             and cut == "token_by_token" else [])],
+    )
+    for row in BACKENDS
+    for cut in CUTS
+]  # fmt: skip
 
 
 def _scale(problem: Problem) -> float:
-    """The magnitude of what is added up: states and values."""
-    biggest = [
-        1.0,
-        *(
-            float(x.abs().max())
-            for x in (problem.rows[2], problem.state)
-            if x is not None and x.numel()
-        ),
-    ]
-    return 4 * max(biggest)
+    """The magnitude of what is added up: states, values, and logs of decays over a chunk."""
+    given = [problem.rows[2], *([] if problem.state is None else [problem.state])]
+    biggest = max([1.0, *(float(x.abs().max()) for x in given if x.numel())])
+    return 4 * biggest * max(1.0, problem.case.strength)
 
 
 @on_each_backend
@@ -49,18 +54,21 @@ def test_results_keep_the_budget(case, dtype, backend, place):
     assert states.dtype == torch.float32
     scale = _scale(problem)
     assert_within_budget(o, truth, eager.to(dtype), name="o", scale=scale)
+    # Tokens of 16 bits are multiplied with float32 on tensor cores, which see 10 of its bits.
+    is_coarse = backend == "triton" and dtype != torch.float32
+    states, eager_states = (x.to(dtype) if is_coarse else x for x in (states, eager_states))
     assert_within_budget(states, true_states, eager_states, name="state", scale=scale)
 
 
-@on_each_backend
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.usefixtures("products_in_order")
+@pytest.mark.parametrize(("backend", "place", "cut"), CUT_ON_BACKENDS)
 @pytest.mark.parametrize(
     "kind",
     [
-        {},
-        {"by_channel": True},
-        {"heads": (1, 2, 24, 40)},
-        {"is_delta": False, "heads": (1, 2, 16, 16)},
+        {"heads": (1, 2, 16, 16)},
+        {"by_channel": True, "heads": (1, 1, 16, 16)},
+        {"heads": (1, 1, 24, 40)},
+        {"is_delta": False, "heads": (1, 1, 16, 16)},
     ],
     ids=str,
 )
@@ -68,13 +76,13 @@ def test_a_sequence_in_parts_has_the_bits_of_the_whole(kind, cut, backend, place
     case = Case("cut", lengths=(LONGEST,), has_state=False, **kind)
     problem = Problem.draw(case, torch.bfloat16, place)
     whole, _after = problem.run(backend)
-    states = problem.slots(3, None)
+    states = problem.slots(3, KEEPS[backend])
     parts, first = [], 0
     for size in CUTS[cut]:
         parts.append(problem.step([(0, first, first + size)], states, [1], backend))
         first += size
     assert torch.equal(torch.cat(parts), whole)
-    longer = problem.slots(2, None)
+    longer = problem.slots(2, KEEPS[backend])
     problem.step([(0, 0, LONGEST)], longer, [0], backend)
     held = LONGEST % 64
     for ours, at_once in zip(states, longer, strict=True):
@@ -86,15 +94,17 @@ def test_a_sequence_in_parts_has_the_bits_of_the_whole(kind, cut, backend, place
             assert bool(ours[other].isnan().all()), "a slot that nobody named was written"
 
 
+@pytest.mark.usefixtures("products_in_order")
 @on_each_backend
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_random_schedules_of_many_sequences_have_the_bits_of_each_alone(by_channel, backend, place):
     lengths = (70, 1, 129, 64, 9)
-    case = Case("many", lengths=lengths, has_state=False, by_channel=by_channel)
+    heads = (1, 1, 16, 16)
+    case = Case("many", lengths=lengths, heads=heads, has_state=False, by_channel=by_channel)
     problem = Problem.draw(case, torch.float32, place)
     whole, _ = problem.run(backend)
     dice = random.Random(3)
-    states, slots = problem.slots(7, None), [6, 0, 3, 2, 5]
+    states, slots = problem.slots(7, KEEPS[backend]), [6, 0, 3, 2, 5]
     done, found = [0] * len(lengths), [[] for _ in lengths]
     while any(at < length for at, length in zip(done, lengths, strict=True)):
         parts = []
@@ -116,6 +126,7 @@ def test_random_schedules_of_many_sequences_have_the_bits_of_each_alone(by_chann
         assert torch.equal(alone, whole[first:end])
 
 
+@pytest.mark.usefixtures("products_in_order")
 @on_each_backend
 def test_a_state_at_a_chunk_is_continued_with_the_same_bits(backend, place):
     problem = Problem.draw(Case("long", lengths=(150,), has_state=False), torch.float32, place)
@@ -132,25 +143,29 @@ def test_a_state_at_a_chunk_is_continued_with_the_same_bits(backend, place):
     assert torch.equal(last, after)
 
 
+@pytest.mark.usefixtures("products_in_order")
 @on_each_backend
 def test_a_slot_is_used_again_from_the_start_of_a_sequence(backend, place):
     problem = Problem.draw(Case("two", lengths=(100, 70), has_state=False), torch.float32, place)
     whole, _ = problem.run(backend)
-    states = problem.slots(1, None)
+    states = problem.slots(1, KEEPS[backend])
     first = problem.step([(0, 0, 100)], states, [0, 0], backend)
     second = problem.step([(1, 0, 70)], states, [0, 0], backend)
     assert torch.equal(torch.cat([first, second]), whole)
 
 
+@pytest.mark.usefixtures("products_in_order")
 @on_each_backend
 def test_a_sequence_without_a_slot_is_skipped(backend, place):
     problem = Problem.draw(Case("two", lengths=(10, 12), has_state=False), torch.float32, place)
     whole, _ = problem.run(backend)
-    rows = problem.step([(0, 0, 10), (1, 0, 12)], problem.slots(1, None), [-1, 0], backend)
+    states = problem.slots(1, KEEPS[backend])
+    rows = problem.step([(0, 0, 10), (1, 0, 12)], states, [-1, 0], backend)
     assert not rows[:10].any()
     assert torch.equal(rows[10:], whole[10:])
 
 
+@pytest.mark.usefixtures("products_in_order")
 @on_each_backend
 def test_dense_rows_are_packed_rows(backend, place):
     problem = Problem.draw(Case("dense", lengths=(70, 70)), torch.float32, place)
@@ -277,6 +292,8 @@ def test_vmap_is_a_loop(packed):
     torch.testing.assert_close(got, want)
 
 
+# What torch 2.14 itself warns of where it checks an op that has a gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_ops_are_opcheck_clean(packed):
     problem = Problem.draw(Case("checked", lengths=(5, 5)), torch.float64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.recurrent.problem import BACKENDS
+from tests.ops.recurrent.problem import BACKENDS, KEEPS
 from tilewise import ops
 from tilewise.testing import assert_within_budget
 
@@ -63,19 +63,28 @@ def test_results_keep_the_budget(skip, dtype, backend, place):
     truth, true_state = _plain(rows, d, state, edges, torch.float64)
     eager, eager_state = _plain(rows, d, state, edges, torch.float32)
     assert y.dtype == dtype
-    # The recurrence is rounded before the skipped part is added.
+    # Logs of decays add up to some 60 in a chunk, which round the logs' differences; results are
+    # up to 50. The recurrence is rounded before the skipped part is added.
     factor = 2.0 if dtype == torch.float32 else 3.0
-    assert_within_budget(y, truth, eager.to(dtype), factor=factor, scale=40.0)
-    assert_within_budget(after, true_state, eager_state, scale=40.0)
+    assert_within_budget(y, truth, eager.to(dtype), factor=factor, scale=400.0)
+    assert_within_budget(after, true_state, eager_state, scale=400.0)
 
 
+@pytest.mark.usefixtures("products_in_order")
 @on_each_backend
 def test_sequences_in_parts_have_the_bits_of_the_whole(backend, place):
     rows, d, _, edges = _draw(torch.bfloat16, place)
     whole = ops.ssd(*rows, d=d, cu_seqlens=edges, backend=backend)
     x, dt, a, b, c = rows
     states = ops.recurrent_states(
-        4, HEADS, STATE, DIM, num_key_heads=GROUPS, dtype=x.dtype, device=place
+        4,
+        HEADS,
+        STATE,
+        DIM,
+        num_key_heads=GROUPS,
+        dtype=x.dtype,
+        device=place,
+        keeps=KEEPS[backend],
     )
     ends = edges.tolist()
     for n, length in enumerate(_LENGTHS):

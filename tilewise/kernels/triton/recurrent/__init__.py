@@ -1,0 +1,1 @@
+"""Layers whose memory is a state, in portable kernels."""
