@@ -1,4 +1,4 @@
-"""Large pages under a cache and packed weights: asked for where the platform knows them, of whole pages only."""
+"""Large pages: asked for where the platform knows them, of whole pages only."""
 
 from __future__ import annotations
 
