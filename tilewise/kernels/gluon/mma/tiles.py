@@ -29,7 +29,9 @@ _LONG, _SHORT = 2048, 512  # queries
 # Of the larger of D and Dv, padded, for devices with 163 KiB of shared memory (sm_80, 87) and for
 # those with 99 (sm_86, 89, 120). Kinds: "long" where all tiles cost the same and there are 2,048
 # queries or more, "short" where they do not and there are at most 512, "crowded" where a call adds
-# to the softmax what takes registers; a missing kind takes the row of "plain".
+# to the softmax what takes registers, "biased" where that is a bias, and no dropout or mask: 64
+# keys of it would spill 224 bytes, 33 moves of them in the loop (Triton 3.7, sm_89). A missing
+# "biased" takes the row of "crowded", any other that of "plain".
 # No row is taken whose CTAs would be fewer on such a device than on the one that measured it: at
 # D 128, blocks of 64 keys in two stages are 3 % faster where shared memory holds two such CTAs.
 # Measured on an H200 that ran the code of sm_80 (2026-11-29, bf16, 16,384 tokens, hidden 2,048),
@@ -56,6 +58,7 @@ _SMALL = _LARGE | {
     (256, "plain"): _Row(warps=8, parts=1, keys=32),
     (256, "short"): _Row(warps=8, parts=1, keys=32),
     (256, "crowded"): _Row(parts=1),
+    (256, "biased"): _Row(warps=8, parts=1, keys=32),
 }
 
 
@@ -63,11 +66,13 @@ def tile_config_fwd(spec: AttentionSpec, arch: int) -> Tile:
     """Return how a CTA is cut for `spec` on compute capability `arch`."""
     adds = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
     adds = adds or spec.softcap > 0 or spec.has_alibi
+    # Blocks of 32 keys have no words of dropout and of masks.
+    is_biased = spec.has_bias and spec.dropout_p == 0 and spec.mask_tile is None
     differ = spec.is_varlen or spec.has_seqlens_k or spec.mask_tile is not None
     dealt = differ or spec.window_right >= 0 or spec.window_left >= 0
     kind = "plain"
     if adds:
-        kind = "crowded"
+        kind = "biased" if is_biased else "crowded"
     elif dealt and spec.max_seqlen_q <= _SHORT:
         kind = "short"
     elif not dealt and spec.max_seqlen_q >= _LONG:
@@ -78,7 +83,8 @@ def tile_config_fwd(spec: AttentionSpec, arch: int) -> Tile:
 def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: bool) -> Tile:
     d, dv = _padded(head_dim), _padded(v_head_dim)
     rows, width = (_LARGE if is_large else _SMALL), max(d, dv)
-    row = rows.get((width, kind)) or rows[width, "plain"]
+    row = rows.get((width, kind)) or rows.get((width, "crowded" if kind == "biased" else "plain"))
+    row = row or rows[width, "plain"]
     channels = -(-head_dim // CHUNK.value) * CHUNK.value
     return Tile(
         warps=row.warps,
