@@ -181,6 +181,7 @@ _MODULES = frozenset(
         "engine",
         "errors",
         "flags",
+        "huge_pages",
         "integrations",
         "kernels",
         "masks",
