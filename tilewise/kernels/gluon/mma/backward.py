@@ -341,12 +341,31 @@ def _store(x, ptr, strides, width, work, shape, variant: gl.constexpr, grids: gl
 
 @gluon.jit(
     do_not_specialize=[
-        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "rows_q", "rows_k",
-        "window_left", "window_right", "num_tiles", "heads_per_section", "rows_per_plane",
-        "heads_per_key", "alibi_batch", "bias_batch", "bias_head",
-        "bias_row", "bias_key", "mask_batch", "mask_head", "drop_limit", "width", "v_width",
+        "batch",
+        "num_kv_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "rows_q",
+        "rows_k",
+        "window_left",
+        "window_right",
+        "num_tiles",
+        "heads_per_section",
+        "rows_per_plane",
+        "heads_per_key",
+        "alibi_batch",
+        "bias_batch",
+        "bias_head",
+        "bias_row",
+        "bias_key",
+        "mask_batch",
+        "mask_head",
+        "drop_limit",
+        "width",
+        "v_width",
     ]
-)  # fmt: skip
+)
 def attention_bwd_kernel(
     q,
     k,
