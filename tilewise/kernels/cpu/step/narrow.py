@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.machine.simd import HAS_HALF
 from tilewise.kernels.cpu.step.panels import (
     COLUMNS,
     GROUP,
@@ -124,6 +123,8 @@ def _factor(tensor: Tensor | None) -> Tensor | None:
     """Return a tensor of factors or terms as the kernels read it, with the same values."""
     if tensor is None:
         return None
+    from tilewise.kernels.cpu.machine.simd import HAS_HALF  # brings numba, which few programs need
+
     if tensor.dtype == torch.float16 and not HAS_HALF:
         return tensor.float()
     if tensor.dtype == torch.float8_e8m0fnu:
