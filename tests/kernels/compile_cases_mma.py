@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from tests.kernels.compile_cases import Case, attention_spec
+from tests.kernels.compile_cases import Case, attention_spec, meta
 from tests.kernels.compile_cases_gluon import _FEATURES, _tensors
-from tests.kernels.planned import mma_results
-from tilewise.kernels.gluon.mma.plan import tile_config_fwd
+from tests.kernels.planned import mma_results, tensors_of
+from tilewise.kernels.gluon.mma.plan import add_bwd, tile_config_fwd
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.plan import GRADIENT_TENSORS, Call
 from tilewise.kernels.spec import AttentionSpec
 
 
@@ -77,6 +79,9 @@ KNOWN: Mapping[tuple[int, str], tuple[int, str | None]] = {
 }
 
 
+KNOWN_BWD: Mapping[tuple[int, str], tuple[int, str | None]] = {}
+
+
 def forward_cases() -> Iterator[MmaCase]:
     """Yield rows and features; see the module's docstring."""
     specs: dict[str, AttentionSpec] = {}
@@ -105,4 +110,51 @@ def forward_cases() -> Iterator[MmaCase]:
                 )
 
 
-CASES: list[MmaCase] = list(forward_cases())
+def launch_backward(spec: AttentionSpec) -> None:
+    """Call the launcher of the backward pass."""
+    tensors = tensors_of(**_tensors(spec))
+    o = meta(*tensors.q.shape[:-1], spec.v_head_dim, dtype=spec.dtype)
+    rows = (spec.batch, spec.num_q_heads, spec.max_seqlen_q)
+    if spec.is_varlen:
+        rows = (spec.num_q_heads, o.shape[0])
+    lse = meta(*rows, dtype=torch.float32)
+    given = (o, None, o, lse, *tensors)
+    maker = Maker(Call.of(spec, given), GRADIENT_TENSORS)
+    do, dlse, o_given, lse_given = maker.inputs[:4]
+    assert do is not None
+    assert o_given is not None
+    assert lse_given is not None
+    results = add_bwd(maker, spec, do, dlse, o_given, lse_given, maker.tensors)
+    maker.finish(results, dict).run(*given)
+
+
+_BWD_FEATURES = ("window", "varlen", "softcap", "dropout", "mask", "everything", "deterministic")
+_BWD_EVERY_DAY = {"sm_80-mma-bwd-d128-causal", "sm_89-mma-bwd-d64-everything"}
+
+
+def backward_cases() -> Iterator[MmaCase]:
+    """Yield rows of the tables, full and causal, and features that change the code."""
+    specs: dict[str, AttentionSpec] = {}
+    for head_dims in ((64,), (128,), (256,), (40,), (96,), (192, 128)):
+        name = "-".join(map(str, head_dims))
+        specs[f"d{name}-full"] = attention_spec(*head_dims, causal=False)
+        specs[f"d{name}-causal"] = attention_spec(*head_dims)
+    for feature in _BWD_FEATURES:
+        for head_dim in (64, 128, 256):
+            changes = _FEATURES[feature]
+            specs[f"d{head_dim}-{feature}"] = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
+    for arch in (80, 89):
+        for name, spec in specs.items():
+            known = KNOWN_BWD.get((arch, name), (0, None))
+            yield MmaCase(
+                f"sm_{arch}-mma-bwd-{name}",
+                arch,
+                functools.partial(launch_backward, spec),
+                slow=f"sm_{arch}-mma-bwd-{name}" not in _BWD_EVERY_DAY,
+                mma="mma.sync",
+                most_spilled=known[0],
+                spills_in_loop=known[1],
+            )
+
+
+CASES: list[MmaCase] = [*forward_cases(), *backward_cases()]
