@@ -200,7 +200,10 @@ def _kept(like, head, tile, work, shape, scores, places, grids: gl.constexpr):
 
 @gluon.jit
 def _add_queries(dq, head, tile, work, shape, heads, variant: gl.constexpr, grids: gl.constexpr):
-    """Add a tile of dq to its sum; with variant.ordered when it is this CTA's turn."""
+    """Add a tile of dq to its sum; with variant.ordered when it is this CTA's turn.
+
+    Channels past the width of a head are zeros, for which the sum has room.
+    """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
     LAYOUT: gl.constexpr = dq.type.layout
@@ -212,20 +215,17 @@ def _add_queries(dq, head, tile, work, shape, heads, variant: gl.constexpr, grid
     rows_at = row // 8 * (8 * D) + row % 8 * 4
     columns_at = column // 8 * 64 + column % 2 * 32 + column % 8 // 2
     at = sums + (gl.expand_dims(rows_at, 1) + gl.expand_dims(columns_at, 0))
-    inside = gl.expand_dims(column < heads.width * UNIT, 0)
     if variant.ordered:
         turn = heads.semaphores + first // TILE_M
         rank = rank_of_tile(work, tile, shape, variant)
         while gl.atomic_add(turn, 0, sem="acquire") < rank:
             pass
         if rank == 0:
-            gl.store(at, dq, mask=inside)
+            gl.store(at, dq)
         else:
-            gl.atomic_add(at, dq, mask=inside, sem="relaxed")
+            gl.atomic_add(at, dq, sem="relaxed")
         partition_barrier()
         gl.atomic_add(turn, 1, sem="release")
-    elif grids.padded:
-        gl.atomic_add(at, dq, mask=inside, sem="relaxed")
     else:
         gl.atomic_add(at, dq, sem="relaxed")
 
