@@ -311,6 +311,7 @@ REMEMBERED = {
         "_form_of_numbers",
         "driver",
     },
+    "kernels/host/first_run.py": {"first_run"},  # whether this process is one
     "kernels/host/plan.py": {"_visited"},
     "kernels/plan.py": {"_steps"},
     "ops/call.py": {"_numbers_of"},

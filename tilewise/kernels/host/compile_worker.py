@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Answer", "main"]
+__all__ = ["Answer", "StubDriver", "main"]
 
 
 class Answer(NamedTuple):
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
-class _Driver:
+class StubDriver:
     """Stands in for a driver of a GPU: it knows its target and nothing else."""
 
     def __init__(self, target: Any) -> None:
@@ -48,15 +48,19 @@ class _Driver:
 
     @staticmethod
     def is_active() -> bool:
+        """Whether Triton may choose this driver by itself."""
         return False
 
     def get_current_target(self) -> Any:
+        """Return what is compiled for."""
         return self._target
 
     def get_current_device(self) -> int:
+        """Return the index of the GPU."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
+        """Return the default stream."""
         return 0
 
 
@@ -83,7 +87,7 @@ def _compile(request: Any) -> str:
     from tilewise.kernels.host.requests import kernel_of, work_of
 
     work = work_of(request)
-    triton.runtime.driver.set_active(_Driver(work.target))
+    triton.runtime.driver.set_active(StubDriver(work.target))
     kernel = kernel_of(request.module, request.name)
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, work.signature, work.constants, work.attributes)
