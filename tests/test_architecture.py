@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors"},
     "masks": {"errors"},
     "reference": {"keywords", "errors"},
-    "kernels": {"children", "errors"},
+    "kernels": {"children", "errors", "version"},
     "cache": {"errors"},
     "ops": {"children", "kernels", "reference", "masks", "cost", "keywords", "errors"},
     "nn": {"ops", "cache", "errors"},

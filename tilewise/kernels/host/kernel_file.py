@@ -21,9 +21,9 @@ import triton
 from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
-from tilewise import __version__
 from tilewise.kernels.host.first_run import STAMPS
 from tilewise.kernels.host.requests import Request
+from tilewise.version import __version__
 
 __all__ = ["Manifest", "Taken", "pack", "unpack"]
 
