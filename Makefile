@@ -50,7 +50,7 @@ mutants: $(VENV)/.installed-test ## plant the known mistakes one by one: every o
 	$(BIN)/python -m tests.mutants
 	$(PYTEST) -q tests/engine/test_planted_mistakes.py
 	$(PYTEST) -q -m 'slow or not slow' -k 'mistake' \
-	  tests/kernels/gluon/test_mutations.py tests/kernels/gluon/test_schedules.py \
+	  tests/kernels/gluon/test_mutations.py tests/kernels/gluon/test_mma.py tests/kernels/gluon/test_schedules.py \
 	  tests/kernels/gluon/test_fp8_emulated.py tests/kernels/gluon/test_mla.py \
 	  tests/kernels/gluon/test_mla_bytes.py tests/tools/test_emulator.py \
 	  tests/kernels/gluon/test_one_visible_key.py tests/kernels/gluon/test_max_logits.py

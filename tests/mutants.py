@@ -74,6 +74,13 @@ _SDPA, _TEST_SDPA = (
 _LINKED = "tilewise/kernels/cpu/machine/linked.py"
 _TEST_LINKED = "tests/kernels/cpu/test_linked.py"
 
+_SCAN, _SCAN_TRITON = (
+    f"tilewise/kernels/{backend}/recurrent/scan.py" for backend in ("cpu", "triton")
+)
+_TAPS = "tilewise/kernels/cpu/recurrent/convolution.py"
+_TEST_STATES = ("tests/ops/recurrent/test_gated_delta.py", "-m", "not slow and not gpu", "-k")
+_TEST_TAPS = ("tests/ops/recurrent/test_causal_conv1d.py", "-k")
+
 MUTANTS = {
     # The block allocator and the prefix cache.
     "a_block_is_freed_by_the_first_of_its_owners": Mutant(
@@ -568,6 +575,61 @@ MUTANTS = {
     "a_model_too_large_is_found_out_by_the_kernel": Mutant(
         "tilewise/models/registry.py", "load_model", "before(model)", "pass",
         ("tests/engine/test_memory.py", "-k", "does_not_fit"),
+    ),
+    # States of layers that remember by them.
+    "a_chunk_of_a_state_begins_where_the_call_does": Mutant(
+        _SCAN, "_scan", "p = start % CHUNK", "p = 0", (*_TEST_STATES, "parts and not interpreted"),
+    ),
+    "a_state_is_not_kept_when_its_chunk_is_full": Mutant(
+        _SCAN, "_scan", "if crossed:", "if crossed and p > 0:",
+        (*_TEST_STATES, "at_chunks and not interpreted"),
+    ),
+    "a_slot_is_read_at_the_start_of_a_sequence": Mutant(
+        _SCAN, "_scan", "if start >= CHUNK or (not has_slots and before.size > 0):",
+        "if has_slots or before.size > 0:", (*_TEST_STATES, "used_again and not interpreted"),
+    ),
+    "an_update_is_kept_a_token_late": Mutant(
+        _SCAN, "_scan", "store_row(like, wide, updates, s * width, one, address, value_dim)",
+        "store_row(like, wide, updates, max(s - 1, 0) * width, one, address, value_dim)",
+        (*_TEST_STATES, "parts and not interpreted"),
+    ),
+    "a_kept_key_is_that_of_the_token_before": Mutant(
+        _SCAN, "_keep_keys", "(first + position - start) * k_row",
+        "(first + max(position - start - 1, 0)) * k_row",
+        (*_TEST_STATES, "parts and not interpreted"),
+    ),
+    "a_token_fades_by_its_own_decay": Mutant(
+        _SCAN, "_fade_keys", "if back > 0:\n                d = d * decays[s + 1]",
+        "d = d * decays[s]", (*_TEST_STATES, "budget and not interpreted"),
+    ),
+    "a_gpus_state_is_kept_a_chunk_late": Mutant(
+        _SCAN_TRITON, "_chunks_kernel", "is_full = total // TOKENS > start // TOKENS",
+        "is_full = total // TOKENS > start // TOKENS + 1", (*_TEST_STATES, "parts and interpreted"),
+    ),
+    "an_open_chunk_changes_a_gpus_state": Mutant(
+        _SCAN_TRITON, "_chunks_kernel", "not HAS_SLOTS or (chunk + 1) * TOKENS <= total",
+        "True", (*_TEST_STATES, "parts and interpreted"),
+    ),
+    "a_triangle_is_inverted_without_its_last_blocks": Mutant(
+        _SCAN_TRITON, "_inverse", "tl.static_range(1, 6)", "tl.static_range(1, 5)",
+        (*_TEST_STATES, "budget and interpreted"),
+    ),
+    "a_decay_by_channel_reaches_over_a_block": Mutant(
+        _SCAN_TRITON, "_chunks_kernel", "in_block = row % _SUB >= back", "in_block = row >= back",
+        (*_TEST_STATES, "budget and interpreted and channel"),
+    ),
+    "gradients_of_a_last_decay_are_lost": Mutant(
+        "tilewise/ops/recurrent/chunks.py", "gradient", "drunning[:, :, -1:] += dlast", "pass",
+        (*_TEST_STATES, "gradients"),
+    ),
+    "a_convolution_forgets_the_tokens_before_a_step": Mutant(
+        _TAPS, "_convolve", "starts[sequence] > 0", "starts[sequence] > num_channels",
+        (*_TEST_TAPS, "parts and not interpreted"),
+    ),
+    "a_convolutions_state_is_a_token_late": Mutant(
+        _TAPS, "_convolve", "place = (end - begin + row) % width * CHANNELS",
+        "place = (end - begin + row + width - 1) % width * CHANNELS",
+        (*_TEST_TAPS, "parts and not interpreted"),
     ),
     # How kernels of a stress are handed out.
     "nothing_runs_while_something_is_compiled": Mutant(

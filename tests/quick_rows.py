@@ -26,6 +26,13 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
         ),
         "test_a_thousand_runs_are_bitwise_equal": "more_tiles_than_ctas|packed_causal",
     },
+    # Forward by mma.sync, whatever the card: each width, each feature in one call.
+    "kernels/gluon/test_mma.py": {
+        "test_results_match_float64_on_a_gpu": (
+            "causal|d64_causal|d256_causal|mask|packed|every_feature|every_feature_masked_d64"
+        ),
+        "test_a_thousand_runs_on_a_gpu_are_bitwise_equal": "packed_causal",
+    },
     # Hopper backward: widths 64, 128 and wide ones; what is summed in order is run again and again.
     "kernels/gluon/test_attention_bwd.py": {
         "test_gradients_match_float64": (

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
     from tilewise.ops.paged.tree import tree_mask_from_parents
     from tilewise.ops.precompile import Precompiled, precompile
+    from tilewise.ops.recurrent.arguments import recurrent_states
+    from tilewise.ops.recurrent.causal_conv1d import causal_conv1d, causal_conv1d_step
+    from tilewise.ops.recurrent.gated_delta import gated_delta, gated_delta_step
+    from tilewise.ops.recurrent.ssd import ssd, ssd_step
     from tilewise.ops.rope import apply_rope
     from tilewise.ops.sampling import sample_tokens, token_logprobs
 
@@ -78,9 +82,13 @@ __all__ = [
     "attention",
     "attention_fp8",
     "attention_varlen",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "copy_blocks",
     "dropout_keep_mask",
     "explain",
+    "gated_delta",
+    "gated_delta_step",
     "merge_states",
     "mla_attention",
     "mla_decode",
@@ -90,11 +98,14 @@ __all__ = [
     "precompile",
     "quantize_heads",
     "quantize_tokens",
+    "recurrent_states",
     "rms_norm",
     "rope_write_kv_cache",
     "sample_tokens",
     "shared_prefixes",
     "silu_mul",
+    "ssd",
+    "ssd_step",
     "swap_blocks",
     "token_logprobs",
     "tree_mask_from_parents",
@@ -125,9 +136,13 @@ _LAZY = {
     "attention": "tilewise.ops",
     "attention_fp8": "tilewise.ops",
     "attention_varlen": "tilewise.ops",
+    "causal_conv1d": "tilewise.ops",
+    "causal_conv1d_step": "tilewise.ops",
     "copy_blocks": "tilewise.ops",
     "dropout_keep_mask": "tilewise.ops",
     "explain": "tilewise.ops",
+    "gated_delta": "tilewise.ops",
+    "gated_delta_step": "tilewise.ops",
     "merge_states": "tilewise.ops",
     "mla_attention": "tilewise.ops",
     "mla_decode": "tilewise.ops",
@@ -137,11 +152,14 @@ _LAZY = {
     "precompile": "tilewise.ops",
     "quantize_heads": "tilewise.ops",
     "quantize_tokens": "tilewise.ops",
+    "recurrent_states": "tilewise.ops",
     "rms_norm": "tilewise.ops",
     "rope_write_kv_cache": "tilewise.ops",
     "sample_tokens": "tilewise.ops",
     "shared_prefixes": "tilewise.ops",
     "silu_mul": "tilewise.ops",
+    "ssd": "tilewise.ops",
+    "ssd_step": "tilewise.ops",
     "swap_blocks": "tilewise.ops",
     "token_logprobs": "tilewise.ops",
     "tree_mask_from_parents": "tilewise.ops",
@@ -163,6 +181,7 @@ _MODULES = frozenset(
         "engine",
         "errors",
         "flags",
+        "huge_pages",
         "integrations",
         "kernels",
         "masks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from tests.engine.adapter_files import SITES, merge, write_adapter
 from tests.engine.checkpoint import greedy_tokens, write_checkpoint
 from tilewise.engine.adapters import Adapters, salted
+from tilewise.engine.captured.decode_step import DecodeStep
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.config import EngineConfig, PromptLookup, RequestTerms
 from tilewise.engine.engine import Engine
@@ -246,6 +248,16 @@ def test_a_wrong_adapter_leaves_the_engine_as_it_was(llm: LLM, tmp_path: Path) -
     assert answers(llm, PROMPTS, lora_request="a") == before
 
 
+def test_the_largest_rank_of_the_start_is_that_of_its_adapters(tmp_path: Path) -> None:
+    wide = write_adapter(tmp_path / "wide", 1, rank=40)
+    with make({"wide": wide}) as llm:
+        assert answers(llm, PROMPTS[:1]) != answers(llm, PROMPTS[:1], lora_request="wide")
+        with pytest.raises(CheckpointError, match="must have a rank of at most 40, got 41"):
+            llm.load_lora_adapter("wider", write_adapter(tmp_path / "wider", 1, rank=41))
+    with pytest.raises(CheckpointError, match="must have a rank of at most 8, got 40"):
+        make({"wide": wide}, max_lora_rank=8)
+
+
 def test_adapters_lie_over_narrow_weights(folders: dict[str, Path]) -> None:
     with make(folders, dtype="bfloat16", weight_dtype="int8") as llm:
         plain = answers(llm, PROMPTS)
@@ -272,7 +284,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lora_modules": {1: "b"}}, TypeError, "paths by names"),
     ({"lora_modules": 3}, TypeError, "a dict, a list of name=path or None, got 3"),
     ({"max_lora_rank": 513}, ValueError, r"max_lora_rank must be in 1 \.\.\. 512, got 513"),
-    ({"max_lora_rank": "8"}, TypeError, "max_lora_rank must be an integer"),
+    ({"max_lora_rank": "8"}, TypeError, "max_lora_rank must be an integer or None"),
     ({"max_loras": 0}, ValueError, "max_loras must be at least 1"),
     ({"max_cpu_loras": 0}, ValueError, "max_cpu_loras must be at least 1"),
 ]
@@ -292,10 +304,30 @@ def test_modules_are_a_dict_or_texts() -> None:
     assert EngineConfig("story", max_lora_rank=MAX_RANK).max_lora_rank == MAX_RANK
 
 
-@pytest.mark.parametrize("most", [None, 64], ids=["as_they_are", "padded"])
+class Replay:
+    """A graph on a CPU: what was captured, done again."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self.replay = compute
+
+
+@pytest.mark.parametrize(
+    ("most", "captures"),
+    [(None, False), (64, False), (None, True)],
+    ids=["as_they_are", "padded", "captured"],
+)
 def test_rows_on_the_device_have_the_answers_of_single_steps(
-    most: int | None, folders: dict[str, Path]
+    most: int | None,
+    captures: bool,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def captured(self: DecodeStep, compute: Callable[[], None], *_: object) -> Replay:
+        compute()
+        return Replay(compute)
+
+    monkeypatch.setattr(DecodeStep, "_captured", captured)
+    monkeypatch.setattr(DeviceRunner, "_captured_in", lambda self: (None, None))
     wanted = [(prompt, name) for prompt in PROMPTS for name in ("a", "", "b", "c")]
     plain = SamplingParams(temperature=0, max_tokens=12)
     with make(folders, max_num_seqs=16, max_loras=2, max_num_batched_tokens=64) as llm:
@@ -310,6 +342,7 @@ def test_rows_on_the_device_have_the_answers_of_single_steps(
             max_num_batched_tokens=most,
             adapters=runner.adapters,
         )
+        on_device.captures = captures
         new_scheduler = llm.loop.new_scheduler
         assert new_scheduler is not None
         llm.engine = Engine(new_scheduler(), on_device, overlap=True)
@@ -317,6 +350,9 @@ def test_rows_on_the_device_have_the_answers_of_single_steps(
             for one, other in zip(together(llm, wanted, params), found, strict=True):
                 assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
         assert on_device.adapted_steps
+        assert all(
+            s.is_captured or s.is_model_captured for s in on_device.adapted_steps.values()
+        ) == (captures)
         assert not on_device.steps
         llm.generate(PROMPTS, plain)
         assert on_device.steps  # those of an engine without adapters

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from tests.kernels import (
     compile_cases,
     compile_cases_gluon,
+    compile_cases_mma,
     compile_cases_paged,
     compile_cases_quantised,
     compile_cases_recurrent,
@@ -149,7 +150,7 @@ def main(names: list[str], folder: Path) -> None:
     JITFunction.run = compile_only
     modules = (
         compile_cases, compile_cases_paged, compile_cases_gluon, compile_cases_quantised,
-        compile_cases_recurrent, compile_cases_step,
+        compile_cases_mma, compile_cases_recurrent, compile_cases_step,
     )  # fmt: skip
     cases = {case.name: case for module in modules for case in module.CASES}
     for name in names:

@@ -104,6 +104,21 @@ def hopper_results(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **other
     return maker.finish(add_fwd(maker, spec, maker.tensors)).run(*tensors)
 
 
+def mma_results(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tile: Any = None, **others: Any
+) -> Results:
+    """Return all results of the forward kernel by mma.sync, whatever the device.
+
+    tile: how it is cut, or None for what is cut on this device.
+    """
+    from tilewise.kernels.gluon.mma.plan import add_fwd
+    from tilewise.kernels.host.plan import Maker
+
+    tensors = tensors_of(q, k, v, **others)
+    maker = Maker(Call.of(spec, tensors))
+    return maker.finish(add_fwd(maker, spec, maker.tensors, tile)).run(*tensors)
+
+
 def hopper_backward(*given: Any, **others: Any) -> Results:
     """Return the gradients of Hopper's backward kernels; arguments are those of `backward`."""
     from tilewise.kernels.gluon.attention import plan

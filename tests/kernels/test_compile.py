@@ -18,6 +18,7 @@ import triton
 from tests.kernels import (
     compile_cases,
     compile_cases_gluon,
+    compile_cases_mma,
     compile_cases_paged,
     compile_cases_quantised,
     compile_cases_recurrent,
@@ -29,21 +30,26 @@ from tests.kernels import (
 )
 from tests.kernels.compile_cases import Case
 from tests.kernels.compile_cases_gluon import GluonCase
+from tests.kernels.compile_cases_mma import MmaCase
 
 CASES = [
     *compile_cases.CASES, *compile_cases_paged.CASES, *compile_cases_quantised.CASES,
     *compile_cases_recurrent.CASES, *compile_cases_step.CASES,
 ]  # fmt: skip
 HOPPER_CASES = compile_cases_gluon.CASES
+MMA_CASES = compile_cases_mma.CASES
 
 _ROOT = Path(__file__).parents[2]
 _CACHE = _ROOT / ".cache" / "triton-compile"
 # Shared memory that one program may have, bytes (CUDA programming guide, compute capabilities).
-_SHARED_LIMIT = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
+_SHARED_LIMIT = {
+    80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376,
+}  # fmt: skip
 # Part of a loop's instructions that may touch local memory: none to speak of in the loop that runs
 # most, the unmasked one; a few in the loops over boundary tiles.
 _LOCAL_SHARE, _LOCAL_SHARE_MASKED = 0.01, 0.10
-_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+_MMA = dict.fromkeys((80, 86, 89, 120), "mma.sync") | {90: "wgmma.mma_async"}
+_MMA |= dict.fromkeys((100, 103), "tcgen05.mma")
 
 
 _compiled: dict[str, list[dict[str, Any]]] = {}  # what was said of each case
@@ -100,7 +106,9 @@ def run_cases(names: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 def _reports(slow: bool) -> dict[str, list[dict[str, Any]]]:
     """Compile all that are slow, or all others, in one process: torch and Triton load once."""
-    return run_cases([case.name for case in [*CASES, *HOPPER_CASES] if case.slow == slow])
+    return run_cases(
+        [case.name for case in [*CASES, *HOPPER_CASES, *MMA_CASES] if case.slow == slow]
+    )
 
 
 def _marked(cases: list[Any]) -> list[Any]:
@@ -220,3 +228,24 @@ def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
             assert products == same_products, name
             assert length <= most_length * (1 + sass_budgets.TOLERANCE), name
             assert spilled <= most_spilled + sass_budgets.SPILL_TOLERANCE, name
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", _marked(MMA_CASES))
+def test_kernels_by_mma_sync_stay_in_registers(case: MmaCase) -> None:
+    """No more may leave the registers than the case says, and none of the hot loop unless it does.
+
+    A version of Triton other than that which was recorded may spill a few bytes more.
+    """
+    kernels = [
+        kernel for kernel in _reports(case.slow)[case.name] if "error" in kernel or kernel["mma"]
+    ]
+    assert kernels, "the launcher launched no product"
+    for kernel in kernels:
+        assert "error" not in kernel, kernel["error"]
+        assert kernel["mma"] == ["mma.sync"], kernel
+        assert kernel["shared"] <= _SHARED_LIMIT[case.arch], kernel
+        assert kernel["spilled_bytes"] <= case.most_spilled + sass_budgets.SPILL_TOLERANCE
+        hot = sass_budgets.hot_loop(kernel["loops"])
+        assert hot is not None, kernel
+        assert hot.local == 0 or case.spills_in_loop is not None, kernel

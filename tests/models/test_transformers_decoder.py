@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a cache of compressed keys beside the window": (
         "DeepseekV4",
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-        r"it reads past_key_values\.layers",
+        r"it reads (past_key_values|cache)\.layers",
     ),
     "it attends by itself": ("GPTNeoXJapanese", {}, "attend by themselves"),
     "positions are counted inside": ("Bloom", {}, "takes no position_ids"),

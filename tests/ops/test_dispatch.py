@@ -54,7 +54,10 @@ def capability(monkeypatch):
 CUDA = SPEC._replace(device_type="cuda", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("arch", "backend"), [(80, "triton"), (90, "gluon"), (100, "triton")])
+@pytest.mark.parametrize(
+    ("arch", "backend"),
+    [(80, "gluon"), (89, "gluon"), (90, "gluon"), (100, "triton"), (120, "gluon")],
+)
 def test_a_cuda_call_runs_on_the_kernels_of_its_gpu(capability, arch, backend):
     capability(arch)
     assert choose(CUDA, None) == backend
@@ -69,9 +72,18 @@ def test_what_hoppers_kernels_refuse_runs_on_the_portable_ones(capability):
 
 
 def test_hoppers_kernels_are_never_compiled_for_another_gpu(capability):
-    capability(80)
-    with pytest.raises(UnsupportedError, match="needs a Hopper GPU.*got 8.0"):
+    capability(100)
+    with pytest.raises(UnsupportedError, match=r"8\.x, 9\.x or 12\.x.*got 10.0"):
         choose(CUDA, "gluon")
+
+
+def test_what_mma_sync_kernels_refuse_runs_on_the_portable_ones(capability):
+    capability(80)
+    for changes in ({"dtype": torch.float32}, {"head_dim": 512, "v_head_dim": 512}):
+        refused = CUDA._replace(**changes)
+        assert choose(refused, None) == "triton"
+        with pytest.raises(UnsupportedError, match="'gluon' cannot run attention"):
+            choose(refused, "gluon")
 
 
 def test_a_backend_without_a_kernel_says_so():

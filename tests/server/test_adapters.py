@@ -13,6 +13,7 @@ from tests.server.serving import serving
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
 from tilewise.server.adapters import adapters_router
+from tilewise.server.command import Steps, checked, new_service
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.engine_process import remote as process_remote
 from tilewise.server.engine_process.remote import RemoteEngine
@@ -153,3 +154,13 @@ def test_keys_without_administration_load_nothing(folders):
             asked = {"authorization": "Bearer administrator"}
             body = body if "unload" not in path else {"lora_name": "a"}
             assert post(running, path, body, headers=asked).status_code == 501
+
+
+def test_an_adapter_may_not_have_the_models_name(folders):
+    options, keys = checked(
+        {"enable_lora": True, "lora_modules": [f"mine={folders.first}"], "device": "cpu"}
+    )
+    assert options["lora_modules"] == [f"mine={folders.first}"]
+    options["served_model_name"] = ["mine"]
+    with pytest.raises(ValueError, match="--lora-modules must have names that the model has not"):
+        new_service("story", options, keys, Steps())

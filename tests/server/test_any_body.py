@@ -156,7 +156,7 @@ def running():
 
 @pytest.fixture(scope="module")
 def client(running):
-    with httpx.Client(base_url=running.url, timeout=120) as client:
+    with httpx.Client(base_url=running.url, timeout=600) as client:
         yield client
 
 
@@ -171,7 +171,7 @@ def scorer(request, tmp_path_factory):
     with (
         llm,
         serving(AsyncLLM(llm), loop=llm.loop, routers=routers, purpose=llm.purpose) as running,
-        httpx.Client(base_url=running.url, timeout=120) as client,
+        httpx.Client(base_url=running.url, timeout=600) as client,
     ):
         yield client
 
@@ -228,7 +228,9 @@ def test_changed_bodies_are_refused_or_served(client):
         ask(client, path, changed(body, rng))
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_changed_bodies_for_an_encoder_are_refused_or_served(scorer, count):
     rng = random.Random(20261129)
     for path, body in SCORED_SEEDS:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -149,3 +150,33 @@ def handed_over(result):
     gl.warp_specialize(
         [(_first_half, (memory, result)), (_second_half, (memory, result))], [4], [24]
     )
+
+
+@gluon.jit
+def _copy_rows(x, tiles, index, rows):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    row = index * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    at = gl.expand_dims(row * 16, 1) + gl.expand_dims(
+        gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0
+    )
+    inside = gl.expand_dims(row < rows, 1)
+    async_copy.async_copy_global_to_shared(tiles.index(index % 2), x + at, mask=inside)
+
+
+@gluon.jit
+def sum_of_rows(x, result, rows, STEPS: gl.constexpr):
+    """Add up tiles of 64 rows of x (rows, 16), copied by cp.async one step ahead."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    tiles = gl.allocate_shared_memory(x.dtype.element_ty, [2, 64, 16], shared)
+    _copy_rows(x, tiles, gl.program_id(0), rows)
+    async_copy.commit_group()
+    total = gl.zeros([64, 16], gl.float32, LAYOUT)
+    for index in range(STEPS):
+        async_copy.wait_group(0)
+        _copy_rows(x, tiles, index + 1, rows)
+        async_copy.commit_group()
+        total = total + tiles.index(index % 2).load(LAYOUT).to(gl.float32)
+    async_copy.wait_group(0)
+    at = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
+    gl.store(result + at, gl.sum(total, 0))

@@ -24,7 +24,9 @@ from tools.gluon_emulator import (
     Program,
     Protocol,
     Race,
+    Replay,
     emulated,
+    recorded,
 )
 
 M, N, DEPTH = 128, 64, 256
@@ -147,6 +149,71 @@ def test_a_copy_over_what_loads_have_read_needs_a_fence() -> None:
         torch.testing.assert_close(result, truth, rtol=1e-5, atol=1e-4)
         with pytest.raises(Race, match="was not fenced"):
             multiply(seed, program=replaced(*LOADED))
+
+
+def sum_of_rows(seed: int, program: Program | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (what the kernel gives, the truth); rows end in the midst of the third tile."""
+    x = torch.arange(150 * 16, dtype=torch.float32).view(150, 16).bfloat16()
+    result = torch.full((16,), torch.nan)
+    with emulated(seed, program=program or Program()):
+        small.sum_of_rows[(1,)](x, result, 150, 3, num_warps=4)
+    return result, x.float().sum(0)
+
+
+def test_copies_in_groups_are_there_once_they_are_waited_for() -> None:
+    for seed in range(6):
+        torch.testing.assert_close(*sum_of_rows(seed))
+
+
+_WAIT_COPY = "        async_copy.wait_group(0)\n        _copy_rows(x, tiles, index + 1, rows)\n"
+_LOAD_TILE = "        total = total + tiles.index(index % 2).load(LAYOUT).to(gl.float32)\n"
+_COMMIT = "        async_copy.commit_group()\n"
+IN_GROUPS = {
+    "waits_for_one_group_too_few": (Race, [(_WAIT_COPY, _WAIT_COPY.replace("(0)", "(1)"))]),
+    "does_not_close_a_group": (Race, [(_COMMIT + _LOAD_TILE, _LOAD_TILE)]),
+    "copies_over_what_is_read_next": (
+        Race, [(_WAIT_COPY, _WAIT_COPY.replace("index + 1", "index"))]
+    ),
+    "copies_before_others_have_read": (
+        Race,
+        [(_WAIT_COPY, _WAIT_COPY.splitlines(keepends=True)[0]),
+         (_COMMIT + _LOAD_TILE, _LOAD_TILE
+          + "        _copy_rows(x, tiles, index + 2, rows)\n" + _COMMIT)],
+    ),
+    "forgets_the_mask": (OutOfBounds, [("x + at, mask=inside", "x + at")]),
+    "ends_before_its_copies_have_landed": (
+        Protocol,
+        [("    async_copy.wait_group(0)\n    at =", "    at =")],
+    ),
+    "copies_a_tile_of_another_shape": (Protocol, [("[2, 64, 16]", "[2, 64, 32]")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_GROUPS)
+def test_a_mistake_with_groups_is_seen_in_every_schedule(name: str) -> None:
+    error, changes = IN_GROUPS[name]
+    for seed in range(3):
+        with pytest.raises(error):
+            sum_of_rows(seed, replaced(*changes))
+
+
+def test_a_barrier_lets_copies_overwrite_what_was_read() -> None:
+    changes = [
+        (_WAIT_COPY, _WAIT_COPY.splitlines(keepends=True)[0]),
+        (_COMMIT + _LOAD_TILE, _LOAD_TILE + "        gl.barrier()\n"
+         "        _copy_rows(x, tiles, index + 2, rows)\n" + _COMMIT),
+        ("    total = gl.zeros(", "    _copy_rows(x, tiles, gl.program_id(0) + 1, rows)\n"
+         "    async_copy.commit_group()\n    total = gl.zeros("),
+    ]  # fmt: skip
+    for seed in range(3):
+        torch.testing.assert_close(*sum_of_rows(seed, replaced(*changes)))
+
+
+def test_copies_in_groups_are_in_no_recording() -> None:
+    with recorded() as recordings:
+        sum_of_rows(0)
+    with pytest.raises(NotEmulated, match="cp.async"):
+        Replay(recordings[0])
 
 
 class TestLanguage:

@@ -114,7 +114,7 @@ def replay(
     Args:
         policy: "max", "pow2" or "oracle".
         num_slots: tokens that the memory could hold.
-        max_len: of a sequence; what "max" reserves.
+        max_len: the largest length of a sequence, which "max" reserves.
         budget: tokens of one step.
     """
     buddy, size_of = BuddyAllocator(num_slots), asked_for(policy, max_len)
@@ -159,7 +159,7 @@ class PieceAllocator(BlockAllocator):
     """A buddy allocator in the place of the tables' own: what they release are starts of pieces.
 
     Attributes:
-        slots_taken: of all pieces that have an owner.
+        slots_taken: the number of slots of all pieces that have an owner.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -206,7 +206,7 @@ class ContiguousTables(BlockTables):
     Args:
         num_slots: tokens that the memory could hold.
         policy: "max", "pow2" or "oracle".
-        max_len: of a sequence; what "max" reserves.
+        max_len: the largest length of a sequence, which "max" reserves.
 
     Raises:
         ValueError: policy is none of these, or the memory has no piece for the longest sequence.

@@ -46,9 +46,9 @@ class MeasuredStep:
     """A step of the engine and what it took, in seconds.
 
     Attributes:
-        scheduling, submitting: of the host, before the step.
+        scheduling, submitting: the host's seconds before the step.
         device: from the end of the step before, or from its own submission, to its end.
-        updating: of the host, after it.
+        updating: the host's seconds after the step.
         is_alone: `device` is all that the device took and nothing else, as the whole step had been
             submitted before it began; of the host nothing was measured.
     """
@@ -69,9 +69,9 @@ def least_squares(
     """Return the weights, none below its least, with the least squares of relative errors.
 
     Args:
-        columns: for each step what the weights multiply.
-        seconds: of each step, above 0.
-        least: of each weight; None is 0.
+        columns: the quantities of each step that the weights multiply.
+        seconds: the seconds of each step, above 0.
+        least: the lower bound of each weight; None is 0.
     """
     y = np.asarray(seconds, dtype=float)
     a = np.asarray(columns, dtype=float) / y[:, None]
@@ -106,10 +106,11 @@ def fit(
     caches hold of keys and values.
 
     Args:
-        peaks: of measure_peaks.
-        sizes: of the model that ran.
-        steps: of measure_steps.
-        options: of StepCost, "dtype" among them; "captures" and "overlaps_steps" of Machine.
+        peaks: the result of measure_peaks.
+        sizes: the sizes of the model that ran.
+        steps: the results of measure_steps.
+        options: the options of StepCost, "dtype" among them; "captures" and "overlaps_steps" of
+            Machine.
     """
     flags = {name: options.pop(name, False) for name in ("captures", "overlaps_steps")}
     start = Machine(**peaks, **flags)

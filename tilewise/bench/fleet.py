@@ -91,14 +91,14 @@ class Fleet:
     """Engines of one kind behind a router.
 
     Args:
-        new_engine: makes one.
-        replicas: how many.
+        new_engine: a function that makes one engine.
+        replicas: the number of engines.
         router: a new one.
         capacity: tokens that a replica keeps.
 
     Attributes:
-        engines: by number.
-        sent: how many requests each got.
+        engines: the engines by number.
+        sent: the number of requests that each engine got.
     """
 
     def __init__(

@@ -175,12 +175,12 @@ class Crowd(NamedTuple):
     """A batch of requests whose steps are measured.
 
     Attributes:
-        sequences: how many.
+        sequences: the number of sequences that run.
         prompt: tokens of each prompt, at most where lengths vary.
         budget: tokens of a step.
         at_once: sequences that come before a step; 0 is all before the first.
-        new_tokens: of each answer.
-        every: of so many steps one is preceded by new sequences.
+        new_tokens: the number of tokens of each answer.
+        every: the number of steps from one that new sequences precede to the next such step.
     """
 
     sequences: int
@@ -238,11 +238,11 @@ def measure_steps(
 
     Args:
         runner: ready to run what `room` says.
-        sizes: of its model.
+        sizes: the sizes of its model.
         overlap: submit a step while one runs, as the engine does with this runner on a GPU.
         repeats: turns after one to warm up.
         room: None is the least: `SEATS`, `SLOTS`.
-        clock: of seconds.
+        clock: the clock, in seconds.
     """
     room, turns = room or Room(), []
     for turn in range(repeats + 1):
@@ -311,7 +311,7 @@ class _Held:
     """Submits steps while the GPU waits, so that they run without waiting for the host.
 
     Args:
-        seed: of which steps are measured.
+        seed: the seed that chooses the measured steps.
     """
 
     def __init__(self, seed: int) -> None:
@@ -362,7 +362,7 @@ def _run_batch(
     """Run a batch to its end and return its steps.
 
     Args:
-        seed: of the lengths of prompts; None: all are the longest.
+        seed: the seed of the lengths of prompts; None makes all prompts the longest.
         held: measures the device alone in some of the steps.
     """
     runner.reset()

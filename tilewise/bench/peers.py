@@ -40,10 +40,11 @@ class Run:
 
     Attributes:
         function: computes o, or o and lse, from q, k, v.
-        leaves: what it is differentiated by: "q", "k", "v" first, then a feature's own.
+        leaves: the tensors by which it is differentiated: "q", "k", "v" first, then a feature's
+            own.
         do, dlse: the weights of o, in the shape of the peer's o, and of lse where there is one.
         checked: cuts the compared sequence (N, H, D) out of o, do or a gradient of q, k, v.
-        has_own_dropout: what it drops, the others cannot know.
+        has_own_dropout: True if it drops elements that the others cannot know.
         no_backward: why it has no gradient, None when it has one.
         is_8_bit: its inputs are rounded to e4m3, and what it returns is off by that.
     """

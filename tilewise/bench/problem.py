@@ -22,15 +22,16 @@ class Problem:
     """A self-attention call on random bfloat16 inputs.
 
     Attributes:
-        table: of the report that the rows belong to.
+        table: the table of the report that the rows belong to.
         seqlen: N, tokens of a sequence; of the longest one in a packed batch.
         head_dim, v_head_dim: D of q and k, Dv of v and o.
         peers: names of `peers.PEERS`, ours first.
         causal, window_left: the rule; a window_left of w shows keys i - w ... i.
-        lengths: of the sequences of a packed batch; () is a dense call of `batch` sequences.
+        lengths: the lengths of the sequences of a packed batch; () is a dense call of `batch`
+            sequences.
         density: probability of a block of a random layout to be visible; 0 is no layout.
-        feature: what is asked for beside the plain call, see `case.make_case`.
-        ops: which of forward, backward, forward+backward, jvp, double backward to measure.
+        feature: the feature beside the plain call, see `case.make_case`.
+        ops: the ops to measure: some of forward, backward, forward+backward, jvp, double backward.
     """
 
     table: str

@@ -121,7 +121,7 @@ class Setting:
     """A model on a machine, and how it is served.
 
     Attributes:
-        sizes, machine, dtype: what StepCost takes.
+        sizes, machine, dtype: the arguments of StepCost.
         num_slots: tokens that the cache holds; None is what the machine's memory leaves.
         block_size: tokens of a block.
         max_num_seqs: sequences that run at once.

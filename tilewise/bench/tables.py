@@ -33,7 +33,7 @@ class Scale:
         feature_seqlen: N of features, head dims and second derivatives.
         varlen: (shortest, longest, tokens) of a packed batch, and
         varlen_heads: its heads, of D 128.
-        peers: of the dense table, ours first.
+        peers: the peers of the dense table, ours first.
         published_seqlens: N of the shapes that peers publish figures of; () leaves them out.
         published_heads: query heads of those.
         fp8_head_dims: D of the table of 8 bits; () leaves it out.

@@ -70,7 +70,7 @@ def read_trace(path: str) -> list[TraceRequest]:
     """Read a trace in the order of arrival.
 
     Args:
-        path: of a file in one of the three formats.
+        path: the path of a file in one of the three formats.
 
     Raises:
         ValueError: the file has other fields, or a line is malformed; the message has its number.
@@ -242,7 +242,7 @@ def prompt_ids(request: TraceRequest, number: int) -> list[int]:
     so that equal tokens in other places are never taken for one another.
 
     Args:
-        number: of the request in its trace; requests of other numbers have other tokens.
+        number: the number of the request in its trace; requests of other numbers have other tokens.
     """
     if request.token_ids:
         return list(request.token_ids)

@@ -35,7 +35,8 @@ class Truth:
     Attributes:
         rows: int64, which queries.
         o, lse: (rows, H, Dv) and (rows, H).
-        grads: by leaf: dq (rows, H, D), dk, dv (N, Hk, D), dbias (H, rows, N), dsinks (H,).
+        grads: the gradients by leaf: dq (rows, H, D), dk, dv (N, Hk, D), dbias (H, rows, N), dsinks
+            (H,).
     """
 
     rows: Tensor

@@ -59,9 +59,10 @@ class Asked:
     """One request to send.
 
     Attributes:
-        body: of /v1/completions, without what a stream needs.
-        seconds: when, counted from the begin; None is as soon as there is a seat.
-        key: of the API.
+        body: the body of /v1/completions, without the fields of a stream.
+        seconds: the time of the request, counted from the begin; None is as soon as there is a
+            seat.
+        key: the key of the API.
         follows: place of the request whose prompt and answer its own prompt goes on with; it is
             sent when that has ended.
         think_s: seconds between that end and this request.
@@ -101,7 +102,7 @@ def conversations(
 
     Args:
         count: conversations, all of which begin with the same `shared_words`.
-        turns: of each.
+        turns: the number of turns of each conversation.
         think_s: mean seconds between an answer and the next turn, exponentially distributed.
 
     Returns:
@@ -134,7 +135,7 @@ def of_trace(
 
     Args:
         ids_of: token ids of a prompt, from a request and its number.
-        speed: how many of the trace's seconds go by in one.
+        speed: the number of the trace's seconds that go by in one second.
     """
     asked = []
     for number, request in enumerate(requests):
@@ -159,7 +160,7 @@ def arriving(
         burstiness: shape of the gamma distribution of intervals; 1 is a Poisson process, less is
             burstier.
         burst: requests that come at once; intervals are so many times longer.
-        seed: of the intervals.
+        seed: the seed of the intervals.
 
     Raises:
         ValueError: one of these is not above 0.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.cache.huge_pages import ask_for_huge_pages
 from tilewise.cache.spec import CacheLayer, CacheSpec, LatentLayer, LatentSpec, kv_layer
+from tilewise.huge_pages import ask_for_huge_pages
 
 __all__ = ["KVStorage", "num_blocks_for"]
 

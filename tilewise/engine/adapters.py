@@ -29,9 +29,9 @@ class LoadedAdapter:
     """An adapter in main memory.
 
     Attributes:
-        number: that of its loading; no other adapter of the process has it.
+        number: the number of this loading, which no other adapter of the process has.
         fingerprint: a digest of all that it adds to the model.
-        weights: the tensors.
+        weights: the tensors of the adapter, by linear layer.
     """
 
     number: int
@@ -69,12 +69,18 @@ class Adapters:
         max_rank: the largest rank of an adapter.
         most_held: adapters that stay in main memory while no request uses them, the ones that were
             used last; the others are read again when a request names them. None keeps all.
+
+    Attributes:
+        max_rank: the largest rank of an adapter; it may be lowered once all that are loaded have
+            one as low.
+        largest_rank: the largest rank of those that were loaded.
     """
 
     def __init__(
         self, sites: Mapping[str, AdapterSite], *, max_rank: int, most_held: int | None = None
     ) -> None:
-        self._sites, self._max_rank, self._most_held = sites, max_rank, most_held
+        self._sites, self._most_held = sites, most_held
+        self.max_rank, self.largest_rank = max_rank, 0
         self._named: dict[str, _Named] = {}
         self._held: OrderedDict[int, LoadedAdapter] = OrderedDict()
         self._numbers = itertools.count(1)
@@ -101,7 +107,8 @@ class Adapters:
         if not isinstance(name, str) or not name:
             raise RequestError(f"lora_name must be a name, got {shown(name)}")
         self._check_free(name, replaces)
-        weights = read_adapter(path, self._sites, max_rank=self._max_rank)
+        weights = read_adapter(path, self._sites, max_rank=self.max_rank)
+        self.largest_rank = max(self.largest_rank, weights.rank)
         adapter = LoadedAdapter(next(self._numbers), _fingerprint(weights), weights)
         if self._elsewhere is not None:
             self._elsewhere.load_adapter(adapter.number, str(path))
@@ -143,7 +150,7 @@ class Adapters:
                 self._hold(adapter)
                 return adapter
         try:
-            weights = read_adapter(named.path, self._sites, max_rank=self._max_rank)
+            weights = read_adapter(named.path, self._sites, max_rank=self.max_rank)
         except CheckpointError as error:
             raise RequestError(f"adapter {name!r} cannot be read again: {error}") from error
         if _fingerprint(weights) != named.fingerprint:

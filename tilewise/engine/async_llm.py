@@ -53,14 +53,14 @@ class AsyncLLM:
 
     Args:
         llm: stays its owner's: aclose() does not close it.
-        share: of the time that deliveries may take, above 0 to 1; 1 tells of each step; None is
-            0.04 where the engine computes on a CPU, and 0.5 elsewhere.
+        share: the share of the time that deliveries may take, above 0 to 1; 1 delivers after each
+            step; None is 0.04 where the engine computes on a CPU, and 0.5 elsewhere.
 
     Raises:
         ValueError: share is none.
 
     Attributes:
-        tokenizer, config: of the model.
+        tokenizer, config: the model's tokenizer and its config.
         devices: see LLM.
 
     Example:
@@ -291,7 +291,7 @@ def share_of(devices: str) -> float:
 
 
 def _nobody_reads() -> None:
-    """Be told what nobody waits for any more."""
+    """Take results for which no reader waits any more."""
 
 
 class _Reader:
@@ -299,7 +299,7 @@ class _Reader:
 
     Attributes:
         changed: the task is to look.
-        failure: what the sink raised.
+        failure: the exception that the sink raised, or None.
         num_seen: tokens of the outputs that were read.
         is_told: it is in the mailbox.
         is_hurried: it is among those that wait for nothing.
@@ -363,8 +363,8 @@ class Mailbox:
     is, then empties. So nothing that was appended is left behind.
 
     Args:
-        loop: of the readers.
-        share: of the time that deliveries may take, see AsyncLLM.
+        loop: the event loop of the readers.
+        share: the share of the time that deliveries may take, see AsyncLLM.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, share: float) -> None:

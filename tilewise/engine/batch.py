@@ -43,7 +43,7 @@ class Asked(NamedTuple):
         adjusts: its logits are changed before they are drawn from.
         token_ids: all that is known, prompt and generated. It is the sequence's own list, not a
             copy: a runner reads it in submit() and not later.
-        num_prompt_tokens: how many of them are the prompt.
+        num_prompt_tokens: the number of these tokens that are the prompt.
         end_ids: tokens that end it.
         bad_word_ids, new_matcher, pooling, token_type_ids: see `Request`.
     """
@@ -98,9 +98,10 @@ class ScheduledSequence(NamedTuple):
         draft_parents: the row of each draft's parent, 0 the token before the drafts; () where each
             comes after the one before, see `engine.scheduling.draft_trees`.
         known: all tokens of a sequence with drafts, these not included. Its own list, not a copy.
-        others: of the groups of layers beyond the first, block_ids and first_new_block there. What
-            a window has passed may be anybody's block by now, and is not read.
-        adapter: what its request's adapter adds to the model; None for nothing.
+        others: block_ids and first_new_block for each group of layers beyond the first. A block id
+            that the window has passed may name a block of another sequence by now, and is not read.
+        adapter: the adapter of the request, whose products are added to the model's; None adds
+            nothing.
     """
 
     seq_id: int
@@ -125,12 +126,12 @@ class LaterRuns(Sequence[ScheduledSequence]):
     """The runs of a plain step that goes on with all sequences of an earlier one, each a token on.
 
     Between the two are steps of the same kind alone. Who has followed them needs only what is said
-    here; the runs themselves are made when somebody looks at them, in submit() like tables.
+    here; the runs themselves are made when they are read, in submit() like tables.
 
     Attributes:
         first: the runs of the earlier step, the very object that its batch has.
         number: steps since then, 1 and more.
-        told: of those whose table is new in part, the place and first_new_block.
+        told: the place and first_new_block of each run with a table that is new in part.
         tokens: the token that each runs; None if the step before draws them.
     """
 
@@ -190,7 +191,7 @@ class Batch:
     """One step, never empty, the oldest sequence first.
 
     Attributes:
-        sequences: what to compute: a tuple, or `LaterRuns`.
+        sequences: the runs to compute: a tuple, or `LaterRuns`.
         block_copies: (source, destination), done before anything is written; no source is a
             destination, so they have no order.
         left: seq_ids that lost their blocks since the batch before: they ended, or come back as if
@@ -284,7 +285,7 @@ class SampledToken(NamedTuple):
 
     Attributes:
         prompt_logprobs: with a sequence's first token, if they were asked for.
-        error: what failed in place of a draw, such as a grammar.
+        error: the exception of a draw that failed, such as a grammar's.
         prompt_state: with a sequence's first token, if its prompt's hidden states are pooled.
     """
 
@@ -331,7 +332,7 @@ class PlainDraws(Sequence[list[SampledToken]]):
     """What the sequences of a plain step have drawn: a token each, of which nothing is to be told.
 
     Attributes:
-        ids: of the tokens.
+        ids: the ids of the drawn tokens.
     """
 
     __slots__ = ("ids",)
@@ -367,7 +368,7 @@ class TokenEvent(NamedTuple):
     """What a step did for one sample of one request.
 
     Attributes:
-        token: what was drawn; None if the sample has ended by an error.
+        token: the token that was drawn; None if the sample has ended by an error.
         error: why, where finish_reason is "error".
         num_cached_tokens: prompt tokens that the prefix cache had when the request was admitted.
     """
@@ -382,12 +383,12 @@ class TokenEvent(NamedTuple):
 
 
 class PlainEvents(Sequence[TokenEvent]):
-    """The events of a plain step in which nothing ended, made when somebody looks at them.
+    """The events of a plain step in which nothing ended, made when they are read.
 
     Attributes:
-        request_ids, indices, cached: of each, as of a TokenEvent; the step before may have the same
-            lists.
-        draws: their tokens.
+        request_ids, indices, cached: lists with the fields of each TokenEvent; the step before may
+            have the same lists.
+        draws: the drawn tokens of the events.
     """
 
     __slots__ = ("_made", "cached", "draws", "indices", "request_ids")

@@ -48,7 +48,7 @@ class Closers:
 
         Args:
             state: an llguidance matcher, which stays as it is.
-            words: what may be drawn next, changed in place.
+            words: the mask of the tokens that may be drawn next, changed in place.
             left: tokens that are left, the next one included.
         """
         end = self._end(state, left, [MOST_TRIED])
@@ -74,7 +74,7 @@ class Closers:
         """Return at most so many tokens that make a text whole: none where it is, None if unknown.
 
         Args:
-            left: how many may be tried, one number.
+            left: a list of one number: how many more tokens may be tried.
         """
         if state.is_accepting():
             return []

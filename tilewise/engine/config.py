@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRAPHS",
+    "LEAST_MAX_RANK",
     "MODEL_IMPLS",
     "NO_TERMS",
     "POLICIES",
@@ -56,6 +57,7 @@ GRAPHS = ("auto", "lazy", "off")
 MODEL_IMPLS = ("auto", "tilewise", "transformers")
 
 MAX_RANK = 512  # of an adapter: that of `models.adapters`, whose file imports torch
+LEAST_MAX_RANK = 16  # the largest rank of an adapter, where neither option nor file says more
 MAX_NAME = 1024  # characters of a request's id, user or salt
 
 MAX_DRAFTS = 16  # of a step; the chance that one more is right falls with each
@@ -134,7 +136,8 @@ class OwnHead:
     """Let the head of the checkpoint guess that was trained for it (multi-token prediction).
 
     Attributes:
-        num_tokens: guesses a step, 1 to 16; the head is applied to what it has put out.
+        num_tokens: the number of guesses a step, 1 to 16; for each further guess the head is
+            applied to its own output.
         is_adaptive: True turns guesses off where they cost more than they give.
 
     Raises:
@@ -274,7 +277,7 @@ class Choice:
 
     Attributes:
         texts: all of them.
-        phrase: what a message says that a value must be; "" is "one of" them.
+        phrase: the words of a message before the values; "" is "one of".
     """
 
     texts: tuple[str, ...]
@@ -364,15 +367,17 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The rank of an adapter."""
+    """The rank of an adapter, or None."""
 
     kind: type = int
     values: str = f"1 ... {MAX_RANK}"
 
     def check(self, name: str, value: Any) -> None:
         """See `Rule`."""
+        if value is None:
+            return
         if not is_integer(value):
-            raise TypeError(f"{name} must be an integer, got {shown(value)}")
+            raise TypeError(f"{name} must be an integer or None, got {shown(value)}")
         if not 1 <= value <= MAX_RANK:
             raise ValueError(f"{name} must be in {self.values}, got {shown(value)}")
 
@@ -422,9 +427,9 @@ class Option:
     """What the metadata of a field say of an option.
 
     Attributes:
-        text: what the value is, for one line of help.
+        text: the description of the value, for one line of help.
         more: further sentences, for a docstring; "" where there is no more to say.
-        rule: which values there are.
+        rule: the rule that values must obey.
         flag: the flag without its dashes and with _ for -, which is also the name in a file and,
             in capitals, of a variable; None where there is no flag.
         metavar: the name of the value in the help; None for a bool.
@@ -794,12 +799,13 @@ class EngineConfig:
             metavar="N",
         ),
     )
-    max_lora_rank: int = field(
-        default=16,
+    max_lora_rank: int | None = field(
+        default=None,
         metadata=option(
             Rank(),
             "largest rank of an adapter",
-            "The memory of the device for adapters grows with it.",
+            "The memory of the device for adapters grows with it. None is the largest of "
+            f"lora_modules, at least {LEAST_MAX_RANK}.",
             flag="max_lora_rank",
             metavar="N",
         ),

@@ -42,12 +42,13 @@ class EngineStats:
     Attributes:
         scheduler: blocks, queue, prefix cache and preemptions.
         cache_bytes_per_token: bytes of one token's keys and values in all layers.
-        prefill_tokens, prefill_seconds: of the steps that computed any token of a prompt (or one
-            again, after a preemption).
-        decode_tokens, decode_seconds: of the steps in which each sequence computed only the token
-            that it had just drawn.
-        num_stopped_steps, stopped_seconds: of the steps that ended before their time, for users who
-            came beside a flood (see `giving_way`); the tokens and seconds above are without them.
+        prefill_tokens, prefill_seconds: the sums over the steps that computed any token of a prompt
+            (or computed one again, after a preemption).
+        decode_tokens, decode_seconds: the sums over the steps in which each sequence computed only
+            the token that it had just drawn.
+        num_stopped_steps, stopped_seconds: the sums over the steps that were stopped for users who
+            came beside a flood (see `giving_way`); the tokens and seconds above do not include
+            them.
         num_compilations: kernels that were compiled while requests waited for them.
         why_not_compiled: on a CPU, why steps run op by op and not as one compiled list; "" where
             they are compiled, and on a GPU.

@@ -16,6 +16,7 @@ import torch
 from tilewise.cache.spec import CacheSpec
 from tilewise.engine.adapters import Adapters, salted
 from tilewise.engine.config import (
+    LEAST_MAX_RANK,
     NO_TERMS,
     EngineConfig,
     RequestTerms,
@@ -72,7 +73,7 @@ from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError, shown
 from tilewise.keywords import keywords_of, taking_fields_of
-from tilewise.models.adapters import AdapterSite, adapter_sites
+from tilewise.models.adapters import MAX_RANK, AdapterSite, adapter_sites
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder, EncoderShape
@@ -104,8 +105,8 @@ class LLM:
         <options>
 
     Attributes:
-        default_params: of a call without params: what the model's generation_config.json says of
-            temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens.
+        default_params: the parameters of a call that gives none: temperature, top_p, top_k, min_p,
+            repetition_penalty and max_new_tokens of the model's generation_config.json.
         purpose: the tasks of the model: generate(), embed(), score() and rerank(), classify().
 
     Raises:
@@ -159,7 +160,10 @@ class LLM:
             check_groups(model.config, config.speculative)
             self._end_ids = end_tokens(self.config, self.tokenizer)
             head = read_head(self.purpose, directory, model, is_random=config.random_weights)
-            sites = self._with_adapters(config, model) if config.enable_lora else {}
+            sites: Mapping[str, AdapterSite] = {}
+            if config.enable_lora:
+                sites, rank = self._with_adapters(config, model)
+                decided = replace(decided, max_lora_rank=rank)
             if size == 1:
                 make_engine = self._with_weights(decided, directory, model, spec, sites)
             else:
@@ -191,18 +195,22 @@ class LLM:
             torch.cuda.current_device() if is_cuda else None,
         )
 
-    def _with_adapters(self, config: EngineConfig, model: Decoder) -> Mapping[str, AdapterSite]:
-        """Read the adapters of the start; return the linear layers that adapters may change."""
+    def _with_adapters(
+        self, config: EngineConfig, model: Decoder
+    ) -> tuple[Mapping[str, AdapterSite], int]:
+        """Read the adapters of the start; return the linear layers that adapters may change, and
+        the largest rank of an adapter."""
         whole = model
         if isinstance(model, NativeDecoder):  # whose weights may be narrow
             whole = empty_model(model.config, "float32", "meta")
         sites = adapter_sites(whole)
-        self._adapters = Adapters(
-            sites, max_rank=config.max_lora_rank, most_held=config.max_cpu_loras
-        )
+        most = config.max_lora_rank or MAX_RANK
+        self._adapters = adapters = Adapters(sites, max_rank=most, most_held=config.max_cpu_loras)
         for name, path in (config.lora_modules or {}).items():
-            self._adapters.load(name, path)
-        return sites
+            adapters.load(name, path)
+        if config.max_lora_rank is None:
+            adapters.max_rank = max(LEAST_MAX_RANK, adapters.largest_rank)
+        return sites, adapters.max_rank
 
     def _with_weights(
         self,
@@ -285,7 +293,8 @@ class LLM:
 
         Args:
             prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of these.
-            sampling_params: for all prompts, or one for each; None is `default_params`.
+            sampling_params: the parameters for all prompts, or a list with one for each; None is
+                `default_params`.
             use_progress: True writes a line of progress to stderr.
             terms: user, cache_salt, lora_request, priority, deadline_s and max_queue_s of each
                 prompt, see `RequestTerms`.
@@ -429,8 +438,8 @@ class LLM:
         """Return documents in the order in which they match a query, the best one first.
 
         Args:
-            query: a text.
-            documents: texts.
+            query: the text that documents are scored against.
+            documents: the texts that are scored.
             top_n: the number of documents returned; None returns all.
             truncate_prompt_tokens, terms: see score().
 
@@ -584,7 +593,7 @@ class LLM:
 
         Args:
             prompt: see generate().
-            sampling: how it is continued.
+            sampling: the parameters with which the prompt is continued.
             terms: see generate().
             request_id: a name that is unique among unfinished requests; None makes one.
             pooling: one of `embedding.POOLINGS` for an embedding; None is for a text.
@@ -708,7 +717,7 @@ class LLM:
         Requests run meanwhile. Where anything is wrong nothing has changed.
 
         Args:
-            name: its name.
+            name: the name under which requests ask for the adapter.
             path: a folder in PEFT's format (adapter_config.json, adapter_model.safetensors), or a
                 hub name.
             replaces: True if another adapter of this name may be unloaded.

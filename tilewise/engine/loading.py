@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
     """A model; without memory where other processes hold it.
 
     Attributes:
-        model: the model.
+        model: the model, with its weights.
         spec: the kind of its cache, the whole model's.
         config: the engine's config, with what the model and the device decide.
     """
@@ -60,8 +60,8 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
     """Read a checkpoint; with tensor parallelism its shape alone.
 
     Args:
-        config: what was asked for.
-        directory: the checkpoint's.
+        config: the config as the caller gave it.
+        directory: the directory of the checkpoint.
         device: the device that computes.
 
     Raises:
@@ -184,8 +184,8 @@ def read_head(
     """Return the layers behind the pooling, on the CPU; None if there are none.
 
     Args:
-        purpose: the stages.
-        directory: the checkpoint's.
+        purpose: the stages that follow the decoder.
+        directory: the directory of the checkpoint.
         model: the model, whose parameters may be on "meta".
         is_random: True to draw their weights.
 

@@ -146,7 +146,7 @@ def assembled(
 
     Args:
         config: the engine's config.
-        runner: what computes steps.
+        runner: the runner that computes steps.
         identity: the fingerprint of the model and its cache, for blocks in files.
         windows, num_blocks, num_swap_blocks: see `NewScheduler`.
     """
@@ -173,7 +173,7 @@ class EngineMaker:
 
     Attributes:
         config: the engine's config.
-        directory: the checkpoint.
+        directory: the directory of the checkpoint.
         model: the model, on the device.
         spec: the kind of its cache.
         identity: the fingerprint of the model and its cache, for blocks in files; b"" without any.
@@ -327,7 +327,13 @@ class EngineMaker:
             runner.warm_up()
         else:
             warm_up(self.model, self.spec, config.device, batch_invariant=config.batch_invariant)
-        runner.adapters = slots
+        if slots is not None:
+            runner.adapters = slots
+            if isinstance(runner, CompiledRunner):  # whose steps with adapters are op by op
+                warm_up(
+                    self.model, self.spec, config.device, batch_invariant=config.batch_invariant
+                )
+            slots.warm_up()
         runner.count_compilations()
         self.start_seconds.end("kernels compiled")
         if isinstance(config.speculative, DraftModel):

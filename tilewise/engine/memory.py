@@ -65,11 +65,13 @@ def check_memory(
 
     Args:
         model: its parameters may be on "meta".
-        spec: of its cache; None for an encoder, which has none.
+        spec: the spec of the model's cache; None for an encoder, which has none.
         free: bytes, see `free_memory`.
-        num_blocks: of the cache; None makes it of what is left, and asks for one block.
+        num_blocks: the number of the cache's blocks; None gives it the memory that is left, at
+            least one block.
         swap_bytes: main memory behind the cache.
-        num_processes: that share this memory, each with such a model and cache.
+        num_processes: the number of processes that share this memory, each with such a model and
+            cache.
 
     Raises:
         ValueError: there is less; the message has the sizes.

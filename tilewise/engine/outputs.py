@@ -23,7 +23,7 @@ class CompletionOutput:
     """One sample of a prompt.
 
     Attributes:
-        index: which of the n samples.
+        index: the number of the sample, 0 ... n - 1.
         text: without special tokens, the token that ended it or a stop string, unless they are
             asked for; there when the sample has ended, empty if the model directory has no
             tokenizer.
@@ -69,9 +69,10 @@ class RequestOutput:
         prompt_logprobs: per prompt token, as `CompletionOutput.logprobs`; the first one has None.
             Without SamplingParams.prompt_logprobs, and until the first token is drawn, None.
         prompt_state: the pooled hidden states of the prompt, where they were asked for.
-        num_preemptions: how often a sample lost its blocks; known when the request has ended.
+        num_preemptions: the number of times that a sample lost its blocks; known when the request
+            has ended.
         num_tokens_lost: tokens that were computed twice for that; known likewise.
-        num_tokens_discarded: of samples that were drawn and are not among the best.
+        num_tokens_discarded: the number of drawn tokens of samples that are not among the best.
     """
 
     request_id: str

@@ -23,7 +23,7 @@ def token_ids(
     Args:
         prompt: a text, {"prompt": text} or {"prompt_token_ids": integers}; of both the integers.
             With token ids may come {"token_type_ids": integers}.
-        tokenizer: of the model; None if its directory holds none.
+        tokenizer: the tokenizer of the model; None if its directory holds none.
 
     Raises:
         RequestError: it is none of these.

@@ -29,8 +29,8 @@ class Rerun(NamedTuple):
     """What came of running a step again.
 
     Attributes:
-        samples: for Scheduler.update(); BROKEN for sequences that have no result.
-        errors: by the id of each request that must end.
+        samples: the results for Scheduler.update(); BROKEN for sequences that have none.
+        errors: the exceptions of the requests that must end, by request id.
     """
 
     samples: list[list[SampledToken]]
@@ -46,9 +46,9 @@ def run_again(runner: Runner, scheduler: Scheduler, batch: Batch, error: Excepti
     Args:
         runner: no step that it was given is unfinished.
         scheduler: all older steps have been taken by it, so that every token is known.
-        batch: the step.
-        error: what it raised when it was run as a whole; None if this was not tried with all that
-            the steps before have computed.
+        batch: the step that failed.
+        error: the exception that the whole step raised; None if the whole step was not tried after
+            all steps before it had finished.
 
     Raises:
         DeviceLostError: the runner can compute no more.

@@ -89,7 +89,7 @@ class Progress:
     """A line on a terminal that is written over as work goes on, and wiped at the end.
 
     Args:
-        stream: where to write; None writes nothing.
+        stream: the stream to write to; None writes nothing.
         interval: seconds between two lines at least.
     """
 

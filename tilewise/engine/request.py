@@ -307,15 +307,15 @@ class Request:
         prompt_token_ids: at least one token.
         sampling: see SamplingParams.
         salt: prefix-cache namespace; requests with different salts never share blocks.
-        user: for whom it is, where users are to get equal shares.
+        user: the user of the request, where users are to get equal shares.
         priority: lower runs earlier, where the order is by priority.
         deadline_s: seconds from its arrival until it must have ended; None is for ever.
         max_queue_s: seconds from its arrival until it must have begun to run; None is for ever.
         eos_token_ids: the model's own end tokens.
         bad_word_ids: the token ids of sampling.bad_words, in every form that is looked for.
         new_matcher: makes the state of sampling.structured before the first token.
-        pooling: what becomes of its prompt's hidden states, one of `embedding.POOLINGS`; None is
-            nothing.
+        pooling: the function of the prompt's hidden states that is wanted, one of
+            `embedding.POOLINGS`, or None.
         token_type_ids: the types of its prompt's tokens; empty if all are 0.
         adapter: the adapter of the model's weights; None for the model itself. `salt` tells it
             from others.
@@ -323,8 +323,9 @@ class Request:
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
             A structured text always ends with the model's.
         adjusts: something of sampling changes logits before they are drawn from.
-        needs_tokens: what it changes depends on all tokens before, as the host knows them.
-        row_sampling: what a runner is asked of each row of its logits.
+        needs_tokens: True if what is asked of the logits depends on all tokens before, which the
+            host must know.
+        row_sampling: the sampling options of each row of the request's logits.
         is_plain: nothing is asked but tokens, by temperature and truncation.
 
     Raises:
@@ -392,33 +393,36 @@ class Sequence:
 
     Attributes:
         seq_id: unique in the engine's life.
-        index: which of the request's n samples, 0 ... n - 1.
+        index: the number of the sample of its request, 0 ... n - 1.
         token_ids: prompt and generated tokens.
-        num_prompt_tokens: how many of token_ids are the prompt.
-        num_computed_tokens: how many have their keys and values in the cache, by finished steps.
+        num_prompt_tokens: the number of token_ids that are the prompt.
+        num_computed_tokens: the number of tokens with keys and values in the cache, by finished
+            steps.
         num_scheduled_tokens: the same when the unfinished steps are done, too.
         num_pending: tokens that unfinished steps draw for it.
         max_len: tokens, prompt and generated, at which it ends.
         shares_tail: samples of its request may hold its last block, too, though it is not full.
         block_ids: cache blocks in order of position; owned by reference count.
-        num_registered_blocks: how many leading blocks are full and known to the prefix cache.
+        num_registered_blocks: the number of leading blocks that are full and known to the prefix
+            cache.
         is_doubtful: it holds blocks of which a request had that failed: the prefix cache is told
             nothing of it any more.
-        num_told_blocks: how many leading blocks a batch has told, and that have not changed since.
+        num_told_blocks: the number of leading blocks that a batch has named and that have not
+            changed since.
         ended: samples of its request that have ended before it forks, and why.
         num_cached_tokens: prompt tokens that the prefix cache had at first admission, or that an
             older request computed just before this one would have.
-        num_preemptions: how often its blocks were taken away.
+        num_preemptions: the number of times that its blocks were taken away.
         finish_reason: None while it lives.
         stop_reason: the stop token id or stop string that ended it, when one did.
-        seed: of this sample's random numbers.
+        seed: the seed of this sample's random numbers.
         rank: its place in the order of sequences, see `engine.scheduling.order`.
         was_admitted: it has held blocks, or its parent has.
-        arrival_time: of its request, on the scheduler's clock.
+        arrival_time: the time at which its request came, on the scheduler's clock.
         swap_slots: blocks in main memory that keep what it had computed when it was swapped out.
         other_swap_slots: the same of the other groups of layers; in any of them -1 stands for what
             its window has passed.
-        num_swapped_tokens: how many tokens they keep.
+        num_swapped_tokens: the number of tokens in the swapped blocks.
         is_stepwise: its next run needs the results of its last, so that no unfinished step may be
             beside it.
     """

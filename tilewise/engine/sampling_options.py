@@ -49,8 +49,8 @@ class StructuredOutputs:
         choice: at most 1024 texts, of which it is one.
         grammar: a context-free grammar in Lark's syntax (start rule `start`) or llama.cpp's GBNF
             (start rule `root`).
-        lead: what the text begins with before it follows its description, such as reasoning: a
-            grammar in Lark's syntax (start rule `start`) in which `@text` is what is described.
+        lead: the text before the part that is described, such as reasoning: a grammar in Lark's
+            syntax (start rule `start`) in which `@text` stands for the described part.
 
     A description has at most 65,536 characters.
 

@@ -47,7 +47,7 @@ class RerankOutput:
 
     Attributes:
         index: its place in the list that was given.
-        document: its text.
+        document: the text of the document.
         score: see `ScoreOutput`.
         num_prompt_tokens: the tokens of the pair.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
-from tilewise.engine.config import EngineConfig
+from tilewise.engine.config import LEAST_MAX_RANK, EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.models.config import ModelConfig
 from tilewise.models.encoder import EncoderShape
@@ -67,6 +67,7 @@ class ResolvedConfig(EngineConfig):
         kv_cache_dtype: the dtype of the cache.
         max_num_batched_tokens: tokens of one step.
         max_model_len: tokens of a sequence, prompt and generated text together.
+        max_lora_rank: the largest rank of an adapter.
         batch_invariant: True where a request's bits depend on no other request.
 
     The others are those of `EngineConfig`.
@@ -77,6 +78,7 @@ class ResolvedConfig(EngineConfig):
     kv_cache_dtype: torch.dtype
     max_num_batched_tokens: int
     max_model_len: int
+    max_lora_rank: int
     batch_invariant: bool
 
     @property
@@ -130,7 +132,7 @@ def resolve(
     """Return a config in which nothing is left to decide but the number of blocks.
 
     Args:
-        config: what was asked for.
+        config: the config as the caller gave it.
         device: the device that computes.
         model: the configuration of the model.
         dtype: the dtype of its parameters.
@@ -154,6 +156,7 @@ def resolve(
         "kv_cache_dtype": cache_dtype(config.kv_cache_dtype, dtype),
         "max_num_batched_tokens": most,
         "max_model_len": context_length(config.max_model_len, model),
+        "max_lora_rank": config.max_lora_rank or LEAST_MAX_RANK,
         "batch_invariant": is_invariant(config, device) and model.is_native,
     }
     return ResolvedConfig(**given | decided)

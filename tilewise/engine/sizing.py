@@ -56,8 +56,8 @@ def split_blocks(
     two groups none is full before more than half of the memory is used.
 
     Args:
-        spec: the groups.
-        budget_bytes: memory.
+        spec: the cache spec with the groups.
+        budget_bytes: the bytes for all groups together.
         max_model_len: tokens of a sequence.
         max_run: tokens of one sequence in a step; None is max_model_len.
 
@@ -111,7 +111,7 @@ def blocks_on_cpu(
     Args:
         max_run: tokens of one sequence in a step, of which a group with a window keeps blocks; None
             is max_model_len.
-        num_processes: that share this memory, each with a cache of its own.
+        num_processes: the number of processes that share this memory, each with a cache of its own.
 
     Raises:
         ValueError: not even one block of each group fits.
@@ -204,7 +204,7 @@ def blocks_on_cuda(
 
 
 class _Memory(NamedTuple):
-    """Bytes of a device: used by anybody, reserved by torch of these, given out of these."""
+    """Bytes of a device: used by all processes, reserved by torch of these, given out of these."""
 
     used: int
     reserved: int

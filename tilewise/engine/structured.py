@@ -33,7 +33,7 @@ class GrammarMatcher:
 
     Args:
         state: an llguidance matcher of its own.
-        closers: what ends a text that its tokens do not suffice for.
+        closers: the tokens that end a text for which too few tokens are left.
 
     Every method raises RuntimeError where the library gives up, with its reason; RequestError where
     it is the description that cannot be followed, as always in fill_mask.
@@ -126,7 +126,7 @@ class Grammars:
         The caller waits meanwhile, so it must not be the engine's thread.
 
         Args:
-            user: whose request it is, see `trials.Trials`.
+            user: the user of the request, see `trials.Trials`.
             is_tried: another process has compiled it.
 
         Raises:

@@ -34,8 +34,8 @@ class Detokenizer:
         decode: ids to text, any decoder of the `tokenizers` library.
         special_ids: tokens without text.
         prompt_token_ids: the tokens before the first one, which decide about its leading space.
-        open_end: how many characters at the end of a text `decode` may write otherwise once it has
-            more tokens, beside unfinished ones; None is none.
+        open_end: the number of characters at the end of a text, beside unfinished ones, that
+            `decode` may change once it has more tokens; None is none.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class StopAutomaton:
     Source: Aho and Corasick, "Efficient string matching", CACM 1975.
 
     Attributes:
-        next_of: for each state, the states that a character leads to.
-        fallback: for each state, the longest proper end of it that is a state.
+        next_of: the states that each character leads to, by state.
+        fallback: the longest proper end of each state that is a state, by state.
         depth: characters of each state.
         stop: the longest stop string that each state ends with, None without.
     """
@@ -211,8 +211,8 @@ class _Reasoning:
     """Tells where an answer begins: behind a mark, if its text begins with another one.
 
     Args:
-        opening: what the text begins with, behind white space, where reasoning comes first; ""
-            where it always does.
+        opening: the string with which the text begins, behind white space, where reasoning comes
+            first; "" where it always comes first.
         closing: ends the reasoning.
     """
 
@@ -256,12 +256,12 @@ class TextStream:
     """The text of one sample: a Detokenizer followed by a StopMatcher.
 
     Args:
-        detokenizer: of this sample.
+        detokenizer: the detokenizer of this sample.
         stops: strings that end the text, or an automaton of them.
         includes_stop: the text keeps the string that ended it.
         min_tokens: in the text of so many first tokens nothing is looked for.
-        reasoning: what opens and closes reasoning, in which nothing is looked for; None where
-            there is none.
+        reasoning: the strings that open and close reasoning, in which nothing is looked for; None
+            where there is no reasoning.
 
     Attributes:
         text: everything returned so far.

@@ -27,7 +27,7 @@ class Tokenizer:
     """Text to token ids and back.
 
     Args:
-        files: what a checkpoint's files make.
+        files: the library's tokenizer, made of a checkpoint's files.
 
     Attributes:
         special_ids: tokens that have no text, such as the end token.

@@ -198,7 +198,7 @@ class _Declared(NamedTuple):
     """Tokens beside the vocabulary; those that are declared by their text alone are texts.
 
     Attributes:
-        added: by id.
+        added: the added tokens, by id.
         named: special ones by name.
         others: special ones without a name.
     """

@@ -3,7 +3,7 @@
 llguidance compiles in bounded steps all but what it makes of numbers: `{"multipleOf": 999999937}`
 takes hours, which no thread can be stopped in. So a description is compiled in another process
 first, which the system ends when its time or memory is used up; only what came out well there is
-compiled where it is needed. A trial waits for its turn, and nobody is given all processes, or more
+compiled where it is needed. A trial waits for its turn, and no user is given all processes, or more
 than so much of their time in a minute.
 """
 
@@ -130,7 +130,7 @@ class Trials:
         """Try a description, and hold the turn while it is compiled where it is needed.
 
         Args:
-            user: whose it is; "" is nobody's in particular, whose trials share no bound.
+            user: the user who asks; "" is no particular user, whose trials share no bound.
             lead: see `grammar_of`.
 
         Raises:
@@ -208,7 +208,7 @@ class Trials:
             self._spent.pop(user, None)
 
     def _tried(self, asked: Asked, user: str) -> dict[str, Any] | None:
-        """Return what a process says; None where somebody has ended it, not the description."""
+        """Return a process's answer; None if it ended for another reason than the description."""
         worker = self._taken()
         found: dict[str, Any] | None = None
         why = f"within {CPU_SECONDS} s of a processor"
@@ -247,7 +247,7 @@ class Trials:
         return found
 
     def _taken(self) -> subprocess.Popen[bytes]:
-        """Return a process that nobody has, a new one where there is none."""
+        """Return an idle process, a new one where there is none."""
         with self._changed:
             while self._idle:
                 worker = self._idle.pop()

@@ -59,7 +59,7 @@ def usual_steps(limits: Limits, width: int) -> list[Batch]:
     after them.
 
     Args:
-        limits: of the scheduler.
+        limits: the limits of the scheduler.
         width: query heads times channels of one.
     """
     enough = math.isqrt(MOST_WORK_BY_ROWS // width) + 1

@@ -42,11 +42,11 @@ class Timing:
     """What became of one request; times are seconds from the start.
 
     Attributes:
-        arrival: when it came.
-        admitted: when the first step with any of its tokens was scheduled.
-        first_token, last_token: when these could be read.
-        prompt_tokens, output_tokens: of all samples together.
-        cached_tokens: of the prompt, found in the prefix cache.
+        arrival: the time at which it came.
+        admitted: the time at which the first step with any of its tokens was scheduled.
+        first_token, last_token: the times at which these could be read.
+        prompt_tokens, output_tokens: the numbers of tokens of all samples together.
+        cached_tokens: the number of prompt tokens that were found in the prefix cache.
         reason: why it ended, "length" unless something ended it early; "" while it runs.
         refusal: why it was never accepted; then no time but the arrival counts.
     """
@@ -76,12 +76,12 @@ class Steps:
     """What the steps were, one entry each; and the memory, looked at in some of them.
 
     Attributes:
-        ended: when a step's tokens were taken in.
-        tokens, sequences: of the step.
+        ended: the time at which the engine took in the step's tokens.
+        tokens, sequences: the numbers of tokens and sequences of the step.
         waiting: sequences that waited when it had been scheduled.
         device: seconds of the device.
         computed, again: tokens computed, and those of them that had been computed before.
-        copied: blocks copied.
+        copied: the number of copied blocks.
         swapped: tokens in blocks that were moved over the link.
         memory: (when, slots that hold a token, slots that sequences have) of some steps.
     """
@@ -180,10 +180,11 @@ class VirtualEngine:
         clock: seconds of a step; `cost.StepCost` is one.
         overlap: submit a step before the result of the one before is known.
         watch: called with each batch when it has been scheduled.
-        slots_taken: how many slots of the cache have an owner; None asks the tables' allocator.
+        slots_taken: a function that returns the number of cache slots that have an owner; None asks
+            the tables' allocator.
 
     Attributes:
-        timings: of every request, in the order of arrival.
+        timings: the timing of every request, in the order of arrival.
         steps: see Steps.
         now: the host's time.
         tell: called with what a step has done and when it ended; None calls nothing.

@@ -71,12 +71,22 @@ def why_not_hopper(device_type: str, *, needs_gpu: bool = False) -> str | None:
 
     Without a GPU the answer is that for Hopper, as for the other backends, unless `needs_gpu`.
     """
+    return why_not_gpu(device_type, (9,), needs_gpu=needs_gpu)
+
+
+def why_not_gpu(
+    device_type: str, generations: tuple[int, ...], *, needs_gpu: bool = False
+) -> str | None:
+    """Return why a device is no GPU of these major compute capabilities; see `why_not_hopper`."""
     if device_type != "cuda":
         return f"device must be cuda, got {device_type}"
     has_gpu = torch.cuda.is_available()
     if needs_gpu and not has_gpu:
         return "torch sees no GPU"
     arch = arch_of(torch.device("cuda" if has_gpu else "cpu"))
-    if arch // 10 != 9:
-        return f"needs a Hopper GPU (compute capability 9.x), got {arch // 10}.{arch % 10}"
-    return None
+    if arch // 10 in generations:
+        return None
+    *first, last = (f"{major}.x" for major in generations)
+    wanted = f"{', '.join(first)} or {last}" if first else last
+    name = "a Hopper GPU" if generations == (9,) else "a GPU"
+    return f"needs {name} (compute capability {wanted}), got {arch // 10}.{arch % 10}"

@@ -23,9 +23,9 @@ class LowRank:
 
     Attributes:
         a: (S, P R, K), the rows of part p from p R on; rows beyond its rank are 0.
-        b: (S, R, N), each column that of its part; rows beyond its rank are 0.
+        b: (S, R, N); each column belongs to the part of its output; rows beyond its rank are 0.
         scale: (S, P) float32, the factors of the products.
-        ranks: (S, P) int32, 0 where the adapter has none of a part.
+        ranks: (S, P) int32, the rank of each part; 0 where an adapter does not change it.
         edges: (P + 1,) int32, from 0 to N.
 
     R is a multiple of TILE. All are contiguous.

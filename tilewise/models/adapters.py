@@ -354,7 +354,8 @@ def _split(name: str, sites: Mapping[str, AdapterSite]) -> tuple[str, str]:
         )
     if found[1] not in sites:
         raise CheckpointError(
-            f"adapter tensor {name!r} must belong to a linear layer of the model, got {found[1]!r}"
+            f"adapter tensor {name!r} must belong to a linear layer of the model that may have an "
+            f"adapter, got {found[1]!r}"
         )
     return found[1], found[2]
 

@@ -398,7 +398,7 @@ def _use(inner: Any, name: str) -> None:
 
 
 class _Weightless(nn.Module):
-    """A projection of the right shape whose weight nobody can read."""
+    """A projection of the right shape with a weight that cannot be read."""
 
     def __init__(self, like: nn.Linear) -> None:
         super().__init__()
@@ -669,7 +669,7 @@ def load_through_transformers(
     can_be_captured = False
     try:
         calls, can_pack = survey(empty)
-    except _NeedsNumbersError:  # so that its weights come before anybody can say what it caches
+    except _NeedsNumbersError:  # so that its weights come before it can be known what it caches
         inner = _inner(path, kind, theirs, own, device, random_weights)
         calls, can_pack = _survey(inner), False
     else:

@@ -199,7 +199,7 @@ def forget() -> None:
 
 
 def repeat(given: Any, record: Record) -> Results | None:
-    """Run a call that is like the latest one; None where it differs, or somebody would see it.
+    """Run a call that is like the latest one; None where it differs, or is watched.
 
     Args:
         given: a signature whose first three fields are tensors.
@@ -413,7 +413,7 @@ class Last:
         self._bound = bound
 
     def run(self, given: Signature, out: Tensor) -> bool:
-        """Run it for other arguments; False where they differ, or somebody would have to see it.
+        """Run it for other arguments; False where they differ, or are watched.
 
         Its first result is written to `out`; it has no others.
         """

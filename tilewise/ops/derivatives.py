@@ -233,8 +233,11 @@ def no_gradient(name: str) -> UnsupportedError:
 def refuse_gradient(name: str) -> None:
     """Let a gradient that would go through the op `name`, or a dual number, end with an error.
 
-    Left to itself, torch ends the gradient there with a warning at most, and drops the tangent.
+    Left to itself, torch ends the gradient there with a warning at most, and drops the tangent. So
+    it does for an op that writes to what it is given, where torch has no forward mode of ours.
     """
+    if not FORWARD_MODE and getattr(torch.ops.tilewise, name).default._schema.is_mutable:
+        return
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         ctx.num_inputs = len(inputs)

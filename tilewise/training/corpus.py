@@ -47,7 +47,7 @@ class Corpus:
     Attributes:
         tokens: (N + 1,) ids, mapped from disk; the last one ends the last document.
         starts: int64 (D + 1,); document d is tokens[starts[d]:starts[d + 1]].
-        words: of the vocabulary.
+        words: the size of the vocabulary.
         special: ids of the special tokens, by their text.
     """
 
@@ -143,7 +143,7 @@ def train_tokenizer(texts: Iterable[str], words: int, *, is_masked: bool = False
     """Train a byte-level BPE whose first tokens are the special ones.
 
     Args:
-        words: of the vocabulary at most.
+        words: the largest size of the vocabulary.
         is_masked: the special tokens are BERT's, [CLS] before a text and [SEP] after it; else the
             end token, which also stands before a text.
     """
@@ -228,9 +228,10 @@ def prepare(
     Args:
         text: a .txt file, or a folder of them.
         tokenizer: see `load_tokenizer`; None trains one on the text.
-        words: of a trained tokenizer at most.
-        longest: for a masked model: cut documents into texts of so many tokens, [CLS] and [SEP]
-            among them. None is for a decoder: the end token stands before each document.
+        words: the largest size of a trained tokenizer's vocabulary.
+        longest: the number of tokens, [CLS] and [SEP] among them, of the texts into which documents
+            are cut for a masked model. None is for a decoder: the end token stands before each
+            document.
         fresh: tokenise anew even so, if the text is still there.
 
     Raises:

@@ -51,8 +51,8 @@ def hidden_states(
         model: a GPT-2 or Llama of `tilewise.models`, of float32 parameters.
         ids: int64, (T,) packed, or (B, S) where each row is one text.
         positions: int64 (T,), each document's own; None for rows.
-        documents: of packed ids; None for rows.
-        dtype: of products and of the residual stream.
+        documents: the documents of packed ids; None for rows.
+        dtype: the dtype of products and of the residual stream.
         deterministic: the backward pass of attention gives the same bits each time.
 
     Returns:

@@ -92,9 +92,10 @@ class Bert(nn.Module):
     """A masked language model over packed texts.
 
     Args:
-        shape: its sizes.
-        rows: of the embedding and of the head; more than the vocabulary pads it, which makes the
-            head's product faster when it is a multiple of 128. None is the vocabulary's size.
+        shape: the sizes of the model.
+        rows: the number of rows of the embedding and of the head; more than the vocabulary pads it,
+            which makes the head's product faster when it is a multiple of 128. None is the
+            vocabulary's size.
     """
 
     def __init__(self, shape: BertShape, rows: int | None = None) -> None:

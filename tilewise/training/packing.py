@@ -35,7 +35,7 @@ class Batch:
         places: int64 (K,), the rows that a masked model predicts; None of a decoder.
         count: documents, pieces of them counted as such.
         pairs: sum of their squared lengths, which attention's FLOPs follow.
-        state: what `Packer.load_state` takes to go on after this batch.
+        state: the argument of `Packer.load_state` with which it goes on after this batch.
     """
 
     ids: Tensor
@@ -84,11 +84,11 @@ class Packer:
     """Fill batches with shuffled documents, epoch after epoch.
 
     Args:
-        corpus: where they lie.
-        indices: which of its documents.
+        corpus: the corpus of the documents.
+        indices: the numbers of the documents that it packs.
         tokens: T, of a batch.
         context: tokens of the longest piece.
-        seed: of the order; epoch e shuffles with seed and e.
+        seed: the seed of the order; epoch e shuffles with seed and e.
         is_rows: batches are (T / context, context) rows cut from the joined documents, without
             boundaries, as GPT-2's own training and nanoGPT have them.
 
@@ -204,9 +204,9 @@ def mask_batch(
     chosen only where too few others are there, and have no target then.
 
     Args:
-        share: of the rows.
+        share: the share of the rows that is masked.
         mask: id of the mask token.
-        words: of the vocabulary; ids below it replace every tenth.
+        words: the size of the vocabulary; ids below it replace every tenth.
         special: ids that are not predicted.
         seed: with the batch's place in the corpus it decides what is drawn.
 
@@ -248,7 +248,7 @@ def prefetch(
 
     Args:
         batches: on the CPU.
-        ahead: how many wait at most.
+        ahead: the largest number of batches that wait.
         change: applied to each on the thread, masking for instance.
 
     An error of the thread is raised where the next batch is asked for. Closing the iterator ends

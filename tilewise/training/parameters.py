@@ -45,7 +45,7 @@ def to_hugging_face(model: Decoder | Bert, words: int) -> dict[str, Tensor]:
     """Return copies of the parameters on the CPU in Hugging Face's names, without padding.
 
     Args:
-        words: of the vocabulary; what has a row for each word is cut to them.
+        words: the size of the vocabulary, to which tensors with a row for each word are cut.
     """
     rows = model.get_parameter("embed_tokens.weight").shape[0]
     tensors: dict[str, Tensor] = {}
@@ -73,9 +73,9 @@ def export(
     transformers loads it, and of a decoder `tilewise.LLM` too; a BERT has nothing to generate.
 
     Args:
-        words: of the vocabulary, without its padding.
-        dtype: of the tensors written.
-        pad_token_id: of a BERT; decoders have none.
+        words: the size of the vocabulary, without its padding.
+        dtype: the dtype of the tensors written.
+        pad_token_id: the id of a BERT's padding; decoders have none.
     """
     directory = Path(directory)
     if isinstance(model, Bert):

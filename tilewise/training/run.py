@@ -38,7 +38,7 @@ class Plan:
     Attributes:
         accumulate: batches of a step.
         log_every, evaluate_every, save_every: steps; 0 is never. The end is logged and saved too.
-        evaluation_batches: of the held-out text.
+        evaluation_batches: the number of batches of the held-out text.
         stop_after: steps after which the run ends early, as if interrupted; None does not.
     """
 
@@ -72,9 +72,9 @@ def run(
     """Train until `trainer.settings.steps`; return the log.
 
     Args:
-        packer: of the text to train on.
+        packer: the packer of the text to train on.
         out: folder of the files; a checkpoint there is gone on from.
-        held_out: of the text to evaluate on.
+        held_out: the packer of the text to evaluate on.
         change: applied to each batch, masking for instance.
         resume: False begins anew.
 

@@ -68,7 +68,7 @@ def decoder_config(
     """Return the configuration of a decoder of `DECODER_SHAPES`.
 
     Args:
-        words: of the vocabulary; None is the shape's own.
+        words: the size of the vocabulary; None is the shape's own.
         context: tokens of the longest document; None is the shape's own.
         end: id of the token that ends a text, which also begins one.
 

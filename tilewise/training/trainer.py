@@ -1,6 +1,6 @@
 """The training step: accumulate gradients over batches, clip, AdamW; and its checkpoints.
 
-Nothing in a step waits for the device: losses stay there until somebody reads them.
+Nothing in a step waits for the device: losses stay there until they are read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Settings:
         lr: the highest learning rate.
         final_lr: share of `lr` at the end of the cosine.
         warm_up: steps until `lr` is reached.
-        steps: of the whole run; the cosine ends there.
+        steps: the number of steps of the whole run; the cosine ends there.
         decay: AdamW's weight decay, of matrices.
-        betas, eps: AdamW's.
+        betas, eps: the constants of AdamW.
         clip: the largest norm of all gradients together; 0 does not clip.
-        dtype: of products and residual stream: "bfloat16" or "float32".
+        dtype: the dtype of products and residual stream: "bfloat16" or "float32".
         loss: "chunked" or "liger", see `training.loss`.
         compile: mode of torch.compile, "" does not compile.
         deterministic: the same bits in each run of a machine, slower.
@@ -83,7 +83,7 @@ def model_flops(model: Decoder | Bert, tokens: int, pairs: float) -> float:
 
     Args:
         model: its parameters may lie on the meta device.
-        tokens: of all sequences.
+        tokens: the number of tokens of all sequences.
         pairs: sum of the sequences' squared lengths.
     """
     looked_up = ["embed_positions.weight"]
@@ -110,10 +110,10 @@ class Trainer:
     Args:
         model: float32 parameters, on the device that trains.
         settings: see there.
-        words: of the vocabulary; more rows of the embedding are its padding.
+        words: the size of the vocabulary; more rows of the embedding are its padding.
 
     Attributes:
-        steps: how many were made.
+        steps: the number of steps that were made.
     """
 
     def __init__(self, model: Decoder | Bert, settings: Settings, *, words: int) -> None:

@@ -128,6 +128,7 @@ class NamedBarrier:
         if blocks:
             machine().wait(lambda: self._generation != mine, f"named barrier {self._number}")
             worker.clock.join(self._published)
+            worker.meetings += 1
 
 
 def named_barrier(number: int, threads: int, blocks: bool) -> None:

@@ -53,9 +53,10 @@ class Access:
     lane: Hashable
     epoch: int
     writes: bool
-    by_engine: bool  # a copy or a product, which bypass the path of ordinary loads and stores
+    by_engine: bool  # a copy (TMA) or a product, which bypass the path of loads and stores
     what: str
     settles: bool  # made by a function that is declared idempotent
+    meetings: int  # barriers that the warps of its partition had passed when it began
     fences: dict[Hashable, int] = field(default_factory=dict)
 
 
@@ -68,16 +69,18 @@ class History:
 
     def add(
         self, actor: Any, memory: np.ndarray, *, writes: bool, what: str,
-        lane: Hashable = None, epoch: int = 0, settles: bool = False,
+        lane: Hashable = None, epoch: int = 0, settles: bool = False, is_cp_async: bool = False,
     ) -> Access:  # fmt: skip
-        """Record an access of `actor`, or of an engine in `lane`; raise Race if it may collide.
+        """Record an access of `actor`, or of what runs in `lane`; raise Race if it may collide.
 
         Args:
+            is_cp_async: each warp copies a part, by the path of ordinary stores: no fence is
+                needed, but a barrier behind what other warps of the partition do there.
             settles: made by an idempotent function, which several partitions may run at a time:
                 they all write the same, and who reads what they write before it is written must
                 not care. The numbers of many schedules have to prove that.
         """
-        by_engine = lane is not None
+        by_engine = lane is not None and not is_cp_async
         clock = actor.clock
         for old in self._accesses.values() if _judging[-1] else ():
             if not (writes or old.writes):
@@ -85,18 +88,23 @@ class History:
             known = clock.knows(old.lane, old.epoch)
             crosses = by_engine and not old.by_engine  # from ordinary accesses to the engine's
             fenced = not crosses or any(clock.knows(*fence) for fence in old.fences.items())
-            if (known and fenced) or not np.shares_memory(old.memory, memory):
+            several = is_cp_async and old.lane is actor.lane and actor.num_warps > 1
+            apart = not several or old.meetings < actor.meetings
+            if (known and fenced and apart) or not np.shares_memory(old.memory, memory):
                 continue
             if not known and (
                 (settles and not (old.writes and not old.settles)) or (old.settles and not writes)
             ):
                 continue  # whether it was settled before or after does not matter
             missing = "is not known to be finished" if not known else "was not fenced"
+            if known and fenced:
+                missing = "has no barrier behind it: other warps may be at it"
             raise Race(f"{actor.name} {what} {self.name}, but {old.what} {missing}")
-        lane = actor.lane if lane is None else lane
+        if lane is None:
+            lane, epoch = actor.lane, actor.clock[actor.lane]
         access = Access(
-            memory, lane, epoch if by_engine else actor.clock[lane], writes, by_engine,
-            f"'{actor.name} {what} {self.name}'", settles,
+            memory, lane, epoch, writes, by_engine, f"'{actor.name} {what} {self.name}'", settles,
+            actor.meetings,
         )  # fmt: skip
         place = memory.__array_interface__
         key = (place["data"][0], place["shape"], memory.strides, lane, writes)

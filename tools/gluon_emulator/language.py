@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as real
 
-from tools.gluon_emulator import barriers, copies, numbers, products, shared
+from tools.gluon_emulator import barriers, copies, groups, numbers, products, shared
 from tools.gluon_emulator.assembly import inline_asm_elementwise
 from tools.gluon_emulator.errors import EmulationError, NotEmulated
 from tools.gluon_emulator.machine import Worker, current, machine, note
@@ -100,8 +100,14 @@ def warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_r
 
 def _partition(function: Callable[..., Any], args: Any) -> None:
     function(*args)
-    copies.finish(current())
-    products.finish(current())
+    finish(current())
+
+
+def finish(worker: Worker) -> None:
+    """Check that a partition ends with nothing under way that it has started."""
+    copies.finish(worker)
+    groups.finish(worker)
+    products.finish(worker)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -139,6 +145,7 @@ for _name in ("multiple_of", "max_contiguous", "max_constancy"):
 def barrier(*, cluster: bool = False) -> None:
     note("barrier")
     machine().step()
+    current().meetings += 1
 
 
 Language.thread_barrier = staticmethod(barrier)
@@ -390,6 +397,11 @@ tma = SimpleNamespace(
     async_atomic_add=copies.add,
     store_wait=copies.store_wait,
 )
+async_copy = SimpleNamespace(
+    async_copy_global_to_shared=groups.copy,
+    commit_group=groups.commit,
+    wait_group=groups.wait,
+)
 mbarrier = SimpleNamespace(
     MBarrierLayout=shared.BarrierLayout,
     init=barriers.init,
@@ -409,6 +421,8 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "tma_add": copies.add,
     "async_atomic_add": copies.add,
     "store_wait": copies.store_wait,
+    "commit_group": groups.commit,
+    "wait_group": groups.wait,
     "prefetch": lambda pointers, nbytes, aligned=True: pointers.places(None) and None,
     "reinterpret": shared.reinterpret,
     "fence_async_shared": shared.fence_async_shared,

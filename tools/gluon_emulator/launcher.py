@@ -15,7 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tools.gluon_emulator.machine import Cta, Machine
+from tools.gluon_emulator.language import finish
+from tools.gluon_emulator.machine import Cta, Machine, current
 from tools.gluon_emulator.memory import Descriptor, Known, Memory, Pointer
 from tools.gluon_emulator.program import Program
 from tools.gluon_emulator.recording import Recording
@@ -73,6 +74,7 @@ def emulated(
 
         def body(_: Cta) -> None:
             function(**arguments)
+            finish(current())
 
         machine = Machine(seed + len(names), resident, idempotent)
         machine.run(tuple(grid), num_warps, body)

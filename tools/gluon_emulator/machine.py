@@ -73,6 +73,8 @@ class Worker:
         self.finished = False
         self.products: Any = None  # of wgmma.py
         self.stores: Any = None  # of copies.py
+        self.groups: Any = None  # of groups.py
+        self.meetings = 0  # barriers that its warps have passed
         self.ops: list[Op] = []  # what it did, in its own order (see recording.py)
 
     def release(self) -> Clock:

@@ -1,8 +1,9 @@
 """Kernel source as emulated functions: the text itself, run in namespaces that are emulated.
 
 A module's own jitted functions are taken from its file, so that a test may change the text before
-it is run. Two things of Triton's language are written into the syntax tree: what a loop assigns is
-a value and no longer a literal, and `range` counts in values.
+it is run. Three things of Triton's language are written into the syntax tree: what a loop assigns
+is a value and no longer a literal, as are the parts of a tuple that a call returns once it has a
+name, and `range` counts in values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.language import constexpr
 from triton.runtime.jit import JITCallable, JITFunction
 
@@ -30,6 +31,7 @@ _MODULES = {
     "triton.language": language.gl,
     hopper.tma.__name__: language.tma,
     hopper.mbarrier.__name__: language.mbarrier,
+    ampere.async_copy.__name__: language.async_copy,
 }
 
 
@@ -61,7 +63,7 @@ class Program:
             }  # fmt: skip
             for key, value in vars(module).items():
                 namespace[key] = self._translated(value)
-            namespace |= {"range": values_in, "_carried": carried}
+            namespace |= {"range": values_in, "_carried": carried, "_named": _named}
             exec(_code_of(changed, _file_of(module, changed), frozenset(own)), namespace)
         return self._namespaces[name]
 
@@ -132,11 +134,25 @@ def _code_of(text: str, file: str, own: frozenset[str]) -> CodeType:
 
 def _emulated(function: ast.FunctionDef) -> ast.FunctionDef:
     function.decorator_list = []
-    return _Loops().visit(function)
+    return _Literals().visit(function)
 
 
-class _Loops(ast.NodeTransformer):
-    """Turns literals that a loop assigns into values before it begins."""
+def _named(value: Any) -> Any:
+    """Return what an assignment makes of what a call returned: literals in tuples become values."""
+    if not isinstance(value, tuple):
+        return value
+    parts = [_named(part) if isinstance(part, tuple) else carried(part) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+class _Literals(ast.NodeTransformer):
+    """Turns literals into values: those that a loop assigns, and those that a call returns."""
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call):
+            node.value = ast.Call(ast.Name("_named", ast.Load()), [node.value], [])
+        return node
 
     def visit_For(self, node: ast.For) -> Any:
         self.generic_visit(node)

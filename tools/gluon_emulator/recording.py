@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tools.gluon_emulator.clocks import History
+from tools.gluon_emulator.errors import NotEmulated
 from tools.gluon_emulator.machine import Cta, Op, Worker
 
 # Which warp does a step: every one, or the first for all.
@@ -132,6 +133,8 @@ def steps_of(worker: Worker, regions: Regions) -> list[Op]:
         elif kind in ("start", "join"):
             barrier()
             steps.append((kind, EVERY, *of_op))
+        elif kind in ("copy", "commit", "committed"):
+            raise NotEmulated("cp.async in other schedules than the emulator's own")
         else:
             assert kind == "barrier", kind
             barrier()

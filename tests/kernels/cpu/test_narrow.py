@@ -71,7 +71,7 @@ def stored_weight(kind, rows=70, columns=512):
             zeros=torch.full(half.shape, 8, dtype=torch.uint8),
         ),
         "int8_zeros": QuantisedWeight(
-            _bytes(rows, columns), half.float(), (1, 32), zeros=byte.view(torch.int8)
+            _bytes(rows, columns), half, (1, 32), zeros=byte.view(torch.int8)
         ),
         "wide_groups": QuantisedWeight(
             _packed(rows, columns), half[:, ::8].contiguous(), (1, 256),
@@ -179,6 +179,13 @@ def test_columns_of_one_group_may_be_any_number_of_bytes(columns, dtype):
     values = weight.dequantise().to(dtype)
     y = panels.multiply(x, panels.pack_narrow([weight], None, dtype))
     assert torch.equal(y, panels.multiply(x, panels.pack(values)))
+
+
+def test_zero_points_of_scales_of_32_bits_are_within_a_rounding():
+    weight = stored_weight("int8_zeros")
+    weight = replace(weight, scales=torch.rand(weight.scales.shape))
+    values = panels.unpack(panels.pack_narrow([weight], None, torch.float32))
+    assert (values - weight.dequantise()).abs().max() <= 256 * 2**-24
 
 
 def test_rows_that_are_missing_in_the_order_are_zeros():

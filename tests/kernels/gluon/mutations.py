@@ -501,3 +501,71 @@ BACKWARD = {
         "backward/dq_warpgroup:_store_queries", "fence_async_shared()", "apart"
     ),
 }  # fmt: skip
+
+_MMA, _MMA_STEP = "mma/forward:attention_fwd_kernel", "mma/forward:_step"
+_WAIT_V = "async_copy.wait_group(2 * STAGES - 2)\n"
+_COPY_K = "_copy(keys, index + STAGES, shared.k, task0, False, False, tile, variant)\n"
+
+# The forward pass by mma.sync; calls are those of test_mma.py.
+MMA_FORWARD = {
+    "keys_multiplied_before_they_are_there": Mutation(
+        _MMA_STEP, "stage = index % STAGES\n    async_copy.wait_group(2 * STAGES - 2)",
+        "stage = index % STAGES\nasync_copy.wait_group(2 * STAGES - 1)", "two_stages",
+    ),
+    "values_multiplied_before_they_are_there": Mutation(
+        _MMA_STEP, _WAIT_V + _COPY_K, _WAIT_V.replace("- 2", "- 1") + _COPY_K, "two_stages"
+    ),
+    "values_of_one_stage_multiplied_before_they_are_there": Mutation(
+        _MMA_STEP, _WAIT_V + _COPY_K, _WAIT_V.replace("- 2", "- 1") + _COPY_K, "one_stage"
+    ),
+    "queries_read_before_they_are_there": Mutation(
+        _MMA, "async_copy.wait_group(2 * tile.stages - 2)",
+        "async_copy.wait_group(2 * tile.stages - 1)", "in_registers",
+    ),
+    "keys_copied_over_those_that_are_multiplied": Mutation(
+        _MMA_STEP, "_copy(keys, index + STAGES,", "_copy(keys, index + STAGES + 1,", "two_stages"
+    ),
+    "keys_copied_over_what_other_warps_multiply": Mutation(  # no barrier between
+        _MMA_STEP, _WAIT_V + _COPY_K, _COPY_K + _WAIT_V.replace("- 2", "- 1"), "two_stages"
+    ),
+    "values_copied_over_those_that_are_multiplied": Mutation(
+        _MMA_STEP, "following = index + STAGES - 1", "following = index + STAGES", "two_stages"
+    ),
+    "no_group_where_nothing_is_copied": Mutation(
+        "mma/forward:_copy", "async_copy.commit_group()",
+        "if index < task.walk.steps:\n    async_copy.commit_group()", "two_stages",
+    ),
+    "keys_past_the_end_are_read": Mutation(
+        "mma/forward:_copy", "FIRST or variant.left or MASK", "variant.left or MASK", "one_stage"
+    ),
+    "queries_past_the_end_are_read": Mutation(
+        _MMA, "None, tile.warps, True, tile.padded", "None, tile.warps, False, tile.padded",
+        "one_stage",
+    ),
+    "both_parts_have_the_first_ones_queries": Mutation(
+        _MMA, "first = rows.first_row + PART_ROWS * part", "first = rows.first_row", "two_stages"
+    ),
+    "both_parts_see_what_the_first_one_sees": Mutation(
+        _MMA, "head_of(rows, rows.first_row + PART_ROWS,", "head_of(rows, rows.first_row,",
+        "two_stages",
+    ),
+    "the_second_part_is_multiplied_with_the_first_ones_queries": Mutation(
+        "mma/forward:_scores", "_left(q, 1, chunk, tile)", "_left(q, 0, chunk, tile)", "two_stages"
+    ),
+    "the_second_part_has_the_first_ones_probabilities": Mutation(
+        "mma/forward:_add_values", "unpack(p1, v.dtype", "unpack(p0, v.dtype", "two_stages"
+    ),
+    "sums_are_not_rescaled": _without(
+        "mma/forward:_fold", "acc = scale_rows(acc, alpha)", "two_stages"
+    ),
+    "channels_past_the_width_are_read": Mutation(
+        "mma/operands:copy_rows", "channel < rows.width * UNIT", "channel < WIDTH", "padded"
+    ),
+    "a_tile_without_entries_sees_its_block": _without(
+        _MMA, "free_begin = gl.maximum(free_begin, 1)", "masked"
+    ),
+    "rows_past_the_end_are_written": Mutation(
+        "mma/forward:_store", "gl.expand_dims(at < rows.length_q, 1)",
+        "gl.expand_dims(at >= 0, 1)", "one_stage",
+    ),
+}  # fmt: skip

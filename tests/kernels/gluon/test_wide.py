@@ -154,5 +154,5 @@ def test_refusals_say_why(changes: dict[str, object], reason: str) -> None:
     assert wide.why_not(SPEC) is None
     spec = SPEC._replace(**changes)
     assert reason in (wide.why_not(spec) or "")
-    with mock.patch.object(device, "why_not_hopper", return_value=None):
+    with mock.patch.object(device, "why_not_gpu", return_value=None):
         assert reason in (hopper._why_not(spec) or "")

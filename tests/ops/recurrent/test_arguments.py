@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tilewise import ops
+from tilewise.kernels import device
+from tilewise.kernels.spec import RecurrentSpec
 
 _ROWS = {"q": (2, 5, 2, 8), "k": (2, 5, 2, 8), "v": (2, 5, 4, 6), "g": (2, 5, 4), "beta": (2, 5, 4)}
 
@@ -164,3 +166,14 @@ def test_bad_arguments_of_ssd_are_named(changes, error, message):
     }  # fmt: skip
     with pytest.raises(error, match=re.escape(message)):
         ops.ssd(**given | changes)
+
+
+def test_a_gpu_whose_compiler_makes_an_empty_kernel_is_refused(monkeypatch):
+    scan = pytest.importorskip("tilewise.kernels.triton.recurrent.scan")
+    spec = RecurrentSpec("cuda", torch.bfloat16, 128, 128, False, None)
+    monkeypatch.setattr(device, "interpreting", lambda: False)
+    for arch, is_refused in ((80, False), (90, False), (100, True), (120, False)):
+        monkeypatch.setattr(device, "arch_of", lambda _, arch=arch: arch)
+        assert (scan.why_not(spec) is not None) == is_refused
+    wide = RecurrentSpec("cuda", torch.bfloat16, 512, 128, False, None)
+    assert scan.why_not(wide) == "key_dim must be at most 256, got 512"

@@ -38,7 +38,7 @@ def busy_share(spans: Iterable[Span], *, skip: float) -> tuple[float, int]:
     The steady part is the later half of what follows the prompts; its end is the last span's.
 
     Args:
-        spans: of the whole run, in the order of their starts.
+        spans: the spans of the whole run, in the order of their starts.
         skip: seconds that the prompts took, from the first span on.
 
     Returns:

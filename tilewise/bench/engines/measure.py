@@ -127,9 +127,9 @@ class Bench:
     """Runs sessions, keeps their rows and writes them as they come.
 
     Args:
-        document: what goes into the JSON file beside rows and starts.
-        json_path: of that file, or None.
-        folder: for configurations, logs and converted models.
+        document: the contents of the JSON file beside rows and starts.
+        json_path: the path of that file, or None.
+        folder: the folder for configurations, logs and converted models.
         seconds: after which nothing new begins, and what runs is stopped; None is no limit.
     """
 

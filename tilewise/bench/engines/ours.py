@@ -39,7 +39,7 @@ class Compilations:
     """Counts what Triton and numba compile in this process, from now on.
 
     Attributes:
-        count: kernels compiled.
+        count: the number of compiled kernels.
         loaded: kernels that Triton took from its disk cache.
     """
 

@@ -28,11 +28,11 @@ class EngineProcess:
 
     Args:
         name: one of `worker.ENGINES`.
-        settings: what its module reads.
+        settings: the settings that its module reads.
         log: file for what it prints.
         python: interpreter of its environment; None is this one.
         path: folder that goes before all others on its PYTHONPATH.
-        threads: of its CPU work; None leaves them alone.
+        threads: the number of threads of its CPU work; None leaves the number alone.
         start_timeout: seconds until it must be ready.
 
     Attributes:

@@ -21,10 +21,10 @@ class Roof:
     """The limits of a device, and what a model costs there.
 
     Attributes:
-        sizes: of the model.
+        sizes: the sizes of the model.
         read_bytes: bytes/s of a kernel that only reads.
         flops: FLOP/s of a large matrix product in the dtype of the weights.
-        weight_bytes, cache_bytes: of an element of the weights, and of the cache.
+        weight_bytes, cache_bytes: the bytes of an element of the weights, and of the cache.
 
     Example:
         >>> roof = Roof(read_sizes(SHAPES["qwen3-0.6b"]), 4.4e12, 750e12)

@@ -13,9 +13,9 @@ class Workload:
     """Requests that are all there from the beginning, and never end early.
 
     Attributes:
-        name: of its kind, "fixed", "nano" or "samples".
-        prompts: token ids.
-        new_tokens: to generate for each prompt, in each of its samples.
+        name: the name of its kind, "fixed", "nano" or "samples".
+        prompts: the token ids of each prompt.
+        new_tokens: the number of tokens to generate for each prompt, in each of its samples.
         temperature: 0 is greedy.
         n: samples of each prompt.
         max_num_seqs: sequences that run at once.

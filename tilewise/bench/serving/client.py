@@ -28,16 +28,16 @@ class Answer:
     """What one request saw; seconds of time.perf_counter.
 
     Attributes:
-        key: of the API.
-        begun: when it should have been sent.
-        prompt: that was sent.
-        samples: of the prompt.
-        times: of each event that brought text.
-        num_tokens: of all samples together.
+        key: the key of the API.
+        begun: the time at which it should have been sent.
+        prompt: the prompt that was sent.
+        samples: the number of samples of the prompt.
+        times: the times of each event that brought text.
+        num_tokens: the number of tokens of all samples together.
         prompt_tokens, cached_tokens: as the server counted them.
-        text: of the first sample, where it was asked for.
-        request_id: that was asked for, if one was.
-        ended: when the answer was whole.
+        text: the text of the first sample, where it was asked for.
+        request_id: the id that was asked for, if one was.
+        ended: the time at which the answer was whole.
         error: None unless it failed.
     """
 
@@ -173,8 +173,8 @@ async def load(url: str, asked: Sequence[Asked], *, concurrency: int | None = No
     """Send requests and return what each saw, in their order.
 
     Args:
-        url: of the server.
-        asked: what to send, and when.
+        url: the address of the server.
+        asked: the requests to send, with their times.
         concurrency: requests under way at most; None is no bound. One that has to wait for that
             counts from when it should have been sent.
     """

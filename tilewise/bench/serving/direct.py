@@ -25,7 +25,7 @@ def direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
     """Measure the engine called directly, then the same requests through a server of its own.
 
     Args:
-        options: of the command.
+        options: the options of the command.
         asked: all at once.
 
     Raises:

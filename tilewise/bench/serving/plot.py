@@ -17,10 +17,10 @@ def draw(answers: Sequence[Answer], virtual: Sequence[Any], path: str) -> None:
     """Draw shares of requests by TTFT and by TPOT, TTFT over time, and tokens a second.
 
     Args:
-        answers: that were measured.
-        virtual: what became of the same requests in virtual time (`engine.virtual.Timing`); may
-            be empty.
-        path: of the file, PNG or what its ending says.
+        answers: the answers that were measured.
+        virtual: the timings of the same requests in virtual time (`engine.virtual.Timing`); may be
+            empty.
+        path: the path of the file, PNG or the format of its ending.
 
     Raises:
         ImportError: matplotlib is missing.

@@ -72,11 +72,12 @@ class Server:
 
     Attributes:
         setting: the engine's, with a profile to which step_s, sequence_s and token_s are added.
-        step_s, sequence_s, token_s: for each step, each sequence of a step, each prompt token.
-        request_s: for each request before its first token, if nothing else runs.
+        step_s, sequence_s, token_s: the seconds of each step, each sequence of a step, each prompt
+            token.
+        request_s: the seconds of each request before its first token, if nothing else runs.
         beside_s: the same while others run: measured values, in no order.
-        stalls: for lengths of prompts, ascending: by how much several steps that computed such a
-            prompt beside others took longer than in the setting, ascending.
+        stalls: the seconds, ascending, by which several steps that computed a prompt beside others
+            took longer than in the setting, by lengths of prompts, ascending.
     """
 
     setting: Setting
@@ -210,7 +211,7 @@ def _stood_still(streams: Sequence[Sequence[float]], first: float) -> tuple[floa
 
     Args:
         streams: the times of the events of each.
-        first: when a first token came, with which the last of these events came.
+        first: the time at which a first token came, with which the last of these events came.
     """
     found = []
     places = [bisect_left(times, first - TOGETHER_S) for times in streams]

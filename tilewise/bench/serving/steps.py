@@ -49,9 +49,9 @@ class ServedStep:
     """A step of a server's engine.
 
     Attributes:
-        begun: when it was scheduled, of the server's clock.
-        work: what was in it.
-        seconds: to its end.
+        begun: the time at which it was scheduled, by the server's clock.
+        work: the work of the step.
+        seconds: the seconds to its end.
     """
 
     begun: float
@@ -65,7 +65,7 @@ class Seen:
 
     Attributes:
         earliest, noted: it came between these; a step was under way meanwhile, or they are equal.
-        ready: when the step ended that computed the last of its prompt.
+        ready: the time at which the step ended that computed the last of its prompt.
     """
 
     earliest: float
@@ -78,8 +78,8 @@ class Request:
     """A request that was answered.
 
     Attributes:
-        name: that the trace has for it.
-        sent: what, and when.
+        name: the name that the trace has for it.
+        sent: the request that was sent, and its time.
         ttft: seconds to its first token.
     """
 
@@ -97,7 +97,7 @@ def steps_of(
     out of the prefix cache in parts of a block, is left out.
 
     Args:
-        events: of /v1/trace, of an engine whose steps do not overlap.
+        events: the events of /v1/trace, of an engine with steps that do not overlap.
         block_size: tokens of a block.
     """
     steps: list[ServedStep] = []
@@ -303,9 +303,9 @@ def foreseen(
     """Serve what a server was sent in virtual time, by the clock of its own steps.
 
     Args:
-        setting: of the server's engine; of the profile the peaks count.
-        requests: that were answered, in the order in which they were sent.
-        events: of the server's trace since before the first of them.
+        setting: the setting of the server's engine; of the profile the peaks count.
+        requests: the requests that were answered, in the order in which they were sent.
+        events: the events of the server's trace since before the first of them.
         told: makes numbers of what became of requests.
 
     Returns:

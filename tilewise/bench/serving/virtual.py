@@ -32,11 +32,12 @@ def simulated(
     """Serve what was sent, when it was sent, in virtual time.
 
     Args:
-        options: of the command line.
-        answers: what was sent, and what it saw.
-        idle: what requests alone saw before, from which what a server adds is known; none of them
-            leaves the times of the engine called directly.
-        events: of the server's trace since before they were sent; then its own steps are the clock.
+        options: the options of the command line.
+        answers: the answers, with the requests that were sent and what the client saw.
+        idle: the answers to requests that ran alone before, from which the time that a server adds
+            is known; () takes the times of the engine called directly.
+        events: the events of the server's trace since before the requests were sent; then its own
+            steps are the clock.
         ids_of: makes a prompt that was sent as text into ids.
         longest: tokens of a sequence.
 

@@ -46,7 +46,7 @@ def open_corpus(folder: str | None, words: int, *, longest: int | None, seed: in
     """Open a prepared folder; without one, draw random tokens in documents of random lengths.
 
     Args:
-        longest: of a masked model's texts; None is a decoder's corpus.
+        longest: the largest length of a masked model's texts; None is a decoder's corpus.
     """
     if folder is not None:
         return Corpus.open(Path(folder))

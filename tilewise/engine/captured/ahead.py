@@ -6,7 +6,7 @@ later starts   the stamp's kernels are on disk: nothing is rehearsed
 anything else  a process that dies, a limit of time, an error: one warning, and the start compiles
                what is missing as it comes
 
-Ranks of one host rehearse each for itself and compile the same kernels once: whoever comes first.
+Ranks of one host rehearse each for itself and compile the same kernels once: the first rank to ask.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def num_processes(ranks: int = 1) -> int:
     """Return how many processes are to compile for this one; fewer than 2 are none.
 
     Args:
-        ranks: of this host, which do the same.
+        ranks: the number of this host's ranks, which compile the same kernels.
     """
     asked = os.environ.get(PROCESSES, "").strip()
     if asked:
@@ -84,8 +84,8 @@ def compile_ahead(
 
     Args:
         captures_prompts: steps with prompts are padded and captured.
-        num_blocks: of the cache, where it is known.
-        group: of the ranks whose shard the model is.
+        num_blocks: the number of the cache's blocks, where it is known.
+        group: the group of the ranks that hold the model's shards.
         adapters: the slots of adapters.
         show: takes a line of progress.
 

@@ -74,8 +74,8 @@ class Columns:
     """The runs of a step field by field, which takes less than to ask each run for each of them.
 
     Attributes:
-        seq_ids, token_ids, first, block_ids, samplings, seeds, first_new_blocks: of each run;
-            `first` is where it starts.
+        seq_ids, token_ids, first, block_ids, samplings, seeds, first_new_blocks: lists of these
+            fields of each run; `first` is the position at which a run starts.
         starts, lengths, ends, num_samples, num_generated: int64 (n,); a run ends before `ends`.
     """
 
@@ -107,7 +107,7 @@ class Changes:
     """What a batch changes on the device; rows are those after the moves.
 
     Attributes:
-        rows: of the sequences of the batch, in its order.
+        rows: the rows of the batch's sequences, in its order.
         index: the same as an array.
         moves: (source, target) of rows; no source is a target.
         set_rows: (row, run, position, counter) of rows to be written whole but for the token.
@@ -173,8 +173,10 @@ class _Steady:
     """The rows of a plain step, for one that goes on with the same.
 
     Attributes:
-        first, number: what `LaterRuns` says of the last step; a step itself is number 0 of its own.
-        rows, index: of its sequences, in its order.
+        first, number: fields of `LaterRuns` of the last step; a step that is not later has itself
+            and 0.
+        rows, index: the rows of the step's sequences in its order, as a list and as an index on the
+            device.
     """
 
     first: Sequence[ScheduledSequence]
@@ -187,10 +189,10 @@ class DeviceBatch:
     """Rows for up to `max_num_seqs` sequences.
 
     Args:
-        max_num_seqs: rows.
+        max_num_seqs: the number of rows.
         max_blocks: cache blocks of a sequence at most.
         block_size: tokens per cache block.
-        device: where the rows lie.
+        device: the device of the rows.
         num_groups: groups of layers, each with a table of its own.
 
     Attributes:
@@ -262,7 +264,8 @@ class DeviceBatch:
             decodes: every run is one token, from which one is drawn, so that the step advances the
                 rows itself. Else the rows are told where the step leaves them, but for the tokens
                 that it draws (`store_tokens`).
-            columns: of the runs, if they are there already; only of a step that does not decode.
+            columns: the columns of the runs if they were made before; only for a step that does not
+                decode.
 
         Raises:
             RuntimeError: a token is PENDING and no row has it.

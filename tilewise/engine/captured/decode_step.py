@@ -100,10 +100,10 @@ class DecodeStep:
     Args:
         model: computes the step.
         storage: the paged cache.
-        batch: the rows.
-        results: where the tokens go.
+        batch: the rows of the sequences that decode.
+        results: the buffer to which tokens are written.
         bucket: rows of the step.
-        batch_invariant: what `AttentionContext` takes.
+        batch_invariant: the field of that name of the `AttentionContext`.
         shared: leading blocks that layers without a window read once for several rows.
         keeps_logits: `logits` are there after `run`, too, in memory of this step's own.
         greedy: head whose ranks draw from the largest logit of each, as all rows are greedy; such

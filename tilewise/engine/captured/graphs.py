@@ -149,9 +149,9 @@ def warm_up_steps(
     """Return steps that together launch every kernel of attention that a step may need.
 
     Args:
-        max_num_seqs, max_tokens: of one step.
+        max_num_seqs, max_tokens: the largest numbers of sequences and tokens of one step.
         max_len: tokens of a sequence.
-        block_size: of the cache.
+        block_size: the number of tokens of a cache block.
 
     Returns:
         New tokens of each sequence, the tokens before them, and whether the sequences share these.

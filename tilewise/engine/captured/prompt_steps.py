@@ -111,7 +111,7 @@ class PromptSteps:
 
         Args:
             ids, positions: (T,) int64, 1 <= T <= most.
-            ctx: where the rows belong.
+            ctx: the context that says where in the cache the rows belong.
             adapter_slots: (T,), the slots of the rows, -1 for none; None if no row uses an adapter.
 
         Returns:
@@ -173,7 +173,7 @@ class PromptSteps:
 
     @torch.inference_mode()
     def try_out(self, size: int, *, adapted: bool = False) -> None:
-        """Compute what the graphs of one of `sizes` will, no attention among it, for nobody."""
+        """Compute what the graphs of one of `sizes` will, but for attention; drop the results."""
         self._slots.fill_(-1)
 
         def attend(_own: AttentionContext, _function: Attend, q: Tensor, v_dim: int) -> Tensor:
@@ -236,7 +236,7 @@ class _Pieces:
     """The graphs of one size, and the attention between them.
 
     Args:
-        pool: of the graphs.
+        pool: the memory pool of the graphs.
         room: queries and the channels of a value to the buffers of q and o.
     """
 

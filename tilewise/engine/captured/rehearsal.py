@@ -36,7 +36,7 @@ def few_layers(model: Decoder, windows: Sequence[int | None]) -> tuple[Decoder, 
     scales; one layer more than that comes along, as the first one adds no residual stream.
 
     Args:
-        windows: of each layer, as the cache sees them.
+        windows: the window of each layer, as the cache sees them.
     """
     kinds = [
         (window, scale, kind)
@@ -79,7 +79,7 @@ def runner_to_rehearse(
     """Return a runner of few layers like the one that a start makes; see `DeviceRunner`.
 
     Args:
-        num_blocks: of the cache of the start, where they are known.
+        num_blocks: the numbers of cache blocks of the start, where they are known.
         adapters: the slots of adapters.
     """
     groups = spec.group_of or (0,) * spec.num_layers

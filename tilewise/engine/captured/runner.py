@@ -65,29 +65,31 @@ MAX_SAMPLED = 2**26
 
 
 class DeviceRunner:
-    """Runs a model over the cache that it writes, with the batch on the device.
+    """A runner that keeps the batch on the device and replays steps as CUDA graphs.
 
     Args:
         model: see CausalModel.
         storage: the paged cache on the device of the model.
-        max_num_seqs: sequences of a batch at most.
-        max_model_len: tokens of a sequence at most.
-        max_num_batched_tokens: tokens of a step at most, so that steps with prompts are padded to
-            `PromptSteps.sizes` and can be captured; None computes them as they are, op by op.
+        max_num_seqs: the largest number of sequences of a batch.
+        max_model_len: the largest number of tokens of a sequence.
+        max_num_batched_tokens: the largest number of tokens of a step: steps with prompts are
+            padded to `PromptSteps.sizes` and can be captured; None computes them as they are, op by
+            op.
         batch_invariant: see `ModelRunner`; the model's products must be invariant, too.
         adapters: the slots of adapters; None for an engine without.
 
     Attributes:
         steps: the decode steps by their number of rows.
-        shared_steps: those whose rows share prefixes; they are captured when they first run.
-        greedy_steps: those of ranks whose rows are many and all greedy.
-        adapted_steps: those of which some rows use adapters; they share no prefixes.
-        groups: who shares what in a step that decodes.
+        shared_steps: the decode steps of rows that share prefixes; they are captured when they
+            first run.
+        greedy_steps: the decode steps of ranks with many rows that are all greedy.
+        adapted_steps: the decode steps of which some rows use adapters; they share no prefixes.
+        groups: the groups of sequences that share blocks in a step that decodes.
         host: main memory for blocks; may be set before the first step.
-        prompts: the steps with prompts, where they are padded.
-        captures: a step is captured as a CUDA graph when it first runs.
-        compilations: kernels that were compiled since the runner was ready.
-        start_seconds: what `graphs.prepare` took for each of its parts.
+        prompts: the steps with prompts, where these are padded.
+        captures: True if a step is captured as a CUDA graph when it first runs.
+        compilations: the number of kernels that were compiled since the runner was ready.
+        start_seconds: the seconds that each part of `graphs.prepare` took.
     """
 
     def __init__(
@@ -624,15 +626,15 @@ class _Handle:
     """A submitted step.
 
     Args:
-        batch: what was submitted.
-        rows: where the token of each sequence lies in `pairs`; None if they lie in order.
+        batch: the batch that was submitted.
+        rows: the place in `pairs` of each sequence's token; None if they lie in order.
         pairs: (n, 2) on the host, valid after the event.
-        errors: by place in the batch, why nothing may be drawn there.
+        errors: the exceptions that forbid a draw, by place in the batch.
         scored: prompts of which a chunk was scored.
         sums: hidden states of prompts, added up.
 
     Attributes:
-        whole: by place in the batch, the scores of prompts that go with a first token.
+        whole: the scores of prompts that go with a first token, by place in the batch.
         pooled: likewise the hidden states.
     """
 

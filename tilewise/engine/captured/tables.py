@@ -23,7 +23,7 @@ class GroupRows:
     """The tables of one group beyond the first.
 
     Args:
-        group: its number.
+        group: the number of the group.
         max_num_seqs, max_blocks, block_size, device: as those of `DeviceBatch`.
         buffers: pinned buffers that are written in turn.
 
@@ -72,7 +72,7 @@ class GroupRows:
         for row, run in zip(rows, batch.of_group(self.group).sequences, strict=True):
             blocks = run.block_ids
             have = min(run.first_new_block, self._num_blocks[row])
-            # A row that somebody had before is told from the first block on.
+            # A row that another sequence had before is told from the first block on.
             if have < len(blocks):
                 is_next = have == len(blocks) - 1 == run.start // self.block_size
                 if decodes and is_next:

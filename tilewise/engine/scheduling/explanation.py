@@ -1,4 +1,4 @@
-"""What a request waits for, since when and behind whom, and what it has cost so far. No torch."""
+"""What a request waits for, since when, behind which requests, and its cost so far. No torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
             waits_for: one sentence; None if it has finished.
             since_s: seconds in this state.
             age_s: seconds since its arrival, until its end if it has ended.
-            behind, num_behind: whom it waits behind: the ids of the first requests that are before
-                it in the queue, or, of the first in the queue, of those that run; and their count.
-            num_prompt_tokens, num_cached_tokens, cached_share: of its prompt, what the prefix cache
-                had; 0 while it waits for the first time.
+            behind, num_behind: the ids of the first requests before it in the queue, or of those
+                that run if it is the first in the queue; and the number of all of them.
+            num_prompt_tokens, num_cached_tokens, cached_share: the length of its prompt, and how
+                much of it the prefix cache had; 0 while it waits for the first time.
             num_generated_tokens: of all samples that are unfinished.
             num_preemptions: of all samples.
             num_swapped_blocks: blocks of main memory that keep what its samples had computed.

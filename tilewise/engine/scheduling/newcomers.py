@@ -19,7 +19,7 @@ FLOOD = 8  # sequences; with fewer, a step is so short that one for newcomers al
 
 
 class Newcomers:
-    """Decide which users get a step of their own, and when.
+    """The rule that gives newcomers a step of their own.
 
     Args:
         roster: the sequences that run and wait.

@@ -44,10 +44,11 @@ class _State:
         num_counted: generated tokens that are counted, or that the device was told to count.
         allowed: words of what may ever be drawn; None is everything.
         ends: tokens that may not be drawn before min_tokens.
-        endings: for the token before it, what would complete a bad word: (all but its last
-            token, its last one).
-        bias_ids, bias: of logit_bias.
-        matcher: of its structure, which has accepted num_accepted generated tokens.
+        endings: pairs (all but the last token, the last token) of each bad word, by the token
+            before its last one.
+        bias_ids, bias: the tokens of logit_bias and what is added to each.
+        matcher: the matcher of the request's structure, which has accepted num_accepted generated
+            tokens.
     """
 
     slot: int = -1
@@ -65,7 +66,7 @@ class Adjuster:
     """Changes the logits of the sequences that ask for it.
 
     Args:
-        device: of the logits.
+        device: the device of the logits.
 
     Attributes:
         counts: (slots, V) int32, see `ops.adjust_logits`; None before they are needed.
@@ -87,8 +88,8 @@ class Adjuster:
         Every batch of a runner passes here, in order.
 
         Args:
-            batch: the step.
-            asks: what `batch.asks` says.
+            batch: the batch of the step.
+            asks: the requests of `batch.asks`.
         """
         if self._states:
             for seq_id in batch.left:
@@ -113,10 +114,10 @@ class Adjuster:
 
         Args:
             logits: (R, V) float32.
-            sequences: of the batch that `follow` took last.
-            rows: for each, its row of logits; any number where it draws nothing.
+            sequences: the sequences of the batch that `follow` took last.
+            rows: the row of logits of each sequence; any number for one that draws nothing.
             tokens: int64, on the device: last tokens, for sequences whose own is PENDING.
-            token_rows: for each sequence, its place in `tokens`.
+            token_rows: the place in `tokens` of each sequence.
 
         Returns:
             By place among `sequences`, what went wrong: a grammar, or a function of the caller,
@@ -346,9 +347,10 @@ class _Step:
     """What one step sends.
 
     Attributes:
-        rows, mask_of, counts_of, penalties, masks, bias_rows, bias_ids, biases: of `adjust_logits`.
+        rows, mask_of, counts_of, penalties, masks, bias_rows, bias_ids, biases: the arguments of
+            `adjust_logits`.
         cleared: slots of counts to begin from 0.
-        places, values: what is added to the flat counts.
+        places, values: the places in the flat counts, and the numbers that are added there.
         pending: (first place of a slot, row that has the token) of tokens that the device knows.
     """
 

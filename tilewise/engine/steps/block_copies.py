@@ -19,7 +19,7 @@ def copy_in_all_layers(storage: KVStorage, block_pairs: Tensor | Sequence[tuple[
     """Copy blocks, source and destination, in all layers of one group.
 
     Args:
-        storage: of the group, one of `KVStorage.parts`.
+        storage: the storage of the group, one of `KVStorage.parts`.
         block_pairs: (C, 2) int64 on the storage's device; or pairs of the host, where it takes no
             launches to write them down for all layers. No block is a source and a destination.
     """

@@ -87,7 +87,7 @@ class CompiledRunner(ModelRunner):
 
     Attributes:
         program: the list of operations.
-        teams: how many threads a step uses.
+        teams: the measured choice of a step's number of threads.
 
     Raises:
         ValueError: the model cannot be expressed; the message says why.

@@ -68,7 +68,7 @@ class DecodeArrays:
 
         Args:
             batch: each sequence has one token and draws one; no block is copied.
-            tables: of a runner that has followed all batches before.
+            tables: the tables of a runner that has followed all batches before.
         """
         sequences, block_size = batch.sequences, self.block_size
         count = len(sequences)

@@ -76,11 +76,11 @@ def guesser_of(
     """Load a draft model, with a cache of as many blocks as the model's.
 
     Args:
-        speculative: which.
-        num_blocks, block_size: of the model's first group of layers.
-        vocab_size, max_model_len: of the model.
+        speculative: the way to guess tokens that the config names.
+        num_blocks, block_size: the sizes of the cache of the model's first group of layers.
+        vocab_size, max_model_len: the sizes of the model.
         max_chunk: see `Guesser`.
-        window: of that group; what lies behind it the draft model does not see either.
+        window: the window of that group; the draft model does not see the keys behind it either.
 
     Raises:
         CheckpointError: its directory is incomplete or wrong.
@@ -141,11 +141,12 @@ class Guesser:
     """Fills in the guesses of batches.
 
     Args:
-        draft: of the draft model, over a storage of as many blocks of the same size as the model's.
+        draft: the runner of the draft model, over a storage of as many blocks of the same size as
+            the model's.
         max_chunk: tokens of one sequence that the draft model computes at a time.
-        window: of the model's first group of layers, by whose tables the draft model reads. Blocks
-            behind it may be another sequence's: the draft model begins with what the next query
-            sees, and its first guesses are the worse for it.
+        window: the window of the model's first group of layers, by whose tables the draft model
+            reads. A block behind it may belong to another sequence: the draft model begins with the
+            keys that the next query sees, and its first guesses are the worse for it.
     """
 
     def __init__(self, draft: ModelRunner, max_chunk: int, window: int | None = None) -> None:
@@ -225,8 +226,8 @@ class DraftingRunner:
     """Fills in the guesses of a batch and hands it on.
 
     Args:
-        runner: of the model.
-        guesser: of the draft model, or of the model's own head, which is shown each step.
+        runner: the runner of the model.
+        guesser: the guesser, a draft model or the model's own head, which is shown each step.
 
     Attributes:
         storage: the paged cache of the model.

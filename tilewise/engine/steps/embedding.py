@@ -22,7 +22,7 @@ class EmbeddingOutput:
     Attributes:
         prompt: the text, None when token ids were given.
         embedding: hidden_size floats, or as many as the layers behind the pooling give.
-        pooling: what the vector is of the prompt's hidden states, one of POOLINGS.
+        pooling: the function of the prompt's hidden states that gave the vector, one of POOLINGS.
         num_cached_tokens: prompt tokens that the prefix cache had; 0 but for "last".
     """
 

@@ -30,7 +30,7 @@ class ModelInputs:
     Attributes:
         ids: (T,) int64 token ids.
         positions: (T,) int64 position of each token in its sequence.
-        ctx: where the rows belong in the paged cache.
+        ctx: the context that says where in the paged cache the rows belong.
         logits_rows: (R,) int64 rows whose logits are sampled, one per sequence that samples, and
             one per draft.
         block_copies: (C, 2) int64 cache blocks (source, destination) to copy before the step.
@@ -125,14 +125,14 @@ def build_inputs(
     Args:
         batch: at least one sequence, each with at least one token and enough blocks.
         block_size: tokens per cache block.
-        device: of the model and its cache.
-        tables: of a runner that has built the inputs of all batches before; None reads every table
-            whole.
-        group_of: of each layer the number of its group, see `CacheSpec.group_of`.
+        device: the device of the model and its cache.
+        tables: the tables of a runner that has built the inputs of all batches before; None reads
+            every table whole.
+        group_of: the number of each layer's group, see `CacheSpec.group_of`.
         other_tables: those of groups 1, 2, ...
         sharing_tokens: keys that reading shared prefixes once must save, for it to be done; None
             never does it.
-        batch_invariant: what `AttentionContext` takes.
+        batch_invariant: the field of that name of the `AttentionContext`.
     """
     sequences = batch.sequences
     counts = [len(s.token_ids) for s in sequences]
@@ -227,7 +227,7 @@ def _place_trees(
     edges: NDArray[np.int64],
     positions: NDArray[np.int64],
 ) -> NDArray[np.bool_] | None:
-    """Return who sees whom where drafts are trees, and put the positions of such rows right."""
+    """Return which tokens each token of a draft tree sees, and correct such rows' positions."""
     trees: dict[int, tuple[int, tuple[int, ...]]] = {}
     for i, run in enumerate(sequences):
         if run.draft_parents:

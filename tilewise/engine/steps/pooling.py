@@ -29,7 +29,7 @@ class Pooling:
     Attributes:
         kind: one of `embedding.POOLINGS`.
         sums: (first position, what the states of a chunk come to (E,) float64 on the host).
-        num_tokens: of the prompt.
+        num_tokens: the number of tokens of the prompt.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     Attributes:
         first, last: rows, the last one not included.
         start: position of the first one.
-        pooling: of its sequence; `Pooled.finish` adds to it.
+        pooling: the pooling of its sequence, to which `Pooled.finish` adds.
     """
 
     first: int
@@ -75,8 +75,8 @@ class Pools:
         parts then take the place of what was added from their first position on.
 
         Args:
-            batch: the step.
-            asks: what `batch.asks` says.
+            batch: the batch of the step.
+            asks: the requests of `batch.asks`.
 
         Returns:
             Parts, and by place among the sequences what goes with a first token, whole when all
@@ -117,11 +117,11 @@ class Pooled:
         parts: see `Pools.follow`.
         states_of: gives the states (n, E) of rows (n,) int64 of the step, valid until it is called
             again.
-        device: of the step.
+        device: the device of the step.
 
     Attributes:
         tensors: one, (parts, E) float64.
-        host: where it was copied to.
+        host: the tensor in main memory to which the results are copied.
     """
 
     def __init__(

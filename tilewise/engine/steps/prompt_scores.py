@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
         first, last: rows of the step, the last one not included.
         targets: the token that each of them predicts.
         num_best: likeliest tokens wanted beside it.
-        scores: of its sequence so far; `finish` adds to it.
+        scores: the scores of its sequence so far, to which `finish` adds.
     """
 
     first: int
@@ -55,8 +55,8 @@ class PromptScores:
         that is reset keeps what earlier steps have scored, which is not computed again.
 
         Args:
-            batch: the step.
-            asks: what `batch.asks` says.
+            batch: the batch of the step.
+            asks: the requests of `batch.asks`.
 
         Returns:
             Chunks, and by place among the sequences the scores that go with a first token; they are
@@ -94,8 +94,8 @@ def score(
         chunks: see `PromptScores.follow`.
         logits_of: gives the logits (n, V) float32 of rows (n,) int64 of the step, valid until it is
             called again.
-        vocab: V.
-        device: of the step.
+        vocab: the size of the vocabulary, V.
+        device: the device of the step.
 
     Returns:
         Own log-probabilities, ids and values of the most likely, of all rows of all chunks, in

@@ -196,28 +196,28 @@ def head_logits(model: CausalModel) -> Callable[[Tensor], Tensor]:
 
 
 class ModelRunner:
-    """Runs a model over the cache that it writes; knows tensors, not requests.
+    """A runner of a model over the cache that it writes; it knows tensors, not requests.
 
     Args:
         model: see CausalModel.
         storage: the paged cache on the device of the model.
-        num_parameters: of the model, from which a step on a CPU chooses its threads; None leaves
-            torch's number of threads alone.
+        num_parameters: the number of the model's parameters, from which a step on a CPU chooses its
+            threads; None leaves torch's number of threads alone.
         sampler: logits to tokens; see `tilewise.engine.steps.sampler.sample`.
         batch_invariant: a token's bits depend on the tokens before it alone: neither on what
             shares its steps nor on how many of its sequence's tokens come at once.
 
     Attributes:
         block_size: tokens per cache block.
-        device: of the model and the cache.
+        device: the device of the model and the cache.
         host: main memory for blocks; may be set before the first step.
         adapters: the slots of adapters; None for an engine without. May be set before the first
             step.
         watch: a function that is called with each step, what it has drawn and `states_of`; or None.
         why_not_compiled: why a CPU's steps are not one compiled list, where that is so.
-        sharing_tokens: what `build_inputs` takes. None on a CPU and with `batch_invariant`, where
-            a sequence's bits do not depend on its neighbours, as they would on whom it shares a
-            prefix with.
+        sharing_tokens: the argument of that name of `build_inputs`. None on a CPU and with
+            `batch_invariant`: the bits of a sequence would depend on the sequences with which it
+            shares a prefix.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class StepLogprobs:
 
     Args:
         max_num_seqs: rows of a decode step at most.
-        device: of the steps.
+        device: the device of the steps.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:

@@ -57,7 +57,7 @@ class Teams:
             known.left -= 1
             return
         if team != _tried_next(known, most):
-            return  # somebody else has chosen
+            return  # another step has chosen
         if known.tried % 2:
             known.times.setdefault(team, []).append(seconds)
         known.tried += 1

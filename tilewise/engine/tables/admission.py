@@ -30,7 +30,7 @@ class Limits:
     """The sizes that a scheduler works within.
 
     Attributes:
-        num_blocks: cache blocks.
+        num_blocks: the number of cache blocks.
         block_size: tokens per block.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one step.
@@ -39,10 +39,10 @@ class Limits:
             own.
         max_waiting_requests: requests that may wait without having run; None is no bound.
         max_waiting_tokens: tokens of their prompts together; None is no bound.
-        windows: of each group of layers, None for all keys.
+        windows: the window of each group of layers, None for all keys.
         other_blocks: cache blocks of the groups of layers beyond the first.
-        fair_prompt_tokens: of a step's admitted prompts under the policy "fair", beyond which it
-            admits no other request; None is no bound.
+        fair_prompt_tokens: the number of tokens of a step's admitted prompts, under the policy
+            "fair", from which on the step admits no other request; None is no bound.
         is_encoder: each prompt runs whole, in one step, and nothing follows it, so that it may have
             max_model_len tokens; no step may be narrower than that.
         max_loras: different adapters of the sequences that run at once; None is no bound.

@@ -51,8 +51,8 @@ class BlockFiles:
         directory: made if need be; processes may share it, each counting what it knows of.
         host: main memory, or that of one group of layers, from which blocks come and to which they
             go.
-        model: what the keys and values depend on beside the tokens, exactly.
-        max_bytes: of all files together.
+        model: a name for everything beside the tokens that keys and values depend on, exactly.
+        max_bytes: the bound of the bytes of all files together.
 
     Attributes:
         model: the same, until `clear`.

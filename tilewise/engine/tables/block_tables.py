@@ -70,7 +70,8 @@ class _Match:
     """What the prefix cache had for a sequence when it was last asked.
 
     Attributes:
-        version: of the prefix cache then; while it is the same, the nodes are.
+        version: the version of the prefix cache at the match; while the cache has it, the nodes
+            hold.
         refused_room: blocks that were free and not spare when these were too few; -1 if they were
             not. With as few, or fewer, they still are.
     """
@@ -207,7 +208,7 @@ class BlockTables(Holdings):
         cache has in every group is shared and counts as computed.
 
         Args:
-            seq: it waits.
+            seq: the sequence, which waits.
             spare: blocks that must stay free in each group.
 
         Returns:
@@ -307,8 +308,8 @@ class BlockTables(Holdings):
         """Make unfindable what a failed step was to move, and all copies made of it.
 
         Args:
-            batch: of the failed step.
-            later: of the steps that began after it and are unfinished.
+            batch: the batch of the failed step.
+            later: the batches of the steps that began after it and are unfinished.
             running: sequences that hold blocks.
             waiting: those that hold none.
 

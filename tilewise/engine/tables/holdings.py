@@ -45,7 +45,7 @@ class Pool:
         allocator: the owners of the blocks.
         window: keys that a query of the group's layers sees; None for all.
         copies: (source, destination) of the next step.
-        sources: how many of these copies own each source beside no step.
+        sources: the number of these copies that own each source beside no step.
         fences: blocks that wait for an unfinished step to finish, one list for each step, the
             oldest first.
         read: sources that the prefix cache knows and that wait likewise. They become free before
@@ -70,16 +70,16 @@ class Holdings:
         max_run: tokens of one sequence in one step at most.
         enable_prefix_caching: whether full blocks stay findable by content.
         num_swap_blocks: blocks of main memory for each group; () or zeros are none.
-        stores: where cold prefixes of each group go from there; () lets go of them.
+        stores: the store in main memory for each group's cold prefixes; () lets go of them.
 
     Attributes:
         allocator: the pool of the first group.
-        pools: of every group.
+        pools: the pools of all groups.
         is_one_group: whether there is one group of layers, and it keeps every token.
-        prefix: what is findable; None without prefix caching.
+        prefix: the index of the blocks that can be found; None without prefix caching.
         memory: main memory behind the pools; None without.
-        places: where the blocks of each sequence are that holds some, beside its block_ids.
-        trace: what happens to the blocks of the first group.
+        places: the places of the blocks of each sequence that holds some, beside its block_ids.
+        trace: the record of what happens to the blocks of the first group.
 
     Raises:
         ValueError: block_size is below 1, or there is not one window for each number of blocks.

@@ -40,7 +40,7 @@ class HostCache:
 
     Attributes:
         blocks: the memory, pinned where the device is a GPU.
-        group_shares: what part of a block of all groups a block of each is, in bytes.
+        group_shares: the bytes of each group's block as a share of a block of all groups.
 
     Raises:
         ValueError: main memory has no room.
@@ -144,7 +144,8 @@ class HostCache:
 
 
 class HostMemory(Protocol):
-    """What files are written from and read to: a `HostCache`, or that of workers together."""
+    """The main memory that block files are written from and read to: that of one process or of
+    all workers."""
 
     @property
     def storage(self) -> Any:
@@ -174,7 +175,7 @@ class HostGroup:
 
     Args:
         host: the memory of all groups.
-        group: its number.
+        group: the number of the group.
     """
 
     def __init__(self, host: HostMemory, group: int) -> None:

@@ -19,9 +19,9 @@ class Rates:
     Attributes:
         prefill_tokens: computed a second, in steps of prompts.
         link_blocks: moved a second between device and main memory, one way.
-        group_shares: where layers are of several groups, what part of a block of all of them a
-            block of each is; () counts all alike.
-        max_step_tokens: of one step with prompts, at most.
+        group_shares: the share of each group's block in a block of all groups, where there are
+            several; () counts all alike.
+        max_step_tokens: the largest number of tokens of one step with prompts.
         steps: (tokens, seconds) of the last steps with prompts.
     """
 

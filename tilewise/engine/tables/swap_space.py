@@ -44,8 +44,8 @@ def spread(
     """Return what does not hold what its owners think after a step's transfers have failed.
 
     Args:
-        failed: the step.
-        later: what moved since then, in turn: (block, slot), (slot, block), (block, its copy).
+        failed: the moves of the failed step.
+        later: the moves since then, in turn: (block, slot), (slot, block), (block, its copy).
 
     Returns:
         Device blocks, and slots.
@@ -93,7 +93,7 @@ class SlotRoom:
         coming: slots of the next batch by device block.
         pins: one slot for each of these.
         fences: the same of unfinished steps, the oldest first.
-        node_at: what cold slots hold.
+        node_at: the node of the prefix that each cold slot holds.
     """
 
     allocator: BlockAllocator
@@ -108,7 +108,7 @@ class SwapSpace:
     """Slots of main memory for every group, and what is to move in the next step.
 
     Args:
-        num_slots: of each group.
+        num_slots: the number of slots of each group.
         prefix: the cache whose evicted blocks are kept; None keeps none.
         stores: one for each group, where cold blocks go when main memory is full; () lets go of
             them.
@@ -205,7 +205,8 @@ class SwapSpace:
 
         Args:
             family: the sequences; they still hold their blocks.
-            held: of each its table in each group up to what is computed, -1 where nothing is kept.
+            held: the table of each sequence in each group up to its computed tokens, with -1 for a
+                block that is not kept.
 
         Returns:
             Whether there was room.

@@ -23,8 +23,8 @@ def tables_of(
         limits: the groups, and blocks of each.
         enable_prefix_caching: keep full blocks findable by content.
         num_swap_blocks: blocks of main memory, of every group, or one number for each.
-        store: where cold prefixes go from there; one for each group, in a sequence, where there
-            are several.
+        store: the store in main memory for cold prefixes; a sequence with one for each group, where
+            there are several.
 
     Raises:
         ValueError: there is not one number, or one store, for each group.

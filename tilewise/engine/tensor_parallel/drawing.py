@@ -45,7 +45,7 @@ def draw_from_shares(head: VocabularyHead, logits: Tensor, batch: Batch) -> Samp
     """Draw the tokens that `batch` asks for, on all ranks the same.
 
     Args:
-        head: whose share the logits are.
+        head: the share of the output layer that made the logits.
         logits: (R, n) float32, one row per sequence with num_samples > 0, in their order; the
             model's own, which nothing has changed.
         batch: as `sampler.sample` takes it.
@@ -118,10 +118,10 @@ class _Share:
     """Rows that are drawn, of one rank's share.
 
     Args:
-        head: of the share.
+        head: the output layer of the share.
         logits: (R, n) float32, all rows with a finite maximum.
         best: (R,) float64, the largest logit over all shares.
-        rows: what is drawn from each.
+        rows: the draws that are asked of each row.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class _Share:
         """Draw from rows that are truncated.
 
         Args:
-            few: their candidates.
-            places: of the rows.
+            few: the candidates of the rows.
+            places: the places of the rows.
             sums: (r,) int64, the weights of all tokens.
 
         Returns:
@@ -248,7 +248,7 @@ class _Share:
         """Return (r, samples) token ids of rows that are not truncated.
 
         Args:
-            places: of the rows.
+            places: the places of the rows.
             sums: (N, r) int64, the weights of each share.
         """
         rank = self.head.group.rank

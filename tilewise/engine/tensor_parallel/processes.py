@@ -64,7 +64,7 @@ class Workers:
     """N processes that run the same steps.
 
     Args:
-        size: how many.
+        size: the number of workers.
         settings: plain data for `worker`; each also gets its rank and where the ranks meet.
 
     Attributes:

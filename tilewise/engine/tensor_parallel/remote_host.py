@@ -26,7 +26,7 @@ class Window:
     """A file that a worker and its parent both map: through it pass the bytes of one block.
 
     Args:
-        path: of the file, which a worker makes by `make`.
+        path: the path of the file, which a worker makes by `make`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,9 +61,9 @@ class RemoteHost:
 
     Args:
         workers: they are ready.
-        num_blocks: of each worker, and of every group of layers.
+        num_blocks: the number of blocks of each worker, and of every group of layers.
         link_blocks: blocks that the slowest moved a second.
-        storage: what is known of the cache of all workers.
+        storage: the description of the cache of all workers.
         sizes: bytes of each array of a worker's block, by group; None where no files are written.
 
     Attributes:

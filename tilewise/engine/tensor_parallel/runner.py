@@ -52,9 +52,9 @@ def check_tensor_parallel(
     """Refuse a number of workers that a model, or this machine, does not have.
 
     Args:
-        size: workers.
-        config: of the whole model.
-        device: of the workers; with a number the one GPU that they share.
+        size: the number of workers.
+        config: the config of the whole model.
+        device: the device of the workers; with a number the one GPU that they share.
         num_blocks: as `LLM` takes it.
         batch_invariant: as `LLM` takes it.
 
@@ -93,8 +93,10 @@ class RemoteStorage:
     """What is known here of a cache that lies in other processes.
 
     Attributes:
-        spec: of all workers together; of latents, which each holds whole, that of one.
-        num_blocks: of each, for every group of layers where there are several.
+        spec: the cache spec of all workers together; of latents, which each worker holds whole, the
+            spec of one.
+        num_blocks: the number of blocks of each worker, for every group of layers where there are
+            several.
     """
 
     def __init__(self, spec: CacheSpec, num_blocks: Blocks) -> None:
@@ -119,14 +121,16 @@ class ParallelRunner:
 
     Args:
         workers: they are ready.
-        storage: of their caches.
-        host: of their main memory; None if batches move no blocks.
+        storage: the description of the workers' caches.
+        host: the workers' main memory; None if batches move no blocks.
 
     Attributes:
-        num_compilations: of the first worker.
+        num_compilations: the number of compilations of the first worker.
         why_no_symmetric_memory: why small sums are NCCL's; None where they are not, or on a CPU.
-        identity: of the model's shards and their caches, for blocks in files; b"" without.
-        guesser: of a draft model, which is here, whole; None where nothing guesses so.
+        identity: the identity of the model's shards and their caches, for blocks in files; b""
+            without files.
+        guesser: the guesser of a draft model, which this process holds whole; None where no draft
+            model guesses.
     """
 
     def __init__(self, workers: Workers, storage: RemoteStorage, host: RemoteHost | None) -> None:
@@ -208,7 +212,7 @@ def engine_of_workers(
 
     Args:
         config: the engine's config.
-        directory: the checkpoint's.
+        directory: the directory of the checkpoint.
         model: the shape of the model, without weights.
         end_ids: tokens that end a text.
 

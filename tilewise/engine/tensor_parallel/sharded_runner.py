@@ -32,7 +32,7 @@ class ShardedRunner(ModelRunner):
     some row asks that they be changed or scored for a prompt, or where they are few.
 
     Args:
-        model: of `distributed.shards.load_shard`.
+        model: the model that `distributed.shards.load_shard` returned.
         storage: the rank's part of the cache.
         batch_invariant: see `ModelRunner`.
     """

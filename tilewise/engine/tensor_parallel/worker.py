@@ -112,8 +112,9 @@ class _Worker:
     """One rank.
 
     Args:
-        line: to the parent.
-        settings: what `processes.Workers` was given, with the rank and where the ranks meet.
+        line: the line to the parent.
+        settings: the settings that `processes.Workers` was given, with the rank and the folder
+            where the ranks meet.
     """
 
     def __init__(self, line: _Line, settings: dict[str, Any]) -> None:
@@ -377,8 +378,8 @@ def main(fd: int, folder: str) -> None:
     """Work for the parent at the other end of a socket until it goes.
 
     Args:
-        fd: of the socket.
-        folder: where the ranks meet.
+        fd: the file descriptor of the socket.
+        folder: the folder where the ranks meet.
     """
     line = _Line(socket.socket(fileno=fd), folder)
     try:

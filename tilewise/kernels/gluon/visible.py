@@ -373,16 +373,25 @@ def entry_of_tile(work, tile, scores, TILE: gl.constexpr):
 
 @gluon.jit
 def load_bits(
-    bits, number, first_row, first_word, layout: gl.constexpr, n: gl.constexpr, words: gl.constexpr
+    bits,
+    number,
+    first_row,
+    first_word,
+    layout: gl.constexpr,
+    n: gl.constexpr,
+    words: gl.constexpr,
+    rows: gl.constexpr = 64,
 ):
-    """Return int32 (64, n / 32): what the 64 rows of a (64, n) block in `layout` see.
+    """Return int32 (rows, n / 32): what the rows of a (rows, n) block in `layout` see.
 
     bits: int32 (mask rows, words), of bit tile `number`: -1 has all bits, -2 none; first_row: of
-    the 64 rows, within the bit tile; first_word: of the block's first 32 keys.
+    the rows, within the bit tile; first_word: of the block's first 32 keys.
     """
-    shape = gl.zeros([64, n], gl.int32, layout).reshape([64, n // 32, 4, 4, 2])  # no instruction
+    shape = gl.zeros([rows, n], gl.int32, layout).reshape(
+        [rows, n // 32, 4, 4, 2]
+    )  # no instruction
     l2: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, shape.type.layout)))
-    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, l2)), 1)
+    row = gl.expand_dims(gl.arange(0, rows, gl.SliceLayout(1, l2)), 1)
     at = gl.expand_dims(gl.arange(0, n // 32, gl.SliceLayout(0, l2)), 0) + row * words
     start = bits + (first_row * words + first_word)
     return gl.load(start + at, mask=(at >= 0) & (number >= 0), other=at * 0 - (number + 2))

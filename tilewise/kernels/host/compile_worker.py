@@ -155,7 +155,7 @@ def _read(source: IO[bytes], inbox: queue.SimpleQueue[Any]) -> None:
 
 
 def main() -> None:
-    """Answer requests until nobody asks any more."""
+    """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever compilers print is no answer
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

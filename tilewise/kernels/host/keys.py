@@ -1,9 +1,9 @@
 """Names of kernels in Triton's cache on disk, whatever a process compiled before them.
 
 A kernel's name there depends on the constants of its module and of all functions that it calls.
-Triton before 3.8 adds up those of a function that it has not met yet before it has read that
-function: whoever comes first goes without. So the same kernel had several names, by the order in
-which a process met them, and was compiled again under each.
+Triton before 3.8 adds up the constants of a function before it has read that function, if it has
+not met it yet: the first caller's name goes without them. So the same kernel had several names, by
+the order in which a process met its callers, and was compiled again under each.
 """
 
 from __future__ import annotations

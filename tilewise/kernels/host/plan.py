@@ -356,7 +356,7 @@ class _Again:
             run.tensors[index] = None
 
     def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-        """Launch it; False where device, stream or alignment differ, or somebody looks on."""
+        """Launch it; False where device, stream or alignment differ, or launches are observed."""
         run, at = self._buffers, self._buffers.at
         if _current_device() != self._device or observed():
             return False

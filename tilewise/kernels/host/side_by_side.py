@@ -128,7 +128,7 @@ class Compilers:
                 answer = _ask(process, request)
                 with changed:
                     del given[number]
-                    if is_over.is_set():  # and nobody asks what became of it
+                    if is_over.is_set():  # and its result is not asked for
                         changed.notify_all()
                         return
                     if answer is None:

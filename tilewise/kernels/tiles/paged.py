@@ -103,7 +103,7 @@ class KeyPart(NamedTuple):
     """The channels of q and k that one product multiplies."""
 
     channels: int
-    padded: int  # of a tile
+    padded: int  # channels of a tile, padded with zeros
 
 
 _NO_PART = KeyPart(0, 0)

@@ -147,7 +147,8 @@ def attention(
         return_max_logits: also return the largest logit of each head, as the softmax takes it:
             scaled, capped and biased, over all sequences, queries and the keys that they see; a
             sink is no key. What QK-clip compares with its threshold. It has no gradient.
-        backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
+        backend: "cpu", "triton", "gluon" (compute capability 8.x, 9.x, 12.x) or "reference"; None
+            chooses. A name is obeyed or
             refused.
 
     Returns:

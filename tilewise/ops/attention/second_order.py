@@ -142,15 +142,14 @@ def second(
             dot = tile.dots[0]
             moved = dot.t - mu
             tile.add_to_keys(dv, tile.kept(tile.seen(tile.p * moved)).mT @ strip.do)
-            by_s_dot = e = tile.seen(tile.p * (tile.kept(strip.do @ tile.v.mT) - delta))
+            e = tile.seen(tile.p * (tile.kept(strip.do @ tile.v.mT) - delta))
             db = -gamma
             if tile.v_dots[0] is not None:
                 db = tile.kept(strip.do @ tile.v_dots[0].mT) - gamma
-            by_s = g = tile.seen(moved * e + tile.p * db)
+            g = tile.seen(moved * e + tile.p * db)
             if dbias is not None:
                 tile.add_to_pairs(dbias, g)
-            if spec.softcap > 0:
-                by_s, by_s_dot = tile.slope * g + tile.curve * dot.s * e, tile.slope * e
+            by_s, by_s_dot = tile.through_cap(g, e, dot.s)
             acc += by_s @ tile.k
             tile.add_to_keys(dk, by_s.mT @ strip.q)
             if tile.k_dots[0] is not None:

@@ -199,6 +199,20 @@ class Tile:
         self.dots = [self._dot(number) for number in range(len(directions))]
         self._kept = self._keep_mask()
 
+    def through_cap(
+        self, by_t: Tensor, by_t_dot: Tensor, s_dot: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        """Return gradients by the products of q and k and by their tangents.
+
+        Args:
+            by_t: the gradient by the capped logits.
+            by_t_dot: the gradient by the tangents of the capped logits.
+            s_dot: the tangents of the products.
+        """
+        if self._capped is None:
+            return by_t, by_t_dot
+        return self.slope * by_t + self.curve * s_dot * by_t_dot, self.slope * by_t_dot
+
     @property
     def curve(self) -> Tensor | float:
         """Second derivative of the softcap, 0.0 without one."""

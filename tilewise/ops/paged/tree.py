@@ -1,4 +1,4 @@
-"""tree_mask_from_parents(): who sees whom among the new tokens of speculative decoding."""
+"""tree_mask_from_parents(): which new tokens each draft of speculative decoding sees."""
 
 from __future__ import annotations
 

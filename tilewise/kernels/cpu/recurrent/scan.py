@@ -403,18 +403,18 @@ def _scan(
     wide_size = like.itemsize
     gate_dim = key_dim if by_channel else 1
     owners = (
-        zero_scratch(CHUNK * key_width, like),
-        zero_scratch(CHUNK * key_width, like),
-        zero_scratch(2 * CHUNK * key_width, like),
-        zero_scratch(CHUNK * key_width, like),
-        zero_scratch(CHUNK * key_width if by_channel else CHUNK, like),
-        zero_scratch(CHUNK, like),
-        zero_scratch(key_width, like),
-        zero_scratch(key_width, like),
-        zero_scratch(CHUNK * width, like),
+        scratch(CHUNK * key_width, like),
+        scratch(CHUNK * key_width, like),
+        scratch(2 * CHUNK * key_width, like),
+        scratch(CHUNK * key_width, like),
+        scratch(CHUNK * key_width if by_channel else CHUNK, like),
+        scratch(CHUNK, like),
+        scratch(key_width, like),
+        scratch(key_width, like),
+        scratch(CHUNK * width, like),
         scratch(2 * CHUNK * width, like),
-        zero_scratch(key_dim * width, like),
-        zero_scratch(2 * CHUNK, like),
+        scratch(key_dim * width, like),
+        scratch(2 * CHUNK, like),
         before,
         gates,
     )
@@ -427,6 +427,11 @@ def _scan(
     decays, logs, whole, fade = bare(owners[4]), bare(owners[5]), bare(owners[6]), bare(owners[7])
     updates, sums, work = bare(owners[8]), bare(owners[9]), bare(owners[10])
     factors, lasting, new_gates = bare(owners[11]), bare(owners[12]), bare(owners[13])
+    if key_width > key_dim or width > value_dim:  # what fills registers is 0
+        _fill(keys, CHUNK * key_width, 0.0)
+        _fill(queries, CHUNK * key_width, 0.0)
+        _fill(updates, CHUNK * width, 0.0)
+        _fill(work, key_dim * width, 0.0)
     one = simd.number(like, 1.0)
     scale = simd.number(like, q_scale)
     group = num_heads // key_heads

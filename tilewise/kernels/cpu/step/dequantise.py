@@ -6,8 +6,9 @@ One call  16 outputs x 32 inputs of a step at a time: 32 registers of 16 codes.
 Traffic   the codes and factors once, in the order of memory, fetched ahead: between two calls a
           product reads none of them, and the prefetcher stops. What is written stays in the L1
           cache (few rows) or the L2 cache (many), see `layers.py`.
-Numerics  differences, products and last differences are each rounded to float32, and the result
-          once to the words: the values of `QuantisedWeight`, where these are computed in float32.
+Numerics  products less a term, a minimum or a zero point times the scale, are computed in float32
+          by one multiply-add, and rounded to the words. With scales of 16 bits products are exact:
+          values are those of `QuantisedWeight`, where these are computed in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from tilewise.kernels.cpu.step.narrow import (
     INT8,
     KIND,
     LOOKUP,
-    MINIMUM,
     MODE,
     NONE,
     OUTER,
@@ -56,7 +56,7 @@ from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.product import uses_dot, uses_tiles
 from tilewise.kernels.cpu.step.words import narrow, put
 
-AHEAD = 2048  # bytes prefetched ahead of their use
+AHEAD = 4096  # bytes prefetched ahead of their use
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _f32 = ir.FloatType()
 _BYTES, _SHORTS, _WORDS, _FLOATS = (ir.VectorType(k, COLUMNS) for k in (_i8, _i16, _i32, _f32))
@@ -187,6 +187,21 @@ _f32s, _f16s, _bf16s, _u8s, _i8s, _f8s, _exponents = map(
 )
 
 
+@intrinsic
+def _scale_terms(typingctx, factors):
+    """Multiply zero points by the scales."""
+
+    def codegen(context, builder, sig, args):
+        for at in range(0, _HALF_BYTES, 64):
+            scale_at = builder.add(args[0], _i64(at))
+            term_at = builder.add(args[0], _i64(_TERMS + at))
+            scale, term = (simd.load_at(builder, x, _FLOATS, 64) for x in (scale_at, term_at))
+            simd.store_at(builder, builder.fmul(scale, term), term_at, 64)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 @inner
 def _load_outer(how, source, target):
     if how == NONE:
@@ -251,8 +266,8 @@ def _look_up(builder, table, index):
 class _Place:
     """The codes of a place, 8 registers of a panel, and their values."""
 
-    def __init__(self, builder, kind, mode, word_type, lookup):
-        self.builder, self.kind, self.mode, self.word_type = builder, kind, mode, word_type
+    def __init__(self, builder, kind, has_term, lookup):
+        self.builder, self.kind, self.has_term = builder, kind, has_term
         self.bytes = _REGISTERS * COLUMNS * (4 if kind == TABLE else 8) // 8
         self.table = simd.load_at(builder, lookup, _FLOATS, 4) if kind == TABLE else None
 
@@ -263,7 +278,7 @@ class _Place:
             at: the address of the codes.
             factors: the address of the panel's factors, of its half of the step.
         """
-        builder, kind, mode = self.builder, self.kind, self.mode
+        builder, kind = self.builder, self.kind
         for line in range(0, self.bytes, 64):
             emit_prefetch(builder, builder.add(at, _i64(AHEAD + line)))
 
@@ -272,7 +287,7 @@ class _Place:
             return [simd.load_at(builder, place, _FLOATS, 64) for place in places]
 
         scales = load(0)
-        terms = load(_TERMS) if mode != PLAIN else []
+        terms = load(_TERMS) if self.has_term else []
         packed = simd.load_at(builder, at, _WORDS, 64) if kind == TABLE else None
         found = []
         for register in range(_REGISTERS):
@@ -288,11 +303,11 @@ class _Place:
                     x = builder.sitofp(builder.sext(bytes_, _WORDS), _FLOATS)
                 else:
                     x = _eighth(builder, bytes_, kind == E5M2)
-            if mode == ZERO:
-                x = builder.fsub(x, terms[register % 2])
-            x = builder.fmul(x, scales[register % 2])
-            if mode == MINIMUM:
-                x = builder.fsub(x, terms[register % 2])
+            if self.has_term:
+                term = builder.fneg(terms[register % 2])
+                x = simd.fuse(builder, x, scales[register % 2], term)
+            else:
+                x = builder.fmul(x, scales[register % 2])
             found.append(x)
         return found
 
@@ -303,14 +318,14 @@ class _Place:
         return simd.call_llvm(self.builder, name, kind, [second, first])
 
 
-def _widener(kind, mode):
+def _widener(kind, has_term=False):
     """Return an intrinsic that widens a step of four panels of one kind of codes."""
 
     @intrinsic
-    def widen(typingctx, word_like, source, lookup, factors, target):
+    def widen(typingctx, word_like, source, lookup, factors, half_bytes, target):
         def codegen(context, builder, sig, args):
-            _, source_, lookup_, factors_, target_ = args
-            how = _Place(builder, kind, mode, word_like, lookup_)
+            _, source_, lookup_, factors_, half_bytes_, target_ = args
+            how = _Place(builder, kind, has_term, lookup_)
             word_bytes = 4 if word_like.dtype == types.float32 else 2
             # Four places of a panel, two for each half of the step.
             with cgutils.for_range(builder, _i64(_PLACES * GROUP)) as loop:
@@ -318,7 +333,7 @@ def _widener(kind, mode):
                 panel, half = (builder.lshr(place, _i64(shift)) for shift in (2, 1))
                 half = builder.and_(half, _i64(1))
                 of = builder.add(factors_, builder.mul(panel, _i64(128)))
-                of = builder.add(of, builder.mul(half, _i64(_HALF_BYTES)))
+                of = builder.add(of, builder.mul(half, half_bytes_))
                 at = builder.add(source_, builder.mul(place, _i64(how.bytes)))
                 values = how.values(at, of)
                 to = builder.add(
@@ -337,24 +352,24 @@ def _widener(kind, mode):
             return context.get_dummy_value()
 
         index = types.int64
-        return types.void(word_like, index, index, index, index), codegen
+        return types.void(word_like, index, index, index, index, index), codegen
 
     return widen
 
 
-def _multiplier(kind, mode, rows):
+def _multiplier(kind, rows, has_term=False):
     """Return an intrinsic that adds the products of rows and a step, whose words stay in registers.
 
     A sum is the same chain of products as in `product.py`.
     """
 
     @intrinsic
-    def multiply(typingctx, word_like, source, lookup, factors, c, a, lda):
+    def multiply(typingctx, word_like, source, lookup, factors, half_bytes, c, a, lda):
         def codegen(context, builder, sig, args):
             if not uses_dot(word_like) or uses_tiles(word_like):
                 return context.get_dummy_value()
-            _, source_, lookup_, factors_, c_, a_, lda_ = args
-            how = _Place(builder, kind, mode, word_like, lookup_)
+            _, source_, lookup_, factors_, half_bytes_, c_, a_, lda_ = args
+            how = _Place(builder, kind, has_term, lookup_)
             cells = [
                 builder.add(c_, _i64(4 * WIDTH * row + 64 * panel))
                 for row in range(rows)
@@ -369,7 +384,7 @@ def _multiplier(kind, mode, rows):
             sums = [builder.phi(_FLOATS) for _ in cells]
             later = list(sums)
             half = builder.lshr(place, _i64(1))
-            of = builder.add(factors_, builder.mul(half, _i64(_HALF_BYTES)))
+            of = builder.add(factors_, builder.mul(half, half_bytes_))
             at = builder.add(source_, builder.mul(place, _i64(how.bytes)))
             number = builder.add(a_, builder.mul(place, _i64(2 * _REGISTERS)))
             for panel in range(GROUP):
@@ -401,88 +416,68 @@ def _multiplier(kind, mode, rows):
             return context.get_dummy_value()
 
         index = types.int64
-        return types.void(word_like, index, index, index, index, index, index), codegen
+        return types.void(word_like, *[index] * 7), codegen
 
     return multiply
 
 
-_table, _table_zero, _table_minimum = (_widener(TABLE, m) for m in (PLAIN, ZERO, MINIMUM))
-_int8, _int8_zero, _int8_minimum = (_widener(INT8, m) for m in (PLAIN, ZERO, MINIMUM))
-_e4m3, _e5m2 = _widener(E4M3, PLAIN), _widener(E5M2, PLAIN)
-
-
-_table_1, _zero_1, _minimum_1 = (_multiplier(TABLE, m, 1) for m in (PLAIN, ZERO, MINIMUM))
-_int8_1, _int8_zero_1, _int8_minimum_1 = (_multiplier(INT8, m, 1) for m in (PLAIN, ZERO, MINIMUM))
-_e4m3_1, _e5m2_1 = _multiplier(E4M3, PLAIN, 1), _multiplier(E5M2, PLAIN, 1)
-_table_4, _zero_4, _minimum_4 = (_multiplier(TABLE, m, 4) for m in (PLAIN, ZERO, MINIMUM))
-_int8_4, _int8_zero_4, _int8_minimum_4 = (_multiplier(INT8, m, 4) for m in (PLAIN, ZERO, MINIMUM))
-_e4m3_4, _e5m2_4 = _multiplier(E4M3, PLAIN, 4), _multiplier(E5M2, PLAIN, 4)
-
-
-@inner
-def _widen_step(word_like, kind, mode, source, lookup, factors, target):
-    if kind == TABLE:
-        if mode == PLAIN:
-            _table(word_like, source, lookup, factors, target)
-        elif mode == ZERO:
-            _table_zero(word_like, source, lookup, factors, target)
-        else:
-            _table_minimum(word_like, source, lookup, factors, target)
-    elif kind == INT8:
-        if mode == PLAIN:
-            _int8(word_like, source, lookup, factors, target)
-        elif mode == ZERO:
-            _int8_zero(word_like, source, lookup, factors, target)
-        else:
-            _int8_minimum(word_like, source, lookup, factors, target)
-    elif kind == E4M3:
-        _e4m3(word_like, source, lookup, factors, target)
-    else:
-        _e5m2(word_like, source, lookup, factors, target)
+_table, _table_less = _widener(TABLE), _widener(TABLE, True)
+_int8, _int8_less = _widener(INT8), _widener(INT8, True)
+_e4m3, _e5m2 = _widener(E4M3), _widener(E5M2)
+_table_1, _table_less_1 = _multiplier(TABLE, 1), _multiplier(TABLE, 1, True)
+_int8_1, _int8_less_1 = _multiplier(INT8, 1), _multiplier(INT8, 1, True)
+_e4m3_1, _e5m2_1 = _multiplier(E4M3, 1), _multiplier(E5M2, 1)
+_table_4, _table_less_4 = _multiplier(TABLE, 4), _multiplier(TABLE, 4, True)
+_int8_4, _int8_less_4 = _multiplier(INT8, 4), _multiplier(INT8, 4, True)
+_e4m3_4, _e5m2_4 = _multiplier(E4M3, 4), _multiplier(E5M2, 4)
 
 
 @inner
-def _multiply_step_1(word_like, kind, mode, source, lookup, factors, c, a, lda):
-    if kind == TABLE:
-        if mode == PLAIN:
-            _table_1(word_like, source, lookup, factors, c, a, lda)
-        elif mode == ZERO:
-            _zero_1(word_like, source, lookup, factors, c, a, lda)
-        else:
-            _minimum_1(word_like, source, lookup, factors, c, a, lda)
+def _widen_step(word_like, kind, has_term, source, lookup, factors, half_bytes, target):
+    if kind == TABLE and has_term:
+        _table_less(word_like, source, lookup, factors, half_bytes, target)
+    elif kind == TABLE:
+        _table(word_like, source, lookup, factors, half_bytes, target)
+    elif kind == INT8 and has_term:
+        _int8_less(word_like, source, lookup, factors, half_bytes, target)
     elif kind == INT8:
-        if mode == PLAIN:
-            _int8_1(word_like, source, lookup, factors, c, a, lda)
-        elif mode == ZERO:
-            _int8_zero_1(word_like, source, lookup, factors, c, a, lda)
-        else:
-            _int8_minimum_1(word_like, source, lookup, factors, c, a, lda)
+        _int8(word_like, source, lookup, factors, half_bytes, target)
     elif kind == E4M3:
-        _e4m3_1(word_like, source, lookup, factors, c, a, lda)
+        _e4m3(word_like, source, lookup, factors, half_bytes, target)
     else:
-        _e5m2_1(word_like, source, lookup, factors, c, a, lda)
+        _e5m2(word_like, source, lookup, factors, half_bytes, target)
 
 
 @inner
-def _multiply_step_4(word_like, kind, mode, source, lookup, factors, c, a, lda):
-    if kind == TABLE:
-        if mode == PLAIN:
-            _table_4(word_like, source, lookup, factors, c, a, lda)
-        elif mode == ZERO:
-            _zero_4(word_like, source, lookup, factors, c, a, lda)
-        else:
-            _minimum_4(word_like, source, lookup, factors, c, a, lda)
+def _multiply_step_1(word_like, kind, has_term, source, lookup, factors, half_bytes, c, a, lda):
+    if kind == TABLE and has_term:
+        _table_less_1(word_like, source, lookup, factors, half_bytes, c, a, lda)
+    elif kind == TABLE:
+        _table_1(word_like, source, lookup, factors, half_bytes, c, a, lda)
+    elif kind == INT8 and has_term:
+        _int8_less_1(word_like, source, lookup, factors, half_bytes, c, a, lda)
     elif kind == INT8:
-        if mode == PLAIN:
-            _int8_4(word_like, source, lookup, factors, c, a, lda)
-        elif mode == ZERO:
-            _int8_zero_4(word_like, source, lookup, factors, c, a, lda)
-        else:
-            _int8_minimum_4(word_like, source, lookup, factors, c, a, lda)
+        _int8_1(word_like, source, lookup, factors, half_bytes, c, a, lda)
     elif kind == E4M3:
-        _e4m3_4(word_like, source, lookup, factors, c, a, lda)
+        _e4m3_1(word_like, source, lookup, factors, half_bytes, c, a, lda)
     else:
-        _e5m2_4(word_like, source, lookup, factors, c, a, lda)
+        _e5m2_1(word_like, source, lookup, factors, half_bytes, c, a, lda)
+
+
+@inner
+def _multiply_step_4(word_like, kind, has_term, source, lookup, factors, half_bytes, c, a, lda):
+    if kind == TABLE and has_term:
+        _table_less_4(word_like, source, lookup, factors, half_bytes, c, a, lda)
+    elif kind == TABLE:
+        _table_4(word_like, source, lookup, factors, half_bytes, c, a, lda)
+    elif kind == INT8 and has_term:
+        _int8_less_4(word_like, source, lookup, factors, half_bytes, c, a, lda)
+    elif kind == INT8:
+        _int8_4(word_like, source, lookup, factors, half_bytes, c, a, lda)
+    elif kind == E4M3:
+        _e4m3_4(word_like, source, lookup, factors, half_bytes, c, a, lda)
+    else:
+        _e5m2_4(word_like, source, lookup, factors, half_bytes, c, a, lda)
 
 
 @inner
@@ -495,25 +490,26 @@ def _walk(word_like, group, form, first, end, target, spare, rows, c, a, lda):
     step_bytes = STEP * WIDTH if kind != TABLE else STEP * WIDTH // 2
     size = WIDTH * (4 if how == FLOAT32 else 2 if how <= BFLOAT16 else 1)
     term_size = WIDTH * (4 if term_how == FLOAT32 else 2 if term_how <= BFLOAT16 else 1)
-    is_half = run < STEP
-    run_steps = max(run // STEP, 1)
+    outer_how, outer_term_how = field(form, OUTER), field(form, OUTER_TERM)
+    halves, half_bytes, run_steps = types.int64(1), types.int64(0), run // STEP
+    if run < STEP:
+        halves, half_bytes, run_steps = types.int64(2), types.int64(_HALF_BYTES), types.int64(1)
     held, held_run = types.int64(-1), types.int64(-1)
     for step in range(first, end):
         part = step // part_steps
         within = step - part * part_steps
         at = group + part * part_bytes
         if part != held:
+            if held < 0 or outer_how != NONE:
+                _load_outer(outer_how, at + field(form, OUTER_AT), spare + _OUTER)
+            if mode != PLAIN and (held < 0 or outer_term_how != NONE):
+                _load_outer(outer_term_how, at + field(form, OUTER_TERM_AT), spare + _OUTER_TERMS)
             held, held_run = part, types.int64(-1)
-            _load_outer(field(form, OUTER), at + field(form, OUTER_AT), spare + _OUTER)
-            if mode != PLAIN:
-                _load_outer(
-                    field(form, OUTER_TERM), at + field(form, OUTER_TERM_AT), spare + _OUTER_TERMS
-                )
         which = within // run_steps
         if which != held_run:
             held_run = which
-            for half in range(2):
-                index = 2 * which + half if is_half else which
+            for half in range(halves):
+                index = halves * which + half
                 to = spare + half * _HALF_BYTES
                 _load_factors(
                     word_like, how, at + field(form, SCALE_AT) + index * size, spare + _OUTER, to
@@ -526,16 +522,22 @@ def _walk(word_like, group, form, first, end, target, spare, rows, c, a, lda):
                         spare + _OUTER_TERMS,
                         to + _TERMS,
                     )
+                if mode == ZERO:
+                    _scale_terms(to)
         source = at + header + within * step_bytes
         if rows == 0:
             to = target + (step - first) * (STEP * WIDTH * word_like.itemsize)
-            _widen_step(word_like, kind, mode, source, lookup, spare, to)
+            _widen_step(word_like, kind, mode != PLAIN, source, lookup, spare, half_bytes, to)
         elif rows == 1:
             number = a + step * STEP * word_like.itemsize
-            _multiply_step_1(word_like, kind, mode, source, lookup, spare, c, number, lda)
+            _multiply_step_1(
+                word_like, kind, mode != PLAIN, source, lookup, spare, half_bytes, c, number, lda
+            )
         else:
             number = a + step * STEP * word_like.itemsize
-            _multiply_step_4(word_like, kind, mode, source, lookup, spare, c, number, lda)
+            _multiply_step_4(
+                word_like, kind, mode != PLAIN, source, lookup, spare, half_bytes, c, number, lda
+            )
 
 
 @inner

@@ -35,6 +35,7 @@ from tilewise.kernels.cpu.step.panels import (
     WIDTH,
     Panels,
     elements_of,
+    fresh_words,
     pack,
     pad_bias,
     padded,
@@ -222,7 +223,7 @@ def pack_narrow(
     sizes = torch.tensor([form.group_bytes for form in forms])[most.clamp(min=0)]
     sizes[is_mixed] = plain_bytes
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)))
-    words = torch.zeros(int(starts[-1]), dtype=torch.uint8)
+    words = fresh_words(int(starts[-1]))
     table = torch.zeros((len(groups), 2), dtype=torch.int64)
     table[:, 0] = words.data_ptr() + starts[:-1]
     first = 0

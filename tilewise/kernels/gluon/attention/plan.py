@@ -1,4 +1,4 @@
-"""Attention on Hopper: which calls its own kernels take, and what they launch.
+"""Attention in Gluon: which calls its kernels take on Hopper and where mma.sync is the product.
 
 The contract is that of `kernels.triton.attention.plan`. What these kernels cannot do is refused
 here for both directions at once, since a call's gradient belongs to the backend that computed the
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention import split_kv
 from tilewise.kernels.gluon.backward.launch import add_bwd, variant_of, why_not_bwd
 from tilewise.kernels.gluon.backward.plan import has_separate_dq
 from tilewise.kernels.gluon.forward.launch import add_fwd, tile_config_fwd, why_not_fwd
+from tilewise.kernels.gluon.mma import plan as mma
 from tilewise.kernels.gluon.wide import plan as wide
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import GRADIENT_TENSORS, Call, LaunchPlan, Refusal
@@ -41,7 +44,7 @@ def plan_bwd(call: Call) -> LaunchPlan:
     Its results are dq, dk, dv, dbias and dsinks, the last two None where they are not wanted. Of
     heads of more than 256 channels the portable kernels make them.
     """
-    if wide.is_wide(call.spec):
+    if wide.is_wide(call.spec) or _is_mma(call.spec):
         return portable.plan_bwd(call)
     spec, maker = call.spec, Maker(call, GRADIENT_TENSORS)
     do, dlse, o, lse = maker.inputs[:4]
@@ -52,8 +55,17 @@ def plan_bwd(call: Call) -> LaunchPlan:
     return maker.finish(results, functools.partial(_tiles_bwd, spec))
 
 
+def _is_mma(spec: AttentionSpec) -> bool:
+    """Whether a call runs on a device whose products are mma.sync's."""
+    where = spec.device_type == "cuda" and torch.cuda.is_available()
+    return where and mma.is_served(device.arch_of(torch.device("cuda")))
+
+
 def _why_not(spec: AttentionSpec) -> str | None:
-    reason = device.why_not_hopper(spec.device_type, needs_gpu=True)
+    if _is_mma(spec):
+        return mma.why_not_fwd(spec)
+    generations = tuple(sorted((9, *mma.GENERATIONS)))
+    reason = device.why_not_gpu(spec.device_type, generations, needs_gpu=True)
     if reason is None and wide.is_wide(spec):
         return wide.why_not(spec)
     return reason or why_not_fwd(spec) or why_not_bwd(spec)
@@ -63,6 +75,10 @@ def made_fwd(call: Call) -> LaunchPlan:
     """Return the plan of a call that nothing refuses."""
     spec, maker = call.spec, Maker(call)
     tensors, num_sms = maker.tensors, device.sm_count_of(call.device)
+    if _is_mma(spec):
+        arch = device.arch_of(call.device)
+        results = mma.add_fwd(maker, spec, tensors)
+        return maker.finish(results, functools.partial(_tiles_mma, spec, arch))
     if wide.is_wide(spec):
         return maker.finish(wide.add_fwd(maker, spec, tensors), _tiles_wide)
     blocks = None
@@ -81,6 +97,11 @@ def made_fwd(call: Call) -> LaunchPlan:
 def _tiles_wide() -> dict[str, TileConfig]:
     tile = wide.TILE
     return {"fwd": TileConfig(tile.rows, tile.keys, 12, tile.stages)}
+
+
+def _tiles_mma(spec: AttentionSpec, arch: int) -> dict[str, TileConfig]:
+    tile = mma.tile_config_fwd(spec, arch)
+    return {"fwd": TileConfig(tile.rows, tile.keys, tile.warps, tile.stages)}
 
 
 def _tiles_fwd(spec: AttentionSpec) -> dict[str, TileConfig]:

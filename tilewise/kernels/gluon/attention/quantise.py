@@ -331,7 +331,7 @@ def _add_rows(
     """Add the quantising of one tensor with a scale for each head of a sequence."""
     shape = tuple(x.shape)
     x8 = maker.empty(shape, _E4M3) if packed is None else maker.full(shape, 0.0, _E4M3)
-    if packed is not None and packed.batch == 0:  # no row is anybody's
+    if packed is not None and packed.batch == 0:  # no row belongs to a sequence
         return x8, maker.empty((0, shape[1]), torch.float32)
     x = _batched(x)
     tasks = _Tasks(maker, x, x, x, rotated=rotation is not None, packed=packed)

@@ -46,7 +46,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Who waits for whom."""
+    """The barriers by which partitions wait for one another."""
 
     kv_full: object  # k, then v
     q_full: object  # q and delta

@@ -179,7 +179,7 @@ def make_dk(
     over_queries: gl.constexpr = sum_layout(64)
     row_terms: gl.constexpr = gl.SliceLayout(0, over_queries)
     operand: gl.constexpr = operand_layout(D)
-    LISTED: gl.constexpr = variant.mask and variant.packed  # else nobody asks for the tile
+    LISTED: gl.constexpr = variant.mask and variant.packed  # else no code asks for the tile
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     v = bufs.v.index(0).reshape([64, DV])
@@ -248,7 +248,7 @@ def make_dk(
         mbarrier.arrive(bars.do_empty.index(following), count=1, pred=more)
     dk *= scores.scale
     store_keys(dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, 0, variant.width)
-    if HIGH > 0:  # p is nobody's any more; a last s that nobody reads may still want the others
+    if HIGH > 0:  # p is not read any more; a last s that is not read may still want the others
         dk_high *= scores.scale
         store_keys(
             dk_high.to(dtype),

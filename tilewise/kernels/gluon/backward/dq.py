@@ -42,7 +42,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Who waits for whom."""
+    """The barriers by which partitions wait for one another."""
 
     q_full: object  # q and do of a warpgroup
     k_full: object

@@ -48,11 +48,11 @@ class Buffers(NamedTuple):
     lse_log2: object
     delta: object
     bias: object  # (queries, 128 keys), None where it does not come by copies
-    notes: object  # of this tile of keys and of the next, see `span.NOTES`; None for one tile
+    notes: object  # notes on this tile of keys and the next, see `span.NOTES`; None for one tile
 
 
 class Barriers(NamedTuple):
-    """Who waits for whom."""
+    """The barriers by which partitions wait for one another."""
 
     kv_full: object  # k, then v
     q_full: object  # q and lse_log2

@@ -45,7 +45,7 @@ def hide(s, work, tile, number, first_word, keys, shape, scores, variant: gl.con
 
 @gluon.jit
 def clear_rows(tile, begin, end):
-    """Zero the rows of a tile (n, D) outside [begin, end): nobody's, or of another sequence."""
+    """Zero the rows of a tile (n, D) outside [begin, end): of no sequence, or of another."""
     ROWS: gl.constexpr = tile.shape[0]
     D: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])

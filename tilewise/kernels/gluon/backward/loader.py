@@ -323,7 +323,7 @@ def send_dq(
     """Add tiles of dq to global memory, in the order that `variant` asks for.
 
     The first one to come stores, so that nothing has to be zero before. It claims the tile and is
-    surely running, so nobody waits for a CTA that is not; with reproducible sums see `order_of`.
+    surely running, so no CTA waits for one that is not; with reproducible sums see `order_of`.
     SENDER: which of variant.senders this warp is; they take steps in turns, for to wait until a
     copy has landed, to tell of it and to ask for the next tile takes one warp longer than a step.
     """

@@ -32,12 +32,12 @@ class BwdScores(NamedTuple):
     scale_log2: object  # times log2(e)
     cap_ratio: object  # scale / softcap
     cap_log2: object  # softcap * log2(e)
-    keep_scale: object  # of the probabilities that dropout keeps
+    keep_scale: object  # the factor of the probabilities that dropout keeps
     alibi: object  # slopes, float32
     bias: object
     philox: object  # int64 (2,), seed and offset
     mask_bits: object  # see kernels.spec.MaskTensors
-    mask_spans: object  # of columns
+    mask_spans: object  # the spans of columns
     mask_entries: object
 
 

@@ -46,7 +46,7 @@ class Way(NamedTuple):
     block mask, dropout and an order of sums.
     """
 
-    channels: int  # of a tile: 64, 128
+    channels: int  # channels of a tile: 64, 128
     has_diagonal: bool
     least_keys: int
     most_keys: int
@@ -310,7 +310,7 @@ def with_ungrouped_heads(spec: AttentionSpec) -> AttentionSpec:
 class Turns(NamedTuple):
     """How tiles of keys are shared out to CTAs."""
 
-    each: int  # that a CTA takes
+    each: int  # tiles that a CTA takes
     heads: int  # the first ones, whose CTAs do; those of the others take one each
     behind: int  # waves of CTAs, after which a head is postprocessed
 

@@ -31,12 +31,12 @@ class Rows(NamedTuple):
     length_k: object
     start_q: object
     start_k: object
-    row_terms: object  # where those of the first row lie
+    row_terms: object  # the place of the first row's terms
     begin: object  # first tile that a query sees
     full_begin: object  # first that needs no mask
     full_end: object
     end: object
-    partial_entries: object  # of a block mask, whose entries take the place of tiles
+    partial_entries: object  # entries of a block mask, in place of tiles
     full_entries: object
     partial_end: object
 

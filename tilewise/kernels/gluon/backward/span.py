@@ -28,10 +28,10 @@ class BwdVariant(NamedTuple):
     tile_m: int  # queries of a step
     tile_n: int  # keys of a CTA
     d: int  # channels of a tile of q and k: 64, 128 or 256
-    d_high: int  # and of another tile behind it, 64; 0 where d has all
-    dv: int  # of v and o
-    width: int  # of a head of q and k
-    v_width: int  # of v and o
+    d_high: int  # channels of another tile behind it, 64; 0 where d has all
+    dv: int  # channels of a tile of v and o
+    width: int  # channels of a head of q and k
+    v_width: int  # channels of a head of v and o
     stages: int  # tiles of q and do that are in flight
     two_loops: bool  # masked steps in a loop of their own; else behind a branch
     left: bool  # keys far to the left of the diagonal are hidden
@@ -47,7 +47,7 @@ class BwdVariant(NamedTuple):
     bias_pairs: bool
     dropout: bool
     mask: bool  # a block mask says which tiles are visited
-    ruled: bool  # beside it windows or lengths hide keys too
+    ruled: bool  # windows or lengths hide keys beside the mask
     ordered: bool  # sums of dq are added in a reproducible order
     ring: bool  # the CTAs of a head, which see all tiles, start at different ones
     last_first: bool  # the last tiles of keys are launched first
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
     cu_q: object
     cu_k: object
     seqlens_k: object
-    rows_q: object  # of packed queries, and keys
+    rows_q: object  # packed queries in all, and packed keys
     rows_k: object
     batch: object
     num_kv_heads: object
@@ -87,14 +87,14 @@ class Shape(NamedTuple):
     seqlen_k: object
     window_left: object
     window_right: object
-    num_tiles: object  # of keys, of the longest sequence
+    num_tiles: object  # tiles of keys of the longest sequence
     heads_per_section: object
     ring_size: object  # CTAs of a head that may start at different tiles of queries
-    rows_per_plane: object  # of the row terms and of dq
-    queries_per_plane: object  # of lse and its gradient
-    heads_per_key: object  # that share one head of k and v but not its gradients
+    rows_per_plane: object  # rows of a plane of the row terms and of dq
+    queries_per_plane: object  # queries of a plane of lse and its gradient
+    heads_per_key: object  # heads that share one head of k and v but not its gradients
     heads_ahead: object  # distance of the head that a CTA preprocesses, see PrePostPlan
-    heads_behind: object  # and of the head that it postprocesses
+    heads_behind: object  # distance of the head that it postprocesses
     prepost_ctas: object  # the first CTAs of a head, which pre- and postprocess others
     prepost_rows: object  # rows of one of them
     turns: object = 1  # tiles of keys that a CTA takes one after the other
@@ -104,7 +104,7 @@ class Shape(NamedTuple):
 class Place(NamedTuple):
     """One tile of one head of one sequence; made inside a kernel."""
 
-    index: object  # of the head among those of all sequences, as they are launched
+    index: object  # number of the head among those of all sequences, as they are launched
     b: object
     head: object
     start_q: object  # first row of the sequence in q, k and the padded row terms
@@ -117,9 +117,9 @@ class Place(NamedTuple):
 class Work(NamedTuple):
     """What one CTA does; made inside a kernel. Tiles are tiles of queries of one head."""
 
-    index: object  # of Place
+    index: object  # the index of Place
     b: object
-    head: object  # of keys
+    head: object  # head of the keys
     first_key: object
     length_q: object
     length_k: object
@@ -130,8 +130,8 @@ class Work(NamedTuple):
     full_begin: object  # first that needs no mask
     full_end: object
     end: object
-    start: object  # where the walk starts in a ring of tiles, see `ring_of_cta`
-    partial_entries: object  # of a block mask, whose entries take the place of tiles
+    start: object  # the tile where the walk starts in a ring, see `ring_of_cta`
+    partial_entries: object  # entries of a block mask, in place of tiles
     full_entries: object
     partial_end: object  # places from 0 are those of partial entries, then come the full ones
 

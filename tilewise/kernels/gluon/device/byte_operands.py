@@ -2,7 +2,7 @@
 
 What: tiles of int8 or e4m3 in shared memory -> float16 operands of mma.sync in registers.
 Grid: none, inlined into the kernels.
-One call: a tile of 64 keys; each of four warps has 16 of them, which nobody else multiplies.
+One call: a tile of 64 keys; each of four warps has 16 of them, which no other warp multiplies.
 Traffic: shared memory once, 8 or 16 bytes at a time.
 Numerics: exact. An int8 x is the float16 1024 + (x + 128) less 1152.
 

@@ -87,14 +87,14 @@ def kept_words(block, row, head, draw):
 
 
 @gluon.constexpr_function
-def _drawn_layout(registers):
-    """Return who draws words (32, registers, 4): the four threads of a row are the last axis."""
+def _drawn_layout(registers, rows):
+    """Return who draws words (rows / 2, registers, 4); the last axis: the threads of a row."""
     return gl.DistributedLinearLayout(
         [[0, 1, 0]] if registers == 2 else [],
         [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[8, 0, 0], [16, 0, 0]],
+        [[8, 0, 0], [16, 0, 0], [32, 0, 0]][: 2 if rows == 64 else 3],
         [],
-        [32, registers, 4],
+        [rows // 2, registers, 4],
     )
 
 
@@ -108,24 +108,32 @@ def _of_thread(words, thread: gl.constexpr):
 
 
 @gluon.jit
-def random_words(draw, head, first_row, first_key, n: gl.constexpr, layout: gl.constexpr):
-    """Draw for 64 rows from `first_row` and n (64 or 128) keys from `first_key`, a multiple of 32.
+def random_words(
+    draw,
+    head,
+    first_row,
+    first_key,
+    n: gl.constexpr,
+    layout: gl.constexpr,
+    rows: gl.constexpr = 64,
+):
+    """Draw for 64 or 128 rows from `first_row` and n (64 or 128) keys from `first_key`.
 
-    The four threads that hold a row and that eight below it draw a word or two each of those that
-    both rows need.
+    The first key is a multiple of 32. The four threads that hold a row and that eight below it
+    draw a word or two each of those that both rows need.
 
     Returns:
-        uint32 (64, n / 32, 4): the words of `kept_words`, each for the four threads that hold a row
-        of a (64, n) tile in `layout`, as `drop` and `drop_pairs` want them.
+        uint32 (rows, n / 32, 4): the words of `kept_words`, each for the four threads that hold a
+        row of a (rows, n) tile in `layout`, as `drop` and `drop_pairs` want them.
     """
     BLOCKS: gl.constexpr = n // 32
     REGISTERS: gl.constexpr = BLOCKS // 2
-    drawn: gl.constexpr = _drawn_layout(REGISTERS)
+    drawn: gl.constexpr = _drawn_layout(REGISTERS, rows)
     of_words: gl.constexpr = gl.SliceLayout(0, drawn)
     register = gl.arange(0, REGISTERS, gl.SliceLayout(1, of_words))
     thread = gl.arange(0, 4, gl.SliceLayout(0, of_words))
     word = gl.expand_dims(gl.expand_dims(register, 1) * 4 + gl.expand_dims(thread, 0), 0)
-    pair = gl.arange(0, 32, gl.SliceLayout(1, gl.SliceLayout(2, drawn)))
+    pair = gl.arange(0, rows // 2, gl.SliceLayout(1, gl.SliceLayout(2, drawn)))
     pair = gl.expand_dims(gl.expand_dims(pair, 1), 2)
     row = first_row + pair // 8 * 16 + pair % 8 + word // BLOCKS * 8
     block = first_key // 32 + word % BLOCKS
@@ -133,9 +141,9 @@ def random_words(draw, head, first_row, first_key, n: gl.constexpr, layout: gl.c
     even = gl.join(_of_thread(words, 0), _of_thread(words, 2))
     odd = gl.join(_of_thread(words, 1), _of_thread(words, 3))
     words = gl.join(even, odd)  # (pair, register, thread, from // 2, from % 2)
-    words = words.permute([0, 1, 3, 4, 2]).reshape([4, 8, 2, BLOCKS, 4])
-    words = words.permute([0, 2, 1, 3, 4]).reshape([64, BLOCKS, 4])
-    shape = gl.zeros([64, n], gl.int32, layout).reshape([64, BLOCKS, 4, 4, 2])  # no instruction
+    words = words.permute([0, 1, 3, 4, 2]).reshape([rows // 16, 8, 2, BLOCKS, 4])
+    words = words.permute([0, 2, 1, 3, 4]).reshape([rows, BLOCKS, 4])
+    shape = gl.zeros([rows, n], gl.int32, layout).reshape([rows, BLOCKS, 4, 4, 2])  # no instruction
     threads: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, shape.type.layout))
     return gl.convert_layout(words, threads, assert_trivial=True)
 
@@ -152,7 +160,8 @@ def drop(p, words, other):
     """Return p (64, n) where it is kept, by its words, else `other` of the same shape."""
     n: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
-    p5 = p.reshape([64, n // 32, 4, 4, 2])  # (row, block, eight keys, thread, key)
+    rows: gl.constexpr = p.shape[0]
+    p5 = p.reshape([rows, n // 32, 4, 4, 2])  # (row, block, eight keys, thread, key)
     l5: gl.constexpr = p5.type.layout
     l4: gl.constexpr = gl.SliceLayout(4, l5)
     l3: gl.constexpr = gl.SliceLayout(2, l4)
@@ -166,8 +175,8 @@ def drop(p, words, other):
         key = gl.expand_dims(key, axis)
     bit = 1 << (gl.expand_dims(eight, 4) * 8 + key)
     words = gl.expand_dims(gl.expand_dims(words, 2), 4)
-    p5 = gl.where((words & bit.to(gl.uint32)) != 0, p5, other.reshape([64, n // 32, 4, 4, 2]))
-    return gl.convert_layout(p5.reshape([64, n]), layout, assert_trivial=True)
+    p5 = gl.where((words & bit.to(gl.uint32)) != 0, p5, other.reshape([rows, n // 32, 4, 4, 2]))
+    return gl.convert_layout(p5.reshape([rows, n]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -215,7 +224,8 @@ def drop_pairs(pairs, words):
     """
     n: gl.constexpr = pairs.shape[1] * 2
     layout: gl.constexpr = pairs.type.layout
-    p4 = pairs.reshape([64, n // 32, 4, 4])  # (row, block, eight keys, thread)
+    rows: gl.constexpr = pairs.shape[0]
+    p4 = pairs.reshape([rows, n // 32, 4, 4])  # (row, block, eight keys, thread)
     l4: gl.constexpr = p4.type.layout
     l3: gl.constexpr = gl.SliceLayout(2, l4)
     words = gl.convert_layout(words, l3, assert_trivial=True)
@@ -225,4 +235,4 @@ def drop_pairs(pairs, words):
     eight = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, l4))))
     eight = gl.expand_dims(gl.expand_dims(gl.expand_dims(eight, 0), 1), 3)
     p4 = p4 & mask_of_signs(even, odd, eight)
-    return gl.convert_layout(p4.reshape([64, n // 2]), layout, assert_trivial=True)
+    return gl.convert_layout(p4.reshape([rows, n // 2]), layout, assert_trivial=True)

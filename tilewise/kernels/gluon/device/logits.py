@@ -41,16 +41,24 @@ class Head(NamedTuple):
     key_end: object
     diagonal: object  # int32 (64,): the key that stands where the row does
     row: object  # int32 (64,), counted from the start of the sequence, no further than its end
-    first_row: object  # of the 64
-    slope_log2: object  # of the factor that the softmax adds, if variant.slanted
-    bias: object  # where the bias of the head starts, in elements
+    first_row: object  # first of the 64 rows
+    slope_log2: object  # slope of the factor that the softmax adds, if variant.slanted
+    bias: object  # start of the head's bias, in elements
     length_k: object
 
 
 @gluon.jit
-def head_of(rows, first_row, work, extras, layout: gl.constexpr, variant: gl.constexpr):
-    """Return the Head of 64 rows from `first_row`; layout: of the rows of a sum."""
-    row = first_row + gl.arange(0, 64, layout)
+def head_of(
+    rows,
+    first_row,
+    work,
+    extras,
+    layout: gl.constexpr,
+    variant: gl.constexpr,
+    COUNT: gl.constexpr = 64,
+):
+    """Return the Head of COUNT rows from `first_row`; layout: of the rows of a sum."""
+    row = first_row + gl.arange(0, COUNT, layout)
     diagonal, key_begin, key_end = keys_of_rows(
         row, rows.length_q, rows.length_k, work.window_left, work.window_right, variant
     )
@@ -124,7 +132,8 @@ def _add_slant(s, head):
     """
     n: gl.constexpr = s.shape[1]
     whole: gl.constexpr = s.type.layout
-    four = s.reshape([64, n // 8, 4, 2])
+    rows: gl.constexpr = s.shape[0]
+    four = s.reshape([rows, n // 8, 4, 2])
     layout: gl.constexpr = four.type.layout
     eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
     pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
@@ -134,13 +143,13 @@ def _add_slant(s, head):
     second = gl.expand_dims(gl.expand_dims(gl.expand_dims(second, 0), 1), 2)
     ahead = (eight + second).to(gl.float32)
     four = gl.fma(ahead, gl.full_like(four, 0.0) + head.slope_log2, four)
-    return gl.convert_layout(four.reshape([64, n]), whole, assert_trivial=True)
+    return gl.convert_layout(four.reshape([rows, n]), whole, assert_trivial=True)
 
 
 @gluon.jit
 def slant_of(s, head, first_key):
     """Return what ALiBi adds to the first key of each thread of a row of s (64, n): (64, 4)."""
-    four = s.reshape([64, s.shape[1] // 8, 4, 2])  # no instruction
+    four = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])  # no instruction
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, four.type.layout))
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     key = first_key + 2 * gl.arange(0, 4, gl.SliceLayout(0, layout))
@@ -184,7 +193,8 @@ def _add_alibi(s, head, first_key):
     """Subtract slope * |row - key| from logits in base 2."""
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
-    s3 = s.reshape([64, n // 8, 8])
+    rows: gl.constexpr = s.shape[0]
+    s3 = s.reshape([rows, n // 8, 8])
     l3: gl.constexpr = s3.type.layout
     l2: gl.constexpr = gl.SliceLayout(1, l3)
     within = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, l2)), 0)
@@ -194,7 +204,7 @@ def _add_alibi(s, head, first_key):
     eights = gl.expand_dims(gl.expand_dims(eights, 0), 2).to(gl.float32)
     distance = gl.abs(ahead - eights)
     s3 = gl.fma(distance, gl.full_like(distance, 0.0) - head.slope_log2, s3)
-    return gl.convert_layout(s3.reshape([64, n]), layout, assert_trivial=True)
+    return gl.convert_layout(s3.reshape([rows, n]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -208,7 +218,10 @@ def hide_by_bits(s, words):
     """Set logits s (64, n) to -inf where their bits, of `load_bits`, are not set."""
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
-    s5 = s.reshape([64, n // 32, 4, 4, 2])  # row, word, eight of the word, pair of it, column of it
+    rows: gl.constexpr = s.shape[0]
+    s5 = s.reshape(
+        [rows, n // 32, 4, 4, 2]
+    )  # row, word, eight of the word, pair of it, column of it
     l5: gl.constexpr = s5.type.layout
     l4: gl.constexpr = gl.SliceLayout(4, l5)
     l3: gl.constexpr = gl.SliceLayout(3, l4)
@@ -227,4 +240,4 @@ def hide_by_bits(s, words):
     bit = gl.expand_dims(gl.full_like(eight, 1) << (8 * eight), 3)
     bit = gl.expand_dims(bit, 4) << column
     s5 = gl.where((gl.expand_dims(words, 4) & bit) != 0, s5, float("-inf"))
-    return gl.convert_layout(s5.reshape([64, n]), layout, assert_trivial=True)
+    return gl.convert_layout(s5.reshape([rows, n]), layout, assert_trivial=True)

@@ -1,4 +1,4 @@
-"""Asking for global memory ahead of time: L2 fetches it, and nobody waits for it.
+"""Asking for global memory ahead of time: L2 fetches it, and no thread waits for it.
 
 What: the bulk prefetch of sm_90, which Gluon has no name for.
 Grid: none, inlined into the kernels.

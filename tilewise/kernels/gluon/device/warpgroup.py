@@ -127,7 +127,8 @@ def pack(p, dtype: gl.constexpr):
     Carried from loop to loop as pairs: as 16-bit values they would cost two moves an element.
     """
     n: gl.constexpr = p.shape[1]
-    low, high = gl.split(p.reshape([64, n // 2, 2]))
+    rows: gl.constexpr = p.shape[0]
+    low, high = gl.split(p.reshape([rows, n // 2, 2]))
     name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     return gl.inline_asm_elementwise(
         f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f", [high, low],
@@ -149,7 +150,8 @@ def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
             dtype=(gl.float16, gl.float16), is_pure=True, pack=1,
         )  # fmt: skip
-    return gl.convert_layout(gl.join(low, high).reshape([64, n]), layout, assert_trivial=True)
+    rows: gl.constexpr = pairs.shape[0]
+    return gl.convert_layout(gl.join(low, high).reshape([rows, n]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -173,7 +175,8 @@ def keep_columns(s, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr):
     """
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
-    s3 = s.reshape([64, n // 8, 8])
+    rows: gl.constexpr = s.shape[0]
+    s3 = s.reshape([rows, n // 8, 8])
     l3: gl.constexpr = s3.type.layout
     l2: gl.constexpr = gl.SliceLayout(1, l3)
     within = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, l2)), 0)
@@ -185,7 +188,7 @@ def keep_columns(s, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr):
     if HAS_BEGIN:
         bound = gl.expand_dims(gl.convert_layout(begin, gl.SliceLayout(1, l2)), 1) - within
         s3 = gl.where(eights >= gl.expand_dims(bound, 1), s3, float("-inf"))
-    return gl.convert_layout(s3.reshape([64, n]), layout, assert_trivial=True)
+    return gl.convert_layout(s3.reshape([rows, n]), layout, assert_trivial=True)
 
 
 @gluon.jit

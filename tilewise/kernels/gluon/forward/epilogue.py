@@ -26,13 +26,13 @@ class Output(NamedTuple):
     """Where results go."""
 
     o: object  # descriptor of (64, tile.o_columns) tiles
-    o_ptr: object  # for the last rows of packed sequences
+    o_ptr: object  # address for the last rows of packed sequences
     o_row: object  # Hq Dv / 8
     width: object  # Dv / 8
     lse: object
     lse_batch: object
     lse_head: object
-    maxima: object  # of the logits of each row, where lse has it; None without
+    maxima: object  # largest logit of each row, laid out as lse; None without
     sinks: object  # float32 (Hq,), None without
     philox: object  # int64 (2,), None without dropout
     drop_limit: object

@@ -29,21 +29,21 @@ from tilewise.kernels.gluon.forward.warpgroup import compute_tiles
 class Tile(NamedTuple):
     """Constexpr: how a CTA is cut; every combination gives the same results but for rounding."""
 
-    warpgroups: int  # that compute, 64 rows each
+    warpgroups: int  # warpgroups that compute, 64 rows each
     rows: int  # 64 * warpgroups
-    keys: int  # of a block
+    keys: int  # keys of a block
     stages: int  # blocks of K and of V in shared memory
     d: int  # channels of q and k, padded with zeros: d and then d_high, 0 where d has all
     d_high: int
     dv: int  # channels of v and o, padded
-    o_columns: int  # of the buffer through which o leaves: dv or half of it
+    o_columns: int  # columns of the buffer through which o leaves: dv or half of it
     dynamic: bool  # tiles are dealt out by a counter, from much to little work
     ping_pong: bool  # warpgroups take turns at issuing products
     q_in_registers: bool  # q is an operand in registers; frees its shared memory at once
     release_together: bool  # K and V of a step are given back at once, with one barrier
     next_early: bool  # the loader asks for the next tile before it loads this one
     scale_late: bool  # acc is rescaled while the next scores are multiplied, not before they are
-    registers: int  # of a thread that computes
+    registers: int  # registers of a thread that computes
     loader_registers: int
     bias_stages: int = 0  # blocks of the bias in shared memory; 0: registers load it themselves
 
@@ -97,7 +97,7 @@ class Shared(NamedTuple):
     q_high: object  # channels past tile.d; that of q and k where there are none
     q_full: object
     q_empty: object
-    number: object  # of the tile whose queries are in q
+    number: object  # number of the tile with the queries that are in q
     k: object
     k_high: object
     k_full: object

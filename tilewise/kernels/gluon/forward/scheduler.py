@@ -23,8 +23,8 @@ class Work(NamedTuple):
     """All tiles of a launch; made inside the kernel."""
 
     num_tiles: object
-    row_tiles: object  # of a head; of all sequences where they are packed
-    num_heads: object  # that number the tiles: B Hq, or Hq where sequences are packed
+    row_tiles: object  # tiles of rows of a head; of all sequences where they are packed
+    num_heads: object  # heads that number the tiles: B Hq, or Hq where sequences are packed
     heads_per_section: object
     num_q_heads: object
     group_size: object
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     b: object
     h: object
     first_row: object
-    first_q: object  # where the sequence starts in a packed batch, else 0
+    first_q: object  # first row of the sequence in a packed batch, else 0
     length_q: object
     first_k: object
     length_k: object

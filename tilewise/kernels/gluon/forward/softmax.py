@@ -26,7 +26,7 @@ from tilewise.kernels.triton.attention.tile import FAR
 def partial_sums(p):
     """Add up the columns of p (64, n) that a thread holds of a row: (64, 4)."""
     n: gl.constexpr = p.shape[1]
-    return gl.sum(gl.sum(p.reshape([64, n // 8, 4, 2]), 3), 1)
+    return gl.sum(gl.sum(p.reshape([p.shape[0], n // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -51,20 +51,21 @@ def _shared_exp2(x):
     """Return 2 ** x (64, n), a quarter of the columns by polynomials: both units work at once."""
     n: gl.constexpr = x.shape[1]
     layout: gl.constexpr = x.type.layout
-    left, right = gl.split(x.reshape([64, n // 16, 2, 8]).permute((0, 1, 3, 2)))
+    rows: gl.constexpr = x.shape[0]
+    left, right = gl.split(x.reshape([rows, n // 16, 2, 8]).permute((0, 1, 3, 2)))
     HALF: gl.constexpr = right.type.layout
-    first, second = gl.split(left.reshape([64, n // 32, 2, 8]).permute((0, 1, 3, 2)))
+    first, second = gl.split(left.reshape([rows, n // 32, 2, 8]).permute((0, 1, 3, 2)))
     left = gl.join(_polynomial_exp2(first), exp2(second))
-    left = left.permute((0, 1, 3, 2)).reshape([64, n // 16, 8])
+    left = left.permute((0, 1, 3, 2)).reshape([rows, n // 16, 8])
     left = gl.convert_layout(left, HALF, assert_trivial=True)
-    x = gl.join(left, exp2(right)).permute((0, 1, 3, 2)).reshape([64, n])
+    x = gl.join(left, exp2(right)).permute((0, 1, 3, 2)).reshape([rows, n])
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 @gluon.jit
 def _maxima(s):
     """Return the maximum of the columns that a thread holds of a row of s (64, n): (64, 4)."""
-    return gl.max(gl.max(s.reshape([64, s.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.max(gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -98,9 +99,10 @@ def _in_columns(x, s):
     """Return numbers of threads of rows, (64, 4), in each column of a thread, as s (64, n) is."""
     n: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
-    four = gl.zeros([64, n], gl.float32, LAYOUT).reshape([64, n // 8, 4, 2])
+    rows: gl.constexpr = s.shape[0]
+    four = gl.zeros([rows, n], gl.float32, LAYOUT).reshape([rows, n // 8, 4, 2])
     four = four + gl.expand_dims(gl.expand_dims(x, 1), 3)
-    return gl.convert_layout(four.reshape([64, n]), LAYOUT, assert_trivial=True)
+    return gl.convert_layout(four.reshape([rows, n]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

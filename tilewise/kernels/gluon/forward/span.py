@@ -44,7 +44,7 @@ class Walk(NamedTuple):
     seen_begin: object  # keys outside [seen_begin, seen_end) exist, but no row of the tile sees one
     seen_end: object
     last: object  # the block of step 0, without a block mask
-    partial: object  # where the partial and the full entries of a block mask start
+    partial: object  # starts of the partial and the full entries of a block mask
     full: object
     full_end: object
     first_full: object  # the full entry that comes first

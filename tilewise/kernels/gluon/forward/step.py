@@ -41,7 +41,7 @@ class Task(NamedTuple):
     extras: object
     draw: object
     plane: object  # b Hq + h, which dropout counts by
-    factor: object  # of `softmax`
+    factor: object  # the factor that `softmax` takes
     shared: object
 
 
@@ -49,22 +49,28 @@ class Block(NamedTuple):
     """What `gather` found of one block; 0 where the call has none."""
 
     first_key: object
-    number: object  # of its bit tile, see `span.block_of_step`
+    number: object  # number of its bit tile, see `span.block_of_step`
     bits: object
-    words: object  # that say what dropout keeps
-    bias: object  # of `load_bias`
+    words: object  # random words that say what dropout keeps
+    bias: object  # the result of `load_bias`
 
 
 @gluon.jit
 def gather(
-    task, index, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr
+    task,
+    index,
+    tile: gl.constexpr,
+    variant: gl.constexpr,
+    EDGE: gl.constexpr,
+    BITS: gl.constexpr,
+    ROWS: gl.constexpr = 64,
 ):
     """Return the Block of step `index` of a walk; needs no product, so it may overlap one.
 
     EDGE, BITS: as `probabilities` takes them.
     """
     KEYS: gl.constexpr = tile.keys
-    S: gl.constexpr = sum_layout(KEYS)
+    S: gl.constexpr = sum_layout(KEYS, ROWS // 16)
     first_row = task.head.first_row
     block, number = block_of_step(task.walk, index, task.mask, tile, variant)
     first_key = block * KEYS
@@ -74,13 +80,13 @@ def gather(
         first_word = first_key % variant.mask_keys // 32
         start = task.mask.bits + number.to(gl.int64) * (variant.mask_rows * WORDS)
         row = first_row % variant.mask_rows
-        bits = load_bits(start, number, row, first_word, S, KEYS, WORDS)
+        bits = load_bits(start, number, row, first_word, S, KEYS, WORDS, ROWS)
     words = number
     if variant.dropout:
-        words = random_words(task.draw, task.plane, first_row, first_key, KEYS, S)
+        words = random_words(task.draw, task.plane, first_row, first_key, KEYS, S, ROWS)
     bias = number
     if variant.bias and tile.bias_stages == 0:
-        like = gl.zeros([64, KEYS], gl.float32, S)  # no instruction
+        like = gl.zeros([ROWS, KEYS], gl.float32, S)  # no instruction
         masked: gl.constexpr = EDGE != "none" or BITS
         bias = load_bias(like, task.head, task.extras, first_key, masked, variant)
     return Block(first_key, number, bits, words, bias)

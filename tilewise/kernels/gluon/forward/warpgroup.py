@@ -55,7 +55,7 @@ class State(NamedTuple):
     p: object
     m: object
     l: object
-    alpha: object  # what acc still lacks as a factor, with tile.scale_late
+    alpha: object  # the factor that acc still lacks, with tile.scale_late
 
 
 @gluon.jit

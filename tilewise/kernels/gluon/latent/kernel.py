@@ -37,7 +37,7 @@ class Variant(NamedTuple):
     several: bool  # runs may be longer than one token, so that rows differ in what they see
     publish: int  # products of a tile's logits that may still run when the p before it is handed on
     prefetch: int  # tiles, beyond those in the ring, whose last channels L2 is asked for
-    registers: int  # of a thread that sums o
+    registers: int  # registers of a thread that sums o
 
 
 class Output(NamedTuple):
@@ -63,8 +63,8 @@ class Shared(NamedTuple):
     rope: object  # z[:, 512:], then p; three
     q_tail: object
     q_rope: object
-    alpha: object  # what a tile multiplies the sums before it by
-    scale: object  # what o of an item is multiplied by in the end
+    alpha: object  # the factor by which a tile multiplies the sums before it
+    scale: object  # the factor of an item's o, in the end
     item: object  # see `item`; two slots, as scale has
     items: object  # the same, a slot at a time
     left_full: object

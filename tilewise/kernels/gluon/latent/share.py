@@ -40,8 +40,8 @@ class Step(NamedTuple):
     heads: object
     row_tiles: object  # tiles of rows of the longest run
     tokens: object  # rows of q
-    max_keys: object  # that a row of the table leads to
-    blocks: object  # of the cache
+    max_keys: object  # keys that a row of the table leads to
+    blocks: object  # blocks of the cache
 
 
 class Share(NamedTuple):
@@ -60,8 +60,8 @@ class Item(NamedTuple):
     """Tiles [first, first + tiles) of one sequence and one tile of its rows."""
 
     sequence: object
-    first_row: object  # of all rows, new tokens times heads
-    rows: object  # of the sequence that are this tile's, at most ROWS; 0 or less: nothing to do
+    first_row: object  # first of all rows, new tokens times heads
+    rows: object  # rows of the sequence in this tile, at most ROWS; 0 or less: nothing to do
     run: object
     length: object
     table: object

@@ -65,7 +65,7 @@ class Shape(NamedTuple):
     alone: bool  # no sequence has a second split
     warp_scales: bool = False  # slot scales come by loads of the loading warp, not by TMA
     merges: bool = False  # the last split of a sequence to end merges them all
-    early: int = 0  # of `kernels.early`
+    early: int = 0  # mode of `kernels.early`
     loader_registers: int = 24
 
 
@@ -350,7 +350,7 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
             if shape.window:
                 visible = visible & inside_window(place, last_key, window_left)
             s = gl.where(visible, s, float("-inf"))
-            # What nobody owns may be NaN, and 0 * NaN is NaN.
+            # Slots without an owner may be NaN, and 0 * NaN is NaN.
             if shape.slot_scales:
                 v_scales = gl.where(owned, v_scales, 0.0)
             if shape.kind == E4M3:

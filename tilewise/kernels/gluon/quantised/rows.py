@@ -42,22 +42,22 @@ _FIRST = gl.constexpr(early.FIRST)
 class Shape(NamedTuple):
     """Constexpr: what changes the code."""
 
-    kind: int  # of codes, see `operands`
-    rows: int  # of x, padded: 8, 16 or 32
-    tiles: int  # of 16 outputs of a warp: 1, 2 or 4
-    warps_n: int  # that share the rows of x
-    warps_k: int  # that share outputs
+    kind: int  # kind of the codes, see `operands`
+    rows: int  # rows of x, padded: 8, 16 or 32
+    tiles: int  # tiles of 16 outputs of a warp: 1, 2 or 4
+    warps_n: int  # warps that share the rows of x
+    warps_k: int  # warps that share outputs
     holds_inputs: bool  # rows of x are loaded ahead, too
     step: int  # channels of a warp's product: 32 to 128 of 4 bits, 16 to 64 of 8
     group_steps: int  # steps that share a scale; 0: all of a row
     outer_steps: int  # likewise an outer scale
-    scale_kind: int  # of `triton.quantised.values`
+    scale_kind: int  # kind of the scales, of `triton.quantised.values`
     has_outer: bool
     has_zeros: bool
     minimum_kind: int  # -1: none
     has_outer_minimums: bool
     has_bias: bool
-    early: int  # of `kernels.early`: codes are loaded before the kernel before has ended
+    early: int  # mode of `kernels.early`: codes are loaded while the kernel before runs
 
 
 @gluon.constexpr_function
@@ -346,7 +346,7 @@ def quantised_rows_kernel(
     even = _loaded(codes, tensors, bases, warp, 0, shape)
     odd = _loaded(codes, tensors, bases, warp, W, shape)
     if shape.early:
-        # Nobody writes the weight; whatever else is read or written follows the kernel before.
+        # No kernel writes the weight; whatever else is read or written follows the kernel before.
         await_previous(shape.warps_n * shape.warps_k)
         if shape.early != _FIRST:
             begin_next(shape.warps_n * shape.warps_k)

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     tile_m: int  # rows of a tile, 64 for each warpgroup or a multiple
     tile_n: int  # outputs of a tile
     stages: int  # at least 2: one is filled again when the product after it has begun
-    columns: int  # of y that are stored at a time: those of a tile, or half of them
+    columns: int  # columns of y that are stored at a time: those of a tile, or half of them
     group: int  # tiles of rows whose tiles of outputs are taken together
     num_warps: int
     has_parts: bool  # K is summed in several parts

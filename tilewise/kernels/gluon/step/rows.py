@@ -39,16 +39,16 @@ _FIRST = gl.constexpr(early.FIRST)
 class Shape(NamedTuple):
     """Constexpr: what changes the code."""
 
-    rows: int  # of x, padded: 8, 16, 32 ... 256
+    rows: int  # rows of x, padded: 8, 16, 32 ... 256
     tile_n: int  # outputs of a CTA, 64 for each warpgroup or a multiple
     tile_k: int  # channels of a stage
     stages: int
     parts: int  # CTAs that share a tile of outputs
     num_warps: int
-    early: int  # of `kernels.early`: the weight is loaded before the kernel before has ended
+    early: int  # mode of `kernels.early`: the weight is loaded while the kernel before runs
     has_bias: bool
     keeps_parts: bool = False  # their sums are left to who reads y
-    in_tiles: bool = False  # of `rows` rows each
+    in_tiles: bool = False  # x is cut into tiles of `rows` rows each
 
 
 class Ring(NamedTuple):
@@ -94,7 +94,7 @@ def _begin(weight, x, ring, output, row, channel, count, shape: gl.constexpr):
             mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
             at = [output, channel + stage * shape.tile_k]
             tma_load(weight, at, full, ring.weight.index(stage))
-        # Nobody writes the weight; whatever else is read or written follows the kernel before.
+        # No kernel writes the weight; whatever else is read or written follows the kernel before.
         await_previous(shape.num_warps)
         if shape.early != _FIRST:
             begin_next(shape.num_warps)

@@ -80,8 +80,8 @@ class Shared(NamedTuple):
     q_tail: object
     p: object  # two stages, as alpha: what a block multiplies the sums before it by
     alpha: object
-    scale: object  # what o is multiplied by in the end
-    k_left_full: object  # of keys, then of values, by step: three of each
+    scale: object  # the factor of o, in the end
+    k_left_full: object  # barriers of keys, then of values, by step: three of each
     k_middle_full: object
     k_tail_full: object
     v_left_full: object

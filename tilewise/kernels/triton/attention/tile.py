@@ -33,9 +33,9 @@ class Sequences(NamedTuple):
 class HeadDims(NamedTuple):
     """Constexpr: channels of one head."""
 
-    d: int  # of q and k, up to 512
-    dv: int  # of v and o
-    rest: int  # of q and k past the first 512, which are multiplied on their own
+    d: int  # channels of q and k, up to 512
+    dv: int  # channels of v and o
+    rest: int  # channels of q and k past the first 512, multiplied on their own
     d_pad: int  # powers of two
     dv_pad: int
     rest_pad: int

@@ -47,9 +47,9 @@ class Others(NamedTuple):
     b: object  # address of v or do
     a_row: object  # strides, in units
     b_row: object
-    begin: object  # for this tile only rows [begin, end) exist
+    begin: object  # first row of this tile: only rows [begin, end) exist
     end: object
-    lse_log2: object  # for queries; None for keys
+    lse_log2: object  # lse of the rows of queries; None for keys
     delta: object
 
 

@@ -52,7 +52,7 @@ class Form(NamedTuple):
     rest_pad: int
     dv_pad: int
     block_size: int
-    same_strides: bool  # of keys and values
+    same_strides: bool  # keys and values have the same strides
     window_left: int
     softcap: bool
     alibi: bool

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels import device
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import CHUNK, RecurrentSpec, RecurrentStates
 from tilewise.kernels.triton.attention.tile import LOG2E
@@ -40,7 +41,12 @@ def why_not(spec: RecurrentSpec) -> str | None:
         return "states must keep tokens, got states that keep updates"
     if spec.key_dim > MOST_KEY_DIM:
         return f"key_dim must be at most {MOST_KEY_DIM}, got {spec.key_dim}"
-    return why_not_elements(spec)
+    reason = why_not_elements(spec)
+    if reason is None and not device.interpreting():
+        arch = device.arch_of(torch.device("cuda"))
+        if arch // 10 == 10:  # Triton 3.7.1 makes an empty kernel of the delta rule
+            return f"needs compute capability 8.0 to 9.0 or 12.0, got {arch // 10}.{arch % 10}"
+    return reason
 
 
 @triton.jit

@@ -66,7 +66,7 @@ class Buffers(NamedTuple):
     v: object
     o: object
     places: object
-    factors: object  # of the logits (times log2(e)), of the values
+    factors: object  # factors of the logits (times log2(e)) and of the values
     sequences: object  # see SEQUENCE; None where nothing is packed
 
 

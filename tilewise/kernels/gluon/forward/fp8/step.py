@@ -59,7 +59,7 @@ def arrive_scheduler(CONSUMER: gl.constexpr, C: gl.constexpr):
 class KeyScales(NamedTuple):
     """Where the scales of a head's keys are, if each has its own, and which tile is at hand."""
 
-    scales: object  # of its first key, at a multiple of 16 bytes
+    scales: object  # scales from its first key on, at a multiple of 16 bytes
     tile: object
     seqlen_k: object
 
@@ -111,7 +111,7 @@ class Bits(NamedTuple):
 
     bits: object
     number: object  # -1 has all bits, -2 none
-    row: object  # of the first of the 64
+    row: object  # first of the 64 rows
 
 
 @gluon.jit

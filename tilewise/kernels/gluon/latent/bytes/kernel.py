@@ -42,10 +42,10 @@ class Variant(NamedTuple):
 
     block: int  # tokens of a cache block
     box: int  # keys of one copy: those of a block, at most 64
-    rows: int  # of a tile: 16, 32 or 64
+    rows: int  # rows of a tile: 16, 32 or 64
     stages: int
     kind: int  # INT8 or E4M3 of `device.byte_operands`
-    registers: int  # of a thread that sums o
+    registers: int  # registers of a thread that sums o
     loader_registers: int
 
 
@@ -58,12 +58,12 @@ class Shared(NamedTuple):
     latent_tiles: object  # (stages * 4, 64, 128)
     rope_tiles: object  # (stages, 64, 64)
     q: object  # float16 (9, rows, 64), in the order of `query_parts`
-    power: object  # of two, by which a row of q was divided
+    power: object  # the power of two by which a row of q was divided
     p: object  # float16 (stages * 2, 32, rows), in the order of `probability_halves`
-    alpha: object  # what a tile multiplies the sums before it by
-    scale: object  # what o of an item is multiplied by in the end
+    alpha: object  # the factor by which a tile multiplies the sums before it
+    scale: object  # the factor of an item's o, in the end
     item: object  # see `latent.item`; two slots, as scale has
-    full: object  # what is copied has come, and the scales
+    full: object  # the copies of a stage have come, and the scales
     empty: object  # the logits and both halves of o have taken a tile
     p_full: object
     p_empty: object

@@ -1,4 +1,4 @@
-"""Large pages for a CPU's cache, whose scattered blocks span more memory than a TLB covers.
+"""Large pages for a CPU's cache and packed weights, which span more memory than a TLB covers.
 
 A page of 4 KiB holds one block of a head or two, so that attention over long contexts waits for a
 page-table walk at nearly each. Linux gives pages of 2 MiB on request where

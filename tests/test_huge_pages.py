@@ -1,4 +1,4 @@
-"""Large pages under the cache: asked for where the platform knows them, of whole pages only."""
+"""Large pages: asked for where the platform knows them, of whole pages only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.cache import huge_pages
-from tilewise.cache.huge_pages import ask_for_huge_pages
+from tilewise import huge_pages
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
+from tilewise.huge_pages import ask_for_huge_pages
 
 SPEC = CacheSpec(
     num_layers=2,

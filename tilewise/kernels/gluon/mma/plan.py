@@ -1,0 +1,140 @@
+"""Plan attention by mma.sync: which calls its kernels take, how they are cut, what is launched."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.forward.kernel import Tensors
+from tilewise.kernels.gluon.forward.launch import (
+    WIDEST_SOFTCAP,
+    add_sorted_tiles,
+    mask_strides,
+)
+from tilewise.kernels.gluon.forward.variant import choice, in_pairs
+from tilewise.kernels.gluon.mma.forward import Tile, attention_fwd_kernel
+from tilewise.kernels.gluon.mma.tiles import tile_config_fwd
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
+from tilewise.kernels.triton.attention.geometry import bias_strides
+from tilewise.kernels.triton.visible import mask_reach_kernel
+
+__all__ = ["GENERATIONS", "add_fwd", "is_served", "tile_config_fwd", "why_not_fwd"]
+
+GENERATIONS = (8, 12)  # of devices that have mma.sync and nothing faster
+_UNIT = 8  # elements of 16 bytes
+_WIDEST = 256
+_MASK_ROWS = 128
+
+
+def is_served(arch: int) -> bool:
+    """Whether a device of this compute capability has mma.sync and nothing faster."""
+    return arch // 10 in GENERATIONS
+
+
+def why_not_fwd(spec: AttentionSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
+        if not _UNIT <= width <= _WIDEST or width % _UNIT != 0:
+            return f"{name} must be a multiple of {_UNIT} from {_UNIT} to {_WIDEST}, got {width}"
+    if spec.mask_tile is not None and spec.mask_tile[0] != _MASK_ROWS:
+        return f"mask tiles must have {_MASK_ROWS} queries, got {spec.mask_tile[0]}"
+    if spec.softcap > WIDEST_SOFTCAP:
+        return f"softcap must be at most {WIDEST_SOFTCAP:g}, got {spec.softcap}"
+    return None
+
+
+def strides_of(x: Tensor, *, is_packed: bool) -> tuple[int, int, int]:
+    """Return (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units of 16 bytes."""
+    steps = [
+        step // _UNIT if size > 1 else 0
+        for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    batch, row, head = (0, *steps) if is_packed else steps
+    return batch, row, head
+
+
+def add_fwd(
+    maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
+) -> tuple[Tensor, ...]:
+    """Add the forward pass to a plan; see `ops.attention` for shapes and rules."""
+    tile = tile or tile_config_fwd(spec, device.arch_of(maker.device))
+    q, bias, heads = tensors.q, tensors.bias, spec.num_q_heads
+    rows = q.shape[0] if spec.is_varlen else q.shape[1]
+    o_shape = (*q.shape[:-1], spec.v_head_dim)
+    lse_shape = (heads, rows) if spec.is_varlen else (spec.batch, heads, rows)
+    if spec.batch * heads * spec.max_seqlen_q * rows == 0:
+        count = 2 if spec.needs_max else 1
+        nothing = [maker.full(lse_shape, -math.inf, torch.float32) for _ in range(count)]
+        return maker.full(o_shape, 0.0, q.dtype), *nothing
+    o, lse = maker.empty(o_shape, q.dtype), maker.empty(lse_shape, torch.float32)
+    strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
+    variant, numbers = choice(spec, tile, strides[2] != 0, bias_pairs)
+    variant = variant._replace(short=False)
+    given: dict[str, Tensor | None] = {
+        "seqlens_k": tensors.seqlens_k,
+        "alibi": tensors.alibi_slopes,
+        "sinks": tensors.sinks,
+        "philox": tensors.philox,
+        "bias": tensors.bias,
+    }
+    results: tuple[Tensor, ...] = o, lse
+    if spec.needs_max:
+        maxima = maker.empty(lse_shape, torch.float32)
+        if spec.is_varlen:
+            maxima = maker.full(lse_shape, -math.inf, torch.float32)
+        given["maxima"], results = maxima, (o, lse, maxima)
+    upper_bound = -(-spec.max_seqlen_q // tile.rows)
+    if spec.is_varlen:
+        upper_bound = o.shape[0] // tile.rows + spec.batch
+        rows_k = tensors.k.shape[0]
+        tiles = add_sorted_tiles(maker, tensors, o, lse, spec, tile, upper_bound, rows_k)
+        given["plan"], given["plan_size"] = tiles
+    mask = tensors.mask
+    if mask is not None:
+        count, mask_rows, words = mask.bits.shape
+        reach = maker.empty((count, words), mask.bits.dtype)
+        if count > 0:
+            maker.launch(mask_reach_kernel, count, mask.bits, reach, TILE_M=mask_rows, WORDS=words)
+        given |= {"mask_bits": mask.bits, "mask_reach": reach, "mask_spans": mask.rows}
+        given["mask_entries"] = mask.row_entries
+    added = Tensors(**{name: x for name, x in given.items() if x is not None})
+    q, k, v = (maker.addressable(x) for x in tensors[:3])
+    num_heads = heads if spec.is_varlen else spec.batch * heads
+    num_tiles = upper_bound * num_heads
+    steps = [strides_of(x, is_packed=spec.is_varlen) for x in (q, k, v, o)]
+    alibi = tensors.alibi_slopes
+    maker.launch(
+        attention_fwd_kernel,
+        num_tiles,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        added,
+        *steps,
+        spec.head_dim // _UNIT,
+        spec.v_head_dim // _UNIT,
+        num_tiles,
+        upper_bound,
+        num_heads,
+        *numbers[:9],
+        *numbers[11:],
+        0 if spec.is_varlen else heads * rows,
+        rows,
+        alibi.shape[-1] if alibi is not None and alibi.dim() == 2 else 0,
+        *mask_strides(tensors.mask),
+        *strides,
+        tile=tile,
+        variant=variant,
+        num_warps=tile.warps,
+    )
+    return results
