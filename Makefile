@@ -71,6 +71,7 @@ bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
 docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed results
 	$(BIN)/python lab/plots/attention_plots.py
 	$(BIN)/python lab/plots/hopper_plots.py
+	$(BIN)/python lab/plots/ampere_plots.py
 	$(BIN)/python lab/plots/decode_plots.py
 	$(BIN)/python lab/plots/memory_plot.py
 	$(BIN)/python lab/plots/engine_plots.py

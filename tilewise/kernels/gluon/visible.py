@@ -399,11 +399,12 @@ def load_bits(
 
 @gluon.jit
 def words_of_mask(like, number, first_row, first_word, scores):
-    """Return two words of rows of bit tile `number`, from its `first_row`; -1 has all bits."""
+    """Return the words of 32 keys of rows of bit tile `number` from `first_row` on; -1 has all."""
     n: gl.constexpr = like.shape[1]
-    l3: gl.constexpr = like.reshape([2, 32, n]).type.layout
+    words: gl.constexpr = like.shape[0] // 32
+    l3: gl.constexpr = like.reshape([words, 32, n]).type.layout
     l2: gl.constexpr = gl.SliceLayout(1, l3)
-    word = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, l2)) + first_word, 1)
+    word = gl.expand_dims(gl.arange(0, words, gl.SliceLayout(1, l2)) + first_word, 1)
     row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, l2)) + first_row, 0)
     at = row * MASK_WORDS + word
     start = scores.mask_bits + number.to(gl.int64) * (MASK_TILE * MASK_WORDS)

@@ -44,13 +44,20 @@ def plan_bwd(call: Call) -> LaunchPlan:
     Its results are dq, dk, dv, dbias and dsinks, the last two None where they are not wanted. Of
     heads of more than 256 channels the portable kernels make them.
     """
-    if wide.is_wide(call.spec) or _is_mma(call.spec):
+    is_mma = _is_mma(call.spec)
+    arch = device.arch_of(call.device)
+    if is_mma and mma.why_not_bwd(call.spec, arch) is not None:
+        return portable.plan_bwd(call)
+    if wide.is_wide(call.spec) and not is_mma:
         return portable.plan_bwd(call)
     spec, maker = call.spec, Maker(call, GRADIENT_TENSORS)
     do, dlse, o, lse = maker.inputs[:4]
     assert do is not None
     assert o is not None
     assert lse is not None
+    if is_mma:
+        gradients = mma.add_bwd(maker, spec, do, dlse, o, lse, maker.tensors)
+        return maker.finish(gradients, functools.partial(_tiles_mma_bwd, spec, arch))
     results = add_bwd(maker, spec, do, dlse, o, lse, maker.tensors)
     return maker.finish(results, functools.partial(_tiles_bwd, spec))
 
@@ -102,6 +109,11 @@ def _tiles_wide() -> dict[str, TileConfig]:
 def _tiles_mma(spec: AttentionSpec, arch: int) -> dict[str, TileConfig]:
     tile = mma.tile_config_fwd(spec, arch)
     return {"fwd": TileConfig(tile.rows, tile.keys, tile.warps, tile.stages)}
+
+
+def _tiles_mma_bwd(spec: AttentionSpec, arch: int) -> dict[str, TileConfig]:
+    tile = mma.tile_config_bwd(spec, arch)
+    return {"bwd": TileConfig(tile.queries, tile.keys, tile.warps, tile.stages)}
 
 
 def _tiles_fwd(spec: AttentionSpec) -> dict[str, TileConfig]:

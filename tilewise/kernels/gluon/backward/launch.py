@@ -35,7 +35,7 @@ from tilewise.kernels.triton.attention import plan as portable
 from tilewise.kernels.triton.attention.geometry import extras_of
 from tilewise.kernels.triton.attention.tile import Extras
 
-__all__ = ["add_bwd", "variant_of", "why_not_bwd"]
+__all__ = ["add_bwd", "nothing_seen", "scores_of", "variant_of", "why_not_bwd"]
 
 _LOG2E = math.log2(math.e)
 
@@ -62,7 +62,7 @@ def add_bwd(
     """
     q, k, v, bias, sinks = *tensors[:3], tensors.bias, tensors.sinks
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
-        return _nothing_seen(maker, q, k, v, dlse, bias, sinks, spec)
+        return nothing_seen(maker, q, k, v, dlse, bias, sinks, spec)
     q, k, v, do, o = (maker.addressable(x) for x in (q, k, v, do, o))
     sequences = Sequences(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqlens_k)
     mask = tensors.mask
@@ -87,7 +87,18 @@ def add_bwd(
     dbias = None
     if spec.is_varlen:
         zero_gaps(maker, dq, dk, dv, spec, sequences)
-    rows = launch_before(maker, q, o, do, lse, dlse, spec, sequences, variant)
+    rows = launch_before(
+        maker,
+        q,
+        o,
+        do,
+        lse,
+        dlse,
+        spec,
+        sequences,
+        variant,
+        has_sums=not has_separate_dq(spec),
+    )
     scores, places = scores_of(spec, extras)
     if has_separate_dq(spec):
         launch_dkdv(maker, do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
@@ -112,7 +123,7 @@ def add_bwd(
             places,
             variant,
         )
-        launch_after(maker, rows, dq, spec, sequences, variant)
+        launch_after(maker, rows, dq, spec, sequences, variant, int(variant.flat))
     if group_size > 1:
         dk, dv = sum_groups(maker, dk, group_size), sum_groups(maker, dv, group_size)
     if bias is not None and spec.needs_dbias:
@@ -164,7 +175,7 @@ def scores_of(
     return scores, tuple(place or 0 for place in places)
 
 
-def _nothing_seen(
+def nothing_seen(
     maker: Maker,
     q: Tensor,
     k: Tensor,

@@ -75,15 +75,16 @@ def add_bias(s, b, head, queries, keys, first_query, first_key, scores, places):
 
 @gluon.jit
 def keep_pairs(x, words, other):
-    """Set x (64 keys, queries) to `other` where a word's bit is 0; words: int32 (2, queries)."""
+    """Set x (keys, queries) to `other` where a bit is 0; words: int32 (keys / 32, queries)."""
     n: gl.constexpr = x.shape[1]
     layout: gl.constexpr = x.type.layout
-    x3 = x.reshape([2, 32, n])
+    rows: gl.constexpr = x.shape[0]
+    x3 = x.reshape([rows // 32, 32, n])
     l3: gl.constexpr = x3.type.layout
     bit = 1 << gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
     bit = gl.expand_dims(gl.expand_dims(bit, 0), 2)
     x3 = gl.where((gl.expand_dims(words, 1) & bit) != 0, x3, other)
-    return gl.convert_layout(x3.reshape([64, n]), layout, assert_trivial=True)
+    return gl.convert_layout(x3.reshape([rows, n]), layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -207,7 +207,11 @@ def attention_bwd_after_kernel(
     if first < length:
         rows = first + tl.arange(0, TILE)
         columns = tl.arange(0, D)
-        if FLAT:  # as `consumer.flat_dq` left it
+        if FLAT == 2:  # 8 x 8 of them as lanes of mma.sync hold them, see `mma.backward`
+            in_rows = (buffer + rows // 8 * 8) * D + rows % 8 * 4
+            in_columns = columns // 8 * 64 + columns % 2 * 32 + columns % 8 // 2
+            dq = tl.load(dq_sum_ptr + in_rows[:, None] + in_columns[None, :])
+        elif FLAT:  # as `consumer.flat_dq` left it
             within = rows % 64
             in_rows = within // 16 * 1024 + within % 8 * 16 + within // 8 % 2 * 2
             block = (buffer + rows - within) * D

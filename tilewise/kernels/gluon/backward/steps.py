@@ -22,7 +22,6 @@ from tilewise.kernels.gluon.backward.plan import (
     PrePostPlan,
     Turns,
     cdiv,
-    has_separate_dq,
     heads_per_section,
     power_of_2,
     prepost_of,
@@ -76,8 +75,10 @@ def launch_before(
     spec: AttentionSpec,
     sequences: Sequences,
     variant: BwdVariant,
+    *,
+    has_sums: bool,
 ) -> Rows:
-    """Return the row terms and the sum of dq, of the first heads at least."""
+    """Return the row terms, of the first heads at least, and where `has_sums` the sum of dq."""
     planes, count = _planes(o, spec)
     lse_log2, delta = (maker.empty((planes, count), torch.float32) for _ in range(2))
     if spec.is_varlen and (spec.has_sinks or spec.mask_tile):
@@ -92,7 +93,7 @@ def launch_before(
     dq_sum = semaphores = counts = None
     plan = PrePostPlan(heads, heads, 0, 0)
     turns = turns_of(spec, variant, section, num_sms)
-    if not has_separate_dq(spec):
+    if has_sums:
         dq_sum = maker.empty((planes, count, variant.d), torch.float32)
         counts = maker.empty((2 * spec.batch * spec.num_q_heads,), torch.int32)
         if variant.prepost != "none":
@@ -154,8 +155,9 @@ def launch_after(
     spec: AttentionSpec,
     sequences: Sequences,
     variant: BwdVariant,
+    flat: int,
 ) -> None:
-    """Round the sum of dq of the last heads."""
+    """Round the sum of dq of the last heads; flat: how it lies, as the kernel takes it."""
     assert rows.dq_sum is not None
     tile = _ELEMENTS // variant.d
     heads_after = rows.plan.behind * spec.group_size
@@ -181,7 +183,7 @@ def launch_after(
         UNIT=UNIT,
         TILE_M=variant.tile_m,
         TILE=tile,
-        FLAT=variant.flat,
+        FLAT=flat,
         num_warps=_ROWS_WARPS,
     )
 

@@ -8,6 +8,20 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon.backward.launch import nothing_seen, scores_of
+from tilewise.kernels.gluon.backward.plan import (
+    has_separate_dq,
+    splits_groups,
+    with_ungrouped_heads,
+)
+from tilewise.kernels.gluon.backward.span import Sequences
+from tilewise.kernels.gluon.backward.steps import (
+    launch_after,
+    launch_before,
+    sum_groups,
+    sum_sinks,
+    zero_gaps,
+)
 from tilewise.kernels.gluon.forward.kernel import Tensors
 from tilewise.kernels.gluon.forward.launch import (
     WIDEST_SOFTCAP,
@@ -15,19 +29,38 @@ from tilewise.kernels.gluon.forward.launch import (
     mask_strides,
 )
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
+from tilewise.kernels.gluon.mma.backward import attention_bwd_kernel
 from tilewise.kernels.gluon.mma.forward import Tile, attention_fwd_kernel
-from tilewise.kernels.gluon.mma.tiles import tile_config_fwd
+from tilewise.kernels.gluon.mma.tiles import (
+    BwdTile,
+    choice_bwd,
+    tile_config_bwd,
+    tile_config_fwd,
+)
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
-from tilewise.kernels.triton.attention.geometry import bias_strides
+from tilewise.kernels.triton.attention import plan as portable
+from tilewise.kernels.triton.attention.geometry import bias_strides, extras_of
 from tilewise.kernels.triton.visible import mask_reach_kernel
 
-__all__ = ["GENERATIONS", "add_fwd", "is_served", "tile_config_fwd", "why_not_fwd"]
+__all__ = [
+    "GENERATIONS",
+    "add_bwd",
+    "add_fwd",
+    "is_served",
+    "tile_config_bwd",
+    "tile_config_fwd",
+    "why_not_bwd",
+    "why_not_fwd",
+]
 
 GENERATIONS = (8, 12)  # of devices that have mma.sync and nothing faster
 _UNIT = 8  # elements of 16 bytes
 _WIDEST = 256
 _MASK_ROWS = 128
+# Of 64 keys a tile an ordered gradient takes three times as long (sm_89, D 128, causal).
+_ORDERED_KEYS = 128
+_IN_EIGHTS = 2  # how the sum of dq lies, as `backward.rows` takes it
 
 
 def is_served(arch: int) -> bool:
@@ -138,3 +171,98 @@ def add_fwd(
         num_warps=tile.warps,
     )
     return results
+
+
+def why_not_bwd(spec: AttentionSpec, arch: int) -> str | None:
+    """Say why the portable kernels make the gradient of `spec`, or return None."""
+    if spec.mask_tile not in (None, (_MASK_ROWS, _MASK_ROWS)):
+        return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
+    if spec.deterministic and has_separate_dq(spec._replace(head_dim=64, v_head_dim=64)):
+        return "a mask, or lengths without a diagonal, leave sums of dq no order"
+    if spec.deterministic and tile_config_bwd(spec, arch).keys < _ORDERED_KEYS:
+        return "sums of dq wait too long for one another between tiles of few keys"
+    return None
+
+
+def add_bwd(
+    maker: Maker,
+    spec: AttentionSpec,
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    tensors: AttentionTensors,
+    tile: BwdTile | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Add the backward pass to a plan; see `gluon.backward.launch.add_bwd`."""
+    tile = tile or tile_config_bwd(spec, device.arch_of(maker.device))
+    q, k, v, bias, sinks = *tensors[:3], tensors.bias, tensors.sinks
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        return nothing_seen(maker, q, k, v, dlse, bias, sinks, spec)
+    q, k, v, do, o = (maker.addressable(x) for x in (q, k, v, do, o))
+    sequences = Sequences(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqlens_k)
+    extras = extras_of(
+        spec, bias=bias, alibi_slopes=tensors.alibi_slopes, mask=tensors.mask, philox=tensors.philox
+    )
+    given, group_size = spec, 1
+    mask_heads = 1 if tensors.mask is None else tensors.mask.columns.shape[1]
+    if splits_groups(spec, mask_heads, device.sm_count_of(maker.device)):
+        spec, group_size = with_ungrouped_heads(spec), spec.group_size
+    dq, dk, dv = (
+        maker.empty((*x.shape[:-2], heads, x.shape[-1]), x.dtype)
+        for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
+    )
+    variant, grids = choice_bwd(spec, tile)
+    if spec.is_varlen:
+        zero_gaps(maker, dq, dk, dv, spec, sequences)
+    rows = launch_before(maker, q, o, do, lse, dlse, spec, sequences, variant, has_sums=True)
+    scores, places = scores_of(spec, extras)
+    num_tiles = -(-spec.max_seqlen_k // tile.keys)
+    steps = [strides_of(x, is_packed=spec.is_varlen) for x in (q, k, v, do, dk, dv)]
+    maker.launch(
+        attention_bwd_kernel,
+        num_tiles * spec.batch * spec.num_kv_heads,
+        q,
+        k,
+        v,
+        do,
+        dk,
+        dv,
+        rows.lse_log2,
+        rows.delta,
+        rows.dq_sum,
+        rows.semaphores,
+        sequences,
+        *steps,
+        spec.head_dim // _UNIT,
+        spec.v_head_dim // _UNIT,
+        spec.batch,
+        spec.num_kv_heads,
+        spec.group_size,
+        spec.max_seqlen_q,
+        spec.max_seqlen_k,
+        *((q.shape[0], k.shape[0]) if spec.is_varlen else (0, 0)),
+        spec.window_left,
+        spec.window_right,
+        num_tiles,
+        rows.section,
+        rows.delta.shape[1],
+        spec.num_kv_heads // k.shape[-2],
+        scores,
+        *places,
+        variant=variant,
+        grids=grids,
+        num_warps=grids.warps,
+    )
+    launch_after(maker, rows, dq, spec, sequences, variant, _IN_EIGHTS)
+    if group_size > 1:
+        dk, dv = sum_groups(maker, dk, group_size), sum_groups(maker, dv, group_size)
+    dbias = dsinks = None
+    if bias is not None and spec.needs_dbias:
+        # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
+        row_terms = portable.launch_rows(maker, o, do, lse, dlse, given)
+        beside = {"sequences": portable.sequences_of(tensors), "extras": extras}
+        dbias = portable.launch_dbias(maker, do, q, k, v, *row_terms, bias, given, **beside)
+    if sinks is not None:
+        dsinks = sum_sinks(maker, sinks, rows)
+    return dq, dk, dv, dbias, dsinks

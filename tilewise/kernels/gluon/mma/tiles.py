@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from tilewise.kernels.gluon.backward.plan import order_of
+from tilewise.kernels.gluon.backward.span import BwdVariant
+from tilewise.kernels.gluon.mma.backward import Grids
 from tilewise.kernels.gluon.mma.forward import Tile
 from tilewise.kernels.gluon.mma.operands import CHUNK
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles.paged import WIDE_SHARED_MEMORY
 
-__all__ = ["WIDTHS", "tile_config_fwd"]
+__all__ = ["WIDTHS", "BwdTile", "choice_bwd", "tile_config_bwd", "tile_config_fwd"]
 
 WIDTHS = (64, 128, 256)  # heads are padded to the next one, by zeros
 
@@ -103,3 +108,103 @@ def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: b
 
 def _padded(width: int) -> int:
     return next(wide for wide in WIDTHS if wide >= width)
+
+
+class BwdTile(NamedTuple):
+    """How a CTA of the backward pass is cut.
+
+    Attributes:
+        queries, keys: the rows of a tile of each.
+        warps: the warps of a CTA.
+        scores: the grid of warps over s and dp, as (keys, queries).
+        key_sums, query_sums: the grids over dk and dv, and over dq.
+        stages: the tiles of queries in shared memory, 1 or 2.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    scores: tuple[int, int]
+    key_sums: tuple[int, int]
+    query_sums: tuple[int, int]
+    stages: int = 2
+
+
+# Of the larger of D and Dv, padded, for 163 KiB of shared memory and for 99. Measured as the
+# forward pass was, TFLOP/s at 1,024 and 4,096 queries, FlashAttention-2 in brackets:
+#   D 64:  full 258 / 288 (244 / 281), causal 199 / 271 (185 / 249)
+#   D 128: full 278 / 315 (262 / 303), causal 217 / 299 (208 / 275)
+#   D 256: full 212 / 235 (227 / 255), causal 184 / 240 (181 / 231); two stages of queries, for
+#          which an A100 has no room: full 228 / 251
+# p and ds that go from product to product in registers, where warps lie over keys alone, are as
+# fast at D 64 and slower at D 128 (234 for 315).
+_BWD_LARGE = {
+    64: BwdTile(32, 128, 4, (4, 1), (4, 1), (2, 2)),
+    128: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
+    256: BwdTile(64, 64, 8, (2, 4), (2, 4), (2, 4), stages=1),
+}
+_BWD_SMALL = {
+    64: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
+    128: BwdTile(64, 64, 4, (2, 2), (2, 2), (2, 2), stages=1),
+    256: BwdTile(32, 32, 8, (2, 4), (2, 4), (2, 4), stages=1),
+}
+
+
+def tile_config_bwd(spec: AttentionSpec, arch: int) -> BwdTile:
+    """Return how a CTA of the backward pass is cut for `spec` on compute capability `arch`."""
+    rows = _BWD_LARGE if arch in WIDE_SHARED_MEMORY else _BWD_SMALL
+    return rows[max(_padded(spec.head_dim), _padded(spec.v_head_dim))]
+
+
+def choice_bwd(spec: AttentionSpec, tile: BwdTile) -> tuple[BwdVariant, Grids]:
+    """Return the code that the backward pass of `spec` needs."""
+    lengths_vary = spec.is_varlen or spec.has_seqlens_k
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    hides = left or right or lengths_vary
+    d, dv = _padded(spec.head_dim), _padded(spec.v_head_dim)
+    softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
+    has_mask = spec.mask_tile is not None
+    ordered, last_first = order_of(spec._replace(head_dim=64, v_head_dim=64))
+    variant = BwdVariant(
+        tile_m=tile.queries,
+        tile_n=tile.keys,
+        d=d,
+        d_high=0,
+        dv=dv,
+        width=spec.head_dim,
+        v_width=spec.v_head_dim,
+        stages=tile.stages,
+        two_loops=not ordered or last_first,
+        left=left,
+        right=right,
+        tail=lengths_vary or (spec.max_seqlen_k % tile.keys > 0 and (hides or not has_mask)),
+        packed=spec.is_varlen,
+        ragged=spec.has_seqlens_k,
+        positive=spec.softmax_scale > 0,
+        softcap=softcap if spec.softcap > 0 else "none",
+        alibi=spec.has_alibi,
+        bias=spec.has_bias,
+        bias_rows=False,
+        bias_pairs=False,
+        dropout=spec.dropout_threshold > 0,
+        mask=has_mask,
+        ruled=has_mask and hides,
+        ordered=ordered,
+        ring=ordered and not last_first,
+        last_first=last_first,
+        prepost="none",
+        together=False,
+        by_query=False,
+        flat=False,
+    )
+    grids = Grids(
+        tile.warps,
+        tile.scores,
+        tile.key_sums,
+        tile.query_sums,
+        *(-(-width // CHUNK.value) * CHUNK.value for width in (spec.head_dim, spec.v_head_dim)),
+        padded=spec.head_dim < d or spec.v_head_dim < dv,
+        queries_end=spec.is_varlen or spec.max_seqlen_q % tile.queries > 0,
+    )
+    return variant, grids
