@@ -1,4 +1,4 @@
-"""A CPU that is no x86, without Triton: every module is imported.
+"""A CPU that is no x86, without Triton: every module is imported, kernels and engine compute.
 
 A process is told that its machine is an aarch64 and that LLVM's target has no AVX (but rounds, as
 NEON does), cannot import
@@ -51,6 +51,40 @@ for found in pkgutil.walk_packages(tilewise.__path__, "tilewise.", onerror=lambd
     count += 1
 assert count > 300, count
 """
+_COMPUTE = """
+from tilewise import attention, paged_attention, LLM, SamplingParams
+torch.manual_seed(0)
+for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+    q, k, v = (torch.randn(2, 70, heads, 64).to(dtype) for heads in (4, 2, 2))
+    for x in (q, k, v):
+        x.requires_grad_(True)
+    found, want = (attention(q, k, v, causal=True, backend=b) for b in (None, "reference"))
+    assert (found.float() - want.float()).abs().max() < most
+    grads = [torch.autograd.grad(o.float().square().sum(), (q, k, v)) for o in (found, want)]
+    for one, other in zip(*grads):
+        assert (one - other).float().abs().max() < 40 * most
+    with torch.no_grad():
+        k_cache, v_cache = (torch.randn(8, 16, 2, 64).to(dtype) for _ in "kv")
+        options = dict(
+            block_table=torch.tensor([[3, 1, 0], [7, 2, 5]], dtype=torch.int32),
+            seqlens_k=torch.tensor([33, 48], dtype=torch.int32),
+        )
+        for tokens in (1, 5):
+            q = torch.randn(2 * tokens, 4, 64).to(dtype)
+            starts = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
+            both = [
+                paged_attention(
+                    q, k_cache, v_cache, cu_seqlens_q=starts, max_seqlen_q=tokens, backend=b,
+                    **options,
+                )
+                for b in (None, "reference")
+            ]
+            assert (both[0].float() - both[1].float()).abs().max() < most
+with LLM("story", device="cpu", max_model_len=64, max_num_seqs=2) as llm:
+    request = SamplingParams(max_tokens=4, temperature=0.0)
+    text = llm.generate(["Once upon a time"], request)[0].outputs[0]
+    print(list(text.token_ids))
+"""
 
 
 def _run(code: str) -> str:
@@ -73,3 +107,15 @@ pytestmark = [
 @pytest.mark.timeout(120)
 def test_every_module_is_imported_without_triton_on_another_cpu():
     _run(_IMPORT_ALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_attention_caches_and_an_engine_compute_on_another_cpu():
+    from tilewise import LLM, SamplingParams
+
+    told = _run(_COMPUTE)
+    with LLM("story", device="cpu", max_model_len=64, max_num_seqs=2) as llm:
+        request = SamplingParams(max_tokens=4, temperature=0.0)
+        want = llm.generate(["Once upon a time"], request)[0].outputs[0].token_ids
+    assert told.split("\n")[-2] == str(list(want))
