@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors"},
     "masks": {"errors"},
     "reference": {"keywords", "errors"},
-    "kernels": {"children", "errors", "huge_pages"},
+    "kernels": {"children", "errors", "huge_pages", "version"},
     "cache": {"errors", "huge_pages"},
     "ops": {"children", "kernels", "reference", "masks", "cost", "keywords", "errors"},
     "nn": {"ops", "cache", "errors"},
@@ -312,6 +312,7 @@ REMEMBERED = {
         "_form_of_numbers",
         "driver",
     },
+    "kernels/host/first_run.py": {"first_run"},  # whether this process is one
     "kernels/host/plan.py": {"_visited"},
     "kernels/plan.py": {"_steps"},
     "ops/call.py": {"_numbers_of"},

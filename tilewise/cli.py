@@ -54,6 +54,16 @@ _OF_GENERATE = (
     "swap_space_gib",
     "offload_gib",
 )
+# Those on which the kernels of an engine depend.
+_OF_PRECOMPILE = (
+    "dtype",
+    "kv_cache_dtype",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "batch_invariant",
+)
 _WRONG_REQUEST = (CheckpointError, RequestError, UnsupportedError, ValueError, TypeError, OSError)
 
 _EXAMPLES = """\
@@ -71,6 +81,7 @@ examples:
   tilewise bench attention --only dense                    attention from N = 512 on: time, memory
   tilewise simulate --trace FILE --rates 1 2 4             throughput and latency, foreseen
   tilewise precompile                                      compile the usual kernels beforehand
+  tilewise precompile --arch sm89 --to kernels.zip         the same for a GPU elsewhere
   tilewise generate --prompt "A" -n 8 --trace t.jsonl      note what the scheduler decides
   tilewise replay t.jsonl                                  draw it: blocks, owners, copies over time
 """
@@ -526,11 +537,51 @@ def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--device", help="cuda or cpu (default: a GPU where there is one)")
     parser.add_argument("--forward-only", action="store_true", help="leave the gradients out")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    elsewhere = parser.add_argument_group(
+        "for another machine",
+        "Compile for a GPU that is not here, into a file; there --from puts its kernels into "
+        "Triton's cache.",
+    )
+    elsewhere.add_argument(
+        "--arch", metavar="ARCH", help="architecture to compile for, such as sm89; needs --to"
+    )
+    elsewhere.add_argument("--to", metavar="FILE", help="the file to write")
+    elsewhere.add_argument("--from", dest="source", metavar="FILE", help="a file to take")
+    elsewhere.add_argument(
+        "--sm-count", type=int, metavar="N", help="multiprocessors of that GPU (default: the most)"
+    )
+    elsewhere.add_argument(
+        "--model", metavar="MODEL", help=f"compile what its engine needs instead: {_MODEL}"
+    )
+    for flag in engine_flags(_OF_PRECOMPILE):
+        add_flag(elsewhere, flag, flag.shown_default)
 
 
 def _precompile(options: argparse.Namespace) -> int:
-    from tilewise.engine.console import precompile
+    from tilewise.engine.console import precompile, precompile_for, take_kernels
 
+    if options.source is not None:
+        if options.arch is not None or options.to is not None:
+            raise RequestError("--from must come without --arch and --to")
+        return take_kernels(options.source)
+    if (options.arch is None) != (options.to is None):
+        raise RequestError("--arch and --to must come together")
+    if options.arch is not None:
+        engine = None
+        if options.model is not None:
+            engine = {name: vars(options)[name] for name in ("model", *_OF_PRECOMPILE)}
+        return precompile_for(
+            options.arch,
+            options.to,
+            head_dims=options.head_dims,
+            dtypes=options.dtypes,
+            needs_backward=not options.forward_only,
+            options=engine,
+            sm_count=options.sm_count,
+            workers=options.workers,
+        )
+    if options.model is not None:
+        raise RequestError("--model must come with --arch and --to")
     return precompile(
         head_dims=options.head_dims,
         dtypes=options.dtypes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from tilewise.engine.cache_table import CacheShape, cache_table, read_latent_shape
+from tilewise.engine.captured.elsewhere import Task, compile_for
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.record.trace import write_trace
@@ -25,8 +27,17 @@ from tilewise.models.config import read_config
 from tilewise.nn.packed import quantisation_error
 from tilewise.ops import explain
 from tilewise.ops import precompile as _precompile
+from tilewise.ops.compile_ahead import check_triton, take
 
-__all__ = ["explain_attention", "explain_cache", "generate", "precompile", "read_prompt"]
+__all__ = [
+    "explain_attention",
+    "explain_cache",
+    "generate",
+    "precompile",
+    "precompile_for",
+    "read_prompt",
+    "take_kernels",
+]
 
 # Sequences that run at once at most; the cache is made no larger than the prompts at hand need.
 MAX_NUM_SEQS = 256
@@ -142,6 +153,40 @@ def precompile(*, dtypes: Sequence[str], **choice: Any) -> int:
         f"{done.calls - len(done.failures)} of {done.calls} calls compiled in {done.seconds:.1f} s"
     )
     return 1 if done.failures else 0
+
+
+def precompile_for(arch: str, to: str, **choice: Any) -> int:
+    """Compile kernels for a GPU that is not here, into a file; returns the exit code.
+
+    Args:
+        arch: such as "sm89".
+        to: the file to write.
+        choice: the other fields of `elsewhere.Task`.
+    """
+    check_triton()
+    number = arch.removeprefix("sm").removeprefix("_")
+    if not number.isdecimal():
+        raise RequestError(f"arch must be a name such as sm89, got {arch!r}")
+    began = time.monotonic()
+    done = compile_for(Task(int(number), to, **choice))
+    for failure in done.failures:
+        print(failure, file=sys.stderr)
+    seconds = time.monotonic() - began
+    print(
+        f"{done.num_kernels} kernels for sm{number} in {to}, {done.num_found} of which had been "
+        f"compiled before, in {seconds:.1f} s"
+    )
+    return 1 if done.failures else 0
+
+
+def take_kernels(source: str) -> int:
+    """Put the kernels of a file into Triton's cache; returns the exit code."""
+    taken = take(Path(source))
+    print(
+        f"{taken.num_taken} kernels taken for sm{taken.manifest.arch} ({taken.manifest.about}), "
+        f"{taken.num_there} were there; the next run says how many it used"
+    )
+    return 0
 
 
 def read_prompt(path: str) -> str:

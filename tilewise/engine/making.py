@@ -36,6 +36,7 @@ from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
 from tilewise.models.multi_token_head import load_multi_token_head
 from tilewise.models.transformers_encoder import TransformersEncoder
+from tilewise.ops.compile_ahead import tell_first_run
 
 __all__ = [
     "EncoderMaker",
@@ -309,6 +310,7 @@ class EngineMaker:
             )
         finally:
             progress.close()
+        tell_first_run()
         settle_memory(config.max_num_seqs)
         self.start_seconds.include(runner.start_seconds)
         return runner

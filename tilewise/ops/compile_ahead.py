@@ -7,16 +7,37 @@ cache on disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from tilewise.errors import UnsupportedError
+from tilewise.kernels import device
+from tilewise.kernels.host.first_run import first_run, listen
+
 if TYPE_CHECKING:
+    from tilewise.kernels.host.kernel_file import Manifest, Taken
     from tilewise.kernels.host.requests import Request
     from tilewise.kernels.host.side_by_side import Compilers, Outcome
 
-__all__ = ["Compilers", "Outcome", "Request", "cache", "compilers", "is_on_disk", "noted_launches"]
+__all__ = [
+    "Compilers",
+    "Outcome",
+    "Request",
+    "Taken",
+    "cache",
+    "check_triton",
+    "compilers",
+    "is_on_disk",
+    "listen",
+    "noted_launches",
+    "pack",
+    "take",
+    "tell_first_run",
+]
 
 
 def noted_launches(
@@ -55,3 +76,43 @@ def cache() -> tuple[Path, str]:
     from triton import knobs
 
     return Path(knobs.cache.dir), triton.__version__
+
+
+def check_triton() -> None:
+    """Raise UnsupportedError where there is no Triton to compile with, or to compile for."""
+    if not device.has_triton():
+        raise UnsupportedError(
+            "precompiled kernels must be of an installed Triton, got none: pip install triton "
+            "(on Windows triton-windows)"
+        )
+
+
+def pack(path: Path, requests: Iterable[Request], *, arch: int, about: str) -> Manifest:
+    """Write compiled kernels to one file, see `kernels.host.kernel_file`."""
+    from tilewise.kernels.host.kernel_file import pack
+
+    return pack(path, requests, arch=arch, about=about)
+
+
+def take(path: Path) -> Taken:
+    """Put the kernels of a file into Triton's cache; the next run says which of them it used.
+
+    Args:
+        path: a file that `tilewise precompile --arch ARCH --to FILE` has written.
+
+    Raises:
+        ValueError: it is no such file, or of another Triton, tilewise or GPU.
+        UnsupportedError: there is no Triton.
+    """
+    check_triton()
+    from tilewise.kernels.host.kernel_file import unpack
+
+    here = torch.device("cuda")
+    return unpack(path, arch=device.arch_of(here) if torch.cuda.is_available() else None)
+
+
+def tell_first_run() -> None:
+    """Say which precompiled kernels this process has used, if it is the first to use them."""
+    found = first_run()
+    if found is not None:
+        found.tell()

@@ -27,7 +27,7 @@ from tilewise.ops.paged.api import paged_attention, plan_paged_attention
 from tilewise.ops.paged.cache import write_kv_cache
 from tilewise.ops.paged.shared_prefixes import shared_prefixes
 
-__all__ = ["USUAL_HEAD_DIMS", "Precompiled", "precompile"]
+__all__ = ["USUAL_HEAD_DIMS", "Precompiled", "attention_calls", "precompile"]
 
 USUAL_HEAD_DIMS = (64, 128, 256)
 _TOKENS = 256  # a whole tile of every kernel, and more than one of most
@@ -112,6 +112,14 @@ def _jobs(
             yield _Job("paged", head_dim, dtype, causal, True, False)
     for dtype in dtypes:
         yield _Job("latent", _LATENT[1], dtype, True, True, False)
+
+
+def attention_calls(
+    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], device: str
+) -> list[str]:
+    """Make every call of `precompile` in this process, without gradients; return the failures."""
+    jobs = list(_jobs(head_dims, dtypes, needs_backward=False))
+    return _run(jobs, device, workers=1, shows_progress=False)
 
 
 def _run(jobs: list[_Job], device: str, workers: int, shows_progress: bool) -> list[str]:

@@ -20,9 +20,9 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps import runner as runner_module
-from tilewise.engine.steps.compilations import listen
 from tilewise.engine.steps.cpu_step import CompiledRunner
 from tilewise.engine.tensor_parallel.runner import ParallelRunner
+from tilewise.ops.compile_ahead import listen
 
 __all__ = ["Compilations", "Measured"]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Compilations", "CpuCompilations", "listen"]
+from tilewise.ops.compile_ahead import listen
+
+__all__ = ["Compilations", "CpuCompilations"]
 
 _lock = threading.Lock()
 _total = 0
@@ -29,28 +30,6 @@ def _count(**what: Any) -> None:
     with _lock:
         _total += 1
         _names.append(str(what["src"].name))
-
-
-def listen(told: Callable[..., None]) -> None:
-    """Have Triton tell of every kernel that it compiles or fetches, as well as those told before.
-
-    Args:
-        told: takes what a `knobs.compilation.listener` of Triton's takes.
-    """
-    try:
-        from triton import knobs
-    except ImportError:  # without Triton nothing is compiled
-        return
-    before = knobs.compilation.listener
-
-    def tell(**what: Any) -> None:
-        told(**what)
-        if before is not None:
-            before(**what)
-
-    # Not the hook of JIT functions: with one set, Triton writes what is constant in a kernel as
-    # JSON, and a kernel with constants that are no plain values could not be launched.
-    knobs.compilation.listener = tell
 
 
 class Compilations:

@@ -9,7 +9,6 @@ answers that it is busy. The lock ends with the process that holds it.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pickle
 import queue
@@ -23,7 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Answer", "main"]
+try:
+    import fcntl
+except ImportError:  # Windows: each process compiles for itself
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Answer", "StubDriver", "main"]
 
 
 class Answer(NamedTuple):
@@ -40,7 +44,7 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
-class _Driver:
+class StubDriver:
     """Stands in for a driver of a GPU: it knows its target and nothing else."""
 
     def __init__(self, target: Any) -> None:
@@ -48,15 +52,19 @@ class _Driver:
 
     @staticmethod
     def is_active() -> bool:
+        """Whether Triton may choose this driver by itself."""
         return False
 
     def get_current_target(self) -> Any:
+        """Return what is compiled for."""
         return self._target
 
     def get_current_device(self) -> int:
+        """Return the index of the GPU."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
+        """Return the default stream."""
         return 0
 
 
@@ -83,7 +91,7 @@ def _compile(request: Any) -> str:
     from tilewise.kernels.host.requests import kernel_of, work_of
 
     work = work_of(request)
-    triton.runtime.driver.set_active(_Driver(work.target))
+    triton.runtime.driver.set_active(StubDriver(work.target))
     kernel = kernel_of(request.module, request.name)
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, work.signature, work.constants, work.attributes)
@@ -113,6 +121,9 @@ def _not_loaded(name: str, path: str) -> Any:
 @contextmanager
 def _claimed(name: str) -> Iterator[bool]:
     """Whether this process may make what has this name; no other one may meanwhile."""
+    if fcntl is None:
+        yield True
+        return
     folder = Path(tempfile.gettempdir()) / f"tilewise-compiling-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

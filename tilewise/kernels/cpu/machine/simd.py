@@ -13,10 +13,10 @@ Numerics  bfloat16 lives in uint16 arrays and is rounded to nearest even; exp2 i
 from __future__ import annotations
 
 import math
-import platform
 from decimal import Decimal, localcontext
 from functools import partial
 
+import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -29,7 +29,7 @@ _features = features()
 HAS_BF16_DOT = bool(_features.get("avx512bf16"))
 # The matrix unit (Intel AMX): the CPU has tile registers, and Linux lets this process use them.
 HAS_TILES = HAS_BF16_DOT and bool(_features.get("amx-bf16")) and grants_tiles()
-HAS_HALF = bool(_features.get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
+HAS_HALF = bool(_features.get("f16c")) or llvm.get_default_triple().startswith(("aarch64", "arm64"))
 REGISTER_BYTES = 64 if _features.get("avx512f") else 32 if _features.get("avx2") else 16
 HAS_INTEGER_DOT = REGISTER_BYTES == 32 or bool(_features.get("avx512bw"))  # VPMADDWD at full width
 NUM_REGISTERS = 16 if REGISTER_BYTES == 32 else 32

@@ -1,0 +1,98 @@
+"""What the first run after `tilewise precompile --from` says: which kernels it found compiled."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STAMPS", "FirstRun", "first_run", "listen"]
+
+STAMPS = "tilewise-files"  # beside Triton's folders: the kernels of files that no run has used yet
+
+
+def listen(told: Callable[..., None]) -> None:
+    """Have Triton tell of every kernel that it compiles or fetches, as well as those told before.
+
+    Args:
+        told: takes what a `knobs.compilation.listener` of Triton's takes.
+    """
+    try:
+        from triton import knobs
+    except ImportError:  # without Triton nothing is compiled
+        return
+    before = knobs.compilation.listener
+
+    def tell(**what: Any) -> None:
+        told(**what)
+        if before is not None:
+            before(**what)
+
+    # Not the hook of JIT functions: with one set, Triton writes what is constant in a kernel as
+    # JSON, and a kernel with constants that are no plain values could not be launched.
+    knobs.compilation.listener = tell
+
+
+class FirstRun:
+    """Counts the kernels of a run that finds files of kernels unpacked.
+
+    Args:
+        stamps: the files that name their kernels; they are removed once it is told.
+    """
+
+    def __init__(self, stamps: list[Path]) -> None:
+        self._stamps = stamps
+        self._taken = set[str]()
+        for stamp in stamps:
+            with suppress(OSError, ValueError, TypeError):  # a stamp alone runs nothing
+                self._taken.update(json.loads(stamp.read_text()))
+        self._num_hits = self._num_others = self._num_misses = 0
+        listen(self._count)
+        atexit.register(self.tell)
+
+    def _count(self, *, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            self._num_misses += 1
+        elif metadata.get("hash") in self._taken:
+            self._num_hits += 1
+        else:
+            self._num_others += 1
+
+    @property
+    def line(self) -> str | None:
+        """What there is to say; None before a kernel was asked for."""
+        if not (self._num_hits or self._num_others or self._num_misses):
+            return None
+        others = f", {self._num_others} were there before" if self._num_others else ""
+        return (
+            f"tilewise: {self._num_hits} of {len(self._taken)} precompiled kernels were used"
+            f"{others}, {self._num_misses} were compiled anew"
+        )
+
+    def tell(self) -> None:
+        """Write the line to standard error, once; the next run says nothing."""
+        line = self.line
+        if line is None or not self._stamps:
+            return
+        for stamp in self._stamps:
+            with suppress(OSError):
+                stamp.unlink()
+        self._stamps = []
+        if sys.stderr is not None:
+            print(line, file=sys.stderr, flush=True)
+
+
+@functools.cache
+def first_run() -> FirstRun | None:
+    """Return what counts this run's kernels; None where no file was unpacked since the last one."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    stamps = sorted(Path(knobs.cache.dir).joinpath(STAMPS).glob("*.json"))
+    return FirstRun(stamps) if stamps else None
