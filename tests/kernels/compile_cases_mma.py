@@ -17,7 +17,7 @@ import torch
 from tests.kernels.compile_cases import Case, attention_spec, meta
 from tests.kernels.compile_cases_gluon import _FEATURES, _tensors
 from tests.kernels.planned import mma_results, tensors_of
-from tilewise.kernels.gluon.mma.plan import add_bwd, tile_config_fwd
+from tilewise.kernels.gluon.mma.plan import add_bwd, tile_config_fwd, why_not_bwd
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import GRADIENT_TENSORS, Call
 from tilewise.kernels.spec import AttentionSpec
@@ -79,7 +79,10 @@ KNOWN: Mapping[tuple[int, str], tuple[int, str | None]] = {
 }
 
 
-KNOWN_BWD: Mapping[tuple[int, str], tuple[int, str | None]] = {}
+# In the backward pass a few moves of loop invariants are left in the loop: 10 of 1,007 instructions
+# at most in plain calls of Triton 3.7, 66 of 1,984 with every feature.
+_FULL = "dk, dv, p and ds fill the registers"
+_BWD_SPILLS, _BWD_SPILLS_OF_ALL = 224, 720
 
 
 def forward_cases() -> Iterator[MmaCase]:
@@ -145,15 +148,16 @@ def backward_cases() -> Iterator[MmaCase]:
             specs[f"d{head_dim}-{feature}"] = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
     for arch in (80, 89):
         for name, spec in specs.items():
-            known = KNOWN_BWD.get((arch, name), (0, None))
+            if name.endswith("deterministic") and why_not_bwd(spec, arch) is not None:
+                continue
             yield MmaCase(
                 f"sm_{arch}-mma-bwd-{name}",
                 arch,
                 functools.partial(launch_backward, spec),
                 slow=f"sm_{arch}-mma-bwd-{name}" not in _BWD_EVERY_DAY,
                 mma="mma.sync",
-                most_spilled=known[0],
-                spills_in_loop=known[1],
+                most_spilled=_BWD_SPILLS_OF_ALL if "everything" in name else _BWD_SPILLS,
+                spills_in_loop=_FULL,
             )
 
 
