@@ -1,4 +1,4 @@
-"""How the forward pass by mma.sync is cut: a pure table from a call to the tiles of a CTA."""
+"""How attention by mma.sync is cut: pure tables from a call to the tiles of a CTA."""
 
 from __future__ import annotations
 
