@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import tempfile
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 
 from tilewise import LLM
-from tilewise.bench.engines.shapes import SHAPES, model_directory
+from tilewise.bench.engines import shapes
+from tilewise.bench.engines.shapes import model_directory
 from tilewise.engine.scheduling.scheduler import Scheduler
 
 __all__ = ["SHAPES", "Clock", "machine", "make", "random_prompts", "use"]
 
 # For tries without a GPU: everything that a real shape has, and little of it.
-TINY = SHAPES["qwen3-0.6b"] | {
+TINY = shapes.SHAPES["qwen3-0.6b"] | {
     "vocab_size": 503,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -31,7 +33,7 @@ TINY = SHAPES["qwen3-0.6b"] | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SHAPES.setdefault("tiny", TINY)
+SHAPES = shapes.SHAPES | {"tiny": TINY}
 
 
 def make(shape: str, device: str, dtype: str, **settings: Any) -> LLM:
@@ -44,7 +46,12 @@ def make(shape: str, device: str, dtype: str, **settings: Any) -> LLM:
         settings: as `LLM` takes them.
     """
     folder = Path(tempfile.gettempdir()) / f"tilewise-shapes-{os.getuid()}"
-    directory, is_random = model_directory(shape, folder)
+    if shape == "tiny":
+        directory, is_random = folder / shape, True
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(TINY) + "\n")
+    else:
+        directory, is_random = model_directory(shape, folder)
     if device == "cuda":  # the sizes that a benchmark runs are few
         settings = {"graphs": "lazy"} | settings
     return LLM(directory, device=device, dtype=dtype, random_weights=is_random, **settings)

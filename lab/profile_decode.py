@@ -148,6 +148,7 @@ def marking(step: DecodeStep, mark: Callable[[str], None]) -> Iterator[None]:
 
         for owner in (attention, layers):
             wrap(owner, "project", project_of)
+            wrap(owner, "project_in_parts", project_of)
         for name, part in {
             "paged_attention": "attention",
             "rope_write_kv_cache": "rope and write",

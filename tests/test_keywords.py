@@ -144,4 +144,5 @@ def test_only_words_that_an_op_has_are_offered():
             assert own in ours or own.startswith("nothing")
 
 
-NOT_EVERYWHERE = {"cu_seqlens", "seqlens", "max_seqlen"}  # arguments of quantize_heads
+# Arguments of quantize_heads, and of recurrent layers.
+NOT_EVERYWHERE = {"cu_seqlens", "seqlens", "max_seqlen", "slots"}

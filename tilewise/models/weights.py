@@ -171,7 +171,7 @@ def load_weights(
             weight = model.source_of(f"{name}.weight", linear)
             weights = [modules.weight(source) for source in _names_of(model, weight, found)]
             linear.hold(_cut_all(model, weight, weights, part))
-        if isinstance(model.embed_tokens, QuantisedEmbedding):
+        if isinstance(getattr(model, "embed_tokens", None), QuantisedEmbedding):
             assert isinstance(model.packed_head, QuantisedLinear)
             model.embed_tokens.hold(model.packed_head.parts)
 

@@ -16,7 +16,6 @@ import torch
 
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
-from tilewise.kernels.host.first_run import first_run, listen
 
 if TYPE_CHECKING:
     from tilewise.kernels.host.kernel_file import Manifest, Taken
@@ -38,6 +37,13 @@ __all__ = [
     "take",
     "tell_first_run",
 ]
+
+
+def listen(told: Callable[..., None]) -> None:
+    """Have Triton, if there is one, tell of every kernel that it compiles or fetches."""
+    from tilewise.kernels.host import first_run
+
+    first_run.listen(told)
 
 
 def noted_launches(
@@ -113,6 +119,8 @@ def take(path: Path) -> Taken:
 
 def tell_first_run() -> None:
     """Say which precompiled kernels this process has used, if it is the first to use them."""
+    from tilewise.kernels.host.first_run import first_run
+
     found = first_run()
     if found is not None:
         found.tell()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import CHUNK, RecurrentStates
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, values
 
 
@@ -118,6 +119,7 @@ def check_edges(cu_seqlens: Tensor | None, v: Tensor) -> Tensor:
     return cu_seqlens
 
 
+@names
 def recurrent_states(
     num_slots: int,
     num_heads: int,
@@ -129,6 +131,7 @@ def recurrent_states(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     keeps: str | None = None,
+    **unknown: object,
 ) -> RecurrentStates:
     """Allocate slots for the states of running sequences of one layer.
 
@@ -156,6 +159,8 @@ def recurrent_states(
     Example:
         >>> states = recurrent_states(16, 32, 128, 128, num_key_heads=16, dtype=torch.bfloat16)
     """
+    if unknown:
+        raise unknown_keyword(recurrent_states, unknown)
     num_key_heads = num_heads if num_key_heads is None else num_key_heads
     sizes = {"num_slots": num_slots, "num_heads": num_heads, "num_key_heads": num_key_heads}
     sizes |= {"key_dim": key_dim, "value_dim": value_dim}
