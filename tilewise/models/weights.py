@@ -171,9 +171,10 @@ def load_weights(
             weight = model.source_of(f"{name}.weight", linear)
             weights = [modules.weight(source) for source in _names_of(model, weight, found)]
             linear.hold(_cut_all(model, weight, weights, part))
-        if isinstance(getattr(model, "embed_tokens", None), QuantisedEmbedding):
+        table = getattr(model, "embed_tokens", None)
+        if isinstance(table, QuantisedEmbedding):
             assert isinstance(model.packed_head, QuantisedLinear)
-            model.embed_tokens.hold(model.packed_head.parts)
+            table.hold(model.packed_head.parts)
 
 
 def read_tensor(

@@ -41,9 +41,9 @@ __all__ = [
 
 def listen(told: Callable[..., None]) -> None:
     """Have Triton, if there is one, tell of every kernel that it compiles or fetches."""
-    from tilewise.kernels.host import first_run
+    from tilewise.kernels.host.first_run import listen as listen_to_triton
 
-    first_run.listen(told)
+    listen_to_triton(told)
 
 
 def noted_launches(
