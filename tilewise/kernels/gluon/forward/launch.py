@@ -35,6 +35,8 @@ __all__ = [
     "WIDEST_SOFTCAP",
     "add_fwd",
     "add_sorted_tiles",
+    "added_tensors",
+    "alibi_stride",
     "counter_of",
     "mask_strides",
     "tile_config_fwd",
@@ -95,7 +97,7 @@ def add_fwd(
     if tile.bias_stages > 0 and tiles_of_bias is not None:
         bias_desc = descriptor(tiles_of_bias, GROUP_ROWS, tile.keys)
     q, k, v = (maker.addressable(_some(maker, x)) for x in tensors[:3])
-    added, upper_bound = _tensors_of(maker, o, lse, spec, tensors, tile)
+    added, upper_bound = added_tensors(maker, o, lse, spec, tensors, tile)
     results: tuple[Tensor, ...] = o, lse
     if spec.needs_max:  # rows that belong to no packed sequence are not written
         maxima = maker.empty(lse_shape, torch.float32)
@@ -125,7 +127,7 @@ def add_fwd(
         *numbers,
         0 if spec.is_varlen else heads * rows,
         rows,
-        _alibi_stride(tensors.alibi_slopes),
+        alibi_stride(tensors.alibi_slopes),
         *mask_strides(tensors.mask),
         *strides,
         tile=tile,
@@ -142,7 +144,7 @@ def _split_descriptors(
     return first, descriptor(x, rows, tile.d_high) if tile.d_high > 0 else first
 
 
-def _tensors_of(
+def added_tensors(
     maker: Maker, o: Tensor, lse: Tensor, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile
 ) -> tuple[Tensors, int]:
     """Return what the call adds, and how many tiles of rows a head has at most."""
@@ -241,7 +243,7 @@ def _some(maker: Maker, x: Tensor) -> Tensor:
     return maker.full((*x.shape[:-3], 1, *x.shape[-2:]), 0.0, x.dtype)
 
 
-def _alibi_stride(slopes: Tensor | None) -> int:
+def alibi_stride(slopes: Tensor | None) -> int:
     return slopes.shape[-1] if slopes is not None and slopes.dim() == 2 else 0
 
 

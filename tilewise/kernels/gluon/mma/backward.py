@@ -37,9 +37,10 @@ from tilewise.kernels.gluon.device.warpgroup import capped_exp2, exp2
 from tilewise.kernels.gluon.mma.operands import (
     CHUNK,
     UNIT,
-    Rows,
     copy_layout,
     copy_rows,
+    rows_of,
+    sum_layout,
     tile_layout,
 )
 from tilewise.kernels.gluon.visible import (
@@ -91,12 +92,6 @@ class Heads(NamedTuple):
     v_width: object
 
 
-@gluon.constexpr_function
-def _sum_layout(grid):
-    """Return the layout of a sum over which warps lie as `grid` says."""
-    return gl.NVMMADistributedLayout([2, 0], [grid[0], grid[1]], [16, 8])
-
-
 @gluon.jit
 def _add_product(acc, left, right, CHANNELS: gl.constexpr):
     """Return acc + left right of the first CHANNELS; both operands are in shared memory."""
@@ -108,13 +103,6 @@ def _add_product(acc, left, right, CHANNELS: gl.constexpr):
         b = right.slice(chunk * CHUNK, CHUNK).load(RIGHT)
         acc = mma_v2(a, b, acc)
     return acc
-
-
-@gluon.jit
-def _start_of(ptr, b, first, h, strides):
-    """Return the address of a row of a head."""
-    at = b.to(gl.int64) * strides[0] + first.to(gl.int64) * strides[1]
-    return ptr + (at + h.to(gl.int64) * strides[2]) * UNIT
 
 
 @gluon.jit
@@ -136,13 +124,12 @@ def _plane(work, head, shape, variant: gl.constexpr):
 
 @gluon.jit
 def _place(work, step, shape, scores, variant: gl.constexpr):
-    """Return (query head, tile of queries, its bit tile or -1, whether it needs a mask)."""
+    """Return (query head, tile of queries, its bit tile or -1) of a step."""
     g, tile = tile_of_step(work, step, shape.group_size, variant)
-    masked = (tile < work.full_begin) | (tile >= work.full_end)
     number = step * 0 - 1
     if variant.mask:
         tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
-    return work.head * shape.group_size + g, tile, number, masked
+    return work.head * shape.group_size + g, tile, number
 
 
 @gluon.jit
@@ -151,26 +138,16 @@ def _copy(
 ):
     """Copy the queries of a step, and do, if there is one: a group of copies."""
     if step < until:
-        head, tile, _number, _masked = _place(work, step, shape, scores, variant)
+        head, tile, _number = _place(work, step, shape, scores, variant)
         TILE_M: gl.constexpr = variant.tile_m
         stage = step % variant.stages
         b = work.b
         if variant.packed:
             b = work.b * 0
         first = tile * TILE_M
-        q = Rows(
-            _start_of(heads.q, b, work.start_q, head, heads.q_strides),
-            heads.q_strides[1],
-            0,
-            work.length_q,
-            heads.width,
-        )
-        do = Rows(
-            _start_of(heads.do, b, work.start_q, head, heads.do_strides),
-            heads.do_strides[1],
-            0,
-            work.length_q,
-            heads.v_width,
+        q = rows_of(heads.q, b, work.start_q, head, heads.q_strides, 0, work.length_q, heads.width)
+        do = rows_of(
+            heads.do, b, work.start_q, head, heads.do_strides, 0, work.length_q, heads.v_width
         )
         WARPS: gl.constexpr = grids.warps
         at = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
@@ -199,7 +176,7 @@ def _kept(like, head, tile, work, shape, scores, places, grids: gl.constexpr):
 
 
 @gluon.jit
-def _add_queries(dq, head, tile, work, shape, heads, variant: gl.constexpr, grids: gl.constexpr):
+def _add_queries(dq, head, tile, work, shape, heads, variant: gl.constexpr):
     """Add a tile of dq to its sum; with variant.ordered when it is this CTA's turn.
 
     Channels past the width of a head are zeros, for which the sum has room.
@@ -250,13 +227,13 @@ def _step(
     """Fold one tile of queries of one head of the group. MASK: keys may be hidden."""
     TILE_M: gl.constexpr = variant.tile_m
     KEYS: gl.constexpr = variant.tile_n
-    SCORES: gl.constexpr = _sum_layout(grids.scores)
+    SCORES: gl.constexpr = sum_layout(grids.scores[0], grids.scores[1])
     TERMS: gl.constexpr = gl.SliceLayout(0, SCORES)
     DTYPE: gl.constexpr = bufs.q.dtype
     CAPS: gl.constexpr = variant.softcap != "none"
     ONE: gl.constexpr = variant.stages == 1
     stage = step % variant.stages
-    head, tile, number, _masked = _place(work, step, shape, scores, variant)
+    head, tile, number = _place(work, step, shape, scores, variant)
     async_copy.wait_group(0)
     if not ONE:
         _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
@@ -306,10 +283,10 @@ def _step(
         partition_barrier()  # all warps have read q and do
         _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
     D: gl.constexpr = variant.d
-    QUERIES: gl.constexpr = _sum_layout(grids.queries)
+    QUERIES: gl.constexpr = sum_layout(grids.queries[0], grids.queries[1])
     dq = gl.zeros([TILE_M, D], gl.float32, QUERIES)
     dq = _add_product(dq, bufs.ds.permute((1, 0)), bufs.k, KEYS)
-    _add_queries(dq, head, tile, work, shape, heads, variant, grids)
+    _add_queries(dq, head, tile, work, shape, heads, variant)
     return dk, dv
 
 
@@ -333,7 +310,8 @@ def _store(x, ptr, strides, width, work, shape, variant: gl.constexpr, grids: gl
             first = first_key_seen(work.length_q, work.length_k, shape.window_left)
             unseen = unseen | (key < first)
         x = gl.where(gl.expand_dims(unseen, 1), gl.full_like(x, 0.0), x)
-    start = _start_of(ptr, b, work.start_k + work.first_key, work.head, strides)
+    first = work.start_k + work.first_key
+    start = rows_of(ptr, b, first, work.head, strides, 0, end, width).start
     at = gl.expand_dims(row * strides[1] * UNIT, 1) + gl.expand_dims(column, 0)
     inside = gl.expand_dims(key < end, 1) & gl.expand_dims(column < width * UNIT, 0)
     gl.store(start + at, x, mask=inside)
@@ -465,29 +443,17 @@ def attention_bwd_kernel(
     begin = 0
     if variant.left:
         begin = first_key_seen(work.length_q, work.length_k, window_left)
-    key_rows = Rows(
-        _start_of(k, b, work.start_k, key_head, k_strides),
-        k_strides[1],
-        begin,
-        work.length_k,
-        width,
-    )
-    value_rows = Rows(
-        _start_of(v, b, work.start_k, key_head, v_strides),
-        v_strides[1],
-        begin,
-        work.length_k,
-        v_width,
-    )
+    key_rows = rows_of(k, b, work.start_k, key_head, k_strides, begin, work.length_k, width)
+    value_rows = rows_of(v, b, work.start_k, key_head, v_strides, begin, work.length_k, v_width)
     until = (work.end - work.begin) * group_size
     copy_rows(key_rows, work.first_key, bufs.k, None, WARPS, True, grids.padded)
     copy_rows(value_rows, work.first_key, bufs.v, None, WARPS, True, grids.padded)
     zero = until * 0
     _copy(zero, until, work, shape, scores, heads, bufs, variant, grids)
-    SCORES: gl.constexpr = _sum_layout(grids.scores)
+    SCORES: gl.constexpr = sum_layout(grids.scores[0], grids.scores[1])
     keys = work.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
-    dk = gl.zeros([KEYS, D], gl.float32, _sum_layout(grids.keys))
-    dv = gl.zeros([KEYS, DV], gl.float32, _sum_layout(grids.keys))
+    dk = gl.zeros([KEYS, D], gl.float32, sum_layout(grids.keys[0], grids.keys[1]))
+    dv = gl.zeros([KEYS, DV], gl.float32, sum_layout(grids.keys[0], grids.keys[1]))
     MASKS: gl.constexpr = (
         variant.left or variant.right or variant.tail or variant.packed or variant.mask
     )

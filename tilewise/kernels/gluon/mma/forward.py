@@ -38,11 +38,11 @@ from tilewise.kernels.gluon.forward.step import Task, gather
 from tilewise.kernels.gluon.mma.operands import (
     CHUNK,
     UNIT,
-    Rows,
     copy_layout,
     copy_rows,
     left_layout,
     right_layout,
+    rows_of,
     sum_layout,
     tile_layout,
 )
@@ -80,14 +80,6 @@ class Row(NamedTuple):
     acc: object
     m: object
     l: object
-
-
-@gluon.jit
-def _rows_of(ptr, b, first, h, strides, begin, end, width):
-    """Return the Rows of a head."""
-    at = b.to(gl.int64) * strides[0] + first.to(gl.int64) * strides[1]
-    start = ptr + (at + h.to(gl.int64) * strides[2]) * UNIT
-    return Rows(start, strides[1], begin, end, width)
 
 
 @gluon.jit
@@ -296,7 +288,7 @@ def _store(row, task, rows, output, o_strides, o_width, tile: gl.constexpr, vari
     o = gl.convert_layout(o, LAYOUT)
     at = head.first_row + gl.arange(0, 16 * tile.warps, gl.SliceLayout(1, LAYOUT))
     channel = gl.arange(0, tile.dv, gl.SliceLayout(0, LAYOUT))
-    to = _rows_of(o_ptr, rows.b, rows.first_q, rows.h, o_strides, 0, rows.length_q, o_width)
+    to = rows_of(o_ptr, rows.b, rows.first_q, rows.h, o_strides, 0, rows.length_q, o_width)
     start = to.start + head.first_row.to(gl.int64) * to.stride * UNIT
     within = gl.arange(0, 16 * tile.warps, gl.SliceLayout(1, LAYOUT))
     offset = gl.expand_dims(within * to.stride * UNIT, 1) + gl.expand_dims(channel, 0)
@@ -415,11 +407,11 @@ def attention_fwd_kernel(
         gl.allocate_shared_memory(DTYPE, [tile.stages, tile.keys, tile.dv], tile_layout(tile.dv)),
     )
     key_head = rows.h // group_size
-    rows_of_q = _rows_of(q, rows.b, rows.first_q, rows.h, q_strides, 0, rows.length_q, width)
+    rows_of_q = rows_of(q, rows.b, rows.first_q, rows.h, q_strides, 0, rows.length_q, width)
     end = gl.minimum(walk.seen_end, rows.length_k)
     begin = walk.seen_begin
-    keys = _rows_of(k, rows.b, rows.first_k, key_head, k_strides, begin, end, width)
-    values = _rows_of(v, rows.b, rows.first_k, key_head, v_strides, begin, end, o_width)
+    keys = rows_of(k, rows.b, rows.first_k, key_head, k_strides, begin, end, width)
+    values = rows_of(v, rows.b, rows.first_k, key_head, v_strides, begin, end, o_width)
     for part in gl.static_range(PARTS):
         first = rows.first_row + PART_ROWS * part
         copy_rows(rows_of_q, first, shared.q.index(part), None, tile.warps, True, tile.padded)

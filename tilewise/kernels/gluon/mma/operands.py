@@ -34,20 +34,28 @@ class Rows(NamedTuple):
     width: object  # channels, in units
 
 
-@gluon.constexpr_function
-def sum_layout(num_warps=4):
-    """Return the layout of a sum: 16 rows a warp."""
-    return gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
+@gluon.jit
+def rows_of(ptr, b, first, h, strides, begin, end, width):
+    """Return the Rows of a head, of which row `first` of sequence b is the first."""
+    at = b.to(gl.int64) * strides[0] + first.to(gl.int64) * strides[1]
+    start = ptr + (at + h.to(gl.int64) * strides[2]) * UNIT
+    return Rows(start, strides[1], begin, end, width)
 
 
 @gluon.constexpr_function
-def left_layout(num_warps=4):
+def sum_layout(num_warps, across=1):
+    """Return the layout of a sum: 16 rows a warp, and so many warps `across` its columns."""
+    return gl.NVMMADistributedLayout([2, 0], [num_warps, across], [16, 8])
+
+
+@gluon.constexpr_function
+def left_layout(num_warps):
     """Return how the left operand of such a sum lies in registers."""
     return gl.DotOperandLayout(0, sum_layout(num_warps), 2)
 
 
 @gluon.constexpr_function
-def right_layout(num_warps=4):
+def right_layout(num_warps):
     """Return how the right operand does."""
     return gl.DotOperandLayout(1, sum_layout(num_warps), 2)
 
@@ -60,7 +68,7 @@ def tile_layout(width):
 
 
 @gluon.constexpr_function
-def copy_layout(width, num_warps=4):
+def copy_layout(width, num_warps):
     """Return which thread copies which 16 bytes: a warp copies whole rows."""
     across = min(32, width // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [num_warps, 1], [1, 0])

@@ -22,10 +22,10 @@ from tilewise.kernels.gluon.backward.steps import (
     sum_sinks,
     zero_gaps,
 )
-from tilewise.kernels.gluon.forward.kernel import Tensors
 from tilewise.kernels.gluon.forward.launch import (
     WIDEST_SOFTCAP,
-    add_sorted_tiles,
+    added_tensors,
+    alibi_stride,
     mask_strides,
 )
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
@@ -41,7 +41,6 @@ from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.triton.attention import plan as portable
 from tilewise.kernels.triton.attention.geometry import bias_strides, extras_of
-from tilewise.kernels.triton.visible import mask_reach_kernel
 
 __all__ = [
     "GENERATIONS",
@@ -111,39 +110,17 @@ def add_fwd(
     strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
     variant, numbers = choice(spec, tile, strides[2] != 0, bias_pairs)
     variant = variant._replace(short=False)
-    given: dict[str, Tensor | None] = {
-        "seqlens_k": tensors.seqlens_k,
-        "alibi": tensors.alibi_slopes,
-        "sinks": tensors.sinks,
-        "philox": tensors.philox,
-        "bias": tensors.bias,
-    }
+    added, upper_bound = added_tensors(maker, o, lse, spec, tensors, tile)
     results: tuple[Tensor, ...] = o, lse
-    if spec.needs_max:
+    if spec.needs_max:  # rows that belong to no packed sequence are not written
         maxima = maker.empty(lse_shape, torch.float32)
         if spec.is_varlen:
             maxima = maker.full(lse_shape, -math.inf, torch.float32)
-        given["maxima"], results = maxima, (o, lse, maxima)
-    upper_bound = -(-spec.max_seqlen_q // tile.rows)
-    if spec.is_varlen:
-        upper_bound = o.shape[0] // tile.rows + spec.batch
-        rows_k = tensors.k.shape[0]
-        tiles = add_sorted_tiles(maker, tensors, o, lse, spec, tile, upper_bound, rows_k)
-        given["plan"], given["plan_size"] = tiles
-    mask = tensors.mask
-    if mask is not None:
-        count, mask_rows, words = mask.bits.shape
-        reach = maker.empty((count, words), mask.bits.dtype)
-        if count > 0:
-            maker.launch(mask_reach_kernel, count, mask.bits, reach, TILE_M=mask_rows, WORDS=words)
-        given |= {"mask_bits": mask.bits, "mask_reach": reach, "mask_spans": mask.rows}
-        given["mask_entries"] = mask.row_entries
-    added = Tensors(**{name: x for name, x in given.items() if x is not None})
+        added, results = added._replace(maxima=maxima), (o, lse, maxima)
     q, k, v = (maker.addressable(x) for x in tensors[:3])
     num_heads = heads if spec.is_varlen else spec.batch * heads
     num_tiles = upper_bound * num_heads
     steps = [strides_of(x, is_packed=spec.is_varlen) for x in (q, k, v, o)]
-    alibi = tensors.alibi_slopes
     maker.launch(
         attention_fwd_kernel,
         num_tiles,
@@ -163,7 +140,7 @@ def add_fwd(
         *numbers[11:],
         0 if spec.is_varlen else heads * rows,
         rows,
-        alibi.shape[-1] if alibi is not None and alibi.dim() == 2 else 0,
+        alibi_stride(tensors.alibi_slopes),
         *mask_strides(tensors.mask),
         *strides,
         tile=tile,
