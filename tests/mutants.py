@@ -77,7 +77,13 @@ _TEST_LINKED = "tests/kernels/cpu/test_linked.py"
 _SCAN, _SCAN_TRITON = (
     f"tilewise/kernels/{backend}/recurrent/scan.py" for backend in ("cpu", "triton")
 )
-_TAPS = "tilewise/kernels/cpu/recurrent/convolution.py"
+_PAIRS, _STEP, _REVERSE = (
+    f"tilewise/kernels/triton/recurrent/{name}.py" for name in ("pairs", "step", "backward")
+)
+_TEST_REVERSE = ("tests/kernels/triton/test_recurrent_backward.py", "-m", "not gpu", "-k")
+_TAPS, _TAPS_TRITON = (
+    f"tilewise/kernels/{backend}/recurrent/convolution.py" for backend in ("cpu", "triton")
+)
 _TEST_STATES = ("tests/ops/recurrent/test_gated_delta.py", "-m", "not slow and not gpu", "-k")
 _TEST_TAPS = ("tests/ops/recurrent/test_causal_conv1d.py", "-k")
 
@@ -603,20 +609,43 @@ MUTANTS = {
         "d = d * decays[s]", (*_TEST_STATES, "budget and not interpreted"),
     ),
     "a_gpus_state_is_kept_a_chunk_late": Mutant(
-        _SCAN_TRITON, "_chunks_kernel", "is_full = total // TOKENS > start // TOKENS",
-        "is_full = total // TOKENS > start // TOKENS + 1", (*_TEST_STATES, "parts and interpreted"),
+        _SCAN_TRITON, "_scan_kernel", "is_changed = total // TOKENS > start // TOKENS",
+        "is_changed = total // TOKENS > start // TOKENS + 1",
+        (*_TEST_STATES, "parts and interpreted"),
     ),
     "an_open_chunk_changes_a_gpus_state": Mutant(
-        _SCAN_TRITON, "_chunks_kernel", "not HAS_SLOTS or (chunk + 1) * TOKENS <= total",
-        "True", (*_TEST_STATES, "parts and interpreted"),
+        _SCAN_TRITON, "_scan_kernel", "is_full = (chunk + 1) * TOKENS <= total",
+        "is_full = chunk >= 0", (*_TEST_STATES, "parts and interpreted"),
+    ),
+    "a_kept_value_is_computed_again": Mutant(
+        _SCAN_TRITON, "_scan_kernel", "is_kept = position < start", "is_kept = position < 0",
+        (*_TEST_STATES, "parts and interpreted"),
     ),
     "a_triangle_is_inverted_without_its_last_blocks": Mutant(
-        _SCAN_TRITON, "_inverse", "tl.static_range(1, 6)", "tl.static_range(1, 5)",
+        _PAIRS, "inverse_of", "tl.static_range(4, 6)", "tl.static_range(4, 5)",
         (*_TEST_STATES, "budget and interpreted"),
     ),
     "a_decay_by_channel_reaches_over_a_block": Mutant(
-        _SCAN_TRITON, "_chunks_kernel", "in_block = row % _SUB >= back", "in_block = row >= back",
+        _PAIRS, "pairs_by_channel", "in_block = row % _SUB >= back", "in_block = row >= back",
         (*_TEST_STATES, "budget and interpreted and channel"),
+    ),
+    "a_decoded_token_is_not_added_to_its_chunks_state": Mutant(
+        _STEP, "_token", "if place == TOKENS - 1:", "if place == TOKENS:",
+        (*_TEST_STATES, "parts and interpreted"),
+    ),
+    "a_decoded_tokens_value_is_kept_a_row_late": Mutant(
+        _STEP, "_token", "tl.where(own[:, None], new[None, :], x)",
+        "tl.where(row[:, None] == place - 1, new[None, :], x)",
+        (*_TEST_STATES, "parts and interpreted"),
+    ),
+    "a_gpus_gradient_of_a_last_decay_is_lost": Mutant(
+        _REVERSE, "_gradients_kernel", "drunning += tl.where(row == TOKENS - 1, dlast, 0.0)",
+        "drunning += 0.0 * dlast", (*_TEST_REVERSE, "float32"),
+    ),
+    "a_gpus_gradient_of_a_state_skips_what_corrects_it": Mutant(
+        _REVERSE, "_reverse_kernel",
+        "dstate = tl.dot(corrected, k, dstate, input_precision=PRECISION)", "dstate += 0.0",
+        (*_TEST_REVERSE, "float32"),
     ),
     "gradients_of_a_last_decay_are_lost": Mutant(
         "tilewise/ops/recurrent/chunks.py", "gradient", "drunning[:, :, -1:] += dlast", "pass",
@@ -630,6 +659,14 @@ MUTANTS = {
         _TAPS, "_convolve", "place = (end - begin + row) % width * CHANNELS",
         "place = (end - begin + row + width - 1) % width * CHANNELS",
         (*_TEST_TAPS, "parts and not interpreted"),
+    ),
+    "a_gpus_gradient_reaches_into_the_next_sequence": Mutant(
+        _TAPS_TRITON, "_dx_kernel", "row + later < end", "row + later < num_rows",
+        (*_TEST_TAPS, "gpus_kernels and not cuda"),
+    ),
+    "a_gpus_gradient_of_a_weight_is_that_of_the_tap_before": Mutant(
+        _TAPS_TRITON, "_dz_kernel", "tl.where(which == tap,", "tl.where(which == tap + 1,",
+        (*_TEST_TAPS, "gpus_kernels and not cuda"),
     ),
     # How kernels of a stress are handed out.
     "nothing_runs_while_something_is_compiled": Mutant(

@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.compile_cases import Case, meta
 from tilewise.kernels.spec import CHUNK, RecurrentStates
-from tilewise.kernels.triton.recurrent import convolution, scan
+from tilewise.kernels.triton.recurrent import backward, convolution, scan
 
 _WIDE, _LONG, _INT = torch.float32, torch.int64, torch.int32
 _TOKENS, _SEQUENCES, _SLOTS = 512, 4, 9
@@ -38,6 +38,10 @@ def launch_scan(
         meta(_SLOTS, CHUNK, num_heads, dtype=_WIDE),
     )
     scan.step(*rows, states, place, place, edges, **options)  # type: ignore[arg-type]
+    few = [x[:_SEQUENCES] for x in rows]
+    scan.step(*few, states, place, place, edges, **options)  # type: ignore[arg-type]
+    if not by_channel:
+        backward.gradient(rows[2], *rows, state, state, edges, **options)  # type: ignore[arg-type]
 
 
 def launch_convolution(channels: int, width: int, dtype: torch.dtype) -> None:
@@ -46,7 +50,11 @@ def launch_convolution(channels: int, width: int, dtype: torch.dtype) -> None:
     bias, states = meta(channels, dtype=dtype), meta(_SLOTS, width - 1, channels, dtype=dtype)
     edges, place = meta(_SEQUENCES + 1, dtype=_INT), meta(_SEQUENCES, dtype=_LONG)
     convolution.launch(x, weight, bias, states, edges, has_silu=True)
+    convolution.last(x, width, states, edges)
     convolution.step(x, weight, None, states, place, place, edges, has_silu=False)
+    few = x[:_SEQUENCES]
+    convolution.step(few, weight, None, states, place, place, edges, has_silu=False)
+    convolution.gradient(x, states, x, weight, bias, states, edges, has_silu=True)
 
 
 # name -> (Hk, H, K, V), dtype, delta rule, decays by channel

@@ -24,8 +24,9 @@ class RecurrentStates(NamedTuple):
         state: (slots, H, K, V), float32 (float64 for float64): the state before the chunk.
         keys: (slots, CHUNK, Hk, K), the dtype of the keys.
         gates: (slots, CHUNK, H) or (slots, CHUNK, H, K), the dtype of `state`: logs of decays.
-        values: (slots, CHUNK, H, V). With `betas` they are the tokens' own, in their dtype; without
-            they are what each token adds to the state beside its key, in the dtype of `state`.
+        values: (slots, CHUNK, H, V). With `betas`, in the tokens' dtype, what is left of each
+            token's value, beta (v - S^T k) with the state before the chunk as S, decayed; without
+            them, in the dtype of `state`, what each token adds to the state beside its key.
         betas: (slots, CHUNK, H), the dtype of `state`, or None.
     """
 

@@ -49,6 +49,7 @@ _MODULES = {
     "sampling": "step.sampling",
     "decode_rows": "step.decode_rows",
     "recurrence": "recurrent.scan",
+    "recurrence_bwd": "recurrent.backward",
     "causal_conv1d": "recurrent.convolution",
 }
 

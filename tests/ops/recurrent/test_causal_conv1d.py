@@ -163,6 +163,52 @@ def test_gradients_are_those_of_the_reference(name, dtype):
         assert_within_budget(got, want, plain, scale=200.0)
 
 
+def _kernels_gradient(tensors, options, dy, dafter):
+    """A GPU's kernels, which the op calls on a GPU only."""
+    kernels = pytest.importorskip("tilewise.kernels.triton.recurrent.convolution")
+    dx, *grads, dstate = kernels.gradient(
+        dy, dafter, *tensors, options["initial_state"], options["cu_seqlens"],
+        has_silu=options["activation"] == "silu",
+    )  # fmt: skip
+    has = (True, tensors[2] is not None, options["initial_state"] is not None)
+    return (dx, *(x for x, wanted in zip((*grads, dstate), has, strict=True) if wanted))
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param("cpu", id="interpreted"), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("has_dstate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_a_gpus_kernels_keep_the_budget(name, dtype, has_dstate, place):
+    tensors, options = _draw(name, dtype, place)
+    # Rows may be apart, and some may be no sequence's.
+    x = torch.cat([tensors[0], tensors[0].new_ones(2, tensors[0].shape[1])])
+    wide = torch.stack([x, x], 1)[:, 1]
+    dy = torch.randn_like(x)
+    state = options["initial_state"]
+    shape = (len(options["cu_seqlens"]) - 1, tensors[1].shape[1] - 1, x.shape[1])
+    dafter = torch.randn(shape, device=place).to(dtype) if has_dstate else None
+    ours = _kernels_gradient((wide, *tensors[1:]), options, dy, dafter)
+
+    def grads(of):
+        leaves = [t if t is None else t.cpu().to(of).requires_grad_() for t in tensors]
+        before = state if state is None else state.cpu().to(of).requires_grad_()
+        y, after = _solve(leaves, options | {"initial_state": before}, of)
+        loss = (y * dy[: len(y)].cpu().to(of)).sum() + sum(0 * t.sum() for t in leaves[:2])
+        if has_dstate:
+            loss = loss + (after * dafter.cpu().to(of)).sum()
+        wanted = [t for t in (*leaves, before) if t is not None]
+        return torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+
+    assert not ours[0][len(tensors[0]) :].any()
+    ours = (ours[0][: len(tensors[0])], *ours[1:])
+    for got, want, plain in zip(ours, grads(torch.float64), grads(torch.float32), strict=True):
+        assert got.dtype == dtype
+        # dz is rounded to the tokens' dtype before it is added up.
+        assert_within_budget(got, want, plain.to(dtype), scale=200.0)
+
+
 def test_rows_that_no_sequence_has_give_and_get_nothing():
     x = torch.randn(9, 8, requires_grad=True)
     weight = torch.randn(8, 4, requires_grad=True)

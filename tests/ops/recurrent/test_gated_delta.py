@@ -340,8 +340,10 @@ def test_autocast_computes_in_the_low_precision_dtype():
     assert v.grad.dtype == torch.float32
 
 
-def test_the_reference_steps_through_states_of_either_kind():
-    problem = Problem.draw(Case("kinds", lengths=(140,), has_state=False), torch.float64)
+@pytest.mark.parametrize("kind", [{}, {"by_channel": True}, {"is_delta": False}], ids=str)
+def test_the_reference_steps_through_states_of_either_kind(kind):
+    case = Case("kinds", lengths=(140,), has_state=False, **kind)
+    problem = Problem.draw(case, torch.float64)
     whole, _ = problem.solve(torch.float64)
     for keeps in ("updates", "tokens"):
         states = problem.slots(1, keeps)
@@ -350,10 +352,19 @@ def test_the_reference_steps_through_states_of_either_kind():
             for first, end in ((0, 30), (30, 31), (31, 64), (64, 129), (129, 140))
         ]
         torch.testing.assert_close(torch.cat(rows), whole)
-    # What the kernel of one call leaves in a slot, the reference goes on with.
-    states = problem.slots(1, None)
-    problem.step([(0, 0, 100)], states, [0], "cpu")
-    torch.testing.assert_close(problem.step([(0, 100, 140)], states, [0], "reference"), whole[100:])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("kind", [{}, {"by_channel": True}, {"is_delta": False}], ids=str)
+def test_the_reference_goes_on_with_what_a_kernel_leaves_in_a_slot(kind, backend):
+    case = Case("kinds", lengths=(140,), has_state=False, heads=(1, 2, 16, 16), **kind)
+    problem = Problem.draw(case, torch.float32)
+    whole, _ = problem.solve(torch.float32)
+    states = problem.slots(1, KEEPS[backend])
+    problem.step([(0, 0, 100)], states, [0], backend)
+    problem.step([(0, 100, 101)], states, [0], backend)
+    rest = problem.step([(0, 101, 140)], states, [0], "reference")
+    torch.testing.assert_close(rest, whole[101:], rtol=1e-4, atol=1e-5)
 
 
 def test_threads_do_not_change_bits():

@@ -67,6 +67,9 @@ def test_results_keep_the_budget(skip, dtype, backend, place):
     # up to 50. The recurrence is rounded before the skipped part is added.
     factor = 2.0 if dtype == torch.float32 else 3.0
     assert_within_budget(y, truth, eager.to(dtype), factor=factor, scale=400.0)
+    # Tokens of 16 bits are multiplied with what is rounded to theirs on tensor cores.
+    is_coarse = backend == "triton" and dtype != torch.float32
+    after, eager_state = (x.to(dtype) if is_coarse else x for x in (after, eager_state))
     assert_within_budget(after, true_state, eager_state, scale=400.0)
 
 

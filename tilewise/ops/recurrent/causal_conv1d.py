@@ -144,8 +144,12 @@ def _check(
         raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
 
 
+def _spec(x: Tensor) -> ElementSpec:
+    return ElementSpec(x.device.type, x.dtype)
+
+
 def _module(x: Tensor, backend: str | None) -> Any:
-    name = dispatch.choose("causal_conv1d", ElementSpec(x.device.type, x.dtype), backend)
+    name = dispatch.choose("causal_conv1d", _spec(x), backend)
     return dispatch.kernel_module("causal_conv1d", name)
 
 
@@ -190,11 +194,16 @@ class _Taps:
         )
 
 
-def _rows_of(x: Tensor, weight: Tensor, state: Tensor | None, edges: Tensor) -> Tensor:
+def _rows_of(x: Tensor, width: int, state: Tensor | None, edges: Tensor) -> Tensor:
     """Return the rows of states (zeros when None), then those of tokens: what `_Taps` counts."""
     if state is None:
-        state = x.new_zeros(edges.shape[0] - 1, weight.shape[1] - 1, x.shape[-1])
+        state = x.new_zeros(edges.shape[0] - 1, width - 1, x.shape[-1])
     return torch.cat([state.flatten(0, 1), x.reshape(-1, x.shape[-1])])
+
+
+def _last(x: Tensor, width: int, state: Tensor | None, edges: Tensor) -> Tensor:
+    """Return the last tokens (N, width - 1, C) of rows x (T, C) of whole sequences."""
+    return _rows_of(x, width, state, edges)[_Taps(edges, len(x), width).last()]
 
 
 def _kernel(
@@ -207,10 +216,10 @@ def _kernel(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     edges, rows = _edges(x, cu_seqlens), x.reshape(-1, x.shape[-1])
-    y = _module(x, backend).launch(rows, weight, bias, initial_state, edges, has_silu=has_silu)
-    taps = _Taps(edges, len(rows), weight.shape[1])
-    state = _rows_of(x, weight, initial_state, edges)[taps.last()]
-    return y.view(x.shape), state
+    module = _module(x, backend)
+    y = module.launch(rows, weight, bias, initial_state, edges, has_silu=has_silu)
+    last = getattr(module, "last", _last)  # only a GPU has a kernel for it
+    return y.view(x.shape), last(rows, weight.shape[1], initial_state, edges)
 
 
 def _fake(
@@ -235,10 +244,22 @@ def _backward_kernel(
     cu_seqlens: Tensor | None,
     has_silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and the states before, from whole tensors."""
+    """Return the gradients of x, weight, bias and the states before; no backend is asked for."""
+    if x.device.type == "cuda" and dispatch.refusal("causal_conv1d", "triton", _spec(x)) is None:
+        dx, *grads = dispatch.kernel_module("causal_conv1d", "triton").gradient(
+            dy.reshape(-1, x.shape[-1]),
+            dstate,
+            x.reshape(-1, x.shape[-1]),
+            weight,
+            bias,
+            initial_state,
+            _edges(x, cu_seqlens),
+            has_silu=has_silu,
+        )
+        return dx.view(x.shape), *grads
     wide = torch.promote_types(x.dtype, torch.float32)
     edges, width = _edges(x, cu_seqlens), weight.shape[1]
-    rows = _rows_of(x, weight, initial_state, edges).to(wide)
+    rows = _rows_of(x, width, initial_state, edges).to(wide)
     taps = _Taps(edges, len(rows) - (edges.shape[0] - 1) * (width - 1), width)
     dy, columns = dy.reshape(-1, x.shape[-1]).to(wide), weight.to(wide).unbind(1)
     places = [taps.of(width - 1 - j) for j in range(width)]

@@ -6,8 +6,8 @@ correction of the delta rule.
     recurrence_bwd(do, dstate, *the arguments of recurrence) -> gradients of its first six
     recurrence_step(q, k, v, g, beta, *states, slots, starts, cu_seqlens, *options) -> o
 
-The public functions have validated. Gradients are chunks of torch, see chunks.py: they belong to no
-backend.
+The public functions have validated. Gradients belong to no backend: a GPU's kernels compute them
+where each head has a decay, else chunks of torch, see chunks.py.
 """
 
 from __future__ import annotations
@@ -82,6 +82,13 @@ def _fake(
     return v.new_empty(v.shape), v.new_empty(state, dtype=_state_dtype(v))
 
 
+def _has_kernels(k: Tensor, v: Tensor, g: Tensor) -> bool:
+    """Whether a GPU's kernels compute the gradient; they have a decay for each head only."""
+    spec = RecurrentSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1], False, None)
+    is_by_head = v.device.type == "cuda" and g.dim() < k.dim()
+    return is_by_head and dispatch.refusal("recurrence", "triton", spec) is None
+
+
 def _backward_kernel(
     do: Tensor,
     dstate: Tensor | None,
@@ -95,26 +102,17 @@ def _backward_kernel(
     q_scale: float,
     is_delta: bool,
 ) -> tuple[Tensor, ...]:
-    if cu_seqlens is None:
-        batch, seqlen = v.shape[:2]
-        ends = [index * seqlen for index in range(batch + 1)]
-    else:
-        ends = cu_seqlens.tolist()
     do_, q_, k_, v_, g_, beta_ = (_packed(x, cu_seqlens) for x in (do, q, k, v, g, beta))
+    given = (do_, q_, k_, v_, g_, beta_, initial_state, dstate)
     with torch.autocast(v.device.type, enabled=False):
-        *grads, dinitial = chunks.gradient(
-            do_,
-            q_,
-            k_,
-            v_,
-            g_,
-            beta_,
-            initial_state,
-            dstate,
-            ends,
-            q_scale=q_scale,
-            is_delta=is_delta,
-        )
+        if _has_kernels(k, v, g):
+            module = dispatch.kernel_module("recurrence_bwd", "triton")
+            *grads, dinitial = module.gradient(
+                *given, _edges(v, cu_seqlens), q_scale=q_scale, is_delta=is_delta
+            )
+        else:
+            ends = _edges(v, cu_seqlens).tolist()
+            *grads, dinitial = chunks.gradient(*given, ends, q_scale=q_scale, is_delta=is_delta)
     shaped = [x.view(like.shape) for x, like in zip(grads, (q, k, v, g, beta), strict=True)]
     return (*shaped, dinitial)
 

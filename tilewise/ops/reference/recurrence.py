@@ -67,7 +67,7 @@ def step(
             held = start % CHUNK
             stop = min(end, first + CHUNK - held)
             q_, k_, v_, g_, beta_ = (x[first:stop].double() for x in (q, k, v, g, beta))
-            o[first:stop], updates, state = recurrence(
+            o[first:stop], updates, after = recurrence(
                 q_, k_, v_, g_, beta_, state, q_scale=q_scale, is_delta=is_delta
             )
             place = slice(held, held + stop - first)
@@ -76,9 +76,12 @@ def step(
             if states.betas is None:
                 states.values[slot, place] = updates.to(states.values.dtype)
             else:
-                states.values[slot, place] = v[first:stop]
+                before = states.state[slot].double() if start >= CHUNK else torch.zeros_like(after)
+                logs = _running(states.gates[slot, : place.stop].double())[held:]
+                left = _left(before, k_, v_, logs, beta_, is_delta)
+                states.values[slot, place] = left.to(states.values.dtype)
                 states.betas[slot, place] = beta[first:stop].to(states.betas.dtype)
-            start, first = start + stop - first, stop
+            start, first, state = start + stop - first, stop, after
             if start % CHUNK == 0:
                 states.state[slot] = state.to(states.state.dtype)
     return o
@@ -91,11 +94,41 @@ def _state_of(states: RecurrentStates, slot: int, start: int, is_delta: bool) ->
     if held == 0:
         return before
     keys, gates, values = (x[slot, :held].double() for x in states[1:4])
-    if states.betas is None:  # what an update adds is no error to be corrected again
-        betas, is_delta = torch.ones_like(values[..., 0]), False
-    else:
-        betas = states.betas[slot, :held].double()
-    return recurrence(keys, keys, values, gates, betas, before, is_delta=is_delta)[2]
+    if states.betas is not None and is_delta:
+        values = _updates(keys, _running(gates), values, states.betas[slot, :held].double())
+    # What an update adds is no error to be corrected again.
+    ones = torch.ones_like(values[..., 0])
+    return recurrence(keys, keys, values, gates, ones, before, is_delta=False)[2]
+
+
+def _left(
+    before: Tensor, k: Tensor, v: Tensor, logs: Tensor, beta: Tensor, is_delta: bool
+) -> Tensor:
+    """Return beta (v - S^T k) with the state S (H, K, V) before a chunk; `logs` since then."""
+    if is_delta:
+        v = v - torch.einsum("hkv,thk->thv", before, _per_head(k, v) * logs.exp())
+    return beta.unsqueeze(-1) * v
+
+
+def _updates(k: Tensor, logs: Tensor, left: Tensor, beta: Tensor) -> Tensor:
+    """Return what tokens of a chunk add to the state, of what is left of their values."""
+    k, rows = _per_head(k, left), list[Tensor]()
+    for t in range(len(left)):
+        row = left[t]
+        for s, earlier in enumerate(rows):
+            pair = (k[t] * k[s] * (logs[t] - logs[s]).exp()).sum(-1)
+            row = row - (beta[t] * pair).unsqueeze(-1) * earlier
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def _per_head(k: Tensor, v: Tensor) -> Tensor:
+    return k.repeat_interleave(v.shape[1] // k.shape[1], 1)
+
+
+def _running(gates: Tensor) -> Tensor:
+    """Return the logs of decays since a chunk's start (t, H, 1 or K)."""
+    return (gates.unsqueeze(-1) if gates.dim() == 2 else gates).cumsum(0)
 
 
 def _runs(edges: Tensor) -> list[tuple[int, int]]:

@@ -1,11 +1,14 @@
-"""Causal convolution of each channel.
+"""Causal convolution of each channel, and its gradients.
 
-what     y_t = f(bias + sum over j of weight_j x_{t - W + 1 + j}), f the identity or silu
-grid     (tiles of rows, tiles of channels); a step copies the last W - 1 tokens of each sequence to
-         its slot in a second kernel, when all rows have been computed
+what     y_t = f(bias + sum over j of weight_j x_{t - W + 1 + j}), f the identity or silu; backward,
+         with z what f is taken of, dz = dy f'(z), dx_s = sum over j of weight_j dz_{s + W - 1 - j}
+grid     (tiles of rows, tiles of channels); what is kept of each sequence in kernels of their own,
+         when all rows have been computed; a step of few rows is one kernel, (sequences, tiles)
 program  finds the sequence of each of its rows by halving, and adds up W taps
-traffic  x read once from memory and W times from the L1 cache, y written once
-numerics float32, bias first, then the oldest token first, rounded once
+traffic  x read once from memory and W times from the L1 cache, y written once; backward dz is
+         written and read once more in the dtype of x
+numerics float32, bias first, then the oldest token first, rounded once; gradients of weight and
+         bias are sums of tiles of rows, each of which has one order
 """
 
 from __future__ import annotations
@@ -19,6 +22,93 @@ from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.elements import why_not as why_not
 
 _TILE_T, _TILE_C = 16, 128  # 16 elements of each of 128 threads
+_TILES = 8  # of rows, of a program that adds up gradients of weights
+
+
+@triton.jit
+def _sequence_of(edges_ptr, row, num_sequences):
+    """Return the number of sequences that begin at each row or before it, less one."""
+    low, high = tl.zeros(row.shape, tl.int32), tl.zeros(row.shape, tl.int32) + num_sequences
+    remaining = num_sequences
+    while remaining > 0:
+        middle = (low + high + 1) // 2
+        is_after = tl.load(edges_ptr + middle) <= row
+        low = tl.where(is_after, middle, low)
+        high = tl.where(is_after, high, middle - 1)
+        remaining = remaining // 2
+    return low
+
+
+@triton.jit
+def _tap(
+    x_ptr,
+    states_ptr,
+    first,
+    position,
+    used,
+    has_state,
+    slot,
+    channel,
+    inside,
+    stride_x,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_STATES: tl.constexpr,
+):
+    """Load tokens (rows, channels) at positions of sequences, from -(W - 1) on."""
+    at = x_ptr + (first + position).to(tl.int64)[:, None] * stride_x + channel[None, :]
+    token = tl.load(at, mask=(used & (position >= 0))[:, None] & inside[None, :], other=0.0)
+    token = token.to(tl.float32)
+    if HAS_STATES:
+        kept = slot * (WIDTH - 1) + (WIDTH - 1) + position
+        at = states_ptr + kept[:, None] * CHANNELS + channel[None, :]
+        mask = (used & has_state & (position < 0))[:, None] & inside[None, :]
+        token += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return token
+
+
+@triton.jit
+def _before_silu(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    states_ptr,
+    first,
+    position,
+    used,
+    has_state,
+    slot,
+    channel,
+    inside,
+    stride_x,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_STATES: tl.constexpr,
+):
+    """Return what f is taken of, (rows, channels)."""
+    total = tl.zeros((position.shape[0], channel.shape[0]), tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(WIDTH):
+        token = _tap(
+            x_ptr,
+            states_ptr,
+            first,
+            position + (tap - (WIDTH - 1)),
+            used,
+            has_state,
+            slot,
+            channel,
+            inside,
+            stride_x,
+            CHANNELS,
+            WIDTH,
+            HAS_STATES,
+        )
+        weight = tl.load(weight_ptr + channel * WIDTH + tap, mask=inside, other=0.0)
+        total = tl.fma(tl.broadcast_to(weight.to(tl.float32)[None, :], token.shape), token, total)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
@@ -46,47 +136,69 @@ def _convolve_kernel(
     row = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = channel < CHANNELS
-    # The number of sequences that begin at a row or before it, less one.
-    low, high = tl.zeros((TILE_T,), tl.int32), tl.zeros((TILE_T,), tl.int32) + num_sequences
-    remaining = num_sequences
-    while remaining > 0:
-        middle = (low + high + 1) // 2
-        is_after = tl.load(edges_ptr + middle) <= row
-        low = tl.where(is_after, middle, low)
-        high = tl.where(is_after, high, middle - 1)
-        remaining = remaining // 2
-    used = (row < num_rows) & (low < num_sequences)
-    first = tl.load(edges_ptr + low)
-    slot = low.to(tl.int64)
-    has_state = used
+    sequence = _sequence_of(edges_ptr, row, num_sequences)
+    used = (row < num_rows) & (sequence < num_sequences)
+    first = tl.load(edges_ptr + sequence)
+    slot, has_state = sequence.to(tl.int64), used
     if HAS_SLOTS:
-        slot = tl.load(slots_ptr + low, mask=used, other=-1)
-        has_state = used & (tl.load(starts_ptr + low, mask=used, other=0) > 0)
+        slot = tl.load(slots_ptr + sequence, mask=used, other=-1)
+        has_state = used & (tl.load(starts_ptr + sequence, mask=used, other=0) > 0)
         used = used & (slot >= 0)
-    total = tl.zeros((TILE_T, TILE_C), tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(WIDTH):
-        position = row - first + (tap - (WIDTH - 1))
-        at = x_ptr + (first + position).to(tl.int64)[:, None] * stride_x + channel[None, :]
-        mask = (used & (position >= 0))[:, None] & inside[None, :]
-        token = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        if HAS_STATES:
-            kept = slot * (WIDTH - 1) + (WIDTH - 1) + position
-            at = states_ptr + kept[:, None] * CHANNELS + channel[None, :]
-            mask = (used & has_state & (position < 0))[:, None] & inside[None, :]
-            token += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + channel * WIDTH + tap, mask=inside, other=0.0)
-        total = tl.fma(tl.broadcast_to(weight.to(tl.float32)[None, :], token.shape), token, total)
+    total = _before_silu(
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        states_ptr,
+        first,
+        row - first,
+        used,
+        has_state,
+        slot,
+        channel,
+        inside,
+        stride_x,
+        CHANNELS,
+        WIDTH,
+        HAS_BIAS,
+        HAS_STATES,
+    )
     if HAS_SILU:
         total = total * tl.sigmoid(total)
+    # Rows that no sequence has, and those of sequences without a slot, are 0.
+    total = tl.where(used[:, None], total, 0.0)
     at = y_ptr + row.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
-    tl.store(at, total.to(y_ptr.dtype.element_ty), mask=used[:, None] & inside[None, :])
+    tl.store(at, total.to(y_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & inside[None, :])
+
+
+@triton.jit
+def _keep(
+    x_ptr,
+    before_ptr,
+    states_ptr,
+    length,
+    has_state,
+    stride_x,
+    inside,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write the last W - 1 of the tokens before and those of a sequence, of one tile."""
+    # Oldest first: a row is read before it is overwritten, by the thread that overwrites it.
+    for tap in tl.static_range(WIDTH - 1):
+        position = length + tap - (WIDTH - 1)
+        new = tl.load(x_ptr + position * stride_x, mask=inside & (position >= 0), other=0.0)
+        kept = tl.load(
+            before_ptr + (tap + length) * CHANNELS,
+            mask=inside & (position < 0) & has_state,
+            other=0.0,
+        )
+        tl.store(states_ptr + tap * CHANNELS, tl.where(position >= 0, new, kept), mask=inside)
 
 
 @triton.jit
 def _keep_kernel(
     x_ptr,
+    before_ptr,
     states_ptr,
     edges_ptr,
     slots_ptr,
@@ -95,30 +207,245 @@ def _keep_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_C: tl.constexpr,
+    HAS_STATES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
 ):
+    sequence = tl.program_id(0)
+    channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    first = tl.load(edges_ptr + sequence).to(tl.int64)
+    length = tl.load(edges_ptr + sequence + 1) - first
+    slot, has_state = sequence.to(tl.int64), HAS_STATES
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + sequence)
+        has_state = tl.load(starts_ptr + sequence) > 0
+        if slot < 0 or length <= 0:
+            return
+    at = slot * (WIDTH - 1) * CHANNELS + channel
+    _keep(
+        x_ptr + first * stride_x + channel,
+        before_ptr + at,
+        states_ptr + at,
+        length,
+        has_state,
+        stride_x,
+        channel < CHANNELS,
+        CHANNELS,
+        WIDTH,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences"])
+def _step_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    states_ptr,
+    y_ptr,
+    edges_ptr,
+    slots_ptr,
+    starts_ptr,
+    num_rows,
+    num_sequences,
+    stride_x,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+):
+    """Convolve the few tokens of a sequence one after the other, and keep the last."""
+    sequence, one = tl.program_id(0), tl.zeros((1,), tl.int32)
+    channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    inside = channel < CHANNELS
+    first, end = tl.load(edges_ptr + sequence), tl.load(edges_ptr + sequence + 1)
+    slot, start = tl.load(slots_ptr + sequence), tl.load(starts_ptr + sequence)
+    last = end
+    if sequence == num_sequences - 1:
+        last = num_rows
+    has_slot = slot >= 0
+    for row in range(first, last):
+        used = (one + row < end) & has_slot
+        total = _before_silu(
+            x_ptr,
+            weight_ptr,
+            bias_ptr,
+            states_ptr,
+            one + first,
+            one + row - first,
+            used,
+            used & (start > 0),
+            slot + one.to(tl.int64),
+            channel,
+            inside,
+            stride_x,
+            CHANNELS,
+            WIDTH,
+            HAS_BIAS,
+            True,
+        )
+        if HAS_SILU:
+            total = total * tl.sigmoid(total)
+        total = tl.where(used[:, None], total, 0.0).to(y_ptr.dtype.element_ty)
+        at = y_ptr + (one + row).to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+        tl.store(at, total, mask=inside[None, :])
+    if has_slot & (end > first):
+        at = states_ptr + slot * (WIDTH - 1) * CHANNELS + channel
+        tokens = x_ptr + first.to(tl.int64) * stride_x + channel
+        length = (end - first).to(tl.int64)
+        _keep(tokens, at, at, length, start > 0, stride_x, inside, CHANNELS, WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences"])
+def _dz_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    states_ptr,
+    dy_ptr,
+    dz_ptr,
+    sums_ptr,
+    edges_ptr,
+    num_rows,
+    num_sequences,
+    stride_x,
+    stride_dy,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_C: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_STATES: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+):
+    """Write dz, and what TILES tiles of rows add to the gradients of weight and bias."""
+    channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    inside = channel < CHANNELS
+    which = tl.arange(0, 2 * triton.next_power_of_2(WIDTH))[:, None]
+    sums = tl.zeros((which.shape[0], TILE_C), tl.float32)
+    for tile in range(0, TILES):
+        row = (tl.program_id(0) * TILES + tile) * TILE_T + tl.arange(0, TILE_T)
+        sequence = _sequence_of(edges_ptr, row, num_sequences)
+        used = (row < num_rows) & (sequence < num_sequences)
+        first, slot = tl.load(edges_ptr + sequence), sequence.to(tl.int64)
+        in_dy = (row < num_rows)[:, None] & inside[None, :]
+        at = dy_ptr + row.to(tl.int64)[:, None] * stride_dy + channel[None, :]
+        dz = tl.load(at, mask=used[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        if HAS_SILU:
+            z = _before_silu(
+                x_ptr,
+                weight_ptr,
+                bias_ptr,
+                states_ptr,
+                first,
+                row - first,
+                used,
+                used,
+                slot,
+                channel,
+                inside,
+                stride_x,
+                CHANNELS,
+                WIDTH,
+                HAS_BIAS,
+                HAS_STATES,
+            )
+            share = tl.sigmoid(z)
+            dz *= share * (1.0 + z * (1.0 - share))
+        at = dz_ptr + row.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+        tl.store(at, dz.to(dz_ptr.dtype.element_ty), mask=in_dy)
+        for tap in tl.static_range(WIDTH):
+            token = _tap(
+                x_ptr,
+                states_ptr,
+                first,
+                row - first + (tap - (WIDTH - 1)),
+                used,
+                used,
+                slot,
+                channel,
+                inside,
+                stride_x,
+                CHANNELS,
+                WIDTH,
+                HAS_STATES,
+            )
+            sums += tl.where(which == tap, tl.sum(dz * token, 0)[None, :], 0.0)
+        sums += tl.where(which == WIDTH, tl.sum(dz, 0)[None, :], 0.0)
+    at = (tl.program_id(0) * (WIDTH + 1) + which).to(tl.int64) * CHANNELS + channel[None, :]
+    tl.store(sums_ptr + at, sums, mask=(which <= WIDTH) & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences"])
+def _dx_kernel(
+    dz_ptr,
+    weight_ptr,
+    dstates_ptr,
+    dx_ptr,
+    edges_ptr,
+    num_rows,
+    num_sequences,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_C: tl.constexpr,
+    HAS_DSTATES: tl.constexpr,
+):
+    row = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
+    channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    inside = channel < CHANNELS
+    sequence = _sequence_of(edges_ptr, row, num_sequences)
+    used = (row < num_rows) & (sequence < num_sequences)
+    end = tl.load(edges_ptr + sequence + 1, mask=used, other=0)
+    total = tl.zeros((TILE_T, TILE_C), tl.float32)
+    for later in tl.static_range(WIDTH):
+        at = dz_ptr + (row + later).to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+        mask = (used & (row + later < end))[:, None] & inside[None, :]
+        dz = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + channel * WIDTH + (WIDTH - 1 - later), mask=inside, other=0.0)
+        total = tl.fma(tl.broadcast_to(weight.to(tl.float32)[None, :], dz.shape), dz, total)
+    if HAS_DSTATES:
+        place = row - end + (WIDTH - 1)
+        at = (sequence.to(tl.int64) * (WIDTH - 1) + place)[:, None] * CHANNELS + channel[None, :]
+        mask = (used & (place >= 0))[:, None] & inside[None, :]
+        total += tl.load(dstates_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    at = dx_ptr + row.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+    tl.store(
+        at, total.to(dx_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & inside[None, :]
+    )
+
+
+@triton.jit
+def _dkept_kernel(
+    dz_ptr,
+    weight_ptr,
+    dstates_ptr,
+    dkept_ptr,
+    edges_ptr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_C: tl.constexpr,
+    HAS_DSTATES: tl.constexpr,
+):
+    """Write the gradients of the tokens before a sequence."""
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = channel < CHANNELS
     first = tl.load(edges_ptr + sequence).to(tl.int64)
     length = tl.load(edges_ptr + sequence + 1) - first
-    slot, start = tl.load(slots_ptr + sequence), tl.load(starts_ptr + sequence)
-    if slot < 0 or length <= 0:
-        return
-    states_ptr += slot * (WIDTH - 1) * CHANNELS + channel
-    # Oldest first: a row is read before it is overwritten, by the thread that overwrites it.
-    for tap in tl.static_range(WIDTH - 1):
-        position = length + tap - (WIDTH - 1)
-        new = tl.load(
-            x_ptr + (first + position) * stride_x + channel,
-            mask=inside & (position >= 0),
-            other=0.0,
-        )
-        kept = tl.load(
-            states_ptr + (tap + length) * CHANNELS,
-            mask=inside & (position < 0) & (start > 0),
-            other=0.0,
-        )
-        tl.store(states_ptr + tap * CHANNELS, tl.where(position >= 0, new, kept), mask=inside)
+    kept = sequence.to(tl.int64) * (WIDTH - 1) * CHANNELS + channel
+    for place in tl.static_range(WIDTH - 1):
+        total = tl.zeros((TILE_C,), tl.float32)
+        for token in tl.static_range(place + 1):
+            at = dz_ptr + (first + token) * CHANNELS + channel
+            dz = tl.load(at, mask=inside & (token < length), other=0.0).to(tl.float32)
+            at = weight_ptr + channel * WIDTH + (place - token)
+            total += dz * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_DSTATES:
+            at = dstates_ptr + kept + (place - length) * CHANNELS
+            total += tl.load(at, mask=inside & (place >= length), other=0.0).to(tl.float32)
+        at = dkept_ptr + kept + place * CHANNELS
+        tl.store(at, total.to(dkept_ptr.dtype.element_ty), mask=inside)
 
 
 def launch(
@@ -139,6 +466,16 @@ def launch(
     return _run(x, weight, bias, states, None, None, edges, has_silu)
 
 
+def last(x: Tensor, width: int, initial_state: Tensor | None, edges: Tensor) -> Tensor:
+    """Return the last `width` - 1 tokens (N, width - 1, C) of whole sequences."""
+    channels = x.shape[1]
+    states = torch.empty(edges.shape[0] - 1, width - 1, channels, dtype=x.dtype, device=x.device)
+    if states.numel():
+        before = states if initial_state is None else initial_state.contiguous()
+        _take(x, before, states, None, None, edges, initial_state is not None)
+    return states
+
+
 def step(
     x: Tensor,
     weight: Tensor,
@@ -156,25 +493,157 @@ def step(
         slots, starts: int64 (N,), see `ops.causal_conv1d_step`.
         edges: as in `launch`.
     """
-    y = _run(x, weight, bias, states, slots, starts, edges, has_silu)
-    channels, width = weight.shape
-    if y.numel() > 0 and width > 1:
-        grid = (edges.shape[0] - 1, triton.cdiv(channels, _TILE_C))
-        launch_now(
-            _keep_kernel,
-            grid,
-            x,
-            states,
-            edges,
-            slots,
-            starts,
-            x.stride(0),
-            CHANNELS=channels,
-            WIDTH=width,
-            TILE_C=_TILE_C,
-            num_warps=4,
-        )
+    num_sequences, (channels, width) = edges.shape[0] - 1, weight.shape
+    if len(x) > num_sequences or num_sequences < 1 or x.numel() == 0 or width < 2:
+        y = _run(x, weight, bias, states, slots, starts, edges, has_silu)
+        if y.numel() > 0 and width > 1:
+            _take(x, states, states, slots, starts, edges, True)
+        return y
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch_now(
+        _step_kernel,
+        (num_sequences, triton.cdiv(channels, _TILE_C)),
+        x,
+        weight.contiguous(),
+        x if bias is None else bias.contiguous(),
+        states,
+        y,
+        edges,
+        slots,
+        starts,
+        len(x),
+        num_sequences,
+        x.stride(0),
+        CHANNELS=channels,
+        WIDTH=width,
+        TILE_C=_TILE_C,
+        HAS_BIAS=bias is not None,
+        HAS_SILU=has_silu,
+        num_warps=1,
+    )
     return y
+
+
+def gradient(
+    dy: Tensor,
+    dstate: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    edges: Tensor,
+    *,
+    has_silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x (T, C), weight (C, W), bias (C,) and the tokens before.
+
+    Args:
+        dy: (T, C), the gradient of y.
+        dstate: (N, W - 1, C), that of the last tokens; None where it is 0.
+        edges: as in `launch`.
+    """
+    (num_rows, channels), width, num_sequences = x.shape, weight.shape[1], edges.shape[0] - 1
+    kept = (num_sequences, width - 1, channels)
+    dkept = torch.empty(kept, dtype=x.dtype, device=x.device)
+    dx = torch.empty((num_rows, channels), dtype=x.dtype, device=x.device)
+    weight = weight.contiguous()
+    if num_sequences < 1 or num_rows == 0 or channels == 0:
+        if dstate is not None:
+            dkept.copy_(dstate)
+        else:
+            dkept.zero_()
+        return dx.zero_(), torch.zeros_like(weight), torch.zeros_like(weight[:, 0]), dkept
+    if dy.stride(-1) != 1:
+        dy = dy.contiguous()
+    dz = torch.empty_like(dx)
+    programs, tiles = triton.cdiv(num_rows, _TILE_T * _TILES), triton.cdiv(channels, _TILE_C)
+    sums = torch.empty(programs, width + 1, channels, dtype=torch.float32, device=x.device)
+    shape = {"CHANNELS": channels, "WIDTH": width, "TILE_C": _TILE_C}
+    before = x if initial_state is None else initial_state.contiguous()
+    launch_now(
+        _dz_kernel,
+        (programs, tiles),
+        x,
+        weight,
+        x if bias is None else bias.contiguous(),
+        before,
+        dy,
+        dz,
+        sums,
+        edges,
+        num_rows,
+        num_sequences,
+        x.stride(0),
+        dy.stride(0),
+        **shape,
+        TILE_T=_TILE_T,
+        TILES=_TILES,
+        HAS_BIAS=bias is not None,
+        HAS_STATES=initial_state is not None,
+        HAS_SILU=has_silu,
+        num_warps=4,
+    )
+    dafter = dz if dstate is None else dstate.contiguous()
+    launch_now(
+        _dx_kernel,
+        (triton.cdiv(num_rows, _TILE_T), tiles),
+        dz,
+        weight,
+        dafter,
+        dx,
+        edges,
+        num_rows,
+        num_sequences,
+        **shape,
+        TILE_T=_TILE_T,
+        HAS_DSTATES=dstate is not None,
+        num_warps=4,
+    )
+    if dkept.numel():
+        launch_now(
+            _dkept_kernel,
+            (num_sequences, tiles),
+            dz,
+            weight,
+            dafter,
+            dkept,
+            edges,
+            **shape,
+            HAS_DSTATES=dstate is not None,
+            num_warps=1,
+        )
+    total = sums.sum(0).to(weight.dtype)
+    return dx, total[:width].t().contiguous(), total[width], dkept
+
+
+def _take(
+    x: Tensor,
+    before: Tensor,
+    states: Tensor,
+    slots: Tensor | None,
+    starts: Tensor | None,
+    edges: Tensor,
+    has_states: bool,
+) -> None:
+    """Write the last tokens of each sequence to its states."""
+    channels, width = x.shape[1], states.shape[1] + 1
+    launch_now(
+        _keep_kernel,
+        (edges.shape[0] - 1, triton.cdiv(channels, _TILE_C)),
+        x,
+        before,
+        states,
+        edges,
+        edges if slots is None else slots,
+        edges if starts is None else starts,
+        x.stride(0),
+        CHANNELS=channels,
+        WIDTH=width,
+        TILE_C=_TILE_C,
+        HAS_STATES=has_states,
+        HAS_SLOTS=slots is not None,
+        num_warps=4,
+    )
 
 
 def _run(
@@ -187,10 +656,9 @@ def _run(
     edges: Tensor,
     has_silu: bool,
 ) -> Tensor:
-    # Rows that no sequence has, and those of sequences without a slot, are 0.
-    y = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() == 0 or edges.shape[0] < 2:
-        return y
+        return y.zero_()
     channels, width = weight.shape
     launch_now(
         _convolve_kernel,

@@ -1,21 +1,22 @@
 """The gated delta rule and Mamba-2's recurrence, in chunks of 64 tokens at fixed places.
 
 what     o of tokens after a state S at the start of a chunk; with E_ts the decay between tokens s
-         and t of a chunk and E_t that since its start,
-             (1 + beta A) U = beta (V - (E K) S), A = strictly lower (K K^T E), or U = beta V
-             O = q_scale ((E Q) S + lower (Q K^T E) U),  S' = E_64 S + (E_64 / E K)^T U
-grid     (sequences x heads, tiles of the columns of V)
-program  goes through the chunks of its sequence with TILE_V columns of S in registers. A step
-         begins with the chunk that its slot holds open, whose tokens it computes again, so that a
-         token decoded alone is a row of the tiles that it would be in as part of a prompt
-traffic  q, k, v read once for each tile of columns, o written once; a step reads S and the tokens
-         of the open chunk, and writes S when a chunk is full
-numerics float32. Every product is of a whole tile: the rows of later tokens are zeros, and a row's
-         sums have one order. The inverse of (1 + beta A) is built from blocks of 1, 2, 4 ... 32
-         tokens, T - T L T with L what lies between two blocks, in three passes of TF32
+         and t of a chunk, E_t that since its start, and T and R of pairs.py,
+             X = beta (V - (E K) S), U = T X, or X = U = beta V without the delta rule
+             O = q_scale ((E Q) S + R X),  S' = E_64 S + (E_64 / E K)^T U
+grid     (sequences x heads, tiles of the columns of V), after pairs.py
+program  goes through the chunks of its sequence with TILE_V columns of S in registers, transposed:
+         what one product gives is the next one's operand where it lies
+traffic  q, k, T and R read once for each tile of columns, v read and o written once; what a slot
+         keeps of its open chunk is read in place of new tokens
+numerics S, X and U are sums in float32, and operands in the tokens' 16 bits (bfloat16), or in TF32
+         (float16, one pass; float32, three). Every product is of a whole tile: the rows of later
+         tokens are zeros, and a row's sums have one order
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,14 +26,21 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import CHUNK, RecurrentSpec, RecurrentStates
-from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.elements import why_not as why_not_elements
+from tilewise.kernels.triton.recurrent.pairs import pairs_kernel
+from tilewise.kernels.triton.recurrent.rows import (
+    load_numbers,
+    load_rows,
+    most_chunks,
+    number_of,
+    zero_rows,
+)
+from tilewise.kernels.triton.recurrent.step import step_kernel
 
 MOST_KEY_DIM = 256  # a state's tile of this times 32 columns is half of a program's registers
 _STATE_ELEMENTS = 8192  # of a program: 64 registers of each of 128 threads
 _COPIERS = 16  # programs of a sequence that copy the tokens of its open chunk
 _COPY = 1024  # elements at once
-_SUB = tl.constexpr(16)  # tokens between which decays by channel are multiplied out one by one
 
 
 def why_not(spec: RecurrentSpec) -> str | None:
@@ -49,99 +57,29 @@ def why_not(spec: RecurrentSpec) -> str | None:
     return reason
 
 
-@triton.jit
-def _load_rows(
-    new_ptr,
-    kept_ptr,
-    position,
-    valid,
-    start,
-    total,
-    stride_new,
-    stride_kept,
-    column,
-    width,
-    HAS_SLOTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Load rows of tokens at positions of a sequence, new ones or those of its open chunk."""
-    inside = column[None, :] < width
-    is_new = valid & (position >= start) & (position < total)
-    at = new_ptr + ((position - start).to(tl.int64) * stride_new)[:, None] + column[None, :]
-    rows = tl.load(at, mask=is_new[:, None] & inside, other=0.0)
-    if HAS_SLOTS:
-        is_kept = valid & (position < start)
-        at = kept_ptr + ((position % TOKENS) * stride_kept)[:, None] + column[None, :]
-        kept = tl.load(at, mask=is_kept[:, None] & inside, other=0.0)
-        rows = tl.where(is_kept[:, None], kept.to(rows.dtype), rows)
-    return rows
-
-
-@triton.jit
-def _load_numbers(
-    new_ptr,
-    kept_ptr,
-    position,
-    start,
-    total,
-    stride,
-    HAS_SLOTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Load a number of each token at positions of a sequence."""
-    is_new = (position >= start) & (position < total)
-    new = tl.load(new_ptr + (position - start).to(tl.int64) * stride, mask=is_new, other=0.0)
-    if HAS_SLOTS:
-        is_kept = position < start
-        kept = tl.load(kept_ptr + (position % TOKENS) * stride, mask=is_kept, other=0.0)
-        new = tl.where(is_kept, kept, new)
-    return new
-
-
-@triton.jit
-def _inverse(lower, TOKENS: tl.constexpr):
-    """Return the inverse of 1 + a strictly lower triangular tile."""
-    row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0)
-    # The blocks of one token are inverted; each pair of blocks becomes one.
-    between = tl.where((row // 2 == column // 2) & (row != column), lower, 0.0)
-    inverse -= between
-    for level in tl.static_range(1, 6):
-        size = 1 << level
-        is_between = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
-        between = tl.where(is_between, lower, 0.0)
-        between = tl.dot(inverse, between, input_precision="tf32x3")
-        inverse -= tl.dot(between, inverse, input_precision="tf32x3")
-    return inverse
-
-
-@triton.jit
-def _product(tokens, wide, PRECISION: tl.constexpr):
-    """Return tokens times a float32 tile, which bfloat16 tokens see as the sum of two of theirs."""
-    if tokens.dtype == tl.bfloat16:
-        high = wide.to(tl.bfloat16)
-        low = (wide - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(tokens, high, tl.dot(tokens, low))
-    return tl.dot(tokens.to(tl.float32), wide, input_precision=PRECISION)
-
-
-@triton.jit
-def _chunks_kernel(
+@triton.jit(do_not_specialize=["q_scale", "num_rows", "num_sequences"])
+def _scan_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    g_ptr,
     beta_ptr,
+    t_ptr,
+    r_ptr,
+    running_ptr,
+    k_in_ptr,
+    q_in_ptr,
+    k_out_ptr,
     o_ptr,
+    states_ptr,
     before_ptr,
     after_ptr,
     kept_k_ptr,
-    kept_g_ptr,
     kept_v_ptr,
-    kept_beta_ptr,
     edges_ptr,
     slots_ptr,
     starts_ptr,
+    num_rows,
+    num_sequences,
     stride_q,
     stride_qh,
     stride_k,
@@ -160,207 +98,133 @@ def _chunks_kernel(
     HAS_BEFORE: tl.constexpr,
     IS_DELTA: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    KEEPS_STATES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     task = tl.program_id(0)
     sequence, head = task // NUM_HEADS, task % NUM_HEADS
-    first = tl.load(edges_ptr + sequence).to(tl.int64)
-    total = (tl.load(edges_ptr + sequence + 1) - first).to(tl.int32)
-    slot = sequence.to(tl.int64)
-    start = 0
+    first = tl.load(edges_ptr + sequence)
+    total = tl.load(edges_ptr + sequence + 1) - first
+    column = tl.program_id(1) * TILE_V + tl.arange(0, TILE_V)
+    if not KEEPS_STATES and sequence == num_sequences - 1:  # rows that no sequence has
+        zero_rows(o_ptr, first + total, num_rows, head, column, NUM_HEADS, VALUE_DIM, TOKENS)
+    slot, start = sequence.to(tl.int64), 0
     if HAS_SLOTS:
         slot = tl.load(slots_ptr + sequence)
         start = tl.load(starts_ptr + sequence).to(tl.int32)
-        if slot < 0 or total <= 0:
+        if slot < 0:
+            zero_rows(o_ptr, first, first + total, head, column, NUM_HEADS, VALUE_DIM, TOKENS)
+            return
+        if total <= 0:
             return
         total += start
-    key_head = head // (NUM_HEADS // KEY_HEADS)
-    key, column = tl.arange(0, TILE_K), tl.program_id(1) * TILE_V + tl.arange(0, TILE_V)
-    row = tl.arange(0, TOKENS)
-    g_width: tl.constexpr = KEY_DIM if BY_CHANNEL else 1
+    number = number_of(first, sequence, HAS_SLOTS, TOKENS) - start // TOKENS
+    key_head, first = head // (NUM_HEADS // KEY_HEADS), first.to(tl.int64)
+    key, row = tl.arange(0, TILE_K), tl.arange(0, TOKENS)
+    operand: tl.constexpr = r_ptr.dtype.element_ty
     q_ptr += first * stride_q + key_head * stride_qh
     k_ptr += first * stride_k + key_head * stride_kh
     v_ptr += first * stride_v + head * stride_vh
     o_ptr += (first * NUM_HEADS + head) * VALUE_DIM
-    g_ptr += (first * NUM_HEADS + head) * g_width
     beta_ptr += first * NUM_HEADS + head
     kept_k_ptr += (slot * TOKENS * KEY_HEADS + key_head) * KEY_DIM
     kept_v_ptr += (slot * TOKENS * NUM_HEADS + head) * VALUE_DIM
-    kept_g_ptr += (slot * TOKENS * NUM_HEADS + head) * g_width
-    kept_beta_ptr += slot * TOKENS * NUM_HEADS + head
     state_at = (slot * NUM_HEADS + head) * KEY_DIM * VALUE_DIM
     state_at += key[:, None] * VALUE_DIM + column[None, :]
     in_state = (key[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
     has_state = start >= TOKENS
     if HAS_BEFORE:
         has_state = True
-    state = tl.load(before_ptr + state_at, mask=in_state & has_state, other=0.0)
-    is_later = row[:, None] < row[None, :]
-    last_row = row == TOKENS - 1
+    state = tl.trans(tl.load(before_ptr + state_at, mask=in_state & has_state, other=0.0))
     for chunk in range(start // TOKENS, tl.cdiv(total, TOKENS)):
         position = chunk * TOKENS + row
-        everywhere = row >= 0
-        k = _load_rows(
-            k_ptr,
-            kept_k_ptr,
-            position,
-            everywhere,
-            start,
-            total,
-            stride_k,
-            KEY_HEADS * KEY_DIM,
-            key,
-            KEY_DIM,
-            HAS_SLOTS,
-            TOKENS,
-        )
-        v = _load_rows(
-            v_ptr,
-            kept_v_ptr,
-            position,
-            everywhere,
-            start,
-            total,
-            stride_v,
-            NUM_HEADS * VALUE_DIM,
-            column,
-            VALUE_DIM,
-            HAS_SLOTS,
-            TOKENS,
-        )
-        # Those of tokens that were there before are not asked for again.
-        q = _load_rows(
-            q_ptr,
-            q_ptr,
-            position,
-            everywhere,
-            start,
-            total,
-            stride_q,
-            0,
-            key,
-            KEY_DIM,
-            False,
-            TOKENS,
-        )
-        beta = _load_numbers(
-            beta_ptr, kept_beta_ptr, position, start, total, NUM_HEADS, HAS_SLOTS, TOKENS
-        )
+        pairs_at = ((number + chunk).to(tl.int64) * NUM_HEADS + head) * TOKENS
         if BY_CHANNEL:
-            g = _load_rows(
-                g_ptr,
-                kept_g_ptr,
+            rows_at = (pairs_at + row[:, None]) * KEY_DIM + key[None, :]
+            inside = key[None, :] < KEY_DIM
+            k_in = tl.load(k_in_ptr + rows_at, mask=inside, other=0.0)
+            q_in = tl.load(q_in_ptr + rows_at, mask=inside, other=0.0)
+            k_out = tl.load(k_out_ptr + rows_at, mask=inside, other=0.0)
+            last_at = running_ptr + pairs_at // TOKENS * KEY_DIM + key
+            decay = tl.math.exp2(tl.load(last_at, mask=key < KEY_DIM, other=0.0))[None, :]
+        else:
+            k_in = load_rows(
+                k_ptr,
+                kept_k_ptr,
                 position,
-                everywhere,
                 start,
                 total,
-                NUM_HEADS * KEY_DIM,
-                NUM_HEADS * KEY_DIM,
+                stride_k,
+                KEY_HEADS * KEY_DIM,
                 key,
                 KEY_DIM,
                 HAS_SLOTS,
                 TOKENS,
-            )
-            running = tl.cumsum(g * LOG2E, 0)
-            last = tl.sum(tl.where(last_row[:, None], running, 0.0), 0)
-            into = tl.math.exp2(running)
-            decay = tl.math.exp2(last)[:, None]
-            a = tl.zeros((TOKENS, TOKENS), tl.float32)
-            p = tl.zeros((TOKENS, TOKENS), tl.float32)
-            # Tokens of earlier blocks: both decays are from or to the block's start, at most 1.
-            for block in tl.static_range(1, TOKENS // _SUB):
-                begins = block * _SUB
-                anchor = tl.sum(tl.where((row == begins - 1)[:, None], running, 0.0), 0)[None, :]
-                to_anchor = tl.math.exp2(tl.minimum(running - anchor, 0.0))
-                from_anchor = tl.math.exp2(tl.minimum(anchor - running, 0.0))
-                is_earlier = (row < begins)[:, None]
-                earlier = tl.where(is_earlier, k.to(tl.float32) * from_anchor, 0.0)
-                is_block = (row // _SUB == block)[:, None]
-                later_k = tl.where(is_block, k.to(tl.float32) * to_anchor, 0.0)
-                later_q = tl.where(is_block, q.to(tl.float32) * to_anchor, 0.0)
-                a += tl.dot(later_k, tl.trans(earlier), input_precision=PRECISION)
-                p += tl.dot(later_q, tl.trans(earlier), input_precision=PRECISION)
-            # Tokens of the same block, those `back` tokens apart together.
-            between = tl.zeros((TOKENS, TILE_K), tl.float32)
-            for back in range(0, _SUB):
-                in_block = row % _SUB >= back
-                if back > 0:
-                    between += LOG2E * _load_rows(
-                        g_ptr,
-                        kept_g_ptr,
-                        position - back + 1,
-                        in_block,
-                        start,
-                        total,
-                        NUM_HEADS * KEY_DIM,
-                        NUM_HEADS * KEY_DIM,
-                        key,
-                        KEY_DIM,
-                        HAS_SLOTS,
-                        TOKENS,
-                    )
-                before = _load_rows(
-                    k_ptr,
-                    kept_k_ptr,
-                    position - back,
-                    in_block,
-                    start,
-                    total,
-                    stride_k,
-                    KEY_HEADS * KEY_DIM,
-                    key,
-                    KEY_DIM,
-                    HAS_SLOTS,
-                    TOKENS,
-                )
-                faded = before.to(tl.float32) * tl.math.exp2(between)
-                is_pair = (row[:, None] - row[None, :] == back) & in_block[:, None]
-                a += tl.where(is_pair, tl.sum(k.to(tl.float32) * faded, 1)[:, None], 0.0)
-                p += tl.where(is_pair, tl.sum(q.to(tl.float32) * faded, 1)[:, None], 0.0)
-        else:
-            g = _load_numbers(
-                g_ptr, kept_g_ptr, position, start, total, NUM_HEADS, HAS_SLOTS, TOKENS
-            )
-            running = tl.cumsum(g * LOG2E, 0)
-            last = tl.sum(tl.where(last_row, running, 0.0), 0)
+            ).to(operand)
+            k_out = k_in
+            q_in = load_rows(
+                q_ptr, q_ptr, position, start, total, stride_q, 0, key, KEY_DIM, False, TOKENS
+            ).to(operand)
+            running = tl.load(running_ptr + pairs_at + row)
+            last = tl.load(running_ptr + pairs_at + TOKENS - 1)
+            into = tl.math.exp2(running)[None, :]
             decay = tl.math.exp2(last)
-            logs = tl.where(is_later, float("-inf"), running[:, None] - running[None, :])
-            decays = tl.math.exp2(logs)
-            a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decays
-            p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decays
-        update = v.to(tl.float32)
+        v = load_rows(
+            v_ptr, v_ptr, position, start, total, stride_v, 0, column, VALUE_DIM, False, TOKENS
+        )
+        beta = load_numbers(beta_ptr, beta_ptr, position, start, total, NUM_HEADS, False, TOKENS)
+        tile_at = pairs_at * TOKENS + row[:, None] * TOKENS + row[None, :]
+        seen = state.to(operand)
+        x = tl.trans(v).to(tl.float32)
         if IS_DELTA:
-            a = tl.where(row[:, None] == row[None, :], 0.0, a * beta[:, None])
-            inverse = _inverse(a, TOKENS)
-            if BY_CHANNEL:
-                update -= tl.dot(k.to(tl.float32) * into, state, input_precision=PRECISION)
-            else:
-                seen = _product(k, state, PRECISION)
-                update -= seen * tl.math.exp2(running)[:, None]
-            update = tl.dot(inverse, update * beta[:, None], input_precision=PRECISION)
-        else:
-            update *= beta[:, None]
-        if BY_CHANNEL:
-            o = tl.dot(q.to(tl.float32) * into, state, input_precision=PRECISION)
-        else:
-            o = _product(q, state, PRECISION) * tl.math.exp2(running)[:, None]
-        o += tl.dot(p, update, input_precision=PRECISION)
-        at = o_ptr + (position - start).to(tl.int64)[:, None] * (NUM_HEADS * VALUE_DIM)
+            known = tl.dot(seen, tl.trans(k_in), input_precision=PRECISION)
+            if not BY_CHANNEL:
+                known *= into
+            x -= known
+        x = (x * beta[None, :]).to(v_ptr.dtype.element_ty).to(operand)
+        if HAS_SLOTS:
+            kept_at = kept_v_ptr + row[:, None] * (NUM_HEADS * VALUE_DIM) + column[None, :]
+            in_v = column[None, :] < VALUE_DIM
+            is_kept = position < start
+            kept = tl.load(kept_at, mask=is_kept[:, None] & in_v, other=0.0)
+            x = tl.where(is_kept[None, :], tl.trans(kept).to(operand), x)
+        u = x
+        if IS_DELTA:
+            t = tl.load(t_ptr + tile_at)
+            u = tl.dot(x, tl.trans(t), input_precision=PRECISION).to(operand)
+        o_at = o_ptr + (position - start).to(tl.int64)[:, None] * (NUM_HEADS * VALUE_DIM)
         is_new = (position >= start) & (position < total)
         in_o = is_new[:, None] & (column[None, :] < VALUE_DIM)
-        tl.store(at + column[None, :], (o * q_scale).to(o_ptr.dtype.element_ty), mask=in_o)
-        # What follows an open chunk begins with the state before it.
-        if not HAS_SLOTS or (chunk + 1) * TOKENS <= total:
-            state *= decay
-            if BY_CHANNEL:
-                keys_out = k.to(tl.float32) * tl.math.exp2(last[None, :] - running)
-                state += tl.dot(tl.trans(keys_out), update, input_precision=PRECISION)
-            else:
-                update *= tl.math.exp2(last - running)[:, None]
-                state += _product(tl.trans(k), update, PRECISION)
+        if KEEPS_STATES:
+            o = u
+            at = states_ptr + pairs_at // TOKENS * (KEY_DIM * VALUE_DIM)
+            at += key[:, None] * VALUE_DIM + column[None, :]
+            tl.store(at, tl.trans(seen), mask=in_state)
+        else:
+            o = tl.dot(seen, tl.trans(q_in), input_precision=PRECISION)
+            if not BY_CHANNEL:
+                o *= into
+            r = tl.load(r_ptr + tile_at)
+            o = tl.dot(x, tl.trans(r), o, input_precision=PRECISION) * q_scale
+        tl.store(o_at + column[None, :], tl.trans(o.to(o_ptr.dtype.element_ty)), mask=in_o)
+        if not BY_CHANNEL:
+            u = (u * tl.math.exp2(last - running)[None, :]).to(operand)
+        after = tl.dot(u, k_out, state * decay, input_precision=PRECISION)
+        if HAS_SLOTS:
+            # What follows an open chunk begins with the state before it.
+            is_full = (chunk + 1) * TOKENS <= total
+            state = tl.where(is_full, after, state)
+            tl.store(
+                kept_at,
+                tl.trans(x).to(kept_v_ptr.dtype.element_ty),
+                mask=in_o & ((chunk + 1) * TOKENS > total),
+            )
+        else:
+            state = after
+    state = tl.trans(state)
     if HAS_SLOTS:
-        is_full = total // TOKENS > start // TOKENS
-        tl.store(before_ptr + state_at, state, mask=in_state & is_full)
+        is_changed = total // TOKENS > start // TOKENS
+        tl.store(before_ptr + state_at, state, mask=in_state & is_changed)
     else:
         tl.store(after_ptr + state_at, state, mask=in_state)
 
@@ -380,24 +244,19 @@ def _copy_row(
 @triton.jit
 def _keep_kernel(
     k_ptr,
-    v_ptr,
     g_ptr,
     beta_ptr,
     kept_k_ptr,
     kept_g_ptr,
-    kept_v_ptr,
     kept_beta_ptr,
     edges_ptr,
     slots_ptr,
     starts_ptr,
     stride_k,
     stride_kh,
-    stride_v,
-    stride_vh,
     NUM_HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     G_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     COPY: tl.constexpr,
@@ -421,19 +280,157 @@ def _keep_kernel(
             KEY_DIM,
             COPY,
         )
-        _copy_row(
-            v_ptr + new * stride_v,
-            kept_v_ptr + kept * (NUM_HEADS * VALUE_DIM),
-            stride_vh,
-            NUM_HEADS,
-            VALUE_DIM,
-            COPY,
-        )
         g_row: tl.constexpr = NUM_HEADS * G_WIDTH
         _copy_row(g_ptr + new * g_row, kept_g_ptr + kept * g_row, G_WIDTH, NUM_HEADS, G_WIDTH, COPY)
         _copy_row(
             beta_ptr + new * NUM_HEADS, kept_beta_ptr + kept * NUM_HEADS, 1, NUM_HEADS, 1, COPY
         )
+
+
+class Pairs(NamedTuple):
+    """What pairs.py made of the tokens of a call, and how its kernels are compiled.
+
+    Attributes:
+        t, r: (chunks, H, CHUNK, CHUNK), of the operands' dtype.
+        running: float32, base-2 logs of E since the chunk's start (chunks, H, CHUNK), or, by
+            channel, of the whole chunk (chunks, H, K).
+        faded: by channel, keys and queries times E, and keys times what is left of it.
+        operand: the dtype of operands of products.
+        tile_v: the columns of V of a program.
+        constants: the constants of all kernels.
+    """
+
+    t: Tensor
+    r: Tensor
+    running: Tensor
+    faded: list[Tensor]
+    operand: torch.dtype
+    tile_v: int
+    constants: dict[str, Any]
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: RecurrentStates | None,
+    places: tuple[Tensor, Tensor, Tensor],
+    is_delta: bool,
+) -> Pairs:
+    """Run pairs.py; `places` are the edges, slots and starts of sequences."""
+    key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
+    tile_k, tile_v, operand = _tiles(key_dim, value_dim, v.dtype)
+    num_sequences, by_channel, has_slots = len(places[0]) - 1, g.dim() == 3, states is not None
+    chunks = most_chunks(len(v), num_sequences, has_slots, CHUNK)
+
+    def empty(*shape: int, dtype: torch.dtype = operand) -> Tensor:
+        return torch.empty(chunks, num_heads, *shape, dtype=dtype, device=v.device)
+
+    r = empty(CHUNK, CHUNK)
+    running = empty(key_dim if by_channel else CHUNK, dtype=torch.float32)
+    constants: dict[str, Any] = {
+        "NUM_HEADS": num_heads,
+        "KEY_HEADS": key_heads,
+        "KEY_DIM": key_dim,
+        "TILE_K": tile_k,
+        "TOKENS": CHUNK,
+        "HAS_SLOTS": has_slots,
+        "IS_DELTA": is_delta,
+        "BY_CHANNEL": by_channel,
+        "PRECISION": _precision(v.dtype),
+    }
+    faded = [empty(CHUNK if by_channel else 0, key_dim) for _ in range(3)]
+    pairs = Pairs(
+        empty(CHUNK, CHUNK) if is_delta else r, r, running, faded, operand, tile_v, constants
+    )
+    keys, gates, _, betas = (k, g, v, beta) if states is None else states[1:]
+    if chunks:
+        launch_now(
+            pairs_kernel,
+            chunks * num_heads,
+            q,
+            k,
+            g,
+            beta,
+            pairs.t,
+            r,
+            running,
+            *faded,
+            keys,
+            gates,
+            betas,
+            *places,
+            num_sequences,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            **constants,
+            num_warps=4,
+        )
+    return pairs
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    before: Tensor | None,
+    after: Tensor,
+    slots: RecurrentStates | None,
+    places: tuple[Tensor, Tensor, Tensor],
+    o: Tensor,
+    states: Tensor | None,
+    pairs: Pairs,
+    q_scale: float,
+) -> None:
+    """Go through all chunks of each sequence after `prepare`.
+
+    Args:
+        before, after: (N, H, K, V), the states before and after each sequence, or all of slots.
+        o: (T, H, V), the output, or U where there are `states`.
+        states: (chunks, H, K, V) of the operands' dtype, where states before chunks are kept.
+    """
+    (num_heads, value_dim), num_sequences = v.shape[1:], len(places[0]) - 1
+    keys, values = (k, v) if slots is None else (slots.keys, slots.values)
+    launch_now(
+        _scan_kernel,
+        (num_sequences * num_heads, triton.cdiv(value_dim, pairs.tile_v)),
+        q,
+        k,
+        v,
+        beta,
+        pairs.t,
+        pairs.r,
+        pairs.running,
+        *pairs.faded,
+        o,
+        o if states is None else states,
+        after if before is None else before,
+        after,
+        keys,
+        values,
+        *places,
+        len(v),
+        num_sequences,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        q_scale,
+        VALUE_DIM=value_dim,
+        TILE_V=pairs.tile_v,
+        HAS_BEFORE=before is not None and slots is None,
+        KEEPS_STATES=states is not None,
+        **pairs.constants,
+        num_warps=4,
+        num_stages=2,
+    )
 
 
 def launch(
@@ -455,8 +452,13 @@ def launch(
     """
     shape = (edges.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2])
     after = torch.empty(shape, dtype=torch.float32, device=v.device)
+    if after.numel() == 0:
+        return torch.zeros(v.shape, dtype=v.dtype, device=v.device), after
     before = None if initial_state is None else initial_state.contiguous()
-    o = _run(q, k, v, g, beta, before, after, None, edges, edges, edges, q_scale, is_delta)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    beta, places = beta.contiguous(), (edges, edges, edges)
+    pairs = prepare(q, k, v, g.contiguous(), beta, None, places, is_delta)
+    scan(q, k, v, beta, before, after, None, places, o, None, pairs, q_scale)
     return o, after
 
 
@@ -480,30 +482,63 @@ def step(
         slots, starts: int64 (N,), see `ops.gated_delta_step`.
         edges: as in `launch`.
     """
-    state = states.state
-    o = _run(q, k, v, g, beta, state, state, states, edges, slots, starts, q_scale, is_delta)
     key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
-    if o.numel() == 0 or edges.shape[0] < 2:
+    num_sequences = edges.shape[0] - 1
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if states.state.numel() == 0 or num_sequences < 1 or o.numel() == 0:
+        return o.zero_()
+    g, beta, places = g.contiguous(), beta.contiguous(), (edges, slots, starts)
+    shapes = {"NUM_HEADS": num_heads, "KEY_HEADS": key_heads, "KEY_DIM": key_dim}
+    if len(v) <= num_sequences:
+        tile_k, tile_v, operand = _tiles(key_dim, value_dim, v.dtype)
+        launch_now(
+            step_kernel,
+            (num_sequences * num_heads, triton.cdiv(value_dim, tile_v)),
+            q,
+            k,
+            v,
+            g,
+            beta,
+            o,
+            *states,
+            *places,
+            len(v),
+            num_sequences,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            q_scale,
+            **shapes,
+            VALUE_DIM=value_dim,
+            TILE_K=tile_k,
+            TILE_V=tile_v,
+            TOKENS=CHUNK,
+            IS_DELTA=is_delta,
+            BY_CHANNEL=g.dim() == 3,
+            OPERAND=tl.bfloat16 if operand == torch.bfloat16 else tl.float32,
+            PRECISION=_precision(v.dtype),
+            num_warps=4,
+            num_stages=1,  # a token reads what the token before it has written
+        )
         return o
+    pairs = prepare(q, k, v, g, beta, states, places, is_delta)
+    scan(q, k, v, beta, states.state, states.state, states, places, o, None, pairs, q_scale)
     launch_now(
         _keep_kernel,
-        (edges.shape[0] - 1, _COPIERS),
+        (num_sequences, _COPIERS),
         k,
-        v,
-        g.contiguous(),
-        beta.contiguous(),
-        *states[1:],
-        edges,
-        slots,
-        starts,
+        g,
+        beta,
+        states.keys,
+        states.gates,
+        states.betas,
+        *places,
         k.stride(0),
         k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        NUM_HEADS=num_heads,
-        KEY_HEADS=key_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
+        **shapes,
         G_WIDTH=key_dim if g.dim() == 3 else 1,
         TOKENS=CHUNK,
         COPY=_COPY,
@@ -512,64 +547,13 @@ def step(
     return o
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    before: Tensor | None,
-    after: Tensor,
-    states: RecurrentStates | None,
-    edges: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    q_scale: float,
-    is_delta: bool,
-) -> Tensor:
-    key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
-    # Rows that no sequence has, and those of sequences without a slot, are 0.
-    o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    if after.numel() == 0 or edges.shape[0] < 2:
-        return o
+def _tiles(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int, torch.dtype]:
+    """Return the tiles of a state, and the dtype of operands of products."""
     tile_k = max(16, triton.next_power_of_2(key_dim))
     tile_v = max(16, min(64, triton.next_power_of_2(value_dim), _STATE_ELEMENTS // tile_k))
-    kept = (k, g, v, beta) if states is None else states[1:]
-    launch_now(
-        _chunks_kernel,
-        ((edges.shape[0] - 1) * num_heads, triton.cdiv(value_dim, tile_v)),
-        q,
-        k,
-        v,
-        g.contiguous(),
-        beta.contiguous(),
-        o,
-        after if before is None else before,
-        after,
-        *kept,
-        edges,
-        slots,
-        starts,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        q_scale,
-        NUM_HEADS=num_heads,
-        KEY_HEADS=key_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        TILE_K=tile_k,
-        TILE_V=tile_v,
-        TOKENS=CHUNK,
-        HAS_SLOTS=states is not None,
-        HAS_BEFORE=before is not None and states is None,
-        IS_DELTA=is_delta,
-        BY_CHANNEL=g.dim() == 3,
-        PRECISION="tf32x3" if v.dtype == torch.float32 else "tf32",
-        num_warps=8,
-        num_stages=1,
-    )
-    return o
+    # float16 would hold no large state: it is widened to TF32, which has its 10 bits.
+    return tile_k, tile_v, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "tf32x3" if dtype == torch.float32 else "tf32"
