@@ -6,8 +6,10 @@ what     with S before and dS' after each chunk, U, T and R of scan.py and pairs
          or Y = q_scale R^T dO + (E_64 / E K) dS' and dS without beta Y where nothing corrects; then
              dP = q_scale dO U^T, dA = -Y U^T, and of them and S and dS' what q, k, beta and g get
 grid     pairs.py; scan.py, which stores S and U; the chunks of a sequence from last to first, as
-         scan.py has them; then chunks x parts of the heads that share keys
-program  the last: the heads of its part, one after the other, whose dq and dk it adds up
+         scan.py has them; then (chunks x parts of the heads that share keys, tiles of the columns
+         of K)
+program  the last: the heads of its part, one after the other, whose dq and dk it adds up, of a
+         tile of their columns
 traffic  S and dS' written and read once in the operands' dtype, 512 bytes of a token of 128 x 128
 numerics as scan.py; sums over heads, chunks and columns have one order
 """
@@ -31,9 +33,10 @@ from tilewise.kernels.triton.recurrent.rows import (
     number_of,
     sequence_of,
 )
-from tilewise.kernels.triton.recurrent.scan import prepare, scan
+from tilewise.kernels.triton.recurrent.scan import prepare, scan, stages_of
 
 _MOST_HEADS = 8  # of a program, one after the other
+_TILE_K = 64  # of the gradients of keys: with 128 a program's sums leave its registers
 
 
 @triton.jit(do_not_specialize=["q_scale"])
@@ -85,9 +88,9 @@ def _reverse_kernel(
     in_state = (key[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
     state_at = (sequence.to(tl.int64) * NUM_HEADS + head) * KEY_DIM * VALUE_DIM + tile_of_state
     if HAS_AFTER:
-        dstate = tl.trans(tl.load(dafter_ptr + state_at, mask=in_state, other=0.0))
+        dstate = tl.load(dafter_ptr + state_at, mask=in_state, other=0.0)
     else:
-        dstate = tl.zeros((TILE_V, TILE_K), tl.float32)
+        dstate = tl.zeros((TILE_K, TILE_V), tl.float32)
     chunks = tl.cdiv(total, TOKENS)
     for back in range(0, chunks):
         chunk = chunks - 1 - back
@@ -105,28 +108,28 @@ def _reverse_kernel(
         pairs_at = ((number + chunk).to(tl.int64) * NUM_HEADS + head) * TOKENS
         running = tl.load(running_ptr + pairs_at + row)
         last = tl.load(running_ptr + pairs_at + TOKENS - 1)
-        into = tl.math.exp2(running)[None, :]
+        into = tl.math.exp2(running)[:, None]
         tile_at = pairs_at * TOKENS + row[:, None] * TOKENS + row[None, :]
         r = tl.load(r_ptr + tile_at)
         seen = dstate.to(operand)
         dstate_at = dstates_ptr + pairs_at // TOKENS * (KEY_DIM * VALUE_DIM) + tile_of_state
-        tl.store(dstate_at, tl.trans(seen), mask=in_state)
-        given = tl.trans(do).to(tl.float32) * q_scale
-        y = tl.dot(seen, tl.trans(k), input_precision=PRECISION)
-        y *= tl.math.exp2(last - running)[None, :]
+        tl.store(dstate_at, seen, mask=in_state)
+        given = do.to(tl.float32) * q_scale
+        y = tl.dot(k, seen, input_precision=PRECISION) * tl.math.exp2(last - running)[:, None]
         if IS_DELTA:
             t = tl.load(t_ptr + tile_at)
-            y = tl.dot(y.to(operand), t, input_precision=PRECISION)
-        y = tl.dot(given.to(operand), r, y, input_precision=PRECISION)
+            y = tl.dot(tl.trans(t), y.to(operand), input_precision=PRECISION)
+        y = tl.dot(tl.trans(r), given.to(operand), y, input_precision=PRECISION)
         in_y = (position < total)[:, None] & (column[None, :] < VALUE_DIM)
         y_at = y_ptr + position.to(tl.int64)[:, None] * (NUM_HEADS * VALUE_DIM) + column[None, :]
-        tl.store(y_at, tl.trans(y.to(operand)), mask=in_y)
+        tl.store(y_at, y.to(operand), mask=in_y)
         dstate *= tl.math.exp2(last)
         if IS_DELTA:
-            corrected = (-y * (beta[None, :] * into)).to(operand)
-            dstate = tl.dot(corrected, k, dstate, input_precision=PRECISION)
-        dstate = tl.dot((given * into).to(operand), q, dstate, input_precision=PRECISION)
-    tl.store(dbefore_ptr + state_at, tl.trans(dstate), mask=in_state)
+            corrected = (-y * (beta[:, None] * into)).to(operand)
+            dstate = tl.dot(tl.trans(k), corrected, dstate, input_precision=PRECISION)
+        given = (given * into).to(operand)
+        dstate = tl.dot(tl.trans(q), given, dstate, input_precision=PRECISION)
+    tl.store(dbefore_ptr + state_at, dstate, mask=in_state)
 
 
 @triton.jit(do_not_specialize=["q_scale", "num_rows", "num_sequences"])
@@ -171,7 +174,12 @@ def _gradients_kernel(
 ):
     parts: tl.constexpr = NUM_HEADS // HEADS
     number, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    row, key, value = tl.arange(0, TOKENS), tl.arange(0, TILE_K), tl.arange(0, TILE_V)
+    row, value = tl.arange(0, TOKENS), tl.arange(0, TILE_V)
+    key = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
+    # What a tile of keys adds to the gradients of g and beta.
+    dg_ptr += tl.program_id(1) * (num_rows.to(tl.int64) * NUM_HEADS)
+    dbeta_ptr += tl.program_id(1) * (num_rows.to(tl.int64) * NUM_HEADS)
+    is_first = tl.program_id(1) == 0
     # Rows that no sequence has.
     outside = tl.load(edges_ptr + num_sequences) + number * TOKENS + row
     is_outside = outside < num_rows
@@ -218,21 +226,16 @@ def _gradients_kernel(
         last = tl.load(running_ptr + pairs_at + TOKENS - 1)
         gate = place * NUM_HEADS + head
         beta = tl.load(beta_ptr + gate, mask=is_token, other=0.0)
+        decays = decays_between(running, TOKENS)
+        into, out = tl.math.exp2(running)[:, None], tl.math.exp2(last - running)[:, None]
+        state_at = pairs_at // TOKENS * (KEY_DIM * VALUE_DIM)
+        dbeta = tl.zeros((TOKENS,), tl.float32)
+        # One wide sum after the other: all at once are more than a program's registers.
         dp = tl.zeros((TOKENS, TOKENS), tl.float32)
         da = tl.zeros((TOKENS, TOKENS), tl.float32)
-        do_s = tl.zeros((TOKENS, TILE_K), tl.float32)
-        y_s = tl.zeros((TOKENS, TILE_K), tl.float32)
-        u_ds = tl.zeros((TOKENS, TILE_K), tl.float32)
-        dbeta = tl.zeros((TOKENS,), tl.float32)
-        dlast = 0.0
-        state_at = pairs_at // TOKENS * (KEY_DIM * VALUE_DIM)
         for begins in range(0, VALUE_DIM, TILE_V):
             column = begins + value
             in_v = is_token[:, None] & (column[None, :] < VALUE_DIM)
-            tile = state_at + key[:, None] * VALUE_DIM + column[None, :]
-            in_state = (key[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
-            s = tl.load(states_ptr + tile, mask=in_state, other=0.0)
-            ds = tl.load(dstates_ptr + tile, mask=in_state, other=0.0)
             at = gate[:, None] * VALUE_DIM + column[None, :]
             u = tl.load(u_ptr + at, mask=in_v, other=0.0)
             y = tl.load(y_ptr + at, mask=in_v, other=0.0)
@@ -241,39 +244,69 @@ def _gradients_kernel(
             do_at = do_ptr + place[:, None] * stride_do + head * stride_doh + column[None, :]
             do = tl.load(do_at, mask=in_v, other=0.0).to(operand)
             dp = tl.dot(do, tl.trans(u), dp, input_precision=PRECISION)
-            do_s = tl.dot(do, tl.trans(s), do_s, input_precision=PRECISION)
-            u_ds = tl.dot(u, tl.trans(ds), u_ds, input_precision=PRECISION)
             if IS_DELTA:
                 da = tl.dot(y, tl.trans(u), da, input_precision=PRECISION)
-                y_s = tl.dot(y, tl.trans(s), y_s, input_precision=PRECISION)
             wide = y.to(tl.float32)
-            dbeta += tl.sum(wide * v.to(tl.float32), 1)
-            tl.store(dv_ptr + at, (wide * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=in_v)
-            dlast += tl.sum(s.to(tl.float32) * ds.to(tl.float32))
-        decays = decays_between(running, TOKENS)
-        into = tl.math.exp2(running)[:, None]
+            dbeta += tl.where(is_first, tl.sum(wide * v.to(tl.float32), 1), 0.0)
+            tl.store(
+                dv_ptr + at,
+                (wide * beta[:, None]).to(dv_ptr.dtype.element_ty),
+                mask=in_v & is_first,
+            )
         dp = (dp * decays * q_scale).to(operand)
-        dq_here = do_s * (into * q_scale)
-        dq_here = tl.dot(dp, k, dq_here, input_precision=PRECISION)
-        dq += dq_here
+        grad = tl.zeros((TOKENS, TILE_K), tl.float32)
+        for begins in range(0, VALUE_DIM, TILE_V):
+            column = begins + value
+            in_v = is_token[:, None] & (column[None, :] < VALUE_DIM)
+            tile = state_at + key[:, None] * VALUE_DIM + column[None, :]
+            in_state = (key[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
+            s = tl.load(states_ptr + tile, mask=in_state, other=0.0)
+            do_at = do_ptr + place[:, None] * stride_do + head * stride_doh + column[None, :]
+            do = tl.load(do_at, mask=in_v, other=0.0).to(operand)
+            grad = tl.dot(do, tl.trans(s), grad, input_precision=PRECISION)
+        grad = tl.dot(dp, k, grad * (into * q_scale), input_precision=PRECISION)
+        drunning = tl.sum(q.to(tl.float32) * grad, 1)
+        dq += grad
+        grad = tl.zeros((TOKENS, TILE_K), tl.float32)
+        dlast = 0.0
+        for begins in range(0, VALUE_DIM, TILE_V):
+            column = begins + value
+            in_v = is_token[:, None] & (column[None, :] < VALUE_DIM)
+            tile = state_at + key[:, None] * VALUE_DIM + column[None, :]
+            in_state = (key[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
+            s = tl.load(states_ptr + tile, mask=in_state, other=0.0)
+            ds = tl.load(dstates_ptr + tile, mask=in_state, other=0.0)
+            u = tl.load(u_ptr + gate[:, None] * VALUE_DIM + column[None, :], mask=in_v, other=0.0)
+            grad = tl.dot(u, tl.trans(ds), grad, input_precision=PRECISION)
+            dlast += tl.sum(s.to(tl.float32) * ds.to(tl.float32))
+        grad *= out
         wide_k = k.to(tl.float32)
-        column_part = u_ds * tl.math.exp2(last - running)[:, None]
-        dlast = dlast * tl.math.exp2(last) + tl.sum(column_part * wide_k)
-        column_part = tl.dot(tl.trans(dp), q, column_part, input_precision=PRECISION)
-        drunning = tl.sum(q.to(tl.float32) * dq_here, 1)
+        dlast = dlast * tl.math.exp2(last) + tl.sum(grad * wide_k)
+        grad = tl.dot(tl.trans(dp), q, grad, input_precision=PRECISION)
         if IS_DELTA:
-            y_s *= into
             kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
             da = tl.where(strictly, -da * decays, 0.0)
-            dbeta += tl.sum(da * kk, 1) - tl.sum(wide_k * y_s, 1)
+            dbeta += tl.sum(da * kk, 1)
             da = (da * beta[:, None]).to(operand)
-            row_part = tl.dot(da, k, -y_s * beta[:, None], input_precision=PRECISION)
-            column_part = tl.dot(tl.trans(da), k, column_part, input_precision=PRECISION)
-            dk += row_part + column_part
-            drunning += tl.sum(wide_k * (row_part - column_part), 1)
-        else:
-            dk += column_part
-            drunning -= tl.sum(wide_k * column_part, 1)
+            grad = tl.dot(tl.trans(da), k, grad, input_precision=PRECISION)
+        drunning -= tl.sum(wide_k * grad, 1)
+        dk += grad
+        if IS_DELTA:
+            grad = tl.zeros((TOKENS, TILE_K), tl.float32)
+            for begins in range(0, VALUE_DIM, TILE_V):
+                column = begins + value
+                in_v = is_token[:, None] & (column[None, :] < VALUE_DIM)
+                tile = state_at + key[:, None] * VALUE_DIM + column[None, :]
+                in_state = (key[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
+                s = tl.load(states_ptr + tile, mask=in_state, other=0.0)
+                at = gate[:, None] * VALUE_DIM + column[None, :]
+                y = tl.load(y_ptr + at, mask=in_v, other=0.0)
+                grad = tl.dot(y, tl.trans(s), grad, input_precision=PRECISION)
+            grad *= into
+            dbeta -= tl.sum(wide_k * grad, 1)
+            grad = tl.dot(da, k, grad * -beta[:, None], input_precision=PRECISION)
+            drunning += tl.sum(wide_k * grad, 1)
+            dk += grad
         drunning += tl.where(row == TOKENS - 1, dlast, 0.0)
         dg = tl.cumsum(drunning, 0, reverse=True)
         tl.store(dg_ptr + gate, dg, mask=is_token)
@@ -353,7 +386,7 @@ def gradient(
         HAS_AFTER=dstate is not None,
         **constants,
         num_warps=4,
-        num_stages=2,
+        num_stages=stages_of(pairs),
     )
     group = num_heads // key_heads
     heads = max(n for n in range(1, min(group, _MOST_HEADS) + 1) if group % n == 0)
@@ -361,10 +394,14 @@ def gradient(
     wide = torch.float32 if parts > key_heads else k.dtype
     dq, dk = (torch.empty(len(v), parts, key_dim, dtype=wide, device=v.device) for _ in range(2))
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    dg, dbeta = (torch.empty(beta.shape, dtype=torch.float32, device=v.device) for _ in range(2))
+    tile_k = min(_TILE_K, constants["TILE_K"])
+    tiles = triton.cdiv(key_dim, tile_k)
+    dg, dbeta = (
+        torch.empty(tiles, *beta.shape, dtype=torch.float32, device=v.device) for _ in range(2)
+    )
     launch_now(
         _gradients_kernel,
-        chunks * parts,
+        (chunks * parts, tiles),
         q,
         k,
         v,
@@ -389,12 +426,12 @@ def gradient(
         do.stride(0),
         do.stride(1),
         q_scale,
-        TILE_V=pairs.tile_v,
+        TILE_V=max(16, min(64, triton.next_power_of_2(value_dim))),
         HEADS=heads,
-        **constants,
+        **constants | {"TILE_K": tile_k},
         num_warps=8,
         num_stages=1,
     )
     if parts > key_heads:
         dq, dk = (x.unflatten(1, (key_heads, -1)).sum(2).to(k.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg, dbeta, dbefore
+    return dq, dk, dv, *(x.sum(0) if tiles > 1 else x[0] for x in (dg, dbeta)), dbefore
