@@ -49,7 +49,7 @@ def why_no_program(model: Any) -> str | None:
 def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
     attention, block = layer.attention, layer.feed_forward
     if layer.mixer is not None or attention is None or block is None:
-        return "layers must have attention and a feed-forward block, got another kind"
+        return "layers must have attention and a feed-forward block, got another layer"
     if attention.has_gate or (attention.input_scale, attention.output_scale) != (1, 1):
         return "attention must have no gate and no factors, got one"
     if isinstance(block, FeedForwardConfig) and (block.gate_scale, block.output_scale) != (1, 1):

@@ -158,7 +158,7 @@ def _reason_of_cpu(config: ModelConfig) -> str | None:
         reason = NativeDecoder(config).why_no_cpu_program()
     if reason is None or "must be packed" in reason:
         return None
-    return f"no ({reason.partition(' must be')[0]})"
+    return f"no ({reason.partition(', got')[0]})"
 
 
 def table() -> str:
