@@ -246,7 +246,7 @@ class ModelRunner:
         self.why_not_compiled = ""
         self.storage = storage
         self.block_size = storage.spec.block_size
-        self.device = storage.layers[0][0].device
+        self.device = storage.device
         self._adjuster = Adjuster(self.device)
         self._compilations: CpuCompilations | None = None
         self.sharing_tokens: int | None = None
