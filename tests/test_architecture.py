@@ -70,7 +70,9 @@ ALLOWED: dict[str, set[str]] = {
         "cost",
         "errors",
     },
+    "doctor": {"bench", "ops", "kernels", "reference", "testing", "cost", "version", "errors"},
     "cli": {
+        "doctor",
         "cluster",
         "server",
         "engine",
