@@ -21,7 +21,7 @@ __all__ = [
     "LatentLayer",
     "LatentSpec",
     "LayerGroup",
-    "StateLayer",
+    "StateSlots",
     "StateSpec",
     "StateTensor",
     "kv_layer",
@@ -143,8 +143,8 @@ class LatentSpec(_Row):
         return (self.kv_rank + self.rope_dim) * self.dtype.itemsize + self.scale_bytes
 
 
-class StateLayer(NamedTuple):
-    """What a layer with a state is given in place of keys and values.
+class StateSlots(NamedTuple):
+    """The slots of one layer with a state.
 
     Attributes:
         recurrence: the tensors of `RecurrentStates` in their order; None without a recurrence.
@@ -160,11 +160,11 @@ class StateSpec:
     """What a layer keeps of a sequence: a recurrence, a convolution before it, or one of the two.
 
     Attributes:
+        conv_channels, conv_width: C and W of the convolution; a width of 1 is no convolution.
         num_heads, key_dim, value_dim: H, K and V of the state, as `recurrent_states` has them; 0
             heads are no recurrence.
         num_key_heads: Hk, the heads of queries and keys.
         by_channel: True where each channel of the keys has a decay.
-        conv_channels, conv_width: C and W of the convolution; 0 channels are no convolution.
         dtype: the dtype of tokens, float32, float16, bfloat16 or float64. The state is float32, or
             float64.
 
@@ -173,20 +173,23 @@ class StateSpec:
         TypeError: dtype is another one: quantised states are not built.
     """
 
+    conv_channels: int = 0
+    conv_width: int = 1
     num_heads: int = 0
+    num_key_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
-    num_key_heads: int = 0
     by_channel: bool = False
-    conv_channels: int = 0
-    conv_width: int = 0
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if not (self.num_heads or self.conv_channels):
-            raise ValueError("num_heads or conv_channels must be at least 1, got 0 of both")
+        if not (self.num_heads or self.conv_width > 1):
+            raise ValueError(
+                "num_heads must be at least 1 or conv_width at least 2, "
+                f"got {self.num_heads} and {self.conv_width}"
+            )
         needed = ["key_dim", "value_dim", "num_key_heads"] if self.num_heads else []
-        needed += ["conv_width"] if self.conv_channels else []
+        needed += ["conv_channels"] if self.conv_width > 1 else []
         for name in needed:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -225,7 +228,7 @@ class StateSpec:
     @property
     def convolution(self) -> list[StateTensor]:
         """The tensor of a slot for the convolution: its taps, and the open chunk before them."""
-        if not self.conv_channels:
+        if self.conv_width == 1:
             return []
         return [((STATE_CHUNK + self.conv_width - 1, self.conv_channels), self.dtype)]
 
@@ -233,7 +236,7 @@ class StateSpec:
     def checkpoint(self) -> list[StateTensor]:
         """What a checkpoint holds: the state, and W - 1 tokens."""
         found = self.recurrence(keeps_tokens=True)[:1]
-        if self.conv_channels:
+        if self.conv_width > 1:
             found.append(((self.conv_width - 1, self.conv_channels), self.dtype))
         return found
 
@@ -250,8 +253,8 @@ class LayerGroup:
 
     Attributes:
         kind: the specification of one token in one of the layers.
-        layers: the numbers of the layers in the model, ascending; none in a model whose layers all
-            have states, of whose tokens blocks only count.
+        layers: the numbers of the layers in the model, ascending; none in a model that has states
+            alone, whose blocks only count tokens.
         window: the number of keys that a query sees, its own included; None for all. Tokens that no
             later query sees are not kept.
 
@@ -278,14 +281,13 @@ class CacheSpec:
     """The paged cache of a whole model.
 
     Attributes:
-        num_layers: the number of layers.
+        num_layers: the number of layers with keys and values; 0 only if others have states.
         block_size: P, the tokens of a cache block.
         kv: the specification of one token in one layer; of the first group if there are several.
         groups: the groups of layers. If not given, all layers are one group without a window.
         sources: the layer whose keys and values each layer reads, itself or one before it; empty
             if each has its own. Groups hold the layers that have.
-        states: the layers that keep a state of each sequence, and what they keep, ascending.
-        keyless: the layers without keys and values, which have a state alone.
+        states: the layers of the model that keep a state of each sequence, and what they keep.
 
     Raises:
         ValueError: a size is below 1, or a layer is in no group or in two.
@@ -297,21 +299,14 @@ class CacheSpec:
     groups: tuple[LayerGroup, ...] = ()
     sources: tuple[int, ...] = ()
     states: tuple[tuple[int, StateSpec], ...] = ()
-    keyless: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_positive("num_layers", self.num_layers)
+        if not self.states:
+            _require_positive("num_layers", self.num_layers)
         _require_positive("block_size", self.block_size)
         sources = self.sources or tuple(range(self.num_layers))
         own = [layer for layer, source in enumerate(sources) if layer == source]
-        has_sources = len(sources) == self.num_layers and {*sources} <= {*own}
-        if not {*self.keyless} <= {layer for layer, _ in self.states}:
-            raise ValueError(
-                f"keyless must be layers that have a state, got {self.keyless} and states of "
-                f"{[layer for layer, _ in self.states]}"
-            )
-        own = [layer for layer in own if layer not in self.keyless]
-        if not has_sources:
+        if len(sources) != self.num_layers or not {*sources} <= {*own}:
             raise ValueError(
                 f"sources must be, for each of {self.num_layers} layers, one with keys and values "
                 f"of its own, got {self.sources}"
@@ -345,19 +340,17 @@ class CacheSpec:
         windows: Sequence[int | None],
         sources: tuple[int, ...] = (),
         states: tuple[tuple[int, StateSpec], ...] = (),
-        keyless: tuple[int, ...] = (),
     ) -> CacheSpec:
         """Group the layers of a model by their windows, those without one first, and their kinds.
 
         Args:
             block_size: tokens per cache block.
-            kinds: the keys and values of one token in each layer; anything for a layer without.
+            kinds: the keys and values of one token in each layer.
             windows: the window of each layer, None for all keys.
-            sources, states, keyless: see `CacheSpec`.
+            sources, states: see `CacheSpec`.
         """
         layers = list(zip(windows, kinds, strict=True))
         own = [i for i, source in enumerate(sources or range(len(layers))) if i == source]
-        own = [i for i in own if i not in keyless]
         distinct = sorted(
             dict.fromkeys(layers[i] for i in own), key=lambda x: (x[0] is not None, -(x[0] or 0))
         )
@@ -365,8 +358,8 @@ class CacheSpec:
             LayerGroup(kind, tuple(i for i in own if layers[i] == (window, kind)), window)
             for window, kind in distinct
         )
-        groups = groups or (LayerGroup(kinds[0], ()),)
-        return cls(len(layers), block_size, groups[0].kind, groups, sources, states, keyless)
+        groups = groups or (LayerGroup(KVSpec(1, 1, 1, torch.float32), ()),)
+        return cls(len(layers), block_size, groups[0].kind, groups, sources, states)
 
     @property
     def is_plain(self) -> bool:
@@ -375,12 +368,11 @@ class CacheSpec:
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """The number of each layer's group, 0 of a layer without keys; empty if there is one."""
+        """The number of each layer's group; empty if there is one group."""
         if len(self.groups) == 1:
             return ()
         numbers = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
-        sources = self.sources or range(self.num_layers)
-        return tuple(numbers.get(source, 0) for source in sources)
+        return tuple(numbers[source] for source in self.sources or range(self.num_layers))
 
     @property
     def windows(self) -> tuple[int | None, ...]:

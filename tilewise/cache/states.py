@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.cache.spec import StateLayer, StateSpec, StateTensor
+from tilewise.cache.spec import StateSlots, StateSpec, StateTensor
 from tilewise.huge_pages import ask_for_huge_pages
 
 __all__ = ["StateStorage", "checkpoint_bytes"]
@@ -51,7 +51,7 @@ class StateStorage:
         device: the device of both.
 
     Attributes:
-        layers: what each such layer is given, by its number in the model.
+        layers: the slots of each such layer, by its number in the model.
         checkpoints: (num_checkpoints, bytes) uint8, a row for each: what moves to main memory and
             to files.
 
@@ -77,7 +77,7 @@ class StateStorage:
         self.checkpoints = torch.empty(num_checkpoints, width, dtype=torch.uint8, device=device)
         keeps_tokens, place = self.device.type != "cpu", 0
         self._stacks: list[_Stack] = []
-        self.layers: dict[int, StateLayer] = {}
+        self.layers: dict[int, StateSlots] = {}
         for spec in dict.fromkeys(spec for _, spec in self.specs):
             layers = tuple(layer for layer, own in self.specs if own == spec)
             kinds = [*spec.recurrence(keeps_tokens=keeps_tokens), *spec.convolution]
@@ -88,11 +88,11 @@ class StateStorage:
                 part = self.checkpoints[:, place:end].view(dtype)
                 parts.append(part.unflatten(1, (len(layers), *shape)))
                 place = -(-end // _ALIGNMENT) * _ALIGNMENT
-            convolution = tensors.pop() if spec.conv_channels else None
+            convolution = tensors.pop() if spec.convolution else None
             self._stacks.append(_Stack(spec, layers, tensors, convolution, parts))
             for i, layer in enumerate(layers):
                 own = [tensor[i] for tensor in tensors]
-                self.layers[layer] = StateLayer(
+                self.layers[layer] = StateSlots(
                     (own[0], own[1], own[2], own[3], own[4] if keeps_tokens else None)
                     if own
                     else None,

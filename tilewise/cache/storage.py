@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from tilewise.huge_pages import ask_for_huge_pages
 __all__ = ["KVStorage", "num_blocks_for"]
 
 Tensors = tuple[Tensor, ...]
-_NO_KEYS = cast("CacheLayer", ())  # no reader of keys is given it
 
 
 def num_blocks_for(spec: CacheSpec, budget_bytes: int) -> int:
@@ -58,7 +56,7 @@ class KVStorage:
         layers: the tensors of each layer of the model: k_cache (N, P, Hk, D) and v_cache (N, P,
             Hk, Dv); with an 8-bit dtype also k_scale and v_scale (N, P, Hk) float32. For a layer
             of latents its latent_cache (N, P, R + Dr), with an 8-bit dtype the pair of it and
-            latent_scale (N, P, 2) float32. () for a layer without keys.
+            latent_scale (N, P, 2) float32.
         num_blocks: the blocks per layer of the first group.
         parts: the cache of each group as that of a model of its own; itself if there is one group.
         whole: the tensors of all layers of the first group together, N being its layers times
@@ -103,8 +101,7 @@ class KVStorage:
                 for group, part in zip(spec.groups, self.parts, strict=True)
                 for layer, tensors in zip(group.layers, part.layers, strict=True)
             }
-            sources = spec.sources or range(spec.num_layers)
-            self.layers = [by_layer.get(i, _NO_KEYS) for i in sources]
+            self.layers = [by_layer[i] for i in spec.sources or range(spec.num_layers)]
             return
         own = spec.groups[0].layers
         self.whole = tuple(
@@ -114,11 +111,11 @@ class KVStorage:
         for tensor in self.whole:
             if tensor.device.type == "cpu" and not pinned:
                 ask_for_huge_pages(tensor)
-        parts = zip(*(tensor.split(self.num_blocks) for tensor in self.whole), strict=True)
+        split = (tensor.split(self.num_blocks) for tensor in self.whole if own)
+        parts = zip(*split, strict=True)
         is_latent = isinstance(spec.kv, LatentSpec)
         found = [_latent_layer(p) if is_latent else kv_layer(p) for p in parts]
-        by_layer = dict(zip(own, found, strict=True))
-        self.layers = [by_layer.get(i, _NO_KEYS) for i in spec.sources or range(spec.num_layers)]
+        self.layers = [found[own.index(i)] for i in spec.sources or own]
 
     @property
     def counts(self) -> tuple[int, ...]:
