@@ -29,7 +29,7 @@ class _Stack(NamedTuple):
 
     Attributes:
         layers: their numbers in the model.
-        spec: what each of the layers keeps.
+        spec: the sizes of what each of the layers keeps.
         recurrence: the tensors of their slots, (layers, slots, ...).
         convolution: the tensor of their convolution; None without one.
         parts: views (checkpoints, layers, ...) of what checkpoints hold of these layers.

@@ -232,7 +232,7 @@ class Batch:
         other_moves: swap_out and swap_in of these.
         is_plain: every sequence runs one token, behind one that it has drawn, draws one, and asks
             for nothing but temperature and truncation. False may mean: not checked.
-        states: what is done with states before and after the step.
+        states: the copies of states before and after the step.
     """
 
     sequences: Sequence[ScheduledSequence]
