@@ -12,7 +12,7 @@ import griffe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is loaded by its path
 
-from tools.site.fields import joined  # noqa: E402
+from tools.site.fields import joined
 
 
 class Docstrings(griffe.Extension):

@@ -16,7 +16,7 @@ from tools.site.marks import ROOT
 
 pytest.importorskip("mkdocs", reason="pip install 'tilewise[docs]'")
 pytest.importorskip("mkdocstrings")
-from tools.site import hooks  # noqa: E402
+from tools.site import hooks
 
 
 def test_links_that_leave_the_documents_lead_to_their_copies():
