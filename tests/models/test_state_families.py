@@ -76,7 +76,5 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(pair: tuple[A
         x.gather(-1, ids.roll(-1, 1)[..., None]).sum().backward()
     theirs = hf.get_input_embeddings().weight.grad
     scale = theirs.abs().max().item()
-    torch.testing.assert_close(
-        ours.embed_tokens.weight.grad, theirs, rtol=1e-3, atol=1e-4 * scale
-    )
+    torch.testing.assert_close(ours.embed_tokens.weight.grad, theirs, rtol=1e-3, atol=1e-4 * scale)
     assert all(p.grad is not None for p in ours.parameters() if p.requires_grad)

@@ -198,9 +198,7 @@ class NativeLayer(nn.Module):
         options: dict[str, Any] = {}
         if growth is not None or read is not None:
             options = {"growth": growth, "read": read}
-        attended = self._written(
-            self._mixed(h, rope, ctx, kv, options), self.attention_out_norm
-        )
+        attended = self._written(self._mixed(h, rope, ctx, kv, options), self.attention_out_norm)
         if self.mlp is None:
             return attended, residual
         if self.is_parallel:
