@@ -230,8 +230,8 @@ class LayerConfig:
         has_scale: True if the residual stream behind the layer has a factor that is learnt.
         token_input_size: the channels of an embedding of the token for this layer, which gates
             what is added behind the blocks; 0 for none. See `DecoderConfig.token_inputs`.
-        mixer: what remembers by a state; it reads what attention reads, where there are both, and
-            their outputs are added. None for none.
+        mixer: the block that remembers by a state; it reads what attention reads, where there are
+            both, and their outputs are added. None for none.
     """
 
     attention: AttentionConfig | None
