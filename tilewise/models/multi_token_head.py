@@ -60,7 +60,7 @@ class MultiTokenHead(Decoder):
         width, rope = config.hidden_size, config.attentions[-1].rope
         self._place = config.num_layers
         self.names = FAMILIES[config.architecture].names_of(config)
-        self.weight_prefix = self.names.prefix
+        self.weight_prefix, self.weight_renames = self.names.prefix, self.names.renames
         self.enorm, self.hnorm = new_norm(config.norm, width), new_norm(config.norm, width)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.rotary = None if rope is None else RotaryEmbedding(rope)
