@@ -34,7 +34,15 @@ from tilewise.nn.rope import RotaryEmbedding
 from tilewise.ops import SharedPrefixes
 from tilewise.ops.decode_rows import begin_decode, draw_decode, finish_decode, start_decode
 
-__all__ = ["GREEDY_ROWS", "RING", "DecodeStep", "Results", "buckets", "shared_head"]
+__all__ = [
+    "GREEDY_ROWS",
+    "RING",
+    "DecodeStep",
+    "Results",
+    "buckets",
+    "largest_weight",
+    "shared_head",
+]
 
 # Places for results. A step writes one while another is copied to the host; steps are read in turn,
 # two at most being unfinished.
@@ -88,7 +96,7 @@ def shared_head(model: CausalModel) -> VocabularyHead | None:
     return head if isinstance(head, VocabularyHead) and head.group.size > 1 else None
 
 
-def _largest_weight(model: CausalModel) -> int:
+def largest_weight(model: CausalModel) -> int:
     """Return the elements of the largest weight of a layer."""
     layers = getattr(model, "layers", [])
     return max((x.numel() for layer in layers for x in layer.parameters()), default=0)
@@ -136,7 +144,7 @@ class DecodeStep:
         self._model_graph: torch.cuda.CUDAGraph | None = None
         self._hidden: Tensor | None = None  # where the graph of the model leaves its states
         device = batch.device
-        self._largest = _largest_weight(model)
+        self._largest = largest_weight(model)
         self._looks_up = _embedding_of(model)
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # moved, and not read
