@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.engine.test_own_head import _run, write
-from tilewise.engine.captured.verifying import VerifyingRunner, padded_places
 from tilewise.engine.config import OwnHead, PromptLookup
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import ResolvedConfig
+from tilewise.engine.steps.verifying import VerifyingRunner, padded_places
 
 HEAD = OwnHead(num_tokens=3, is_adaptive=False)
 LOOKUP = PromptLookup(num_tokens=4, min_ngram=1, is_adaptive=False)
@@ -82,10 +82,10 @@ def is_seen(want, scores, got, found) -> bool:
 
 
 def test_a_row_in_front_that_is_taken_for_one_behind_is_seen(tmp_path, padded, monkeypatch):
-    path = write(tmp_path, "glm4_moe", "states", 0.02)
+    path = write(tmp_path, "glm4_moe", "states", 0.5)
     want, scores, _, _ = _run(path)
     monkeypatch.setattr(
-        "tilewise.engine.captured.verifying.padded_places",
+        "tilewise.engine.steps.verifying.padded_places",
         lambda lengths, width: np.concatenate(
             [i * width + np.arange(n) for i, n in enumerate(lengths)]
         ),
@@ -94,7 +94,7 @@ def test_a_row_in_front_that_is_taken_for_one_behind_is_seen(tmp_path, padded, m
 
 
 def test_slots_that_an_earlier_step_has_left_are_seen(tmp_path, padded, monkeypatch):
-    path = write(tmp_path, "glm4_moe", "states", 0.02)
+    path = write(tmp_path, "glm4_moe", "states", 0.5)
     want, scores, _, _ = _run(path)
 
     class Kept(torch.Tensor):

@@ -17,7 +17,6 @@ from tilewise.engine.captured.ahead import compile_ahead
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.prompt_steps import has_run
 from tilewise.engine.captured.runner import DeviceRunner
-from tilewise.engine.captured.verifying import VerifyingRunner
 from tilewise.engine.config import DraftModel, OwnHead
 from tilewise.engine.engine import Engine
 from tilewise.engine.report import Progress, terminal
@@ -30,6 +29,7 @@ from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
 from tilewise.engine.steps.encoder_runner import EncoderRunner
 from tilewise.engine.steps.head_guesser import HeadGuesser
 from tilewise.engine.steps.runner import Runner
+from tilewise.engine.steps.verifying import VerifyingRunner
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
 from tilewise.models.adapters import AdapterSite

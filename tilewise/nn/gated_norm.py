@@ -41,7 +41,8 @@ def _widened(x: Tensor) -> Tensor:
 def unit_length(x: Tensor) -> Tensor:
     """Return x / sqrt(sum(x^2) + 1e-6) of rows (..., K), rounded once to the dtype of x."""
     dim = x.shape[-1]
-    return (_normalised(_widened(x), _UNIT_EPS / dim) * dim**-0.5).to(x.dtype)
+    y: Tensor = (_normalised(_widened(x), _UNIT_EPS / dim) * dim**-0.5).to(x.dtype)
+    return y
 
 
 class GatedRMSNorm(nn.Module):

@@ -26,7 +26,7 @@ from tilewise.cache.storage import KVStorage
 from tilewise.cost.padding import buckets
 from tilewise.distributed.shards import VocabularyHead
 from tilewise.engine.captured.batch import DeviceBatch
-from tilewise.engine.steps.runner import CausalModel, head_logits
+from tilewise.engine.steps.runner import CausalModel, head_logits, largest_weight
 from tilewise.models.native import NativeDecoder
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.context import AttentionContext, StepPlans
@@ -40,7 +40,6 @@ __all__ = [
     "DecodeStep",
     "Results",
     "buckets",
-    "largest_weight",
     "shared_head",
 ]
 
@@ -94,12 +93,6 @@ def shared_head(model: CausalModel) -> VocabularyHead | None:
     """
     head = getattr(model, "packed_head", None)
     return head if isinstance(head, VocabularyHead) and head.group.size > 1 else None
-
-
-def largest_weight(model: CausalModel) -> int:
-    """Return the elements of the largest weight of a layer."""
-    layers = getattr(model, "layers", [])
-    return max((x.numel() for layer in layers for x in layer.parameters()), default=0)
 
 
 class DecodeStep:

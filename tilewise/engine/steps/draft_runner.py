@@ -165,7 +165,8 @@ class Guesser:
     def guess(self, batch: Batch) -> Batch:
         """Return a batch with guesses in place of DRAFT."""
         if batch.block_copies:
-            self.draft.copy(torch.tensor(batch.block_copies, dtype=torch.int64))
+            pairs = torch.tensor(batch.block_copies, dtype=torch.int64)
+            self.draft.copy(pairs.to(self.draft.device))
         for seq_id in batch.left:
             self._num_known.pop(seq_id, None)
         self._left += batch.left

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
-from tilewise.engine.captured.verifying import VerifyingRunner
 from tilewise.engine.scheduling.speculative import DRAFT
 from tilewise.engine.steps.inputs import ModelInputs
 from tilewise.engine.steps.runner import Samples
+from tilewise.engine.steps.verifying import VerifyingRunner
 from tilewise.models.multi_token_head import MultiTokenHead
 from tilewise.nn.context import AttentionContext
 
@@ -38,21 +38,21 @@ class _HeadRunner(VerifyingRunner):
         super().__init__(head, storage, **settings)
         self.head = head
         width = head.config.hidden_size
-        self._states = torch.zeros(len(self.ids), width, dtype=head.dtype, device=self.device)
+        self._previous = torch.zeros(len(self.ids), width, dtype=head.dtype, device=self.device)
 
     def forward_of(self, rows: int, ctx: AttentionContext) -> Callable[[], Tensor]:
         """Return what computes the hidden states of so many rows of the buffers."""
-        forward, states = super().forward_of(rows, ctx), self._states[:rows]
+        forward, previous = super().forward_of(rows, ctx), self._previous[:rows]
 
         def compute() -> Tensor:
-            self.head.previous = states
+            self.head.previous = previous
             return forward()
 
         return compute
 
     def _write(self, inputs: ModelInputs, count: int, width: int) -> Tensor | None:
         places = super()._write(inputs, count, width)
-        self.put(self._states, self.head.previous, places)
+        self.put(self._previous, self.head.previous, places)
         return places
 
     def _forward(self, inputs: ModelInputs) -> Tensor:
@@ -107,7 +107,8 @@ class HeadGuesser:
     def guess(self, batch: Batch) -> Batch:
         """Return a batch with guesses in place of DRAFT."""
         if batch.block_copies:
-            self.draft.copy(torch.tensor(batch.block_copies, dtype=torch.int64))
+            pairs = torch.tensor(batch.block_copies, dtype=torch.int64)
+            self.draft.copy(pairs.to(self.draft.device))
         for seq_id in batch.left:
             self._unseen.pop(seq_id, None)
         self._left += batch.left

@@ -6,7 +6,7 @@ the model, is one graph for each number of sequences and each width of a run: 1,
 with all guesses. A step replays the next larger graph. Runs that are shorter have rows in front
 that are written nowhere and read by nobody; sequences that are missing have no keys.
 
-A step with prompts, with a tree of guesses or with adapters runs op by op.
+A step with prompts, with a tree of guesses, with adapters or with states runs op by op.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from tilewise import ops
 from tilewise.cache.storage import KVStorage
 from tilewise.cost.padding import buckets
 from tilewise.engine.batch import Batch
-from tilewise.engine.captured.decode_step import largest_weight
 from tilewise.engine.steps.inputs import ModelInputs, send
-from tilewise.engine.steps.runner import CausalModel, ModelRunner, Samples
+from tilewise.engine.steps.runner import CausalModel, ModelRunner, Samples, largest_weight
 from tilewise.nn.context import AttentionContext, StepPlans
 
 __all__ = ["VerifyingRunner", "padded_places"]
@@ -41,7 +40,8 @@ def padded_places(lengths: Sequence[int], width: int) -> NDArray[np.int64]:
     own = np.array(lengths, np.int64)
     edges = np.cumsum(own)
     number = np.repeat(np.arange(len(own)), own)
-    return np.arange(int(edges[-1])) + ((number + 1) * width - edges[number])
+    places: NDArray[np.int64] = np.arange(int(edges[-1])) + (number + 1) * width - edges[number]
+    return places
 
 
 class VerifyingRunner(ModelRunner):
@@ -111,7 +111,13 @@ class VerifyingRunner(ModelRunner):
 
     def _fits(self, ctx: AttentionContext) -> bool:
         is_short = ctx.max_seqlen_q <= self.widths[-1]
-        return self.pads and is_short and ctx.tree_mask is None and ctx.adapters is None
+        return (
+            self.pads
+            and is_short
+            and ctx.tree_mask is None
+            and ctx.adapters is None
+            and ctx.states is None
+        )
 
     def _write(self, inputs: ModelInputs, count: int, width: int) -> Tensor | None:
         """Put a step where graphs read it; return the places of its rows, None if in order."""
@@ -127,7 +133,9 @@ class VerifyingRunner(ModelRunner):
         self._lengths_k[:num_seqs].copy_(ctx.seqlens_k)
         self.put(self.ids, inputs.ids, places)
         self.put(self.positions, inputs.positions, places)
-        for slots, table, own in zip(self._slots, self._step_tables, (ctx, *ctx.others), strict=True):
+        for slots, table, own in zip(
+            self._slots, self._step_tables, (ctx, *ctx.others), strict=True
+        ):
             self.put(slots, own.slot_mapping, places)
             table[:num_seqs, : own.block_table.shape[1]].copy_(own.block_table)
         return places
