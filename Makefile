@@ -68,7 +68,8 @@ bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
 	$(BIN)/tilewise bench attention --device cpu
 	$(BIN)/tilewise bench engine
 
-docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed results
+docs: $(VENV)/.installed-test ## redraw plots and pages of docs/ from the committed results
+	$(BIN)/python lab/plots/overview_plot.py
 	$(BIN)/python lab/plots/attention_plots.py
 	$(BIN)/python lab/plots/hopper_plots.py
 	$(BIN)/python lab/plots/ampere_plots.py
@@ -77,6 +78,7 @@ docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed re
 	$(BIN)/python lab/plots/engine_plots.py
 	$(BIN)/python lab/plots/simulate_plots.py
 	$(BIN)/python lab/plots/swap_plots.py
+	$(BIN)/python -m tools.site.results
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-oldest build dist .cache .pytest_cache .mypy_cache .ruff_cache

@@ -64,6 +64,7 @@ _ELEMENTWISE = {
     _gelu_tanh: "gelu_tanh",
     torch.sigmoid: "sigmoid",
     torch.tanh: "tanh",
+    F.softplus: "softplus",
 }
 _NAMES = _ELEMENTWISE | {F.relu: "relu", _relu_squared: "relu_squared"}
 
@@ -90,7 +91,8 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -
     """Return function(x); on a CPU its values do not depend on an element's position.
 
     Args:
-        function: one of ACTIVATIONS, torch.sigmoid or torch.tanh; its gradient is torch's.
+        function: one of ACTIVATIONS, torch.sigmoid, torch.tanh or F.softplus; its gradient is
+            torch's.
         x: (..., E), contiguous in the last dim.
         on_cpu: True to return the values of `ops.activate` on a CPU.
     """
