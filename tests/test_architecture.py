@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md, executed: import direction, file sizes, mirrored tests."""
+"""The rules of docs/design/architecture.md: import direction, file sizes, mirrored tests."""
 
 from __future__ import annotations
 

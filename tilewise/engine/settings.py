@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec, StateSpec
 from tilewise.engine.config import LEAST_MAX_RANK, EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.models.config import ModelConfig
@@ -188,11 +188,19 @@ def model_directory(model: str | Path) -> Path:
 
 
 def cache_spec(
-    config: ModelConfig, block_size: int, dtype: torch.dtype, max_model_len: int | None = None
+    config: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    max_model_len: int | None = None,
+    *,
+    token_dtype: torch.dtype | None = None,
 ) -> CacheSpec:
-    """Return the cache that a model needs: a group of layers for each window.
+    """Return the cache that a model needs: a group of layers for each window, and states.
 
     Args:
+        dtype: the dtype of keys and values.
+        token_dtype: the dtype of the parameters, and so of what states keep of tokens; None for
+            `dtype`.
         max_model_len: tokens of a sequence; a window that none outgrows is none. None is the
             model's own limit.
     """
@@ -202,12 +210,22 @@ def cache_spec(
         kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
         return CacheSpec.of_windows(block_size, kind, windows)
     kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
-    return CacheSpec.of_layers(block_size, kinds, windows, config.kv_sources)
+    states = tuple(
+        (layer, StateSpec(**asdict(sizes), dtype=token_dtype or dtype))
+        for layer, sizes in getattr(config, "states", {}).items()
+    )
+    return CacheSpec.of_layers(block_size, kinds, windows, config.kv_sources, states)
 
 
 def spec_of(model: ModelConfig, config: ResolvedConfig) -> CacheSpec:
     """Return the cache of a model, or of a shard of it, in an engine."""
-    return cache_spec(model, config.block_size, config.kv_cache_dtype, config.max_model_len)
+    return cache_spec(
+        model,
+        config.block_size,
+        config.kv_cache_dtype,
+        config.max_model_len,
+        token_dtype=config.dtype,
+    )
 
 
 def check_groups(config: ModelConfig, speculative: object) -> None:

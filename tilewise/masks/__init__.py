@@ -3,7 +3,7 @@
     mask = masks.causal(4096) & masks.document([1000, 3000, 96])
     o = tilewise.attention(q, k, v, mask=mask)
 
-docs/masks.md shows every builder and recipes.
+docs/guide/masks.md shows every builder and recipes.
 """
 
 from tilewise.masks.analytic import (

@@ -136,7 +136,7 @@ class Attention(nn.Module):
             kv: this layer's k_cache and v_cache, each (num_blocks, block_size, Hk, D), and of an
                 8-bit cache k_scale and v_scale (num_blocks, block_size, Hk).
             on_max_logits: a function that is called with the largest logit of each query head of a
-                dense batch, float32 (Hq,), as QK-clip needs it, see docs/training.md.
+                dense batch, float32 (Hq,), as QK-clip needs it, see docs/guide/training.md.
             growth: the factors of the rows' queries, float32 (..., 1, 1); None for none.
             read: the keys and values of a dense batch by layer, which a layer whose own are read
                 adds to; None if all layers read their own.

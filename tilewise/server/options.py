@@ -105,8 +105,8 @@ FLAGS: tuple[Flag, ...] = (
         "tool_call_parser",
         str,
         "auto",
-        "how the model calls tools, a format of docs/serve.md or none; auto is by the template, "
-        "the vocabulary and the type of the model",
+        "how the model calls tools, a format of docs/guide/clients-and-tools.md or none; auto is "
+        "by the template, the vocabulary and the type of the model",
         "chats",
         "NAME",
     ),
@@ -114,8 +114,8 @@ FLAGS: tuple[Flag, ...] = (
         "reasoning_parser",
         str,
         "auto",
-        "how the model writes reasoning, a format of docs/serve.md or none; auto is by the "
-        "template",
+        "how the model writes reasoning, a format of docs/guide/clients-and-tools.md or none; auto "
+        "is by the template",
         "chats",
         "NAME",
     ),
