@@ -101,6 +101,8 @@ def test_blocks_without_a_rule_are_whole():
     assert torch.equal(masks.from_flex(flex, tile=64).to_dense()[0, 0], visible)
 
 
+# Without a compiler it says so, once in a process.
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_attention_with_it_is_flex_attention():
     flex = create_block_mask(RULES["documents"], None, None, 300, 300, device="cpu")
     q, k, v = (torch.randn(1, 300, 2, 32) for _ in range(3))
