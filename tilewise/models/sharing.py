@@ -46,7 +46,7 @@ def sharing(
     Args:
         model: the decoder that lives elsewhere; nothing of it changes.
         dtype: the dtype of the decoder that is returned; "auto" is that of the model.
-        device: its device.
+        device: the device of its parameters.
         held: a function that returns a parameter of `model`, as it is now, by its name.
 
     Raises:
