@@ -32,7 +32,7 @@ from tilewise.kernels.host.launch import (
     prepare_nested,
 )
 from tilewise.kernels.host.requests import observed
-from tilewise.kernels.plan import Grid, Buffer, Place, Results, device_of
+from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
 
