@@ -179,7 +179,7 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
 
 
 def key_parts(spec: PagedSpec, config: TileConfig) -> int:
-    """Return in how many parts the split kernel folds the keys of a tile: one a warp, or all as one.
+    """Return the parts in which the split kernel folds the keys of a tile: one a warp, or one.
 
     A batch-invariant row that decodes meets its keys as a row of a prompt does, and sums of more
     rows or channels would not fit the registers of one warp.

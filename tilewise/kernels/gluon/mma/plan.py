@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon.attention.bias import copied_bias
 from tilewise.kernels.gluon.backward.launch import nothing_seen, scores_of
 from tilewise.kernels.gluon.backward.plan import (
     has_separate_dq,
@@ -93,12 +94,20 @@ def strides_of(x: Tensor, *, is_packed: bool) -> tuple[int, int, int]:
     return batch, row, head
 
 
+def _in_eights(bias: Tensor) -> tuple[int, int, int, int]:
+    """Return (batch, head, row, key) strides of a result of `copied_bias`, in units of 16 bytes."""
+    batch, row, head = strides_of(bias, is_packed=False)
+    return batch, head, row, 1
+
+
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
 ) -> tuple[Tensor, ...]:
     """Add the forward pass to a plan; see `ops.attention` for shapes and rules."""
-    tile = tile or tile_config_fwd(spec, device.arch_of(maker.device))
     q, bias, heads = tensors.q, tensors.bias, spec.num_q_heads
+    tiles_of_bias = copied_bias(maker, spec, bias) if spec.max_seqlen_k % _UNIT == 0 else None
+    is_copied = tiles_of_bias is not None
+    tile = tile or tile_config_fwd(spec, device.arch_of(maker.device), bias_copied=is_copied)
     rows = q.shape[0] if spec.is_varlen else q.shape[1]
     o_shape = (*q.shape[:-1], spec.v_head_dim)
     lse_shape = (heads, rows) if spec.is_varlen else (spec.batch, heads, rows)
@@ -108,7 +117,12 @@ def add_fwd(
         return maker.full(o_shape, 0.0, q.dtype), *nothing
     o, lse = maker.empty(o_shape, q.dtype), maker.empty(lse_shape, torch.float32)
     strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
-    variant, numbers = choice(spec, tile, strides[2] != 0, bias_pairs)
+    shares_bias = False
+    if tile.bias_stages > 0:
+        assert tiles_of_bias is not None
+        strides, bias_pairs = _in_eights(tiles_of_bias), False
+        shares_bias = strides[0] == 0 and spec.batch > 1 and not spec.is_varlen
+    variant, numbers = choice(spec, tile, strides[2] != 0, bias_pairs, shares_bias)
     variant = variant._replace(short=False)
     added, upper_bound = added_tensors(maker, o, lse, spec, tensors, tile)
     results: tuple[Tensor, ...] = o, lse

@@ -55,6 +55,7 @@ _LARGE = {
     (128, "plain"): _Row(keys=32, stages=2),
     (128, "long"): _Row(warps=8, parts=1, keys=128, q_in_registers=True),
     (128, "crowded"): _Row(parts=1),
+    (128, "copied"): _Row(keys=32, stages=2),
     (256, "plain"): _Row(warps=8, parts=1),
     (256, "short"): _Row(parts=1, keys=32),
 }
@@ -67,8 +68,12 @@ _SMALL = _LARGE | {
 }
 
 
-def tile_config_fwd(spec: AttentionSpec, arch: int) -> Tile:
-    """Return how a CTA is cut for `spec` on compute capability `arch`."""
+def tile_config_fwd(spec: AttentionSpec, arch: int, *, bias_copied: bool = False) -> Tile:
+    """Return how a CTA is cut for `spec` on compute capability `arch`.
+
+    Args:
+        bias_copied: whether cp.async can bring the bias, as `attention.bias.copied_bias` has it.
+    """
     adds = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
     adds = adds or spec.softcap > 0 or spec.has_alibi
     # Blocks of 32 keys have no words of dropout and of masks.
@@ -77,7 +82,9 @@ def tile_config_fwd(spec: AttentionSpec, arch: int) -> Tile:
     dealt = differ or spec.window_right >= 0 or spec.window_left >= 0
     kind = "plain"
     if adds:
-        kind = "biased" if is_biased else "crowded"
+        kind = "crowded"
+        if is_biased:
+            kind = "copied" if bias_copied else "biased"
     elif dealt and spec.max_seqlen_q <= _SHORT:
         kind = "short"
     elif not dealt and spec.max_seqlen_q >= _LONG:
@@ -88,8 +95,8 @@ def tile_config_fwd(spec: AttentionSpec, arch: int) -> Tile:
 def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: bool) -> Tile:
     d, dv = _padded(head_dim), _padded(v_head_dim)
     rows, width = (_LARGE if is_large else _SMALL), max(d, dv)
-    row = rows.get((width, kind)) or rows.get((width, "crowded" if kind == "biased" else "plain"))
-    row = row or rows[width, "plain"]
+    others = {"copied": ("biased", "crowded"), "biased": ("crowded",)}.get(kind, ())
+    row = next(rows[width, name] for name in (kind, *others, "plain") if (width, name) in rows)
     channels = -(-head_dim // CHUNK.value) * CHUNK.value
     return Tile(
         warps=row.warps,
@@ -103,6 +110,7 @@ def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: b
         q_in_registers=row.q_in_registers and channels == d,
         padded=head_dim < d or v_head_dim < dv,
         dynamic=dealt,
+        bias_stages=row.stages if kind == "copied" and (width, kind) in rows else 0,
     )
 
 

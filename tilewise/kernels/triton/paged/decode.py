@@ -242,7 +242,7 @@ def _split_kernel(
     if form.window_left >= 0:
         key_lo = first_key_of_run(seqlen_k, run, form.window_left)
     sums: tl.constexpr = [TILE_M] if form.parts == 1 else [form.parts, TILE_M]
-    acc = tl.zeros(sums + [TILE_DV], dtype=tl.float32)
+    acc = tl.zeros(sums + [TILE_DV], dtype=tl.float32)  # noqa: RUF005 (Triton has no starred ones)
     l = tl.zeros(sums, dtype=tl.float32)
     m = tl.full(sums, LOWEST, dtype=tl.float32)
     acc, l, m = attend_keys(

@@ -5,10 +5,10 @@ what     the loop over cached keys, and where a row of q or o lies; `rows` and
 grid     none: these functions are inlined
 rows     a program owns TILE_M rows of one sequence and one key head. Row r is new token r // GROUP
          and query head r % GROUP of the head's group, so keys and values are read once per group
-parts    with form.parts > 1 each warp folds a part of the keys of every tile into sums of its own, so
-         that nothing is exchanged in the loop but a barrier; `join_parts` adds them at the end
+parts    with form.parts > 1 each warp folds a part of the keys of every tile into sums of its own:
+         nothing is exchanged in the loop but a barrier; `join_parts` adds the sums at the end
 traffic  TILE_N keys and values per step, addressed one by one through the block table, so TILE_N
-         does not depend on the block size; a block that holds whole tiles, or the keys of a part, is
+         does not depend on the block size; a block that holds the keys of a whole tile, or part, is
          looked up once
 numerics logits in base 2; m, l and acc float32; products of float32 operands in full float32.
          8-bit keys and values are widened exactly to the type of q; the scale of a key multiplies
