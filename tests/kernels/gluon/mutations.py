@@ -645,11 +645,13 @@ MMA_BACKWARD = {
         _BWD_ADD, 'gl.atomic_add(turn, 0, sem="acquire") < rank',
         'gl.atomic_add(turn, 0, sem="acquire") < 0', "ordered",
     ),
-    "a_turn_never_ends": _without(
-        _BWD_ADD, 'gl.atomic_add(turn, 1, sem="release")', "ordered"
+    "a_turn_never_ends": _without(_BWD_ADD, "_end_turn(owed, heads)", "ordered"),
+    "the_last_turn_never_ends": _without(_BWD, "_end_turn(owed, heads)", "ordered"),
+    "a_turn_ends_before_its_sums_are_added": Mutation(
+        _BWD_ADD, "_end_turn(owed, heads)", "_end_turn(at_turn, heads)", "ordered"
     ),
-    "the_turns_of_another_tile": Mutation(
-        _BWD_ADD, "heads.semaphores + first // TILE_M", "heads.semaphores + tile * 0", "ordered"
+    "the_turn_of_another_tile_ends": Mutation(
+        _BWD_ADD, "owed = at_turn", "owed = at_turn * 0", "ordered"
     ),
     "ds_of_pairs_that_were_dropped": _without(
         _BWD_STEP, "dp = keep_pairs(dp * scores.keep_scale, words, 0.0)", "dropped"

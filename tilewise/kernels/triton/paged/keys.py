@@ -306,7 +306,7 @@ def _load_blocks(
     num_blocks,
     TILE_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr = 1,
 ):
     """Load the int64 block ids of a tile's keys, or the one id of a tile, or part, within a block.
 
