@@ -27,6 +27,7 @@ from tests.kernels import (
 )
 from tests.kernels.compile_cases import Case, attention_spec, launch_attention
 from tilewise.kernels import device
+from tilewise.kernels.tiles.attention import Part
 
 NVIDIA = (86, 89, 103, 120)
 # Threads of a warp, and bytes of shared memory that a program may have (AMD's ISA documents).
@@ -40,21 +41,20 @@ _EVERYTHING: dict[str, Any] = {
     "window_left": 1000, "softcap": 30.0, "is_varlen": True, "has_alibi": True, "has_sinks": True,
     "has_bias": True, "mask_tile": (128, 128), "dropout_p": 0.1,
 }  # fmt: skip
-_ATTENTION: dict[str, tuple[int, dict[str, Any]]] = {
-    "d64": (64, {}),
-    "d128": (128, {}),
-    "d256": (256, {}),
-    "d512": (512, {}),
-    "everything-d128": (128, _EVERYTHING),
-    "fp32-d64": (64, {"dtype": torch.float32}),
+_PARTS: tuple[Part, ...] = ("fwd", "dkdv", "dq")
+# name -> (head dim, changes of the spec, parts)
+_ATTENTION: dict[str, tuple[int, dict[str, Any], tuple[Part, ...]]] = {
+    "d64": (64, {}, ("fwd",)),
+    "d128": (128, {}, _PARTS),
+    "d256": (256, {}, _PARTS),
+    "d512": (512, {}, ("fwd",)),
+    "everything-d128": (128, _EVERYTHING, ("fwd", "dkdv")),
+    "fp32-d64": (64, {"dtype": torch.float32}, ("fwd",)),
 }
 _SAME_EVERYWHERE = (
-    "paged-decode", "paged-decode-planned", "paged-decode-d64", "paged-decode-d256",
-    "paged-decode-d512", "paged-decode-int8", "paged-decode-e4m3", "paged-drafts",
-    "paged-prefill", "paged-prefill-d256", "paged-tree", "paged-shared", "elementwise-d128",
-    "mla-16-heads", "mla-128-heads", "mla-prompts", "mla-int8-8bit", "norms-1024", "linear-1024",
-    "invariant-linear-bfloat16", "low-rank-3-16-0", "experts-300-bf16", "experts-300-mxfp4",
-    "sampling-151936", "adjust_logits-151936",
+    "paged-decode", "paged-decode-d256", "paged-decode-int8", "paged-decode-e4m3", "paged-prefill",
+    "paged-tree", "elementwise-d128", "mla-16-heads", "mla-int8-8bit", "norms-1024", "linear-1024",
+    "low-rank-3-16-0", "experts-300-bf16", "experts-300-mxfp4", "sampling-151936",
 )  # fmt: skip
 _MODULES = (
     compile_cases,
@@ -68,9 +68,9 @@ _BUDGETS = Path(__file__).with_name("compile_elsewhere.json")
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the name and the launchers' call of a case of each family."""
-    for name, (width, changes) in _ATTENTION.items():
+    for name, (width, changes, parts) in _ATTENTION.items():
         spec = attention_spec(width, **changes)
-        for part in ("fwd", "dkdv", "dq"):
+        for part in parts:
             yield f"{part}-{name}", functools.partial(launch_attention, spec, part)
     cases = {case.name: case for module in _MODULES for case in module.CASES}
     for name in _SAME_EVERYWHERE:
