@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
-from tilewise.kernels.gluon.backward.plan import order_of
+from tilewise.kernels.gluon.backward.plan import features_of, order_of
 from tilewise.kernels.gluon.backward.span import BwdVariant
 from tilewise.kernels.gluon.mma.backward import Grids
 from tilewise.kernels.gluon.mma.forward import Tile
@@ -166,43 +164,20 @@ def tile_config_bwd(spec: AttentionSpec, arch: int) -> BwdTile:
 
 def choice_bwd(spec: AttentionSpec, tile: BwdTile) -> tuple[BwdVariant, Grids]:
     """Return the code that the backward pass of `spec` needs."""
-    lengths_vary = spec.is_varlen or spec.has_seqlens_k
-    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
-    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
-    hides = left or right or lengths_vary
     d, dv = _padded(spec.head_dim), _padded(spec.v_head_dim)
-    softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
-    has_mask = spec.mask_tile is not None
     ordered, last_first = order_of(spec._replace(head_dim=64, v_head_dim=64))
     variant = BwdVariant(
+        **features_of(spec, tile.keys),
         tile_m=tile.queries,
-        tile_n=tile.keys,
         d=d,
         d_high=0,
         dv=dv,
-        width=spec.head_dim,
-        v_width=spec.v_head_dim,
         stages=tile.stages,
         two_loops=not ordered or last_first,
-        left=left,
-        right=right,
-        tail=lengths_vary or (spec.max_seqlen_k % tile.keys > 0 and (hides or not has_mask)),
-        packed=spec.is_varlen,
-        ragged=spec.has_seqlens_k,
-        positive=spec.softmax_scale > 0,
-        softcap=softcap if spec.softcap > 0 else "none",
-        alibi=spec.has_alibi,
-        bias=spec.has_bias,
-        bias_rows=False,
-        bias_pairs=False,
-        dropout=spec.dropout_threshold > 0,
-        mask=has_mask,
-        ruled=has_mask and hides,
         ordered=ordered,
         ring=ordered and not last_first,
         last_first=last_first,
         prepost="none",
-        together=False,
         by_query=False,
         flat=False,
     )
