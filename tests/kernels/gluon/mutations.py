@@ -573,35 +573,26 @@ MMA_FORWARD = {
 _BWD, _BWD_STEP = "mma/backward:attention_bwd_kernel", "mma/backward:_step"
 _BWD_ADD, _BWD_STORE = "mma/backward:_add_queries", "mma/backward:_store"
 _BWD_WAIT = "async_copy.wait_group(0)\n"
-_BWD_ARGS = "(step + 1, until, work, shape, scores, heads, bufs, variant, grids)\n"
-_BWD_COPY_Q, _BWD_COPY_DO = "_copy_queries" + _BWD_ARGS, "_copy_gradients" + _BWD_ARGS
+_BWD_COPY = "_copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)\n"
+_BWD_AHEAD = f"if not ONE:\n    {_BWD_COPY}"
 _BWD_BARRIER = "partition_barrier()\n"
 
 # The backward pass by mma.sync; calls are those of test_mma_bwd.py.
 MMA_BACKWARD = {
     "queries_multiplied_before_they_are_there": Mutation(
-        _BWD_STEP, _BWD_WAIT + _BWD_COPY_Q, _BWD_WAIT.replace("0", "2") + _BWD_COPY_Q, "two_stages"
-    ),
-    "do_multiplied_before_it_is_there": Mutation(
-        _BWD_STEP, _BWD_WAIT + _BWD_COPY_Q, _BWD_WAIT.replace("0", "1") + _BWD_COPY_Q, "two_stages"
+        _BWD_STEP, _BWD_WAIT, _BWD_WAIT.replace("0", "1"), "two_stages"
     ),
     "queries_of_one_stage_multiplied_before_they_are_there": Mutation(
-        _BWD_STEP, "async_copy.wait_group(1)", "async_copy.wait_group(2)", "one_stage"
-    ),
-    "do_of_one_stage_multiplied_before_it_is_there": Mutation(
-        _BWD_STEP, _BWD_WAIT + "dp = ", _BWD_WAIT.replace("0", "1") + "dp = ", "one_stage"
+        _BWD_STEP, _BWD_WAIT, _BWD_WAIT.replace("0", "1"), "one_stage"
     ),
     "queries_copied_over_what_other_warps_multiply": Mutation(  # no barrier between
-        _BWD_STEP, _BWD_WAIT + _BWD_COPY_Q, _BWD_COPY_Q + _BWD_WAIT.replace("0", "1"), "two_stages"
+        _BWD_STEP, _BWD_WAIT + _BWD_AHEAD, _BWD_AHEAD + _BWD_WAIT.replace("0", "1"), "two_stages"
     ),
     "queries_of_one_stage_copied_over_what_other_warps_multiply": Mutation(
-        _BWD_STEP, _BWD_BARRIER + _BWD_COPY_Q, _BWD_COPY_Q + _BWD_BARRIER, "one_stage"
-    ),
-    "do_of_one_stage_copied_over_what_other_warps_multiply": Mutation(
-        _BWD_STEP, _BWD_BARRIER + _BWD_COPY_DO, _BWD_COPY_DO + _BWD_BARRIER, "one_stage"
+        _BWD_STEP, _BWD_BARRIER + _BWD_COPY, _BWD_COPY + _BWD_BARRIER, "one_stage"
     ),
     "queries_copied_to_the_stage_that_is_multiplied": Mutation(
-        "mma/backward:_copy_queries", "stage = step % variant.stages",
+        "mma/backward:_copy", "stage = step % variant.stages",
         "stage = (step + 1) % variant.stages", "two_stages",
     ),
     "the_stage_of_another_step": Mutation(
@@ -609,11 +600,11 @@ MMA_BACKWARD = {
         "two_stages",
     ),
     "the_first_queries_of_all_tiles": Mutation(
-        "mma/backward:_copy_queries", "first = tile * variant.tile_m", "first = tile * 0",
+        "mma/backward:_copy", "first = tile * TILE_M", "first = tile * 0",
         "two_stages",
     ),
     "queries_past_the_end_are_read": Mutation(
-        "mma/backward:_copy_queries", "bufs.q.index(stage), None, WARPS, grids.queries_end,",
+        "mma/backward:_copy", "bufs.q.index(stage), None, WARPS, grids.queries_end,",
         "bufs.q.index(stage), None, WARPS, False,", "two_stages",
     ),
     "keys_past_the_end_are_read": Mutation(

@@ -216,26 +216,6 @@ def test_agrees_with_float64(case: Case) -> None:
     check(make_inputs(case))
 
 
-@interpreted
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize(
-    "name",
-    [
-        c.name
-        for c in CASES
-        if c.name.startswith("d") and "d5" not in c.name and "inv" not in c.name
-    ],
-)
-def test_keys_folded_in_parts_agree_with_float64(
-    name: str, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A block of 8 is looked up for each key of a part, one of 16 once for all of them."""
-    monkeypatch.setattr(paged_decode, "key_parts", lambda *_: parts)
-    config = tiles.TileConfig(16, 16 * parts, parts, 3)
-    monkeypatch.setattr(tiles, "paged_split_config", lambda *_: config)
-    check(make_inputs(BY_NAME[name]))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_agrees_with_float64_on_a_gpu(case: Case) -> None:

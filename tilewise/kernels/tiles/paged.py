@@ -178,17 +178,6 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     return TileConfig(tile_m, tile_n, num_warps, num_stages)
 
 
-def key_parts(spec: PagedSpec, config: TileConfig) -> int:
-    """Return the parts in which the split kernel folds the keys of a tile: one a warp, or one.
-
-    A batch-invariant row that decodes meets its keys as a row of a prompt does, and sums of more
-    rows or channels would not fit the registers of one warp.
-    """
-    fits = config.tile_m == 16 and not is_wide(spec) and _compute_bytes(spec) == 2
-    is_apart = fits and not spec.batch_invariant and config.tile_n >= 16 * config.num_warps
-    return config.num_warps if is_apart else 1
-
-
 def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
     """Tiles of the kernel for long runs, the largest that keep its loops free of spills.
 

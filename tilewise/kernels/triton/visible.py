@@ -236,8 +236,8 @@ def keys_of_row_tile(
 
 @triton.jit
 def inside_window(key, pos, WINDOW_LEFT: tl.constexpr):
-    """Return which keys lie in the windows of rows at `pos`, (..., rows, keys)."""
-    return tl.expand_dims(key, -2) >= pos[:, None] - WINDOW_LEFT
+    """Return which keys lie in the windows of rows at `pos`, (rows, keys)."""
+    return key[None, :] >= pos[:, None] - WINDOW_LEFT
 
 
 @triton.jit

@@ -133,39 +133,29 @@ def _place(work, step, shape, scores, variant: gl.constexpr):
 
 
 @gluon.jit
-def _copy_queries(
+def _copy(
     step, until, work, shape, scores, heads, bufs, variant: gl.constexpr, grids: gl.constexpr
 ):
-    """Copy the queries of a step and their row terms, if there is one: a group of copies."""
+    """Copy the queries of a step, and do, if there is one: a group of copies."""
     if step < until:
         head, tile, _number = _place(work, step, shape, scores, variant)
+        TILE_M: gl.constexpr = variant.tile_m
         stage = step % variant.stages
-        WARPS: gl.constexpr = grids.warps
-        first = tile * variant.tile_m
-        b = work.b * 0 if variant.packed else work.b
+        b = work.b
+        if variant.packed:
+            b = work.b * 0
+        first = tile * TILE_M
         q = rows_of(heads.q, b, work.start_q, head, heads.q_strides, 0, work.length_q, heads.width)
-        at = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
-        at += work.start_row + first
-        copy_rows(q, first, bufs.q.index(stage), None, WARPS, grids.queries_end, grids.padded)
-        _copy_numbers(heads.lse_log2 + at, bufs.lse_log2.index(stage), WARPS)
-        _copy_numbers(heads.delta + at, bufs.delta.index(stage), WARPS)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _copy_gradients(
-    step, until, work, shape, scores, heads, bufs, variant: gl.constexpr, grids: gl.constexpr
-):
-    """Copy do of the queries of a step, if there is one: a group of copies."""
-    if step < until:
-        head, tile, _number = _place(work, step, shape, scores, variant)
-        first = tile * variant.tile_m
-        b = work.b * 0 if variant.packed else work.b
         do = rows_of(
             heads.do, b, work.start_q, head, heads.do_strides, 0, work.length_q, heads.v_width
         )
-        to = bufs.do.index(step % variant.stages)
-        copy_rows(do, first, to, None, grids.warps, grids.queries_end, grids.padded)
+        WARPS: gl.constexpr = grids.warps
+        at = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
+        at += work.start_row + first
+        copy_rows(q, first, bufs.q.index(stage), None, WARPS, grids.queries_end, grids.padded)
+        copy_rows(do, first, bufs.do.index(stage), None, WARPS, grids.queries_end, grids.padded)
+        _copy_numbers(heads.lse_log2 + at, bufs.lse_log2.index(stage), WARPS)
+        _copy_numbers(heads.delta + at, bufs.delta.index(stage), WARPS)
     async_copy.commit_group()
 
 
@@ -257,18 +247,13 @@ def _step(
     ONE: gl.constexpr = variant.stages == 1
     stage = step % variant.stages
     head, tile, number = _place(work, step, shape, scores, variant)
-    if ONE:
-        async_copy.wait_group(1)  # do is still under way
-    else:
-        async_copy.wait_group(0)
-        _copy_queries(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
-        _copy_gradients(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
+    async_copy.wait_group(0)
+    if not ONE:
+        _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
     q = bufs.q.index(stage)
     do = bufs.do.index(stage)
     zeros = gl.zeros([KEYS, TILE_M], gl.float32, SCORES)
     s = _add_product(zeros, bufs.k, q.permute((1, 0)), grids.channels)
-    if ONE:
-        async_copy.wait_group(0)
     dp = _add_product(zeros, bufs.v, do.permute((1, 0)), grids.v_channels)
     lse = bufs.lse_log2.index(stage).load(TERMS)
     EARLY: gl.constexpr = variant.positive and not CAPS
@@ -305,14 +290,11 @@ def _step(
     delta = bufs.delta.index(stage).load(TERMS)
     bufs.p.store(p.to(DTYPE))
     bufs.ds.store((p_slope * (dp - gl.expand_dims(delta, 0))).to(DTYPE))
+    dv = _add_product(dv, bufs.p, do, TILE_M)
     dk = _add_product(dk, bufs.ds, q, TILE_M)
     if ONE:
-        partition_barrier()  # all warps have read q
-        _copy_queries(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
-    dv = _add_product(dv, bufs.p, do, TILE_M)
-    if ONE:
-        partition_barrier()  # all warps have read do
-        _copy_gradients(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
+        partition_barrier()  # all warps have read q and do
+        _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
     D: gl.constexpr = variant.d
     QUERIES: gl.constexpr = sum_layout(grids.queries[0], grids.queries[1])
     dq = gl.zeros([TILE_M, D], gl.float32, QUERIES)
@@ -477,11 +459,10 @@ def attention_bwd_kernel(
     key_rows = rows_of(k, b, work.start_k, key_head, k_strides, begin, work.length_k, width)
     value_rows = rows_of(v, b, work.start_k, key_head, v_strides, begin, work.length_k, v_width)
     until = (work.end - work.begin) * group_size
-    zero = until * 0
     copy_rows(key_rows, work.first_key, bufs.k, None, WARPS, True, grids.padded)
-    _copy_queries(zero, until, work, shape, scores, heads, bufs, variant, grids)
     copy_rows(value_rows, work.first_key, bufs.v, None, WARPS, True, grids.padded)
-    _copy_gradients(zero, until, work, shape, scores, heads, bufs, variant, grids)
+    zero = until * 0
+    _copy(zero, until, work, shape, scores, heads, bufs, variant, grids)
     SCORES: gl.constexpr = sum_layout(grids.scores[0], grids.scores[1])
     keys = work.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
     dk = gl.zeros([KEYS, D], gl.float32, sum_layout(grids.keys[0], grids.keys[1]))

@@ -28,13 +28,7 @@ from torch import Tensor
 
 from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.tiles.paged import (
-    SplitPlan,
-    TileConfig,
-    is_wide,
-    key_parts,
-    padded_head_dim,
-)
+from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, is_wide, padded_head_dim
 from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.early import await_previous, begin_next, options_of, prefetch
 from tilewise.kernels.triton.merge import add_parts, store_whole
@@ -45,7 +39,6 @@ from tilewise.kernels.triton.paged.keys import (
     add_sink,
     attend_keys,
     clear_padding_rows,
-    join_parts,
     load_rest,
     normalise,
     run_of,
@@ -241,10 +234,9 @@ def _split_kernel(
     key_lo = 0
     if form.window_left >= 0:
         key_lo = first_key_of_run(seqlen_k, run, form.window_left)
-    sums: tl.constexpr = [TILE_M] if form.parts == 1 else [form.parts, TILE_M]
-    acc = tl.zeros(sums + [TILE_DV], dtype=tl.float32)  # noqa: RUF005 (Triton has no starred ones)
-    l = tl.zeros(sums, dtype=tl.float32)
-    m = tl.full(sums, LOWEST, dtype=tl.float32)
+    acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
+    l = tl.zeros([TILE_M], dtype=tl.float32)
+    m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
     acc, l, m = attend_keys(
         q,
         q_rest,
@@ -277,8 +269,6 @@ def _split_kernel(
         TILE_N,
         True,
     )
-    if form.parts > 1:
-        acc, l, m = join_parts(acc, l, m)
     if form.sinks:
         sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
         if not way.alone:  # with a branch the compiler would not fuse as it does in `rows`
@@ -549,7 +539,6 @@ def launch_decode(
             same_strides=k_cache.stride() == v_cache.stride(),
             alibi=alibi_slopes is not None,
             sinks=sinks is not None,
-            parts=key_parts(spec, config),
         ),
         way=Way(plan.fixed, plan.alone, clears, records is not None, merges),
         FIELDS=FIELDS,

@@ -5,11 +5,8 @@ what     the loop over cached keys, and where a row of q or o lies; `rows` and
 grid     none: these functions are inlined
 rows     a program owns TILE_M rows of one sequence and one key head. Row r is new token r // GROUP
          and query head r % GROUP of the head's group, so keys and values are read once per group
-parts    with form.parts > 1 each warp folds a part of the keys of every tile into sums of its own:
-         nothing is exchanged in the loop but a barrier; `join_parts` adds the sums at the end
 traffic  TILE_N keys and values per step, addressed one by one through the block table, so TILE_N
-         does not depend on the block size; a block that holds the keys of a whole tile, or part, is
-         looked up once
+         does not depend on the block size; a block that holds whole tiles is looked up once
 numerics logits in base 2; m, l and acc float32; products of float32 operands in full float32.
          8-bit keys and values are widened exactly to the type of q; the scale of a key multiplies
          its logits, that of a value its probabilities, before these are rounded.
@@ -62,7 +59,6 @@ class Form(NamedTuple):
     sinks: bool
     kind: int  # see `quantise.cache_kind`
     widens_once: bool  # see `quantise.widen_once`
-    parts: int = 1  # of the keys of a tile, each with sums of its own
 
     @classmethod
     def of(
@@ -75,7 +71,6 @@ class Form(NamedTuple):
         same_strides: bool,
         alibi: bool,
         sinks: bool,
-        parts: int = 1,
     ) -> Self:
         """Return the form of a call."""
         group = spec.group_size
@@ -107,7 +102,6 @@ class Form(NamedTuple):
             sinks,
             kind,
             widens_once,
-            parts,
         )
 
 
@@ -191,38 +185,31 @@ def attend_keys(
     key each row sees. With MASKED a tile may reach beyond key_lo ... key_hi - 1 or beyond a row's
     own keys; without, every row sees all of it. With TREE too, pos is only a row's position: the
     row sees all keys before first_new, and key first_new + j if byte j of its own tree_row_ptr
-    (TILE_M,), of tree_width bytes, is not 0. With form.parts > 1 acc, l and m have the parts as an
-    axis before the others.
+    (TILE_M,), of tree_width bytes, is not 0.
     """
-    PARTS: tl.constexpr = form.parts
-    KEY_AXIS: tl.constexpr = 1 if PARTS == 1 else 2
-    offs_n = _keys_of_tile(TILE_N, PARTS)
-    if PARTS > 1:
-        q = tl.broadcast_to(q[None, :, :], (PARTS, q.shape[0], q.shape[1]))
-        if form.rest > 0:
-            q_rest = tl.broadcast_to(q_rest[None, :, :], (PARTS, q_rest.shape[0], q_rest.shape[1]))
+    offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, form.d_pad)
     offs_dv = tl.arange(0, form.dv_pad)
     # Block ids are loaded a tile ahead of the keys they refer to: the pipeline of loads below then
     # starts from a known value and spends no stages on the chain id -> key.
     block = _load_blocks(
-        block_row_ptr, first, last, key_lo, key_hi, num_blocks, TILE_N, form.block_size, PARTS
+        block_row_ptr, first, last, key_lo, key_hi, num_blocks, TILE_N, form.block_size
     )
     for tile in range(first, last):
         key = tile * TILE_N + offs_n
         owned = (key >= key_lo) & (key < key_hi)
         if form.block_size % TILE_N == 0:
-            slot = (tile % (form.block_size // TILE_N)) * TILE_N + tl.expand_dims(offs_n, -1)
+            slot = (tile % (form.block_size // TILE_N)) * TILE_N + offs_n[:, None]
             k_row = k_ptr + block * stride_kb + slot * stride_kp
             v_row = v_ptr + block * stride_vb + slot * stride_vp
             place = (tile % (form.block_size // TILE_N)) * TILE_N + offs_n
         else:
+            slot = (key % form.block_size)[:, None]
             place = key % form.block_size
-            slot = tl.expand_dims(place, -1)
-            k_offset = tl.expand_dims(block, -1) * stride_kb + slot * stride_kp
+            k_offset = block[:, None] * stride_kb + slot * stride_kp
             v_offset = k_offset
             if not form.same_strides:
-                v_offset = tl.expand_dims(block, -1) * stride_vb + slot * stride_vp
+                v_offset = block[:, None] * stride_vb + slot * stride_vp
             k_row = k_ptr + k_offset
             v_row = v_ptr + v_offset
         if form.kind != FLOAT:
@@ -233,29 +220,21 @@ def attend_keys(
                 v_scale_ptr + block * stride_vsb + place * stride_vsp, owned, MASKED
             )
         block = _load_blocks(
-            block_row_ptr,
-            tile + 1,
-            last,
-            key_lo,
-            key_hi,
-            num_blocks,
-            TILE_N,
-            form.block_size,
-            PARTS,
+            block_row_ptr, tile + 1, last, key_lo, key_hi, num_blocks, TILE_N, form.block_size
         )
         k = _load_rows(k_row, offs_d, owned, form.d, form.d_pad, MASKED)
         k = _as_operand(k, q.dtype, form)
-        s = tl.dot(q, _turned(k, PARTS), input_precision="ieee")
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if form.rest > 0:
             k_rest = _as_operand(load_rest(k_row, owned, form, MASKED), q.dtype, form)
-            s = tl.dot(q_rest, _turned(k_rest, PARTS), s, input_precision="ieee")
+            s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
         s = s * scale_log2
         if form.kind != FLOAT:
-            s *= tl.expand_dims(k_scale * factor(form.kind), -2)
+            s *= (k_scale * factor(form.kind))[None, :]
         if form.softcap:
             s = softcap_log2 * tanh(s / softcap_log2)
         if form.alibi:
-            distance = (pos[:, None] - tl.expand_dims(key, -2)).to(tl.float32)
+            distance = (pos[:, None] - key[None, :]).to(tl.float32)
             if TREE:
                 distance = tl.abs(distance)
             s -= slope[:, None] * distance
@@ -269,29 +248,28 @@ def attend_keys(
                 )
                 visible = owned[None, :] & (seen != 0)
             else:
-                visible = tl.expand_dims(owned, -2) & (tl.expand_dims(key, -2) <= pos[:, None])
+                visible = owned[None, :] & (key[None, :] <= pos[:, None])
             if form.window_left >= 0:
                 visible &= inside_window(key, pos, form.window_left)
             s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, KEY_AXIS))
+        m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.math.exp2(m - m_new)
-        p = tl.math.exp2(s - tl.expand_dims(m_new, -1))
-        l = l * alpha + tl.sum(p, KEY_AXIS)
+        p = tl.math.exp2(s - m_new[:, None])
+        l = l * alpha + tl.sum(p, 1)
         v = _load_rows(v_row, offs_dv, owned, form.dv, form.dv_pad, MASKED)
         v = _as_operand(v, q.dtype, form)
         if form.kind != FLOAT and q.dtype == tl.float16:
             # p times a scale may underflow in float16; times the scale's share of the largest it
             # does not.
             v_scale *= factor(form.kind)
-            largest = tl.max(tl.ravel(v_scale), 0)
-            p *= tl.expand_dims(v_scale / tl.where(largest > 0.0, largest, 1.0), -2)
+            largest = tl.max(v_scale, 0)
+            p *= (v_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
             o = tl.dot(p.to(q.dtype), v, input_precision="ieee")
-            acc = acc * tl.expand_dims(alpha, -1) + o * largest
+            acc = acc * alpha[:, None] + o * largest
         else:
             if form.kind != FLOAT:
-                p *= tl.expand_dims(v_scale * factor(form.kind), -2)
-            acc *= tl.expand_dims(alpha, -1)
-            acc = tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
+                p *= (v_scale * factor(form.kind))[None, :]
+            acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return acc, l, m
 
@@ -306,9 +284,8 @@ def _load_blocks(
     num_blocks,
     TILE_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PARTS: tl.constexpr = 1,
 ):
-    """Load the int64 block ids of a tile's keys, or the one id of a tile, or part, within a block.
+    """Load the int64 block ids of a tile's keys, or the one id of a tile within a block.
 
     Entries of the table outside key_lo ... key_hi - 1 or after tile last - 1 are not read. An
     invalid id, which a GPU cannot refuse without a wait, is replaced by the last block's: compared
@@ -317,13 +294,8 @@ def _load_blocks(
     if BLOCK_SIZE % TILE_N == 0:
         column = tile // (BLOCK_SIZE // TILE_N)
         block = tl.load(block_row_ptr + column, mask=tile < last, other=0)
-    elif PARTS > 1 and BLOCK_SIZE % (TILE_N // PARTS) == 0:
-        EACH: tl.constexpr = TILE_N // PARTS
-        key = tile * TILE_N + tl.arange(0, PARTS)[:, None] * EACH
-        owned = (key + EACH > key_lo) & (key < key_hi)
-        block = tl.load(block_row_ptr + key // BLOCK_SIZE, mask=owned & (tile < last), other=0)
     else:
-        key = tile * TILE_N + _keys_of_tile(TILE_N, PARTS)
+        key = tile * TILE_N + tl.arange(0, TILE_N)
         owned = (key >= key_lo) & (key < key_hi)
         block = tl.load(block_row_ptr + key // BLOCK_SIZE, mask=owned & (tile < last), other=0)
     block = tl.minimum(block.to(tl.uint32, bitcast=True), (num_blocks - 1).to(tl.uint32))
@@ -337,36 +309,15 @@ def _load_rows(
     """Load (TILE_N, TILE_D) of a cache; channels past HEAD_DIM and keys not owned are 0."""
     if HEAD_DIM == TILE_D:
         if MASKED:
-            x = tl.load(row_ptrs + offs_d[None, :], mask=tl.expand_dims(owned, -1), other=0)
+            x = tl.load(row_ptrs + offs_d[None, :], mask=owned[:, None], other=0)
         else:
             x = tl.load(row_ptrs + offs_d[None, :])
     else:
         inside = offs_d[None, :] < HEAD_DIM
         if MASKED:
-            inside &= tl.expand_dims(owned, -1)
+            inside &= owned[:, None]
         x = tl.load(row_ptrs + offs_d[None, :], mask=inside, other=0)
     return x
-
-
-@triton.jit
-def _keys_of_tile(TILE_N: tl.constexpr, PARTS: tl.constexpr):
-    """Return the places of keys in a tile, (TILE_N,) or (PARTS, TILE_N / PARTS)."""
-    if PARTS == 1:
-        at = tl.arange(0, TILE_N)
-    else:
-        EACH: tl.constexpr = TILE_N // PARTS
-        at = tl.arange(0, PARTS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    return at
-
-
-@triton.jit
-def _turned(k, PARTS: tl.constexpr):
-    """Return k^T, or that of each part."""
-    if PARTS == 1:
-        k = tl.trans(k)
-    else:
-        k = tl.permute(k, (0, 2, 1))
-    return k
 
 
 @triton.jit
@@ -377,14 +328,6 @@ def _load_scales(pointers, owned, MASKED: tl.constexpr):
     else:
         scales = tl.load(pointers)
     return scales
-
-
-@triton.jit
-def join_parts(acc, l, m):
-    """Return the sums of all parts of the keys as one."""
-    m_all = tl.max(m, 0)
-    weight = tl.math.exp2(m - m_all[None, :])
-    return tl.sum(acc * weight[:, :, None], 0), tl.sum(l * weight, 0), m_all
 
 
 @triton.jit
