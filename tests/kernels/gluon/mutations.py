@@ -504,7 +504,7 @@ BACKWARD = {
 
 _MMA, _MMA_STEP = "mma/forward:attention_fwd_kernel", "mma/forward:_step"
 _WAIT_V = "async_copy.wait_group(2 * STAGES - 2)\n"
-_COPY_K = "_copy(keys, index + STAGES, shared.k, task0, False, False, tile, variant)\n"
+_COPY_K = "_copy(keys, bias, index + STAGES, shared.k, task0, False, False, tile, variant)\n"
 
 # The forward pass by mma.sync; calls are those of test_mma.py.
 MMA_FORWARD = {
@@ -523,7 +523,8 @@ MMA_FORWARD = {
         "async_copy.wait_group(2 * tile.stages - 1)", "in_registers",
     ),
     "keys_copied_over_those_that_are_multiplied": Mutation(
-        _MMA_STEP, "_copy(keys, index + STAGES,", "_copy(keys, index + STAGES + 1,", "two_stages"
+        _MMA_STEP, "_copy(keys, bias, index + STAGES,", "_copy(keys, bias, index + STAGES + 1,",
+        "two_stages",
     ),
     "keys_copied_over_what_other_warps_multiply": Mutation(  # no barrier between
         _MMA_STEP, _WAIT_V + _COPY_K, _COPY_K + _WAIT_V.replace("- 2", "- 1"), "two_stages"
@@ -563,6 +564,21 @@ MMA_FORWARD = {
     ),
     "a_tile_without_entries_sees_its_block": _without(
         _MMA, "free_begin = gl.maximum(free_begin, 1)", "masked"
+    ),
+    "the_second_part_has_the_first_ones_bias": Mutation(
+        "mma/forward:_fold", ".slice(PART * ROWS, ROWS)", ".slice(0, ROWS)", "biased"
+    ),
+    "the_bias_of_the_first_block": Mutation(
+        "mma/forward:_copy", "Rows(bias.start + first,", "Rows(bias.start,", "biased"
+    ),
+    "bias_past_the_last_key_is_read": Mutation(
+        "mma/forward:_copy", "width = bias.width - first // UNIT", "width = bias.width", "biased"
+    ),
+    "the_bias_of_another_stage": Mutation(
+        "mma/forward:_fold", "index % tile.bias_stages", "(index + 1) % tile.bias_stages", "biased"
+    ),
+    "the_bias_of_another_head": Mutation(
+        _MMA, "none,\n            rows.h,", "none,\n            rows.h * 0,", "biased"
     ),
     "rows_past_the_end_are_written": Mutation(
         "mma/forward:_store", "gl.expand_dims(at < rows.length_q, 1)",

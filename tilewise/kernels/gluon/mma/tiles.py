@@ -33,8 +33,9 @@ _LONG, _SHORT = 2048, 512  # queries
 # those with 99 (sm_86, 89, 120). Kinds: "long" where all tiles cost the same and there are 2,048
 # queries or more, "short" where they do not and there are at most 512, "crowded" where a call adds
 # to the softmax what takes registers, "biased" where that is a bias, and no dropout or mask: 64
-# keys of it would spill 224 bytes, 33 moves of them in the loop (Triton 3.7, sm_89). A missing
-# "biased" takes the row of "crowded", any other that of "plain".
+# keys of it would spill 224 bytes, 33 moves of them in the loop (Triton 3.7, sm_89), "copied" where
+# cp.async brings this bias. A missing "copied" takes the row of "biased", that of "crowded", any
+# other that of "plain".
 # No row is taken whose CTAs would be fewer on such a device than on the one that measured it: at
 # D 128, blocks of 64 keys in two stages are 3 % faster where shared memory holds two such CTAs.
 # Measured on an H200 that ran the code of sm_80 (2026-11-29, bf16, 16,384 tokens, hidden 2,048),
@@ -45,11 +46,15 @@ _LONG, _SHORT = 2048, 512  # queries
 #          causal 225 / 283 / 351 / 365 (184 / 249 / 306 / 320)
 #   D 256: full 282 / 314 / 342 / 341 (285 / 308 / 327 / 324),
 #          causal 216 / 262 / 329 / 346 (211 / 249 / 284 / 291)
+# A bias of (1, Hq, N, N), N 4,096, full and causal, of the plain call: D 128 0.87 and 0.86 copied,
+# 0.62 and 0.61 loaded; 0.80 and 0.80 by the row for 99 KiB; D 64 0.75 and 0.75, 0.53 and 0.53; 0.67
+# and 0.69.
 # Rows for 99 KiB: D 128 full 290 / 319 / 360 / 361, causal 215 / 273 / 332 / 340; D 256 full
 # 245 / 269 / 293 / 295, causal 184 / 230 / 283 / 296.
 _LARGE = {
     (64, "plain"): _Row(stages=2, q_in_registers=True),
     (64, "crowded"): _Row(parts=1, stages=2, q_in_registers=True),
+    (64, "copied"): _Row(stages=2, q_in_registers=True),
     (128, "plain"): _Row(keys=32, stages=2),
     (128, "long"): _Row(warps=8, parts=1, keys=128, q_in_registers=True),
     (128, "crowded"): _Row(parts=1),
@@ -58,7 +63,9 @@ _LARGE = {
     (256, "short"): _Row(parts=1, keys=32),
 }
 _SMALL = _LARGE | {
+    (64, "copied"): _Row(warps=8, parts=1, stages=2, q_in_registers=True),
     (128, "plain"): _Row(keys=32),
+    (128, "copied"): _Row(warps=8, parts=1, q_in_registers=True),
     (256, "plain"): _Row(warps=8, parts=1, keys=32),
     (256, "short"): _Row(warps=8, parts=1, keys=32),
     (256, "crowded"): _Row(parts=1),
@@ -141,7 +148,10 @@ class BwdTile(NamedTuple):
 #   D 64:  full 258 / 288 (244 / 281), causal 199 / 271 (185 / 249)
 #   D 128: full 278 / 315 (262 / 303), causal 217 / 299 (208 / 275)
 #   D 256: full 212 / 235 (227 / 255), causal 184 / 240 (181 / 231); two stages of queries, for
-#          which an A100 has no room: full 228 / 251
+#          which an A100 has no room: full 228 / 251; of 32 queries, which fit: full - / 224. Where
+#          do is copied apart from q, each as soon as it is used up, full calls make 225 for 231.
+#          For 99 KiB 16 queries of 64 keys make 158 full and 163 causal at 4,096, 32 of 32 134 and
+#          136: half as much is added to dq.
 # p and ds that go from product to product in registers, where warps lie over keys alone, are as
 # fast at D 64 and slower at D 128 (234 for 315).
 _BWD_LARGE = {
