@@ -105,4 +105,6 @@ def test_a_block_runs_as_it_stands(place, blocks, monkeypatch):
 def test_documents_have_blocks_to_run():
     places = [place for document in DOCUMENTS for place, _ in chains(document)]
     assert len(places) > 30
-    assert {"README.md", "docs/paged.md", "docs/serve.md"} <= {p.split(":")[0] for p in places}
+    assert {"README.md", "docs/guide/paged.md", "docs/guide/serve.md"} <= {
+        p.split(":")[0] for p in places
+    }

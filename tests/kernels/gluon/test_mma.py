@@ -154,10 +154,11 @@ def distinct_tiles(problem: Problem) -> Iterator[Tile]:
         tiles._tile_of(d, dv, kind, dealt, is_large)
         for kind in kinds for is_large in (True, False)
     }  # fmt: skip
+    has_words = spec.dropout_p > 0 or spec.mask_tile is not None  # of at least 64 keys
     for tile in sorted(found):
         if tile.bias_stages > 0 and not is_copied(problem):
             continue
-        if spec.mask_tile is None or spec.mask_tile[1] % tile.keys == 0:
+        if not has_words or tile.keys >= 64:
             yield tile
 
 

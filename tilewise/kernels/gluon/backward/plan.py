@@ -33,8 +33,8 @@ _NO_END = 1 << 31
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
 # Of reproducible sums: CTAs of several heads are launched together, tile by tile, so many heads as
-# fill the device so many times, and two warps send dq, with no chores beside them (docs/hopper.md,
-# "Where a reproducible dq's time goes").
+# fill the device so many times, and two warps send dq, with no chores beside them
+# (docs/results/hopper-tried.md, "Where a reproducible dq's time goes").
 ORDERED_WAVES = 1
 ORDERED_SENDERS = 2
 
@@ -59,7 +59,8 @@ class Way(NamedTuple):
     passes_by: bool
 
 
-# Where a way is faster than what others have, by docs/hopper.md, "Where short calls lose".
+# Where a way is faster than what others have: docs/results/hopper-tried.md, "Where short calls
+# lose".
 WAYS: list[Way] = [
     Way(64, True, 1, 512, turns=1, behind=2, passes_by=True),
     Way(64, True, 513, 1024, turns=2, behind=2, passes_by=True),
