@@ -134,6 +134,12 @@ class KVStorage:
         firsts = torch.stack([layer * step for step in steps], dim=1)
         return (block_pairs + firsts.unsqueeze(1)).flatten(0, 1)
 
+    def free(self) -> None:
+        """Give the memory of all tensors back, whoever still refers to them: none may be read."""
+        for part in self.parts:
+            for tensor in part.whole:
+                tensor.untyped_storage().resize_(0)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers together, states included."""
