@@ -248,6 +248,18 @@ class MultiheadLatentAttention(nn.Module):
         self.packed_uv = nn.ModuleList(PackedLinear(w.detach().contiguous()) for w in w_uv)
         self.kv_b_proj = None
 
+    def refill_up_projections(self, weight: Tensor) -> None:
+        """Write another weight of kv_b_proj, (Hq (Dn + Dv), R), where W_uk and W_uv lie packed."""
+        assert self.packed_uk is not None
+        assert self.packed_uv is not None
+        heads = weight.detach().unflatten(0, (self.num_heads, -1))
+        w_uk, w_uv = heads.split_with_sizes((self.nope_dim, self.v_head_dim), dim=1)
+        for key, value, uk, uv in zip(self.packed_uk, self.packed_uv, w_uk, w_uv, strict=True):
+            assert isinstance(key, PackedLinear)
+            assert isinstance(value, PackedLinear)
+            key.refill(uk.T.contiguous())
+            value.refill(uv.contiguous())
+
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """Return w_uk (Hq, Dn, R) and w_uv (Hq, Dv, R), views of one weight."""
         if self.kv_b_proj is None:
