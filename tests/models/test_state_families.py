@@ -50,18 +50,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": (
         "KimiLinear",
         {
-            "layer_types": _TYPES, "linear_num_heads": 3, "linear_head_dim": 16,
-            "linear_conv_kernel_dim": 3, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 8, "v_head_dim": 10, "num_local_experts": 8,
-            "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
-            "n_group": 4, "topk_group": 2, "q_lora_rank": 20, "num_key_value_heads": 6,
+            "layer_types": _TYPES,
+            "linear_num_heads": 3,
+            "linear_head_dim": 16,
+            "linear_conv_kernel_dim": 3,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 20,
+            "num_key_value_heads": 6,
         },
     ),
     "mamba2": (
         "Mamba2",
         {
-            "num_heads": 6, "head_dim": 16, "state_size": 24, "n_groups": 2, "conv_kernel": 3,
-            "use_bias": True, "time_step_limit": (0.3, 2.0),
+            "num_heads": 6,
+            "head_dim": 16,
+            "state_size": 24,
+            "n_groups": 2,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "time_step_limit": (0.3, 2.0),
         },
     ),
     "bamba": (
@@ -70,37 +86,62 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
-        _MAMBA | _SCALES | {
-            "layer_types": _TYPES, "num_local_experts": 8, "num_experts_per_tok": 3,
-            "shared_intermediate_size": 24, "position_embedding_type": "rope",
-            "attention_bias": True, "time_step_limit": (0.4, 1.5),
+        _MAMBA
+        | _SCALES
+        | {
+            "layer_types": _TYPES,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 24,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "time_step_limit": (0.4, 1.5),
         },
     ),
     "granitemoehybrid_dense": (
         "GraniteMoeHybrid",
-        _MAMBA | _SCALES | {
-            "layer_types": _TYPES, "num_local_experts": 0, "shared_intermediate_size": 24,
+        _MAMBA
+        | _SCALES
+        | {
+            "layer_types": _TYPES,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 24,
             "tie_word_embeddings": True,
         },
     ),
     "falcon_h1": ("FalconH1", _MAMBA | _BIASES | _FALCON | {"mamba_d_ssm": 96}),
     "falcon_h1_norm": (
         "FalconH1",
-        _MAMBA | _FALCON | {
-            "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        _MAMBA
+        | _FALCON
+        | {
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
             "projectors_bias": True,
         },
     ),
     "lfm2": (
         "Lfm2",
-        {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True,
-         "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.5},
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.5,
+        },
     ),
     "lfm2_moe": (
         "Lfm2Moe",
-        {"layer_types": ["conv", "full_attention", "conv"], "num_experts": 8, "conv_L_cache": 4,
-         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_dense_layers": 1,
-         "routed_scaling_factor": 1.5, "tie_word_embeddings": False},
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 8,
+            "conv_L_cache": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": False,
+        },
     ),
 }
 
