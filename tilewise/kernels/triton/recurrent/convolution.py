@@ -46,13 +46,13 @@ def _tap(
     first,
     position,
     used,
-    has_state,
+    start,
     slot,
     channel,
     inside,
     stride_x,
     CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
     """Load tokens (rows, channels) at positions of sequences, from -(W - 1) on."""
@@ -60,9 +60,10 @@ def _tap(
     token = tl.load(at, mask=(used & (position >= 0))[:, None] & inside[None, :], other=0.0)
     token = token.to(tl.float32)
     if HAS_STATES:
-        kept = slot * (WIDTH - 1) + (WIDTH - 1) + position
+        before = start + position  # of the sequence; its row in a slot is `before` % NUM_KEPT
+        kept = slot * NUM_KEPT + tl.maximum(before, 0) % NUM_KEPT
         at = states_ptr + kept[:, None] * CHANNELS + channel[None, :]
-        mask = (used & has_state & (position < 0))[:, None] & inside[None, :]
+        mask = (used & (before >= 0) & (position < 0))[:, None] & inside[None, :]
         token += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     return token
 
@@ -76,13 +77,14 @@ def _before_silu(
     first,
     position,
     used,
-    has_state,
+    start,
     slot,
     channel,
     inside,
     stride_x,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
@@ -97,13 +99,13 @@ def _before_silu(
             first,
             position + (tap - (WIDTH - 1)),
             used,
-            has_state,
+            start,
             slot,
             channel,
             inside,
             stride_x,
             CHANNELS,
-            WIDTH,
+            NUM_KEPT,
             HAS_STATES,
         )
         weight = tl.load(weight_ptr + channel * WIDTH + tap, mask=inside, other=0.0)
@@ -126,6 +128,7 @@ def _convolve_kernel(
     stride_x,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -139,10 +142,10 @@ def _convolve_kernel(
     sequence = _sequence_of(edges_ptr, row, num_sequences)
     used = (row < num_rows) & (sequence < num_sequences)
     first = tl.load(edges_ptr + sequence)
-    slot, has_state = sequence.to(tl.int64), used
+    slot, start = sequence.to(tl.int64), tl.zeros((TILE_T,), tl.int64) + NUM_KEPT
     if HAS_SLOTS:
-        slot = tl.load(slots_ptr + sequence, mask=used, other=-1)
-        has_state = used & (tl.load(starts_ptr + sequence, mask=used, other=0) > 0)
+        slot = tl.load(slots_ptr + sequence, mask=used, other=-1).to(tl.int64)
+        start = tl.load(starts_ptr + sequence, mask=used, other=0).to(tl.int64)
         used = used & (slot >= 0)
     total = _before_silu(
         x_ptr,
@@ -152,13 +155,14 @@ def _convolve_kernel(
         first,
         row - first,
         used,
-        has_state,
+        start,
         slot,
         channel,
         inside,
         stride_x,
         CHANNELS,
         WIDTH,
+        NUM_KEPT,
         HAS_BIAS,
         HAS_STATES,
     )
@@ -171,67 +175,59 @@ def _convolve_kernel(
 
 
 @triton.jit
-def _keep(
-    x_ptr,
-    before_ptr,
-    states_ptr,
-    length,
-    has_state,
-    stride_x,
-    inside,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Write the last W - 1 of the tokens before and those of a sequence, of one tile."""
-    # Oldest first: a row is read before it is overwritten, by the thread that overwrites it.
-    for tap in tl.static_range(WIDTH - 1):
-        position = length + tap - (WIDTH - 1)
-        new = tl.load(x_ptr + position * stride_x, mask=inside & (position >= 0), other=0.0)
-        kept = tl.load(
-            before_ptr + (tap + length) * CHANNELS,
-            mask=inside & (position < 0) & has_state,
-            other=0.0,
-        )
-        tl.store(states_ptr + tap * CHANNELS, tl.where(position >= 0, new, kept), mask=inside)
-
-
-@triton.jit
 def _keep_kernel(
     x_ptr,
-    before_ptr,
     states_ptr,
     edges_ptr,
     slots_ptr,
     starts_ptr,
     stride_x,
     CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     TILE_C: tl.constexpr,
-    HAS_STATES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
 ):
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    inside = channel < CHANNELS
     first = tl.load(edges_ptr + sequence).to(tl.int64)
     length = tl.load(edges_ptr + sequence + 1) - first
-    slot, has_state = sequence.to(tl.int64), HAS_STATES
-    if HAS_SLOTS:
-        slot = tl.load(slots_ptr + sequence)
-        has_state = tl.load(starts_ptr + sequence) > 0
-        if slot < 0 or length <= 0:
-            return
-    at = slot * (WIDTH - 1) * CHANNELS + channel
-    _keep(
-        x_ptr + first * stride_x + channel,
-        before_ptr + at,
-        states_ptr + at,
-        length,
-        has_state,
-        stride_x,
-        channel < CHANNELS,
-        CHANNELS,
-        WIDTH,
-    )
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    start = tl.load(starts_ptr + sequence).to(tl.int64)
+    if slot < 0 or length <= 0:
+        return
+    states_ptr += slot * NUM_KEPT * CHANNELS + channel
+    for position in range(tl.maximum(length - NUM_KEPT, 0), length):
+        token = tl.load(x_ptr + (first + position) * stride_x + channel, mask=inside)
+        tl.store(states_ptr + (start + position) % NUM_KEPT * CHANNELS, token, mask=inside)
+
+
+@triton.jit
+def _last_kernel(
+    x_ptr,
+    before_ptr,
+    after_ptr,
+    edges_ptr,
+    stride_x,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_C: tl.constexpr,
+    HAS_STATES: tl.constexpr,
+):
+    """Write the last W - 1 of the tokens before and those of a sequence, oldest first."""
+    sequence = tl.program_id(0)
+    channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    inside = channel < CHANNELS
+    first = tl.load(edges_ptr + sequence).to(tl.int64)
+    length = tl.load(edges_ptr + sequence + 1) - first
+    kept = sequence.to(tl.int64) * (WIDTH - 1) * CHANNELS + channel
+    for tap in tl.static_range(WIDTH - 1):
+        position = length + tap - (WIDTH - 1)
+        at = x_ptr + (first + position) * stride_x + channel
+        token = tl.load(at, mask=inside & (position >= 0), other=0.0)
+        if HAS_STATES:
+            at = before_ptr + kept + (tap + length) * CHANNELS
+            token += tl.load(at, mask=inside & (position < 0), other=0.0)
+        tl.store(after_ptr + kept + tap * CHANNELS, token, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
@@ -249,16 +245,18 @@ def _step_kernel(
     stride_x,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     TILE_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SILU: tl.constexpr,
 ):
-    """Convolve the few tokens of a sequence one after the other, and keep the last."""
+    """Convolve the few tokens of a sequence one after the other, then keep them."""
     sequence, one = tl.program_id(0), tl.zeros((1,), tl.int32)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = channel < CHANNELS
     first, end = tl.load(edges_ptr + sequence), tl.load(edges_ptr + sequence + 1)
-    slot, start = tl.load(slots_ptr + sequence), tl.load(starts_ptr + sequence)
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    start = tl.load(starts_ptr + sequence).to(tl.int64)
     last = end
     if sequence == num_sequences - 1:
         last = num_rows
@@ -273,13 +271,14 @@ def _step_kernel(
             one + first,
             one + row - first,
             used,
-            used & (start > 0),
+            start + one.to(tl.int64),
             slot + one.to(tl.int64),
             channel,
             inside,
             stride_x,
             CHANNELS,
             WIDTH,
+            NUM_KEPT,
             HAS_BIAS,
             True,
         )
@@ -288,11 +287,15 @@ def _step_kernel(
         total = tl.where(used[:, None], total, 0.0).to(y_ptr.dtype.element_ty)
         at = y_ptr + (one + row).to(tl.int64)[:, None] * CHANNELS + channel[None, :]
         tl.store(at, total, mask=inside[None, :])
-    if has_slot & (end > first):
-        at = states_ptr + slot * (WIDTH - 1) * CHANNELS + channel
-        tokens = x_ptr + first.to(tl.int64) * stride_x + channel
+    if has_slot:
+        # A row is read before it is overwritten, by the thread that overwrites it.
+        states_ptr += slot * NUM_KEPT * CHANNELS
+        x_ptr += first.to(tl.int64) * stride_x
         length = (end - first).to(tl.int64)
-        _keep(tokens, at, at, length, start > 0, stride_x, inside, CHANNELS, WIDTH)
+        for position in range(tl.maximum(length - NUM_KEPT, 0), length):
+            token = tl.load(x_ptr + position * stride_x + channel, mask=inside)
+            at = (start + position) % NUM_KEPT * CHANNELS
+            tl.store(states_ptr + at + channel, token, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
@@ -323,6 +326,7 @@ def _dz_kernel(
     inside = channel < CHANNELS
     which = tl.arange(0, 2 * triton.next_power_of_2(WIDTH))[:, None]
     sums = tl.zeros((which.shape[0], TILE_C), tl.float32)
+    start = tl.zeros((TILE_T,), tl.int64) + (WIDTH - 1)
     for tile in range(0, TILES):
         row = (tl.program_id(0) * TILES + tile) * TILE_T + tl.arange(0, TILE_T)
         sequence = _sequence_of(edges_ptr, row, num_sequences)
@@ -340,13 +344,14 @@ def _dz_kernel(
                 first,
                 row - first,
                 used,
-                used,
+                start,
                 slot,
                 channel,
                 inside,
                 stride_x,
                 CHANNELS,
                 WIDTH,
+                (WIDTH - 1 if WIDTH > 1 else 1),
                 HAS_BIAS,
                 HAS_STATES,
             )
@@ -361,13 +366,13 @@ def _dz_kernel(
                 first,
                 row - first + (tap - (WIDTH - 1)),
                 used,
-                used,
+                start,
                 slot,
                 channel,
                 inside,
                 stride_x,
                 CHANNELS,
-                WIDTH,
+                (WIDTH - 1 if WIDTH > 1 else 1),
                 HAS_STATES,
             )
             sums += tl.where(which == tap, tl.sum(dz * token, 0)[None, :], 0.0)
@@ -468,12 +473,24 @@ def launch(
 
 def last(x: Tensor, width: int, initial_state: Tensor | None, edges: Tensor) -> Tensor:
     """Return the last `width` - 1 tokens (N, width - 1, C) of whole sequences."""
-    channels = x.shape[1]
-    states = torch.empty(edges.shape[0] - 1, width - 1, channels, dtype=x.dtype, device=x.device)
-    if states.numel():
-        before = states if initial_state is None else initial_state.contiguous()
-        _take(x, before, states, None, None, edges, initial_state is not None)
-    return states
+    num_sequences, channels = edges.shape[0] - 1, x.shape[1]
+    after = torch.empty(num_sequences, width - 1, channels, dtype=x.dtype, device=x.device)
+    if after.numel():
+        launch_now(
+            _last_kernel,
+            (num_sequences, triton.cdiv(channels, _TILE_C)),
+            x,
+            x if initial_state is None else initial_state.contiguous(),
+            after,
+            edges,
+            x.stride(0),
+            CHANNELS=channels,
+            WIDTH=width,
+            TILE_C=_TILE_C,
+            HAS_STATES=initial_state is not None,
+            num_warps=4,
+        )
+    return after
 
 
 def step(
@@ -494,15 +511,29 @@ def step(
         edges: as in `launch`.
     """
     num_sequences, (channels, width) = edges.shape[0] - 1, weight.shape
-    if len(x) > num_sequences or num_sequences < 1 or x.numel() == 0 or width < 2:
+    num_kept, grid = states.shape[1], (num_sequences, triton.cdiv(channels, _TILE_C))
+    if len(x) > num_sequences or num_sequences < 1 or x.numel() == 0 or num_kept == 0:
         y = _run(x, weight, bias, states, slots, starts, edges, has_silu)
-        if y.numel() > 0 and width > 1:
-            _take(x, states, states, slots, starts, edges, True)
+        if y.numel() > 0 and num_kept > 0:
+            launch_now(
+                _keep_kernel,
+                grid,
+                x,
+                states,
+                edges,
+                slots,
+                starts,
+                x.stride(0),
+                CHANNELS=channels,
+                NUM_KEPT=num_kept,
+                TILE_C=_TILE_C,
+                num_warps=4,
+            )
         return y
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch_now(
         _step_kernel,
-        (num_sequences, triton.cdiv(channels, _TILE_C)),
+        grid,
         x,
         weight.contiguous(),
         x if bias is None else bias.contiguous(),
@@ -516,6 +547,7 @@ def step(
         x.stride(0),
         CHANNELS=channels,
         WIDTH=width,
+        NUM_KEPT=num_kept,
         TILE_C=_TILE_C,
         HAS_BIAS=bias is not None,
         HAS_SILU=has_silu,
@@ -616,36 +648,6 @@ def gradient(
     return dx, total[:width].t().contiguous(), total[width], dkept
 
 
-def _take(
-    x: Tensor,
-    before: Tensor,
-    states: Tensor,
-    slots: Tensor | None,
-    starts: Tensor | None,
-    edges: Tensor,
-    has_states: bool,
-) -> None:
-    """Write the last tokens of each sequence to its states."""
-    channels, width = x.shape[1], states.shape[1] + 1
-    launch_now(
-        _keep_kernel,
-        (edges.shape[0] - 1, triton.cdiv(channels, _TILE_C)),
-        x,
-        before,
-        states,
-        edges,
-        edges if slots is None else slots,
-        edges if starts is None else starts,
-        x.stride(0),
-        CHANNELS=channels,
-        WIDTH=width,
-        TILE_C=_TILE_C,
-        HAS_STATES=has_states,
-        HAS_SLOTS=slots is not None,
-        num_warps=4,
-    )
-
-
 def _run(
     x: Tensor,
     weight: Tensor,
@@ -676,6 +678,7 @@ def _run(
         x.stride(0),
         CHANNELS=channels,
         WIDTH=width,
+        NUM_KEPT=1 if states is None else max(states.shape[1], 1),
         TILE_T=_TILE_T,
         TILE_C=_TILE_C,
         HAS_BIAS=bias is not None,
