@@ -343,7 +343,9 @@ def prepare(
     pairs = Pairs(
         empty(CHUNK, CHUNK) if is_delta else r, r, running, faded, operand, tile_v, constants
     )
-    keys, gates, _, betas = (k, g, v, beta) if states is None else states[1:]
+    keys, gates, _, betas, inverses = (k, g, v, beta, r) if states is None else states[1:]
+    if inverses is None:  # nothing corrects
+        inverses = r
     if chunks:
         launch_now(
             pairs_kernel,
@@ -359,6 +361,7 @@ def prepare(
             keys,
             gates,
             betas,
+            inverses,
             *places,
             num_sequences,
             q.stride(0),
@@ -498,7 +501,8 @@ def step(
             g,
             beta,
             o,
-            *states,
+            *states[:5],
+            g if states.inverses is None else states.inverses,
             *places,
             len(v),
             num_sequences,
