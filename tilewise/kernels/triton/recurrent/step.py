@@ -26,51 +26,32 @@ _SUB = tl.constexpr(16)  # rows of a product: the query, the key and zeros; and 
 
 @triton.jit
 def _row_of_t(
-    k,
+    a,
     running,
     beta,
     kept_t_ptr,
-    k_ptr,
-    kept_k_ptr,
-    positions,
-    start,
-    position,
-    stride_k,
+    begins,
+    place,
     NUM_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    TILE_K: tl.constexpr,
     TOKENS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return T of the tokens up to one, whose row is computed from those before it."""
-    row, key, place = tl.arange(0, TOKENS), tl.arange(0, TILE_K), position % TOKENS
-    begins = place // _SUB * _SUB
-    of_block = tl.arange(0, _SUB)
+    """Return T of the tokens up to one, whose row is computed from those before it.
+
+    Args:
+        a: (_SUB, TOKENS), K K^T of the block of tokens from `begins` on that the token is in.
+    """
+    row, of_block = tl.arange(0, TOKENS), tl.arange(0, _SUB)
     t = tl.load(
         kept_t_ptr + row[:, None] * (NUM_HEADS * TOKENS) + row[None, :],
         mask=(row < place)[:, None],
         other=0.0,
     )
-    some = load_rows(
-        k_ptr,
-        kept_k_ptr,
-        position - place + begins + of_block,
-        start,
-        position + 1,
-        stride_k,
-        KEY_HEADS * KEY_DIM,
-        key,
-        KEY_DIM,
-        True,
-        TOKENS,
-    ).to(OPERAND)
     is_some = row[None, :] == begins + of_block[:, None]
     now = tl.sum(tl.where(is_some, running[None, :], 0.0), 1)
     factor = tl.sum(tl.where(is_some, beta[None, :], 0.0), 1)
     later = row[None, :] >= begins + of_block[:, None]
-    a = tl.dot(some, tl.trans(k), input_precision=PRECISION)
     a *= tl.math.exp2(tl.where(later, float("-inf"), now[:, None] - running[None, :]))
     a *= factor[:, None]
     own = tl.sum(tl.where((begins + of_block == place)[:, None], a, 0.0), 0)
@@ -95,6 +76,51 @@ def _row_of_t(
     new = tl.where(row < begins, beside, solved).to(OPERAND)
     tl.store(kept_t_ptr + place * (NUM_HEADS * TOKENS) + row, new)
     return tl.where((row == place)[:, None], new[None, :], t)
+
+
+@triton.jit
+def _operands(
+    q_ptr,
+    k_ptr,
+    kept_k_ptr,
+    state_ptr,
+    key,
+    positions,
+    column,
+    at,
+    chunk,
+    start,
+    position,
+    stride_q,
+    stride_k,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Return columns of the chunk's keys, of rows of the token's query and key, and rows of S."""
+    k = load_rows(
+        k_ptr,
+        kept_k_ptr,
+        positions,
+        start,
+        position + 1,
+        stride_k,
+        KEY_HEADS * KEY_DIM,
+        key,
+        KEY_DIM,
+        True,
+        TOKENS,
+    ).to(OPERAND)
+    # The first of few rows is that of the query, the second that of the key.
+    which, inside = tl.arange(0, _SUB)[:, None], key[None, :] < KEY_DIM
+    pair_at = tl.where(which == 0, q_ptr + at * stride_q, k_ptr + at * stride_k) + key[None, :]
+    pair = tl.load(pair_at, mask=inside & (which < 2), other=0.0).to(OPERAND)
+    in_state = (key[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
+    state_at = state_ptr + key[:, None] * VALUE_DIM + column[None, :]
+    state = tl.load(state_at, mask=in_state & (chunk > 0), other=0.0)
+    return k, pair, state.to(OPERAND)
 
 
 @triton.jit
@@ -128,51 +154,43 @@ def _token(
     BY_CHANNEL: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    STEP_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    key, row, place = tl.arange(0, TILE_K), tl.arange(0, TOKENS), position % TOKENS
-    chunk = position // TOKENS
-    in_state = (key[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
-    state_at = state_ptr + key[:, None] * VALUE_DIM + column[None, :]
-    state = tl.load(state_at, mask=in_state & (chunk > 0), other=0.0)
-    positions = chunk * TOKENS + row
-    k = load_rows(
-        k_ptr,
-        kept_k_ptr,
-        positions,
-        start,
-        position + 1,
-        stride_k,
-        KEY_HEADS * KEY_DIM,
-        key,
-        KEY_DIM,
-        True,
-        TOKENS,
-    ).to(OPERAND)
+    row, which, place = tl.arange(0, TOKENS), tl.arange(0, _SUB), position % TOKENS
+    chunk, begins = position // TOKENS, place // _SUB * _SUB
+    positions, at = chunk * TOKENS + row, (position - start).to(tl.int64)
+    in_column = column < VALUE_DIM
     beta = load_numbers(
         beta_ptr, kept_beta_ptr, positions, start, position + 1, NUM_HEADS, True, TOKENS
     )
-    # The first of few rows is that of the query, the second that of the key.
-    which = tl.arange(0, _SUB)
-    at = (position - start).to(tl.int64)
-    inside = key[None, :] < KEY_DIM
-    pair = tl.load(
-        q_ptr + at * stride_q + key[None, :] + which[:, None] * 0,
-        mask=inside & (which[:, None] == 0),
-        other=0.0,
-    )
-    pair += tl.load(
-        k_ptr + at * stride_k + key[None, :] + which[:, None] * 0,
-        mask=inside & (which[:, None] == 1),
-        other=0.0,
-    )
-    v = tl.load(v_ptr + at * stride_v + column, mask=column < VALUE_DIM, other=0.0)
+    v = tl.load(v_ptr + at * stride_v + column, mask=in_column, other=0.0)
     kept_at = kept_v_ptr + row[:, None] * (NUM_HEADS * VALUE_DIM) + column[None, :]
-    is_kept = (row[:, None] < place) & (column[None, :] < VALUE_DIM)
-    x = tl.load(kept_at, mask=is_kept, other=0.0)
-    seen = state.to(OPERAND)
+    x = tl.load(kept_at, mask=(row[:, None] < place) & in_column[None, :], other=0.0)
     own = row == place
     beta_now = tl.sum(tl.where(own, beta, 0.0), 0)
     if BY_CHANNEL:
+        key = tl.arange(0, TILE_K)
+        k, pair, seen = _operands(
+            q_ptr,
+            k_ptr,
+            kept_k_ptr,
+            state_ptr,
+            key,
+            positions,
+            column,
+            at,
+            chunk,
+            start,
+            position,
+            stride_q,
+            stride_k,
+            KEY_HEADS,
+            KEY_DIM,
+            VALUE_DIM,
+            TOKENS,
+            OPERAND,
+        )
         g = load_rows(
             g_ptr,
             kept_g_ptr,
@@ -222,32 +240,56 @@ def _token(
         g = load_numbers(g_ptr, kept_g_ptr, positions, start, position + 1, NUM_HEADS, True, TOKENS)
         running = tl.cumsum(g * LOG2E, 0)
         now = tl.sum(tl.where(own, running, 0.0), 0)
-        pair = pair.to(OPERAND)
-        p = tl.dot(pair, tl.trans(k), input_precision=PRECISION)
+        p = tl.zeros((_SUB, TOKENS), tl.float32)
+        a = tl.zeros((_SUB, TOKENS), tl.float32)
+        o = tl.zeros((_SUB, column.shape[0]), tl.float32)
+        for first_key in tl.range(0, TILE_K, STEP_K, num_stages=STAGES):
+            key = first_key + tl.arange(0, STEP_K)
+            k, pair, seen = _operands(
+                q_ptr,
+                k_ptr,
+                kept_k_ptr,
+                state_ptr,
+                key,
+                positions,
+                column,
+                at,
+                chunk,
+                start,
+                position,
+                stride_q,
+                stride_k,
+                KEY_HEADS,
+                KEY_DIM,
+                VALUE_DIM,
+                TOKENS,
+                OPERAND,
+            )
+            if IS_DELTA:
+                some = load_rows(
+                    k_ptr,
+                    kept_k_ptr,
+                    chunk * TOKENS + begins + which,
+                    start,
+                    position + 1,
+                    stride_k,
+                    KEY_HEADS * KEY_DIM,
+                    key,
+                    KEY_DIM,
+                    True,
+                    TOKENS,
+                ).to(OPERAND)
+                a = tl.dot(some, tl.trans(k), a, input_precision=PRECISION)
+            p = tl.dot(pair, tl.trans(k), p, input_precision=PRECISION)
+            o = tl.dot(pair, seen, o, input_precision=PRECISION)
+        o *= tl.math.exp2(now)
         p *= tl.math.exp2(tl.where(row > place, float("-inf"), now - running))[None, :]
         r = p.to(OPERAND)
         if IS_DELTA:
             t = _row_of_t(
-                k,
-                running,
-                beta,
-                kept_t_ptr,
-                k_ptr,
-                kept_k_ptr,
-                positions,
-                start,
-                position,
-                stride_k,
-                NUM_HEADS,
-                KEY_HEADS,
-                KEY_DIM,
-                TILE_K,
-                TOKENS,
-                OPERAND,
-                PRECISION,
+                a, running, beta, kept_t_ptr, begins, place, NUM_HEADS, TOKENS, OPERAND, PRECISION
             )
             r = tl.dot(r, t, input_precision=PRECISION).to(OPERAND)
-        o = tl.dot(pair, seen, input_precision=PRECISION) * tl.math.exp2(now)
     new = v.to(tl.float32)
     if IS_DELTA:
         new -= tl.sum(tl.where(which[:, None] == 1, o, 0.0), 0)
@@ -258,10 +300,26 @@ def _token(
     tl.store(
         o_ptr + at * (NUM_HEADS * VALUE_DIM) + column,
         o.to(o_ptr.dtype.element_ty),
-        mask=column < VALUE_DIM,
+        mask=in_column,
     )
-    tl.store(kept_v_ptr + place * (NUM_HEADS * VALUE_DIM) + column, new, mask=column < VALUE_DIM)
+    tl.store(kept_v_ptr + place * (NUM_HEADS * VALUE_DIM) + column, new, mask=in_column)
     if place == TOKENS - 1:
+        key = tl.arange(0, TILE_K)
+        in_state = (key[:, None] < KEY_DIM) & in_column[None, :]
+        state_at = state_ptr + key[:, None] * VALUE_DIM + column[None, :]
+        k = load_rows(
+            k_ptr,
+            kept_k_ptr,
+            positions,
+            start,
+            position + 1,
+            stride_k,
+            KEY_HEADS * KEY_DIM,
+            key,
+            KEY_DIM,
+            True,
+            TOKENS,
+        ).to(OPERAND)
         u = x
         if IS_DELTA:
             u = tl.dot(t, x, input_precision=PRECISION).to(OPERAND)
@@ -313,6 +371,8 @@ def step_kernel(
     BY_CHANNEL: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    STEP_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     sequence, leader = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     first, end = tl.load(edges_ptr + sequence), tl.load(edges_ptr + sequence + 1)
@@ -375,6 +435,8 @@ def step_kernel(
             BY_CHANNEL,
             OPERAND,
             PRECISION,
+            STEP_K,
+            STAGES,
         )
     tl.debug_barrier()
     key = tl.arange(0, TILE_K)
