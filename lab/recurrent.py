@@ -5,15 +5,18 @@
 On a GPU the peer is flash-linear-attention (the package `fla`, where it is installed), on a CPU the
 torch code of transformers. Shapes are those of Qwen3-Next (16 key heads, 32 of values, 128 x 128)
 and of a Mamba-2 layer (1 group, 48 heads, 128 x 64). Rows: a prompt, packed prompts, a decode step
-of several sequences in the middle of their chunks, and the backward pass. A line says "DIFFER" if
+of several sequences in the middle of their chunks, and the backward pass; the same of a convolution
+of 8,192 channels. A line says "DIFFER" if
 a sequence in parts has other bits than the whole, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ SHAPES = {"delta": ((16, 32, 128, 128), True), "mamba": ((1, 48, 128, 64), False
 PROMPTS = {"cuda": (4096, 16384, 65536), "cpu": (512, 2048)}
 PACKED = {"cuda": (8, 2048), "cpu": (4, 256)}  # sequences, tokens of each
 ROWS = {"cuda": (1, 8, 32, 128, 256), "cpu": (1, 8)}
+CHANNELS, WIDTH = 8192, 4  # of Qwen3-Next's convolution
 _HELD = 160  # tokens that a slot holds before a decode step: half of a chunk is open
 
 Rows = tuple[Tensor, ...]
@@ -126,6 +130,7 @@ def peer_of(device: str, is_delta: bool) -> Callable[..., Any] | None:
 
         return of_transformers
     try:
+        without_models()
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.simple_gla import chunk_simple_gla
     except ImportError as error:
@@ -133,18 +138,35 @@ def peer_of(device: str, is_delta: bool) -> Callable[..., Any] | None:
         return None
 
     def of_fla(q, k, v, g, beta, edges):
-        long = edges.long()
         if is_delta:
-            return chunk_gated_delta_rule(q, k, v, g, beta.bfloat16(), scale=1.0, cu_seqlens=long)[
-                0
-            ]
-        group = v.shape[2] // k.shape[2]
-        q, k = (x.repeat_interleave(group, 2) for x in (q, k))
-        return chunk_simple_gla(
-            q, k, (v * beta.unsqueeze(-1)).bfloat16(), g=g, scale=1.0, cu_seqlens=long
-        )[0]
+            return chunk_gated_delta_rule(q, k, v, g, beta, scale=1.0, cu_seqlens=edges)[0]
+        return chunk_simple_gla(q, k, v, g=g, scale=1.0, cu_seqlens=edges)[0]
 
     return of_fla
+
+
+def without_models() -> None:
+    """Let fla be imported without its models, whose imports take a quarter of a minute."""
+    found = importlib.util.find_spec("fla")
+    if found is None or "fla" in sys.modules:
+        return
+    root = str(next(iter(found.submodule_search_locations or [])))
+    for name in ("fla", "fla.ops", "fla.modules"):
+        package = types.ModuleType(name)
+        package.__path__ = [root + name[3:].replace(".", "/")]
+        package.__version__ = "0.6.0"  # type: ignore[attr-defined]
+        sys.modules[name] = package
+
+
+def peer_rows(rows: Rows, is_delta: bool, device: str) -> Rows:
+    """Return dense rows as the peer takes them: Mamba's with a key for each head, dt in x."""
+    q, k, v, g, beta = (x.unsqueeze(0) for x in rows)
+    if device == "cpu":
+        return q, k, v, g, beta
+    if not is_delta:
+        q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
+        v = (v * beta.unsqueeze(-1)).bfloat16()
+    return q, k, v, g, beta.bfloat16()
 
 
 def peer_step_of(device: str, is_delta: bool, rows: Rows) -> Callable[[], Any] | None:
@@ -160,6 +182,7 @@ def peer_step_of(device: str, is_delta: bool, rows: Rows) -> Callable[[], Any] |
         q, k = (x.repeat_interleave(group, 2) for x in (q, k))
         return lambda: modeling.torch_recurrent_gated_delta_rule(q, k, v, g, beta, state, True)
     try:
+        without_models()
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
         from fla.ops.simple_gla import fused_recurrent_simple_gla
     except ImportError:
@@ -192,20 +215,75 @@ def prompt_calls(shape: str, lengths: list[int], device: str) -> dict[str, Calla
     do = torch.randn_like(rows[2])
 
     def both_passes(function: Callable[..., Tensor], some: Rows) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(function(*some), leaves, do.view(rows[2].shape))
+        def call() -> object:
+            o = function(*some)
+            return torch.autograd.grad(o, some, do.view(o.shape))
+
+        return call
 
     calls["ours with backward"] = both_passes(lambda *x: whole(x, edges, is_delta), leaves)
     peer = peer_of(device, is_delta)
     if peer is not None:
-        dense = tuple(x.unsqueeze(0) for x in rows)
-        found, wanted = peer(*dense, edges)[0].float(), whole(rows, edges, is_delta).float()
+        dense, ends = peer_rows(rows, is_delta, device), edges
+        if device == "cuda":
+            ends = edges.long()
+        found, wanted = peer(*dense, ends)[0].float(), whole(rows, edges, is_delta).float()
         if not is_delta or device == "cuda":
             error = float((found - wanted).norm() / wanted.norm())
             assert error < 0.02, f"the peer computes something else: {error:.4f}"
-        calls["peer"] = lambda: peer(*dense, edges)
+        calls["peer"] = lambda: peer(*dense, ends)
+        # What the peer does not use has no gradient.
+        used = dense if is_delta else dense[:4]
+        theirs = tuple(x.clone().requires_grad_() for x in used)
         calls["peer with backward"] = both_passes(
-            lambda *x: peer(*(y.unsqueeze(0) for y in x), edges)[0], leaves
+            lambda *x: peer(*x, *dense[len(x) :], ends), theirs
         )
+    return calls
+
+
+def convolution_calls(
+    lengths: list[int], device: str, *, is_step: bool = False
+) -> dict[str, Callable[[], object]]:
+    """Return ours and the peer's convolution of packed rows, or of a row for each sequence."""
+    x = torch.randn(sum(lengths), CHANNELS, device=device).bfloat16()
+    weight = torch.randn(CHANNELS, WIDTH, device=device).bfloat16()
+    edges, count = edges_of(lengths, device), len(lengths)
+    calls: dict[str, Callable[[], object]] = {}
+    if is_step:
+        states = torch.zeros(count, WIDTH - 1, CHANNELS, device=device, dtype=x.dtype)
+        slots = torch.arange(count, device=device)
+        places, step = (slots, torch.full_like(slots, _HELD)), torch.ops.tilewise
+        calls["ours"] = lambda: step.causal_conv1d_step.default(
+            x, weight, None, states, *places, edges, True, None
+        )
+    else:
+        op, dy = torch.ops.tilewise.causal_conv1d.default, torch.randn_like(x)
+        leaves = tuple(t.clone().requires_grad_() for t in (x, weight))
+        calls["ours"] = lambda: op(x, weight, None, None, edges, True, None)
+        calls["ours with backward"] = lambda: torch.autograd.grad(
+            op(*leaves, None, None, edges, True, None)[0], leaves, dy
+        )
+    try:
+        without_models()
+        from fla.modules.causal_conv1d.ops import causal_conv1d, causal_conv1d_update
+    except ImportError:
+        return calls
+    if is_step:
+        cache = torch.zeros(count, CHANNELS, WIDTH, device=device, dtype=x.dtype)
+        calls["peer"] = lambda: causal_conv1d_update(
+            x.unsqueeze(1), cache, weight=weight, activation="silu"
+        )
+        return calls
+
+    def peer(x: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = causal_conv1d(
+            x.unsqueeze(0), weight, activation="silu", cu_seqlens=edges.long()
+        )[0]
+        return y.squeeze(0)
+
+    torch.testing.assert_close(peer(x, weight), calls["ours"]()[0], rtol=0.02, atol=0.02)  # type: ignore[index]
+    calls["peer"] = lambda: peer(x, weight)
+    calls["peer with backward"] = lambda: torch.autograd.grad(peer(*leaves), leaves, dy)
     return calls
 
 
@@ -213,26 +291,41 @@ def main() -> int:
     """Check and measure all, print a line each, then JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    kinds = [*SHAPES, "convolution"]
+    parser.add_argument("--shapes", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--shortest", action="store_true", help="the first row of each kind only")
     parser.add_argument("--json", help="write the last line there, too")
     args = parser.parse_args()
     torch.manual_seed(0)
     found, is_equal = [], True
+
+    def tell(row: dict[str, Any], calls: dict[str, Callable[[], object]]) -> None:
+        """Measure a row, print it, and write all rows so far."""
+        found.append(row | {"ms": timed(calls, args.device)})
+        print(json.dumps(found[-1]), flush=True)
+        if args.json:
+            line = {"machine": machine(args.device), "equal": is_equal, "rows": found}
+            Path(args.json).write_text(json.dumps(line) + "\n")
+
+    count, length = PACKED[args.device]
+    prompts = [[n] for n in PROMPTS[args.device]] + [[length] * count]
+    steps = ROWS[args.device]
+    if args.shortest:
+        prompts, steps = prompts[:1], steps[:1]
     for shape in args.shapes:
+        if shape == "convolution":
+            for lengths in prompts:
+                row = {"shape": shape, "lengths": lengths}
+                tell(row, convolution_calls(lengths, args.device))
+            for rows in steps:
+                row = {"shape": shape, "step": rows}
+                tell(row, convolution_calls([1] * rows, args.device, is_step=True))
+            continue
         equal = has_one_set_of_bits(shape, args.device)
         is_equal = is_equal and equal
         print(f"{shape}: bits {'equal' if equal else 'DIFFER'}", flush=True)
-        count, length = PACKED[args.device]
-        prompts = [[n] for n in PROMPTS[args.device]] + [[length] * count]
-        steps = ROWS[args.device]
-        if args.shortest:
-            prompts, steps = prompts[:1], steps[:1]
         for lengths in prompts:
-            row: dict[str, Any] = {"shape": shape, "lengths": lengths}
-            row["ms"] = timed(prompt_calls(shape, lengths, args.device), args.device)
-            found.append(row)
-            print(json.dumps(row), flush=True)
+            tell({"shape": shape, "lengths": lengths}, prompt_calls(shape, lengths, args.device))
         for rows in steps:
             given, is_delta = draw(shape, rows, args.device), SHAPES[shape][1]
             states = slots_of(shape, rows, args.device)
@@ -240,13 +333,8 @@ def main() -> int:
             peer = peer_step_of(args.device, is_delta, given)
             if peer is not None:
                 calls["peer"] = peer
-            row = {"shape": shape, "step": rows, "ms": timed(calls, args.device)}
-            found.append(row)
-            print(json.dumps(row), flush=True)
-    line = json.dumps({"machine": machine(args.device), "equal": is_equal, "rows": found})
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n")
+            tell({"shape": shape, "step": rows}, calls)
+    print(json.dumps({"machine": machine(args.device), "equal": is_equal, "rows": found}))
     return 0 if is_equal else 1
 
 
