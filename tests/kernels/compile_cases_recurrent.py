@@ -72,7 +72,7 @@ _QUICK = (("delta", 90), ("mamba", 80), ("kimi", 90))
 
 def _cases() -> Iterator[Case]:
     for name, call in _SCANS.items():
-        for arch in (80, 90):
+        for arch in (80, 90, 100):
             yield Case(
                 f"recurrent-{name}-sm_{arch}", arch, partial(launch_scan, *call), hot=False,
                 mma="mma.sync" if arch == 80 else None, slow=(name, arch) not in _QUICK,
