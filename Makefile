@@ -94,7 +94,7 @@ site: $(VENV)/.installed-docs ## build the site of docs/ into build/site, withou
 	@echo "read it with: $(BIN)/python -m http.server --directory build/site"
 
 docs-test: $(VENV)/.installed-docs ## build the site strictly, look at its links, run the notebooks
-	$(PYTEST) -m 'not gpu' tests/tools/site
+	$(PYTEST) -m 'not gpu' tests/tools/site tests/learn
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-oldest build dist .cache .pytest_cache .mypy_cache .ruff_cache
