@@ -79,6 +79,7 @@ docs: $(VENV)/.installed-test ## redraw plots and pages of docs/ from the commit
 	$(BIN)/python lab/plots/simulate_plots.py
 	$(BIN)/python lab/plots/swap_plots.py
 	$(BIN)/python -m tools.site.results
+	$(BIN)/python -m tools.site.recipes
 
 dist: $(VENV)/.installed-test ## both archives in dist/, built twice to the same bytes, and tested
 	rm -rf dist .cache/dist-again

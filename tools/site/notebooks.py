@@ -112,8 +112,8 @@ def page(path: Path) -> str:
             parts.append(f"{cell.text}\n")
     place = path.relative_to(ROOT).as_posix()
     parts.append(
-        f'---\n\nThis page is <a href="{path.name}">{path.name}</a>, run when the site was built. To '
-        f"play with it: `pip install jupytext notebook`, then `jupytext --to ipynb {place}`, or run "
-        "it as a program.\n"
+        f'---\n\nThis page is <a href="{path.name}">{path.name}</a>, run when the site was built. '
+        f"To play with it: `pip install jupytext notebook`, then `jupytext --to ipynb {place}`, or "
+        "run it as a program.\n"
     )
     return "\n".join(part for part in parts if part)
