@@ -765,7 +765,7 @@ class EngineConfig:
             Guesses(),
             "guesser of several tokens of a sequence, which one step verifies",
             "PromptLookup(...), DraftModel(...) or OwnHead(...); what is generated stays "
-            "the same. Not with CUDA graphs.",
+            "the same. A draft model runs on a CPU alone.",
         ),
     )
     enable_lora: bool = field(

@@ -85,8 +85,13 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps are CUDA graphs."""
-        return self.graphs != "off"
+        """Whether steps are CUDA graphs that follow one another without a word from the host."""
+        return self.graphs != "off" and self.speculative is None
+
+    @property
+    def has_verifying_graphs(self) -> bool:
+        """Whether the passes of the model that verify guesses are CUDA graphs."""
+        return self.graphs != "off" and self.speculative is not None
 
     @property
     def is_int8(self) -> bool:
