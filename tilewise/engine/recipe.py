@@ -47,7 +47,8 @@ class Facts:
         tokenizer: a digest of the tokenizer's files; "" without any.
         template: a digest of the server's chat template; "" without one. Prompts are ids, so that
             a check needs neither of the two.
-        order: the facts that decide the order of sums, by name: versions, kind of device, dtypes, sizes.
+        order: the facts that decide the order of sums, by name: versions, kind of device, dtypes,
+            sizes.
     """
 
     weights: str
