@@ -13,7 +13,7 @@ TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 ROWS ?= not gpu and not slow
 PROMPT ?= Once upon a time, there was a little rabbit
 
-.PHONY: demo test test-slow test-newest test-oldest check lint mutants compile-matrix bench docs clean
+.PHONY: site docs-test demo test test-slow test-newest test-oldest check lint mutants compile-matrix bench docs dist clean
 
 demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
@@ -80,6 +80,22 @@ docs: $(VENV)/.installed-test ## redraw plots and pages of docs/ from the commit
 	$(BIN)/python lab/plots/swap_plots.py
 	$(BIN)/python -m tools.site.results
 
+dist: $(VENV)/.installed-test ## both archives in dist/, built twice to the same bytes, and tested
+	rm -rf dist .cache/dist-again
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir .cache/dist-again .
+	for file in dist/*; do cmp $$file .cache/dist-again/$$(basename $$file) || exit 1; done
+	$(BIN)/python -m pytest -q -m 'slow or not slow' tests/test_release.py tests/test_wheel.py
+	test -x .cache/twine/bin/twine || { $(PYTHON) -m venv .cache/twine && .cache/twine/bin/pip install --quiet twine; }
+	.cache/twine/bin/twine check --strict dist/*
+
+site: $(VENV)/.installed-docs ## build the site of docs/ into build/site, without the network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "read it with: $(BIN)/python -m http.server --directory build/site"
+
+docs-test: $(VENV)/.installed-docs ## build the site strictly, look at its links, run the notebooks
+	$(PYTEST) -m 'not gpu' tests/tools/site
+
 clean:
 	rm -rf $(VENV) .venv-newest .venv-oldest build dist .cache .pytest_cache .mypy_cache .ruff_cache
 
@@ -95,3 +111,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,dev,plot]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[docs]'
+	touch $@

@@ -17,6 +17,7 @@ from tilewise.masks.analytic import (
 from tilewise.masks.block_mask import BlockMask, TileCounts, TileLists
 from tilewise.masks.build import block_sparse, cat, dense, from_predicate
 from tilewise.masks.documents import document
+from tilewise.masks.of_flex import from_flex
 from tilewise.masks.tile_map import EMPTY, FULL, TILES
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "dense",
     "document",
     "from_distance",
+    "from_flex",
     "from_predicate",
     "global_local",
     "prefix_lm",

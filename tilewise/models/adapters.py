@@ -122,8 +122,8 @@ def adapter_sites(model: Decoder) -> dict[str, AdapterSite]:
         for place, source in enumerate(weight.sources):
             size = parameter.shape[0] if weight.rows is None else weight.rows[place]
             spans: tuple[tuple[int, int], ...] = ((0, size),)
-            if weight.order is not None:
-                spans = weight.rows_in_order(model.config.layers[weight.layer].attention)
+            if weight.order is not None and place == 0:
+                spans = weight.rows_in_order(model.config.layers[weight.layer])
             name = source.removesuffix(".weight")
             sites[name] = AdapterSite(module, spans, first, parameter.shape[1], size)
             first += size

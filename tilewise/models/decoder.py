@@ -73,8 +73,8 @@ class Decoder(nn.Module):
             ids: int64, (B, S) dense and differentiable, or (T,) packed when ctx and kv are given.
             positions: int64, same shape as ids; None means 0 ... S - 1 of a dense batch.
             ctx: the AttentionContext, which says to which sequences the packed rows belong.
-            kv: the k_cache and v_cache of each layer (and scales of an 8-bit cache) that the new
-                tokens' keys and values are written to, and that attention reads.
+            kv: the k_cache and v_cache of each layer with attention (and scales of an 8-bit cache)
+                that the new tokens' keys and values are written to, and that attention reads.
 
         Returns:
             (B, S, E) or (T, E), in the dtype of the model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import Json, count, count_or, num_layers_of, number
@@ -13,11 +13,14 @@ from tilewise.models.layer_config import (
     AttentionConfig,
     FeedForwardConfig,
     LayerConfig,
+    MixerConfig,
     NormConfig,
 )
 from tilewise.nn.rope import RopeConfig
 
-__all__ = ["Sizes", "layer_types", "types_of_windows", "windows_of_types"]
+__all__ = ["Sizes", "layer_types", "mixer_of", "types_of_windows", "windows_of_types"]
+
+_Mixer = TypeVar("_Mixer", bound=MixerConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,18 @@ class Sizes:
             for own, window in zip(each, windows or (None,) * self.num_layers, strict=True)
         )
         return {**self.model, "layers": tuple(layers), "norm": norm, **model}
+
+
+def mixer_of(kind: type[_Mixer], *sizes: Any, **options: Any) -> _Mixer:
+    """Return the configuration of a block that remembers by a state.
+
+    Raises:
+        CheckpointError: a size breaks a rule of it.
+    """
+    try:
+        return kind(*sizes, **options)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from error
 
 
 def layer_types(config: Json, num_layers: int, default: list[str] | None = None) -> list[str]:

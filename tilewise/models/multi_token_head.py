@@ -57,7 +57,7 @@ class MultiTokenHead(Decoder):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(replace(config, layers=config.layers[-1:], tie_word_embeddings=True))
         del self.embed_tokens  # the model's, see `share`
-        width, rope = config.hidden_size, config.layers[-1].attention.rope
+        width, rope = config.hidden_size, config.attentions[-1].rope
         self._place = config.num_layers
         self.names = FAMILIES[config.architecture].names_of(config)
         self.weight_prefix = self.names.prefix
@@ -104,8 +104,7 @@ class MultiTokenHead(Decoder):
     def _weight(self, name: str, parameter: Tensor) -> Weight:
         if name in _OWN:
             return Weight.of(name, f"{self.names.layer.format(self._place)}.{_OWN[name]}")
-        heads = self.config.layers[0].attention if ".qkv_proj." in name else None
-        rows = rows_of_sources(heads, tuple(parameter.shape))
+        rows = rows_of_sources(self.config.layers[0], name, tuple(parameter.shape))
         there = self.names.weight(f"layers.{self._place}.{name.removeprefix('layers.0.')}", rows)
         return replace(there, name=name)
 

@@ -248,8 +248,8 @@ def _cut_all(
     cuts = [None if part is None else part(weight, place) for place in range(len(sources))]
     if weight.order is not None:
         cuts = [
-            _in_order(model, weight, source.shape[0]) if cut is None else cut
-            for source, cut in zip(sources, cuts, strict=True)
+            _in_order(model, weight, source.shape[0]) if cut is None and place == 0 else cut
+            for place, (source, cut) in enumerate(zip(sources, cuts, strict=True))
         ]
     return [_cut_narrow(source, cut) for source, cut in zip(sources, cuts, strict=True)]
 
@@ -296,7 +296,7 @@ def _targets(
                 name = HEAD if HEAD in found else name
             if name not in found and not modules.has(name):
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
-            if cut is None and weight.order is not None:
+            if cut is None and weight.order is not None and place == 0:
                 cut = _in_order(model, weight, target.shape[0])
             if cut is not None and weight.transposed:
                 cut = _transposed(cut, target)
@@ -326,7 +326,7 @@ def _wanted(target: Tensor, cut: Part | None) -> list[int]:
 def _in_order(model: Decoder | Encoder, weight: Weight, rows: int) -> Part:
     """Return all rows of a fused source, in the order of the parameter."""
     assert isinstance(model, Decoder)
-    return Part(0, rows, weight.rows_in_order(model.config.layers[weight.layer].attention))
+    return Part(0, rows, weight.rows_in_order(model.config.layers[weight.layer]))
 
 
 def _check(

@@ -54,6 +54,15 @@ class GatedDeltaConfig:
         return keys, keys, values, values
 
     @property
+    def heads(self) -> tuple[range, range]:
+        """The key heads and the value heads."""
+        return range(self.num_key_heads), range(self.num_value_heads)
+
+    def rows(self, name: str) -> tuple[int, ...] | None:
+        """Return the rows of the parts of a parameter; None for equal ones."""
+        return {"qkvz_proj": self.parts, "conv": self.parts[:3]}.get(name)
+
+    @property
     def sizes(self) -> StateSizes:
         """What a layer remembers of a sequence."""
         return StateSizes(

@@ -23,10 +23,12 @@ def _normalised(x: Tensor, eps: float) -> Tensor:
 
     On a CPU a row has the bits of inference, wherever it lies, and torch's gradient.
     """
+    smooth: Tensor
     dim = x.shape[-1]
     is_exact = x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling()
     if not is_exact:
-        return F.rms_norm(x, (dim,), None, eps)
+        smooth = F.rms_norm(x, (dim,), None, eps)
+        return smooth
     with torch.no_grad():
         value: Tensor = ops.rms_norm(x.contiguous(), x.new_ones(dim), eps)
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -41,7 +43,8 @@ def _widened(x: Tensor) -> Tensor:
 def unit_length(x: Tensor) -> Tensor:
     """Return x / sqrt(sum(x^2) + 1e-6) of rows (..., K), rounded once to the dtype of x."""
     dim = x.shape[-1]
-    return (_normalised(_widened(x), _UNIT_EPS / dim) * dim**-0.5).to(x.dtype)
+    unit: Tensor = _normalised(_widened(x), _UNIT_EPS / dim) * dim**-0.5
+    return unit.to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):

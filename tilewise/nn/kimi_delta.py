@@ -37,6 +37,11 @@ class KimiDeltaConfig:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
+    def rows(self, name: str) -> tuple[int, ...] | None:
+        """Return the rows of the parts of a parameter; None for equal ones."""
+        heads, dim = self.num_heads, self.head_dim
+        return (heads, dim, dim) if name == "a_proj" else None
+
     @property
     def sizes(self) -> StateSizes:
         """What a layer remembers of a sequence."""

@@ -76,6 +76,10 @@ class Mamba2Config:
         width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_dim
         return width, width, groups, groups, self.num_heads
 
+    def rows(self, name: str) -> tuple[int, ...] | None:
+        """Return the rows of the parts of a parameter; None for equal ones."""
+        return None
+
     @property
     def sizes(self) -> StateSizes:
         """What a layer remembers of a sequence."""

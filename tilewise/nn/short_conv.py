@@ -34,6 +34,10 @@ class ShortConvConfig:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
+    def rows(self, name: str) -> tuple[int, ...] | None:
+        """Return the rows of the parts of a parameter; None for equal ones."""
+        return None
+
     @property
     def sizes(self) -> StateSizes:
         """What a layer remembers of a sequence."""

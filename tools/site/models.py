@@ -17,7 +17,9 @@ from tilewise.distributed.shards import check_shards
 from tilewise.errors import CheckpointError
 from tilewise.models.config import ModelConfig
 from tilewise.models.families import FAMILIES, Family
+from tilewise.models.layer_config import FeedForwardConfig
 from tilewise.models.native import NativeDecoder
+from tilewise.nn import GatedDeltaConfig, KimiDeltaConfig, Mamba2Config, ShortConvConfig
 from tilewise.nn.experts import ExpertsConfig
 from tools.site import marks
 
@@ -49,6 +51,12 @@ _NEEDS = {
     "no causal language model of that name": "transformers names no class for texts",
     "takes no position_ids": "no positions are taken: a recurrence, or positions counted inside",
 }
+_STATES = {
+    GatedDeltaConfig: "gated delta",
+    KimiDeltaConfig: "Kimi's delta",
+    Mamba2Config: "Mamba-2",
+    ShortConvConfig: "a convolution",
+}
 SIZE = 8  # layers are enough to have one of each kind
 
 
@@ -68,17 +76,16 @@ def row(family: Family) -> str:
     """Return the row of a family."""
     config = default_config(family)
     attentions = config.attentions
-    first, block = attentions[0], config.layers[0].feed_forward
     positions = "rotary" if config.ropes else "none"
     if config.learned_positions is not None:
         positions = "learned"
-    elif first.alibi_slopes:
+    elif any(attention.alibi_slopes for attention in attentions):
         positions = "ALiBi"
     elif len(config.ropes) > 1:
         positions = "rotary, two bases"
-    elif any(attention.rope is None for attention in attentions):
+    elif config.ropes and any(attention.rope is None for attention in attentions):
         positions = "rotary, none on some layers"
-    seen = ["latents" if first.latent is not None else "heads"]
+    seen = ["latents" if config.latent is not None else "heads"] if attentions else ["none"]
     if any(config.windows):
         seen.append("chunks" if any(x.is_chunked for x in attentions) else "windows")
     if config.kv_sources:
@@ -87,15 +94,21 @@ def row(family: Family) -> str:
         seen.append("keys as values")
     if any(attention.query_growth is not None for attention in attentions):
         seen.append("queries that grow")
-    if first.has_sinks:
+    if any(attention.has_sinks for attention in attentions):
         seen.append("sinks")
-    if first.softcap:
+    if any(attention.softcap for attention in attentions):
         seen.append("soft cap")
-    if first.qk_norm is not None:
+    if any(attention.qk_norm is not None for attention in attentions[:1]):
         seen.append("norms of q and k")
-    fed = "experts" if isinstance(block, ExpertsConfig) else "gated" if block.is_gated else "plain"
-    if fed != "experts" and config.experts is not None:
+    if any(attention.has_gate for attention in attentions):
+        seen.append("a gate")
+    block = config.feed_forwards[0] if config.feed_forwards else None
+    fed = "experts" if isinstance(block, ExpertsConfig) else "none"
+    if isinstance(block, FeedForwardConfig):
+        fed = "gated" if block.is_gated else "plain"
+    if fed not in ("experts", "none") and config.experts is not None:
         fed = f"{fed}, then experts"
+    states = dict.fromkeys(_STATES[type(x.mixer)] for x in config.layers if x.mixer is not None)
     cells = [
         f"`{family.architecture}`",
         f"`{family.model_type}`",
@@ -105,7 +118,7 @@ def row(family: Family) -> str:
         "yes" if family.write is not None else "no",
         ", ".join(family.formats) or "none",
         _reason_of_shards(config) or "yes",
-        "none",  # of recurrences: keys, values and latents are all that these layers keep
+        ", ".join(states) or "none",
         "yes" if config.can_be_captured else "no",
         _reason_of_cpu(config) or "yes",
         _tested(family),
@@ -145,7 +158,7 @@ def _reason_of_cpu(config: ModelConfig) -> str | None:
         reason = NativeDecoder(config).why_no_cpu_program()
     if reason is None or "must be packed" in reason:
         return None
-    return f"no ({reason.partition(' must be')[0]})"
+    return f"no ({reason.partition(', got')[0]})"
 
 
 def table() -> str:

@@ -14,6 +14,7 @@ from tilewise.models.families import (
     mixtures,
     older,
     post_norm,
+    qwen3_next,
 )
 from tilewise.models.families.family import Family
 
@@ -33,6 +34,7 @@ _MODULES = (
     older,
     deepseek,
     mixtures,
+    qwen3_next,
 )
 FAMILIES: dict[str, Family] = {
     family.architecture: family for module in _MODULES for family in module.FAMILIES
