@@ -70,7 +70,7 @@ class _Held:
     """What is known of a running sequence's state.
 
     Attributes:
-        slot: its slot.
+        slot: the number of its slot.
         known: the position of its last checkpoint, saved or gone on from.
         reached: tokens that steps have been given to read.
         branch: a position at which a checkpoint is wanted; 0 for none.
@@ -105,7 +105,7 @@ class StateTables:
     """Give running sequences slots, and keep checkpoints of them.
 
     Args:
-        limits: the sizes.
+        limits: the sizes that states are kept within.
         num_slots: sequences that run at once.
         block_size: tokens of a block.
         group: the number of checkpoints among the prefix cache's groups: the one behind all others.
@@ -168,7 +168,7 @@ class StateTables:
         """Give a sequence a slot, which the next step fills from a checkpoint.
 
         Args:
-            seq: the sequence.
+            seq: the sequence, which holds its blocks.
             position: the tokens that it has computed: those of a hit.
             checkpoint: the one of that position, of which it owns a share; -1 at position 0.
             depth: the first blocks of its tokens whose content the cache has known.
