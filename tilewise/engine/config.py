@@ -22,6 +22,7 @@ from tilewise.keywords import unknown_keyword
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = [
     "GRAPHS",
@@ -463,8 +464,17 @@ class EngineConfig:
         ValueError: a value is out of its range, or two do not go together.
     """
 
-    model: str | Path
+    model: str | Path | nn.Module
     _: KW_ONLY
+    tokenizer: str | Path | None = field(
+        default=None,
+        metadata=option(
+            Folder(),
+            "folder, or hub name, of the tokenizer's files",
+            "None is the model's own folder; a model that lives in this process has none, and then "
+            "prompts are token ids.",
+        ),
+    )
     dtype: str | torch.dtype = field(
         default="auto",
         metadata=option(
@@ -755,7 +765,7 @@ class EngineConfig:
             Guesses(),
             "guesser of several tokens of a sequence, which one step verifies",
             "PromptLookup(...), DraftModel(...) or OwnHead(...); what is generated stays "
-            "the same. Not with CUDA graphs.",
+            "the same. A draft model runs on a CPU alone.",
         ),
     )
     enable_lora: bool = field(
