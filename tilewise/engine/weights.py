@@ -174,10 +174,10 @@ class NamedWeights:
         if tensor.shape != part.shape:
             tensor = tensor.mT  # `either`
         tensor = tensor.mT if weight.transposed else tensor
-        tensor = tensor.squeeze(0) if weight.is_row else tensor
-        if weight.order is not None:
-            attention = self._meta.config.layers[weight.layer].attention
-            spans = weight.rows_in_order(attention)
+        for dim in reversed(weight.unit_dims):
+            tensor = tensor.squeeze(dim)
+        if weight.order is not None and source == weight.sources[0]:
+            spans = weight.rows_in_order(self._meta.config.layers[weight.layer])
             tensor = torch.cat([tensor[first:end] for first, end in spans])
         return tensor
 
