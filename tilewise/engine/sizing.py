@@ -199,7 +199,7 @@ def blocks_on_cpu(
         max_run: tokens of one sequence in a step, of which a group with a window keeps blocks; None
             is max_model_len.
         num_processes: the number of processes that share this memory, each with a cache of its own.
-        states: what states take of it; None for a model without.
+        states: the memory that states take of it; None for a model without.
 
     Raises:
         ValueError: not even one block of each group fits.
@@ -240,7 +240,7 @@ def blocks_on_cuda(
         captures_prompts: with graphs, steps with prompts are captured, too, where the model allows
             it.
         adapters: the slots of adapters, which are there already.
-        states: what states take of what is left; None for a model without.
+        states: the memory that states take of what is left; None for a model without.
 
     Raises:
         ValueError: not even one block of each group fits, or not even the step; the message has the
