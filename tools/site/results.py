@@ -553,7 +553,7 @@ def _five() -> list[list[str]]:
          "`tilewise bench engine`"],
         ["cache memory that holds tokens, replayed public traces",
          f"{min(blocks):.0f} to {max(blocks):.0f} %",
-         f"contiguous {min(whole):.0f} to {max(whole):.0f} %", "`tilewise bench waste`"],
+         f"contiguous {min(whole):.0f} to {max(whole):.0f} %", "`tilewise bench waste --trace FILE`"],
         ["attention on an H200, bf16, D 64 to 256, N 1,024 to 16,384, mean of 18 shapes",
          f"{number(ratio('forward', 'sdpa_cudnn'))} times as fast forward, "
          f"{number(ratio('backward', 'sdpa_cudnn'))} backward",
@@ -561,7 +561,7 @@ def _five() -> list[list[str]]:
          "`tilewise bench attention --device cuda`"],
         ["a server on an H200, Qwen3-0.6B's shape, 256 requests at once",
          f"{number(most['tilewise'])} tokens/s", f"vLLM 0.25.1 {number(most['vllm'])}",
-         "`tilewise bench serve`"],
+         "`python lab/serve_peers.py`"],
     ]  # fmt: skip
 
 
