@@ -79,6 +79,9 @@ MIN_SPLIT_KEYS = 64  # 1,024 keys alone: 1.3 us less than with 128 (H200, 2026-1
 LONE_KEYS = 128  # a table no wider than this is left whole: then nothing is merged
 INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
 PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 2026-11-20)
+# Elsewhere four programs fit an SM: with two 1 x 131,072 keys took 162 us in place of 133, 32 x
+# 8,192 keys of 256 channels 149 in place of 139 (H200 as sm_80, 2026-11-29).
+PROGRAMS_OF_TWO_STAGES = 4
 # Where a plan tells programs what to read, splits are weighed by how many run at a time: 4 of the
 # split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
 RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
@@ -159,7 +162,9 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     on each decode shape of `lab/tune_paged.py` (H200, bf16, D 128, block 16; 2026-11-20).
     Of 128 and more sequences that decode, 32 KiB and two steps: 256 x 1,024 keys, planned, take
     245.9 us in place of 249.3, 32 x 1,024 would take 41.3 in place of 40.9 (2026-11-23,
-    lab/results/tune_paged_planned_h200.json). Elsewhere, unmeasured: 32 KiB a step.
+    lab/results/tune_paged_planned_h200.json). Elsewhere 32 KiB and two steps: as sm_80 on an H200
+    0.88 to 0.94 of a read where three steps made 0.71 to 0.91 (bf16, block 16, D 64, 128 and 256;
+    2026-11-29, docs/design/ampere.md).
     """
     rows = run * spec.group_size
     if is_wide(spec):
@@ -171,8 +176,6 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     if is_hopper and is_measured and spec.max_seqlen_q == 1 and spec.num_seqs >= MANY_SEQS:
         step_bytes, num_stages = 32768, 2
     tile_n = min(max(16, 1 << (step_bytes // row_bytes(spec)).bit_length() - 1), 128)
-    if not is_hopper and arch in WIDE_SHARED_MEMORY:
-        num_stages = 3
     # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
     num_warps = 8 if tile_m == 64 and arch < 90 else 4
     return TileConfig(tile_m, tile_n, num_warps, num_stages)
@@ -337,5 +340,8 @@ def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     else:
         split_run = 0 if spec.num_tokens == spec.num_seqs * longest else 1
     split_config = paged_split_config(spec, max(1, split_run), arch)
-    plan = plan_splits(spec, split_config, max(1, split_run), sm_count)
+    fits_four = split_config.tile_m == 16 and split_config.num_stages == 2 and not is_wide(spec)
+    programs = PROGRAMS_OF_TWO_STAGES if fits_four else PROGRAMS_PER_SM
+    run = max(1, split_run)
+    plan = plan_splits(spec, split_config, run, sm_count, programs_per_sm=programs)
     return PagedWork(split_run, split_config, plan, rows_config)
