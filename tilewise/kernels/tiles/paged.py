@@ -79,8 +79,8 @@ MIN_SPLIT_KEYS = 64  # 1,024 keys alone: 1.3 us less than with 128 (H200, 2026-1
 LONE_KEYS = 128  # a table no wider than this is left whole: then nothing is merged
 INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
 PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 2026-11-20)
-# Elsewhere four programs fit an SM: with two 1 x 131,072 keys took 162 us in place of 133, 32 x
-# 8,192 keys of 256 channels 149 in place of 139 (H200 as sm_80, 2026-11-29).
+# Of two stages four fit: with two programs 1 x 131,072 keys took 162 us in place of 133, 32 x 8,192
+# keys of 256 channels 149 in place of 139 (H200 as sm_80, 2026-11-29).
 PROGRAMS_OF_TWO_STAGES = 4
 # Where a plan tells programs what to read, splits are weighed by how many run at a time: 4 of the
 # split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
@@ -162,20 +162,26 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     on each decode shape of `lab/tune_paged.py` (H200, bf16, D 128, block 16; 2026-11-20).
     Of 128 and more sequences that decode, 32 KiB and two steps: 256 x 1,024 keys, planned, take
     245.9 us in place of 249.3, 32 x 1,024 would take 41.3 in place of 40.9 (2026-11-23,
-    lab/results/tune_paged_planned_h200.json). Elsewhere 32 KiB and two steps: as sm_80 on an H200
-    0.88 to 0.94 of a read where three steps made 0.71 to 0.91 (bf16, block 16, D 64, 128 and 256;
-    2026-11-29, docs/design/ampere.md).
+    lab/results/tune_paged_planned_h200.json), and so of 256 channels: planned, 0.38 to 0.96 of a
+    read on six shapes in place of 0.35 to 0.69 (lab/results/decode_d256_h200.json, 2026-11-29).
+    Elsewhere 32 KiB and two steps, of narrower heads than 128 channels as on Hopper: as sm_80 on an
+    H200 0.86 to 0.94 of a read, of three steps 0.71 to 0.91 (bf16, block 16; 2026-11-29,
+    docs/design/ampere.md).
     """
     rows = run * spec.group_size
     if is_wide(spec):
         return _wide_config(spec, rows, arch)
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
     is_hopper = arch // 10 == 9
-    step_bytes, num_stages = (16384, 4) if is_hopper else (32768, 2)
-    is_measured = spec.cache_dtype.itemsize == 2 and row_bytes(spec) == 512
-    if is_hopper and is_measured and spec.max_seqlen_q == 1 and spec.num_seqs >= MANY_SEQS:
+    size = row_bytes(spec)
+    is_measured = spec.cache_dtype.itemsize == 2 and spec.max_seqlen_q == 1
+    is_crowd = size == 512 and spec.num_seqs >= MANY_SEQS
+    takes_more = is_measured and (is_crowd or (size == 1024 and tile_m == 16))
+    if takes_more or not (is_hopper or size < 512):
         step_bytes, num_stages = 32768, 2
-    tile_n = min(max(16, 1 << (step_bytes // row_bytes(spec)).bit_length() - 1), 128)
+    else:
+        step_bytes, num_stages = 16384, 4
+    tile_n = min(max(16, 1 << (step_bytes // size).bit_length() - 1), 128)
     # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
     num_warps = 8 if tile_m == 64 and arch < 90 else 4
     return TileConfig(tile_m, tile_n, num_warps, num_stages)
