@@ -52,8 +52,8 @@ _ATTENTION: dict[str, tuple[int, dict[str, Any], tuple[Part, ...]]] = {
 }
 _SAME_EVERYWHERE = (
     "paged-decode", "paged-decode-d256", "paged-decode-int8", "paged-decode-e4m3", "paged-prefill",
-    "paged-tree", "elementwise-d128", "mla-16-heads", "mla-int8-8bit", "norms-1024", "linear-1024",
-    "low-rank-3-16-0", "experts-300-bf16", "experts-300-mxfp4", "sampling-151936",
+    "paged-tree", "elementwise-d128", "mla-16-heads", "mla-128-heads", "mla-int8-8bit",
+    "norms-1024", "linear-1024", "low-rank-3-16-0", "experts-300-bf16", "experts-300-mxfp4", "sampling-151936",
 )  # fmt: skip
 _MODULES = (
     compile_cases,
@@ -75,8 +75,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     cases = {case.name: case for module in _MODULES for case in module.CASES}
     for name in _SAME_EVERYWHERE:
         yield name, cases[f"sm_80-{name}"].launch
-    for name in ("recurrent-delta", "recurrent-mamba", "convolution"):
-        yield name, cases[f"{name}-sm_80"].launch
+    yield "convolution", cases["convolution-sm_80"].launch
 
 
 def _cases() -> Iterator[Case]:

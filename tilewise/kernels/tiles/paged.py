@@ -128,6 +128,11 @@ def parts_of_keys(head_dim: int) -> tuple[KeyPart, KeyPart]:
     return KeyPart(first, first), KeyPart(head_dim - first, rest)
 
 
+def has_only_mma_sync(arch: int) -> bool:
+    """Whether a GPU multiplies by single warps, out of their registers: all but 9.x to 11.x."""
+    return arch // 10 not in (9, 10, 11)
+
+
 def is_wide(spec: PagedSpec) -> bool:
     """Whether heads have more than 256 channels, of which a tile has half as many rows."""
     return max(spec.head_dim, spec.v_head_dim) > 256
@@ -183,7 +188,7 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
         step_bytes, num_stages = 16384, 4
     tile_n = min(max(16, 1 << (step_bytes // size).bit_length() - 1), 128)
     # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
-    num_warps = 8 if tile_m == 64 and arch < 90 else 4
+    num_warps = 8 if tile_m == 64 and has_only_mma_sync(arch) else 4
     return TileConfig(tile_m, tile_n, num_warps, num_stages)
 
 
@@ -203,7 +208,7 @@ def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
         # Half of the rows in half of the warps: prompts take 3 % longer, 8 x 1,024 rows 273 us in
         # place of 265 (H200, tune_paged_rows_h200.json), and two programs fit a multiprocessor.
         return TileConfig(64, 32, 4, 2) if wide else TileConfig(64, 64, 4, 3)
-    if arch < 90:
+    if has_only_mma_sync(arch):
         return TileConfig(64, 32, 8, 2) if wide else TileConfig(128, 32, 8, 3)
     return TileConfig(128, 32, 8, 2) if wide else TileConfig(128, 64, 8, 3)
 
