@@ -53,7 +53,8 @@ _ATTENTION: dict[str, tuple[int, dict[str, Any], tuple[Part, ...]]] = {
 _SAME_EVERYWHERE = (
     "paged-decode", "paged-decode-d256", "paged-decode-int8", "paged-decode-e4m3", "paged-prefill",
     "paged-tree", "elementwise-d128", "mla-16-heads", "mla-128-heads", "mla-int8-8bit",
-    "norms-1024", "linear-1024", "low-rank-3-16-0", "experts-300-bf16", "experts-300-mxfp4", "sampling-151936",
+    "norms-1024", "linear-1024", "low-rank-3-16-0", "experts-300-bf16", "experts-300-mxfp4",
+    "sampling-151936",
 )  # fmt: skip
 _MODULES = (
     compile_cases,
