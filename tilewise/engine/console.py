@@ -264,7 +264,7 @@ def verify(
         path: a file with a recipe, or with a server's answer that has one; "-" is standard input.
         model: see LLM; dtypes and the size of blocks are the recipe's.
         device: the device that computes.
-        lora_modules: adapters, "name=path".
+        lora_modules: the adapters that the recipe may name, "name=path".
         as_json: print one JSON object instead of a sentence.
 
     Returns:

@@ -41,6 +41,8 @@ _OF_DECODERS = (
     "speculative",
     "enable_lora",
     "tensor_parallel_size",
+    "audit",
+    "canary",
 )
 
 

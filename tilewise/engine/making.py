@@ -158,13 +158,15 @@ def assembled(
         block_files(config.offload_dir, runner.host, identity, config.offload_gib),
         itertools.count(config.seed),
     )
-    return Engine(
+    engine = Engine(
         new_scheduler(),
         runner,
         overlap=config.has_graphs,
         new_scheduler=new_scheduler,
         store=new_scheduler.store,
     )
+    engine.watch(config.audit, config.canary, seed=config.seed, stops=config.audit_stop)
+    return engine
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class Facts:
         tokenizer: a digest of the tokenizer's files; "" without any.
         template: a digest of the server's chat template; "" without one. Prompts are ids, so that
             a check needs neither of the two.
-        order: what decides the order of sums, by name: versions, kind of device, dtypes, sizes.
+        order: the facts that decide the order of sums, by name: versions, kind of device, dtypes,
+            sizes.
     """
 
     weights: str
@@ -110,7 +111,7 @@ def recipe_of(
     """Return the recipe of an answer.
 
     Args:
-        facts: what the answer's engine is.
+        facts: the facts of the answer's engine.
         output: the answer, finished.
         sampling: the parameters that it was asked for with.
         adapter: the fingerprint of its adapter; "" without one.
