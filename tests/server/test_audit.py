@@ -66,4 +66,4 @@ def test_the_flags_are_options_of_the_engine():
     options, _ = checked({"audit": 0.02, "canary": 0.1, "audit_stop": True})
     assert (options["audit"], options["canary"], options["audit_stop"]) == (0.02, 0.1, True)
     options, _ = checked({})
-    assert not (options["audit"] or options["canary"] or options["audit_stop"])
+    assert [options[name] for name in ("audit", "canary", "audit_stop")] == [None, None, None]

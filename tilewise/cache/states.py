@@ -107,6 +107,15 @@ class StateStorage:
             ask_for_huge_pages(found)
         return found
 
+    def free(self) -> None:
+        """Give the memory of slots and checkpoints back: none may be read afterwards."""
+        tensors = [self.checkpoints]
+        for stack in self._stacks:
+            tensors += stack.recurrence
+            tensors += [] if stack.convolution is None else [stack.convolution]
+        for tensor in tensors:
+            tensor.untyped_storage().resize_(0)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots and checkpoints."""

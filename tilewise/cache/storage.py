@@ -83,7 +83,9 @@ class KVStorage:
             )
         if min(counts) < 1:
             raise ValueError(f"num_blocks must be at least 1, got {min(counts)}")
-        self.spec, self.device = spec, torch.device(device)
+        # Of "cuda" the GPU that tensors will be on, with its number: what is kept for a device is
+        # found by it.
+        self.spec, self.device = spec, torch.empty(0, device=device).device
         self.states: StateStorage | None = None
         if spec.states:
             self.states = StateStorage(spec.states, num_slots, num_checkpoints, device)
@@ -136,6 +138,8 @@ class KVStorage:
 
     def free(self) -> None:
         """Give the memory of all tensors back, whoever still refers to them: none may be read."""
+        if self.states is not None:
+            self.states.free()
         for part in self.parts:
             for tensor in part.whole:
                 tensor.untyped_storage().resize_(0)

@@ -155,8 +155,8 @@ class LLM:
         check_speculative(
             config.speculative,
             device,
-            runs_graphs(config, device),
             is_invariant(config, device),
+            has_graphs_of_ranks=config.tensor_parallel_size > 1 and runs_graphs(config, device),
         )
         self.start_seconds = StartSeconds()
         texts = directory if config.tokenizer is None else model_directory(config.tokenizer)
