@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from tests.engine.adapter_files import SITES
 from tests.engine.checkpoint import write_checkpoint
+from tests.models.test_state_families import make as make_state_model
+from tests.models.tiny import save_hf
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.versions import unversioned, versioned
@@ -347,3 +349,29 @@ def test_an_adapter_is_replaced_by_tensors_of_this_process() -> None:
     [output] = llm.generate(PROMPTS[1], ASKED, lora_request="policy")
     assert output.outputs[0].logprobs == found[2]
     llm.close()
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "kimi_linear"])
+def test_a_model_whose_layers_keep_states_takes_weights_sleeps_and_is_audited(
+    case: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"max_model_len": 256, "device": "cpu", "num_blocks": 200}
+    for name, factor in (("a", 1.0), ("b", 1.03)):
+        model = make_state_model(case)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        save_hf(model, tmp_path / name)
+    prompts = [{"prompt_token_ids": list(range(3, 3 + count))} for count in (20, 70)]
+    with (
+        LLM(tmp_path / "a", audit=1.0, canary=1.0, **settings) as llm,
+        LLM(tmp_path / "b", **settings) as other,
+    ):
+        old, new = answers(llm, prompts), answers(other, prompts)
+        llm.update_weights(tmp_path / "b")
+        assert answers(llm, prompts) == new != old
+        llm.sleep()
+        llm.wake()
+        assert answers(llm, prompts) == new
+        stats = llm.engine.stats()
+        assert not stats.num_audits_different + stats.num_blocks_broken

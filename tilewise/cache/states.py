@@ -114,7 +114,9 @@ class StateStorage:
             tensors += stack.recurrence
             tensors += [] if stack.convolution is None else [stack.convolution]
         for tensor in tensors:
-            tensor.untyped_storage().resize_(0)
+            memory = tensor.untyped_storage()
+            if memory.resizable():  # else it is an array's, and ends with the last reference
+                memory.resize_(0)
 
     @property
     def num_bytes(self) -> int:

@@ -25,7 +25,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class Canary:
-    """Watches full blocks of a storage; on the engine's thread.
+    """Watches full blocks of a storage, not checkpoints of states; on the engine's thread.
 
     Args:
         storage: the cache on the device.
@@ -86,14 +86,19 @@ class Canary:
         while self._watched:
             self._at %= len(self._watched)
             node, wanted = self._watched[self._at]
-            if max(node.blocks) < 0 and (max(node.slots) < 0 or node.is_forgotten):
+            is_held = self._is_held(node)
+            if not is_held and (max(node.slots) < 0 or node.is_forgotten):
                 self._watched[self._at] = self._watched[-1]
                 self._watched.pop()
                 continue
             self._at += 1
-            if max(node.blocks) >= 0:
+            if is_held:
                 self._compare(node, wanted, step)
             return
+
+    def _is_held(self, node: PrefixNode) -> bool:
+        """Whether a block of keys and values holds a content; checkpoints of states come last."""
+        return any(block >= 0 for block in node.blocks[: len(self.storage.parts)])
 
     def _compare(self, node: PrefixNode, wanted: tuple[int, ...], step: int) -> None:
         self.num_checked += 1
@@ -117,7 +122,7 @@ class Canary:
         """Return the checksum of a content in each group of layers, -1 where no block holds it."""
         return tuple(
             -1 if block < 0 else checksum(part, block)
-            for part, block in zip(self.storage.parts, node.blocks, strict=True)
+            for part, block in zip(self.storage.parts, node.blocks, strict=False)
         )
 
 
