@@ -590,3 +590,28 @@ def test_an_engine_that_stops_at_a_difference_takes_no_more_requests() -> None:
     with pytest.raises(EngineClosedError, match="must have found no difference"):
         llm.generate("The", ASKED)
     llm.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [_one_value, _other_block], ids=lambda act: act.__name__[1:])
+def test_on_a_gpu_what_is_right_is_equal_and_a_changed_block_is_found(
+    act: Callable[[Any, int], None],
+) -> None:
+    settings = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "graphs": "lazy"}
+    with make(**settings, batch_invariant=True, canary=1.0) as llm:
+        long = [f"{text} {text} {text}" for text in PROMPTS]
+        llm.generate(long * 4, ASKED)
+        stats = settle(llm)
+        assert stats.num_audited == 16
+        assert not stats.num_audits_different + stats.num_blocks_broken, llm.engine.differences
+
+        def damage() -> None:
+            storage = llm.engine.runner.storage
+            rows = [w.view(-1, storage.num_blocks, *w.shape[1:]) for w in storage.whole]
+            act(rows, llm.engine.canary._watched[0][0].blocks[0])
+
+        llm.loop.call(damage)
+        llm.generate(long, ASKED)
+        assert settle(llm).num_audits_different >= 1
+        llm.loop.call(lambda: llm.engine.canary.check_all(0))
+        assert llm.engine.stats().num_blocks_broken >= 1
