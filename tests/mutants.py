@@ -639,8 +639,8 @@ MUTANTS = {
         (*_TEST_STATES, "parts and interpreted"),
     ),
     "a_gpus_gradient_of_a_last_decay_is_lost": Mutant(
-        _REVERSE, "_gradients_kernel", "drunning += tl.where(row == TOKENS - 1, dlast, 0.0)",
-        "drunning += 0.0 * dlast", (*_TEST_REVERSE, "float32"),
+        _REVERSE, "_keys_kernel", "tl.where(row == TOKENS - 1, dlast, 0.0)", "0.0 * dlast",
+        (*_TEST_REVERSE, "float32"),
     ),
     "a_gpus_gradient_of_a_state_skips_what_corrects_it": Mutant(
         _REVERSE, "_reverse_kernel",
