@@ -147,8 +147,8 @@ def peer_of(device: str, is_delta: bool) -> Callable[..., Any] | None:
 
 def without_models() -> None:
     """Let fla be imported without its models, whose imports take a quarter of a minute."""
-    found = importlib.util.find_spec("fla")
-    if found is None or "fla" in sys.modules:
+    found = None if "fla" in sys.modules else importlib.util.find_spec("fla")
+    if found is None:
         return
     root = str(next(iter(found.submodule_search_locations or [])))
     for name in ("fla", "fla.ops", "fla.modules"):

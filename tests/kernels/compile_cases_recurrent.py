@@ -36,7 +36,6 @@ def launch_scan(
         meta(_SLOTS, CHUNK, *gate, dtype=_WIDE),
         meta(_SLOTS, CHUNK, *value, dtype=dtype),
         meta(_SLOTS, CHUNK, num_heads, dtype=_WIDE),
-        meta(_SLOTS, CHUNK, num_heads, CHUNK, dtype=dtype if dtype == torch.bfloat16 else _WIDE),
     )
     scan.step(*rows, states, place, place, edges, **options)  # type: ignore[arg-type]
     few = [x[:_SEQUENCES] for x in rows]

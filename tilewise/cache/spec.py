@@ -151,7 +151,7 @@ class StateSlots(NamedTuple):
         convolution: (slots, R, C), see `causal_conv1d_step`; None without a convolution.
     """
 
-    recurrence: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None
+    recurrence: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None
     convolution: Tensor | None
 
 
@@ -223,11 +223,7 @@ class StateSpec:
                 self.dtype if keeps_tokens else wide,
             ),
         ]
-        if keeps_tokens:
-            kinds.append(((STATE_CHUNK, self.num_heads), wide))
-            inverse = self.dtype if self.dtype == torch.bfloat16 else wide
-            kinds.append(((STATE_CHUNK, self.num_heads, STATE_CHUNK), inverse))
-        return kinds
+        return [*kinds, ((STATE_CHUNK, self.num_heads), wide)] if keeps_tokens else kinds
 
     @property
     def convolution(self) -> list[StateTensor]:

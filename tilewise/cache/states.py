@@ -94,11 +94,7 @@ class StateStorage:
             for i, layer in enumerate(layers):
                 own = [tensor[i] for tensor in tensors]
                 self.layers[layer] = StateSlots(
-                    (
-                        *(own[0], own[1], own[2], own[3]),
-                        own[4] if keeps_tokens else None,
-                        own[5] if keeps_tokens else None,
-                    )
+                    (own[0], own[1], own[2], own[3], own[4] if keeps_tokens else None)
                     if own
                     else None,
                     None if convolution is None else convolution[i],

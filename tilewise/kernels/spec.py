@@ -28,9 +28,6 @@ class RecurrentStates(NamedTuple):
             token's value, beta (v - S^T k) with the state before the chunk as S, decayed; without
             them, in the dtype of `state`, what each token adds to the state beside its key.
         betas: (slots, CHUNK, H), the dtype of `state`, or None.
-        inverses: (slots, CHUNK, H, CHUNK), bfloat16 for such tokens, else the dtype of `state`: the
-            rows of the inverse of 1 + A, A what each token's update takes from those before it (see
-            kernels/triton/recurrent/pairs.py); None without `betas` or without the delta rule.
     """
 
     state: Any
@@ -38,7 +35,6 @@ class RecurrentStates(NamedTuple):
     gates: Any
     values: Any
     betas: Any = None
-    inverses: Any = None
 
 
 CHUNK = 64  # tokens; where a chunk starts decides how sums are rounded, so no call may choose
@@ -442,6 +438,7 @@ class QuantisedLinearSpec(ElementSpec):
         has_table, has_outer, has_outer_minimums, has_permutation: whether there is such a tensor.
         rows: rows of x, rounded up to a power of two.
         batch_invariant: True if a row's bits must not depend on the number of others.
+        in_lanes: whether the codes are in the order of lanes.
     """
 
     codes: torch.dtype
@@ -458,6 +455,7 @@ class QuantisedLinearSpec(ElementSpec):
     has_permutation: bool
     rows: int
     batch_invariant: bool
+    in_lanes: bool = False
 
     @property
     def bits(self) -> int:

@@ -15,11 +15,6 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def inverse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of `RecurrentStates.inverses` of tokens of `dtype`."""
-    return dtype if dtype == torch.bfloat16 else state_dtype(dtype)
-
-
 def check_rows(
     names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor, *, is_packed: bool
 ) -> None:
@@ -108,7 +103,6 @@ def check_states(states: RecurrentStates, k: Tensor, v: Tensor, by_channel: bool
         ("gates", states.gates, (CHUNK, *gates), wide),
         ("values", states.values, (CHUNK, num_heads, value_dim), values_dtype),
         ("betas", states.betas, (CHUNK, num_heads), wide),
-        ("inverses", states.inverses, (CHUNK, num_heads, CHUNK), inverse_dtype(v.dtype)),
     ):
         if x is None:
             continue
@@ -153,8 +147,8 @@ def recurrent_states(
         by_channel: True where each channel of the keys has a decay.
         dtype: the dtype of tokens. States are float32, or float64 for float64.
         device: the device of the slots.
-        keeps: "updates", what tokens add to the state, which a CPU reads; "tokens", with what a GPU
-            needs to compute the updates again; None chooses by the device.
+        keeps: "updates", what tokens add to the state, which a CPU reads; "tokens", from which a
+            GPU computes the updates again; None chooses by the device.
 
     Returns:
         The tensors of all slots, see `RecurrentStates`.
@@ -190,5 +184,4 @@ def recurrent_states(
         empty(CHUNK, *gates),
         empty(CHUNK, num_heads, value_dim, dtype=dtype if is_raw else wide),
         empty(CHUNK, num_heads) if is_raw else None,
-        empty(CHUNK, num_heads, CHUNK, dtype=inverse_dtype(dtype)) if is_raw else None,
     )

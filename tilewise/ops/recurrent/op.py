@@ -83,10 +83,11 @@ def _fake(
 
 
 def _has_kernels(k: Tensor, v: Tensor, g: Tensor) -> bool:
-    """Whether a GPU's kernels compute the gradient; they have a decay for each head only."""
+    """Whether a GPU's kernels compute the gradient."""
+    if v.device.type != "cuda" or g.dim() == k.dim():
+        return False
     spec = RecurrentSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1], False, None)
-    is_by_head = v.device.type == "cuda" and g.dim() < k.dim()
-    return is_by_head and dispatch.refusal("recurrence", "triton", spec) is None
+    return dispatch.refusal("recurrence_bwd", "triton", spec) is None
 
 
 def _backward_kernel(
@@ -144,7 +145,6 @@ def _step_kernel(
     gates: Tensor,
     values: Tensor,
     betas: Tensor | None,
-    inverses: Tensor | None,
     slots: Tensor,
     starts: Tensor,
     cu_seqlens: Tensor,
@@ -152,7 +152,7 @@ def _step_kernel(
     is_delta: bool,
     backend: str | None,
 ) -> Tensor:
-    states = RecurrentStates(state, keys, gates, values, betas, inverses)
+    states = RecurrentStates(state, keys, gates, values, betas)
     module = _module(k, v, g, "updates" if betas is None else "tokens", backend)
     o: Tensor = module.step(
         q, k, v, g, beta, states, slots, starts, cu_seqlens, q_scale=q_scale, is_delta=is_delta
@@ -181,9 +181,8 @@ backward = register(
 )
 step = register(
     "recurrence_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, "
-    "Tensor(b!) keys, Tensor(c!) gates, Tensor(d!) values, Tensor(e!)? betas, "
-    "Tensor(f!)? inverses, Tensor slots, Tensor starts, Tensor cu_seqlens, float q_scale, "
-    "bool is_delta, str? backend) -> Tensor",
+    "Tensor(b!) keys, Tensor(c!) gates, Tensor(d!) values, Tensor(e!)? betas, Tensor slots, "
+    "Tensor starts, Tensor cu_seqlens, float q_scale, bool is_delta, str? backend) -> Tensor",
     _step_kernel,
     _step_fake,
 )

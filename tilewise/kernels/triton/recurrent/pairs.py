@@ -7,10 +7,9 @@ what     with E_ts the decay between tokens s and t of a chunk, of all its pairs
 grid     chunks x heads
 program  one chunk of one head
 traffic  q, k, g and beta read once for each head; T and R, 64 x 64, written once
-numerics operands of the tokens' 16 bits (bfloat16) or TF32 (float16; float32 in three passes) with
-         float32 sums. T, D in blocks of 16 tokens on its diagonal, is D by substitution in an order
-         that no layout changes, and -D (A T) beside it, all of rows that are rounded to operands:
-         so row t is one of A, of T before and of nothing else, and a slot may keep T
+numerics products of 16-bit tokens with float32 sums; T in blocks of 16 tokens by substitution in
+         float32, in an order that no layout changes, then from blocks of 16 and 32 by TF32
+         (three passes for float32). Row t reads rows up to t alone, so later tokens change no bit
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _SUB = tl.constexpr(16)  # tokens of a block of T that is solved row by row
 
 
 @triton.jit
-def inverse_of(lower, TOKENS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of 1 + a strictly lower triangular tile, of the rows that step.py has."""
+def inverse_of(lower, TOKENS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of 1 + a strictly lower triangular tile."""
     blocks: tl.constexpr = TOKENS // _SUB
     shape: tl.constexpr = (blocks, _SUB, blocks, _SUB)
     own = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
@@ -40,20 +39,17 @@ def inverse_of(lower, TOKENS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl
     solved = tl.zeros((blocks, _SUB, _SUB), tl.float32) + tl.where(row == column, 1.0, 0.0)
     for done in tl.static_range(_SUB - 1):
         # Sums of one number each, so that their order cannot matter.
-        known = tl.sum(tl.where(row == done, solved, 0.0), 1).to(OPERAND).to(tl.float32)
+        known = tl.sum(tl.where(row == done, solved, 0.0), 1)
         factor = tl.sum(tl.where(column == done, within, 0.0), 2)
-        known = tl.broadcast_to(known[:, None, :], solved.shape)
-        solved = tl.fma(tl.broadcast_to(-factor[:, :, None], solved.shape), known, solved)
-    diagonal = tl.where(own, solved[:, :, None, :], 0.0)
-    diagonal = tl.reshape(diagonal, (TOKENS, TOKENS)).to(OPERAND)
-    inverse = diagonal
+        solved -= factor[:, :, None] * known[:, None, :]
+    inverse = tl.where(own, solved[:, :, None, :], 0.0)
+    inverse = tl.reshape(inverse, (TOKENS, TOKENS))
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
-    for block in tl.static_range(1, blocks):
-        is_new = (row // _SUB == block) & (column < block * _SUB)
-        taken = tl.where(is_new, lower, 0.0).to(OPERAND)
-        taken = tl.dot(taken, inverse, input_precision=PRECISION).to(OPERAND)
-        taken = tl.dot(diagonal, taken, input_precision=PRECISION)
-        inverse = tl.where(is_new, (-taken).to(OPERAND), inverse)
+    for level in tl.static_range(4, 6):
+        size = 1 << level
+        is_between = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
+        between = tl.dot(inverse, tl.where(is_between, lower, 0.0), input_precision=PRECISION)
+        inverse -= tl.dot(between, inverse, input_precision=PRECISION)
     return inverse
 
 
@@ -72,7 +68,7 @@ def solved(
         return p.to(OPERAND), p.to(OPERAND)
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
     a = tl.where(row == column, 0.0, a * beta[:, None])
-    t = inverse_of(a, TOKENS, OPERAND, PRECISION)
+    t = inverse_of(a, TOKENS, PRECISION).to(OPERAND)
     return t, tl.dot(p.to(OPERAND), t, input_precision=PRECISION).to(OPERAND)
 
 
@@ -176,7 +172,6 @@ def pairs_kernel(
     kept_k_ptr,
     kept_g_ptr,
     kept_beta_ptr,
-    kept_t_ptr,
     edges_ptr,
     slots_ptr,
     starts_ptr,
@@ -312,9 +307,4 @@ def pairs_kernel(
     at = (at + row[:, None]) * TOKENS + row[None, :]
     if IS_DELTA:
         tl.store(t_ptr + at, t)
-    if IS_DELTA and HAS_SLOTS:
-        # Rows of an open chunk; those that were there before have the same bits.
-        kept_at = ((slot * TOKENS + row[:, None]) * NUM_HEADS + head) * TOKENS + row[None, :]
-        is_open = (position < total) & ((chunk + 1) * TOKENS > total)
-        tl.store(kept_t_ptr + kept_at, t, mask=is_open[:, None])
     tl.store(r_ptr + at, r)

@@ -21,14 +21,16 @@ def load_rows(
     TOKENS: tl.constexpr,
 ):
     """Load rows of tokens at positions of a sequence, new ones or those of its open chunk."""
-    is_there = position < total
+    inside = column[None, :] < WIDTH
+    is_new = (position >= start) & (position < total)
     at = new_ptr + ((position - start).to(tl.int64) * stride_new)[:, None] + column[None, :]
+    rows = tl.load(at, mask=is_new[:, None] & inside, other=0.0)
     if HAS_KEPT:
-        kept = kept_ptr + ((position % TOKENS) * stride_kept)[:, None] + column[None, :]
-        at = tl.where((position < start)[:, None], kept, at)
-    else:
-        is_there = is_there & (position >= start)
-    return tl.load(at, mask=is_there[:, None] & (column[None, :] < WIDTH), other=0.0)
+        is_kept = (position < start)[:, None]
+        at = kept_ptr + ((position % TOKENS) * stride_kept)[:, None] + column[None, :]
+        kept = tl.load(at, mask=is_kept & inside, other=0.0)
+        rows = tl.where(is_kept, kept.to(rows.dtype), rows)
+    return rows
 
 
 @triton.jit
@@ -43,13 +45,13 @@ def load_numbers(
     TOKENS: tl.constexpr,
 ):
     """Load a number of each token at positions of a sequence."""
-    is_there = position < total
-    at = new_ptr + (position - start).to(tl.int64) * stride
+    is_new = (position >= start) & (position < total)
+    new = tl.load(new_ptr + (position - start).to(tl.int64) * stride, mask=is_new, other=0.0)
     if HAS_KEPT:
-        at = tl.where(position < start, kept_ptr + (position % TOKENS) * stride, at)
-    else:
-        is_there = is_there & (position >= start)
-    return tl.load(at, mask=is_there, other=0.0)
+        is_kept = position < start
+        kept = tl.load(kept_ptr + (position % TOKENS) * stride, mask=is_kept, other=0.0)
+        new = tl.where(is_kept, kept, new)
+    return new
 
 
 @triton.jit

@@ -287,7 +287,7 @@ class Pairs(NamedTuple):
         t, r: (chunks, H, CHUNK, CHUNK), of the operands' dtype.
         running: float32, base-2 logs of E since the chunk's start (chunks, H, CHUNK), or, by
             channel, of the whole chunk (chunks, H, K).
-        faded: by channel, keys and queries times E, and keys times what is left of it.
+        faded: keys and queries times E, and keys times what is left of it, by channel.
         operand: the dtype of operands of products.
         tile_v: the columns of V of a program.
         constants: the constants of all kernels.
@@ -338,9 +338,7 @@ def prepare(
     pairs = Pairs(
         empty(CHUNK, CHUNK) if is_delta else r, r, running, faded, operand, tile_v, constants
     )
-    keys, gates, _, betas, inverses = (k, g, v, beta, r) if states is None else states[1:]
-    if inverses is None:  # nothing corrects
-        inverses = r
+    keys, gates, _, betas = (k, g, v, beta) if states is None else states[1:]
     if chunks:
         launch_now(
             pairs_kernel,
@@ -356,7 +354,6 @@ def prepare(
             keys,
             gates,
             betas,
-            inverses,
             *places,
             num_sequences,
             q.stride(0),
@@ -496,8 +493,7 @@ def step(
             g,
             beta,
             o,
-            *states[:5],
-            g if states.inverses is None else states.inverses,
+            *states,
             *places,
             len(v),
             num_sequences,
@@ -517,9 +513,6 @@ def step(
             BY_CHANNEL=g.dim() == 3,
             OPERAND=tl.bfloat16 if operand == torch.bfloat16 else tl.float32,
             PRECISION=_precision(v.dtype),
-            # Three passes of TF32 have another order in parts of a product.
-            STEP_K=tile_k if v.dtype == torch.float32 else min(tile_k, 32),
-            STAGES=3,
             num_warps=4,
             num_stages=1,  # a token reads what the token before it has written
         )
@@ -548,7 +541,7 @@ def step(
 
 
 def _has_rows(v: Tensor) -> bool:
-    """Whether a row by mma.sync has the bits of a tile's: of tcgen05.mma that is not known."""
+    """Whether a narrow tile has the bits of a wide one: of tcgen05.mma that is not known."""
     return device.interpreting() or device.arch_of(v.device) // 10 != 10
 
 
