@@ -137,17 +137,29 @@ class StateTables:
         self._made: list[_Save] = []
         self._wanted: set[int] = set()  # checkpoints that no later tail replaces
 
-    @property
-    def num_used(self) -> int:
-        """Slots of running sequences."""
-        return self.num_slots - len(self._free)
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return what `SchedulerStats` says of states."""
+        num_found = 0 if self.prefix is None else len(self.prefix.nodes_at(self.group))
+        return {
+            "state_slots": (self.num_slots - len(self._free), self.num_slots),
+            "checkpoints": (num_found, self.limits.num_checkpoints),
+        }
 
-    @property
-    def num_cached(self) -> int:
-        """Checkpoints that the prefix cache finds on the device."""
-        if self.allocator is None:
-            return 0
-        return sum(map(self.allocator.is_cached, range(self.allocator.num_blocks)))
+    def told_of(self, seq: Sequence) -> dict[str, int]:
+        """Return a running sequence's slot, and the tokens at its last checkpoint."""
+        return {"slot": self._held[seq].slot, "checkpoint": self._held[seq].known}
+
+    def positions(self) -> list[tuple[int, int]]:
+        """Return the checkpoints that the prefix cache finds on the device, and their tokens."""
+        if self.prefix is None:
+            return []
+        found = list[tuple[int, int]]()
+        for checkpoint, node in self.prefix.nodes_at(self.group).items():
+            depth, at = 0, node
+            while at.parent is not None:
+                depth, at = depth + 1, at.parent
+            found.append((checkpoint, depth * self.block_size))
+        return sorted(found)
 
     @property
     def has_fenced(self) -> bool:
