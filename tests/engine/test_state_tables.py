@@ -162,3 +162,14 @@ def test_memory_is_split_between_slots_checkpoints_and_blocks():
 def test_sizes_out_of_range_are_refused(limits, message):
     with pytest.raises(ValueError, match=message):
         StateLimits(*limits)
+
+
+def test_prompts_that_begin_alike_compute_what_they_share_once():
+    """Beside one another: the second leaves a checkpoint where they part; others wait for it."""
+    scheduler, model = make(max_num_seqs=8, max_num_batched_tokens=200)
+    for i in range(5):
+        ask(scheduler, f"r{i}", [*TEXT[:18], i, 5 - i, 1, i])
+    batches = play(scheduler, model)
+    computed = sum(batch.num_tokens for batch in batches)
+    assert computed == 22 + 22 + 3 * 6  # 16 tokens in common are known at a chunk's end
+    assert len(batches) <= 4

@@ -176,17 +176,15 @@ class StateTables:
 
     # Slots
 
-    def admit(self, seq: Sequence, position: int, checkpoint: int, depth: int) -> None:
+    def admit(self, seq: Sequence, position: int, checkpoint: int) -> None:
         """Give a sequence a slot, which the next step fills from a checkpoint.
 
         Args:
             seq: the sequence, which holds its blocks.
             position: the tokens that it has computed: those of a hit.
             checkpoint: the one of that position, of which it owns a share; -1 at position 0.
-            depth: the first blocks of its tokens whose content the cache has known.
         """
-        branch = min(depth * self.block_size, seq.num_tokens - 1) // self.unit * self.unit
-        held = self._held[seq] = _Held(self._free.pop(), position, position, branch)
+        held = self._held[seq] = _Held(self._free.pop(), position, position)
         if position:
             self._restore(held, checkpoint, position)
 
@@ -205,9 +203,7 @@ class StateTables:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence begin with its parent's state; it gets its slot by `settle`."""
         self._unplaced.append((self._held[parent].slot, child))
-        self._held[child] = _Held(
-            -1, self._held[parent].known, parent.num_computed_tokens, self._held[parent].branch
-        )
+        self._held[child] = _Held(-1, self._held[parent].known, parent.num_computed_tokens)
 
     def settle(self) -> None:
         """Give forked sequences their slots: those that had no seat have lost their blocks."""
@@ -249,11 +245,16 @@ class StateTables:
 
     # Runs
 
-    def cut(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many of the next tokens of a prompt to run, to end at a checkpoint."""
+    def cut(self, seq: Sequence, num_tokens: int, depth: int) -> int:
+        """Return how many of the next tokens of a prompt to run, to end at a checkpoint.
+
+        Args:
+            seq: a sequence with several tokens to run.
+            num_tokens: the number of tokens that it may run.
+            depth: the first blocks of its tokens whose content the prefix cache knows now.
+        """
         start, held = seq.num_scheduled_tokens, self._held[seq]
-        if self.prefix is None or seq.is_doubtful or num_tokens == 1:
-            return num_tokens
+        held.branch = min(depth * self.block_size, seq.num_tokens - 1) // self.unit * self.unit
         end = min(start + num_tokens, (start // self.interval + 1) * self.interval)
         return (held.branch if start < held.branch < end else end) - start
 
