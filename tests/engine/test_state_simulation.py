@@ -336,7 +336,4 @@ MISTAKES = {
         StateTables, "has_passed", lambda tables, seq: False,
     ),
     "a fork writes to its parent's slot": (StateTables, "fork", fork_and_know_more),
-    "a checkpoint that has not arrived is trusted": (
-        StateTables, "filled_by", lambda tables, batch, checkpoints: [],
-    ),
 }  # fmt: skip

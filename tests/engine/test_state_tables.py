@@ -120,6 +120,21 @@ def test_samples_copy_the_state_of_the_first_and_the_last_one_takes_its_slot():
     assert sorted(batches[1].states.forks) == [(0, 1), (0, 2)]
 
 
+def test_who_is_filled_from_a_checkpoint_that_has_not_arrived_is_known():
+    """A step that brings it may fail beside one that reads it: in random schedules too seldom."""
+    scheduler, model = make()
+    ask(scheduler, "a", TEXT[:18])
+    play(scheduler, model)
+    for name in "bc":
+        ask(scheduler, name, [*TEXT, 4 + (name == "c")])
+    batch, states = scheduler.schedule(), scheduler.tables.states
+    assert len(batch.states.restores) == 2
+    filled = states.filled_by(batch, {0})
+    assert sorted(seq.request.request_id for seq in filled) == ["b", "c"]
+    assert states.filled_by(batch, {1}) == []
+    assert states.spoilt_by(batch) == filled
+
+
 SPEC = CacheSpec.of_layers(
     16, [KVSpec(2, 64, 64, torch.bfloat16)], [None], (),
     ((1, StateSpec(256, 4, 4, 2, 32, 32, dtype=torch.bfloat16)),),
