@@ -24,6 +24,7 @@ _DTYPES = {
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int8: gl.int8,
+    torch.int32: gl.int32,
 }
 # CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion of the driver's interface.
 _MAP_TYPES = {
