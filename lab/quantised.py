@@ -8,8 +8,9 @@ early as an engine's do. "product": one of them alone, over copies of its weight
 is that of a read of the bytes of codes and scales at 4.4 TB/s; results are checked against float64
 of the values first. Forms take turns, and the host is ahead of the device.
 
-    --once runs each form once, which compiles it; --forms other tiles ("64,4,2": outputs of a CTA,
-    parts, CTAs of a multiprocessor), and modes of `kernels.early`
+    --once runs each form once, which compiles it; --forms other tiles: "4,3" for up to 16 rows
+    (parts, CTAs of a multiprocessor), "128,4,1" for more (outputs of a CTA, parts, CTAs), "own" the
+    table's, "natural" codes in the order of columns; --modes when kernels begin, see `MODES`
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from tilewise.kernels import early
 from tilewise.kernels.gluon.quantised import linear
 from tilewise.kernels.host.memory import launches
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
-from tilewise.kernels.tiles.quantised_rows import RingTile
+from tilewise.kernels.tiles.quantised_rows import FewTile, RingTile
 from tilewise.testing import budget_violation
 
 ROOF = 4.4e12  # bytes a second
@@ -42,9 +44,9 @@ MODELS = {  # outputs, channels
         "qkv": (4096, 1024), "o": (1024, 2048), "up": (6144, 1024), "down": (1024, 3072),
     },
 }  # fmt: skip
-LAYERS_BYTES = 300 << 20  # of the layers of a chain, and of the copies of a product
+LAYERS_BYTES = 200 << 20  # of the layers of a chain, and of the copies of a product
 AHEAD = 4_000_000  # cycles that the device sleeps before what is timed
-REPEATS = 5
+REPEATS = 4
 MODES = {
     "late": None, "early": early.CHOSEN, "early-large": early.CHOSEN_LARGE,
 }  # fmt: skip
@@ -90,7 +92,9 @@ def random_weight(kind: str, outputs: int, channels: int, place: str) -> Quantis
     return QuantisedWeight(codes, blocks, (128, 128))
 
 
-def product(weight: QuantisedWeight | Tensor, tile: RingTile | None) -> Callable[[Tensor], Tensor]:
+def product(
+    weight: QuantisedWeight | Tensor, tile: RingTile | FewTile | None
+) -> Callable[[Tensor], Tensor]:
     """Return x -> y."""
     if isinstance(weight, Tensor):
         return lambda x: F.linear(x, weight)
@@ -162,95 +166,102 @@ def main() -> int:
     for model in args.models:
         for kind in args.weights:
             names = {n: s for n, s in MODELS[model].items() if n in args.products}
-            for form in args.forms:
-                rows = measure(model, names, kind, form, args)
-                found += rows
-                for row in rows:
-                    print(" ".join(f"{v}" for v in row.values()), flush=True)
+            for row in measure(model, names, kind, args):
+                print(" ".join(f"{v}" for v in row.values()), flush=True)
+                found.append(row)
     if args.json is not None:
         args.json.write_text(json.dumps({"roof": ROOF, "rows": found}, indent=1) + "\n")
     return 0
 
 
+def tile_of(form: str) -> RingTile | FewTile | None:
+    """Return the tile of a form; None is the table's."""
+    numbers = [] if form in ("own", "natural") else list(map(int, form.split(",")))
+    if not numbers:
+        return None
+    return FewTile(*numbers) if len(numbers) == 2 else RingTile(*numbers)
+
+
 def measure(
-    model: str, names: dict[str, tuple[int, int]], kind: str, form: str, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Return the rows of one kind of weight and form."""
+    model: str, names: dict[str, tuple[int, int]], kind: str, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one kind of weight."""
     torch.manual_seed(0)
-    first = {n: random_weight(kind, *size, "cuda") for n, size in names.items()}
-    if form != "natural":
-        first = {
-            n: w if isinstance(w, Tensor) else w.lanes() for n, w in first.items()
-        }  # fmt: skip
-    tile = None if form in ("own", "natural") else RingTile(*map(int, form.split(",")))
-    base = {"model": model, "weight": kind, "form": form}
-    found: list[dict[str, Any]] = []
+    plain = {n: random_weight(kind, *size, "cuda") for n, size in names.items()}
+    lanes = {n: w if isinstance(w, Tensor) else w.lanes() for n, w in plain.items()}
+    forms = [form for form in args.forms if kind != "bf16" or form == args.forms[0]]
+    copies = {} if args.once else {n: copies_of(w) for n, w in lanes.items()}
     for rows in args.rows:
-        for name, weight in first.items():
-            wrong = check(weight, product(weight, tile), rows)
-            if wrong:
-                found.append({**base, "rows": rows, "what": name, "wrong": wrong[:200]})
-    if found or args.once:
-        return found
-    jobs = []
-    for rows in args.rows:
-        x = torch.randn(rows, 14336, device="cuda", dtype=torch.bfloat16)
-        if "product" in args.what:
-            for name, weight in first.items():
-                own = x[:, : names[name][1]].contiguous()
-                parts = [(w, own) for (w,) in copies_of([weight])]
-                jobs += [(rows, name, mode, parts) for mode in args.modes]
-        if "chain" in args.what:
-            layers = copies_of(list(first.values()))
-            jobs += [(rows, "chain", mode, [(w, None) for layer in layers for w in layer])
-                     for mode in args.modes]  # fmt: skip
-    graphs, sizes = [], []
-    for rows, _, mode, parts in jobs:
-        graph = captured(lambda r=rows, m=mode, p=parts: run(p, r, m, tile))
-        graphs.append(graph)
-        sizes.append(sum(size_of(w) for w, _ in parts))
-    for (rows, name, mode, parts), size, taken in zip(jobs, sizes, seconds(graphs), strict=True):
-        calls = len(parts) // (len(first) if name == "chain" else 1)
-        found.append({
-            **base, "rows": rows, "what": name, "mode": mode,
+        fitting = [f for f in forms if kind == "bf16" or not is_few(f) or rows <= 16]
+        for name in names:
+            good = []
+            for form in fitting:
+                weight = (plain if form == "natural" else lanes)[name]
+                wrong = check(weight, product(weight, tile_of(form)), rows)
+                if wrong:
+                    base = {"model": model, "weight": kind, "rows": rows, "what": name}
+                    yield {**base, "form": form, "wrong": wrong[:200]}
+                else:
+                    good.append(form)
+            if "product" in args.what and not args.once:
+                x = torch.randn(rows, names[name][1], device="cuda", dtype=torch.bfloat16)
+                some = copies[name] if "natural" not in good else copies_of(plain[name])
+                parts = [(w, x) for w in some]
+                yield from timed(model, kind, rows, name, parts, good, args, len(parts))
+        if "chain" in args.what and not args.once:
+            count = max(map(len, copies.values()))
+            layers = [[copies[n][i % len(copies[n])] for n in names] for i in range(count)]
+            parts = [(w, None) for layer in layers for w in layer]
+            few = [form for form in fitting if form == "own"]
+            yield from timed(model, kind, rows, "chain", parts, few, args, count)
+
+
+def is_few(form: str) -> bool:
+    """Whether a form is for up to 16 rows."""
+    return isinstance(tile_of(form), FewTile)
+
+
+def timed(
+    model: str,
+    kind: str,
+    rows: int,
+    name: str,
+    parts: list[Any],
+    forms: list[str],
+    args: argparse.Namespace,
+    calls: int,
+) -> Iterator[dict[str, Any]]:
+    """Yield the times of forms, which take turns."""
+    jobs = [(form, mode) for form in forms for mode in args.modes]
+    graphs = [captured(lambda f=f, m=m: run(parts, rows, m, tile_of(f))) for f, m in jobs]
+    size = sum(size_of(w) for w, _ in parts)
+    for (form, mode), taken in zip(jobs, seconds(graphs) if graphs else [], strict=True):
+        yield {
+            "model": model, "weight": kind, "rows": rows, "what": name, "form": form, "mode": mode,
             "us": round(taken / calls * 1e6, 2), "percent": round(100 * size / taken / ROOF, 1),
-        })  # fmt: skip
-    return found
+        }  # fmt: skip
 
 
-_copies: dict[int, Any] = {}
-
-
-def copies_of(weights: list[QuantisedWeight | Tensor]) -> list[list[QuantisedWeight | Tensor]]:
-    """Return weights and copies of them, LAYERS_BYTES and more in all."""
-    key = id(weights[0]) * 8 + len(weights)
-    if key not in _copies:
-        _copies.clear()
-        size = sum(size_of(weight) for weight in weights)
-        count = max(2, -(-LAYERS_BYTES // size))
-        _copies[key] = [weights, *([copy_of(w) for w in weights] for _ in range(count - 1))]
-    return _copies[key]  # type: ignore[no-any-return]
+def copies_of(weight: QuantisedWeight | Tensor) -> list[QuantisedWeight | Tensor]:
+    """Return a weight and copies of it, LAYERS_BYTES and more in all."""
+    count = max(2, -(-LAYERS_BYTES // size_of(weight)))
+    return [weight, *(copy_of(weight) for _ in range(count - 1))]
 
 
 def copy_of(weight: QuantisedWeight | Tensor) -> QuantisedWeight | Tensor:
     """Return a copy in memory of its own."""
     if isinstance(weight, Tensor):
         return weight.clone()
-    from dataclasses import replace
-
     return replace(weight, **{n: t.clone() for n, t in weight.tensors().items()})
 
 
-def run(parts: list[Any], rows: int, mode: str, tile: RingTile | None) -> None:
+def run(parts: list[Any], rows: int, mode: str, tile: RingTile | FewTile | None) -> None:
     """Run products; of a chain each takes what the one before gave."""
     modes = MODES[mode]
     y = torch.randn(rows, 28672, device="cuda", dtype=torch.bfloat16) * 0.1
     with nullcontext() if modes is None else early.launching(modes):
         for weight, x in parts:
-            channels = weight.shape[1]
-            if x is None:
-                x = y[:, :channels]
-            y = product(weight, tile)(x)
+            y = product(weight, tile)(y[:, : weight.shape[1]] if x is None else x)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from tests.kernels.compile_cases import Case, meta
 from tilewise.kernels.gluon.quantised import linear
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
-from tilewise.kernels.tiles.quantised_rows import QuantisedTile, RingTile
+from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile
 
 ARCHITECTURES = (80, 86, 90, 120)
 _ROWS, _COLUMNS = 4096, 4096
@@ -69,6 +69,19 @@ _RINGS = {
 }  # fmt: skip
 
 
+# Of few rows, likewise.
+_FEW = {
+    "int4": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (4, 4)),
+    "int4-wide": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 8, (1, 3)),
+    "int4-16": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 16, (4, 3)),
+    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 8, (4, 4)),
+    "mxfp4": (_weight(_BYTE, torch.float8_e8m0fnu, (1, 32), table=E2M1), 8, (4, 4)),
+    "nf4": (_weight(_BYTE, _WIDE, (1, 64), table=tuple(map(float, range(16)))), 8, (4, 4)),
+    "int8": (_weight(torch.int8, torch.bfloat16, (1, _COLUMNS)), 8, (4, 4)),
+    "fp8-blocks": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 8, (4, 4)),
+}  # fmt: skip
+
+
 def launch(name: str, dtype: torch.dtype) -> None:
     """Call the launcher of a product."""
     weight, rows, tile = _CALLS[name]
@@ -83,6 +96,13 @@ def launch_ring(name: str) -> None:
     linear.launch(x, replace(weight, in_lanes=True), None, tile=RingTile(*tile))
 
 
+def launch_few(name: str) -> None:
+    """Call the launcher of a product of few rows of Hopper's."""
+    weight, rows, tile = _FEW[name]
+    x = meta(rows, _COLUMNS, dtype=torch.bfloat16)
+    linear.launch(x, replace(weight, in_lanes=True), None, tile=FewTile(*tile))
+
+
 def cases() -> Iterator[Case]:
     """Yield each kind of code and of scale, for each architecture; in float16 for one."""
     for arch in ARCHITECTURES:
@@ -95,6 +115,14 @@ def cases() -> Iterator[Case]:
                 slow=(name, arch) not in _QUICK,
                 mma="mma.sync",
             )
+    for name in _FEW:
+        yield Case(
+            f"sm_90-quantised-few-{name}",
+            90,
+            lambda name=name: launch_few(name),  # type: ignore[misc]
+            slow=name != "int4",
+            mma="mma.sync",
+        )
     for name in _RINGS:
         yield Case(
             f"sm_90-quantised-ring-{name}",

@@ -14,7 +14,7 @@ from tests.kernels.test_quantised_weight import random_weight
 from tilewise.kernels.gluon.quantised import linear
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
-from tilewise.kernels.tiles.quantised_rows import QuantisedTile, RingTile
+from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile
 from tilewise.ops.quantised_linear import spec_of
 from tilewise.testing import assert_within_budget
 from tools.gluon_emulator import emulated
@@ -127,6 +127,22 @@ def test_every_kind_of_code_in_lanes_keeps_the_budget(
     with emulated(rows) as names:
         check(kind, rows, outputs, channels, dtype, has_bias, tile=RingTile(*tile), in_lanes=True)
     assert names == ["quantised_ring_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "outputs", "channels", "tile", "has_bias", "dtype"),
+    [
+        *((kind, 3, 40, 512, (2, 3), True, torch.bfloat16) for kind in KINDS),
+        *((kind, 12, 70, 384, (1, 4), False, torch.float16) for kind in KINDS),
+        ("int4", 16, 64, 1280, (2, 4), True, torch.bfloat16),
+    ],
+)
+def test_every_kind_of_code_keeps_the_budget_with_few_rows(
+    kind, rows, outputs, channels, tile, has_bias, dtype
+):
+    with emulated(rows) as names:
+        check(kind, rows, outputs, channels, dtype, has_bias, tile=FewTile(*tile), in_lanes=True)
+    assert names == ["quantised_few_kernel"]
 
 
 @pytest.mark.parametrize("kind", ["int4", "one_scale_a_row"])

@@ -189,6 +189,31 @@ def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescript
     return at(Described(tensor, tuple(tensor.shape), strides, form), tensor.data_ptr())
 
 
+def chunk_descriptor(tensor: Tensor, chunks: int, rows: int, width: int) -> TensorDescriptor:
+    """Return the descriptor of (chunks, rows, width) boxes of a matrix: its columns in chunks.
+
+    No plan has one, as of a matrix.
+    """
+    layout = _chunk_layout(tensor.dtype, chunks, rows, width)
+    form = _form_of_chunks(tensor.dtype, chunks, rows, width, layout)
+    count, columns = tensor.shape
+    stride = tensor.stride(0) if count > 1 else columns
+    shape = (-(-columns // width), count, width)
+    return at(Described(tensor, shape, (width, stride, 1), form), tensor.data_ptr())
+
+
+@functools.cache
+def _chunk_layout(dtype: torch.dtype, *block: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+
+
+@functools.cache
+def _form_of_chunks(
+    dtype: torch.dtype, chunks: int, rows: int, width: int, layout: gl.NVMMASharedLayout
+) -> Form:
+    return _form_of((chunks, rows, width), layout, dtype)
+
+
 def row_descriptor(tensor: Tensor, count: int) -> Any:
     """Return the descriptor of runs of `count` numbers of contiguous (planes, rows), float32."""
     return _numbers(tensor, (1, count))

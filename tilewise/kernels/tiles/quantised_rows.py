@@ -71,8 +71,9 @@ class RingTile(NamedTuple):
     fetches: bool = False
 
 
-_WANTED_CTAS = 256
-_LEAST_BLOCKS = 8  # of a part
+_SMS = 132  # of an H200
+_LEAST_BLOCKS = 4  # of a part
+_MOST_PARTS = 8
 _MOST_STAGES = 16
 RING_ROWS = (8, 16, 32, 64, 128)
 """Rows of x of a CTA: those of a tile are padded to the next."""
@@ -80,30 +81,60 @@ RING_ROWS = (8, 16, 32, 64, 128)
 
 def ring_tile_of(outputs: int, blocks: int) -> RingTile:
     """Choose the tile of a product of `blocks` times 64 bytes of codes; not by the rows of x."""
-    tile_n = 128 if outputs > 16384 else 64
-    tiles = -(-outputs // tile_n)
-    parts = max(1, min(_WANTED_CTAS // tiles, blocks // _LEAST_BLOCKS, 8))
-    return RingTile(tile_n, parts, 2)
+    tiles = -(-outputs // 128)
+    return RingTile(128, max(1, min(_SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)), 1)
 
 
-def ring_stages(tile: RingTile, rows: int, channels: int, code_bytes: int, needed: int) -> int:
+def ring_stages(
+    tile: RingTile | FewTile, rows: int, channels: int, code_bytes: int, needed: int
+) -> int:
     """Return how many stages fit shared memory, at most as many as are needed.
 
     Args:
         channels, code_bytes: of a row of x, and of codes, in a stage.
     """
     for ctas in range(tile.ctas, 0, -1):
-        room = min(SHARED // ctas, SHARED - 1024) - 2048
+        # Beside the ring: barriers, and where sums are turned around.
+        beside = 4096 + tile.tile_n * rows * 2
+        room = SHARED // ctas - 1024 - beside
         fitting = room // (code_bytes * tile.tile_n + 2 * rows * channels)
         if fitting >= min(needed, 3):
             break
     return max(1, min(fitting, needed, _MOST_STAGES))
 
 
-def ring_registers(tile: RingTile, rows: int) -> tuple[int, int]:
+def ring_registers(tile: RingTile | FewTile, rows: int) -> tuple[int, int]:
     """Return the registers of a thread when a CTA begins, and of those that multiply."""
     ctas = 1 if rows > 32 else tile.ctas
     multiply = 2 * tile.tile_n
     threads = multiply + 128  # the warp that copies has room for four
     at_start = min(65536 // (threads * ctas) // 8 * 8, 248)
     return at_start, min((at_start * threads - 24 * 128) // multiply // 8 * 8, 240)
+
+
+class FewTile(NamedTuple):
+    """How a product of up to 16 rows on Hopper is cut, whose codes are in the order of lanes.
+
+    Attributes:
+        parts: CTAs that share 64 outputs, each with its channels.
+        ctas: the CTAs of a multiprocessor, among which its memory and registers are divided.
+    """
+
+    parts: int
+    ctas: int
+
+    @property
+    def tile_n(self) -> int:
+        """Outputs of a CTA."""
+        return 64
+
+
+FEW_ROWS = 16
+"""The most rows of `FewTile`s."""
+
+
+def few_tile_of(outputs: int, blocks: int) -> FewTile:
+    """Choose the tile of a product of `blocks` times 64 bytes of codes; not by the rows of x."""
+    tiles = -(-outputs // 64)
+    parts = min(4 * _SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)
+    return FewTile(max(1, parts), 4)

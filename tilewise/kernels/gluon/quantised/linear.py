@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device, early
+from tilewise.kernels.gluon.quantised.few import CHUNK, quantised_few_kernel
+from tilewise.kernels.gluon.quantised.few import Shape as FewShape
 from tilewise.kernels.gluon.quantised.operands import (
     E4M3,
     E5M2,
@@ -22,13 +24,13 @@ from tilewise.kernels.gluon.quantised.operands import (
 from tilewise.kernels.gluon.quantised.ring import Shape as RingShape
 from tilewise.kernels.gluon.quantised.ring import quantised_ring_kernel
 from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
-from tilewise.kernels.host.descriptors import addressable, matrix_descriptor
+from tilewise.kernels.host.descriptors import addressable, chunk_descriptor, matrix_descriptor
 from tilewise.kernels.host.lasting import zeros_of_stream
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.quantised_weight import E2M1, LANES_BLOCK, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles import quantised_rows as tiles
-from tilewise.kernels.tiles.quantised_rows import RING_ROWS, QuantisedTile, RingTile
+from tilewise.kernels.tiles.quantised_rows import RING_ROWS, FewTile, QuantisedTile, RingTile
 from tilewise.kernels.triton.quantised.linear import kind_of, raw
 
 __all__ = ["launch", "why_not"]
@@ -80,7 +82,7 @@ def launch(
     weight: QuantisedWeight,
     bias: Tensor | None,
     batch_invariant: bool = False,
-    tile: QuantisedTile | RingTile | None = None,
+    tile: QuantisedTile | RingTile | FewTile | None = None,
 ) -> Tensor:
     """Return y (T, N) of x (T, K), a weight (N, K) and bias (N,).
 
@@ -96,10 +98,14 @@ def launch(
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
     if weight.in_lanes:
-        assert tile is None or isinstance(tile, RingTile)
-        _launch_ring(x, weight, bias, y, tile)
+        is_few = tile is None and rows <= tiles.FEW_ROWS and not batch_invariant
+        if is_few or isinstance(tile, FewTile):
+            _launch_few(x, weight, bias, y, tile)
+        else:
+            assert not isinstance(tile, QuantisedTile)
+            _launch_ring(x, weight, bias, y, tile)
         return y
-    assert not isinstance(tile, RingTile)
+    assert not isinstance(tile, RingTile | FewTile)
     if tile is None:
         tile = tiles.tile_of(outputs, channels, rows, batch_invariant=batch_invariant)
     kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
@@ -238,6 +244,85 @@ def _launch_ring(
         weight.outer_block[0],
         shape=shape,
         num_warps=shape.num_warps,
+        maxnreg=at_start,
+        **options,
+    )
+
+
+def _launch_few(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, y: Tensor, tile: FewTile | None
+) -> None:
+    """Compute y (T, N) of up to 16 rows, with codes in the order of lanes."""
+    outputs, channels = weight.shape
+    rows = len(x)
+    summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
+    blocks = _blocks(weight, rows, summed)
+    of_stage = blocks * LANES_BLOCK * 8 // weight.bits
+    stages = channels // of_stage
+    if tile is None:
+        tile = tiles.few_tile_of(outputs, weight.codes.shape[1] // LANES_BLOCK)
+    padded = 8 if rows <= 8 else 16
+    part_stages = -(-stages // tile.parts)
+    parts = -(-stages // part_stages)
+    num_tiles = -(-outputs // tile.tile_n)
+    sums = arrived = y  # never touched
+    if parts > 1:
+        size = num_tiles * parts * tile.tile_n * padded
+        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrived = zeros_of_stream(num_tiles, x.device)
+    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    at_start, _ = tiles.ring_registers(tile, padded)
+    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
+    shape = FewShape(
+        kind,
+        padded,
+        tile.tile_n,
+        4,
+        tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
+        parts,
+        blocks,
+        of_stage // summed,
+        _steps(weight.block, channels, summed),
+        _steps(weight.outer_block, channels, summed),
+        kind_of(weight.scales),
+        weight.outer is not None,
+        weight.zeros is not None,
+        is_whole and kind == INT4.value,
+        -1 if weight.minimums is None else kind_of(weight.minimums),
+        weight.outer_minimums is not None,
+        bias is not None,
+        early.mode("rows"),
+    )
+    x = addressable(x)
+    words = weight.codes.view(torch.int32)
+    outer = weight.outer_minimums if weight.outer is None else weight.outer
+    options = {"launch_pdl": True} if shape.early else {}
+    launch_now(
+        quantised_few_kernel,
+        num_tiles * parts,
+        matrix_descriptor(words, tile.tile_n, blocks * LANES_BLOCK // 4),
+        chunk_descriptor(x, of_stage // CHUNK.value, padded, CHUNK.value),
+        raw(weight.scales, y),
+        raw(weight.zeros, y),
+        raw(weight.minimums, y),
+        raw(weight.outer, y),
+        raw(weight.outer_minimums, y),
+        *table,
+        y if bias is None else bias,
+        y,
+        sums,
+        arrived,
+        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"],
+        rows,
+        outputs,
+        stages,
+        part_stages,
+        weight.scales.shape[1],
+        1 if outer is None else outer.shape[1],
+        weight.block[0],
+        weight.outer_block[0],
+        shape=shape,
+        num_warps=4,
         maxnreg=at_start,
         **options,
     )

@@ -193,7 +193,7 @@ def inputs_layout(warps_k, warps_n, rows, columns):
 
 
 @gluon.jit
-def _numbers(pairs, DTYPE: gl.constexpr):
+def numbers(pairs, DTYPE: gl.constexpr):
     """Return what two registers' halves hold; costs no instruction."""
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
@@ -261,11 +261,11 @@ def words_operand(
     RUN: gl.constexpr = words.shape[2] // 4
     layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(WARPS, WARPS_N), 2)
     if bits_of(KIND) == 4:
-        low, high = _numbers(_registers(words, table, magic_word, KIND, DTYPE), DTYPE)
+        low, high = numbers(_registers(words, table, magic_word, KIND, DTYPE), DTYPE)
         x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2, 2])
         x = x.permute((0, 1, 3, 5, 4, 2, 6)).reshape([WARPS, WIDE, RUN * 32])
     else:
-        low, high = _numbers(_registers(words, table, magic_word, KIND, DTYPE), DTYPE)
+        low, high = numbers(_registers(words, table, magic_word, KIND, DTYPE), DTYPE)
         x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2])
         x = x.permute((0, 1, 3, 4, 2, 5)).reshape([WARPS, WIDE, RUN * 16])
     return gl.convert_layout(x, layout, assert_trivial=True)
@@ -361,24 +361,42 @@ def lanes_registers(words, negated, constants, KIND: gl.constexpr, DTYPE: gl.con
     constants: the table, and the magic word.
     """
     if KIND == INT4:
-        asm: gl.constexpr = _less_of(DTYPE)
         rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
         negated = gl.convert_layout(negated, rows, assert_trivial=True)
         negated = gl.expand_dims(gl.expand_dims(negated, 1), 2)
-        words, negated = gl.broadcast(words, negated)
-        a, b, c, d = gl.inline_asm_elementwise(
-            asm, "=r,=r,=r,=r,r,r", [words, negated],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-        return gl.join(gl.join(a, b), gl.join(c, d))
+        return _less_registers(words, negated, DTYPE)
     else:
         return _registers(words, constants[0], constants[1], KIND, DTYPE)
 
 
 @gluon.jit
+def _less_registers(words, negated, DTYPE: gl.constexpr):
+    asm: gl.constexpr = _less_of(DTYPE)
+    words, negated = gl.broadcast(words, negated)
+    a, b, c, d = gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,r,r", [words, negated],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.join(gl.join(a, b), gl.join(c, d))
+
+
+@gluon.constexpr_function
+def _pair_of(dtype):
+    name = "bf16x2" if str(dtype) == "bf16" else "f16x2"
+    return f"cvt.rn.{name}.f32 $0, $1, $1;"
+
+
+@gluon.jit
+def pairs(x, DTYPE: gl.constexpr):
+    """Return float32 numbers rounded to DTYPE, each twice in a register."""
+    asm: gl.constexpr = _pair_of(DTYPE)
+    return gl.inline_asm_elementwise(asm, "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def lanes_operand(registers, KIND: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the left operand (outputs, channels) of `lanes_registers`; costs no instruction."""
-    low, high = _numbers(registers, DTYPE)
+    low, high = numbers(registers, DTYPE)
     M: gl.constexpr = registers.shape[0]
     N: gl.constexpr = registers.shape[2]
     if bits_of(KIND) == 4:

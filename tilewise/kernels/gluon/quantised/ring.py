@@ -163,7 +163,7 @@ def _halves(words):
 
 
 @gluon.jit
-def _words(words, GROUPS: gl.constexpr):
+def words_of(words, GROUPS: gl.constexpr):
     """Return the words (outputs, 4, n) of each group of a stage's, as a tuple."""
     if GROUPS == 1:
         return (words,)
@@ -177,7 +177,7 @@ def _words(words, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _columns(numbers, GROUPS: gl.constexpr, layout: gl.constexpr):
+def columns(numbers, GROUPS: gl.constexpr, layout: gl.constexpr):
     """Return the columns of numbers (outputs, GROUPS), as a tuple, in a layout of rows."""
     M: gl.constexpr = numbers.shape[0]
     if GROUPS == 1:
@@ -211,8 +211,8 @@ def _registers(ring, step, group, raw, constants, shape: gl.constexpr, DTYPE: gl
     words = memory.load(LAYOUT).reshape([shape.tile_n, shape.blocks, 4, 4])
     words = words.permute((0, 2, 1, 3)).reshape([shape.tile_n, 4, 4 * shape.blocks])
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
-    pieces = _words(words, shape.groups)
-    zeros = _columns(negated_zeros(raw, shape, DTYPE), shape.groups, ROWS)
+    pieces = words_of(words, shape.groups)
+    zeros = columns(negated_zeros(raw, shape, DTYPE), shape.groups, ROWS)
     first = lanes_registers(pieces[0], zeros[0], constants, shape.kind, DTYPE)
     if shape.groups == 1:
         return (first,)
@@ -284,8 +284,8 @@ def _summed(acc, products, raw, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return the sums with a step's products, which have been waited for."""
     ROWS: gl.constexpr = gl.SliceLayout(1, sum_layout(shape.rows, shape.num_warps))
     scale, offset = scale_and_offset(raw, shape, DTYPE)
-    scales = _columns(scale, shape.groups, ROWS)
-    offsets = _columns(offset, shape.groups, ROWS)
+    scales = columns(scale, shape.groups, ROWS)
+    offsets = columns(offset, shape.groups, ROWS)
     GROUPS: gl.constexpr = shape.groups
     for group in gl.static_range(GROUPS):
         part, row_sum = products[group]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.quantised.operands import scales_layout, small, wide
+from tilewise.kernels.gluon.quantised.operands import pairs, scales_layout, small, wide
 
 
 @gluon.constexpr_function
@@ -97,11 +97,4 @@ def negated_zeros(raw, shape: gl.constexpr, DTYPE: gl.constexpr):
         layout: gl.constexpr = scales_layout(shape.num_warps, shape.groups)
         size: gl.constexpr = [shape.tile_n, shape.groups]
         zero = gl.zeros(size, gl.float32, layout)
-    asm: gl.constexpr = _pair(DTYPE)
-    return gl.inline_asm_elementwise(asm, "=r,f", [zero], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.constexpr_function
-def _pair(dtype):
-    name = "bf16x2" if str(dtype) == "bf16" else "f16x2"
-    return f"cvt.rn.{name}.f32 $0, $1, $1;"
+    return pairs(zero, DTYPE)
