@@ -103,6 +103,15 @@ def launch_few(name: str) -> None:
     linear.launch(x, replace(weight, in_lanes=True), None, tile=FewTile(*tile))
 
 
+def launch_early(mode: int) -> None:
+    """Call Hopper's products as a decode step launches them."""
+    from tilewise.kernels import early
+
+    with early.launching({"rows": mode}):
+        launch_few("int4")
+        launch_ring("int4-many")
+
+
 def cases() -> Iterator[Case]:
     """Yield each kind of code and of scale, for each architecture; in float16 for one."""
     for arch in ARCHITECTURES:
@@ -115,12 +124,20 @@ def cases() -> Iterator[Case]:
                 slow=(name, arch) not in _QUICK,
                 mma="mma.sync",
             )
+    for mode in (1, 2):
+        yield Case(
+            f"sm_90-quantised-early-{mode}",
+            90,
+            lambda mode=mode: launch_early(mode),  # type: ignore[misc]
+            slow=mode != 1,
+            mma="mma.sync",
+        )
     for name in _FEW:
         yield Case(
             f"sm_90-quantised-few-{name}",
             90,
             lambda name=name: launch_few(name),  # type: ignore[misc]
-            slow=name != "int4",
+            slow=True,  # every day they are compiled as they begin early
             mma="mma.sync",
         )
     for name in _RINGS:
@@ -128,7 +145,7 @@ def cases() -> Iterator[Case]:
             f"sm_90-quantised-ring-{name}",
             90,
             lambda name=name: launch_ring(name),  # type: ignore[misc]
-            slow=name != "int4-row",
+            slow=True,
             mma="wgmma.mma_async",
         )
 

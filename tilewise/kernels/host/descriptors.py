@@ -121,6 +121,12 @@ def _form_of_matrix(dtype: torch.dtype, rows: int, columns: int) -> Form:
 
 
 @functools.cache
+def _form_of_chunks(dtype: torch.dtype, *block: int) -> Form:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+    return _form_of(block, layout, dtype)
+
+
+@functools.cache
 def _form_of_numbers(dtype: torch.dtype, *block: int) -> Form:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     return _form_of(block, layout, dtype)
@@ -194,24 +200,11 @@ def chunk_descriptor(tensor: Tensor, chunks: int, rows: int, width: int) -> Tens
 
     No plan has one, as of a matrix.
     """
-    layout = _chunk_layout(tensor.dtype, chunks, rows, width)
-    form = _form_of_chunks(tensor.dtype, chunks, rows, width, layout)
+    form = _form_of_chunks(tensor.dtype, chunks, rows, width)
     count, columns = tensor.shape
     stride = tensor.stride(0) if count > 1 else columns
     shape = (-(-columns // width), count, width)
     return at(Described(tensor, shape, (width, stride, 1), form), tensor.data_ptr())
-
-
-@functools.cache
-def _chunk_layout(dtype: torch.dtype, *block: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
-
-
-@functools.cache
-def _form_of_chunks(
-    dtype: torch.dtype, chunks: int, rows: int, width: int, layout: gl.NVMMASharedLayout
-) -> Form:
-    return _form_of((chunks, rows, width), layout, dtype)
 
 
 def row_descriptor(tensor: Tensor, count: int) -> Any:

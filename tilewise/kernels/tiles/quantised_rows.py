@@ -91,7 +91,9 @@ def ring_stages(
     """Return how many stages fit shared memory, at most as many as are needed.
 
     Args:
-        channels, code_bytes: of a row of x, and of codes, in a stage.
+        channels: the channels of a row of x in a stage.
+        code_bytes: the bytes of a row of codes in a stage.
+        needed: the stages of a part.
     """
     for ctas in range(tile.ctas, 0, -1):
         # Beside the ring: barriers, and where sums are turned around.

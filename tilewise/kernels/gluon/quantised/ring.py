@@ -361,10 +361,22 @@ def _multiply_stages(given, group: gl.constexpr, shape: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "table0", "table1", "table2", "table3", "table4", "table5", "table6", "table7",
-        "magic_word", "rows", "block_rows", "outer_rows", "stages", "part_stages",
+        "table0",
+        "table1",
+        "table2",
+        "table3",
+        "table4",
+        "table5",
+        "table6",
+        "table7",
+        "magic_word",
+        "rows",
+        "block_rows",
+        "outer_rows",
+        "stages",
+        "part_stages",
     ]
-)  # fmt: skip
+)
 def quantised_ring_kernel(
     codes,
     words,
@@ -429,8 +441,9 @@ def quantised_ring_kernel(
     steps = gl.maximum(gl.minimum(part_stages, stages - first), 1)
     tensors = (scales, zeros, minimums, outer, outer_minimums)
     constants = (
-        (table0, table1, table2, table3, table4, table5, table6, table7), magic_word,
-    )  # fmt: skip
+        (table0, table1, table2, table3, table4, table5, table6, table7),
+        magic_word,
+    )
     at = (output, row, first, steps, rows, outputs, grid, outer_grid, block_rows, outer_rows)
     given = (tensors, at, bias, y, sums, arrived, ring, constants)
     loads = (codes, words, x, ring, output, row, first, steps, outputs, stages)
