@@ -13,7 +13,7 @@ TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 ROWS ?= not gpu and not slow
 PROMPT ?= Once upon a time, there was a little rabbit
 
-.PHONY: demo test test-slow test-newest test-oldest check lint mutants compile-matrix bench docs clean
+.PHONY: site docs-test demo test test-slow test-newest test-oldest check lint mutants compile-matrix bench docs dist clean
 
 demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
@@ -68,7 +68,8 @@ bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
 	$(BIN)/tilewise bench attention --device cpu
 	$(BIN)/tilewise bench engine
 
-docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed results
+docs: $(VENV)/.installed-test ## redraw plots and pages of docs/ from the committed results
+	$(BIN)/python lab/plots/overview_plot.py
 	$(BIN)/python lab/plots/attention_plots.py
 	$(BIN)/python lab/plots/hopper_plots.py
 	$(BIN)/python lab/plots/ampere_plots.py
@@ -77,6 +78,24 @@ docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed re
 	$(BIN)/python lab/plots/engine_plots.py
 	$(BIN)/python lab/plots/simulate_plots.py
 	$(BIN)/python lab/plots/swap_plots.py
+	$(BIN)/python -m tools.site.results
+	$(BIN)/python -m tools.site.recipes
+
+dist: $(VENV)/.installed-test ## both archives in dist/, built twice to the same bytes, and tested
+	rm -rf dist .cache/dist-again
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir .cache/dist-again .
+	for file in dist/*; do cmp $$file .cache/dist-again/$$(basename $$file) || exit 1; done
+	$(BIN)/python -m pytest -q -m 'slow or not slow' tests/test_release.py tests/test_wheel.py
+	test -x .cache/twine/bin/twine || { $(PYTHON) -m venv .cache/twine && .cache/twine/bin/pip install --quiet twine; }
+	.cache/twine/bin/twine check --strict dist/*
+
+site: $(VENV)/.installed-docs ## build the site of docs/ into build/site, without the network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "read it with: $(BIN)/python -m http.server --directory build/site"
+
+docs-test: $(VENV)/.installed-docs ## build the site strictly, look at its links, run the notebooks
+	$(PYTEST) -m 'not gpu' tests/tools/site tests/learn
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-oldest build dist .cache .pytest_cache .mypy_cache .ruff_cache
@@ -93,3 +112,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,dev,plot]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[docs]'
+	touch $@

@@ -6,8 +6,8 @@ CTAs are launched in the order of `backward.span.head_of_cta` on 132 multiproces
 as long as makes the plain call take what was measured. A tile of dq is sent once it is there, the
 CTA before has told of its own, and the sender is free; it is seen by the next CTA when its copy has
 landed and a fence is past. The times are guesses, of which two things are known: what one sender
-takes in all (docs/hopper.md), and what comes out. Prints the cost of each row as measured and as
-modelled: now, with heads launched side by side, with two senders, and with both.
+takes in all (docs/results/hopper-tried.md), and what comes out. Prints the cost of each row as
+measured and as modelled: now, with heads launched side by side, with two senders, and with both.
 """
 
 from __future__ import annotations

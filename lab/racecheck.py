@@ -6,8 +6,9 @@
 
 compute-sanitizer's racecheck looks at shared memory only, and follows neither mbarriers nor the
 copy engine, so it reports words that these hand over. A row for each pair of places in the source:
-kernel, hazard, words, both places, the warps that met, and what orders them, as docs/hopper.md
-proves it. A pair that none of these rules names is "not explained", and the exit status is 1.
+kernel, hazard, words, both places, the warps that met, and what orders them, as
+docs/design/reproducibility.md proves it. A pair that none of these rules names is "not explained",
+and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Report:
         reports: how often the pair stands in its analysis (once a launch, usually).
         hazards: pairs of threads.
         kinds, words, warps: of the hazards that it lists singly.
-        order: what orders the two, by docs/hopper.md.
+        order: what orders the two, by docs/design/reproducibility.md.
     """
 
     case: str
@@ -96,7 +97,7 @@ def _finds_a_number(place: Place) -> bool:
     return "atomic_add" in place.text
 
 
-# What orders two places: the rule of docs/hopper.md that names both, in either order.
+# What orders two places: the rule of docs/design/reproducibility.md that names both.
 ORDERS: tuple[tuple[Callable[[Place], bool], Callable[[Place], bool], str], ...] = (
     (
         _begins_partitions, _begins_partitions,

@@ -623,12 +623,12 @@ MUTANTS = {
         (*_TEST_STATES, "gradients"),
     ),
     "a_convolution_forgets_the_tokens_before_a_step": Mutant(
-        _TAPS, "_convolve", "starts[sequence] > 0", "starts[sequence] > num_channels",
+        _TAPS, "_convolve", "position >= 0", "position >= num_channels",
         (*_TEST_TAPS, "parts and not interpreted"),
     ),
     "a_convolutions_state_is_a_token_late": Mutant(
-        _TAPS, "_convolve", "place = (end - begin + row) % width * CHANNELS",
-        "place = (end - begin + row + width - 1) % width * CHANNELS",
+        _TAPS, "_convolve", "(starts[sequence] + t) % num_kept",
+        "(starts[sequence] + t + 1) % num_kept",
         (*_TEST_TAPS, "parts and not interpreted"),
     ),
     # How kernels of a stress are handed out.

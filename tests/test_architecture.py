@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md, executed: import direction, file sizes, mirrored tests."""
+"""The rules of docs/design/architecture.md: import direction, file sizes, mirrored tests."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ ALLOWED: dict[str, set[str]] = {
         "cost",
         "errors",
     },
+    "doctor": {"bench", "ops", "kernels", "reference", "testing", "cost", "version", "errors"},
     "cli": {
+        "doctor",
         "cluster",
         "server",
         "engine",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -35,10 +36,28 @@ def blocks(document: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def prose(document: Path) -> str:
+    """A document without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
+def anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, by GitHub's rule."""
+    headings = re.findall(r"^#{1,6} (.+)$", prose(document), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in plain}
+
+
 @each_document
-def test_links_lead_to_files(document):
-    targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", document.read_text())
-    assert [t for t in targets if not (document.parent / t).exists()] == []
+def test_links_lead_to_files_and_to_headings_in_them(document):
+    wrong = []
+    for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)", document.read_text()):
+        name, _, anchor = target.partition("#")
+        file = document.parent / name if name else document
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            wrong.append(target)
+    assert wrong == []
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=[record.stem for record in RECORDS])
@@ -54,7 +73,7 @@ def test_a_decision_record_says_what_why_what_else_and_when(record):
     assert headings == ["Decision", "Why", "Also tried"]
 
 
-@pytest.mark.parametrize("page", ["docs/design/README.md", "docs/architecture.md"])
+@pytest.mark.parametrize("page", ["docs/design/README.md", "docs/design/architecture.md"])
 def test_every_decision_record_is_listed_by_its_title(page):
     links = re.findall(r"\[(\d{3})\]\((?:design/)?(\S+)\) ([^|\n]+)", (ROOT / page).read_text())
     titles = [(r.name[:3], r.name, r.read_text().split("\n")[0][7:]) for r in RECORDS]
@@ -76,7 +95,7 @@ OF_CHECKPOINTS = {
 def test_files_that_are_named_exist(document):
     if document.name == "CHANGELOG.md":
         return
-    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = prose(document)
     named = set(re.findall(r"`([\w*][\w./*-]*\.(?:py|md|json|toml))`", text)) - OF_NO_FILE
     missing = {name for name in named if not any(ROOT.glob(f"**/{name}"))}
     assert missing - OF_CHECKPOINTS == set()
@@ -118,7 +137,7 @@ def test_snippets_import_and_name_what_there_is(document):
 @each_document
 def test_names_of_the_package_in_the_text_are_real(document):
     """`tilewise.attention` and the like, by import or as attributes."""
-    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = prose(document)
     for path in sorted(set(re.findall(r"`(tilewise(?:\.[A-Za-z_]\w*)+)", text))):
         owner: object = tilewise
         for part in path.split(".")[1:]:
@@ -135,14 +154,11 @@ def commands() -> list[tuple[str, str]]:
     for document, name in zip(DOCUMENTS, NAMES, strict=True):
         if document.name == "CHANGELOG.md":
             continue
-        text = document.read_text()
         for block in blocks(document, "(?:sh|bash)"):
             joined = block.replace("\\\n", " ")
             found += [(name, line) for line in joined.splitlines() if line.startswith("tilewise ")]
-        text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-        found += [
-            (name, line) for line in re.findall(r"`(tilewise [a-z]+ [^`\n]*--[^`\n]*)`", text)
-        ]
+        inline = re.findall(r"`(tilewise [a-z]+ [^`\n]*--[^`\n]*)`", prose(document))
+        found += [(name, line) for line in inline]
     return found
 
 

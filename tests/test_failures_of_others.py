@@ -3,7 +3,7 @@
 56 classes of failures of vLLM, SGLang, transformers, nano-vllm, mini-sglang, llama.cpp and others,
 from their issues and security advisories (read 2026-11-20, those from 49 on 2026-11-28). What
 cannot happen here says why.
-docs/failures.md has these tests beside the server's own (`tests/server/test_failures.py`).
+docs/design/failures.md has these tests beside the server's own (`tests/server/test_failures.py`).
 """
 
 from __future__ import annotations

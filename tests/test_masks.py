@@ -650,7 +650,7 @@ class TestPicture:
 def test_the_recipes_of_the_document_are_what_they_are_called(monkeypatch):
     # The masks are judged here, not the kernels.
     monkeypatch.setattr(tilewise, "attention", partial(ops.attention, backend="reference"))
-    text = (Path(__file__).parent.parent / "docs" / "masks.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "guide" / "masks.md").read_text()
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code, names)

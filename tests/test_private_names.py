@@ -1,4 +1,4 @@
-"""docs/private-names.md lists the names that other libraries keep private and the source uses."""
+"""docs/design/private-names.md lists the private names of other libraries that the source uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.private_names import names_of, private_names
 
 ROOT = Path(__file__).parents[1]
-LIST = ROOT / "docs" / "private-names.md"
+LIST = ROOT / "docs" / "design" / "private-names.md"
 
 
 def rows() -> list[list[str]]:

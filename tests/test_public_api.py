@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -53,11 +52,6 @@ def test_unknown_names_are_attribute_errors():
         tilewise.atention  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'flash_atn'"):
         tilewise.integrations.flash_atn  # noqa: B018
-
-
-def test_the_version_is_that_of_the_distribution():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert tilewise.__version__ == project["version"]
 
 
 @pytest.mark.parametrize("module", ["tilewise", "tilewise.cli", "tilewise.engine.request"])

@@ -122,3 +122,46 @@ def test_it_generates_in_an_empty_environment(wheel, tmp_path, how):
     text = _run(*command, "--prompt", "One day", "--temperature", "0", cwd=tmp_path)
     assert len(text.split()) > 3
     assert "tilewise" not in _run(python, "-c", "import sys; print(*sys.path)").split()
+
+
+USER = """
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import LLM, BlockMask, RequestOutput, SamplingParams, masks
+from tilewise.integrations.evoformer import triangle_attention
+
+
+def attend(x: Tensor) -> Tensor:
+    mask: BlockMask = masks.causal(64, 64)
+    o: Tensor = tilewise.attention(x, x, x, mask=mask)
+    o, lse = tilewise.attention(x, x, x, causal=True, return_lse=True)
+    return o + lse.mean() + triangle_attention(x, x, x, x)
+
+
+def tell(prompt: str) -> list[str]:
+    outputs: list[RequestOutput] = LLM("story").generate([prompt], SamplingParams(max_tokens=8))
+    return [output.outputs[0].text for output in outputs]
+
+
+tilewise.attention(torch.zeros(1), torch.zeros(1), torch.zeros(1), causl=True)  # wrong
+tell(3)  # wrong
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_users_file_is_checked_strictly_against_the_wheel(wheel, tmp_path):
+    """Types of the public names are there, and a wrong keyword or argument is seen."""
+    zipfile.ZipFile(wheel).extractall(tmp_path / "packages")
+    script = tmp_path / "user.py"
+    script.write_text(USER)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", script]
+    env = os.environ | {"MYPYPATH": str(tmp_path / "packages")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    wrong = [line for line in USER.splitlines() if line.endswith("# wrong")]
+    said = [line for line in done.stdout.splitlines() if ": error:" in line]
+    at = [USER.splitlines()[int(line.split(":")[1]) - 1] for line in said]
+    assert [*dict.fromkeys(at)] == wrong, done.stdout

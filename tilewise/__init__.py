@@ -178,6 +178,7 @@ _MODULES = frozenset(
         "cluster",
         "cost",
         "distributed",
+        "doctor",
         "engine",
         "errors",
         "flags",

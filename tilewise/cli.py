@@ -84,6 +84,7 @@ examples:
   tilewise precompile --arch sm89 --to kernels.zip         the same for a GPU elsewhere
   tilewise generate --prompt "A" -n 8 --trace t.jsonl      note what the scheduler decides
   tilewise replay t.jsonl                                  draw it: blocks, owners, copies over time
+  tilewise doctor                                          what works here, to paste into an issue
 """
 
 
@@ -193,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_precompile(commands)
     _add_replay(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -611,3 +613,27 @@ def _replay(options: argparse.Namespace) -> None:
     draw(timeline, out)
     print(summary(timeline))
     print(out)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands,
+        "doctor",
+        "say what works on this machine, to paste into an issue",
+        _doctor,
+        epilog="The exit code is 1 where something does not work.",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        default=20.0,
+        help="time of the self-test; 0 leaves it out",
+    )
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from tilewise.doctor.report import doctor
+
+    return doctor(as_json=options.json, seconds=options.seconds)

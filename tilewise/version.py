@@ -1,5 +1,5 @@
-"""The version of the package, for files that the facade `tilewise` imports."""
+"""The version of the package, in this one place."""
 
 __all__ = ["__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Redraw the plot of docs/ampere.md from the committed results.
+"""Redraw the plot of docs/design/ampere.md from the committed results.
 
 python lab/plots/ampere_plots.py
 """
@@ -37,7 +37,7 @@ def main() -> None:
     panels[0].invert_yaxis()
     panels[1].legend(loc="lower right")
     figure.suptitle("attention by mma.sync, code of other architectures run on an H200")
-    figure.savefig(ROOT / "docs/ampere_h200.png", dpi=110)
+    figure.savefig(ROOT / "docs/images/ampere_h200.png", dpi=110)
 
 
 if __name__ == "__main__":

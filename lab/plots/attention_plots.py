@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 # Colour and name of each row's peer, in the order of legends.
 PEERS = {
     "tilewise": ("#1f77b4", "tilewise"),
@@ -193,7 +193,7 @@ def draw_masks(path: Path) -> None:
 
 def main() -> None:
     """Draw every plot whose results are there."""
-    draw_masks(DOCS / "masks.png")
+    draw_masks(IMAGES / "masks.png")
     for device in ("h200", "cpu"):
         name = f"attention_{device}.json"
         if not (RESULTS / name).exists():
@@ -203,8 +203,8 @@ def main() -> None:
         if not any(row.get("table") == "dense" for row in document["rows"]):
             print(f"no dense rows in {name}: its plots stay as they are")
             continue
-        draw_speed(document, DOCS / f"attention_{device}.png")
-        draw_over_n(document, DOCS / f"attention_over_n_{device}.png")
+        draw_speed(document, IMAGES / f"attention_{device}.png")
+        draw_over_n(document, IMAGES / f"attention_over_n_{device}.png")
 
 
 if __name__ == "__main__":

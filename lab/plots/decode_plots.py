@@ -1,4 +1,4 @@
-"""Redraw the plots of docs/decode.md from the committed result of `lab/paged.py`.
+"""Redraw the plots of docs/design/decode.md from the committed result of `lab/paged.py`.
 
 python lab/plots/decode_plots.py
 """
@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 PEERS = {
     "tilewise, planned": ("#1f77b4", "tilewise, with a plan"),
     "tilewise": ("#aec7e8", "tilewise"),
@@ -79,4 +79,4 @@ def draw(result: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(RESULTS / "decode_h200.json", DOCS / "decode_h200.png")
+    draw(RESULTS / "decode_h200.json", IMAGES / "decode_h200.png")

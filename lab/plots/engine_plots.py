@@ -1,4 +1,4 @@
-"""Redraw the plot of docs/engine-benchmarks.md from the results of `tilewise bench engine`.
+"""Redraw the plot of docs/results/engine.md from the results of `tilewise bench engine`.
 
 python lab/plots/engine_plots.py
 """
@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 
 # Colour and name of each engine's rows, in the order of bars.
 ENGINES = {
@@ -125,7 +125,7 @@ def main() -> None:
             rows = with_peer(rows, other, "vllm")
         first = documents[0]
         title = f"{first['device']}, {first['dtype']}, torch {first['torch']}"
-        draw(rows, title, DOCS / f"engine_{device}.png")
+        draw(rows, title, IMAGES / f"engine_{device}.png")
 
 
 if __name__ == "__main__":

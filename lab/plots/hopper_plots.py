@@ -1,4 +1,4 @@
-"""Redraw the plots of docs/hopper.md: the pipelines by hand, the speeds from the committed result.
+"""Redraw the plots of Hopper: the pipelines by hand, the speeds from the committed result.
 
 python lab/plots/hopper_plots.py
 """
@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 PEERS = {
     "tilewise": ("#1f77b4", "tilewise"),
     "fa3": ("#d62728", "FlashAttention-3"),
@@ -143,10 +143,10 @@ def draw_speed(document: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Draw what there is."""
-    draw_pipelines(DOCS / "hopper_pipeline.png")
+    draw_pipelines(IMAGES / "hopper_pipeline.png")
     result = RESULTS / "hopper_h200.json"
     if result.exists():
-        draw_speed(json.loads(result.read_text()), DOCS / "hopper_speed.png")
+        draw_speed(json.loads(result.read_text()), IMAGES / "hopper_speed.png")
     else:
         print(f"no {result.name}: its plot stays as it is")
 

@@ -1,4 +1,4 @@
-"""Redraw the plot of docs/paged-memory.md from the committed result of `tilewise bench waste`.
+"""Redraw the plot of docs/results/paged-memory.md from the result of `tilewise bench waste`.
 
 python lab/plots/memory_plot.py
 """
@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 PARTS = {
     "tokens": ("#2ca02c", "tokens"),
     "reserved": ("#98df8a", "reserved for tokens to come"),
@@ -79,7 +79,7 @@ def main() -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, ncols=4, loc="lower left", frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(DOCS / "paged_memory.png", dpi=110)
+    figure.savefig(IMAGES / "paged_memory.png", dpi=110)
 
 
 if __name__ == "__main__":

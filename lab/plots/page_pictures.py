@@ -21,7 +21,7 @@ from tilewise.engine.llm import LLM
 from tilewise.server.live import live_router
 from tilewise.server.routes import admin_router
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 VIEWS = {"light": ("light", 1180, 820), "dark": ("dark", 1180, 820), "phone": ("light", 390, 844)}
 
 
@@ -80,7 +80,7 @@ def main() -> None:
             for _ in range(6):
                 page.keyboard.press("ArrowRight")
             page.wait_for_timeout(300)
-            page.screenshot(path=DOCS / f"page_{name}.png", full_page=False)
+            page.screenshot(path=IMAGES / f"page_{name}.png", full_page=False)
             llm.loop.resume()
             for thread in threads:
                 thread.join(120)

@@ -1,4 +1,4 @@
-"""Redraw the plot of docs/scale.md from the results of `tilewise simulate`.
+"""Redraw the plot of docs/guide/several-gpus.md from the results of `tilewise simulate`.
 
 python lab/plots/scale_plots.py
 """
@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 # Colour of each number of GPUs that share a model, line of each number of GPUs in all.
 PARALLEL = {2: "#1f77b4", 4: "#d62728", 8: "#2ca02c"}
 GPUS = {8: ":", 64: "-", 1000: "--"}
@@ -78,4 +78,4 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(DOCS / "scale.png")
+    draw(IMAGES / "scale.png")

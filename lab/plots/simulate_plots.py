@@ -1,4 +1,4 @@
-"""Redraw the plots of docs/simulate.md from the results of `tilewise simulate`.
+"""Redraw the plots of docs/guide/sizing.md from the results of `tilewise simulate`.
 
 python lab/plots/simulate_plots.py
 """
@@ -18,7 +18,7 @@ from tilewise.bench.simulate import MODELS
 from tilewise.cost import StepCost, StepWork, machine, recompute_seconds, swap_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 
 # Colour, marker and name of each allocator's curve.
 ALLOCATORS = {
@@ -200,9 +200,9 @@ def _preemption(axes: Any, gpu: str, model: str) -> None:
 
 def main() -> None:
     """Draw all of them."""
-    draw_paper(DOCS / "simulate_paper.png")
-    draw_h200(DOCS / "simulate_h200.png")
-    draw_ablations(DOCS / "simulate_ablations.png")
+    draw_paper(IMAGES / "simulate_paper.png")
+    draw_h200(IMAGES / "simulate_h200.png")
+    draw_ablations(IMAGES / "simulate_ablations.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Redraw the plot of swapping against recomputing in docs/engine.md from its committed result.
+"""Redraw the plot of swapping against recomputing in docs/design/engine.md from its result.
 
 python lab/plots/swap_plots.py
 """
@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 WAYS = {
     "recompute": ("black", "o-", "computed again"),
     "swap": ("#d62728", "s-", "swapped"),
@@ -75,7 +75,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Draw it."""
-    draw(json.loads((RESULTS / "swap_h200.json").read_text()), DOCS / "swap_h200.png")
+    draw(json.loads((RESULTS / "swap_h200.json").read_text()), IMAGES / "swap_h200.png")
 
 
 if __name__ == "__main__":

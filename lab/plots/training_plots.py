@@ -1,4 +1,4 @@
-"""Redraw the plots of docs/training.md from the results of `tilewise bench train`.
+"""Redraw the plots of docs/guide/training.md from the results of `tilewise bench train`.
 
 python lab/plots/training_plots.py
 
@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "lab" / "results"
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 # Colour and name of each way, in the order of bars.
 WAYS = {
     "eager": ("#7f7f7f", "transformers, eager"),
@@ -163,7 +163,7 @@ def main() -> None:
         (draw_losses, "training_losses_h200.png"),
     ):
         try:
-            draw(rows, DOCS / name)
+            draw(rows, IMAGES / name)
         except ValueError as error:
             print(f"{name} is not drawn: {error}")
 

@@ -97,8 +97,6 @@ def test_groups_that_are_no_partition_are_refused():
         CacheSpec(1, 4, kv, (LayerGroup(LatentSpec(4, 2, torch.float32), (0,)),))
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):
         LayerGroup(kv, (0,), 0)
-    with pytest.raises(ValueError, match="layers must hold at least 1 layer, got 0"):
-        LayerGroup(kv, ())
     with pytest.raises(ValueError, match="rope_dim must be at least 1, got 0"):
         LatentSpec(4, 0, torch.float32)
     with pytest.raises(TypeError, match="dtype must be a floating-point type of 16 bits"):

@@ -363,9 +363,9 @@ def test_sums_with_flags_are_near_those_measured():
 
 
 @pytest.mark.parametrize(("name", "shape"), [("8B", "llama-3-8b"), ("70B", "llama-3-70b")])
-def test_docs_scale_has_the_steps_that_the_clock_gives(name, shape):
+def test_the_page_of_the_clock_has_the_steps_that_the_clock_gives(name, shape):
     """Rows of `| Llama 8B, batch 1 | 4.9 ms | ...`; of each model 1, 32 and 256 rows."""
-    lines = (DOCS / "scale.md").read_text().splitlines()
+    lines = (DOCS / "design" / "clock.md").read_text().splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith(f"| Llama {name}, batch 1 |"))
     sizes = read_sizes(SHAPES[shape])
     for line, rows in zip(lines[place : place + 3], (1, 32, 256), strict=True):

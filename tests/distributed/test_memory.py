@@ -77,6 +77,6 @@ def test_a_rank_holds_its_share(ranks, method):
 
 
 def test_a_gather_holds_the_keys_of_all(ranks):
-    """As docs/scale.md says: so it is picked for short pieces alone."""
+    """As docs/guide/several-gpus.md says: so it is picked for short pieces alone."""
     ring, gather = (max(ranks.run(most_bytes, 4, method=m)) for m in ("ring", "gather"))
     assert gather > 1.2 * ring

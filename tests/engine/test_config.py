@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import json
 import pickle
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from tilewise.engine.config import EngineConfig, PromptLookup, RequestTerms, Ter
 from tilewise.engine.settings import of_plain, plain, resolve
 from tilewise.errors import RequestError
 from tilewise.models.config import read_config
+from tools.site import options
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "tilewise" / "engine"
@@ -57,7 +57,7 @@ told["is_known"] = options.unknown_variables({"TILEWISE_DUMMY_PAGES": "5"}) is N
 with open(sys.argv[2], "w") as file:
     file.write("dummy-pages = 6")
 told["file"] = options.resolve({"config": sys.argv[2]}, {})["dummy_pages"]
-told["table"] = runpy.run_path(sys.argv[3])["table"]()
+told["table"] = runpy.run_module(sys.argv[3])["table"]()
 try:
     LLM("story", dummy_pages=0)
 except ValueError as error:
@@ -67,7 +67,7 @@ print(json.dumps(told))
 
 
 def test_a_field_that_is_added_is_everywhere_without_another_edit(tmp_path):
-    files = [ENGINE / "config.py", tmp_path / "options.toml", ROOT / "docs" / "options_table.py"]
+    files = [ENGINE / "config.py", tmp_path / "options.toml", "tools.site.options"]
     done = subprocess.run(
         [sys.executable, "-c", WITH_A_FIELD, *map(str, files)],
         capture_output=True,
@@ -88,9 +88,8 @@ def test_a_field_that_is_added_is_everywhere_without_another_edit(tmp_path):
 
 
 def test_the_table_of_options_is_that_of_the_fields():
-    script = runpy.run_path(str(ROOT / "docs" / "options_table.py"))
-    page = script["PAGE"].read_text(encoding="utf-8")
-    assert script["written"](page) == page, "python docs/options_table.py writes it"
+    page = options.PAGE.read_text(encoding="utf-8")
+    assert options.written(page) == page, "python -m tools.site.options writes it"
 
 
 def test_every_option_says_what_its_value_is():

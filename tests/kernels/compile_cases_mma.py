@@ -40,7 +40,9 @@ def launch_forward(arch: int, spec: AttentionSpec) -> None:
     """Call the launcher of the forward pass; of sm_90 by the tiles of sm_80."""
     tensors = _tensors(spec)
     q, k, v = (tensors.pop(name) for name in ("q", "k", "v"))
-    mma_results(q, k, v, spec, tile_config_fwd(spec, 80 if arch == 90 else arch), **tensors)
+    is_copied = spec.has_bias and max(spec.head_dim, spec.v_head_dim) <= 128
+    tile = tile_config_fwd(spec, 80 if arch == 90 else arch, bias_copied=is_copied)
+    mma_results(q, k, v, spec, tile, **tensors)
 
 
 # Rows of the tables: name -> (head dims, changes to the spec).

@@ -58,7 +58,7 @@ def test_both_plots_are_drawn_with_rows_missing(plots, tmp_path):
 
 
 def test_results_that_are_not_there_leave_their_plots(plots, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "DOCS", tmp_path)
+    monkeypatch.setattr(plots, "IMAGES", tmp_path)
     monkeypatch.setattr(plots, "RESULTS", tmp_path / "results")
     plots.main()
     assert "no attention_h200.json" in capsys.readouterr().out

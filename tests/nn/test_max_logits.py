@@ -1,4 +1,4 @@
-"""Largest logits through a layer, and the example of docs/training.md that clips by them."""
+"""Largest logits through a layer, and the example of docs/guide/training.md that clips by them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tilewise import nn
 
-DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guide" / "training.md"
 
 
 def test_a_layer_hands_them_over_and_computes_the_same() -> None:

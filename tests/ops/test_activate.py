@@ -18,6 +18,7 @@ EAGER = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "softplus": functools.partial(F.softplus, threshold=80.0),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 on_each_function = pytest.mark.parametrize("function", EAGER)

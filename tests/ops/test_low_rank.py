@@ -123,7 +123,9 @@ def test_ranks_to_512_and_many_channels(backend, place):
     found = y.clone()
     ops.add_low_rank(found, x, own, tiles([1, 0, 1], place), backend=backend)
     wide = expected(y.double(), x.double(), own, [1, 0, 1])
-    assert_within_budget(found, wide, expected(y, x, own, [1, 0, 1]))
+    # A library may add 512 ranks in parts; the kernel adds them in one chain: 512 roundings.
+    scale = 512**0.5 * float(wide.abs().max())
+    assert_within_budget(found, wide, expected(y, x, own, [1, 0, 1]), scale=scale)
 
 
 def test_no_row_and_no_tile_change_nothing():

@@ -1,8 +1,8 @@
 """Clients that others wrote, unmodified, against a running server.
 
 openai and anthropic are in the everyday set; litellm, langchain-openai and instructor run where
-they can be imported, guidellm and lm-eval where their commands are in PATH. docs/serve.md has the
-versions that were seen working.
+they can be imported, guidellm and lm-eval where their commands are in PATH.
+docs/guide/clients-and-tools.md has the versions that were seen working.
 """
 
 from __future__ import annotations

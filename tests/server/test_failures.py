@@ -249,7 +249,7 @@ held off by the tests named beside it, of the server and of the engine below it,
 
 
 def table():
-    """docs/failures.md."""
+    """docs/design/failures.md."""
     rows = []
     for number, (what, tests) in KNOWN.items():
         _, engines = FAILURES.get(int(number), ("", ())) if number.isdigit() else ("", ())
@@ -263,7 +263,7 @@ def table():
 
 
 def test_the_page_lists_them_all():
-    assert (ROOT / "docs" / "failures.md").read_text(encoding="utf-8") == table()
+    assert (ROOT / "docs" / "design" / "failures.md").read_text(encoding="utf-8") == table()
 
 
 def test_every_failure_has_a_test_or_a_reason():

@@ -19,7 +19,7 @@ from tilewise.engine.record.ages import Ages, Histogram
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.server.metrics import Metrics
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
 NAME = re.compile(r"tilewise:[a-z0-9_]+")
 
 

@@ -22,7 +22,7 @@ from tilewise.reference.standard import attention
 # Relative errors of bfloat16 results, N 256 to 8,192 on an EPYC: 2e-3 ... 7e-3 of fused kernels,
 # up to 1.2e-2 of standard attention.
 LIMIT = 0.03
-# Of 8-bit inputs from N(0, 1): 5e-2 of o, see docs/fp8.md.
+# Of 8-bit inputs from N(0, 1): 5e-2 of o, see docs/guide/fp8.md.
 FP8_LIMIT = 0.12
 # What dropout does to a row itself: sqrt(p / (1 - p)) is 0.33 of it.
 OWN_DROPOUT_LIMIT = 0.6

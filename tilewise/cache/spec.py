@@ -1,15 +1,19 @@
-"""The memory and tensor shapes of a token's keys and values. Nothing is allocated here."""
+"""The memory and tensor shapes of a token's keys and values, and of states. Nothing is allocated
+here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "QUANTISED_DTYPES",
+    "STATE_CHUNK",
     "CacheLayer",
     "CacheSpec",
     "KVLayer",
@@ -17,6 +21,9 @@ __all__ = [
     "LatentLayer",
     "LatentSpec",
     "LayerGroup",
+    "StateSlots",
+    "StateSpec",
+    "StateTensor",
     "kv_layer",
 ]
 
@@ -28,6 +35,10 @@ KVLayer = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 # One layer's latents: latent_cache and, of an 8-bit one, latent_scale.
 LatentLayer = Tensor | tuple[Tensor, Tensor]
 CacheLayer = KVLayer | LatentLayer
+
+STATE_CHUNK = 64  # tokens of a chunk of a recurrence, see kernels.spec
+# Sizes of a slot's part of a tensor, and its dtype.
+StateTensor = tuple[tuple[int, ...], torch.dtype]
 
 
 def kv_layer(tensors: Sequence[Tensor]) -> KVLayer:
@@ -132,6 +143,109 @@ class LatentSpec(_Row):
         return (self.kv_rank + self.rope_dim) * self.dtype.itemsize + self.scale_bytes
 
 
+class StateSlots(NamedTuple):
+    """The slots of one layer with a state.
+
+    Attributes:
+        recurrence: the tensors of `RecurrentStates` in their order; None without a recurrence.
+        convolution: (slots, R, C), see `causal_conv1d_step`; None without a convolution.
+    """
+
+    recurrence: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None
+    convolution: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What a layer keeps of a sequence: a recurrence, a convolution before it, or one of the two.
+
+    Attributes:
+        conv_channels, conv_width: C and W of the convolution; a width of 1 is no convolution.
+        num_heads, key_dim, value_dim: H, K and V of the state, as `recurrent_states` has them; 0
+            heads are no recurrence.
+        num_key_heads: Hk, the heads of queries and keys.
+        by_channel: True where each channel of the keys has a decay.
+        dtype: the dtype of tokens, float32, float16, bfloat16 or float64. The state is float32, or
+            float64.
+
+    Raises:
+        ValueError: the layer has neither of the two, or a size of one that it has is below 1.
+        TypeError: dtype is another one: quantised states are not built.
+    """
+
+    conv_channels: int = 0
+    conv_width: int = 1
+    num_heads: int = 0
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    by_channel: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not (self.num_heads or self.conv_width > 1):
+            raise ValueError(
+                "num_heads must be at least 1 or conv_width at least 2, "
+                f"got {self.num_heads} and {self.conv_width}"
+            )
+        needed = ["key_dim", "value_dim", "num_key_heads"] if self.num_heads else []
+        needed += ["conv_channels"] if self.conv_width > 1 else []
+        for name in needed:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise TypeError(
+                "dtype of a state's tokens must be float32, float16, bfloat16 or float64, "
+                f"got {self.dtype}"
+            )
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the state itself."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def recurrence(self, *, keeps_tokens: bool) -> list[StateTensor]:
+        """Return the tensors of a slot of `RecurrentStates`, in their order.
+
+        Args:
+            keeps_tokens: whether the chunk's tokens are kept, as a GPU does, and not what they add
+                to the state.
+        """
+        if not self.num_heads:
+            return []
+        wide, gate = self.state_dtype, (self.key_dim,) if self.by_channel else ()
+        kinds: list[StateTensor] = [
+            ((self.num_heads, self.key_dim, self.value_dim), wide),
+            ((STATE_CHUNK, self.num_key_heads, self.key_dim), self.dtype),
+            ((STATE_CHUNK, self.num_heads, *gate), wide),
+            (
+                (STATE_CHUNK, self.num_heads, self.value_dim),
+                self.dtype if keeps_tokens else wide,
+            ),
+        ]
+        return [*kinds, ((STATE_CHUNK, self.num_heads), wide)] if keeps_tokens else kinds
+
+    @property
+    def convolution(self) -> list[StateTensor]:
+        """The tensor of a slot for the convolution: its taps, and the open chunk before them."""
+        if self.conv_width == 1:
+            return []
+        return [((STATE_CHUNK + self.conv_width - 1, self.conv_channels), self.dtype)]
+
+    @property
+    def checkpoint(self) -> list[StateTensor]:
+        """What a checkpoint holds: the state, and W - 1 tokens."""
+        found = self.recurrence(keeps_tokens=True)[:1]
+        if self.conv_width > 1:
+            found.append(((self.conv_width - 1, self.conv_channels), self.dtype))
+        return found
+
+    def slot_bytes(self, *, keeps_tokens: bool) -> int:
+        """Bytes of a running sequence in one layer."""
+        tensors = [*self.recurrence(keeps_tokens=keeps_tokens), *self.convolution]
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in tensors)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers that cache the same tokens in the same format: one pool of blocks, one table a
@@ -139,12 +253,13 @@ class LayerGroup:
 
     Attributes:
         kind: the specification of one token in one of the layers.
-        layers: the numbers of the layers in the model, ascending.
+        layers: the numbers of the layers in the model, ascending; none in a model that has states
+            alone, whose blocks only count tokens.
         window: the number of keys that a query sees, its own included; None for all. Tokens that no
             later query sees are not kept.
 
     Raises:
-        ValueError: there is no layer, or the window is below 1.
+        ValueError: the window is below 1.
     """
 
     kind: KVSpec | LatentSpec
@@ -152,8 +267,6 @@ class LayerGroup:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ValueError("layers must hold at least 1 layer, got 0")
         if self.window is not None:
             _require_positive("window", self.window)
 
@@ -168,12 +281,13 @@ class CacheSpec:
     """The paged cache of a whole model.
 
     Attributes:
-        num_layers: the number of layers with keys and values.
+        num_layers: the number of layers with keys and values; 0 only if others have states.
         block_size: P, the tokens of a cache block.
         kv: the specification of one token in one layer; of the first group if there are several.
         groups: the groups of layers. If not given, all layers are one group without a window.
         sources: the layer whose keys and values each layer reads, itself or one before it; empty
             if each has its own. Groups hold the layers that have.
+        states: the layers of the model that keep a state of each sequence, and what they keep.
 
     Raises:
         ValueError: a size is below 1, or a layer is in no group or in two.
@@ -184,9 +298,11 @@ class CacheSpec:
     kv: KVSpec | LatentSpec
     groups: tuple[LayerGroup, ...] = ()
     sources: tuple[int, ...] = ()
+    states: tuple[tuple[int, StateSpec], ...] = ()
 
     def __post_init__(self) -> None:
-        _require_positive("num_layers", self.num_layers)
+        if not self.states:
+            _require_positive("num_layers", self.num_layers)
         _require_positive("block_size", self.block_size)
         sources = self.sources or tuple(range(self.num_layers))
         own = [layer for layer, source in enumerate(sources) if layer == source]
@@ -223,6 +339,7 @@ class CacheSpec:
         kinds: Sequence[KVSpec | LatentSpec],
         windows: Sequence[int | None],
         sources: tuple[int, ...] = (),
+        states: tuple[tuple[int, StateSpec], ...] = (),
     ) -> CacheSpec:
         """Group the layers of a model by their windows, those without one first, and their kinds.
 
@@ -230,7 +347,7 @@ class CacheSpec:
             block_size: tokens per cache block.
             kinds: the keys and values of one token in each layer.
             windows: the window of each layer, None for all keys.
-            sources: see `CacheSpec`.
+            sources, states: see `CacheSpec`.
         """
         layers = list(zip(windows, kinds, strict=True))
         own = [i for i, source in enumerate(sources or range(len(layers))) if i == source]
@@ -241,12 +358,13 @@ class CacheSpec:
             LayerGroup(kind, tuple(i for i in own if layers[i] == (window, kind)), window)
             for window, kind in distinct
         )
-        return cls(len(layers), block_size, groups[0].kind, groups, sources)
+        groups = groups or (LayerGroup(KVSpec(1, 1, 1, torch.float32), ()),)
+        return cls(len(layers), block_size, groups[0].kind, groups, sources, states)
 
     @property
     def is_plain(self) -> bool:
-        """Whether all layers are one group that keeps every token."""
-        return len(self.groups) == 1 and self.groups[0].window is None
+        """Whether all layers are one group that keeps every token, and none has a state."""
+        return self.windows == (None,) and not self.states
 
     @property
     def group_of(self) -> tuple[int, ...]:

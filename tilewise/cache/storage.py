@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.cache.spec import CacheLayer, CacheSpec, LatentLayer, LatentSpec, kv_layer
+from tilewise.cache.states import StateStorage
 from tilewise.huge_pages import ask_for_huge_pages
 
 __all__ = ["KVStorage", "num_blocks_for"]
@@ -46,8 +47,12 @@ class KVStorage:
         num_blocks: the blocks per layer, at least 1: one number for every group, or one each.
         device: the device of the tensors.
         pinned: True for page-locked main memory, which a GPU reads and writes asynchronously.
+        num_slots: the sequences that run at once, where layers have states.
+        num_checkpoints: the checkpoints of states that are kept.
 
     Attributes:
+        device: the device of the tensors.
+        states: the slots and checkpoints of the layers with states; None without such layers.
         layers: the tensors of each layer of the model: k_cache (N, P, Hk, D) and v_cache (N, P,
             Hk, Dv); with an 8-bit dtype also k_scale and v_scale (N, P, Hk) float32. For a layer
             of latents its latent_cache (N, P, R + Dr), with an 8-bit dtype the pair of it and
@@ -68,6 +73,8 @@ class KVStorage:
         device: torch.device | str = "cpu",
         *,
         pinned: bool = False,
+        num_slots: int = 1,
+        num_checkpoints: int = 0,
     ) -> None:
         counts = [num_blocks] * len(spec.groups) if isinstance(num_blocks, int) else [*num_blocks]
         if len(counts) != len(spec.groups):
@@ -76,7 +83,12 @@ class KVStorage:
             )
         if min(counts) < 1:
             raise ValueError(f"num_blocks must be at least 1, got {min(counts)}")
-        self.spec = spec
+        # Of "cuda" the GPU that tensors will be on, with its number: what is kept for a device is
+        # found by it.
+        self.spec, self.device = spec, torch.empty(0, device=device).device
+        self.states: StateStorage | None = None
+        if spec.states:
+            self.states = StateStorage(spec.states, num_slots, num_checkpoints, device)
         self.num_blocks = counts[0]
         self.parts: list[KVStorage] = [self]
         self.layers: list[CacheLayer]
@@ -101,7 +113,8 @@ class KVStorage:
         for tensor in self.whole:
             if tensor.device.type == "cpu" and not pinned:
                 ask_for_huge_pages(tensor)
-        parts = zip(*(tensor.split(self.num_blocks) for tensor in self.whole), strict=True)
+        split = (tensor.split(self.num_blocks) for tensor in self.whole if own)
+        parts = zip(*split, strict=True)
         is_latent = isinstance(spec.kv, LatentSpec)
         found = [_latent_layer(p) if is_latent else kv_layer(p) for p in parts]
         self.layers = [found[own.index(i)] for i in spec.sources or own]
@@ -123,11 +136,18 @@ class KVStorage:
         firsts = torch.stack([layer * step for step in steps], dim=1)
         return (block_pairs + firsts.unsqueeze(1)).flatten(0, 1)
 
+    def free(self) -> None:
+        """Give the memory of all tensors back, whoever still refers to them: none may be read."""
+        for part in self.parts:
+            for tensor in part.whole:
+                tensor.untyped_storage().resize_(0)
+
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers together."""
+        """Bytes of all layers together, states included."""
         sizes = map(self.spec.group_block_bytes, range(len(self.parts)))
-        return sum(size * count for size, count in zip(sizes, self.counts, strict=True))
+        blocks = sum(size * count for size, count in zip(sizes, self.counts, strict=True))
+        return blocks + (0 if self.states is None else self.states.num_bytes)
 
 
 def _latent_layer(tensors: Sequence[Tensor]) -> LatentLayer:

@@ -227,7 +227,7 @@ def machine(name: str) -> Machine:
     return MACHINES[name]
 
 
-_ROOF = "docs/hopper.md and docs/decode.md: H200, torch 2.11.0+cu130, 2026-11-20 and 22"
+_ROOF = "docs/results/hopper.md, docs/design/decode.md: H200, torch 2.11.0, 2026-11-20 and 22"
 _STEPS = (
     "fitted to the decode steps of Qwen3-0.6B's shape in lab/results/engine_h200.json, which "
     "it gives as 1.38, 2.27, 8.82 ms for 1.37, 2.29, 8.80 measured at batch 1, 32, 256"
@@ -284,7 +284,7 @@ _H200 = Machine(
         "(lab/results/engine_vllm_h200.json)",
         "product_efficiency": "vLLM's prefill of Llama-3-8B, 43,700 tokens/s, which it gives as "
         "43,400 (lab/results/engine_vllm_h200.json)",
-        "key_efficiency": "docs/decode.md: 4.33 of 4.42 TB/s with blocks of 16",
+        "key_efficiency": "docs/design/decode.md: 4.33 of 4.42 TB/s with blocks of 16",
         "beside_efficiency": "not measured: as key_efficiency",
         "attention_efficiency": "lab/results/attention_h200.json: 599 TFLOP/s causal, D 128, "
         "N 4,096",
@@ -329,7 +329,7 @@ _FITTED = (
     "lab/results/simulate_live_cpu.json, fitted to 164 steps of the story model in bfloat16 by "
     "processor time; shares are of the peaks here, above 1 where that part hardly weighs"
 )
-_PEAK = "one thread of the machine of docs/engine-benchmarks.md, torch 2.13.0+cpu, 2026-11-22"
+_PEAK = "one thread of the machine of docs/results/engine.md, torch 2.13.0+cpu, 2026-11-22"
 
 _CPU = Machine(
     name="Intel Xeon with AMX, 1 thread",

@@ -37,9 +37,10 @@ MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
 # lab/results/context_share_mended_h200.json). With the wait for its keys it stays ahead at a
 # third of the link of `Rates`; with the float32 gradients on their way back, which a ring hides, it
 # needs 310 GB/s. Four H100s reached 0.82 of one's rate forward with it, 0.70 with Ulysses and 0.62
-# with a ring; backward 0.86, 0.93 and 0.85 (2026-11-27, docs/scale.md). At 32,768 tokens it was the
-# first forward by 0.02, but the last backward by 0.08. A call does not say whether a backward pass
-# will follow, so longer parts are not gathered.
+# with a ring; backward 0.86, 0.93 and 0.85 (2026-11-27,
+# docs/results/several-gpus.md). At 32,768 tokens it was the first forward by 0.02, but the last
+# backward by 0.08. A call does not say whether a backward pass will follow, so longer parts are not
+# gathered.
 SHORT = 8192
 # Factor of the time for merging the steps of a ring of more than two ranks, relative to its bytes,
 # beside transfers. On four H100s (GQA 64/8, D 128), between 8,192 and 32,768 tokens a rank, a
@@ -56,10 +57,10 @@ class Rates:
     With them the extra time of Ulysses over an even split grows by 92 ns a token (2 GPUs, GQA 64/8,
     D 128): the measurement was 87 between 8,192 and 32,768 tokens a GPU, and 1.3 ms that do not
     grow, mostly the host's. For a ring that merged in float32 the prediction was 51, the
-    measurement 34 (docs/scale.md, 2026-11-23).
+    measurement 34 (docs/results/several-gpus.md, 2026-11-23).
 
     Attributes:
-        flops: FLOP/s of attention; measured here forward, causal, 2026-11 (docs/hopper.md).
+        flops: FLOP/s of attention; measured here forward, causal, 2026-11 (docs/results/hopper.md).
         link: bytes/s that one GPU sends; NVLink 4 by its vendor's figure, not measured here.
         memory: bytes/s of a copy in a GPU's memory, both directions counted; measured 2026-11.
         message_s: the fixed seconds of a message; not measured.

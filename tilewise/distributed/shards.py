@@ -32,7 +32,7 @@ from tilewise.distributed.shard_group import ShardGroup
 from tilewise.models.adapters import Adapter, AdapterPart
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
-from tilewise.models.layer_config import FeedForwardConfig, LayerConfig
+from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig, LayerConfig
 from tilewise.models.native import NativeLayer, for_device
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.models.weight_table import Part, Weight
@@ -70,6 +70,10 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
     """
     if num_shards == 1:
         return
+    if any(layer.mixer is not None for layer in config.layers):
+        raise ValueError(
+            f"tensor_parallel_size must be 1 for layers that remember by a state, got {num_shards}"
+        )
     if any(_is_of_its_own(layer) for layer in config.layers):
         raise ValueError(
             "tensor_parallel_size must be 1 for layers that share keys, or have a scale, inputs or "
@@ -84,7 +88,7 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
             )
     rule = "tensor_parallel_size must divide the model's"
     for layer in dict.fromkeys(config.layers):
-        heads, block = layer.attention, layer.feed_forward
+        heads, block = _blocks_of(layer)
         sizes = {"num_q_heads": heads.num_q_heads}
         if isinstance(block, ExpertsConfig):
             if block.shared_size:
@@ -104,7 +108,15 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
 def _is_of_its_own(layer: LayerConfig) -> bool:
     """Return whether a layer has something that is not cut."""
     has_more = layer.has_scale or layer.token_input_size > 0 or layer.experts is not None
-    return has_more or layer.attention.kv_parts != 2
+    attention = layer.attention
+    return has_more or attention is None or attention.kv_parts != 2 or attention.has_gate
+
+
+def _blocks_of(layer: LayerConfig) -> tuple[AttentionConfig, FeedForwardConfig | ExpertsConfig]:
+    """Return the two blocks that each layer of a model that is cut has."""
+    assert layer.attention is not None
+    assert layer.feed_forward is not None
+    return layer.attention, layer.feed_forward
 
 
 def shard_config(config: ModelConfig, num_shards: int, rank: int = 0) -> ModelConfig:
@@ -124,7 +136,7 @@ def shard_config(config: ModelConfig, num_shards: int, rank: int = 0) -> ModelCo
 
 
 def _shard_layer(layer: LayerConfig, rank: int, num_shards: int) -> LayerConfig:
-    heads, block = layer.attention, layer.feed_forward
+    heads, block = _blocks_of(layer)
     own = _heads_of(heads.num_q_heads, rank, num_shards)
     inner = _inner_size(block, num_shards)
     return replace(
@@ -298,7 +310,7 @@ class _Cut:
         if not module.startswith("layers."):
             return None
         layer = self.config.layers[weight.layer]
-        heads, block = layer.attention, layer.feed_forward
+        heads, block = _blocks_of(layer)
         inner = block.intermediate_size
         if isinstance(block, ExpertsConfig):
             if kind in ("up", "up_scale", "up_bias", "down", "down_scale"):
@@ -380,7 +392,7 @@ def _own_rows(
     module: str, layer: LayerConfig, rank: int, num_shards: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the rows and the columns of a module that a rank has, in its order; None for all."""
-    heads, block = layer.attention, layer.feed_forward
+    heads, block = _blocks_of(layer)
 
     def own(count: int, width: int, first: int = 0) -> Tensor:
         part = _heads_of(count, rank, num_shards)

@@ -263,6 +263,19 @@ class AsyncLLM:
         load = functools.partial(self.llm.load_lora_adapter, name, path, replaces=replaces)
         await asyncio.wrap_future(beside(load))
 
+    async def update_weights(self, path: str, *, running: str = "wait") -> None:
+        """Take other weights from a folder, see `LLM.update_weights`; other tasks run meanwhile."""
+        update = functools.partial(self.llm.update_weights, path, running=running)
+        await asyncio.wrap_future(beside(update))
+
+    async def sleep(self, level: int = 1, *, running: str = "wait") -> None:
+        """Give memory back, see `LLM.sleep`."""
+        await asyncio.wrap_future(beside(functools.partial(self.llm.sleep, level, running=running)))
+
+    async def wake(self) -> None:
+        """Take requests again, see `LLM.wake`."""
+        await asyncio.wrap_future(beside(self.llm.wake))
+
     async def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter by its name, see `LLM.unload_lora_adapter`."""
         self.llm.unload_lora_adapter(name)

@@ -8,7 +8,7 @@ What is made for every token is no frozen dataclass, which takes three times as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
@@ -27,6 +27,7 @@ __all__ = [
     "SampledToken",
     "ScheduledSequence",
     "ScoredToken",
+    "StateMoves",
     "TokenEvent",
     "first_of",
     "why_undrawn",
@@ -102,6 +103,7 @@ class ScheduledSequence(NamedTuple):
             that the window has passed may name a block of another sequence by now, and is not read.
         adapter: the adapter of the request, whose products are added to the model's; None adds
             nothing.
+        state_slot: the slot of its state in layers that keep one; -1 in a model without them.
     """
 
     seq_id: int
@@ -120,6 +122,7 @@ class ScheduledSequence(NamedTuple):
     draft_parents: tuple[int, ...] = ()
     others: tuple[tuple[Sequence[int], int], ...] = ()
     adapter: Adapted | None = None
+    state_slot: int = -1
 
 
 class LaterRuns(Sequence[ScheduledSequence]):
@@ -186,6 +189,33 @@ def first_of(runs: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSeque
     return (runs.first, runs.number) if isinstance(runs, LaterRuns) else (runs, 0)
 
 
+class StateMoves(NamedTuple):
+    """What a step does with slots of states, and with checkpoints of them.
+
+    Attributes:
+        restores: (checkpoint, slot, position): the slot becomes what it was at a position, before
+            the step and after swap_in.
+        forks: (slot, its copy), likewise; no copy is a source.
+        saves: (slot, checkpoint, position): what a slot knows of a position is kept, after the
+            step.
+    """
+
+    restores: tuple[tuple[int, int, int], ...] = ()
+    forks: tuple[tuple[int, int], ...] = ()
+    saves: tuple[tuple[int, int, int], ...] = ()
+
+    def of_slots(self, slots: Set[int]) -> StateMoves:
+        """Return those of some slots alone."""
+        return StateMoves(
+            tuple(each for each in self.restores if each[1] in slots),
+            tuple(each for each in self.forks if each[1] in slots),
+            tuple(each for each in self.saves if each[0] in slots),
+        )
+
+
+NO_STATE_MOVES = StateMoves()
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step, never empty, the oldest sequence first.
@@ -202,6 +232,7 @@ class Batch:
         other_moves: swap_out and swap_in of these.
         is_plain: every sequence runs one token, behind one that it has drawn, draws one, and asks
             for nothing but temperature and truncation. False may mean: not checked.
+        states: the copies of states before and after the step.
     """
 
     sequences: Sequence[ScheduledSequence]
@@ -212,6 +243,7 @@ class Batch:
     other_copies: tuple[tuple[tuple[int, int], ...], ...] = ()
     other_moves: tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...] = ()
     is_plain: bool = False
+    states: StateMoves = NO_STATE_MOVES
 
     @property
     def is_moving(self) -> bool:
@@ -253,6 +285,7 @@ class Batch:
             block_copies=copies,
             left=(),
             other_copies=tuple(others),
+            states=self.states.of_slots({s.state_slot for s in sequences}),
         )
 
     def of_group(self, group: int) -> Batch:

@@ -2,8 +2,8 @@
 
 The metadata of a field of `EngineConfig` hold what its value is, which values it may have and which
 flag sets it. Made of them are: the signature and the docstring of `LLM`, the flags of the command
-line with their help, the variables and the entries of `--config`, the table in docs/serve.md, and
-the checks.
+line with their help, the variables and the entries of `--config`, the table in
+docs/reference/options.md, and the checks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tilewise.keywords import unknown_keyword
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = [
     "GRAPHS",
@@ -463,8 +464,17 @@ class EngineConfig:
         ValueError: a value is out of its range, or two do not go together.
     """
 
-    model: str | Path
+    model: str | Path | nn.Module
     _: KW_ONLY
+    tokenizer: str | Path | None = field(
+        default=None,
+        metadata=option(
+            Folder(),
+            "folder, or hub name, of the tokenizer's files",
+            "None is the model's own folder; a model that lives in this process has none, and then "
+            "prompts are token ids.",
+        ),
+    )
     dtype: str | torch.dtype = field(
         default="auto",
         metadata=option(
@@ -491,8 +501,8 @@ class EngineConfig:
             Choice(MODEL_IMPLS),
             "code that runs the layers of the model",
             '"tilewise" is a decoder of this package. "transformers" runs the modules of '
-            'transformers with paged attention, see docs/models.md. "auto" takes a decoder of this'
-            " package where there is one for the checkpoint, and transformers elsewhere.",
+            'transformers with paged attention, see docs/guide/models.md. "auto" takes a decoder '
+            "of this package where there is one for the checkpoint, and transformers elsewhere.",
             flag="model_impl",
             metavar="NAME",
         ),
@@ -737,7 +747,7 @@ class EngineConfig:
             "A request has the same tokens and log-probabilities, to the bit, whatever runs in "
             "the same steps, however its prompt is cut, whether it is preempted and whatever the "
             "prefix cache has of it. None is True on a CPU and False on a GPU; see "
-            "docs/batch-invariance.md.",
+            "docs/design/batch-invariance.md.",
             flag="batch_invariant",
         ),
     )
@@ -755,7 +765,7 @@ class EngineConfig:
             Guesses(),
             "guesser of several tokens of a sequence, which one step verifies",
             "PromptLookup(...), DraftModel(...) or OwnHead(...); what is generated stays "
-            "the same. Not with CUDA graphs.",
+            "the same. A draft model runs on a CPU alone.",
         ),
     )
     enable_lora: bool = field(
@@ -764,7 +774,7 @@ class EngineConfig:
             Boolean(),
             "adapters of low rank (LoRA) beside the model, which requests name",
             "They are loaded at the start (lora_modules) or while requests run. See "
-            "docs/adapters.md.",
+            "docs/guide/adapters.md.",
             flag="enable_lora",
         ),
     )
@@ -816,7 +826,8 @@ class EngineConfig:
             Integer(),
             "processes that hold a shard of the model and of every cache block each",
             "They compute on as many GPUs or on the CPU; all share a GPU if `device` has a "
-            "number. `model` then has the shape of the whole and no weights. See docs/scale.md.",
+            "number. `model` then has the shape of the whole and no weights. See "
+            "docs/guide/several-gpus.md.",
             flag="tensor_parallel_size",
             metavar="N",
         ),

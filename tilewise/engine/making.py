@@ -29,6 +29,7 @@ from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
 from tilewise.engine.steps.encoder_runner import EncoderRunner
 from tilewise.engine.steps.head_guesser import HeadGuesser
 from tilewise.engine.steps.runner import Runner
+from tilewise.engine.steps.verifying import VerifyingRunner
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
 from tilewise.models.adapters import AdapterSite
@@ -317,7 +318,7 @@ class EngineMaker:
 
     def _op_by_op(self, storage: KVStorage, slots: AdapterSlots | None) -> Runner:
         config = self.config
-        runner = runner_for(
+        runner = self._verifying(storage) or runner_for(
             self.model,
             storage,
             num_parameters=self.num_parameters,
@@ -336,6 +337,8 @@ class EngineMaker:
             slots.warm_up()
         runner.count_compilations()
         self.start_seconds.end("kernels compiled")
+        if isinstance(runner, VerifyingRunner):
+            self._prepare(runner)
         if isinstance(config.speculative, DraftModel):
             guesser = guesser_of(
                 config.speculative,
@@ -348,17 +351,54 @@ class EngineMaker:
             )
             return DraftingRunner(runner, guesser)
         if isinstance(config.speculative, OwnHead):
-            head = load_multi_token_head(self.directory, self.model, self.model.config)
+            head = load_multi_token_head(
+                self.directory,
+                self.model,
+                self.model.config,
+                random_weights=config.random_weights,
+            )
             own = cache_spec(head.config, storage.spec.block_size, self.model.dtype)
             own = CacheSpec(1, storage.spec.block_size, own.kv)
             cache = allocate(own, storage.num_blocks, config.device)
             for tensor in cache.whole:
                 tensor.zero_()  # keys of a prefix of others may be missing
-            return DraftingRunner(
-                runner,
-                HeadGuesser(head, cache, batch_invariant=config.batch_invariant),
+            guessing = HeadGuesser(
+                head,
+                cache,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len,
+                num_drafts=config.speculative.num_tokens,
+                has_graphs=config.has_verifying_graphs,
+                batch_invariant=config.batch_invariant,
             )
+            self._prepare(guessing.draft)
+            return DraftingRunner(runner, guessing)
         return runner
+
+    def _verifying(self, storage: KVStorage) -> VerifyingRunner | None:
+        """Return the runner of an engine that verifies guesses by graphs; None for others."""
+        config = self.config
+        if config.speculative is None or not config.has_verifying_graphs:
+            return None
+        return VerifyingRunner(
+            self.model,
+            storage,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            num_drafts=config.speculative.num_tokens,
+            batch_invariant=config.batch_invariant,
+        )
+
+    def _prepare(self, runner: VerifyingRunner) -> None:
+        """Capture the steps of a runner now, unless the config puts it off."""
+        if self.config.graphs == "lazy":
+            return
+        progress = Progress(terminal(self.config.use_progress))
+        try:
+            runner.prepare(progress.show)
+        finally:
+            progress.close()
+        self.start_seconds.end("steps captured")
 
 
 @dataclass(frozen=True)

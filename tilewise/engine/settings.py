@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec, StateSpec
 from tilewise.engine.config import LEAST_MAX_RANK, EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.models.config import ModelConfig
@@ -28,6 +29,7 @@ __all__ = [
     "check_weights",
     "compute_device",
     "context_length",
+    "device_of",
     "end_tokens",
     "is_invariant",
     "model_directory",
@@ -83,8 +85,13 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps are CUDA graphs."""
-        return self.graphs != "off"
+        """Whether steps are CUDA graphs that follow one another without a word from the host."""
+        return self.graphs != "off" and self.speculative is None
+
+    @property
+    def has_verifying_graphs(self) -> bool:
+        """Whether the passes of the model that verify guesses are CUDA graphs."""
+        return self.graphs != "off" and self.speculative is not None
 
     @property
     def is_int8(self) -> bool:
@@ -167,7 +174,7 @@ def packaged_model() -> Path:
     return Path(__file__).parents[1] / "assets" / PACKAGED
 
 
-def model_directory(model: str | Path) -> Path:
+def model_directory(model: object) -> Path:
     """Return the checkpoint directory that a user means: a path, a name on the hub, or "story".
 
     Raises:
@@ -188,11 +195,19 @@ def model_directory(model: str | Path) -> Path:
 
 
 def cache_spec(
-    config: ModelConfig, block_size: int, dtype: torch.dtype, max_model_len: int | None = None
+    config: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    max_model_len: int | None = None,
+    *,
+    token_dtype: torch.dtype | None = None,
 ) -> CacheSpec:
-    """Return the cache that a model needs: a group of layers for each window.
+    """Return the cache that a model needs: a group of layers for each window, and states.
 
     Args:
+        dtype: the dtype of keys and values.
+        token_dtype: the dtype of the parameters, and so of what states keep of tokens; None for
+            `dtype`.
         max_model_len: tokens of a sequence; a window that none outgrows is none. None is the
             model's own limit.
     """
@@ -202,12 +217,22 @@ def cache_spec(
         kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
         return CacheSpec.of_windows(block_size, kind, windows)
     kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
-    return CacheSpec.of_layers(block_size, kinds, windows, config.kv_sources)
+    states = tuple(
+        (layer, StateSpec(**asdict(sizes), dtype=token_dtype or dtype))
+        for layer, sizes in getattr(config, "states", {}).items()
+    )
+    return CacheSpec.of_layers(block_size, kinds, windows, config.kv_sources, states)
 
 
 def spec_of(model: ModelConfig, config: ResolvedConfig) -> CacheSpec:
     """Return the cache of a model, or of a shard of it, in an engine."""
-    return cache_spec(model, config.block_size, config.kv_cache_dtype, config.max_model_len)
+    return cache_spec(
+        model,
+        config.block_size,
+        config.kv_cache_dtype,
+        config.max_model_len,
+        token_dtype=config.dtype,
+    )
 
 
 def check_groups(config: ModelConfig, speculative: object) -> None:
@@ -242,6 +267,22 @@ def compute_device(device: str | torch.device) -> torch.device:
             f"got {str(device)!r}"
         )
     return found
+
+
+def device_of(model: nn.Module, device: str | torch.device) -> torch.device:
+    """Return the device of a model that lives in this process.
+
+    Raises:
+        ValueError: its parameters lie on several devices, or a user means another one.
+    """
+    found = {parameter.device for parameter in model.parameters()}
+    if len(found) != 1:
+        places = ", ".join(sorted(map(str, found))) or "none"
+        raise ValueError(f"model must have its parameters on one device, got {places}")
+    (own,) = found
+    if device != "auto" and compute_device(device).type != own.type:
+        raise ValueError(f"device must be that of the model, {own}, got {str(device)!r}")
+    return compute_device(own)
 
 
 def cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,14 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = frozenset(
-    ["flash_attn", "flash_attn_interface", "torch_flash", "torch_sdpa", "transformers"]
+    [
+        "evoformer",
+        "flash_attn",
+        "flash_attn_interface",
+        "torch_flash",
+        "torch_sdpa",
+        "transformers",
+    ]
 )
 
 

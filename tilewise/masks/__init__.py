@@ -3,7 +3,7 @@
     mask = masks.causal(4096) & masks.document([1000, 3000, 96])
     o = tilewise.attention(q, k, v, mask=mask)
 
-docs/masks.md shows every builder and recipes.
+docs/guide/masks.md shows every builder and recipes.
 """
 
 from tilewise.masks.analytic import (
@@ -17,6 +17,7 @@ from tilewise.masks.analytic import (
 from tilewise.masks.block_mask import BlockMask, TileCounts, TileLists
 from tilewise.masks.build import block_sparse, cat, dense, from_predicate
 from tilewise.masks.documents import document
+from tilewise.masks.of_flex import from_flex
 from tilewise.masks.tile_map import EMPTY, FULL, TILES
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "dense",
     "document",
     "from_distance",
+    "from_flex",
     "from_predicate",
     "global_local",
     "prefix_lm",

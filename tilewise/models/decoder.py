@@ -36,6 +36,8 @@ class Decoder(nn.Module):
             `use_invariant_linears`; None otherwise.
         has_inference_bits: True after `use_inference_bits`.
         weight_prefix: the prefix of tensor names that a checkpoint of the bare model omits.
+        weight_renames: regular expressions of tensors' names in some files, and what stands for
+            them in `weight_table`.
         embedding_source: the embedding's name in a checkpoint.
         ignored_weights: regular expressions of checkpoint tensors that are no parameters.
         residual_projections: suffixes of the parameters that write to the residual stream.
@@ -44,6 +46,7 @@ class Decoder(nn.Module):
     """
 
     weight_prefix: str = ""
+    weight_renames: tuple[tuple[str, str], ...] = ()
     embedding_source: str = "model.embed_tokens.weight"
     ignored_weights: tuple[str, ...] = ()
     residual_projections: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")
@@ -73,8 +76,8 @@ class Decoder(nn.Module):
             ids: int64, (B, S) dense and differentiable, or (T,) packed when ctx and kv are given.
             positions: int64, same shape as ids; None means 0 ... S - 1 of a dense batch.
             ctx: the AttentionContext, which says to which sequences the packed rows belong.
-            kv: the k_cache and v_cache of each layer (and scales of an 8-bit cache) that the new
-                tokens' keys and values are written to, and that attention reads.
+            kv: the k_cache and v_cache of each layer with attention (and scales of an 8-bit cache)
+                that the new tokens' keys and values are written to, and that attention reads.
 
         Returns:
             (B, S, E) or (T, E), in the dtype of the model.

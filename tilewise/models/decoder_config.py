@@ -8,10 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from tilewise.errors import CheckpointError
-from tilewise.models.layer_config import AttentionConfig, LayerConfig, NormConfig
+from tilewise.models.layer_config import (
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    NormConfig,
+)
 from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.mla import LatentConfig
 from tilewise.nn.rope import RopeConfig
+from tilewise.nn.states import StateSizes
 
 __all__ = ["DecoderConfig"]
 
@@ -89,47 +95,59 @@ class DecoderConfig:
 
     @property
     def attentions(self) -> tuple[AttentionConfig, ...]:
-        """The attention of each layer."""
-        return tuple(layer.attention for layer in self.layers)
+        """The attention of each layer that has one, in order."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForwardConfig | ExpertsConfig, ...]:
+        """The feed-forward block of each layer that has one, in order."""
+        return tuple(x.feed_forward for x in self.layers if x.feed_forward is not None)
+
+    @property
+    def states(self) -> dict[int, StateSizes]:
+        """What each layer with a state remembers of a sequence, by the number of the layer."""
+        return {i: x.mixer.sizes for i, x in enumerate(self.layers) if x.mixer is not None}
 
     @property
     def num_q_heads(self) -> int:
-        """The query heads of a layer, of the one with the most."""
-        return max(attention.num_q_heads for attention in self.attentions)
+        """The query heads of a layer, of the one with the most; 0 without attention."""
+        return max((attention.num_q_heads for attention in self.attentions), default=0)
 
     @property
     def num_kv_heads(self) -> int:
-        """The key heads of a layer, of the one with the most."""
-        return max(attention.num_kv_heads for attention in self.attentions)
+        """The key heads of a layer, of the one with the most; 0 without attention."""
+        return max((attention.num_kv_heads for attention in self.attentions), default=0)
 
     @property
     def head_dim(self) -> int:
-        """The channels of a query, of the layer with the most."""
-        return max(attention.head_dim for attention in self.attentions)
+        """The channels of a query, of the layer with the most; 0 without attention."""
+        return max((attention.head_dim for attention in self.attentions), default=0)
 
     @property
     def intermediate_size(self) -> int:
-        """The width of a feed-forward block, of the widest layer."""
-        return max(layer.feed_forward.intermediate_size for layer in self.layers)
+        """The width of a feed-forward block, of the widest layer; 0 without any."""
+        return max((block.intermediate_size for block in self.feed_forwards), default=0)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The number of keys of each layer that a query sees, its own included; None for all."""
+        """The number of keys that a query sees, its own included, in each layer with attention;
+        None for all."""
         return tuple(attention.window for attention in self.attentions)
 
     @property
     def softmax_scales(self) -> tuple[float, ...]:
-        """The factor of q . k in each layer."""
+        """The factor of q . k in each layer with attention."""
         return tuple(attention.softmax_scale for attention in self.attentions)
 
     @property
     def cached_heads(self) -> tuple[tuple[int, int, int], ...]:
-        """The sizes (Hk, D, Dv) of each layer in the cache."""
+        """The sizes (Hk, D, Dv) of each layer with attention in the cache."""
         return tuple(attention.cached_head for attention in self.attentions)
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
-        """The layer whose keys and values each layer reads; empty if each has its own."""
+        """The layer whose keys and values each layer with attention reads, counted among those;
+        empty if each has its own."""
         if all(attention.kv_layer is None for attention in self.attentions):
             return ()
         return tuple(
@@ -139,8 +157,8 @@ class DecoderConfig:
 
     @property
     def latent(self) -> LatentConfig | None:
-        """The sizes of latent attention, which all layers have or none."""
-        return self.layers[0].attention.latent
+        """The sizes of latent attention, which all layers with attention have or none."""
+        return self.attentions[0].latent if self.attentions else None
 
     @property
     def experts(self) -> ExpertsConfig | None:
@@ -174,17 +192,18 @@ class DecoderConfig:
     def with_kv_heads(self, num_kv_heads: int | Sequence[int]) -> Self:
         """Return the configuration with other numbers of key heads: one of all layers, or each
         layer's."""
-        counts = (
-            (num_kv_heads,) * self.num_layers if isinstance(num_kv_heads, int) else num_kv_heads
-        )
+        counts = num_kv_heads
+        if isinstance(counts, int):
+            counts = (counts,) * len(self.attentions)
         return self._with_attentions(
             replace(attention, num_kv_heads=count)
             for attention, count in zip(self.attentions, counts, strict=True)
         )
 
     def _with_attentions(self, attentions: Iterable[AttentionConfig]) -> Self:
+        given = iter(attentions)
         layers = (
-            replace(layer, attention=attention)
-            for layer, attention in zip(self.layers, attentions, strict=True)
+            layer if layer.attention is None else replace(layer, attention=next(given))
+            for layer in self.layers
         )
         return replace(self, layers=tuple(layers))

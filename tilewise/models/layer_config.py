@@ -1,4 +1,4 @@
-"""What one layer of a decoder computes, as data: norms, attention, a feed-forward block."""
+"""One layer of a decoder as data: norms, attention or a state, a feed-forward block."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from tilewise.errors import CheckpointError
 from tilewise.nn.experts import ExpertsConfig
+from tilewise.nn.gated_delta_net import GatedDeltaConfig
+from tilewise.nn.kimi_delta import KimiDeltaConfig
 from tilewise.nn.layers import ACTIVATIONS
+from tilewise.nn.mamba2 import Mamba2Config
 from tilewise.nn.mla import LatentConfig
 from tilewise.nn.rope import RopeConfig
+from tilewise.nn.short_conv import ShortConvConfig
 
 __all__ = [
     "PARALLEL",
@@ -19,6 +23,7 @@ __all__ = [
     "AttentionConfig",
     "FeedForwardConfig",
     "LayerConfig",
+    "MixerConfig",
     "NormConfig",
     "QueryGrowth",
 ]
@@ -29,6 +34,9 @@ POST_NORM = ("attention_out_norm", "mlp_out_norm")
 SANDWICH = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 PARALLEL = ("attention_norm",)
 """The norms of a layer, by the usual names of their orders; see `LayerConfig.norms`."""
+
+MixerConfig = GatedDeltaConfig | KimiDeltaConfig | Mamba2Config | ShortConvConfig
+"""What a layer has that remembers by a state, beside attention or in place of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,8 @@ class AttentionConfig:
         is_chunked: True if the window begins anew at each multiple of its size: a query sees the
             keys of its own chunk up to its own.
         query_growth: the growth of queries with their position; None for none.
+        has_gate: True if the output of each head is multiplied by the sigmoid of a projection.
+        input_scale, output_scale: factors of what the layer reads and of what it gives.
     """
 
     num_q_heads: int
@@ -131,6 +141,9 @@ class AttentionConfig:
     kv_layer: int | None = None
     is_chunked: bool = False
     query_growth: QueryGrowth | None = None
+    has_gate: bool = False
+    input_scale: float = 1.0
+    output_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
@@ -150,6 +163,15 @@ class AttentionConfig:
             raise CheckpointError("window must be the size of the chunks, got None")
         if self.v_norm and self.qk_norm is None:
             raise CheckpointError("qk_norm must be given with v_norm, got None")
+        if self.has_gate and (self.latent is not None or self.kv_parts != 2):
+            raise CheckpointError(
+                "has_gate must be false without keys and values of the layer's own"
+            )
+
+    @property
+    def heads(self) -> tuple[range, range]:
+        """The query heads and the key heads."""
+        return range(self.num_q_heads), range(self.num_kv_heads)
 
     @property
     def kv_parts(self) -> int:
@@ -171,12 +193,15 @@ class FeedForwardConfig:
         activation: a key of `nn.layers.ACTIVATIONS`.
         is_gated: True for down(act(gate(x)) * up(x)), False for down(act(up(x))).
         bias: whether the projections have biases.
+        gate_scale, output_scale: factors of the gate, before its activation, and of the output.
     """
 
     intermediate_size: int
     activation: str = "silu"
     is_gated: bool = True
     bias: bool = False
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
 
     def __post_init__(self) -> None:
         size = self.intermediate_size
@@ -189,13 +214,14 @@ class FeedForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One layer: attention and a feed-forward block, added to the residual stream.
+    """One layer: attention, a state or both, and a feed-forward block, added to the residual
+    stream.
 
     Attributes:
-        attention: the attention, or latent attention, of the layer.
-        feed_forward: the feed-forward block, or the mixture of several.
-        norms: the norms that the layer has, of SANDWICH: before attention, of its output, before
-            the feed-forward block, of its output.
+        attention: the attention, or latent attention, of the layer; None for none.
+        feed_forward: the feed-forward block, or the mixture of several; None for none.
+        norms: the norms that the layer has, of SANDWICH: before attention or the mixer, of its
+            output, before the feed-forward block, of its output.
         is_parallel: True if both blocks read the same stream and are added at once. Without an
             `mlp_norm` the feed-forward block then reads what attention reads.
         experts: a mixture beside the feed-forward block, which reads the stream by a norm of its
@@ -204,12 +230,19 @@ class LayerConfig:
         has_scale: True if the residual stream behind the layer has a factor that is learnt.
         token_input_size: the channels of an embedding of the token for this layer, which gates
             what is added behind the blocks; 0 for none. See `DecoderConfig.token_inputs`.
+        mixer: the block that remembers by a state; it reads what attention reads, where there are
+            both, and their outputs are added. None for none.
     """
 
-    attention: AttentionConfig
-    feed_forward: FeedForwardConfig | ExpertsConfig
+    attention: AttentionConfig | None
+    feed_forward: FeedForwardConfig | ExpertsConfig | None
     norms: tuple[str, ...] = PRE_NORM
     is_parallel: bool = False
     experts: ExpertsConfig | None = None
     has_scale: bool = False
     token_input_size: int = 0
+    mixer: MixerConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention is None and self.mixer is None and self.feed_forward is None:
+            raise CheckpointError("a layer must have a block, got none")

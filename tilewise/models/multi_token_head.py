@@ -57,10 +57,10 @@ class MultiTokenHead(Decoder):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(replace(config, layers=config.layers[-1:], tie_word_embeddings=True))
         del self.embed_tokens  # the model's, see `share`
-        width, rope = config.hidden_size, config.layers[-1].attention.rope
+        width, rope = config.hidden_size, config.attentions[-1].rope
         self._place = config.num_layers
         self.names = FAMILIES[config.architecture].names_of(config)
-        self.weight_prefix = self.names.prefix
+        self.weight_prefix, self.weight_renames = self.names.prefix, self.names.renames
         self.enorm, self.hnorm = new_norm(config.norm, width), new_norm(config.norm, width)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.rotary = None if rope is None else RotaryEmbedding(rope)
@@ -104,14 +104,17 @@ class MultiTokenHead(Decoder):
     def _weight(self, name: str, parameter: Tensor) -> Weight:
         if name in _OWN:
             return Weight.of(name, f"{self.names.layer.format(self._place)}.{_OWN[name]}")
-        heads = self.config.layers[0].attention if ".qkv_proj." in name else None
-        rows = rows_of_sources(heads, tuple(parameter.shape))
+        rows = rows_of_sources(self.config.layers[0], name, tuple(parameter.shape))
         there = self.names.weight(f"layers.{self._place}.{name.removeprefix('layers.0.')}", rows)
         return replace(there, name=name)
 
 
 def load_multi_token_head(
-    directory: str | Path, model: Decoder, config: ModelConfig
+    directory: str | Path,
+    model: Decoder,
+    config: ModelConfig,
+    *,
+    random_weights: bool = False,
 ) -> MultiTokenHead:
     """Load the first head of a checkpoint, packed for inference like the model.
 
@@ -119,6 +122,7 @@ def load_multi_token_head(
         directory: the directory of the checkpoint.
         model: the model of the checkpoint, packed, whose embedding and output head the head uses.
         config: the configuration of the model.
+        random_weights: True to draw the weights instead of reading them.
 
     Raises:
         CheckpointError: the checkpoint has no such head, or one of another shape.
@@ -134,7 +138,10 @@ def load_multi_token_head(
     with torch.device("meta"):
         head = MultiTokenHead(for_device(config, place))
     head.to(model.dtype).to_empty(device=place)
-    load_weights(head, directory)
+    if random_weights:
+        head.init_weights(generator=torch.Generator(place).manual_seed(1))
+    else:
+        load_weights(head, directory)
     head.eval().requires_grad_(False)
     for module in list(head.modules()):
         if isinstance(module, Experts):

@@ -18,8 +18,9 @@ from tilewise.models.decoder import Decoder
 from tilewise.models.families import FAMILIES
 from tilewise.models.layer_config import (
     PRE_NORM,
-    AttentionConfig,
+    FeedForwardConfig,
     LayerConfig,
+    MixerConfig,
     NormConfig,
     QueryGrowth,
 )
@@ -28,7 +29,9 @@ from tilewise.models.weight_table import Weight
 from tilewise.nn.attention import Attention, KeysAndValues
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.experts import Experts, ExpertsConfig
+from tilewise.nn.gated_delta_net import GatedDeltaConfig, GatedDeltaNet
 from tilewise.nn.invariant_linear import InvariantLinear
+from tilewise.nn.kimi_delta import KimiDeltaAttention, KimiDeltaConfig
 from tilewise.nn.layers import (
     ACTIVATIONS,
     MLP,
@@ -41,10 +44,13 @@ from tilewise.nn.layers import (
     UnitRMSNorm,
     activate,
 )
+from tilewise.nn.mamba2 import Mamba2, Mamba2Config
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.packed import PackedLinear
 from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.rope import RotaryEmbedding
+from tilewise.nn.short_conv import ShortConv
+from tilewise.nn.states import StateLayer
 
 __all__ = ["NativeDecoder", "NativeLayer", "for_device", "new_norm", "rows_of_sources"]
 
@@ -88,10 +94,13 @@ class NativeLayer(nn.Module):
         token_gate, token_proj, token_norm: the projection to the gate of the token's embedding,
             the one back, and the norm of what it adds; None without.
         scale: (1,), the factor of the residual stream behind the layer; None without.
+        mixer: the block that remembers by a state, beside attention or in place of it; None
+            without.
     """
 
-    attention: Attention | MultiheadLatentAttention
-    mlp: GatedMLP | MLP | Experts
+    attention: Attention | MultiheadLatentAttention | None
+    mixer: StateLayer | None
+    mlp: GatedMLP | MLP | Experts | None
     attention_norm: Norm | None
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
@@ -102,15 +111,23 @@ class NativeLayer(nn.Module):
         super().__init__()
         own = config.layers[layer]
         self.is_parallel, self.residual_scale = own.is_parallel, config.residual_scale
+        self.layer = layer
         norms = {
             name: new_norm(config.norm, config.hidden_size) if name in own.norms else None
             for name in ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
         }
         self.attention_norm = norms["attention_norm"]
-        self.attention = _attention(config, layer)
+        self.attention = None if own.attention is None else _attention(config, layer)
+        self.mixer = None if own.mixer is None else new_mixer(config.hidden_size, own.mixer)
         self.attention_out_norm = norms["attention_out_norm"]
         self.mlp_norm = norms["mlp_norm"]
         self.mlp = _feed_forward(config, own)
+        block = own.feed_forward
+        self.fed_scale = block.output_scale if isinstance(block, FeedForwardConfig) else 1.0
+        scales = own.attention
+        self.attention_scales = (
+            (1.0, 1.0) if scales is None else (scales.input_scale, scales.output_scale)
+        )
         self.mlp_out_norm = norms["mlp_out_norm"]
         self.experts: Experts | None = None
         self.experts_norm = self.experts_out_norm = self.dense_out_norm = None
@@ -124,6 +141,7 @@ class NativeLayer(nn.Module):
             self.token_gate = nn.Linear(config.hidden_size, size, bias=False)
             self.token_proj = nn.Linear(size, config.hidden_size, bias=False)
             self.token_norm = new_norm(config.norm, config.hidden_size)
+            assert own.feed_forward is not None
             self.token_activation = ACTIVATIONS[own.feed_forward.activation]
         self.register_parameter("scale", nn.Parameter(torch.ones(1)) if own.has_scale else None)
         is_added_by_a_norm = (
@@ -133,11 +151,11 @@ class NativeLayer(nn.Module):
             and own.experts is None
             and isinstance(self.mlp_norm, RMSNorm)
             and not own.is_parallel
-            and self.residual_scale == 1
+            and self.residual_scale == self.fed_scale == 1
         )
-        for block in (self.attention, self.mlp):
-            if isinstance(block, Attention | GatedMLP):
-                block.leaves_parts = is_added_by_a_norm
+        for module in (self.attention, self.mlp):
+            if isinstance(module, Attention | GatedMLP):
+                module.leaves_parts = is_added_by_a_norm and self.mixer is None
 
     def forward(
         self,
@@ -172,13 +190,17 @@ class NativeLayer(nn.Module):
             and self._is_one_row(residual)
         ):
             return self._one_row(x, residual, rope, ctx, kv)
+        if self.attention is None and self.mixer is None:
+            assert self.mlp is not None
+            h, residual = _read_stream(self.mlp_norm, x, residual)
+            return self._written(self._fed(h, ctx), self.mlp_out_norm), residual
         h, residual = _read_stream(self.attention_norm, x, residual)
         options: dict[str, Any] = {}
         if growth is not None or read is not None:
             options = {"growth": growth, "read": read}
-        attended = self._written(
-            self.attention(h, rope, ctx=ctx, kv=kv, **options), self.attention_out_norm
-        )
+        attended = self._written(self._mixed(h, rope, ctx, kv, options), self.attention_out_norm)
+        if self.mlp is None:
+            return attended, residual
         if self.is_parallel:
             own = h if self.mlp_norm is None else self.mlp_norm(residual)
             fed = self._written(self._fed(own, ctx), self.mlp_out_norm)
@@ -206,14 +228,55 @@ class NativeLayer(nn.Module):
             stream = stream + self.token_norm(self.token_proj(gate * token_input))
         return stream if self.scale is None else stream * self.scale, None
 
+    def _mixed(
+        self,
+        h: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        ctx: AttentionContext | None,
+        kv: CacheLayer | None,
+        options: dict[str, Any],
+    ) -> Tensor | Parts | RankPart:
+        """Return the output of attention, of the mixer, or the sum of both."""
+        mixed: Tensor | None = None
+        if self.mixer is not None and ctx is None:
+            mixed = self.mixer(h)
+        elif self.mixer is not None:
+            assert ctx is not None
+            if ctx.states is None:
+                raise ValueError("ctx.states must be given for layers with a state, got None")
+            mixed = self.mixer.step(
+                h,
+                ctx.states.layers[self.layer],
+                slots=ctx.states.slots,
+                starts=ctx.states.starts,
+                cu_seqlens=ctx.cu_seqlens_q,
+                adapters=ctx.adapters,
+            )
+        if self.attention is None:
+            assert mixed is not None
+            return mixed
+        before, behind = self.attention_scales
+        o: Tensor | Parts | RankPart = self.attention(
+            h if before == 1 else h * before, rope, ctx=ctx, kv=kv, **options
+        )
+        if mixed is None and behind == 1:
+            return o
+        assert isinstance(o, Tensor)  # nothing but a norm right behind it adds up parts
+        o = o if behind == 1 else o * behind
+        return o if mixed is None else mixed + o
+
     def _fed(self, h: Tensor, ctx: AttentionContext | None) -> Tensor | Parts | RankPart:
         """Return the output of the feed-forward block; experts have no adapters."""
         fed: Tensor | Parts | RankPart
+        assert self.mlp is not None
         if ctx is None or ctx.adapters is None or isinstance(self.mlp, Experts):
             fed = self.mlp(h)
         else:
             fed = self.mlp(h, ctx.adapters)
-        return fed
+        if self.fed_scale == 1:
+            return fed
+        assert isinstance(fed, Tensor)  # nothing but a norm right behind it adds up parts
+        return fed * self.fed_scale
 
     def _is_one_row(self, residual: Tensor) -> bool:
         """Return whether `_one_row` computes the step of this row, in fewer kernels."""
@@ -222,7 +285,7 @@ class NativeLayer(nn.Module):
             return False
         if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return False
-        if not mlp.leaves_parts or mlp.activation is not F.silu:
+        if not mlp.leaves_parts or mlp.activation is not F.silu or attention.has_gate:
             return False
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         if any(type(linear) is not nn.Linear for linear in linears):
@@ -290,8 +353,20 @@ def _read_stream(
     return stream if norm is None else norm(stream), stream
 
 
+def new_mixer(hidden_size: int, config: MixerConfig) -> StateLayer:
+    """Return the block that a configuration describes."""
+    if isinstance(config, GatedDeltaConfig):
+        return GatedDeltaNet(hidden_size, config)
+    if isinstance(config, KimiDeltaConfig):
+        return KimiDeltaAttention(hidden_size, config)
+    if isinstance(config, Mamba2Config):
+        return Mamba2(hidden_size, config)
+    return ShortConv(hidden_size, config)
+
+
 def _attention(config: ModelConfig, layer: int) -> Attention | MultiheadLatentAttention:
     attention = config.layers[layer].attention
+    assert attention is not None
     latent = attention.latent
     interleaved = attention.rope is not None and attention.rope.interleaved
     if latent is not None:
@@ -323,6 +398,7 @@ def _attention(config: ModelConfig, layer: int) -> Attention | MultiheadLatentAt
         alibi_slopes=attention.alibi_slopes,
         rope_interleaved=interleaved,
         kv_parts=attention.kv_parts,
+        has_gate=attention.has_gate,
     )
     module.layer, module.kv_layer = layer, attention.kv_layer
     module.is_read = any(other.kv_layer == layer for other in config.attentions)
@@ -345,12 +421,18 @@ def _attention(config: ModelConfig, layer: int) -> Attention | MultiheadLatentAt
     return module
 
 
-def _feed_forward(config: ModelConfig, own: LayerConfig) -> GatedMLP | MLP | Experts:
+def _feed_forward(config: ModelConfig, own: LayerConfig) -> GatedMLP | MLP | Experts | None:
     block, width = own.feed_forward, config.hidden_size
+    if block is None:
+        return None
     if isinstance(block, ExpertsConfig):
         return Experts(width, block)
-    kind = GatedMLP if block.is_gated else MLP
-    return kind(width, block.intermediate_size, block.activation, bias=block.bias)
+    sizes = (width, block.intermediate_size, block.activation)
+    if not block.is_gated:
+        return MLP(*sizes, bias=block.bias)
+    gated = GatedMLP(*sizes, bias=block.bias)
+    gated.gate_scale = block.gate_scale
+    return gated
 
 
 class NativeDecoder(Decoder):
@@ -361,7 +443,7 @@ class NativeDecoder(Decoder):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.names = FAMILIES[config.architecture].names_of(config)
-        self.weight_prefix = self.names.prefix
+        self.weight_prefix, self.weight_renames = self.names.prefix, self.names.renames
         self.embedding_source = self.names.embedding
         self.ignored_weights = self.names.ignored
         self.embed_positions: nn.Embedding | None = None
@@ -389,9 +471,12 @@ class NativeDecoder(Decoder):
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in config.ropes)
         places = {rope: i for i, rope in enumerate(config.ropes)}
         self._rope_of = [
-            None if attention.rope is None else places[attention.rope]
-            for attention in config.attentions
+            None if own is None or own.rope is None else places[own.rope]
+            for own in (layer.attention for layer in config.layers)
         ]
+        has_keys = [layer.attention is not None for layer in config.layers]
+        # The place of each layer with attention among those: of its keys, values and their group.
+        self._place_of = [sum(has_keys[:i]) if has else None for i, has in enumerate(has_keys)]
         self.layers = nn.ModuleList(NativeLayer(config, i) for i in range(config.num_layers))
         self.norm = new_norm(config.norm, config.hidden_size)
 
@@ -406,7 +491,7 @@ class NativeDecoder(Decoder):
     def begins_with_look_ups(self) -> bool:
         """Whether `through_layers` takes rows of the embedding and of one table of angles."""
         config = self.config
-        ropes = {attention.rope for attention in config.attentions}
+        ropes = {attention.rope for attention in config.attentions} or {None}
         is_plain = config.learned_positions is None and config.embedding_scale == 1
         is_plain = is_plain and not (config.embedding_norm or config.token_inputs or self.growths)
         return is_plain and len(ropes) == 1 and None not in ropes
@@ -450,7 +535,12 @@ class NativeDecoder(Decoder):
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         return self.through_layers(
-            x, ropes, ctx=ctx, kv=kv, growths=growths, token_inputs=token_inputs
+            x,
+            ropes,
+            ctx=ctx,
+            kv=kv,
+            growths=growths,
+            token_inputs=token_inputs,
         )
 
     def _token_inputs(self, ids: Tensor, x: Tensor) -> Tensor:
@@ -512,13 +602,15 @@ class NativeDecoder(Decoder):
         residual = None
         read: KeysAndValues | None = {} if self.reads_keys and kv is None else None
         for i, layer in enumerate(self.layers):
-            own, place = ctx if ctx is None else ctx.of_layer(i), self._rope_of[i]
-            rope = None if place is None else ropes[place]
-            cache = None if kv is None else kv[i]
+            place, turn = self._place_of[i], self._rope_of[i]
+            own = ctx if ctx is None or place is None else ctx.of_layer(place)
+            rope = None if turn is None else ropes[turn]
+            cache = None if kv is None or place is None else kv[place]
             if not growths and token_inputs is None and read is None:
                 x, residual = layer(x, residual, rope, own, cache)
                 continue
-            growth = self.config.attentions[i].query_growth
+            attention = self.config.layers[i].attention
+            growth = None if attention is None else attention.query_growth
             x, residual = layer(
                 x,
                 residual,
@@ -615,15 +707,16 @@ class NativeDecoder(Decoder):
 
     def _sources_of(self, name: str) -> int | None:
         """Return how many of a parameter's sources there are: fewer, where keys are values."""
-        if ".qkv_proj." not in name:
+        if ".attention.qkv_proj." not in name:
             return None
-        return 1 + self.config.layers[int(name.split(".")[1])].attention.kv_parts
+        attention = self.config.layers[int(name.split(".")[1])].attention
+        assert attention is not None
+        return 1 + attention.kv_parts
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:
         """Return a function of a number of sources: the rows of each in a parameter."""
-        is_fused = ".qkv_proj." in name
-        layer = self.config.layers[int(name.split(".")[1])] if is_fused else None
-        return rows_of_sources(None if layer is None else layer.attention, shape)
+        layer = self.config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
+        return rows_of_sources(layer, name, shape)
 
     def why_no_cpu_program(self) -> str | None:
         """Say why there is no `cpu_program` of this model, or return None where there is one."""
@@ -635,20 +728,28 @@ class NativeDecoder(Decoder):
 
 
 def rows_of_sources(
-    heads: AttentionConfig | None, shape: tuple[int, ...]
+    layer: LayerConfig | None, name: str, shape: tuple[int, ...]
 ) -> Callable[[int], tuple[int, ...]]:
     """Return a function of a number of sources: the rows of each in a parameter.
 
     Args:
-        heads: the heads whose queries, keys and values the parameter projects to; None for any
-            other parameter, whose sources have equally many rows.
+        layer: the layer of the parameter; None for one outside of the layers.
+        name: the name of the parameter.
         shape: the shape of the parameter.
     """
+    heads = None if layer is None else layer.attention
+    parts = None
+    if layer is not None and layer.mixer is not None and ".mixer." in name:
+        parts = layer.mixer.rows(name.partition(".mixer.")[2].partition(".")[0])
 
     def rows(count: int) -> tuple[int, ...]:
-        if heads is not None:
+        if parts is not None:  # the first source may hold several
+            several = len(parts) - count + 1
+            return (sum(parts[:several]), *parts[several:])
+        if heads is not None and ".attention.qkv_proj." in name:
             kv = (heads.num_kv_heads,) * heads.kv_parts
-            return tuple(number * heads.head_dim for number in (heads.num_q_heads, *kv))
+            queries = heads.num_q_heads * (2 if heads.has_gate else 1)
+            return tuple(number * heads.head_dim for number in (queries, *kv))
         # Of experts one after another, whose weights are (N, rows, columns).
         size = shape[0] * shape[1] if len(shape) == 3 else shape[0]
         return (size // count,) * count

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tilewise.cache.spec import CacheLayer, KVLayer, LatentLayer
 from tilewise.models.cpu_program import CpuAttention, CpuProgram
 from tilewise.models.decoder_config import DecoderConfig
-from tilewise.models.layer_config import LayerConfig
+from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig, LayerConfig
 from tilewise.nn.attention import Attention, attention_over
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.experts import Experts, ExpertsConfig
@@ -36,18 +36,24 @@ __all__ = ["program_of", "why_no_program"]
 
 def why_no_program(model: Any) -> str | None:
     """Say why there is no program of a `NativeDecoder`, or return None where there is one."""
-    linears = [m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))]
-    if not linears or not all(isinstance(m, PackedLinear) for m in linears):
-        return "the weights must be packed, see Decoder.pack_for_inference"
     for layer in model.config.layers:
         reason = _why_not_layer(model.config, layer)
         if reason is not None:
             return reason
+    linears = [m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))]
+    if not linears or not all(isinstance(m, PackedLinear) for m in linears):
+        return "the weights must be packed, see Decoder.pack_for_inference"
     return None
 
 
 def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
     attention, block = layer.attention, layer.feed_forward
+    if layer.mixer is not None or attention is None or block is None:
+        return "layers must have attention and a feed-forward block, got another layer"
+    if attention.has_gate or (attention.input_scale, attention.output_scale) != (1, 1):
+        return "attention must have no gate and no factors, got one"
+    if isinstance(block, FeedForwardConfig) and (block.gate_scale, block.output_scale) != (1, 1):
+        return "feed-forward blocks must have no factors, got one"
     if attention.kv_parts != 2 or attention.v_norm:
         return (
             "keys and values must be projections that a layer has of its own, got "
@@ -104,11 +110,11 @@ class _Writer:
         width, buffer = config.hidden_size, self.program.buffer
         self.x, self.h = buffer("x", width), buffer("h", width)
         self.y = buffer("y", width)  # what a block writes before it is added to x
-        self.qkv = buffer("qkv", max(_qkv_columns(layer) for layer in config.layers))
-        self.o = buffer("o", max(_o_columns(layer) for layer in config.layers))
+        self.qkv = buffer("qkv", max(map(_qkv_columns, config.attentions)))
+        self.o = buffer("o", max(map(_o_columns, config.attentions)))
         inner = [
             block.shared_size if isinstance(block, ExpertsConfig) else block.intermediate_size
-            for block in (layer.feed_forward for layer in config.layers)
+            for block in config.feed_forwards
         ]
         self.act = buffer("act", max(1, *inner))
         self.final = buffer("final", width, is_sampled=True)
@@ -154,7 +160,8 @@ class _Writer:
         if is_latent:
             self._latents(cast(MultiheadLatentAttention, layer.attention), h, index)
         else:
-            self._heads(cast(Attention, layer.attention), config, h, index)
+            assert config.attention is not None
+            self._heads(cast(Attention, layer.attention), config.attention, h, index)
         o_proj = _panels_of(layer.attention.o_proj)
         if layer.is_parallel:
             self.program.product(self.o, self.y, o_proj, step.STORE)
@@ -244,9 +251,11 @@ class _Writer:
         if out_norm is not None:
             self._add_normalised(out_norm)
 
-    def _heads(self, attention: Attention, config: LayerConfig, h: step.Buffer, index: int) -> None:
+    def _heads(
+        self, attention: Attention, own: AttentionConfig, h: step.Buffer, index: int
+    ) -> None:
         """Write attention of heads, up to their outputs."""
-        program, own, kv = self.program, config.attention, self.caches[index]
+        program, kv = self.program, self.caches[index]
         dtype, rope = self.model.dtype, own.rope
         num_q, num_kv, dim = attention.num_q_heads, attention.num_kv_heads, attention.head_dim
         heads = step.Heads.side_by_side(
@@ -390,8 +399,7 @@ def _whole(columns: int) -> int:
     return -(-columns // step.WIDTH) * step.WIDTH
 
 
-def _qkv_columns(layer: LayerConfig) -> int:
-    attention = layer.attention
+def _qkv_columns(attention: AttentionConfig) -> int:
     width = attention.num_q_heads * attention.head_dim
     if attention.latent is not None:
         return _whole(width) + attention.latent.kv_rank + attention.latent.rope_dim
@@ -399,8 +407,7 @@ def _qkv_columns(layer: LayerConfig) -> int:
     return width + attention.num_kv_heads * (dim + v_dim)
 
 
-def _o_columns(layer: LayerConfig) -> int:
-    attention = layer.attention
+def _o_columns(attention: AttentionConfig) -> int:
     latent = attention.latent
     dim = attention.cached_head[2] if latent is None else latent.v_head_dim
     return attention.num_q_heads * dim

@@ -27,6 +27,8 @@ _TEXT_PARTS = {
     "qwen2_vl": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3VLMoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tilewise.models.layer_config import AttentionConfig
+from tilewise.models.layer_config import AttentionConfig, LayerConfig
+from tilewise.nn.gated_delta_net import GatedDeltaConfig
 
-__all__ = ["Part", "RowOrder", "Weight", "grouped_rows"]
+__all__ = ["Part", "RowOrder", "Weight", "gate_rows", "grouped_rows"]
 
-RowOrder = Callable[[AttentionConfig, range, range], tuple[tuple[int, int], ...]]
-"""The ranges of rows of a fused source that hold queries, keys and values, in this order: of a
-whole model's attention, some query heads and some key heads."""
+RowOrder = Callable[[Any, range, range], tuple[tuple[int, int], ...]]
+"""The ranges of rows of a fused source in the order of the parameter: of a whole model's attention
+(or gated delta net), some query heads and some key heads (some key heads and some value heads)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,11 @@ class Weight:
         rows: the size of dim 0 of each source; None when there is one source.
         transposed: True if the checkpoint stores (..., in, out), as GPT-2's Conv1D does; MXFP4
             never does.
-        order: the places of the heads of q, k and v in the one source; None for one after another.
+        order: the places of heads in the first source; None for one after another.
         either: True if `transposed` holds of some checkpoints, as the shape of the tensor tells.
-        is_row: True if the checkpoint stores a vector (N,) as (1, N).
+        unit_dims: the dims of size 1, ascending, that the checkpoint's tensor has besides.
+        is_cut_anywhere: True if some files cut the parameter into sources at other rows.
+        whole: the name of a tensor that is the parameter, in files that do not have the sources.
     """
 
     name: str
@@ -38,7 +41,9 @@ class Weight:
     transposed: bool = False
     order: RowOrder | None = None
     either: bool = False
-    is_row: bool = False
+    unit_dims: tuple[int, ...] = ()
+    is_cut_anywhere: bool = False
+    whole: str | None = None
 
     @classmethod
     def of(cls, name: str, source: str) -> Weight:
@@ -51,13 +56,16 @@ class Weight:
         if parameter.dim() == 3 and self.rows is not None:
             whole = parameter.flatten(0, 1)  # several tensors for each expert
         for source, part in zip(self.sources, whole.split(rows), strict=True):
-            part = part.unsqueeze(0) if self.is_row else part
+            for dim in self.unit_dims:
+                part = part.unsqueeze(dim)
             yield source, part.mT if self.transposed else part
 
-    def rows_in_order(self, heads: AttentionConfig) -> tuple[tuple[int, int], ...]:
+    def rows_in_order(self, layer: LayerConfig) -> tuple[tuple[int, int], ...]:
         """Return the rows of a fused source, of all heads, in the order of the parameter."""
+        block = layer.mixer if ".mixer." in self.name else layer.attention
         assert self.order is not None
-        return self.order(heads, range(heads.num_q_heads), range(heads.num_kv_heads))
+        assert isinstance(block, AttentionConfig | GatedDeltaConfig)
+        return self.order(block, *block.heads)
 
     @property
     def layer(self) -> int:
@@ -92,4 +100,15 @@ def grouped_rows(
     places = [(head // group) * (group + 2) + head % group for head in q_heads]
     for which in (0, 1):
         places += [head * (group + 2) + group + which for head in kv_heads]
+    return tuple((place * dim, (place + 1) * dim) for place in places)
+
+
+def gate_rows(
+    attention: AttentionConfig, q_heads: range, kv_heads: range
+) -> tuple[tuple[int, int], ...]:
+    """Return the rows of gates, then of queries, in a source that holds, head by head, a query and
+    a gate. Source: Qwen3-Next.
+    """
+    dim = attention.head_dim
+    places = [2 * head + which for which in (1, 0) for head in q_heads]
     return tuple((place * dim, (place + 1) * dim) for place in places)

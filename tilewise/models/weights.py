@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def has_own_head(directory: str | Path, names: Names) -> bool:
         CheckpointError: a file is missing or cannot be read.
     """
     with ExitStack() as stack:
-        found = _open_checkpoint(Path(directory), stack)
+        found = _open_checkpoint(Path(directory), stack, names.renames)
         whole = names.embedding
         embedding = whole if whole in found else whole.removeprefix(names.prefix)
         if HEAD not in found or embedding not in found:
@@ -92,7 +93,7 @@ def check_weights(
     Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
     """
     with ExitStack() as stack:
-        found = _open_checkpoint(Path(directory), stack)
+        found = _open_checkpoint(Path(directory), stack, model.weight_renames)
         _check(model, found, part, _modules(model, directory, found))
 
 
@@ -117,7 +118,7 @@ def narrow(
         CheckpointError: as of `load_weights`.
     """
     with ExitStack() as stack:
-        found = _open_checkpoint(Path(directory), stack)
+        found = _open_checkpoint(Path(directory), stack, model.weight_renames)
         modules = _modules(model, directory, found)
         for weight in () if modules.format is None else model.weight_table():
             name, _, kind = weight.name.rpartition(".")
@@ -155,7 +156,7 @@ def load_weights(
             the checkpoint has tensors that the model does not know.
     """
     with ExitStack() as stack:
-        found = _open_checkpoint(Path(directory), stack)
+        found = _open_checkpoint(Path(directory), stack, model.weight_renames)
         modules = _modules(model, directory, found)
         _check(model, found, part, modules)
         for name, target, cut in _targets(model, found, part, modules):
@@ -248,8 +249,8 @@ def _cut_all(
     cuts = [None if part is None else part(weight, place) for place in range(len(sources))]
     if weight.order is not None:
         cuts = [
-            _in_order(model, weight, source.shape[0]) if cut is None else cut
-            for source, cut in zip(sources, cuts, strict=True)
+            _in_order(model, weight, source.shape[0]) if cut is None and place == 0 else cut
+            for place, (source, cut) in enumerate(zip(sources, cuts, strict=True))
         ]
     return [_cut_narrow(source, cut) for source, cut in zip(sources, cuts, strict=True)]
 
@@ -284,6 +285,10 @@ def _targets(
     """
     prefix = model.weight_prefix if _is_bare(model, found) else ""
     for weight in model.weight_table():
+        if weight.whole is not None and weight.whole.removeprefix(prefix) in found:
+            weight = replace(weight, sources=(weight.whole,), rows=None)
+        if weight.is_cut_anywhere and weight.rows is not None:
+            weight = replace(weight, rows=_rows_in_file(weight, prefix, found))
         parts = weight.parts(model.get_parameter(weight.name))
         for place, (source, target) in enumerate(parts):
             name = source.removeprefix(prefix)
@@ -296,7 +301,7 @@ def _targets(
                 name = HEAD if HEAD in found else name
             if name not in found and not modules.has(name):
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
-            if cut is None and weight.order is not None:
+            if cut is None and weight.order is not None and place == 0:
                 cut = _in_order(model, weight, target.shape[0])
             if cut is not None and weight.transposed:
                 cut = _transposed(cut, target)
@@ -308,6 +313,20 @@ def _targets(
                 if shape == _wanted(target.mT, other) != _wanted(target, cut):
                     target, cut = target.mT, other
             yield name, target, cut
+
+
+def _rows_in_file(weight: Weight, prefix: str, found: Found) -> tuple[int, ...]:
+    """Return the rows of a weight's sources in the file, if they fill the parameter."""
+    assert weight.rows is not None
+    rows = []
+    for source in weight.sources:
+        name = source.removeprefix(prefix)
+        if name not in found:
+            return weight.rows
+        file, reader = found[name]
+        with _reading(file, name):
+            rows.append(reader.get_slice(name).get_shape()[0])
+    return tuple(rows) if sum(rows) == sum(weight.rows) else weight.rows
 
 
 def _transposed(cut: Part, target: Tensor) -> Part:
@@ -326,7 +345,7 @@ def _wanted(target: Tensor, cut: Part | None) -> list[int]:
 def _in_order(model: Decoder | Encoder, weight: Weight, rows: int) -> Part:
     """Return all rows of a fused source, in the order of the parameter."""
     assert isinstance(model, Decoder)
-    return Part(0, rows, weight.rows_in_order(model.config.layers[weight.layer].attention))
+    return Part(0, rows, weight.rows_in_order(model.config.layers[weight.layer]))
 
 
 def _check(
@@ -442,7 +461,21 @@ def _cut(source: Any, part: Part, *before: int) -> Tensor:
     return spans[0] if len(spans) == 1 else torch.cat(spans, part.dim - len(before))
 
 
-def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
+def _open_checkpoint(
+    directory: Path, stack: ExitStack, renames: Sequence[tuple[str, str]] = ()
+) -> Found:
+    """Map each tensor name to its file and the open reader of that file."""
+    found = _open_files(directory, stack)
+    for rule, to in renames:
+        for old in [name for name in found if re.search(rule, name)]:
+            new, (file, reader) = re.sub(rule, to, old), found.pop(old)
+            if new in found:
+                raise CheckpointError(f"tensor {new} must be in a file once, got {old}, too")
+            found[new] = (file, _Renamed(reader, old))
+    return found
+
+
+def _open_files(directory: Path, stack: ExitStack) -> Found:
     """Map each tensor name to its file and the open reader of that file."""
     found: Found = {}
     gguf = gguf_in(directory)
@@ -529,8 +562,9 @@ def _shards(model: Decoder, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for weight in model.weight_table():
-        for name, part in weight.parts(model.get_parameter(weight.name).detach()):
-            if weight.order is not None:
+        parts = weight.parts(model.get_parameter(weight.name).detach())
+        for place, (name, part) in enumerate(parts):
+            if weight.order is not None and place == 0:
                 part = _as_stored(part, _in_order(model, weight, part.shape[0]))
             if shards[-1] and size + part.nbytes > max_shard_bytes:
                 shards.append({})

@@ -18,6 +18,7 @@ from tilewise.nn.layers import (
     Parts,
     RankPart,
     RMSNorm,
+    activate,
     project,
     project_in_parts,
 )
@@ -50,6 +51,8 @@ class Attention(nn.Module):
         alibi_slopes: the slope of each query head, by which logits fall with the distance of the
             key (Press et al., 2021); empty is off.
         kv_parts: see Attributes.
+        has_gate: multiply the output of each head by the sigmoid of a projection (Qwen3-Next), of
+            Hq D rows before those of q.
 
     Attributes:
         q_norm, k_norm: the norms of q and k, of each head's D channels or, with `norms_all_heads`,
@@ -84,6 +87,7 @@ class Attention(nn.Module):
         rope_interleaved: bool = False,
         alibi_slopes: tuple[float, ...] = (),
         kv_parts: int = 2,
+        has_gate: bool = False,
     ) -> None:
         super().__init__()
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
@@ -103,10 +107,10 @@ class Attention(nn.Module):
         self.attends_as_cached = False
         self.sinks = nn.Parameter(torch.zeros(num_q_heads)) if has_sinks else None
         self.leaves_parts = False
-        self.kv_parts = kv_parts
+        self.kv_parts, self.has_gate = kv_parts, has_gate
         self.v_norm: nn.Module | None = None
         self.layer, self.kv_layer, self.is_read, self.is_chunked = 0, None, False, False
-        num_heads = num_q_heads + kv_parts * num_kv_heads
+        num_heads = (1 + has_gate) * num_q_heads + kv_parts * num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
         self.q_norm: nn.Module | None = None
@@ -136,7 +140,7 @@ class Attention(nn.Module):
             kv: this layer's k_cache and v_cache, each (num_blocks, block_size, Hk, D), and of an
                 8-bit cache k_scale and v_scale (num_blocks, block_size, Hk).
             on_max_logits: a function that is called with the largest logit of each query head of a
-                dense batch, float32 (Hq,), as QK-clip needs it, see docs/training.md.
+                dense batch, float32 (Hq,), as QK-clip needs it, see docs/guide/training.md.
             growth: the factors of the rows' queries, float32 (..., 1, 1); None for none.
             read: the keys and values of a dense batch by layer, which a layer whose own are read
                 adds to; None if all layers read their own.
@@ -152,15 +156,18 @@ class Attention(nn.Module):
         if (ctx is None) != (kv is None):
             raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
         adapters = None if ctx is None else ctx.adapters
-        heads = self._heads(x, adapters)
+        heads, gate = self._heads(x, adapters)
         if ctx is not None and kv is not None:
             o = self._attend_cache(heads, rope, ctx, kv, growth)
         elif self.attends_as_cached and heads.numel():
             o = self._attend_as_cached(heads, rope, on_max_logits)
         else:
             o = self._attend_dense(heads, rope, on_max_logits, growth, read)
+        o = o.flatten(-2)
+        if gate is not None:
+            o = o * activate(torch.sigmoid, gate, on_cpu=True)
         out = project_in_parts if self.leaves_parts else project
-        return out(self.o_proj, o.flatten(-2), adapters)
+        return out(self.o_proj, o, adapters)
 
     def attend(
         self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None, ctx: AttentionContext, kv: KVLayer
@@ -298,12 +305,15 @@ class Attention(nn.Module):
             is_chunked=self.is_chunked,
         )
 
-    def _heads(self, x: Tensor, adapters: StepAdapters | None) -> Tensor:
-        """Return (..., Hq + 2 Hk, D): query, key and value heads."""
+    def _heads(self, x: Tensor, adapters: StepAdapters | None) -> tuple[Tensor, Tensor | None]:
+        """Return (..., Hq + 2 Hk, D), query, key and value heads, and the gate (..., Hq D)."""
         num_heads = self.num_q_heads + self.kv_parts * self.num_kv_heads
-        qkv = project(self.qkv_proj, x, adapters)
+        qkv, gate = project(self.qkv_proj, x, adapters), None
+        if self.has_gate:
+            width = self.num_q_heads * self.head_dim
+            gate, qkv = qkv.split_with_sizes((width, qkv.shape[-1] - width), -1)
         heads: Tensor = qkv.unflatten(-1, (num_heads, self.head_dim))
-        return heads
+        return heads, gate
 
     def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # split_with_sizes, since Tensor.split is Python around it and takes twice as long.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.nn.adapted import StepAdapters
+from tilewise.nn.states import LayerStates
 from tilewise.ops import PagedPlan, SharedPrefixes
 
-__all__ = ["Attend", "AttentionContext", "StepPlans"]
+__all__ = ["Attend", "AttentionContext", "StepPlans", "StepStates"]
 
 
 class StepPlans:
@@ -54,6 +55,21 @@ class StepPlans:
 
 
 @dataclass(frozen=True, slots=True)
+class StepStates:
+    """Where the sequences of a step have their states, for layers that keep one.
+
+    Attributes:
+        slots: (B,) int64, the slot of each sequence; -1 for one without.
+        starts: (B,) int64, the tokens of each that came before the step.
+        layers: the slots of each layer with a state, by its number in the model.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    layers: Mapping[int, LayerStates]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionContext:
     """Metadata of one packed step over a paged cache, built once and shared by all layers.
 
@@ -76,6 +92,7 @@ class AttentionContext:
         others: the contexts of groups 1, 2, ..., whose tables and slots are others; the first
             group's are here.
         adapters: the adapters of the step's rows; None if no row uses one.
+        states: the states of the step's sequences; None in a model without layers that keep one.
     """
 
     cu_seqlens_q: Tensor
@@ -91,6 +108,7 @@ class AttentionContext:
     group_of: tuple[int, ...] = ()
     others: tuple[AttentionContext, ...] = ()
     adapters: StepAdapters | None = None
+    states: StepStates | None = None
 
     def with_adapters(self, adapters: StepAdapters) -> AttentionContext:
         """Return the context of a step some of whose rows use adapters."""

@@ -64,6 +64,7 @@ _ELEMENTWISE = {
     _gelu_tanh: "gelu_tanh",
     torch.sigmoid: "sigmoid",
     torch.tanh: "tanh",
+    F.softplus: "softplus",
 }
 _NAMES = _ELEMENTWISE | {F.relu: "relu", _relu_squared: "relu_squared"}
 
@@ -90,7 +91,8 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -
     """Return function(x); on a CPU its values do not depend on an element's position.
 
     Args:
-        function: one of ACTIVATIONS, torch.sigmoid or torch.tanh; its gradient is torch's.
+        function: one of ACTIVATIONS, torch.sigmoid, torch.tanh or F.softplus; its gradient is
+            torch's.
         x: (..., E), contiguous in the last dim.
         on_cpu: True to return the values of `ops.activate` on a CPU.
     """
@@ -375,6 +377,9 @@ class GatedMLP(nn.Module):
     """Compute down(act(gate(x)) * up(x)); gate and up are one matrix product.
 
     Rows 0 ... I - 1 of gate_up_proj are the gate's, the other I are up's. Source: Shazeer, 2020.
+
+    Attributes:
+        gate_scale: the factor of the gate, before its activation.
     """
 
     def __init__(
@@ -386,14 +391,17 @@ class GatedMLP(nn.Module):
         self.activation = ACTIVATIONS[activation]
         self.fuses_on_cpu = False
         self.leaves_parts = False  # for `RMSNorm.add`
+        self.gate_scale = 1.0
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor | Parts | RankPart:
         """Map x (..., E) to (..., E)."""
         gate_up = project(self.gate_up_proj, x, adapters)
-        if self.activation is F.silu and _fuses(gate_up, on_cpu=self.fuses_on_cpu):
+        is_plain = self.activation is F.silu and self.gate_scale == 1
+        if is_plain and _fuses(gate_up, on_cpu=self.fuses_on_cpu):
             down = project_in_parts if self.leaves_parts else project
             return down(self.down_proj, ops.silu_mul(gate_up), adapters)
         gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate if self.gate_scale == 1 else gate * self.gate_scale
         return adapted(
             self.down_proj, activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up, adapters
         )

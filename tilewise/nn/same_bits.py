@@ -98,7 +98,8 @@ class _GatedMLP(GatedMLP):
         assert adapters is None  # what is differentiated has none
         gate_up = self.gate_up_proj(x)
         gate, up = gate_up.chunk(2, dim=-1)
-        if self.activation is F.silu and gate_up.numel():
+        gate = gate if self.gate_scale == 1 else gate * self.gate_scale
+        if self.activation is F.silu and self.gate_scale == 1 and gate_up.numel():
             with torch.no_grad():
                 value = ops.silu_mul(gate_up)
             y = valued(self.activation(gate) * up, value)

@@ -4,7 +4,7 @@ On a GPU reading would wait, and a traced tensor has no values: there the checks
 check for themselves; these checks serve code with torch's own indexing, which takes -1 for the last
 row. With TILEWISE_CHECK=1 in the environment the GPU is waited for, and every call whose ids or
 lengths refer outside of its tensors raises the same error as on a CPU. Without it kernels cut
-lengths, skip such slots and read another block, see docs/paged.md.
+lengths, skip such slots and read another block, see docs/guide/paged.md.
 """
 
 from __future__ import annotations

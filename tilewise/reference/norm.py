@@ -43,6 +43,8 @@ def activate(x: Tensor, function: str) -> Tensor:
         y = wide * torch.sigmoid(2 * inner)  # 0.5 (1 + tanh(u)) = sigmoid(2 u)
     elif function == "tanh":
         y = torch.tanh(wide)
+    elif function == "softplus":
+        y = wide.clamp(min=0) + torch.log1p(torch.exp(-wide.abs()))
     else:
         y = torch.sigmoid(wide)
         if function == "silu":

@@ -81,6 +81,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("api_key", str, None, "key that every request needs", "who may ask", "KEY"),
     Flag("keys_file", str, None, "TOML with a table for each key", "who may ask", "FILE"),
+    Flag(
+        "enable_weight_updates",
+        bool,
+        False,
+        "administrators may change the weights (/update_weights), and let the engine sleep",
+        "who may ask",
+    ),
     Flag("allow_open", bool, False, "listen on a public address without a key", "who may ask"),
     Flag(
         "allowed_origins",
@@ -105,8 +112,8 @@ FLAGS: tuple[Flag, ...] = (
         "tool_call_parser",
         str,
         "auto",
-        "how the model calls tools, a format of docs/serve.md or none; auto is by the template, "
-        "the vocabulary and the type of the model",
+        "how the model calls tools, a format of docs/guide/clients-and-tools.md or none; auto is "
+        "by the template, the vocabulary and the type of the model",
         "chats",
         "NAME",
     ),
@@ -114,8 +121,8 @@ FLAGS: tuple[Flag, ...] = (
         "reasoning_parser",
         str,
         "auto",
-        "how the model writes reasoning, a format of docs/serve.md or none; auto is by the "
-        "template",
+        "how the model writes reasoning, a format of docs/guide/clients-and-tools.md or none; auto "
+        "is by the template",
         "chats",
         "NAME",
     ),

@@ -92,10 +92,13 @@ def _why_not(config: ModelConfig) -> str | None:
         facts.append(("norm.has_bias", (config.norm.has_weight, config.norm.has_bias), (True,) * 2))
     for layer in config.layers:
         attention, block = layer.attention, layer.feed_forward
+        if attention is None or layer.mixer is not None:
+            return "layers must have attention and no state, got a state"
         facts += [
             ("norms", layer.norms, PRE_NORM),
             ("is_parallel", layer.is_parallel, False),
             ("latent", attention.latent, None),
+            ("has_gate", attention.has_gate, False),
             ("feed_forward", type(block).__name__, "FeedForwardConfig"),
             ("is_gated", getattr(block, "is_gated", None), not is_layer_norm),
             ("has_sinks", attention.has_sinks, False),

@@ -101,7 +101,7 @@ def test_an_unknown_shape_is_refused(tmp_path):
 
 
 def test_the_page_has_the_sizes_of_every_shape(tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "engine-benchmarks.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "results" / "engine.md").read_text()
     for name in (*SHAPES, "story"):
         directory, _ = model_directory(name, tmp_path)
         sizes = read_sizes(json.loads((directory / "config.json").read_text()))

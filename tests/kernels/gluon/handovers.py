@@ -304,7 +304,7 @@ PRODUCTS = {
     ),
 }  # fmt: skip
 
-# The race of 2026-11-22 (docs/hopper.md): the copy engine goes past a barrier.
+# The race of 2026-11-22 (docs/design/hopper.md): the copy engine goes past a barrier.
 _RELEASE, _FENCE = "device/barriers:release_loaded", "fence_async_shared()"
 UNFENCED = {
     "q_given_back_under_loads_that_are_not_fenced": _without(_RELEASE, _FENCE, "packed_causal"),

@@ -60,13 +60,14 @@ def test_the_second_call_writes_every_parameter_in_its_place(driver):
     assert (seen.grid, seen.block, seen.stream) == ((7, 1, 1), (12 * 32, 1, 1), STREAM)
 
 
-def test_a_grid_may_have_two_axes(driver):
+@pytest.mark.parametrize("grid", [(3, 5), (3, 5, 2)])
+def test_a_grid_may_have_two_axes_or_three(driver, grid):
     kernel = Kernel(TYPES, KINDS)
     knows(driver, kernel, TYPES[:-2])
     for _ in range(2):
-        _launch.launch_now(kernel, (3, 5), *arguments()[0], TILE=64)
-    assert kernel.launches[0][0] == (3, 5)
-    assert driver.seen[0].grid == (3, 5, 1)
+        _launch.launch_now(kernel, grid, *arguments()[0], TILE=64)
+    assert kernel.launches[0][0] == grid
+    assert driver.seen[0].grid == (*grid, 1)[:3]
 
 
 def test_none_has_no_parameter(driver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import pytest
@@ -16,9 +17,11 @@ from tests.kernels.attention_problem import (
     Call,
     Problem,
     assert_right,
+    everyday,
     make_problem,
 )
 from tests.kernels.gluon import test_attention_bwd, test_attention_fwd
+from tests.kernels.gluon.mutations import MMA_BACKWARD
 from tests.kernels.gluon.problem import IDEMPOTENT
 from tests.kernels.planned import tensors_of
 from tilewise.kernels import device
@@ -28,7 +31,7 @@ from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import GRADIENT_TENSORS
 from tilewise.kernels.plan import Call as KernelCall
 from tilewise.kernels.spec import AttentionSpec
-from tools.gluon_emulator import Program, emulated
+from tools.gluon_emulator import EmulationError, Program, emulated
 
 D64, D128 = (64, 64), (128, 128)
 LENGTHS = ((70, 50), (1, 1), (0, 9), (33, 90))
@@ -130,6 +133,54 @@ def test_an_ordered_gradient_has_the_bits_of_any_schedule(name: str) -> None:
     assert_right(problem, first)
     _, second = emulate(CASES[name], 89, seed=1, deterministic=True)
     assert torch.equal(first["dq"], second["dq"])
+
+
+# name -> (call, compute capability, deterministic); see tiles.py for stages and tiles.
+MISTAKEN: dict[str, tuple[Call, int, bool]] = {
+    "two_stages": (Call(100, 140, (2, 1), D64, 1, BRAIN, CAUSAL), 80, False),
+    "one_stage": (Call(130, 70, (1, 1), D128, 1, BRAIN), 89, False),
+    "padded": (Call(40, 50, (1, 1), (40, 24), 1, HALF), 80, False),
+    "ordered": (Call(130, 260, (1, 1), D64, 1, BRAIN), 89, True),
+    "dropped": (Call(60, 140, (1, 1), D64, 1, BRAIN, dropout_p=0.4), 80, False),
+    "unseen": (Call(60, 140, (1, 1), D64, 2, BRAIN, seqlens_k=(5, 140)), 80, False),
+}
+
+
+@functools.cache
+def mistaken(name: str) -> tuple[Problem, dict[str, torch.Tensor]]:
+    call, arch, is_ordered = MISTAKEN[name]
+    return emulate(call, arch, deterministic=is_ordered)
+
+
+@pytest.mark.parametrize("name", MISTAKEN)
+def test_calls_of_mistakes_are_right_without_them(name: str) -> None:
+    assert_right(*mistaken(name))
+
+
+QUICK = {
+    name for name, mutation in MMA_BACKWARD.items() if mutation.call in ("two_stages", "ordered")
+}
+
+
+@pytest.mark.parametrize("name", everyday(MMA_BACKWARD, QUICK))
+def test_a_mistake_is_seen(name: str) -> None:
+    mutation = MMA_BACKWARD[name]
+    _, truth = mistaken(mutation.call)
+    call, arch, is_ordered = MISTAKEN[mutation.call]
+    program, seen = mutation.program(), False
+    for seed in range(3):
+        try:
+            _, found = emulate(call, arch, seed=seed, deterministic=is_ordered, program=program)
+        except EmulationError:
+            seen = True
+        else:
+            seen = seen or not all(
+                torch.allclose(found[key].float(), value.float(), 1e-2, 1e-2, equal_nan=True)
+                for key, value in truth.items()
+            )
+        if seen:
+            break
+    assert seen
 
 
 def test_a_call_without_queries_or_keys_has_gradients_of_zero() -> None:

@@ -21,7 +21,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def logits(q: Tensor, k: Tensor, *, visible: Tensor | None = None, **rule: Any) -> Tensor:
-    """Write the rule of docs/attention.md down once more, in float64: (B, Hq, Sq, Sk)."""
+    """Write the rule of docs/guide/attention.md down once more, in float64: (B, Hq, Sq, Sk)."""
     q, k = q.double(), k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
     s = torch.einsum("bihd,bjhd->bhij", q, k) * rule.get("softmax_scale", q.shape[-1] ** -0.5)
     cap = rule.get("softcap", 0.0)

@@ -112,9 +112,37 @@ def test_sequences_in_parts_have_the_bits_of_the_whole(name, backend, place):
             start += size
         assert torch.equal(torch.cat([part for each in found for part in each]), whole)
         for n, slot in enumerate(slots):
-            if ends[n + 1] > ends[n]:
-                assert torch.equal(states[slot], after[n])
+            length = ends[n + 1] - ends[n]
+            if length > 0 and states.shape[1]:
+                last = torch.arange(max(length - states.shape[1], 0), length)
+                rows = states[slot][last % states.shape[1]]
+                assert torch.equal(rows, after[n][-len(last) :])
         assert bool(states[0].isnan().all()) or states.shape[1] == 0
+
+
+@on_each_backend
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_tokens_are_taken_back_as_far_as_a_slot_has_rows(width, backend, place):
+    """A guess of six tokens that is wrong, at any place of the slot's ring."""
+    x, weight = torch.randn(40, 24, device=place), torch.randn(24, width, device=place)
+    states = torch.full((2, width - 1 + 6, 24), float("nan"), device=place)
+    start, found = 0, []
+    for right in (9, 0, 3, 6, 1, 5, 2, 6, 8):
+        taken = x[start : start + right]
+        guessed = torch.cat([taken, torch.full_like(x[:6], 7.0)[: 6 - right]])
+        y = ops.causal_conv1d_step(
+            guessed, weight, None, states, slots=torch.tensor([1], device=place),
+            starts=torch.tensor([start], device=place), backend=backend,
+            cu_seqlens=torch.tensor([0, len(guessed)]).to(place, torch.int32),
+        )  # fmt: skip
+        found.append(y[:right])
+        start += right
+    assert start == 40
+    truth = ops.causal_conv1d(
+        x, weight, cu_seqlens=torch.tensor([0, 40]).to(place, torch.int32), backend=backend
+    )
+    assert torch.equal(torch.cat(found), truth)
+    assert bool(states[0].isnan().all())
 
 
 @on_each_backend
@@ -139,7 +167,7 @@ def test_a_sequence_without_a_slot_is_skipped(backend, place):
         starts=torch.tensor([0, 5, 0, 3], device=place), backend=backend,
     )  # fmt: skip
     assert not y[[0, 1, 3]].any()
-    assert torch.equal(states[0, 2], x[2])
+    assert torch.equal(states[0, 0], x[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -242,7 +270,8 @@ def test_bad_input_is_named(changes, error, message):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"states": torch.zeros(2, 3, 6)}, ValueError, r"states must have shape \(2, 2, 6\)"),
+        ({"states": torch.zeros(2, 1, 6)}, ValueError, r"states must have shape \(2, 2, 6\)"),
+        ({"states": torch.zeros(2, 3, 5)}, ValueError, r"states must have shape \(2, 3, 6\)"),
         ({"states": torch.zeros(2, 2, 6).half()}, TypeError, "states must have dtype float32"),
         ({"states": torch.zeros(2, 6, 2).mT}, ValueError, "states must be contiguous"),
         ({"slots": torch.tensor([0, 2])}, ValueError, r"slots must lie in \[-1, 1\], got 2"),

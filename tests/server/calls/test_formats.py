@@ -479,9 +479,7 @@ def test_every_format_is_tried_and_names_are_of_one_format():
 
 def test_the_documentation_names_every_format():
     root = Path(__file__).resolve().parents[3]
-    rows = [
-        line.split("|")[1] for line in (root / "docs" / "serve.md").read_text().splitlines()
-        if line.startswith("| ")
-    ]  # fmt: skip
+    page = (root / "docs" / "guide" / "clients-and-tools.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
     told = {name.strip(" ()") for row in rows for name in re.split(r"[,(]", row)}
     assert {*call_names(), *reasoning_names()} <= told

@@ -83,7 +83,7 @@ class PromptSteps:
         if not can_capture(model):
             raise ValueError(f"model must hand its attention over, got {type(model).__name__}")
         self.model, self.storage, self.sizes = model, storage, prompt_sizes(most)
-        self.device = storage.layers[0][0].device
+        self.device = storage.device
         self._ids = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=self.device)
         shape = (len(storage.parts), most)  # of each group of layers

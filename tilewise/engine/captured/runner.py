@@ -108,7 +108,7 @@ class DeviceRunner:
         self.storage = storage
         self.host: HostCache | None = None
         self.block_size = storage.spec.block_size
-        self.device = storage.layers[0][0].device
+        self.device = storage.device
         self.compilations = Compilations()
         layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
         self.sharing_tokens: int | None = None

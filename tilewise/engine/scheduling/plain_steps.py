@@ -89,6 +89,7 @@ def describe_all(
                     (),
                     (),
                     request.adapter,
+                    -1,
                 ),
             )
         )

@@ -43,7 +43,7 @@ def _sent_for_all_layers(storage: KVStorage, pairs: Sequence[tuple[int, int]]) -
     layer = np.arange(len(storage.spec.groups[0].layers), dtype=np.int64)
     firsts = (layer * storage.num_blocks)[:, None, None]
     found = torch.from_numpy((np.array(pairs, np.int64) + firsts).reshape(-1, 2))
-    device = storage.whole[0].device
+    device = storage.device
     if device.type == "cuda":
         found = found.pin_memory().to(device, non_blocking=True)
     return found

@@ -49,7 +49,7 @@ def _most_threads(num_multiplications: int) -> int:
 
 def why_not(model: Decoder, storage: KVStorage) -> str | None:
     """Say why `CompiledRunner` cannot run a model, or return None when it can."""
-    device = storage.layers[0][0].device
+    device = storage.device
     if device.type != "cpu":
         return f"device must be cpu, got {device}"
     return model.why_no_cpu_program() or step.why_not(model.dtype, storage.spec.kv.dtype)
@@ -69,7 +69,7 @@ def runner_for(
     runner = ModelRunner(
         model, storage, num_parameters=num_parameters, batch_invariant=batch_invariant
     )
-    if storage.layers[0][0].device.type == "cpu":
+    if storage.device.type == "cpu":
         runner.why_not_compiled = reason
     return runner
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.scheduling.draft_trees import depths
-from tilewise.nn.context import AttentionContext, StepPlans
+from tilewise.nn.context import AttentionContext, StepPlans, StepStates
+from tilewise.nn.states import LayerStates
 from tilewise.ops import shared_prefixes
 
 __all__ = ["HostTables", "ModelInputs", "build_inputs", "send"]
@@ -115,6 +116,7 @@ def build_inputs(
     other_tables: Sequence[HostTables] = (),
     sharing_tokens: int | None = None,
     batch_invariant: bool = False,
+    states: Mapping[int, LayerStates] | None = None,
 ) -> ModelInputs:
     """Lay out `batch` as packed tensors on `device`.
 
@@ -133,6 +135,7 @@ def build_inputs(
         sharing_tokens: keys that reading shared prefixes once must save, for it to be done; None
             never does it.
         batch_invariant: the field of that name of the `AttentionContext`.
+        states: the slots of each layer with a state; None for a model without.
     """
     sequences = batch.sequences
     counts = [len(s.token_ids) for s in sequences]
@@ -168,6 +171,8 @@ def build_inputs(
         cu_seqlens_q.astype(np.int32),
         (starts + lengths).astype(np.int32),
         block_table.astype(np.int32).ravel(),
+        _int64([s.state_slot for s in sequences] if states is not None else []),
+        starts if states is not None else starts[:0],
     )
     if mask is not None:
         sharing_tokens = None
@@ -181,10 +186,10 @@ def build_inputs(
         sent = [torch.from_numpy(np.ascontiguousarray(part)) for part in (*parts, *more)]
     else:
         sent = send((*parts, *more), device)
-    ids, positions_, slots_, rows, copies, cu, seqlens, table, *sent = sent
+    ids, positions_, slots_, rows, copies, cu, seqlens, table, state_slots, begins, *sent = sent
     shared = None
     if sharing_tokens is not None:
-        *_, edges, ends, _ = parts  # of the first group
+        edges, ends = parts[5:7]
         shared = shared_prefixes(block_table, ends, edges, block_size=block_size, device=device)
         if shared is not None and shared.saved_tokens < sharing_tokens:
             shared = None
@@ -198,6 +203,7 @@ def build_inputs(
         shared=shared,
         tree_mask=None if mask is None else torch.from_numpy(mask).to(device),
         plans=StepPlans.on(device),
+        states=None if states is None else StepStates(state_slots, begins, states),
     )
     if groups:
         others = tuple(

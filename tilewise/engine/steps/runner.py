@@ -30,6 +30,7 @@ from tilewise.engine.steps.compilations import CpuCompilations
 from tilewise.engine.steps.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.steps.prompt_scores import PromptScores, finish, hand_over, score
 from tilewise.engine.steps.sampler import few_threads, sample
+from tilewise.engine.steps.state_moves import begin_states, end_states, layer_states
 from tilewise.engine.tables.host_cache import HostCache
 from tilewise.nn.context import AttentionContext
 
@@ -44,6 +45,7 @@ __all__ = [
     "Stoppable",
     "head_logits",
     "is_device_lost",
+    "largest_weight",
     "threads_for",
 ]
 
@@ -195,6 +197,12 @@ def head_logits(model: CausalModel) -> Callable[[Tensor], Tensor]:
     return found
 
 
+def largest_weight(model: CausalModel) -> int:
+    """Return the elements of the largest weight of a layer."""
+    layers = getattr(model, "layers", [])
+    return max((x.numel() for layer in layers for x in layer.parameters()), default=0)
+
+
 class ModelRunner:
     """A runner of a model over the cache that it writes; it knows tensors, not requests.
 
@@ -237,6 +245,7 @@ class ModelRunner:
         self._tables = HostTables()
         self._group_of = storage.spec.group_of
         self._other_tables = [HostTables() for _ in storage.parts[1:]]
+        self._states = None if storage.states is None else layer_states(storage.states)
         self._scores = PromptScores()
         self._pools = pooling.Pools()
         self._hidden: Tensor | None = None  # of the step that runs, (T, E)
@@ -246,7 +255,7 @@ class ModelRunner:
         self.why_not_compiled = ""
         self.storage = storage
         self.block_size = storage.spec.block_size
-        self.device = storage.layers[0][0].device
+        self.device = storage.device
         self._adjuster = Adjuster(self.device)
         self._compilations: CpuCompilations | None = None
         self.sharing_tokens: int | None = None
@@ -295,11 +304,14 @@ class ModelRunner:
             other_tables=self._other_tables,
             sharing_tokens=self.sharing_tokens,
             batch_invariant=self.batch_invariant,
+            states=self._states,
         )
         adapters = None if self.adapters is None else self.adapters.step(batch)
         if adapters is not None:
             inputs = replace(inputs, ctx=inputs.ctx.with_adapters(adapters))
+        begin_states(self.storage.states, batch)
         logits = self.forward(inputs)
+        end_states(self.storage.states, batch)
         draw = self._adjust_and_sample if adjusts else self.sampler
         samples: Samples = accepted(batch, draw(logits, with_rows_of_drafts(batch)))
         if self.watch is not None:

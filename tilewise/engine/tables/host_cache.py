@@ -48,7 +48,7 @@ class HostCache:
 
     def __init__(self, storage: KVStorage, num_blocks: int | tuple[int, ...]) -> None:
         self.storage = storage
-        is_cuda = storage.whole[0].is_cuda
+        is_cuda = storage.device.type == "cuda"
         try:
             self.blocks = KVStorage(storage.spec, num_blocks, "cpu", pinned=is_cuda)
         except (RuntimeError, MemoryError) as error:
@@ -139,7 +139,7 @@ class HostCache:
         """Order what the device is given from now on after all transfers."""
         for transfer in self._under_way:
             if transfer.event is not None:  # not `wait`: the host need not
-                torch.cuda.current_stream(self.storage.whole[0].device).wait_event(transfer.event)
+                torch.cuda.current_stream(self.storage.device).wait_event(transfer.event)
         self._under_way.clear()
 
 

@@ -3,7 +3,7 @@
 Replace `import flash_attn` by `from tilewise.integrations import flash_attn`, or import the
 functions from here: names, order and defaults of the arguments, shapes and meaning are the same.
 What is computed beyond flash-attn, and the few places where the answers differ, are listed in
-docs/integrations.md.
+docs/guide/integrations.md.
 """
 
 from tilewise.integrations.flash_attn.functional import flash_attn_func, flash_attn_varlen_func

@@ -168,7 +168,7 @@ def _warn_once(why: str) -> None:
         _told.add(why)
         warnings.warn(
             "attention_mask is computed as a matrix, which takes memory and time of queries times "
-            f"keys in every layer: {why} (docs/integrations.md)",
+            f"keys in every layer: {why} (docs/guide/integrations.md)",
             UserWarning,
             stacklevel=2,
         )

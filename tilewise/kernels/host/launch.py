@@ -25,11 +25,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descrip
 from tilewise.kernels.host.descriptors import Described, Maps, driver, encode, form_of
 from tilewise.kernels.host.memory import launches
 from tilewise.kernels.host.requests import is_recording, observed
+from tilewise.kernels.plan import Grid
 
 __all__ = [
     "Addressed",
     "Calls",
-    "Grid",
     "Prepared",
     "calls_of",
     "kind_of_integer",
@@ -37,7 +37,6 @@ __all__ = [
     "prepare_nested",
 ]
 
-Grid = tuple[int, int]
 Slots = Callable[[list[Any]], Sequence[Any]]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
 _MAX_CALLS = 1024
@@ -225,7 +224,7 @@ class Prepared:
         self.pack = struct.Struct(f"=32sQ16x{len(moving)}Q{size}s").pack_into
         metadata = compiled.metadata
         config = _Config(1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared)
-        self._block = bytes(config)[8:32]
+        self._block = bytes(config)[12:32]
         self._maps = [place.start for place in places]
         end = max([*offsets, *self._maps, -1]) + 1
         self._scratch = ctypes.c_void_p(0)
@@ -242,7 +241,8 @@ class Prepared:
 
     def where(self, grid: int | Grid) -> bytes:
         """Return the begin of a launch's memory, up to its stream."""
-        return struct.pack("=2I", *(grid if isinstance(grid, tuple) else (grid, 1))) + self._block
+        axes = grid if isinstance(grid, tuple) else (grid,)
+        return struct.pack("=3I", *(*axes, 1, 1)[:3]) + self._block
 
     def constants(self, leaves: Sequence[Any]) -> bytes:
         """Return what does not change in a launch with these leaves.

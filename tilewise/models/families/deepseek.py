@@ -171,16 +171,17 @@ def _read(
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    layer, latent = config.layers[0], config.latent
-    assert layer.attention.rope is not None
+    attention, block = config.attentions[0], config.feed_forwards[0]
+    latent = config.latent
+    assert attention.rope is not None
     assert latent is not None
-    if config.experts is not None or not isinstance(layer.feed_forward, FeedForwardConfig):
+    if config.experts is not None or not isinstance(block, FeedForwardConfig):
         raise CheckpointError("layers must be dense to be written, got mixtures of experts")
     return {
         **write_sizes(config),
-        "hidden_act": layer.feed_forward.activation,
-        "attention_bias": layer.attention.qkv_bias,
-        "mlp_bias": layer.feed_forward.bias,
+        "hidden_act": block.activation,
+        "attention_bias": attention.qkv_bias,
+        "mlp_bias": block.bias,
         "first_k_dense_replace": config.num_layers,
         "kv_lora_rank": latent.kv_rank,
         "q_lora_rank": latent.q_rank,
@@ -188,7 +189,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "qk_rope_head_dim": latent.rope_dim,
         "v_head_dim": latent.v_head_dim,
         "rope_parameters": write_rope(
-            layer.attention.rope, latent.rope_dim, config.max_position_embeddings
+            attention.rope, latent.rope_dim, config.max_position_embeddings
         ),
     }
 

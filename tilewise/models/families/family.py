@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewise.models.decoder_config import DecoderConfig
@@ -28,8 +28,14 @@ class Names:
         ignored: regular expressions of tensors that are no parameters.
         transposed: our modules whose weight is stored as (..., in, out).
         either: those of `transposed` that some files store as (..., out, in), as the shapes tell.
-        orders: the order of the rows of a fused source, by our modules; see `RowOrder`.
-        as_rows: our parameters (N,) that are stored as (1, N).
+        orders: the order of the rows of the first source, by our modules; see `RowOrder`.
+        unit_dims: the dims of size 1, ascending, that the stored tensors of our parameters have
+            besides.
+        renames: regular expressions of tensors' names, and what stands for them in those here.
+        whole: our parameters that some files store as one tensor, and its name there; its rows are
+            those of the parameter.
+        cut_anywhere: our parameters whose sources some files cut at other rows than most, as
+            transformers does where it saves unequal parts of one tensor as equal ones.
     """
 
     prefix: str
@@ -40,7 +46,10 @@ class Names:
     transposed: frozenset[str] = frozenset()
     either: frozenset[str] = frozenset()
     orders: Mapping[str, RowOrder] | None = None
-    as_rows: frozenset[str] = frozenset()
+    unit_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    renames: tuple[tuple[str, str], ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
+    cut_anywhere: frozenset[str] = frozenset()
 
     def but(self, inner: Mapping[str, Sources] | None = None, **changes: Any) -> Names:
         """Return the names with other sources of what is in a layer, and other attributes."""
@@ -80,7 +89,9 @@ class Names:
             transposed=(module in self.transposed and kind == "weight") or rest in self.transposed,
             order=(self.orders or {}).get(module),
             either=rest in self.either,
-            is_row=rest in self.as_rows,
+            unit_dims=self.unit_dims.get(rest, ()),
+            is_cut_anywhere=rest in self.cut_anywhere,
+            whole=f"{place}{self.whole[rest]}" if rest in self.whole else None,
         )
 
 

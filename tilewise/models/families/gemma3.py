@@ -75,8 +75,8 @@ def _read(config: Json) -> dict[str, Any]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    layer = config.layers[0]
-    head_dim, positions = layer.attention.head_dim, config.max_position_embeddings
+    attention, block = config.attentions[0], config.feed_forwards[0]
+    head_dim, positions = attention.head_dim, config.max_position_embeddings
     windows = types_of_windows(config.windows)
     ropes = {
         kind: attention.rope
@@ -87,9 +87,9 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {
         **write_sizes(config),
         "head_dim": head_dim,
-        "hidden_activation": layer.feed_forward.activation,
-        "attention_bias": layer.attention.qkv_bias,
-        "query_pre_attn_scalar": round(layer.attention.softmax_scale**-2),
+        "hidden_activation": block.activation,
+        "attention_bias": attention.qkv_bias,
+        "query_pre_attn_scalar": round(attention.softmax_scale**-2),
         "final_logit_softcapping": config.logit_softcap,
         **windows,
         "sliding_window": windows["sliding_window"] or positions,

@@ -178,7 +178,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         if attention.rope is not None
     }
     shared = sum(attention.kv_layer is not None for attention in attentions)
-    widths = [layer.feed_forward.intermediate_size for layer in layers]
+    widths = [block.intermediate_size for block in config.feed_forwards]
     return {
         **write_sizes(config),
         "intermediate_size": widths[0],
@@ -189,7 +189,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
             for i, a in enumerate(attentions)
             if (a.head_dim, a.num_kv_heads) != (plain.head_dim, plain.num_kv_heads)
         },
-        "hidden_activation": layers[0].feed_forward.activation,
+        "hidden_activation": config.feed_forwards[0].activation,
         "attention_bias": plain.qkv_bias,
         "attention_k_eq_v": any(attention.v_is_k for attention in attentions),
         "num_kv_shared_layers": shared,

@@ -57,16 +57,17 @@ def _read(config: Json) -> dict[str, Any]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    layer, scales = config.layers[0], config.softmax_scales
+    attention, block = config.attentions[0], config.feed_forwards[0]
+    scales = config.softmax_scales
     return {
         "n_embd": config.hidden_size,
-        "n_inner": layer.feed_forward.intermediate_size,
+        "n_inner": block.intermediate_size,
         "n_layer": config.num_layers,
-        "n_head": layer.attention.num_q_heads,
+        "n_head": attention.num_q_heads,
         "n_positions": config.max_position_embeddings,
         "layer_norm_epsilon": config.norm.eps,
-        "activation_function": layer.feed_forward.activation,
-        "scale_attn_weights": scales[0] == layer.attention.head_dim**-0.5,
+        "activation_function": block.activation,
+        "scale_attn_weights": scales[0] == attention.head_dim**-0.5,
         "scale_attn_by_inverse_layer_idx": scales[-1] != scales[0],
     }
 

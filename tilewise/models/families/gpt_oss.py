@@ -84,7 +84,7 @@ def _read(config: Json) -> dict[str, Any]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    attention, experts = config.layers[0].attention, config.experts
+    attention, experts = config.attentions[0], config.experts
     assert attention.rope is not None
     assert experts is not None
     positions, windows = config.max_position_embeddings, types_of_windows(config.windows)

@@ -86,7 +86,7 @@ def _qwen_windows(config: Json) -> tuple[int | None, ...]:
 
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields that all decoders with RMS norms and rotary positions have."""
-    attention = config.layers[0].attention
+    attention = config.attentions[0]
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -99,24 +99,24 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_shared(config: DecoderConfig) -> dict[str, Any]:
-    layer = config.layers[0]
-    assert layer.attention.rope is not None
+    attention, block = config.attentions[0], config.feed_forwards[0]
+    assert attention.rope is not None
     return {
         **write_sizes(config),
-        "head_dim": layer.attention.head_dim,
-        "hidden_act": layer.feed_forward.activation,
+        "head_dim": attention.head_dim,
+        "hidden_act": block.activation,
         "rope_parameters": write_rope(
-            layer.attention.rope, layer.attention.head_dim, config.max_position_embeddings
+            attention.rope, attention.head_dim, config.max_position_embeddings
         ),
     }
 
 
 def _write_llama(config: DecoderConfig) -> dict[str, Any]:
-    layer = config.layers[0]
-    assert isinstance(layer.feed_forward, FeedForwardConfig)
+    attention, block = config.attentions[0], config.feed_forwards[0]
+    assert isinstance(block, FeedForwardConfig)
     return _write_shared(config) | {
-        "attention_bias": layer.attention.qkv_bias,
-        "mlp_bias": layer.feed_forward.bias,
+        "attention_bias": attention.qkv_bias,
+        "mlp_bias": block.bias,
     }
 
 
@@ -133,7 +133,7 @@ def _write_qwen2(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_qwen3(config: DecoderConfig) -> dict[str, Any]:
-    return _write_qwen2(config) | {"attention_bias": config.layers[0].attention.qkv_bias}
+    return _write_qwen2(config) | {"attention_bias": config.attentions[0].qkv_bias}
 
 
 FAMILIES = (

@@ -109,7 +109,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "intermediate_size": own.intermediate_size,
         "intermediate_size_mlp": dense[0].intermediate_size if dense else own.intermediate_size,
         "head_dim": attentions[0].head_dim,
-        "hidden_act": config.layers[0].feed_forward.activation,
+        "hidden_act": config.feed_forwards[0].activation,
         "attention_bias": attentions[0].qkv_bias,
         "num_local_experts": own.num_experts,
         "num_experts_per_tok": own.num_active,

@@ -250,7 +250,7 @@ def _phi3(config: Json) -> dict[str, Any]:
 
 
 def _write_shared(config: DecoderConfig) -> dict[str, Any]:
-    attention, block = config.layers[0].attention, config.layers[0].feed_forward
+    attention, block = config.attentions[0], config.feed_forwards[0]
     assert attention.rope is not None
     return {
         **write_sizes(config),
@@ -263,13 +263,13 @@ def _write_shared(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_hyperclovax(config: DecoderConfig) -> dict[str, Any]:
-    layer = config.layers[0]
-    assert isinstance(layer.feed_forward, FeedForwardConfig)
+    attention, block = config.attentions[0], config.feed_forwards[0]
+    assert isinstance(block, FeedForwardConfig)
     return _write_shared(config) | {
-        "attention_bias": layer.attention.qkv_bias,
-        "mlp_bias": layer.feed_forward.bias,
-        "use_post_norm": layer.norms == SANDWICH,
-        "attention_multiplier": layer.attention.softmax_scale,
+        "attention_bias": attention.qkv_bias,
+        "mlp_bias": block.bias,
+        "use_post_norm": config.layers[0].norms == SANDWICH,
+        "attention_multiplier": attention.softmax_scale,
         "embedding_multiplier": config.embedding_scale,
         "residual_multiplier": config.residual_scale,
         "logits_scaling": config.logit_scale,
@@ -277,7 +277,7 @@ def _write_hyperclovax(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_ministral3(config: DecoderConfig) -> dict[str, Any]:
-    fields, growth = _write_shared(config), config.layers[0].attention.query_growth
+    fields, growth = _write_shared(config), config.attentions[0].query_growth
     if growth is not None:
         fields["rope_parameters"] |= {
             "llama_4_scaling_beta": growth.beta,

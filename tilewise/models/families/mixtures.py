@@ -34,7 +34,14 @@ from tilewise.models.layer_fields import Sizes, layer_types, windows_of_types
 from tilewise.models.unread_fields import must_be
 from tilewise.nn.experts import ExpertsConfig
 
-__all__ = ["FAMILIES", "expert_names", "first_dense", "grouped_experts"]
+__all__ = [
+    "FAMILIES",
+    "expert_names",
+    "experts_of",
+    "first_dense",
+    "grouped_experts",
+    "named_dense",
+]
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -87,7 +94,7 @@ def _layers(
     }
 
 
-def _experts(config: Json, sizes: Sizes, active: int, **options: Any) -> ExpertsConfig:
+def experts_of(config: Json, sizes: Sizes, active: int, **options: Any) -> ExpertsConfig:
     """Return the mixture; its numbers are read under any of their names."""
     name = next((name for name in _COUNTS if config.get(name) is not None), _COUNTS[0])
     num_experts = count(config, name)
@@ -109,7 +116,7 @@ def grouped_experts(config: Json, sizes: Sizes, **options: Any) -> ExpertsConfig
     """Return the mixture of DeepSeek-V3 and its kin: sigmoids, a correction, groups."""
     shared, inner = count_or(config, "n_shared_experts", 1), count(config, "moe_intermediate_size")
     groups, active_groups = count_or(config, "n_group", 1), count_or(config, "topk_group", 1)
-    return _experts(
+    return experts_of(
         config,
         sizes,
         8,
@@ -136,7 +143,7 @@ def first_dense(config: Json, default: int) -> Callable[[int], bool]:
     return lambda layer: layer < first
 
 
-def _named_dense(config: Json) -> Callable[[int], bool]:
+def named_dense(config: Json) -> Callable[[int], bool]:
     """Return whether a layer is dense by Qwen's fields."""
     step, named = count_or(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(named, list):
@@ -154,13 +161,13 @@ def _qwen3(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config)
     normalised = flag(config, "norm_topk_prob", False)
     inner = count_or(config, "moe_intermediate_size", 768)
-    experts = _experts(config, sizes, 8, intermediate_size=inner, normalised=normalised)
+    experts = experts_of(config, sizes, 8, intermediate_size=inner, normalised=normalised)
     has_bias, slides = flag(config, "attention_bias", False), _slides(config)
     return _layers(
         config,
         sizes,
         experts,
-        is_dense=_named_dense(config),
+        is_dense=named_dense(config),
         windows=(_window(config, 4096) if slides else None,) * sizes.num_layers,
         qk_norm_over="head",
         qkv_bias=has_bias,
@@ -182,7 +189,7 @@ def _slides(config: Json) -> bool:
 
 def _qwen2(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config)
-    experts = _experts(
+    experts = experts_of(
         config,
         sizes,
         4,
@@ -200,13 +207,13 @@ def _qwen2(config: Json) -> dict[str, Any]:
     ]
     windows = windows_of_types(layer_types(config, sizes.num_layers, usual), window)
     qkv_bias = flag(config, "qkv_bias", True)
-    is_dense = _named_dense(config)
+    is_dense = named_dense(config)
     return _layers(config, sizes, experts, is_dense=is_dense, windows=windows, qkv_bias=qkv_bias)
 
 
 def _mixtral(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
-    experts = _experts(config, sizes, 2, intermediate_size=sizes.intermediate_size)
+    experts = experts_of(config, sizes, 2, intermediate_size=sizes.intermediate_size)
     windows = (_window(config, None),) * sizes.num_layers
     return _layers(config, sizes, experts, windows=windows, theta=1e6)
 
@@ -216,7 +223,7 @@ def _olmoe(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
     normalised = flag(config, "norm_topk_prob", False)
     inner = sizes.intermediate_size
-    experts = _experts(config, sizes, 8, intermediate_size=inner, normalised=normalised)
+    experts = experts_of(config, sizes, 8, intermediate_size=inner, normalised=normalised)
     has_bias = flag(config, "attention_bias", False)
     return _layers(config, sizes, experts, qk_norm_over="heads", qkv_bias=has_bias, o_bias=has_bias)
 
@@ -257,7 +264,7 @@ def _dots1(config: Json) -> dict[str, Any]:
 
 def _minimax_m2(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config, head_dim=128)
-    experts = _experts(
+    experts = experts_of(
         config,
         sizes,
         8,
@@ -283,7 +290,7 @@ def _ernie(config: Json) -> dict[str, Any]:
     )
     shared = whole(config, "moe_num_shared_experts", 2)
     config.get("moe_norm_min")  # below any sum of a few probabilities, the largest ones
-    experts = _experts(
+    experts = experts_of(
         {
             "num_experts": config.get("moe_num_experts", 64),
             "num_experts_per_tok": config.get("moe_k"),
@@ -327,7 +334,7 @@ def _phi(config: Json) -> dict[str, Any]:
             f"rope_type must be default in {config['model_type']}, got longrope"
         )
     config.get("original_max_position_embeddings")
-    experts = _experts(
+    experts = experts_of(
         config,
         sizes,
         2,
@@ -351,7 +358,7 @@ def _phi(config: Json) -> dict[str, Any]:
 
 def _granite(config: Json) -> dict[str, Any]:
     sizes = Sizes.of(config)
-    experts = _experts(config, sizes, 2, intermediate_size=sizes.intermediate_size)
+    experts = experts_of(config, sizes, 2, intermediate_size=sizes.intermediate_size)
     has_bias, scale = flag(config, "attention_bias", False), "attention_multiplier"
     found = _layers(
         config,
@@ -369,12 +376,12 @@ def _granite(config: Json) -> dict[str, Any]:
 
 
 def _write_shared(config: DecoderConfig) -> dict[str, Any]:
-    attention = config.layers[0].attention
+    attention = config.attentions[0]
     assert attention.rope is not None
     return {
         **write_sizes(config),
         "head_dim": attention.head_dim,
-        "hidden_act": config.layers[0].feed_forward.activation,
+        "hidden_act": config.feed_forwards[0].activation,
         "rope_parameters": write_rope(
             attention.rope, attention.head_dim, config.max_position_embeddings
         ),
@@ -382,13 +389,13 @@ def _write_shared(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_ernie(config: DecoderConfig) -> dict[str, Any]:
-    experts, has_bias = config.experts, config.layers[0].attention.qkv_bias
+    experts, has_bias = config.experts, config.attentions[0].qkv_bias
     assert experts is not None
     mixed = [i for i, x in enumerate(config.layers) if isinstance(x.feed_forward, ExpertsConfig)]
     every = mixed[1] - mixed[0] if len(mixed) > 1 else 1
     if mixed != [i for i in range(mixed[0], mixed[-1] + 1) if (i + 1) % every == 0]:
         raise CheckpointError(f"layers with experts must follow at one distance, got {mixed}")
-    dense = (x.feed_forward for x in config.layers if not isinstance(x.feed_forward, ExpertsConfig))
+    dense = (x for x in config.feed_forwards if not isinstance(x, ExpertsConfig))
     return _write_shared(config) | {
         "intermediate_size": next((x.intermediate_size for x in dense), experts.intermediate_size),
         "use_bias": has_bias,
@@ -403,7 +410,7 @@ def _write_ernie(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_phi(config: DecoderConfig) -> dict[str, Any]:
-    attention, experts = config.layers[0].attention, config.experts
+    attention, experts = config.attentions[0], config.experts
     assert experts is not None
     return _write_shared(config) | {
         "intermediate_size": experts.intermediate_size,
@@ -479,7 +486,7 @@ def _ernie_names(config: DecoderConfig) -> Names:
     names = expert_names(config, LLAMA_NAMES, correction_bias="moe_statics.e_score_correction_bias")
     return replace(
         names,
-        as_rows=frozenset(("mlp.correction_bias",)),
+        unit_dims={"mlp.correction_bias": (0,)},
         ignored=(*names.ignored, r"model\.mtp_.*"),  # heads that guess further tokens
     )
 

@@ -338,7 +338,7 @@ _STARCODER_NAMES = replace(GPT2_NAMES, transposed=frozenset())
 
 
 def _starcoder_names(config: Any) -> Names:
-    attention = config.layers[0].attention
+    attention = config.attentions[0]
     is_grouped = attention.num_kv_heads > 1
     orders = {"attention.qkv_proj": grouped_rows} if is_grouped else None
     return replace(_STARCODER_NAMES, orders=orders)

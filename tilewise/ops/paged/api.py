@@ -103,7 +103,8 @@ def paged_attention(
         seqlens_k: (B,) int32 or int64, tokens of each sequence with the new ones counted; 0 gives o
             = 0 and lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU
             would have to be waited for. There lengths are cut, and no id leads outside of the
-            cache; with TILEWISE_CHECK=1 in the environment it waits and raises, see docs/paged.md.
+            cache; with TILEWISE_CHECK=1 in the environment it waits and raises, see
+            docs/guide/paged.md.
         cu_seqlens_q: (B + 1,) int32 or int64, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
         softmax_scale: multiplies q . k; D ** -0.5 when None.

@@ -94,8 +94,10 @@ def causal_conv1d_step(
     Args:
         x: (T, C), packed rows.
         weight, bias, activation: as in `causal_conv1d`.
-        states: (slots, W - 1, C), contiguous, the dtype of x: the last tokens of each sequence,
-            oldest first; updated in place.
+        states: (slots, R, C), contiguous, the dtype of x, R at least W - 1: the last R tokens of
+            each sequence, of which the one at position p lies in row p % R; updated in place. The
+            next call may give a start that is up to R - W + 1 tokens smaller: what is in between is
+            taken back.
         slots, starts, cu_seqlens: as in `gated_delta_step`.
         backend: as in `causal_conv1d`.
 
@@ -115,9 +117,9 @@ def causal_conv1d_step(
         raise unknown_keyword(causal_conv1d_step, unknown)
     _check(x, weight, bias, activation, "(T, C)")
     edges = check_edges(cu_seqlens, x)
-    checks.check_dims("states", states, "(slots, W - 1, C)")
-    shape = (states.shape[0], weight.shape[1] - 1, x.shape[-1])
-    check_state("states", states, shape, x.dtype, x)
+    checks.check_dims("states", states, "(slots, R, C)")
+    num_kept = max(states.shape[1], weight.shape[1] - 1)
+    check_state("states", states, (states.shape[0], num_kept, x.shape[-1]), x.dtype, x)
     if not states.is_contiguous():
         raise ValueError(f"states must be contiguous, got strides {states.stride()}")
     places = check_places(slots, starts, edges.shape[0] - 1, states.shape[0], x.device)

@@ -30,7 +30,7 @@ def launch(
     ends = edges.tolist()
     for index, (first, end) in enumerate(itertools.pairwise(ends)):
         state = None if initial_state is None else initial_state[index]
-        y[first:end] = _convolve(x[first:end], weight, bias, state, has_silu)[0]
+        y[first:end] = _convolve(x[first:end], weight, bias, state, has_silu)
     return y
 
 
@@ -51,14 +51,20 @@ def step(
     for slot, start, first, end in places:
         if slot < 0 or first == end:
             continue
-        state = states[slot] if start > 0 else None
-        y[first:end], states[slot] = _convolve(x[first:end], weight, bias, state, has_silu)
+        positions = torch.arange(start - weight.shape[1] + 1, start + end - first, device=x.device)
+        before, new = positions.split([weight.shape[1] - 1, end - first])
+        kept, num_kept = states[slot], states.shape[1]
+        state = x.new_zeros(len(before), x.shape[1])
+        state[before >= 0] = kept[before[before >= 0] % max(num_kept, 1)]
+        y[first:end] = _convolve(x[first:end], weight, bias, state, has_silu)
+        new = new[max(end - first - num_kept, 0) :]
+        kept[new % max(num_kept, 1)] = x[end - len(new) : end]
     return y
 
 
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, has_silu: bool
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     wide = [t if t is None else t.double() for t in (x, weight, bias, state)]
-    y, after = recurrent.causal_conv1d(*wide, silu=has_silu)  # type: ignore[arg-type]
-    return y.to(x.dtype), after.to(x.dtype)
+    y, _ = recurrent.causal_conv1d(*wide, silu=has_silu)  # type: ignore[arg-type]
+    return y.to(x.dtype)

@@ -325,9 +325,24 @@ class RemoteEngine(asyncio.Protocol):
 
     async def load_lora_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
         """Load an adapter, see `LLM.load_lora_adapter`; other calls are answered meanwhile."""
-        ask = partial(self._call, "load_lora_adapter", name, path, replaces)
-        number = await asyncio.wrap_future(beside(ask))
-        ask = partial(self._call, "has_loaded", number)
+        await self._until_ended("load_lora_adapter", name, path, replaces)
+
+    async def update_weights(self, path: str, *, running: str = "wait") -> None:
+        """Take other weights from a folder, see `LLM.update_weights`."""
+        await self._until_ended("update_weights", path, running)
+
+    async def sleep(self, level: int = 1, *, running: str = "wait") -> None:
+        """Give memory back, see `LLM.sleep`."""
+        await self._until_ended("sleep", level, running)
+
+    async def wake(self) -> None:
+        """Take requests again, see `LLM.wake`."""
+        await self._until_ended("wake")
+
+    async def _until_ended(self, name: str, *arguments: Any) -> None:
+        """Let the engine's process do what may take minutes; other calls are answered meanwhile."""
+        number = await asyncio.wrap_future(beside(partial(self._call, name, *arguments)))
+        ask = partial(self._call, "has_ended", number)
         while not await asyncio.wrap_future(beside(ask)):
             await asyncio.sleep(LOAD_POLL_S)
 

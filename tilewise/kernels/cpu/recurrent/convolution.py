@@ -3,7 +3,8 @@
 What      y_t = f(bias + sum over j of weight_j x_{t - W + 1 + j}), f the identity or silu.
 Grid      a task for each sequence and 512 channels, taken from a counter.
 One task  all tokens of the sequence; its last W tokens stay in scratch, one row each.
-Traffic   every element is read once and written once; the slots' rows once each way.
+Traffic   every element is read once and written once; W - 1 rows of a slot are read, and as many
+          are written as there are new tokens, or rows.
 Numerics  float32 (float64 for float64), bias first, then the oldest token first, rounded once.
 """
 
@@ -55,7 +56,7 @@ def launch(
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
     """
     numbers = torch.arange(edges.shape[0] - 1)
-    starts = torch.full_like(numbers, 0 if initial_state is None else 1)
+    starts = torch.full_like(numbers, 0 if initial_state is None else weight.shape[1] - 1)
     before = None if initial_state is None else initial_state.detach().contiguous()
     return _run(x, weight, bias, before, numbers, starts, edges, has_silu, False)
 
@@ -112,7 +113,8 @@ def _run(
         y.data_ptr(),
         taps.view(-1).numpy(),
         first.contiguous().numpy(),
-        0 if states is None else states.data_ptr(),
+        0 if states is None or states.numel() == 0 else states.data_ptr(),
+        0 if states is None else states.shape[1],
         keeps,
         *places,
         num_channels,
@@ -140,6 +142,7 @@ def _convolve(
     taps,
     bias,
     states,
+    num_kept,
     keeps,
     edges,
     slots,
@@ -181,11 +184,14 @@ def _convolve(
         _load_part(first, 0, bare(bias), channel, count)
         for tap in range(width):
             _load_part(weights, tap * CHANNELS, bare(taps), tap * num_channels + channel, count)
-        # Row (t + j) % W of the window holds the token that tap j multiplies at token t.
-        kept = states + slot * (width - 1) * row_bytes + channel * size
+        # Row (t + j) % W of the window holds the token that tap j multiplies at token t. Of a slot
+        # row p % num_kept holds the token at position p.
+        kept = states + slot * num_kept * row_bytes + channel * size
         for row in range(width - 1):
-            if states != 0 and starts[sequence] > 0:
-                load_row(like, code, window, row * CHANNELS, kept + row * row_bytes, count)
+            position = starts[sequence] - (width - 1) + row
+            if states != 0 and position >= 0:
+                place = kept + position % num_kept * row_bytes
+                load_row(like, code, window, row * CHANNELS, place, count)
             else:
                 for column in range(count):
                     window[row * CHANNELS + column] = 0.0
@@ -202,7 +208,8 @@ def _convolve(
                 simd.store(total, column, sums)
             target = y + (begin + t) * row_bytes + channel * size
             store_row(like, code, total, 0, 1.0, target, count)
-        if keeps:
-            for row in range(width - 1):
-                place = (end - begin + row) % width * CHANNELS
-                store_row(like, code, window, place, 1.0, kept + row * row_bytes, count)
+        if keeps and states != 0:
+            for t in range(max(end - begin - num_kept, 0), end - begin):
+                load_row(like, code, total, 0, x + (begin + t) * x_row + channel * size, count)
+                place = kept + (starts[sequence] + t) % num_kept * row_bytes
+                store_row(like, code, total, 0, 1.0, place, count)

@@ -1,12 +1,13 @@
 """Activation functions of a register of float32, chosen by a number that is data.
 
-What      y = f(x): sigmoid, silu, gelu, gelu by tanh, relu, its square, tanh, or x itself.
+What      y = f(x): sigmoid, silu, gelu, gelu by tanh, relu, its square, tanh, softplus, or x
+          itself.
 Grid      none: inlined into the epilogue of a product and into `elementwise.py`.
 One call  LANES elements.
 Traffic   none.
 Numerics  float32. 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2 u)), which does not cancel. gelu's normal
           distribution is exp(-x^2 / 2) times a polynomial of 1 / (2 + |x|), within 4e-8 of x times
-          it.
+          it. softplus is max(x, 0) and ln(1 + y), y = exp(-|x|), as y times a polynomial of y.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tilewise.kernels.cpu.machine.threads import inner
 IDENTITY, SIGMOID, SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, TANH = range(8)
 # Not elementwise: gpt-oss's function of a gate and its factor, see `layers.py`.
 CLAMPED = 8
+SOFTPLUS = 9
 
 CODES = {
     "identity": IDENTITY,
@@ -32,6 +34,7 @@ CODES = {
     "relu": RELU,
     "relu_squared": RELU_SQUARED,
     "tanh": TANH,
+    "softplus": SOFTPLUS,
 }
 
 _LOG2E = 1.0 / math.log(2.0)
@@ -54,6 +57,25 @@ def _tail(place: Decimal) -> float:
 
 
 _TAIL = simd.chebyshev(_tail, -1.0, 1.0, 10)
+
+
+def _log_share(y: Decimal) -> float:
+    """Return ln(1 + y) / y."""
+    return math.log1p(float(y)) / float(y) if y else 1.0
+
+
+# Nearest to its limit of float32 from the degree 11 on: the pole at -1 is far from 0 to 1.
+_LOG_SHARE = simd.chebyshev(_log_share, 0.0, 1.0, 11)
+
+
+@intrinsic
+def _log_share_at(typingctx, y):
+    """Compute `_log_share`, lane by lane."""
+
+    def codegen(context, builder, sig, args):
+        return simd.horner(builder, args[0], _LOG_SHARE)
+
+    return y(y), codegen
 
 
 @intrinsic
@@ -93,6 +115,9 @@ def applied(like, function, x):
     if function == TANH:
         return simd.tanh(x)
     zero, one = simd.splat(like, 0.0), simd.splat(like, 1.0)
+    if function == SOFTPLUS:
+        y = simd.exp2(simd.mul(simd.absolute(x), simd.splat(like, -_LOG2E)))
+        return simd.fma(y, _log_share_at(y), simd.maximum(zero, x))
     if function == RELU:
         return simd.maximum(zero, x)
     if function == RELU_SQUARED:

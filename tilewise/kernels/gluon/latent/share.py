@@ -22,7 +22,7 @@ KEYS = gl.constexpr(64)  # of a tile
 ROWS = gl.constexpr(64)  # new tokens times heads
 CHUNK = gl.constexpr(64)  # sequences whose tiles are added up at once
 # A share may grow by a 16th where then its ends meet those of equally long sequences: nothing has
-# to be merged. Merging two parts of all sequences took longer (see docs/mla.md).
+# to be merged. Merging two parts of all sequences took longer (see docs/results/mla.md).
 SLACK = gl.constexpr(16)
 
 

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels import early
-from tilewise.kernels.gluon.device.barriers import barriers
+from tilewise.kernels.gluon.device.barriers import barriers, release_loaded
 from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
 from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.device.prefetch import prefetch
@@ -322,7 +322,7 @@ def _multiply(tensors, bases, ring, first, steps, group, constants, shape: gl.co
         products = _products(ring, step, registers, shape, DTYPE)
         coming = raw_scales(tensors, bases, first + gl.minimum(step + 2, last), shape)
         products = _waited(products, shape)
-        mbarrier.arrive(ring.empty.index(step % shape.stages), count=1)
+        release_loaded(ring.empty.index(step % shape.stages))
         acc = _summed(acc, products, raw, shape, DTYPE)
         raw = ahead
         ahead = coming

@@ -1,8 +1,8 @@
 """Causal convolution of each channel.
 
 what     y_t = f(bias + sum over j of weight_j x_{t - W + 1 + j}), f the identity or silu
-grid     (tiles of rows, tiles of channels); a step copies the last W - 1 tokens of each sequence to
-         its slot in a second kernel, when all rows have been computed
+grid     (tiles of rows, tiles of channels); a step copies the last tokens of each sequence to its
+         slot in a second kernel, when all rows have been computed
 program  finds the sequence of each of its rows by halving, and adds up W taps
 traffic  x read once from memory and W times from the L1 cache, y written once
 numerics float32, bias first, then the oldest token first, rounded once
@@ -36,6 +36,7 @@ def _convolve_kernel(
     stride_x,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -58,10 +59,10 @@ def _convolve_kernel(
     used = (row < num_rows) & (low < num_sequences)
     first = tl.load(edges_ptr + low)
     slot = low.to(tl.int64)
-    has_state = used
+    start = tl.zeros((TILE_T,), tl.int64) + NUM_KEPT
     if HAS_SLOTS:
-        slot = tl.load(slots_ptr + low, mask=used, other=-1)
-        has_state = used & (tl.load(starts_ptr + low, mask=used, other=0) > 0)
+        slot = tl.load(slots_ptr + low, mask=used, other=-1).to(tl.int64)
+        start = tl.load(starts_ptr + low, mask=used, other=0).to(tl.int64)
         used = used & (slot >= 0)
     total = tl.zeros((TILE_T, TILE_C), tl.float32)
     if HAS_BIAS:
@@ -72,9 +73,10 @@ def _convolve_kernel(
         mask = (used & (position >= 0))[:, None] & inside[None, :]
         token = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if HAS_STATES:
-            kept = slot * (WIDTH - 1) + (WIDTH - 1) + position
+            before = start + position  # of the sequence; its row in a slot is `before` % NUM_KEPT
+            kept = slot * NUM_KEPT + tl.maximum(before, 0) % NUM_KEPT
             at = states_ptr + kept[:, None] * CHANNELS + channel[None, :]
-            mask = (used & has_state & (position < 0))[:, None] & inside[None, :]
+            mask = (used & (before >= 0) & (position < 0))[:, None] & inside[None, :]
             token += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + channel * WIDTH + tap, mask=inside, other=0.0)
         total = tl.fma(tl.broadcast_to(weight.to(tl.float32)[None, :], token.shape), token, total)
@@ -93,7 +95,7 @@ def _keep_kernel(
     starts_ptr,
     stride_x,
     CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
     sequence = tl.program_id(0)
@@ -101,24 +103,14 @@ def _keep_kernel(
     inside = channel < CHANNELS
     first = tl.load(edges_ptr + sequence).to(tl.int64)
     length = tl.load(edges_ptr + sequence + 1) - first
-    slot, start = tl.load(slots_ptr + sequence), tl.load(starts_ptr + sequence)
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    start = tl.load(starts_ptr + sequence).to(tl.int64)
     if slot < 0 or length <= 0:
         return
-    states_ptr += slot * (WIDTH - 1) * CHANNELS + channel
-    # Oldest first: a row is read before it is overwritten, by the thread that overwrites it.
-    for tap in tl.static_range(WIDTH - 1):
-        position = length + tap - (WIDTH - 1)
-        new = tl.load(
-            x_ptr + (first + position) * stride_x + channel,
-            mask=inside & (position >= 0),
-            other=0.0,
-        )
-        kept = tl.load(
-            states_ptr + (tap + length) * CHANNELS,
-            mask=inside & (position < 0) & (start > 0),
-            other=0.0,
-        )
-        tl.store(states_ptr + tap * CHANNELS, tl.where(position >= 0, new, kept), mask=inside)
+    states_ptr += slot * NUM_KEPT * CHANNELS + channel
+    for position in range(tl.maximum(length - NUM_KEPT, 0), length):
+        token = tl.load(x_ptr + (first + position) * stride_x + channel, mask=inside)
+        tl.store(states_ptr + (start + position) % NUM_KEPT * CHANNELS, token, mask=inside)
 
 
 def launch(
@@ -157,8 +149,8 @@ def step(
         edges: as in `launch`.
     """
     y = _run(x, weight, bias, states, slots, starts, edges, has_silu)
-    channels, width = weight.shape
-    if y.numel() > 0 and width > 1:
+    channels, num_kept = len(weight), states.shape[1]
+    if y.numel() > 0 and num_kept > 0:
         grid = (edges.shape[0] - 1, triton.cdiv(channels, _TILE_C))
         launch_now(
             _keep_kernel,
@@ -170,7 +162,7 @@ def step(
             starts,
             x.stride(0),
             CHANNELS=channels,
-            WIDTH=width,
+            NUM_KEPT=num_kept,
             TILE_C=_TILE_C,
             num_warps=4,
         )
@@ -208,6 +200,7 @@ def _run(
         x.stride(0),
         CHANNELS=channels,
         WIDTH=width,
+        NUM_KEPT=1 if states is None else max(states.shape[1], 1),
         TILE_T=_TILE_T,
         TILE_C=_TILE_C,
         HAS_BIAS=bias is not None,

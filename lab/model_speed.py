@@ -1,0 +1,295 @@
+"""How fast whole models decode on a GPU, and their share of the roof of what a step reads.
+
+    python lab/model_speed.py --json F [SHAPE ...]
+    python lab/model_speed.py --device cpu --tiny --rows 1 2 --tokens 8   # tries without a GPU
+
+Weights are random, of the published sizes. A step of B rows reads all weights but the table of
+embeddings, of experts those that are hit (of E experts with k a token E (1 - (1 - k / E)^B) on
+average), and the keys and values of its rows, of a layer with a window no more than that. The roof
+is the time in which a read of a large tensor, measured in the same run, gives these bytes. Times
+are of decode steps alone, of requests that begin together, the median of the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lab.adapters import decode_rate
+from lab.on_shape import machine
+from tilewise import LLM
+from tilewise.bench.roofline import measure_ceilings
+from tilewise.models.config import read_config
+from tilewise.models.registry import empty_model
+
+_NEW: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _NEW
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
+    "deepseek-v2-lite": _NEW
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 102_400,
+        "hidden_size": 2048,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    },
+    # Gemma 3 12B's widths with Gemma 4's layers: a sixth with heads of 512 whose keys are values.
+    "gemma-4-12b": {
+        "architectures": ["Gemma4UnifiedForCausalLM"],
+        "model_type": "gemma4_unified_text",
+        "dtype": "bfloat16",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 262_144,
+        "hidden_size": 3840,
+        "intermediate_size": 15_360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+}
+WANTED = {  # shares of the roof at 1, 32 and 256 rows
+    "qwen3-30b-a3b": (0.35, 0.5, 0.6),
+    "gemma-4-12b": (0.6, 0.7, 0.8),
+    "gpt-oss-20b": (0.35, 0.5, 0.6),
+}
+_TINY = {
+    "vocab_size": 503, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "global_head_dim": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"] * 3,
+}  # fmt: skip
+
+
+def write(name: str, folder: Path, tiny: bool) -> tuple[Path, dict[str, Any]]:
+    """Write config.json of a shape; return its folder and what was written."""
+    config = dict(SHAPES[name])
+    if tiny:
+        config |= {key: value for key, value in _TINY.items() if key in config}
+        if name == "deepseek-v2-lite":
+            config["num_key_value_heads"] = config["num_attention_heads"]
+    path = folder / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path, config
+
+
+def bytes_of_weights(model: torch.nn.Module, config: dict[str, Any], rows: int) -> float:
+    """Return what a step of so many rows reads of the weights, on average."""
+    experts = next(
+        (
+            config[n]
+            for n in ("num_experts", "num_local_experts", "n_routed_experts")
+            if n in config
+        ),
+        0,
+    )
+    hit = 1.0
+    if experts:
+        hit = 1 - (1 - config["num_experts_per_tok"] / experts) ** rows
+    total = 0.0
+    for name, tensor in model.state_dict().items():
+        if "embed" in name and not config["tie_word_embeddings"]:
+            continue
+        is_routed = experts > 0 and tensor.shape[0] == experts and "router" not in name
+        total += tensor.nbytes * (hit if is_routed else 1.0)
+    return total
+
+
+def bytes_of_cache(config: dict[str, Any], rows: int, context: int) -> float:
+    """Return what a step of rows with so many tokens each reads of a cache in 16 bits."""
+    layers = config["num_hidden_layers"]
+    if "kv_lora_rank" in config:
+        return 2.0 * layers * rows * context * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    window = config.get("sliding_window") or context
+    kinds = config.get("layer_types") or ["full_attention"] * layers
+    if "global_head_dim" in config:
+        kinds = ["sliding_attention"] * 5 + ["full_attention"]
+        kinds = kinds * (layers // 6)
+    total = 0.0
+    for kind in kinds:
+        heads, width, tensors = config["num_key_value_heads"], config["head_dim"], 2
+        tokens = min(context, window) if kind == "sliding_attention" else context
+        if kind == "full_attention" and "global_head_dim" in config:
+            heads, width, tensors = (
+                config["num_global_key_value_heads"],
+                config["global_head_dim"],
+                1,
+            )
+        total += 2.0 * tensors * rows * tokens * heads * width
+    return total
+
+
+def measure(name: str, options: argparse.Namespace, read: float) -> dict[str, Any]:
+    """Return tokens/s and the share of the roof for each number of rows."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path, config = write(name, Path(folder), options.tiny)
+        model = empty_model(read_config(path), "bfloat16", "meta")
+        length = options.prompt + options.tokens
+        settings: dict[str, Any] = {"graphs": "lazy"} if options.device == "cuda" else {}
+        with LLM(
+            path,
+            device=options.device,
+            dtype="bfloat16",
+            random_weights=True,
+            max_num_seqs=max(options.rows),
+            max_model_len=max(length, 256),
+            **settings,
+        ) as llm:
+            for rows in options.rows:
+                given = argparse.Namespace(**(vars(options) | {"rows": rows}))
+                decode_rate(llm, given, [])
+                rates = [decode_rate(llm, given, []) for _ in range(options.turns)]
+                rate = statistics.median(rates)
+                weights = bytes_of_weights(model, config, rows)
+                cache = bytes_of_cache(config, rows, options.prompt + options.tokens // 2)
+                found[str(rows)] = {
+                    "tokens_per_s": round(rate, 1),
+                    "spread": round((max(rates) - min(rates)) / rate, 3),
+                    "ms": round(1e3 * rows / rate, 3),
+                    "roof_ms": round(1e3 * (weights + cache) / read, 3),
+                    "share": round((weights + cache) / read * rate / rows, 3),
+                }
+                print(name, rows, found[str(rows)], flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure the shapes that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", default=list(SHAPES))
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="every shape with few and small layers")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    unknown = sorted({*options.shapes} - {*SHAPES})
+    if unknown:
+        parser.error(f"SHAPE must be one of {', '.join(SHAPES)}, got {', '.join(unknown)}")
+    read = 1e10 if options.tiny else measure_ceilings(options.device).read_bytes
+    results = {"machine": machine(options.device), "read_bytes": read, "options": vars(options)}
+    results |= {"wanted": WANTED, "models": {}}
+    for name in options.shapes:
+        try:
+            results["models"][name] = measure(name, options, read)
+        except Exception as error:  # the others are measured yet
+            results["models"][name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+            print(name, results["models"][name], flush=True)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+        if options.json:
+            Path(options.json).write_text(json.dumps(results) + "\n")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""lab/model_speed.py: the roof counts what a step reads, and a tiny model of each kind decodes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from tests.lab.scripts import load
+from tilewise.models.config import read_config
+from tilewise.models.registry import empty_model
+
+model_speed = load("model_speed")
+
+
+@pytest.mark.parametrize(
+    ("name", "all_weights", "rows", "read"),
+    [
+        ("qwen3-30b-a3b", 61.06e9, 1, 6.07e9),
+        ("qwen3-30b-a3b", 61.06e9, 256, 60.44e9),
+        ("gpt-oss-20b", 13.76e9, 1, 3.71e9),
+        ("gemma-4-12b", 23.85e9, 32, 23.85e9),
+    ],
+)
+def test_a_step_reads_the_experts_that_are_hit(tmp_path, name, all_weights, rows, read):
+    path, config = model_speed.write(name, tmp_path, tiny=False)
+    model = empty_model(read_config(path), "bfloat16", "meta")
+    assert sum(t.nbytes for t in model.state_dict().values()) == pytest.approx(
+        all_weights, rel=1e-3
+    )
+    found = model_speed.bytes_of_weights(model, config, rows)
+    assert found == pytest.approx(read, rel=5e-3)
+
+
+def test_windows_and_shared_tensors_bound_what_is_read_of_a_cache():
+    config = model_speed.SHAPES["gemma-4-12b"]
+    local, all_tokens = 40 * 8 * 256 * 2, 8 * 2 * 512
+    assert model_speed.bytes_of_cache(config, 3, 2000) == 2 * 3 * (1024 * local + 2000 * all_tokens)
+    latent = model_speed.SHAPES["deepseek-v2-lite"]
+    assert model_speed.bytes_of_cache(latent, 2, 100) == 2 * 27 * 2 * 100 * 576
+
+
+def test_a_tiny_model_decodes():
+    options = Namespace(device="cpu", tiny=True, rows=[2], prompt=16, tokens=6, turns=1)
+    found = model_speed.measure("qwen3-30b-a3b", options, read=1e10)
+    assert found["2"]["tokens_per_s"] > 0
+    assert 0 < found["2"]["share"] < 1

@@ -1,0 +1,218 @@
+"""Attention of AlphaFold's kind by the names of DeepSpeed and of cuEquivariance.
+
+Two biases are added to the logits: one of the keys of each row (a mask, as a rule) and one of the
+pairs, shared by all rows. The pair bias stays as it is, O(S^2) for any number of rows, and its
+gradient is summed over the rows in the kernel. The key bias becomes a few more channels of q and k,
+whose product it is: no tensor of rows x queries x keys is ever made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tilewise.errors import UnsupportedError
+from tilewise.ops import attention
+
+__all__ = ["DS4Sci_EvoformerAttention", "triangle_attention"]
+
+# A key bias below this is this: exp of it is 0 in float32 beside any key that is not masked, and
+# where all keys are, differences of logits are still there after its addition. float16 holds it.
+_LEAST = -61440.0
+_CHANNELS = 8  # added to q and k; heads are multiples of so many
+
+
+def DS4Sci_EvoformerAttention(
+    Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]
+) -> Tensor:
+    """Attend as deepspeed.ops.deepspeed4science.DS4Sci_EvoformerAttention does.
+
+    o = softmax(q k^T / sqrt(D) + biases[0] + biases[1]) v for each row of each batch. Gradients of
+    q, k, v and both biases are exact; of biases[0] below -61,440 (a mask) the gradient is 0. A row
+    whose keys are all masked by one number attends as if none were, which is what the formula says.
+
+    Args:
+        Q: (*, N, Sq, H, D), any number of batch dims before the rows N; float16, bfloat16, float32,
+            or float64 on a CPU (DeepSpeed: 16 bits, one batch dim, more than 16 tokens).
+        K, V: (*, N, Sk, H, D), same dtype.
+        biases: up to two tensors, None or fewer where there is none: (*, N, 1, 1, Sk), a bias of
+            the keys of each row, and (*, 1, H, Sq, Sk), a bias of the pairs. Each has a gradient.
+            Q's dtype or float32.
+
+    Returns:
+        (*, N, Sq, H, D), in Q's dtype.
+
+    Raises:
+        ValueError: a shape breaks a rule above, or there are more than two biases.
+
+    Source: DeepSpeed4Science's tutorial of DS4Sci_EvoformerAttention.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 8, 64, 4, 32)
+        >>> o = DS4Sci_EvoformerAttention(q, k, v, [mask_bias, pair_bias])
+    """
+    if len(biases) > 2:
+        raise ValueError(f"biases must be at most 2, got {len(biases)}")
+    if Q.dim() < 4:
+        raise ValueError(f"Q must have 4 dims or more, (..., N, S, H, D), got {tuple(Q.shape)}")
+    key_bias, pair_bias = (*biases, None, None)[:2]
+    batch, (rows, queries, heads) = Q.shape[:-4], Q.shape[-4:-1]
+    keys = K.shape[-3]
+    _check("biases[0]", key_bias, (*batch, rows, 1, 1, keys))
+    _check("biases[1]", pair_bias, (*batch, 1, heads, queries, keys))
+    count = math.prod(batch)
+    if key_bias is not None:
+        key_bias = key_bias.reshape(count, rows, keys)
+    if pair_bias is not None:
+        pair_bias = pair_bias.reshape(count, heads, queries, keys)
+    q, k, v = (x.reshape(count, *x.shape[-4:]) for x in (Q, K, V))
+    return _rows(q, k, v, pair_bias, key_bias, None, None).reshape(*Q.shape[:-1], V.shape[-1])
+
+
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: bool = False,
+    *,
+    kv_lengths: Tensor | None = None,
+) -> Tensor:
+    """Attend as cuequivariance_torch.triangle_attention does.
+
+    o = softmax(scale * q k^T + bias) v over the keys that `mask` shows. Gradients of q, k, v and
+    bias are exact. Where the answers differ: a row that sees no key attends as if it saw all, where
+    cuEquivariance gives the mean of v; with kv_lengths of 0 it gives 0.
+
+    Args:
+        q: (B, N, H, Q, D), or (N, H, Q, D) for one batch; any float dtype of `attention`.
+        k, v: (B, N, H, K, D), same dtype; with B left out like q.
+        bias: (B, 1, H, Q, K), in q's dtype or float32; has a gradient.
+        mask: (B, N, 1, 1, K), True or not 0 where a key is seen.
+        scale: the positive factor of q . k; D ** -0.5 when None.
+        return_aux: must be False; the row maxima that go with it are never stored.
+        kv_lengths: int (B, N, 1, 1, 1), the first keys of each row that are seen, in place of a
+            mask; keys behind them are not even read.
+
+    Returns:
+        (B, N, H, Q, D) with B left out like q, in q's dtype; heads follow queries in memory.
+
+    Raises:
+        ValueError: a shape breaks a rule above, or mask and kv_lengths are both given.
+        UnsupportedError: return_aux is set.
+
+    Source: the documentation of cuequivariance_torch.triangle_attention.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 64, 4, 64, 32)
+        >>> o = triangle_attention(q, k, v, torch.randn(1, 1, 4, 64, 64))
+    """
+    if return_aux:
+        raise UnsupportedError("return_aux must be False: row maxima are never stored")
+    if mask is not None and kv_lengths is not None:
+        raise ValueError("mask must be None when kv_lengths is given, got both")
+    if q.dim() == 4:
+        beside = (mask, kv_lengths)
+        mask, kv_lengths = (None if x is None else _with_batch(x, 4) for x in beside)
+        q, k, v, bias = (_with_batch(x, 4) for x in (q, k, v, bias))
+        return triangle_attention(q, k, v, bias, mask, scale, kv_lengths=kv_lengths).squeeze(0)
+    if q.dim() != 5:
+        raise ValueError(f"q must have 4 or 5 dims, (B, N, H, Q, D), got {tuple(q.shape)}")
+    batch, rows, heads, queries, _ = q.shape
+    keys = k.shape[3]
+    _check("bias", bias, (batch, 1, heads, queries, keys))
+    _check("mask", mask, (batch, rows, 1, 1, keys))
+    _check("kv_lengths", kv_lengths, (batch, rows, 1, 1, 1))
+    if mask is not None:
+        mask = mask.reshape(batch, rows, keys).bool()
+    if kv_lengths is not None:
+        kv_lengths = kv_lengths.reshape(batch, rows)
+    pairs = bias.reshape(batch, heads, queries, keys)
+    q, k, v = (x.transpose(2, 3) for x in (q, k, v))
+    return _rows(q, k, v, pairs, mask, kv_lengths, scale).transpose(2, 3)
+
+
+def _with_batch(x: Tensor, dims: int) -> Tensor:
+    """Return a tensor with a batch of one before its `dims` dims."""
+    return x.unsqueeze(0) if x.dim() == dims else x
+
+
+def _check(name: str, given: Tensor | None, shape: tuple[int, ...]) -> None:
+    if given is not None and tuple(given.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(given.shape)}")
+
+
+def _rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pairs: Tensor | None,
+    keys: Tensor | None,
+    lengths: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Attend in every row: q (B, N, Sq, H, D), k, v (B, N, Sk, H, D) -> (B, N, Sq, H, Dv).
+
+    pairs: (B, H, Sq, Sk) or None; keys: (B, N, Sk), a float bias or which keys are seen, or None;
+    lengths: int (B, N) or None. A batch is one call: its rows share the bias of its pairs.
+    """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    found = []
+    for b in range(q.shape[0]):
+        q_b, k_b = q[b], k[b]
+        if keys is not None:
+            q_b, k_b = _with_key_bias(q_b, k_b, keys[b], scale)
+        o = attention(
+            q_b,
+            k_b,
+            v[b],
+            bias=None if pairs is None else pairs[b : b + 1],
+            seqlens_k=None if lengths is None else lengths[b],
+            softmax_scale=scale,
+        )
+        found.append(o)
+    if not found:
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
+
+
+def _with_key_bias(q: Tensor, k: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return q and k with channels whose product is keys / scale, so that it is added to logits.
+
+    Those of q are a power of two; those of k are the bias, in three parts where the dtype of k has
+    fewer bits than float32, and zeros.
+
+    Args:
+        q, k: (N, Sq, H, D) and (N, Sk, H, D).
+        keys: (N, Sk), float or bool.
+        scale: the factor of q . k.
+    """
+    power = 2.0 ** math.ceil(-math.log2(scale))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if keys.dtype == torch.bool:
+        parts = [torch.where(keys, 0.0, _LEAST).to(q.dtype)]  # far below any other logit
+    else:
+        parts = _parts(keys.to(wide).clamp(min=_LEAST) / (scale * power), q.dtype)
+    added = pad(torch.stack(parts, dim=-1), (0, _CHANNELS - len(parts))).unsqueeze(2)
+    added_k = added.expand(*k.shape[:-1], -1)
+    return pad(q, (0, _CHANNELS), value=power), torch.cat([k, added_k], dim=-1)
+
+
+def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of `dtype` whose sum is x: x itself, or three of them of a wider x."""
+    first = x.to(dtype)
+    if x.dtype == dtype:
+        return [first]
+    # The first part carries the gradient of all of x, as what is left of it has a slope of 0.
+    left = (x - first.to(x.dtype)).detach()
+    second = left.to(dtype)
+    return [first, second, (left - second.to(x.dtype)).to(dtype)]

@@ -1,0 +1,126 @@
+"""The gated delta net with its projections: Qwen3-Next, Qwen3.5, OLMo Hybrid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewise.nn.adapted import StepAdapters
+from tilewise.nn.gated_norm import GatedRMSNorm, unit_length
+from tilewise.nn.layers import activate, adapted, project
+from tilewise.nn.states import Memory, StateLayer, StateSizes
+
+__all__ = ["GatedDeltaConfig", "GatedDeltaNet"]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    """The sizes of a gated delta net.
+
+    Attributes:
+        num_key_heads, num_value_heads: Hk and H; H is a multiple of Hk.
+        key_dim, value_dim: K and V, the channels of a head's key and value.
+        conv_width: W, the tokens that the convolution reads.
+        norm_eps: the epsilon of the norm behind the recurrence.
+        beta_scale: the largest strength of a write: 2 lets a state change its sign (OLMo Hybrid).
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+    norm_eps: float = 1e-6
+    beta_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_width"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_value_heads must be a multiple of num_key_heads {self.num_key_heads}, "
+                f"got {self.num_value_heads}"
+            )
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """The channels of q, of k, of v and of the gate."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        return keys, keys, values, values
+
+    @property
+    def heads(self) -> tuple[range, range]:
+        """The key heads and the value heads."""
+        return range(self.num_key_heads), range(self.num_value_heads)
+
+    def rows(self, name: str) -> tuple[int, ...] | None:
+        """Return the rows of the parts of a parameter; None for equal ones."""
+        return {"qkvz_proj": self.parts, "conv": self.parts[:3]}.get(name)
+
+    @property
+    def sizes(self) -> StateSizes:
+        """What a layer remembers of a sequence."""
+        return StateSizes(
+            sum(self.parts[:3]),
+            self.conv_width,
+            self.num_value_heads,
+            self.num_key_heads,
+            self.key_dim,
+            self.value_dim,
+        )
+
+
+class GatedDeltaNet(StateLayer):
+    """Project, convolve, run the gated delta rule, normalise with a gate, project back.
+
+    (q, k, v, z) = x W_qkvz, (b, a) = x W_ba; (q, k, v) = silu(conv(q, k, v)); q and k have unit
+    length; g = -exp(a_log) softplus(a + dt_bias), beta = beta_scale sigmoid(b); o of
+    `ops.gated_delta`; y = (norm(o) silu(z)) W_o. Rows of qkvz_proj are q and k of the Hk key
+    heads, then v and z of the H value heads; those of ba_proj b, then a, of the H heads.
+    Source: Yang, Kautz and Hatamizadeh, 2024, "Gated delta networks", section 3.3.
+
+    Args:
+        hidden_size: the width E of x.
+        config: the sizes of the layer.
+
+    Attributes:
+        conv: (2 Hk K + H V, W), the weight of the convolution.
+        a_log, dt_bias: (H,) float32.
+        norm: the norm of each head's V channels.
+    """
+
+    wide = ("a_log", "dt_bias")
+
+    def __init__(self, hidden_size: int, config: GatedDeltaConfig) -> None:
+        super().__init__()
+        self.config, self.sizes = config, config.sizes
+        heads = config.num_value_heads
+        self.qkvz_proj = nn.Linear(hidden_size, sum(config.parts), bias=False)
+        self.ba_proj = nn.Linear(hidden_size, 2 * heads, bias=False)
+        self.conv = nn.Parameter(torch.zeros(self.sizes.conv_channels, config.conv_width))
+        self.a_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.ones(heads, dtype=torch.float32))
+        self.norm = GatedRMSNorm(config.value_dim, config.norm_eps)
+        self.o_proj = nn.Linear(config.parts[2], hidden_size, bias=False)
+
+    def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
+        """Return the rows of x (..., E) mixed with those before them."""
+        config, (*channels, gate) = self.config, self.config.parts
+        qkvz = project(self.qkvz_proj, x, adapters)
+        mixed, z = qkvz.split_with_sizes((sum(channels), gate), -1)
+        mixed = memory.convolve(mixed, self.conv, None, "silu")
+        q, k, v = mixed.split_with_sizes(channels, -1)
+        q, k = (unit_length(part.unflatten(-1, (-1, config.key_dim))) for part in (q, k))
+        v, z = (part.unflatten(-1, (-1, config.value_dim)) for part in (v, z))
+        b, a = project(self.ba_proj, x, adapters).chunk(2, -1)
+        beta = activate(torch.sigmoid, b, on_cpu=True)
+        if config.beta_scale != 1:
+            beta = beta * config.beta_scale
+        shifted = activate(F.softplus, a.to(self.a_log.dtype) + self.dt_bias, on_cpu=True)
+        o = memory.gated_delta(q, k, v, -self.a_log.exp() * shifted, beta)
+        return adapted(self.o_proj, self.norm(o, z).flatten(-2), adapters)

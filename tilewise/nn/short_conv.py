@@ -1,0 +1,75 @@
+"""A short convolution between two gates, which remembers a few tokens alone: LFM2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.nn.adapted import StepAdapters
+from tilewise.nn.layers import adapted, project
+from tilewise.nn.states import Memory, StateLayer, StateSizes
+
+__all__ = ["ShortConv", "ShortConvConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """The sizes of a short convolution.
+
+    Attributes:
+        width: C, its channels.
+        conv_width: W, the tokens that it reads.
+        has_bias: whether the convolution and the projections add a bias.
+    """
+
+    width: int
+    conv_width: int = 3
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("width", "conv_width"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+    def rows(self, name: str) -> tuple[int, ...] | None:
+        """Return the rows of the parts of a parameter; None for equal ones."""
+        return None
+
+    @property
+    def sizes(self) -> StateSizes:
+        """What a layer remembers of a sequence."""
+        return StateSizes(self.width, self.conv_width)
+
+
+class ShortConv(StateLayer):
+    """Project to (b, c, x), convolve b x, multiply by c, project back: y = (c conv(b x)) W_o.
+
+    Source: Liquid AI, 2025, "LFM2 technical report", section 2.
+
+    Args:
+        hidden_size: the width E of its input.
+        config: the sizes of the layer.
+
+    Attributes:
+        conv, conv_bias: (C, W) and (C,), or None.
+    """
+
+    conv_bias: nn.Parameter | None
+
+    def __init__(self, hidden_size: int, config: ShortConvConfig) -> None:
+        super().__init__()
+        self.config, self.sizes = config, config.sizes
+        width, has_bias = config.width, config.has_bias
+        self.in_proj = nn.Linear(hidden_size, 3 * width, bias=has_bias)
+        self.conv = nn.Parameter(torch.zeros(width, config.conv_width))
+        self.register_parameter("conv_bias", nn.Parameter(torch.zeros(width)) if has_bias else None)
+        self.o_proj = nn.Linear(width, hidden_size, bias=has_bias)
+
+    def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
+        """Return the rows of x (..., E) mixed with those before them."""
+        b, c, u = project(self.in_proj, x, adapters).chunk(3, -1)
+        y = c * memory.convolve(b * u, self.conv, self.conv_bias, None)
+        return adapted(self.o_proj, y, adapters)

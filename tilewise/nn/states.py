@@ -1,0 +1,258 @@
+"""What a layer remembers of a running sequence in place of keys and values: states in slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.nn.adapted import StepAdapters
+from tilewise.ops import RecurrentStates
+
+__all__ = ["LayerStates", "Memory", "StateLayer", "StateSizes"]
+
+
+class LayerStates(NamedTuple):
+    """The slots of one layer, one for each running sequence.
+
+    Attributes:
+        recurrence: the states of its recurrence, see `ops.recurrent_states`; None for a layer
+            without one.
+        convolution: (slots, W - 1, C), the dtype of the tokens: the last inputs of the
+            convolution, oldest first; None for a layer without one.
+    """
+
+    recurrence: RecurrentStates | None
+    convolution: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """The sizes of what a layer remembers of a sequence.
+
+    Attributes:
+        conv_channels: C, the channels of its convolution.
+        conv_width: W, the tokens that a convolution reads, the newest included; 1 for none.
+        num_heads: H, the heads of its recurrence; 0 for a layer without one.
+        num_key_heads: Hk, the heads of its keys.
+        key_dim, value_dim: K and V, the sizes of a head's state.
+        by_channel: True where each channel of the keys has a decay.
+    """
+
+    conv_channels: int
+    conv_width: int
+    num_heads: int = 0
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    by_channel: bool = False
+
+    def allocate(
+        self,
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        keeps: str | None = None,
+    ) -> LayerStates:
+        """Allocate slots; on "meta" the tensors have shapes and dtypes alone.
+
+        Nothing needs to be set: what a slot holds is not read at the start of a sequence.
+
+        Args:
+            num_slots: the number of slots.
+            dtype: the dtype of the layer's tokens; its states are float32 (float64 for float64).
+            device: the device of the slots.
+            keeps: see `ops.recurrent_states`; None chooses by the device.
+
+        Raises:
+            TypeError, ValueError: `dtype` is no float dtype, or an argument is out of range.
+        """
+        recurrence = convolution = None
+        if self.num_heads:
+            recurrence = ops.recurrent_states(
+                num_slots,
+                self.num_heads,
+                self.key_dim,
+                self.value_dim,
+                num_key_heads=self.num_key_heads,
+                by_channel=self.by_channel,
+                dtype=dtype,
+                device=device,
+                keeps=keeps,
+            )
+        if self.conv_width > 1:
+            shape = (num_slots, self.conv_width - 1, self.conv_channels)
+            convolution = torch.empty(shape, dtype=dtype, device=device)
+        return LayerStates(recurrence, convolution)
+
+
+class Memory:
+    """Where the tokens of a layer find those before them: whole sequences start from nothing.
+
+    Args:
+        cu_seqlens: int32 (N + 1,), the edges of packed sequences; None for a dense batch.
+        states: the slots of running sequences; None for whole sequences.
+        slots, starts: see `ops.gated_delta_step`.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor | None = None,
+        states: LayerStates | None = None,
+        slots: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> None:
+        self.cu_seqlens, self.states, self.slots, self.starts = cu_seqlens, states, slots, starts
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor:
+        """Return `ops.causal_conv1d` of x (..., C)."""
+        states, slots, starts = self.states, self.slots, self.starts
+        if states is None or slots is None or starts is None:
+            y = ops.causal_conv1d(
+                x, weight, bias, activation=activation, cu_seqlens=self.cu_seqlens
+            )
+            assert isinstance(y, Tensor)  # states are not asked for
+            return y
+        convolution = states.convolution
+        if convolution is None:  # of one tap, which reads no token before its own
+            convolution = x.new_empty(slots.shape[0], 0, x.shape[-1])
+        stepped: Tensor = ops.causal_conv1d_step(
+            x,
+            weight,
+            bias,
+            convolution,
+            slots=slots,
+            starts=starts,
+            activation=activation,
+            cu_seqlens=self.cu_seqlens,
+        )
+        return stepped
+
+    def gated_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Return `ops.gated_delta` of the rows."""
+        if self.states is None or self.slots is None or self.starts is None:
+            o = ops.gated_delta(q, k, v, g, beta, cu_seqlens=self.cu_seqlens)
+            assert isinstance(o, Tensor)  # states are not asked for
+            return o
+        recurrence = self.states.recurrence
+        assert recurrence is not None
+        stepped: Tensor = ops.gated_delta_step(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            recurrence,
+            slots=self.slots,
+            starts=self.starts,
+            cu_seqlens=self.cu_seqlens,
+        )
+        return stepped
+
+    def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        """Return `ops.ssd` of the rows."""
+        if self.states is None or self.slots is None or self.starts is None:
+            y = ops.ssd(x, dt, a, b, c, d=d, cu_seqlens=self.cu_seqlens)
+            assert isinstance(y, Tensor)  # states are not asked for
+            return y
+        recurrence = self.states.recurrence
+        assert recurrence is not None
+        stepped: Tensor = ops.ssd_step(
+            x,
+            dt,
+            a,
+            b,
+            c,
+            recurrence,
+            slots=self.slots,
+            starts=self.starts,
+            d=d,
+            cu_seqlens=self.cu_seqlens,
+        )
+        return stepped
+
+
+class StateLayer(nn.Module):
+    """A layer whose memory is a state of fixed size.
+
+    `forward` computes whole sequences and is differentiable. `step` computes the next tokens of
+    running sequences, whose states lie in slots, with the same bits however a sequence is cut:
+
+        slots = layer.sizes.allocate(num_slots, dtype=x.dtype, device=x.device)
+        y = layer.step(x, slots, slots=..., starts=..., cu_seqlens=...)
+
+    Attributes:
+        sizes: the sizes of what it remembers of a sequence.
+        wide: the names of its parameters that are float32 in a model of 16 bits, as they decide
+            how fast a state decays.
+    """
+
+    sizes: StateSizes
+    wide: tuple[str, ...] = ()
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Compute whole sequences.
+
+        Args:
+            x: (B, S, E) dense, or (T, E) packed with cu_seqlens.
+            cu_seqlens: int32 (N + 1,), the first row of each packed sequence, and the end of the
+                last; None for a dense batch.
+
+        Returns:
+            Same shape as x.
+
+        Raises:
+            ValueError, TypeError: cu_seqlens does not cut the rows of x; the message names it.
+        """
+        return self.mix(x, Memory(cu_seqlens))
+
+    def step(
+        self,
+        x: Tensor,
+        states: LayerStates,
+        *,
+        slots: Tensor,
+        starts: Tensor,
+        cu_seqlens: Tensor | None = None,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
+        """Compute the next tokens of running sequences; nothing is differentiable.
+
+        Args:
+            x: (T, E), packed rows.
+            states: this layer's slots, which are updated in place.
+            slots: int64 or int32 (N,), the slot of each sequence; -1 for one without.
+            starts: int64 or int32 (N,), the tokens of each that came before this call.
+            cu_seqlens: int32 (N + 1,), the first row of each sequence, and the end of the last;
+                None where each row is a sequence.
+            adapters: the adapters of the step's rows; None if no row uses one.
+
+        Returns:
+            (T, E).
+
+        Raises:
+            ValueError, TypeError: the slots, lengths or states do not match; the message names
+                them.
+        """
+        return self.mix(x, Memory(cu_seqlens, states, slots, starts), adapters)
+
+    def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
+        """Return the rows of x (..., E) mixed with those before them."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StateLayer:
+        """Move or convert all tensors, but keep float32 what is float32 in a model of 16 bits."""
+        before = {name: self.get_parameter(name).data for name in self.wide}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, data in before.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype.itemsize < 4:
+                parameter.data = data.to(parameter.device)
+        return self

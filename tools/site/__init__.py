@@ -1,0 +1,1 @@
+"""What builds the site of `docs/`: generated pages, notebooks as pages, hooks of mkdocs."""
