@@ -8,9 +8,10 @@ early as an engine's do. "product": one of them alone, over copies of its weight
 is that of a read of the bytes of codes and scales at 4.4 TB/s; results are checked against float64
 of the values first. Forms take turns, and the host is ahead of the device.
 
-    --once runs each form once, which compiles it; --forms other tiles: "4,3" for up to 16 rows
-    (parts, CTAs of a multiprocessor), "128,4,1" for more (outputs of a CTA, parts, CTAs), "own" the
-    table's, "natural" codes in the order of columns; --modes when kernels begin, see `MODES`
+    --once runs each form once, which compiles it; --forms other tiles: "2,8,2" for up to 16 rows
+    (tiles, warps, CTAs of a multiprocessor), "128,4,1" for more (outputs of a CTA, parts, CTAs),
+    "own" the table's, "natural" codes in the order of columns; --modes when kernels begin, see
+    `MODES`
 """
 
 from __future__ import annotations
@@ -118,7 +119,6 @@ def check(weight: QuantisedWeight | Tensor, call: Callable[[Tensor], Tensor], ro
 
 def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """Return a graph of `run`, which has run once."""
-    launches.zeros.clear()
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -179,7 +179,7 @@ def tile_of(form: str) -> RingTile | FewTile | None:
     numbers = [] if form in ("own", "natural") else list(map(int, form.split(",")))
     if not numbers:
         return None
-    return FewTile(*numbers) if len(numbers) == 2 else RingTile(*numbers)
+    return FewTile(*numbers) if numbers[0] < 64 else RingTile(*numbers)
 
 
 def measure(
@@ -212,8 +212,7 @@ def measure(
             count = max(map(len, copies.values()))
             layers = [[copies[n][i % len(copies[n])] for n in names] for i in range(count)]
             parts = [(w, None) for layer in layers for w in layer]
-            few = [form for form in fitting if form == "own"]
-            yield from timed(model, kind, rows, "chain", parts, few, args, count)
+            yield from timed(model, kind, rows, "chain", parts, fitting, args, count)
 
 
 def is_few(form: str) -> bool:
@@ -232,6 +231,7 @@ def timed(
     calls: int,
 ) -> Iterator[dict[str, Any]]:
     """Yield the times of forms, which take turns."""
+    launches.zeros.clear()  # the graphs before are gone
     jobs = [(form, mode) for form in forms for mode in args.modes]
     graphs = [captured(lambda f=f, m=m: run(parts, rows, m, tile_of(f))) for f, m in jobs]
     size = sum(size_of(w) for w, _ in parts)
