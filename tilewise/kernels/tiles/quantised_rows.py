@@ -71,6 +71,8 @@ class RingTile(NamedTuple):
     fetches: bool = False
 
 
+MOST_RING_ROWS = 512
+"""The most rows for which a `RingTile` is chosen: more multiply values of parts."""
 _SMS = 132  # of an H200
 _LEAST_BLOCKS = 4  # of a part
 _MOST_PARTS = 8

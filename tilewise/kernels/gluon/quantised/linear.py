@@ -351,7 +351,10 @@ def why_no_lanes(spec: QuantisedLinearSpec) -> str | None:
 
 
 def _why_no_ring(spec: QuantisedLinearSpec) -> str | None:
-    return device.why_not_hopper(spec.device_type) or why_no_lanes(spec)
+    reason = device.why_not_hopper(spec.device_type) or why_no_lanes(spec)
+    if reason is None and not spec.batch_invariant and spec.rows > tiles.MOST_RING_ROWS:
+        return f"x must have at most {tiles.MOST_RING_ROWS} rows to be faster so, got {spec.rows}"
+    return reason
 
 
 def _steps(block: tuple[int, int], channels: int, step: int) -> int:
