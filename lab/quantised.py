@@ -8,8 +8,8 @@ early as an engine's do. "product": one of them alone, over copies of its weight
 is that of a read of the bytes of codes and scales at 4.4 TB/s; results are checked against float64
 of the values first. Forms take turns, and the host is ahead of the device.
 
-    --once runs each form once, which compiles it; --forms other tiles: "2,8,2" for up to 16 rows
-    (tiles, warps, CTAs of a multiprocessor), "128,4,1" for more (outputs of a CTA, parts, CTAs),
+    --once runs each form once, which compiles it; --forms other tiles: "4,4" for up to 16 rows
+    (parts, CTAs of a multiprocessor), "128,4,1" for more (outputs of a CTA, parts, CTAs),
     "own" the table's, "natural" codes in the order of columns; --modes when kernels begin, see
     `MODES`
 """
@@ -179,7 +179,7 @@ def tile_of(form: str) -> RingTile | FewTile | None:
     numbers = [] if form in ("own", "natural") else list(map(int, form.split(",")))
     if not numbers:
         return None
-    return FewTile(*numbers) if numbers[0] < 64 else RingTile(*numbers)
+    return FewTile(*numbers) if len(numbers) == 2 else RingTile(*numbers)
 
 
 def measure(

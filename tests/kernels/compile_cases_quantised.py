@@ -71,14 +71,14 @@ _RINGS = {
 
 # Of few rows, likewise.
 _FEW = {
-    "int4": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (2, 8, 2)),
-    "int4-wide": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 8, (1, 8, 3)),
-    "int4-16": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 16, (2, 8, 2)),
-    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 8, (2, 8, 2)),
-    "mxfp4": (_weight(_BYTE, torch.float8_e8m0fnu, (1, 32), table=E2M1), 8, (2, 8, 2)),
-    "nf4": (_weight(_BYTE, _WIDE, (1, 64), table=tuple(map(float, range(16)))), 8, (2, 8, 2)),
-    "int8": (_weight(torch.int8, torch.bfloat16, (1, _COLUMNS)), 8, (2, 8, 2)),
-    "fp8-blocks": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 8, (2, 8, 2)),
+    "int4": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (4, 4)),
+    "int4-wide": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 8, (1, 4)),
+    "int4-16": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 16, (4, 4)),
+    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 8, (4, 4)),
+    "mxfp4": (_weight(_BYTE, torch.float8_e8m0fnu, (1, 32), table=E2M1), 8, (4, 4)),
+    "nf4": (_weight(_BYTE, _WIDE, (1, 64), table=tuple(map(float, range(16)))), 8, (4, 4)),
+    "int8": (_weight(torch.int8, torch.bfloat16, (1, _COLUMNS)), 8, (4, 4)),
+    "fp8-blocks": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 8, (4, 4)),
 }  # fmt: skip
 
 

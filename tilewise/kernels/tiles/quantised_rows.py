@@ -81,13 +81,19 @@ RING_ROWS = (8, 16, 32, 64, 128)
 """Rows of x of a CTA: those of a tile are padded to the next."""
 
 
-def ring_tile_of(outputs: int, blocks: int) -> RingTile:
-    """Choose the tile of a product of `blocks` times 64 bytes of codes; not by the rows of x."""
-    tiles = -(-outputs // 128)
+def ring_tile_of(outputs: int, blocks: int, row_tiles: int = 1) -> RingTile:
+    """Choose the tile of a product of `blocks` times 64 bytes of codes.
+
+    The order of a row's sum depends on the parts: with batch invariance `row_tiles` is 1, else the
+    tiles into which rows of x are cut.
+    """
+    tiles = -(-outputs // 128) * row_tiles
     return RingTile(128, max(1, min(_SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)), 1)
 
 
-def ring_stages(tile: RingTile, rows: int, channels: int, code_bytes: int, needed: int) -> int:
+def ring_stages(
+    tile: RingTile | FewTile, rows: int, channels: int, code_bytes: int, needed: int
+) -> int:
     """Return how many stages fit shared memory, at most as many as are needed.
 
     Args:
@@ -105,7 +111,7 @@ def ring_stages(tile: RingTile, rows: int, channels: int, code_bytes: int, neede
     return max(1, min(fitting, needed, _MOST_STAGES))
 
 
-def ring_registers(tile: RingTile, rows: int) -> tuple[int, int]:
+def ring_registers(tile: RingTile | FewTile, rows: int) -> tuple[int, int]:
     """Return the registers of a thread when a CTA begins, and of those that multiply."""
     ctas = 1 if rows > 32 else tile.ctas
     multiply = 2 * tile.tile_n
@@ -118,38 +124,25 @@ class FewTile(NamedTuple):
     """How a product of up to 16 rows on Hopper is cut, whose codes are in the order of lanes.
 
     Attributes:
-        tiles: tiles of 16 outputs that a CTA computes at a time: 1 or 2.
-        warps: warps of a CTA that multiply, which take blocks of K in turns: 4, 8 or 16.
+        parts: CTAs that share 64 outputs, each with its channels.
         ctas: the CTAs of a multiprocessor, among which its memory and registers are divided.
     """
 
-    tiles: int
-    warps: int
+    parts: int
     ctas: int
+
+    @property
+    def tile_n(self) -> int:
+        """Outputs of a CTA."""
+        return 64
 
 
 FEW_ROWS = 16
 """The most rows of `FewTile`s."""
 
 
-def few_tile_of(outputs: int) -> FewTile:
-    """Choose the tile of a product; not by the rows of x."""
-    return FewTile(2 if outputs > 2048 else 1, 8, 2)
-
-
-def few_stages(tile: FewTile, rows: int, chunks: int) -> int:
-    """Return how many stages fit shared memory.
-
-    Args:
-        chunks: the chunks of 64 channels of x in a stage.
-    """
-    beside = 2048 + 4 * tile.warps * 16 * rows * tile.tiles  # barriers, and sums of warps
-    room = SHARED // tile.ctas - 1024 - beside
-    stage = 64 * 16 * tile.tiles * tile.warps + 128 * rows * chunks
-    return max(1, min(room // stage, _MOST_STAGES))
-
-
-def few_registers(tile: FewTile) -> int:
-    """Return the registers of a thread when a CTA begins."""
-    threads = 32 * tile.warps + 128  # the warp that copies has room for four
-    return min(65536 // (threads * tile.ctas) // 8 * 8, 168)
+def few_tile_of(outputs: int, blocks: int) -> FewTile:
+    """Choose the tile of a product of `blocks` times 64 bytes of codes; not by the rows of x."""
+    tiles = -(-outputs // 64)
+    parts = min(4 * _SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)
+    return FewTile(max(1, parts), 4)

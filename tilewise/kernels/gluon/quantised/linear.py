@@ -103,6 +103,10 @@ def launch(
             _launch_few(x, weight, bias, y, tile)
         else:
             assert not isinstance(tile, QuantisedTile)
+            if tile is None:
+                row_tiles = 1 if batch_invariant else -(-rows // RING_ROWS[-1])
+                blocks = weight.codes.shape[1] // LANES_BLOCK
+                tile = tiles.ring_tile_of(outputs, blocks, row_tiles)
             _launch_ring(x, weight, bias, y, tile)
         return y
     assert not isinstance(tile, RingTile | FewTile)
@@ -163,7 +167,7 @@ def launch(
 
 
 def _launch_ring(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, y: Tensor, tile: RingTile | None
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, y: Tensor, tile: RingTile
 ) -> None:
     """Compute y (T, N), with codes in the order of lanes."""
     outputs, channels = weight.shape
@@ -172,8 +176,6 @@ def _launch_ring(
     blocks = _blocks(weight, len(x), summed)
     of_stage = blocks * LANES_BLOCK * 8 // weight.bits
     stages = channels // of_stage
-    if tile is None:
-        tile = tiles.ring_tile_of(outputs, weight.codes.shape[1] // LANES_BLOCK)
     padded = next((size for size in RING_ROWS if rows <= size), RING_ROWS[-1])
     # The channels of a part do not depend on the rows: a multiple of two blocks, if K is one.
     unit = max(1, 2 * LANES_BLOCK * 8 // weight.bits // of_stage)
@@ -254,26 +256,34 @@ def _launch_few(
 ) -> None:
     """Compute y (T, N) of up to 16 rows, with codes in the order of lanes."""
     outputs, channels = weight.shape
-    of_block = LANES_BLOCK * 8 // weight.bits
-    blocks = channels // of_block
-    summed = min(of_block, weight.block[1])  # channels of a sum
+    rows = len(x)
+    summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
+    blocks = _blocks(weight, rows, summed)
+    of_stage = blocks * LANES_BLOCK * 8 // weight.bits
+    stages = channels // of_stage
     if tile is None:
-        tile = tiles.few_tile_of(outputs)
-    padded = 8 if len(x) <= 8 else 16
-    steps = -(-blocks // tile.warps)
-    chunks = tile.warps * of_block // CHUNK.value
+        tile = tiles.few_tile_of(outputs, weight.codes.shape[1] // LANES_BLOCK)
+    padded = 8 if rows <= 8 else 16
+    part_stages = -(-stages // tile.parts)
+    parts = -(-stages // part_stages)
+    num_tiles = -(-outputs // tile.tile_n)
+    sums = arrived = y  # never touched
+    if parts > 1:
+        size = num_tiles * parts * tile.tile_n * padded
+        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrived = zeros_of_stream(num_tiles, x.device)
     kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    at_start, _ = tiles.ring_registers(tile, padded)
     is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
     shape = FewShape(
         kind,
         padded,
-        tile.tiles,
-        tile.warps,
-        steps,
-        tiles.few_stages(tile, padded, chunks),
-        blocks == steps * tile.warps,
-        weight.block[0] == 1,
-        of_block // summed,
+        tile.tile_n,
+        4,
+        tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
+        parts,
+        blocks,
+        of_stage // summed,
         _steps(weight.block, channels, summed),
         _steps(weight.outer_block, channels, summed),
         kind_of(weight.scales),
@@ -283,19 +293,17 @@ def _launch_few(
         -1 if weight.minimums is None else kind_of(weight.minimums),
         weight.outer_minimums is not None,
         bias is not None,
-        (_row_bytes(weight.scales, weight), _row_bytes(weight.zeros, weight)),
         early.mode("rows"),
     )
     x = addressable(x)
     words = weight.codes.view(torch.int32)
     outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
-    num_tiles = -(-outputs // (16 * tile.tiles))
     launch_now(
         quantised_few_kernel,
-        min(num_tiles, device.sm_count_of(x.device) * tile.ctas),
-        chunk_descriptor(words, tile.warps, 16 * tile.tiles, LANES_BLOCK // 4),
-        chunk_descriptor(x, chunks, padded, CHUNK.value),
+        num_tiles * parts,
+        matrix_descriptor(words, tile.tile_n, blocks * LANES_BLOCK // 4),
+        chunk_descriptor(x, of_stage // CHUNK.value, padded, CHUNK.value),
         raw(weight.scales, y),
         raw(weight.zeros, y),
         raw(weight.minimums, y),
@@ -304,27 +312,22 @@ def _launch_few(
         *table,
         y if bias is None else bias,
         y,
+        sums,
+        arrived,
         MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"],
-        len(x),
+        rows,
         outputs,
-        blocks,
+        stages,
+        part_stages,
         weight.scales.shape[1],
         1 if outer is None else outer.shape[1],
         weight.block[0],
         weight.outer_block[0],
         shape=shape,
-        num_warps=tile.warps,
-        maxnreg=tiles.few_registers(tile),
+        num_warps=4,
+        maxnreg=at_start,
         **options,
     )
-
-
-def _row_bytes(tensor: Tensor | None, weight: QuantisedWeight) -> int:
-    """Return the bytes of a row of scales if L2 can fetch them at once; else 0."""
-    if tensor is None or weight.block[0] != 1:
-        return 0
-    found = tensor.shape[1] * tensor.itemsize
-    return 0 if found % 16 or tensor.data_ptr() % 16 else found
 
 
 def _blocks(weight: QuantisedWeight, rows: int, summed: int) -> int:

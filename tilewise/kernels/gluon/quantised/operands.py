@@ -370,18 +370,6 @@ def lanes_registers(words, negated, constants, KIND: gl.constexpr, DTYPE: gl.con
 
 
 @gluon.jit
-def words_registers(words, negated, constants, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Return likewise the registers of words (warps, outputs, 4, n)."""
-    if KIND == INT4:
-        rows: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))
-        negated = gl.convert_layout(negated, rows, assert_trivial=True)
-        negated = gl.expand_dims(gl.expand_dims(negated, 2), 3)
-        return _less_registers(words, negated, DTYPE)
-    else:
-        return _registers(words, constants[0], constants[1], KIND, DTYPE)
-
-
-@gluon.jit
 def _less_registers(words, negated, DTYPE: gl.constexpr):
     asm: gl.constexpr = _less_of(DTYPE)
     words, negated = gl.broadcast(words, negated)
