@@ -42,6 +42,13 @@ _FALCON = {
     "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9], "ssm_in_multiplier": 0.7,
     "ssm_out_multiplier": 1.2,
 }  # fmt: skip
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24,
+    "conv_kernel": 3, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", _DELTA | _EXPERTS | {"mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5", _DELTA | {"tie_word_embeddings": True}),
@@ -121,6 +128,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "projectors_bias": True,
         },
     ),
+    "nemotron_h": (
+        "NemotronH",
+        _NEMOTRON | {"n_routed_experts": 8, "moe_latent_size": 20, "mlp_bias": True},
+    ),
+    "nemotron_h_no_latents": (
+        "NemotronH",
+        _NEMOTRON | {"n_group": 4, "topk_group": 2, "use_bias": True, "time_step_min": 0.3},
+    ),
     "lfm2": (
         "Lfm2",
         {
@@ -151,6 +166,8 @@ def make(case: str, seed: int = 7) -> Any:
     name, own = CASES[case]
     kind = getattr(transformers, f"{name}ForCausalLM")
     config_class = kind.config_class
+    if name == "NemotronH":
+        own = {"num_hidden_layers": len(own["layers_block_type"])} | own
     shape = {n: x for n, x in _SHAPE.items() if name != "Mamba2" or n not in _OF_ATTENTION}
     config = config_class(**shape | own)
     config._attn_implementation = config._experts_implementation = "eager"
