@@ -553,7 +553,8 @@ def _five() -> list[list[str]]:
          "`tilewise bench engine`"],
         ["cache memory that holds tokens, replayed public traces",
          f"{min(blocks):.0f} to {max(blocks):.0f} %",
-         f"contiguous {min(whole):.0f} to {max(whole):.0f} %", "`tilewise bench waste --trace FILE`"],
+         f"contiguous {min(whole):.0f} to {max(whole):.0f} %",
+         "`tilewise bench waste --trace FILE`"],
         ["attention on an H200, bf16, D 64 to 256, N 1,024 to 16,384, mean of 18 shapes",
          f"{number(ratio('forward', 'sdpa_cudnn'))} times as fast forward, "
          f"{number(ratio('backward', 'sdpa_cudnn'))} backward",
