@@ -150,7 +150,7 @@ def backward_cases() -> Iterator[MmaCase]:
             specs[f"d{head_dim}-{feature}"] = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
     for arch in (80, 89):
         for name, spec in specs.items():
-            if name.endswith("deterministic") and why_not_bwd(spec, arch) is not None:
+            if name.endswith("deterministic") and why_not_bwd(spec) is not None:
                 continue
             yield MmaCase(
                 f"sm_{arch}-mma-bwd-{name}",

@@ -158,6 +158,7 @@ def main(names: list[str], folder: Path) -> None:
     triton.runtime.driver.set_active(driver)
     device.arch_of = lambda _: driver.arch
     device.sm_count_of = lambda _: 132
+    device.runs_ptx = lambda: not driver.target
     triton.knobs.nvidia.dump_ptxas_log = True
     compiled: list[Any] = []
     original = JITFunction.run

@@ -170,3 +170,13 @@ def test_what_of_wide_heads_leads_to_hoppers_portable_gradient(capability, chang
     capability(90)
     spec = WIDE._replace(**changes)
     assert refusal(dispatch.kernel_module("attention", "gluon"), spec) is not None
+
+
+def test_an_amd_gpu_has_the_portable_kernels(capability, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert device.capability.__wrapped__(0) == device.AMD  # torch's numbers are those of gfx942
+    assert not device.runs_ptx()
+    capability(device.AMD)
+    assert choose(CUDA, None) == "triton"
+    with pytest.raises(UnsupportedError, match="needs a GPU of NVIDIA's, got one of AMD's"):
+        choose(CUDA, "gluon")

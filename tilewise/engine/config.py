@@ -545,6 +545,29 @@ class EngineConfig:
             metavar="N",
         ),
     )
+    checkpoint_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(1, or_none=True),
+            "tokens between two checkpoints of the states of a long text",
+            "For models with layers that remember by a state; a prompt that begins as a text did "
+            "goes on from the last checkpoint in what they share. None chooses by what a "
+            "checkpoint takes beside the keys and values of so many tokens, 1,024 to 4,096.",
+            flag="checkpoint_tokens",
+            metavar="N",
+        ),
+    )
+    num_checkpoints: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(0, or_none=True),
+            "checkpoints of states in the cache",
+            "None is one for each sequence that runs at once, and one for every checkpoint_tokens "
+            "tokens of the cache. 0 keeps none, and finds no prefix.",
+            flag="num_checkpoints",
+            metavar="N",
+        ),
+    )
     kv_cache_dtype: str | torch.dtype = field(
         default="auto",
         metadata=option(

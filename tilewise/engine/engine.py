@@ -293,6 +293,7 @@ class Engine:
                     if self._num_withdrawn:
                         self._num_withdrawn = 0
                         resume_transfers(self.scheduler)
+                        self.scheduler.runs_one = False
         finally:
             self._let_end()
         seconds = time.perf_counter() - started
@@ -347,14 +348,16 @@ class Engine:
         Steps that move blocks to main memory or back are not, as blocks may have been written since
         they were read. They are taken back, and other steps are built: the transfer may have failed
         for once. After the second time in a row the next step moves nothing, so that it can be run
-        again in halves: it was not the transfer, perhaps, but one of the requests.
+        again in halves: it was not the transfer, perhaps, but one of the requests. Nor are steps
+        that leave the chunk of a state behind them; after the second time the next step has one
+        sequence, whose request ends if that step fails, too.
         """
         if self._stoppable is not None:
             self._stoppable.begin_step(0)  # of what runs again, nothing may be stopped
         newer = [batch for batch, _ in self._unfinished]
         self._drop_unfinished()  # they were computed from what the failed one did not give
         events: list[TokenEvent] = []
-        if any(batch.is_moving for batch in (failed, *newer)):
+        if not self.scheduler.can_run_again((failed, *newer)):
             self._withdraw(error)
         else:
             for batch in (failed, *newer):
@@ -378,6 +381,7 @@ class Engine:
             withdraw(self.scheduler)
             if self._num_withdrawn > 1:
                 pause_transfers(self.scheduler)
+                self.scheduler.runs_one = self.scheduler.tables.states is not None
 
     def _rerun(self, batch: Batch, error: Exception | None) -> list[TokenEvent]:
         """Run the oldest unfinished step again, and end the requests that break it."""

@@ -28,6 +28,7 @@ from tilewise.engine.config import (
     documented,
 )
 from tilewise.engine.engine import Engine
+from tilewise.engine.facts import facts_of
 from tilewise.engine.loading import load, load_encoder_of, read_head
 from tilewise.engine.loop import RUNNING, EngineLoop
 from tilewise.engine.making import EncoderMaker, EngineMaker, StartSeconds
@@ -35,6 +36,15 @@ from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.purpose import read_purpose
+from tilewise.engine.recipe import (
+    Facts,
+    Verdict,
+    check_recipe,
+    prompt_of,
+    recipe_of,
+    sampling_of,
+    verdict_of,
+)
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.sampling_defaults import sampling_defaults
@@ -191,6 +201,8 @@ class LLM:
                 )
         self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self._given, self._directory, self._device = config, directory, device
+        self._decided, self._texts = decided, texts
+        self._facts: tuple[str, Facts] | None = None
         self._live: LiveWeights | None = live
         self._make_engine: Callable[[], Engine] | None = make_engine
         self._sleep_level, self._changing = 0, threading.Lock()
@@ -823,6 +835,79 @@ class LLM:
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def facts(self) -> Facts:
+        """Return what answers depend on beside the request; weights are read when they are new.
+
+        Raises:
+            UnsupportedError: bits depend on other requests, or the engine has other processes, or
+                runs an encoder.
+        """
+        if self.tensor_parallel_size > 1 or not isinstance(self.model, Decoder):
+            raise UnsupportedError("the engine must be a decoder's in one process for recipes")
+        if not self._decided.batch_invariant:
+            raise UnsupportedError(
+                "batch_invariant must be True for recipes, as bits depend on neighbours, got False"
+            )
+        version = self.engine.version
+        if self._facts is None or self._facts[0] != version:
+            found = facts_of(self.model, self._decided, self._texts)
+            self._facts = version, found
+        return self._facts[1]
+
+    def recipe(
+        self, output: RequestOutput, sampling: SamplingParams, *, lora_request: str = ""
+    ) -> dict[str, Any]:
+        """Return the recipe of an answer of this engine's present weights: plain JSON.
+
+        Args:
+            output: the answer, finished.
+            sampling: the parameters that it was asked for with: with a seed, or greedy, and with
+                logprobs.
+            lora_request: the name of its adapter; "" without one.
+
+        Raises:
+            RequestError: the answer cannot be computed again.
+            UnsupportedError: see `facts`.
+
+        Example:
+            >>> params = SamplingParams(seed=1, logprobs=0)
+            >>> [output] = llm.generate("Once upon a time", params)
+            >>> assert llm.verify(llm.recipe(output, params)).is_equal
+        """
+        return recipe_of(self.facts(), output, sampling, self.fingerprint_of(lora_request))
+
+    def verify(self, recipe: object) -> Verdict:
+        """Compute a recipe's answer alone, and compare it to the bit.
+
+        Nothing of the prefix cache is used.
+
+        Raises:
+            RequestError: it is no recipe, was changed, or is of other weights, another class, or
+                an adapter that is not loaded; one sentence says which.
+            UnsupportedError: see `facts`.
+        """
+        found = check_recipe(recipe, self.facts())
+        sampling, name = sampling_of(found), ""
+        if found["adapter"]:
+            by_print = {self.fingerprint_of(each): each for each in self.lora_adapters}
+            name = by_print.get(found["adapter"], "")
+            if not name:
+                raise RequestError(
+                    "recipe must be of an adapter that is loaded, got "
+                    f"{shown(found['adapter'][:12])}"
+                )
+        salt = f"verify {new_version()}"  # no other request's blocks
+        [output] = self.generate(prompt_of(found), sampling, lora_request=name, cache_salt=salt)
+        return verdict_of(found, output)
+
+    def fingerprint_of(self, adapter: str) -> str:
+        """Return the digest of an adapter by its name, "" of none.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        return self._named(adapter).get(adapter).fingerprint if adapter else ""
 
     def sleep(self, level: int = 1, *, running: str = "wait") -> None:
         """Give the memory of the cache back, and that of the weights, until `wake`.

@@ -22,7 +22,15 @@ from tilewise.engine.engine import Engine
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig, cache_spec
-from tilewise.engine.sizing import Blocks, allocate, blocks_on_cpu, blocks_on_cuda, warm_up
+from tilewise.engine.sizing import (
+    Blocks,
+    StateMemory,
+    allocate,
+    blocks_on_cpu,
+    blocks_on_cuda,
+    cpu_budget,
+    warm_up,
+)
 from tilewise.engine.steps.adapter_slots import AdapterSlots
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
@@ -32,6 +40,7 @@ from tilewise.engine.steps.runner import Runner
 from tilewise.engine.steps.verifying import VerifyingRunner
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
+from tilewise.engine.tables.state_tables import StateLimits
 from tilewise.models.adapters import AdapterSite
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
@@ -97,6 +106,8 @@ class NewScheduler:
         store: the files of blocks that main memory has no room for; None without any.
         seeds: numbers from which requests without a seed draw theirs, one for each scheduler.
         is_encoder: True if each prompt runs whole, and nothing follows it.
+        states: the sizes of states; None for a model without.
+        max_num_seqs: sequences that run at once, where states allow fewer; None is the config's.
     """
 
     config: ResolvedConfig
@@ -106,6 +117,8 @@ class NewScheduler:
     store: BlockFiles | GroupFiles | None
     seeds: Iterator[int]
     is_encoder: bool = False
+    states: StateLimits | None = None
+    max_num_seqs: int | None = None
 
     def __call__(self) -> Scheduler:
         """Make a scheduler."""
@@ -114,7 +127,7 @@ class NewScheduler:
             self.num_blocks,
             config.block_size,
             windows=self.windows,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=self.max_num_seqs or config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
@@ -132,6 +145,7 @@ class NewScheduler:
             fair_prompt_tokens=FAIR_PROMPT_TOKENS[config.device.type],
             is_encoder=self.is_encoder,
             max_loras=config.max_loras if config.enable_lora else None,
+            states=self.states,
         )
 
 
@@ -142,6 +156,8 @@ def assembled(
     windows: tuple[int | None, ...],
     num_blocks: Blocks,
     num_swap_blocks: Blocks,
+    states: StateLimits | None = None,
+    max_num_seqs: int | None = None,
 ) -> Engine:
     """Return the engine of a runner, with a scheduler over its blocks and those of its host.
 
@@ -149,7 +165,7 @@ def assembled(
         config: the engine's config.
         runner: the runner that computes steps.
         identity: the fingerprint of the model and its cache, for blocks in files.
-        windows, num_blocks, num_swap_blocks: see `NewScheduler`.
+        windows, num_blocks, num_swap_blocks, states, max_num_seqs: see `NewScheduler`.
     """
     new_scheduler = NewScheduler(
         config,
@@ -158,6 +174,8 @@ def assembled(
         num_swap_blocks,
         block_files(config.offload_dir, runner.host, identity, config.offload_gib),
         itertools.count(config.seed),
+        states=states,
+        max_num_seqs=max_num_seqs,
     )
     return Engine(
         new_scheduler(),
@@ -213,16 +231,62 @@ class EngineMaker:
         if num_blocks is None:
             num_blocks = self._blocks_that_fit(slots)
             self.start_seconds.end("memory measured")
-        storage = allocate(self.spec, num_blocks, config.device)
+        limits, num_slots = self._states(num_blocks)
+        storage = allocate(
+            self.spec,
+            num_blocks,
+            config.device,
+            num_slots=num_slots,
+            num_checkpoints=0 if limits is None else limits.num_checkpoints,
+        )
         host = host_cache(storage, config.swap_space_gib)
         self.start_seconds.end("cache made")
         make = self._on_device if config.has_graphs else self._op_by_op
         runner = make(storage, slots)
         runner.host = host
-        num_swap_blocks = 0 if host is None else host.blocks.counts
+        num_swap_blocks = 0 if host is None else host.counts
         return assembled(
-            config, runner, self.identity, self.spec.windows, num_blocks, num_swap_blocks
+            config,
+            runner,
+            self.identity,
+            self.spec.windows,
+            num_blocks,
+            num_swap_blocks,
+            limits,
+            None if limits is None else num_slots,
         )
+
+    @property
+    def _memory(self) -> StateMemory | None:
+        """What states take beside blocks; None for a model without."""
+        config = self.config
+        if not self.spec.states:
+            return None
+        return StateMemory(
+            self.spec,
+            config.max_num_seqs,
+            config.checkpoint_tokens,
+            config.num_checkpoints,
+            keeps_tokens=config.device.type != "cpu",
+        )
+
+    def _states(self, num_blocks: Blocks) -> tuple[StateLimits | None, int]:
+        """Return the sizes of states, and how many sequences run at once.
+
+        Beside blocks of a given number as many run as are asked for.
+        """
+        memory, config = self._memory, self.config
+        if memory is None:
+            return None, 1
+        num_slots = config.max_num_seqs
+        if config.device.type == "cpu" and config.num_blocks is None:
+            num_slots = memory.num_slots(cpu_budget())
+        first = num_blocks if isinstance(num_blocks, int) else num_blocks[0]
+        num_tokens = first * self.spec.block_size
+        if not self.spec.bytes_per_block:
+            num_tokens = num_slots * memory.tokens_apart
+        count = memory.checkpoints_for(num_tokens) if config.enable_prefix_caching else 0
+        return StateLimits(count, memory.tokens_apart), num_slots
 
     def _slots(self) -> AdapterSlots | None:
         """Return the memory of the device for adapters, None without them.
@@ -252,7 +316,11 @@ class EngineMaker:
         config = self.config
         if config.device.type == "cpu":
             return blocks_on_cpu(
-                self.spec, config.max_num_seqs, config.max_model_len, config.max_prompt_run
+                self.spec,
+                config.max_num_seqs,
+                config.max_model_len,
+                config.max_prompt_run,
+                states=self._memory,
             )
         return blocks_on_cuda(
             self.model,
@@ -265,6 +333,7 @@ class EngineMaker:
             has_graphs=config.has_graphs,
             captures_prompts=has_run(self.spec),
             adapters=slots,
+            states=self._memory,
         )
 
     def _compile_ahead(self, slots: AdapterSlots | None) -> dict[str, float]:

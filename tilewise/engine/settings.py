@@ -213,14 +213,16 @@ def cache_spec(
     """
     longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
-    if config.latent is not None:
-        kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
-        return CacheSpec.of_windows(block_size, kind, windows)
-    kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
     states = tuple(
         (layer, StateSpec(**asdict(sizes), dtype=token_dtype or dtype))
-        for layer, sizes in getattr(config, "states", {}).items()
+        for layer, sizes in config.states.items()
     )
+    kinds: list[KVSpec | LatentSpec]
+    if config.latent is not None:
+        kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
+        kinds = [kind] * len(windows)
+    else:
+        kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
     return CacheSpec.of_layers(block_size, kinds, windows, config.kv_sources, states)
 
 
@@ -243,7 +245,10 @@ def check_groups(config: ModelConfig, speculative: object) -> None:
             take.
     """
     kind = "latents" if config.latent is not None else "windows"
-    if getattr(speculative, "num_branches", 1) > 1 and (kind == "latents" or any(config.windows)):
+    if config.states:
+        kind = "layers that keep a state"
+    is_chain = kind == "windows" and not any(config.windows)
+    if getattr(speculative, "num_branches", 1) > 1 and not is_chain:
         raise ValueError(f"num_branches must be 1 for a model with {kind}, got {speculative}")
 
 

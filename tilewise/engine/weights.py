@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from tilewise.errors import CheckpointError, shown
 from tilewise.models.config import ModelConfig
 from tilewise.models.registry import empty_model, load_model
-from tilewise.models.weight_table import Weight
 
 __all__ = [
     "LiveWeights",
@@ -159,27 +158,18 @@ class NamedWeights:
 
     def held(self, name: str) -> Tensor:
         """Return a parameter, put together from the tensors of the checkpoint."""
-        weight = self._table[name]
-        whole = self._meta.get_parameter(name)
-        parts = list(weight.parts(whole))
-        tensors = [self._laid_out(weight, source, part) for source, part in parts]
-        if len(tensors) == 1:
-            return tensors[0].reshape(whole.shape)
-        # Of experts: several tensors for each of them, whose rows follow one another.
-        return torch.cat(tensors).reshape(whole.shape)
-
-    def _laid_out(self, weight: Weight, source: str, part: Tensor) -> Tensor:
-        """Return a source in the layout of the parameter's rows."""
-        tensor = self._given[self._name_of(source)]
-        if tensor.shape != part.shape:
-            tensor = tensor.mT  # `either`
-        tensor = tensor.mT if weight.transposed else tensor
-        for dim in reversed(weight.unit_dims):
-            tensor = tensor.squeeze(dim)
-        if weight.order is not None and source == weight.sources[0]:
-            spans = weight.rows_in_order(self._meta.config.layers[weight.layer])
-            tensor = torch.cat([tensor[first:end] for first, end in spans])
-        return tensor
+        weight, shape = self._table[name], self._meta.get_parameter(name)
+        sources = [self._given[self._name_of(source)] for source in weight.sources]
+        whole = torch.empty_like(shape, device=sources[0].device)
+        for place, (_, part) in enumerate(weight.parts(whole)):
+            tensor = sources[place]
+            if tensor.shape != part.shape:
+                tensor = tensor.mT  # `either`
+            if weight.order is not None and place == 0:
+                spans = weight.rows_in_order(self._meta.config.layers[weight.layer])
+                tensor = torch.cat([tensor[first:end] for first, end in spans])
+            part.copy_(tensor)
+        return whole
 
     def _name_of(self, source: str) -> str:
         """Return the name of a source among the given ones, which may lack the model's prefix."""

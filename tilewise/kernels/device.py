@@ -23,6 +23,12 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
+def runs_ptx() -> bool:
+    """Return whether Triton kernels may hold NVIDIA's instructions: not in the interpreter, and not
+    on an AMD GPU."""
+    return not interpreting() and torch.version.hip is None
+
+
 @functools.cache
 def capability(index: int) -> int:
     """Return the compute capability of CUDA device `index` as major * 10 + minor, e.g. 90 for

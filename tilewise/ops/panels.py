@@ -17,6 +17,7 @@ from tilewise.ops.dispatch import kernel_module
 __all__ = [
     "COLUMNS",
     "Panels",
+    "instruction_sets",
     "interleave",
     "interleaved",
     "multiply",
@@ -69,6 +70,14 @@ def pack_int8(
     into.words.copy_(fresh.words)
     plain.copy_bias(bias, into)
     return into, error
+
+
+def instruction_sets() -> list[str]:
+    """Return the instructions that a CPU's kernels use and others lack, on which bits depend."""
+    found = kernel_module("machine.features", "cpu").features()
+    named = ("avx2", "f16c", "avx512f", "avx512bw", "avx512bf16")
+    tiles = ["amx-tiles"] if kernel_module("machine.amx", "cpu").HAS_AMX else []
+    return [name for name in named if found.get(name)] + tiles
 
 
 def unpack(weight: Panels) -> Tensor:

@@ -27,6 +27,11 @@ PAGES = {
     "CONTRIBUTING.md": "design/contributing.md",
 }
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
+# A section of the navigation, named by an element that is empty where the section has a page.
+_SECTION = re.compile(
+    r'(<nav class="md-nav" data-md-level="\d" )aria-labelledby="\w+"([^>]*>)'
+    r"(\s*<label[^>]*>\s*<span[^>]*></span>\s*)([^<]*?)(?=\s*</label>)"
+)
 _BLOCK = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
@@ -104,6 +109,16 @@ def on_files(files: Files, config: Any) -> Files:
             if place.endswith(".md"):
                 queue.append(made)
     return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Return a page's text without headers that are empty: the corner of a table is no header."""
+    return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Return a page whose sections of the navigation have names."""
+    return _SECTION.sub(r'\1aria-label="Section \4"\2\3\4', output)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

@@ -120,11 +120,11 @@ def table() -> str:
         )
         each = f" / {recipe.gpus}" if recipe.gpus > 1 else ""
         rows.append(
-            [recipe.model, recipe.hardware, f"`{command}`",
+            [recipe.hardware, f"`{command}`",
              *(number(rates.get(batch)) for batch in BATCHES),
              f"{number(weights / 1e9)} + {number(cache / 1e9)} GB{each}", origin]
         )  # fmt: skip
-    head = ["model", "hardware", "command", *(f"batch {b}, tokens/s" for b in BATCHES),
+    head = ["hardware", "command", *(f"batch {b}, tokens/s" for b in BATCHES),
             "weights + cache of 32", "from"]  # fmt: skip
     return marks.table(head, rows)
 

@@ -644,13 +644,12 @@ MMA_BACKWARD = {
         _BWD_STEP, "bufs.k, KEYS)", "bufs.k, KEYS // 2)", "one_stage"
     ),
     "dq_of_the_first_head": Mutation(
-        _BWD_ADD, "_plane(work, head, shape, variant)", "_plane(work, head * 0, shape, variant)",
-        "two_stages",
+        "mma/backward:_first_sum", "_plane(work, head, shape, variant)",
+        "_plane(work, head * 0, shape, variant)", "two_stages",
     ),
     "dq_stored_by_all": Mutation(_BWD_ADD, "if rank == 0:", "if rank >= 0:", "ordered"),
     "dq_added_before_its_turn": Mutation(
-        _BWD_ADD, 'gl.atomic_add(turn, 0, sem="acquire") < rank',
-        'gl.atomic_add(turn, 0, sem="acquire") < 0', "ordered",
+        _BWD_ADD, "while seen < rank:", "while seen < 0:", "ordered"
     ),
     "a_turn_never_ends": _without(_BWD_ADD, "_end_turn(owed, heads)", "ordered"),
     "the_last_turn_never_ends": _without(_BWD, "_end_turn(owed, heads)", "ordered"),

@@ -132,7 +132,7 @@ class Host:
         self._is_due = threading.Event()
         self._is_over = False
         self._step_told: float | None = None
-        self._works: dict[int, Future[None]] = {}
+        self._works: dict[int, Future[Any]] = {}
         self._work_numbers = itertools.count()
 
     def run(self) -> None:
@@ -262,6 +262,9 @@ class Host:
             ),
             "sleep": lambda level, running: self._begin(lambda: llm.sleep(level, running=running)),
             "wake": lambda: self._begin(llm.wake),
+            "read_weights": lambda: self._begin(llm.facts),
+            "facts": llm.facts,
+            "fingerprint_of": llm.fingerprint_of,
             "has_ended": self._has_ended,
             "unload_lora_adapter": llm.unload_lora_adapter,
             "is_alive": lambda: llm.loop.is_alive,
@@ -273,7 +276,7 @@ class Host:
         """Begin to load an adapter."""
         return self._begin(lambda: self._llm.load_lora_adapter(name, path, replaces=replaces))
 
-    def _begin(self, work: Callable[[], None]) -> int:
+    def _begin(self, work: Callable[[], object]) -> int:
         """Begin what may take minutes; return a number for `_has_ended`."""
         number = next(self._work_numbers)
         self._works[number] = beside(work)

@@ -176,19 +176,27 @@ def _kept(like, head, tile, work, shape, scores, places, grids: gl.constexpr):
 
 
 @gluon.jit
-def _add_queries(dq, head, tile, owed, work, shape, heads, variant: gl.constexpr):
+def _first_sum(head, tile, work, shape, variant: gl.constexpr):
+    """Return the row of the sums of dq at which a tile of queries begins."""
+    first = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
+    return first + work.start_row + tile * variant.tile_m
+
+
+@gluon.jit
+def _add_queries(dq, head, tile, owed, seen, work, shape, heads, variant: gl.constexpr):
     """Add a tile of dq to its sum; with variant.ordered when it is this CTA's turn.
 
     Channels past the width of a head are zeros, for which the sum has room. owed: the semaphore of
     the tile of the step before, or -1: its turn ends here, long after all warps have added to it
-    (a barrier of this step is between), so that nothing waits for those sums to arrive. Returns
-    that of this tile.
+    (a barrier of this step is between), so that nothing waits for those sums to arrive. seen: what
+    the semaphore of this tile said when the step began; mostly the turn has come by then. Each
+    thread asks for itself, without a barrier; what it read orders its additions by the branch on
+    it, and nothing is read that others wrote. Returns the semaphore of this tile.
     """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
     LAYOUT: gl.constexpr = dq.type.layout
-    first = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
-    first += work.start_row + tile * TILE_M
+    first = _first_sum(head, tile, work, shape, variant)
     sums = heads.dq_sum + first * D
     row = gl.arange(0, TILE_M, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
@@ -200,8 +208,8 @@ def _add_queries(dq, head, tile, owed, work, shape, heads, variant: gl.constexpr
         turn = heads.semaphores + at_turn
         rank = rank_of_tile(work, tile, shape, variant)
         _end_turn(owed, heads)
-        while gl.atomic_add(turn, 0, sem="acquire") < rank:
-            pass
+        while seen < rank:
+            seen = gl.load(turn, volatile=True)
         if rank == 0:
             gl.store(at, dq)
         else:
@@ -247,6 +255,10 @@ def _step(
     ONE: gl.constexpr = variant.stages == 1
     stage = step % variant.stages
     head, tile, number = _place(work, step, shape, scores, variant)
+    seen = 0
+    if variant.ordered:
+        turn = _first_sum(head, tile, work, shape, variant) // TILE_M
+        seen = gl.load(heads.semaphores + turn, volatile=True)
     async_copy.wait_group(0)
     if not ONE:
         _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
@@ -299,7 +311,7 @@ def _step(
     QUERIES: gl.constexpr = sum_layout(grids.queries[0], grids.queries[1])
     dq = gl.zeros([TILE_M, D], gl.float32, QUERIES)
     dq = _add_product(dq, bufs.ds.permute((1, 0)), bufs.k, KEYS)
-    owed = _add_queries(dq, head, tile, owed, work, shape, heads, variant)
+    owed = _add_queries(dq, head, tile, owed, seen, work, shape, heads, variant)
     return dk, dv, owed
 
 

@@ -25,17 +25,13 @@ from tilewise.kernels.gluon.device.logits import (
     Extras,
     factor_log2,
     head_of,
-    hide,
-    hide_by_bits,
-    logits,
-    slant_of,
 )
 from tilewise.kernels.gluon.device.warpgroup import LN2, pack, scale_rows, unpack
 from tilewise.kernels.gluon.device.warpgroup import sum_layout as shared_layout
 from tilewise.kernels.gluon.forward.scheduler import Work, rows_of_tile
-from tilewise.kernels.gluon.forward.softmax import finish, fold, partial_sums
+from tilewise.kernels.gluon.forward.softmax import finish, partial_sums
 from tilewise.kernels.gluon.forward.span import Mask, block_of_step, walk_of
-from tilewise.kernels.gluon.forward.step import Task, gather
+from tilewise.kernels.gluon.forward.step import Task, gather, soften
 from tilewise.kernels.gluon.mma.operands import (
     CHUNK,
     UNIT,
@@ -152,7 +148,6 @@ def _add_values(acc0, acc1, p0, p1, v, tile: gl.constexpr):
 def _fold(
     s,
     row,
-    head,
     task,
     index,
     PART: gl.constexpr,
@@ -166,35 +161,11 @@ def _fold(
     S: gl.constexpr = shared_layout(KEYS, tile.warps)
     s = gl.convert_layout(s, S, assert_trivial=True)
     block = gather(task, index, tile, variant, EDGE, BITS, s.shape[0])
-    added = None
-    if variant.slanted:
-        added = slant_of(s, head, block.first_key)
     bias = block.bias
     if tile.bias_stages > 0:
         ROWS: gl.constexpr = s.shape[0]
         bias = task.shared.bias.index(index % tile.bias_stages).slice(PART * ROWS, ROWS).load(S)
-    if not variant.factored or variant.softcap != "none" or variant.slanted or variant.bias:
-        s = logits(s, head, task.extras, block.first_key, bias, variant)
-    if EDGE == "right":
-        s = hide(s, head, block.first_key, False, True)
-        if variant.left:  # noqa: SIM102 (constexpr)
-            if index >= task.walk.left_begin:
-                s = hide(s, head, block.first_key, True, False)
-    if EDGE == "left":
-        s = hide(s, head, block.first_key, True, False)
-    if BITS:
-        s = hide_by_bits(s, block.bits)
-    MASKED: gl.constexpr = EDGE != "none" or BITS
-    p, m, l, alpha = fold(
-        s,
-        row.m,
-        row.l,
-        task.factor,
-        variant.factored,
-        variant.bounded,
-        MASKED or variant.bias,
-        added,
-    )
+    p, m, l, alpha = soften(s, row.m, row.l, block, bias, task, index, variant, EDGE, BITS)
     p = pack(p, task.shared.v.dtype)
     if variant.dropout:
         p = drop_pairs(p, block.words)
@@ -232,10 +203,10 @@ def _step(
     PART_ROWS: gl.constexpr = 16 * tile.warps
     zero = gl.zeros([PART_ROWS, KEYS], gl.float32, sum_layout(tile.warps))
     s0, s1 = _scores(q, shared.k.index(stage), zero, tile)
-    p0, row0 = _fold(s0, row0, task0.head, task0, index, 0, tile, variant, EDGE, BITS)
+    p0, row0 = _fold(s0, row0, task0, index, 0, tile, variant, EDGE, BITS)
     p1 = p0
     if tile.parts == 2:
-        p1, row1 = _fold(s1, row1, task1.head, task1, index, 1, tile, variant, EDGE, BITS)
+        p1, row1 = _fold(s1, row1, task1, index, 1, tile, variant, EDGE, BITS)
     async_copy.wait_group(2 * STAGES - 2)
     _copy(keys, bias, index + STAGES, shared.k, task0, False, False, tile, variant)
     acc0, acc1 = _add_values(row0.acc, row1.acc, p0, p1, shared.v.index(stage), tile)

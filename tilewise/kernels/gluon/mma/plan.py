@@ -53,8 +53,6 @@ GENERATIONS = (8, 12)  # of devices that have mma.sync and nothing faster
 _UNIT = 8  # elements of 16 bytes
 _WIDEST = 256
 _MASK_ROWS = 128
-# Of 64 keys a tile an ordered gradient takes three times as long (sm_89, D 128, causal).
-_ORDERED_KEYS = 128
 _IN_EIGHTS = 2  # how the sum of dq lies, as `backward.rows` takes it
 
 
@@ -149,14 +147,12 @@ def add_fwd(
     return results
 
 
-def why_not_bwd(spec: AttentionSpec, arch: int) -> str | None:
+def why_not_bwd(spec: AttentionSpec) -> str | None:
     """Say why the portable kernels make the gradient of `spec`, or return None."""
     if spec.mask_tile not in (None, (_MASK_ROWS, _MASK_ROWS)):
         return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
     if spec.deterministic and has_separate_dq(spec._replace(head_dim=64, v_head_dim=64)):
         return "a mask, or lengths without a diagonal, leave sums of dq no order"
-    if spec.deterministic and tile_config_bwd(spec, arch).keys < _ORDERED_KEYS:
-        return "sums of dq wait too long for one another between tiles of few keys"
     return None
 
 
