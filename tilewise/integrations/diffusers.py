@@ -75,7 +75,9 @@ def _attend(
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     o = scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
         attn_mask=attn_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,

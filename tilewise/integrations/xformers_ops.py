@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -239,6 +239,11 @@ def memory_efficient_attention(
     return o if output_dtype is None else o.to(output_dtype)
 
 
+class _Options(TypedDict):
+    softmax_scale: float | None
+    dropout_p: float
+
+
 def _grouped(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values (B, Mk, G, H, K) with a head for each group, if H is expanded."""
     if all(x.stride(3) == 0 or x.shape[3] == 1 for x in (key, value)):
@@ -250,7 +255,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, dropout_p: float, scale: float | None
 ) -> Tensor:
     """Translate a mask; q, k and v have four dims."""
-    options: dict[str, Any] = {"softmax_scale": scale, "dropout_p": dropout_p}
+    options = _Options(softmax_scale=scale, dropout_p=dropout_p)
     if bias is None or isinstance(bias, Tensor):
         return attention(q, k, v, bias=bias, **options)
     kind = type(bias).__name__

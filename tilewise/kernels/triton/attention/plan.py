@@ -49,7 +49,9 @@ __all__ = ["add_fwd", "plan_bwd", "plan_fwd", "plan_part", "tile_config", "why_n
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _BIAS_TILE, _BIAS_CHUNK = 64, 64  # rows and keys, channels of a step; divide every mask tile
 _BIAS_PROGRAMS_PER_SM = 2
-# Rows, keys, warps and stages of a bias whose pairs all see each other, and channels that fit.
+# Rows, keys, warps and stages of a bias whose pairs all see each other, and channels that fit. On
+# an H200 (2026-11-29; 1,024 rows of 1,024 tokens, 4 heads of 40 and 32 channels, bfloat16) a
+# forward and a backward pass take 18.5 ms so, 19.7 with two stages, 27.9 by `bias.py`.
 _SHARED_BIAS_TILE = (64, 64, 4, 3)
 _SHARED_BIAS_CHANNELS = 128
 _ROWS_TILE = 64  # rows per program of the row terms: bandwidth-bound, any power of two will do
