@@ -17,6 +17,7 @@ _MODULES = frozenset(
         "torch_flash",
         "torch_sdpa",
         "transformers",
+        "vllm",
         "xformers_ops",
     ]
 )
