@@ -230,17 +230,20 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             return output.zero_()
         step, count = attn_metadata, attn_metadata.num_actual_tokens
         k_cache, v_cache = kv_cache.unbind(1)
-        scales: dict[str, Tensor] = {}
+        k_scale = v_scale = None
         if self.kv_cache_dtype in _FP8:
             k_cache, v_cache = (x.view(torch.float8_e4m3fn) for x in (k_cache, v_cache))
-            heads = self.num_kv_heads
-            scales = {
-                "k_scale": layer._k_scale.expand(heads).contiguous(),
-                "v_scale": layer._v_scale.expand(heads).contiguous(),
-            }
+            k_scale = layer._k_scale.expand(self.num_kv_heads).contiguous()
+            v_scale = layer._v_scale.expand(self.num_kv_heads).contiguous()
         if self.writes and key is not None:
             write_kv_cache(
-                key[:count], value[:count], k_cache, v_cache, step.slot_mapping[:count], **scales
+                key[:count],
+                value[:count],
+                k_cache,
+                v_cache,
+                step.slot_mapping[:count],
+                k_scale=k_scale,
+                v_scale=v_scale,
             )
         if self.slopes is not None and self.slopes.device != query.device:
             self.slopes = self.slopes.to(query.device)
@@ -257,10 +260,11 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             softcap=self.softcap,
             alibi_slopes=self.slopes,
             sinks=self.sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
             shared=None if self.batch_invariant else step.shared,
             batch_invariant=self.batch_invariant,
             out=output[:count].view(count, self.num_heads, self.head_size),
-            **scales,
         )
         return output
 
