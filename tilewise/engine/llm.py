@@ -70,7 +70,7 @@ from tilewise.engine.tensor_parallel.runner import (
     engine_of_workers,
 )
 from tilewise.engine.tokenizer import load_tokenizer
-from tilewise.engine.waiter import Waiter, progress_text, raise_first
+from tilewise.engine.waiter import Waiter, progress_text, raise_first, share_done
 from tilewise.errors import RequestError, shown
 from tilewise.keywords import keywords_of, taking_fields_of
 from tilewise.models.adapters import MAX_RANK, AdapterSite, adapter_sites
@@ -329,7 +329,7 @@ class LLM:
             self._submit(mine)
             while not waiter.is_over:
                 waiter.wait()
-                progress.show(progress_text(mine))
+                progress.show(progress_text(mine), share_done(mine))
             raise_first(mine)
         finally:
             progress.close()
