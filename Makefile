@@ -79,6 +79,7 @@ docs: $(VENV)/.installed-test ## redraw plots and pages of docs/ from the commit
 	$(BIN)/python lab/plots/simulate_plots.py
 	$(BIN)/python lab/plots/swap_plots.py
 	$(BIN)/python -m tools.site.results
+	$(BIN)/python -m tools.site.recipes
 
 dist: $(VENV)/.installed-test ## both archives in dist/, built twice to the same bytes, and tested
 	rm -rf dist .cache/dist-again
@@ -94,7 +95,7 @@ site: $(VENV)/.installed-docs ## build the site of docs/ into build/site, withou
 	@echo "read it with: $(BIN)/python -m http.server --directory build/site"
 
 docs-test: $(VENV)/.installed-docs ## build the site strictly, look at its links, run the notebooks
-	$(PYTEST) -m 'not gpu' tests/tools/site
+	$(PYTEST) -m 'not gpu' tests/tools/site tests/learn
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-oldest build dist .cache .pytest_cache .mypy_cache .ruff_cache

@@ -18,7 +18,7 @@ from tilewise.bench.engines import shapes
 from tilewise.bench.engines.shapes import model_directory
 from tilewise.engine.scheduling.scheduler import Scheduler
 
-__all__ = ["SHAPES", "Clock", "machine", "make", "random_prompts", "use"]
+__all__ = ["SHAPES", "Clock", "folder_of", "machine", "make", "random_prompts", "use"]
 
 # For tries without a GPU: everything that a real shape has, and little of it.
 TINY = shapes.SHAPES["qwen3-0.6b"] | {
@@ -45,16 +45,21 @@ def make(shape: str, device: str, dtype: str, **settings: Any) -> LLM:
         dtype: of the weights.
         settings: as `LLM` takes them.
     """
-    folder = Path(tempfile.gettempdir()) / f"tilewise-shapes-{os.getuid()}"
-    if shape == "tiny":
-        directory, is_random = folder / shape, True
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(TINY) + "\n")
-    else:
-        directory, is_random = model_directory(shape, folder)
+    directory, is_random = folder_of(shape)
     if device == "cuda":  # the sizes that a benchmark runs are few
         settings = {"graphs": "lazy"} | settings
     return LLM(directory, device=device, dtype=dtype, random_weights=is_random, **settings)
+
+
+def folder_of(shape: str) -> tuple[Path, bool]:
+    """Return a checkpoint's folder of a shape, see `make`, and whether its weights are drawn."""
+    folder = Path(tempfile.gettempdir()) / f"tilewise-shapes-{os.getuid()}"
+    if shape != "tiny":
+        return model_directory(shape, folder)
+    directory = folder / shape
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(TINY) + "\n")
+    return directory, True
 
 
 def use(llm: LLM, **changes: Any) -> Scheduler:

@@ -2,12 +2,14 @@
 
 One new token a sequence, D 128 and (table "wide") 512, blocks in random order, calls replayed from
 a CUDA graph that goes through so many caches that keys and values come from memory. Bytes are those
-of the keys, the values and their scales. A kernel whose result is wrong gets no number.
+of the keys, the values and their scales. A kernel whose result is wrong gets no number. With
+TRITON_OVERRIDE_ARCH=sm80 (or sm89) kernels are those of that architecture; see `lab/ampere.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ import tilewise
 from tilewise import ops
 from tilewise.bench.report import emit, format_table, say
 from tilewise.bench.roofline import Ceilings, measure_ceilings
+from tilewise.kernels import device
 
 Row = dict[str, Any]
 Call = Callable[[int], Tensor]
@@ -62,6 +65,10 @@ WIDE_CASES = tuple(
     Case(f"{rows} x 4,096", (4096,) * rows, group * heads, heads, "85 %", head_dim=512)
     for heads, group in ((1, 8), (1, 16), (4, 8))
     for rows in (1, 32, 64)
+)
+WIDTH_CASES = (
+    Case("32 x 8,192", (8192,) * 32, 16, 2, "85 %", head_dim=256),
+    Case("64 x 4,096", (4096,) * 64, 64, 8, "85 %", head_dim=64),
 )
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTIGUOUS = 4096  # a block that holds a whole sequence
@@ -306,10 +313,13 @@ def measure(
 
 
 def cases_of(tables: Sequence[str]) -> list[tuple[str, Case]]:
-    """List the cases of "decode", "bytes" (8 bits), "wide" (D 512) and "blocks" (block sizes)."""
+    """List the cases of "decode", "widths" (D 64, 256), "bytes" (8 bits), "wide" (D 512) and
+    "blocks" (block sizes)."""
     found: list[tuple[str, Case]] = []
     if "decode" in tables:
         found += [("decode", case) for case in CASES]
+    if "widths" in tables:
+        found += [("widths", case) for case in WIDTH_CASES]
     if "bytes" in tables:
         for case in CASES[:-1]:
             for dtype in (torch.float8_e4m3fn, torch.int8):
@@ -328,7 +338,7 @@ def cases_of(tables: Sequence[str]) -> list[tuple[str, Case]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="lab/paged.py", description=__doc__)
-    tables = ("decode", "bytes", "wide", "blocks")
+    tables = ("decode", "widths", "bytes", "wide", "blocks")
     parser.add_argument(
         "--only", nargs="+", choices=tables, default=tables, metavar="TABLE",
         help=f"which tables: {', '.join(tables)}; default: all",
@@ -341,6 +351,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs a GPU that torch can see")
+    arch = os.environ.get("TRITON_OVERRIDE_ARCH", "").removeprefix("sm")
+    if arch:  # Triton makes the code of that architecture, for which tilewise takes the card
+        device.capability = lambda index: int(arch)  # type: ignore[assignment]
     torch.manual_seed(0)
     ceilings = measure_ceilings("cuda")
     print(ceilings)
@@ -353,7 +366,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = [*shape, "us", "spread", "TB/s", "% of read", "tokens/s", "asked", "error"]
     print(format_table(rows, columns))
     emit(
-        {"version": tilewise.__version__, "ceilings": ceilings.as_dict(), "rows": rows},
+        {
+            "version": tilewise.__version__,
+            "as": f"sm_{arch}" if arch else None,
+            "ceilings": ceilings.as_dict(),
+            "rows": rows,
+        },
         options.json,
     )
     return 0

@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from tests.server.serving import serving
 from tests.test_docs import DOCUMENTS, ROOT
-from tilewise import LLM
+from tilewise import LLM, AsyncLLM
+from tilewise.server.messages import messages_router
+from tilewise.server.responses import responses_router
 
 CONTINUES = "# goes on from the block above\n"
 SERVED = "http://127.0.0.1:8000"  # where documents have a server
@@ -83,20 +85,30 @@ def as_torchrun(monkeypatch):
         dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def address():
+    """The address of a server of the packaged model."""
+    llm = LLM("story", device="cpu", num_blocks=512, max_num_seqs=32)
+
+    def routers(service):
+        return [messages_router(service), responses_router(service)]
+
+    with serving(AsyncLLM(llm), loop=llm.loop, tools="auto", routers=routers) as running:
+        yield running.url
+    llm.close()
+
+
 @pytest.mark.usefixtures("as_torchrun")
 @pytest.mark.parametrize(("place", "blocks"), list(rows()))
-def test_a_block_runs_as_it_stands(place, blocks, monkeypatch):
+def test_a_block_runs_as_it_stands(place, blocks, monkeypatch, request):
     for module in ("flash_attn", "flash_attn_interface"):  # blocks put them there; this undoes it
         monkeypatch.setitem(sys.modules, module, sys.modules.get(module))
     space: dict[str, Any] = {"__name__": "__main__"}
     try:
-        if any(SERVED in code for code in blocks):
-            with serving() as running:
-                for code in blocks:
-                    run(code.replace(SERVED, running.url), place, space)
-        else:
-            for code in blocks:
-                run(code, place, space)
+        is_served = any(SERVED in code for code in blocks)
+        url = request.getfixturevalue("address") if is_served else SERVED
+        for code in blocks:
+            run(code.replace(SERVED, url), place, space)
     finally:
         for engine in [x for x in space.values() if isinstance(x, LLM)]:
             engine.close()

@@ -84,6 +84,7 @@ examples:
   tilewise precompile --arch sm89 --to kernels.zip         the same for a GPU elsewhere
   tilewise generate --prompt "A" -n 8 --trace t.jsonl      note what the scheduler decides
   tilewise replay t.jsonl                                  draw it: blocks, owners, copies over time
+  tilewise verify answer.json                              compute a served answer again, to the bit
   tilewise doctor                                          what works here, to paste into an issue
 """
 
@@ -194,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_precompile(commands)
     _add_replay(commands)
+    _add_verify(commands)
     _add_doctor(commands)
     return parser
 
@@ -613,6 +615,38 @@ def _replay(options: argparse.Namespace) -> None:
     draw(timeline, out)
     print(summary(timeline))
     print(out)
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands,
+        "verify",
+        "compute the answer of a recipe again, and compare it to the bit",
+        _verify,
+        epilog="The exit code is 0 where all is equal, 1 where it differs, 2 where the recipe is "
+        "of other weights or another class, or was changed.",
+    )
+    parser.add_argument(
+        "recipe", help="file with a recipe, or with an answer that has one; - is stdin"
+    )
+    parser.add_argument("--model", default="story", help=_MODEL)
+    parser.add_argument("--device", default="auto", metavar="NAME", help="device that computes")
+    parser.add_argument(
+        "--lora-modules", nargs="+", metavar="NAME=PATH", help="adapters that the recipe may name"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a sentence")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from tilewise.engine.console import verify
+
+    return verify(
+        options.recipe,
+        options.model,
+        device=options.device,
+        lora_modules=options.lora_modules,
+        as_json=options.json,
+    )
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

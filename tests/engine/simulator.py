@@ -130,6 +130,7 @@ class VirtualModel:
             for slot, block in part.swap_in:
                 pool[block] = list(host[slot])
         self._copy(batch)
+        self.begin_states(step)
         prefixes = []
         for run, (known, table), others in zip(
             batch.sequences, step.runs, step.others, strict=True
@@ -160,7 +161,18 @@ class VirtualModel:
         for run, tokens in zip(batch.sequences, drawn, strict=True):
             if tokens:
                 self.drawn[run.seq_id] = tokens[0].token_id
+        self.end_states(step, prefixes)
         return drawn
+
+    def begin_states(self, step: Step) -> None:
+        """Do what a step does with states before it runs; `state_model` has some."""
+
+    def end_states(self, step: Step, prefixes: list[list[int]]) -> None:
+        """Read and write the states of a step's sequences, and keep what it keeps of them.
+
+        Args:
+            prefixes: the fingerprints of all tokens of each run's sequence.
+        """
 
     def drop(self, batch: Batch) -> None:
         """Let a step fail: what a later one computes for its sequences is worth nothing."""

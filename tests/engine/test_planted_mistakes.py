@@ -18,6 +18,7 @@ from tests.engine import (
     test_group_simulation,
     test_scheduler_simulation,
     test_speculative,
+    test_state_simulation,
     test_tier_simulation,
 )
 from tests.engine.test_beams import BeamStory
@@ -31,6 +32,11 @@ MOST_SEEDS = 2000  # the rarest shows after some 300
 
 # Where a mistake shows late, the schedule in which it did: tried first, and all others after it.
 LATE = {
+    "a checkpoint that is read is given away": 64,
+    "a failed step's restores are trusted": 58,
+    "a checkpoint is listed a block late": 53,
+    "a state that has left its chunk is taken back": 15,
+    "a checkpoint is of the run's last token": 14,
     "a shared tail of groups is written in place": 150,
     "what a window has passed is held again": 150,
     "another child's blocks are copied in groups": 128,
@@ -187,6 +193,8 @@ def _all() -> dict[str, Planted]:
             found[f"{subject}: {says}"] = Planted(owner, name, mistake, player)
     for name, (*where, player) in test_group_simulation.MISTAKES.items():
         found[name] = Planted(*where, player)
+    for name, where in test_state_simulation.MISTAKES.items():
+        found[name] = Planted(*where, test_state_simulation.play)
     for says, mistake in WITHDRAWN.items():
         where = test_scheduler_simulation, "withdraw"
         found[says] = Planted(*where, mistake, failing_tier_story)

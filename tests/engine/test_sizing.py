@@ -62,7 +62,7 @@ def test_a_cpu_gives_each_group_what_full_contexts_take_or_its_share(monkeypatch
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_each_groups_sizes(monkeypatch):
-    def refuse(spec, num_blocks, device):
+    def refuse(spec, num_blocks, device, **counts):
         raise MemoryError
 
     monkeypatch.setattr(sizing, "KVStorage", refuse)

@@ -366,8 +366,9 @@ def test_samples_stops_and_logprobs_are_those_without_guesses(checkpoint, kind):
 
 
 @pytest.mark.gpu
-def test_lookup_on_a_gpu_without_graphs_gives_the_same_tokens():
-    settings = {"dtype": "float32", "num_blocks": 200, "device": "cuda", "graphs": "off"}
+@pytest.mark.parametrize("graphs", ["off", "lazy"])
+def test_lookup_on_a_gpu_gives_the_same_tokens(graphs):
+    settings = {"dtype": "float32", "num_blocks": 200, "device": "cuda", "graphs": graphs}
     lookup = PromptLookup(min_ngram=1, is_adaptive=False)
     plain, llm = LLM("story", **settings), LLM("story", speculative=lookup, **settings)
     params = [GREEDY, SamplingParams(max_tokens=40, seed=1, ignore_eos=True)]
@@ -675,13 +676,15 @@ def test_what_is_out_of_range_is_refused(make_it, error, message):
         make_it()
 
 
-def test_graphs_and_draft_models_on_a_gpu_are_refused():
+def test_guesses_of_ranks_with_graphs_and_draft_models_on_a_gpu_are_refused():
     gpu = torch.device("cuda")
-    with pytest.raises(ValueError, match="speculative must be None where steps are CUDA graphs"):
-        check_speculative(PromptLookup(), gpu, True)
-    check_speculative(PromptLookup(), gpu, False)
-    with pytest.raises(ValueError, match="speculative must be PromptLookup or None on a GPU"):
-        check_speculative(DraftModel("story"), gpu, False)
+    with pytest.raises(
+        ValueError, match="where tensor_parallel_size is above 1 and steps are CUDA"
+    ):
+        check_speculative(PromptLookup(), gpu, has_graphs_of_ranks=True)
+    check_speculative(PromptLookup(), gpu)
+    with pytest.raises(ValueError, match="must be PromptLookup, OwnHead or None on a GPU"):
+        check_speculative(DraftModel("story"), gpu)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint):

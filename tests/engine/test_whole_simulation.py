@@ -16,6 +16,7 @@ import pytest
 
 from tests.engine.beam_model import BeamModel
 from tests.engine.simulator import Outputs, VirtualStore, check_idle
+from tests.engine.state_model import StateStore
 from tests.engine.test_beams import BeamStory, Recorder, is_search, random_beams
 from tests.engine.test_group_simulation import GroupStory
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
@@ -24,6 +25,7 @@ from tests.engine.test_tier_simulation import TierStory
 from tilewise.engine.scheduling import newcomers
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.scheduling.withdrawal import pause_transfers, resume_transfers
+from tilewise.engine.tables.state_tables import StateLimits
 from tilewise.errors import RequestError
 
 KINDS = ((None,), (None,), (7,), (None, 5), (None, 3, 12), (16, 2))
@@ -33,6 +35,7 @@ class WholeStory(BeamStory):
     """A random run with everything in it; a clock that goes one second a step."""
 
     end_who_is_late, note_expiry = TierStory.end_who_is_late, TierStory.note_expiry
+    model_type = BeamModel
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -40,8 +43,8 @@ class WholeStory(BeamStory):
         self.fails, self.damages = rng.random() < 0.25, rng.random() < 0.15
         self.now, self.expired = 0.0, dict[str, float]()
         self.scheduler = self.random_scheduler()
-        self.is_plain = self.scheduler.limits.windows == (None,)
-        self.model = BeamModel(self.scheduler, self.is_damaging)
+        self.is_plain = self.scheduler.tables.is_one_group
+        self.model = self.model_type(self.scheduler, self.is_damaging)
         for store in self.stores:
             store.model = self.model
         kinds = [None, Oracle, TreeOracle] if self.is_plain else [None, Oracle, Oracle]
@@ -53,13 +56,20 @@ class WholeStory(BeamStory):
         self.first_runs, self.failed, self.known_damage = [], set(), set()
         self.num_withdrawn = 0
 
+    def random_states(self) -> StateLimits | None:
+        """Return the sizes of states, where the model has any."""
+        return None
+
     def random_scheduler(self) -> Scheduler:
         rng = self.rng
         windows, room = rng.choice(KINDS), rng.choice([0, 0, 2, 6, 30])
+        states = self.random_states()
         self.stores = [VirtualStore(rng.random, group) for group in range(len(windows))]
+        if states is not None:
+            self.stores.append(StateStore(rng.random, len(windows)))
         if not room or rng.random() < 0.4:
             self.stores = []
-        is_plain = windows == (None,)
+        is_plain = windows == (None,) and states is None
         store = self.stores[0] if self.stores and is_plain else self.stores or None
         policy = rng.choice(["fcfs", "priority", "fair", "fair"])
         scheduler = Scheduler(
@@ -76,8 +86,11 @@ class WholeStory(BeamStory):
             user_weights={"u1": 2.0} if policy == "fair" else None,
             preemption=rng.choice(["auto", "recompute", "swap", "swap"]) if room else "auto",
             victim=rng.choice(["newest", "cheapest"]),
-            num_swap_blocks=[room * rng.choice([1, 2]) for _ in windows],
+            num_swap_blocks=[
+                room * rng.choice([1, 2]) for _ in range(len(windows) + (states is not None))
+            ],
             store=store,
+            states=states,
             max_waiting_requests=rng.choice([None, None, None, 3]),
             fair_prompt_tokens=rng.choice([None, 1, 8]),
             clock=lambda: self.now,

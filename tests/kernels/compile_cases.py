@@ -36,6 +36,7 @@ class Case:
         mma: the MMA instruction to find; None is the architecture's own.
         spills: by version of Triton, the part of a hot loop that may touch local memory there,
             where that is more than elsewhere; measured.
+        target: the name of an AMD GPU, such as gfx942, which is what it is compiled for instead.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     slow: bool = False
     mma: str | None = None
     spills: Mapping[str, float] = field(default_factory=dict)
+    target: str = ""
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,9 @@ def launch_forward(arch: int, spec: AttentionSpec) -> None:
     """Call the launcher of the forward pass; of sm_90 by the tiles of sm_80."""
     tensors = _tensors(spec)
     q, k, v = (tensors.pop(name) for name in ("q", "k", "v"))
-    mma_results(q, k, v, spec, tile_config_fwd(spec, 80 if arch == 90 else arch), **tensors)
+    is_copied = spec.has_bias and max(spec.head_dim, spec.v_head_dim) <= 128
+    tile = tile_config_fwd(spec, 80 if arch == 90 else arch, bias_copied=is_copied)
+    mma_results(q, k, v, spec, tile, **tensors)
 
 
 # Rows of the tables: name -> (head dims, changes to the spec).
@@ -148,7 +150,7 @@ def backward_cases() -> Iterator[MmaCase]:
             specs[f"d{head_dim}-{feature}"] = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
     for arch in (80, 89):
         for name, spec in specs.items():
-            if name.endswith("deterministic") and why_not_bwd(spec, arch) is not None:
+            if name.endswith("deterministic") and why_not_bwd(spec) is not None:
                 continue
             yield MmaCase(
                 f"sm_{arch}-mma-bwd-{name}",

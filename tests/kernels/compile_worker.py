@@ -32,6 +32,7 @@ from tests.kernels import (
     compile_cases_quantised,
     compile_cases_recurrent,
     compile_cases_step,
+    compile_elsewhere,
     ptx_barriers,
     ptx_early,
     ptx_flags,
@@ -47,15 +48,20 @@ class _StubDriver:
 
     def __init__(self) -> None:
         self.arch = 0
+        self.target = ""  # the name of an AMD GPU
 
     @staticmethod
     def is_active() -> bool:
         return False
 
     def get_current_target(self) -> GPUTarget:
+        if self.target:
+            return GPUTarget("hip", self.target, compile_elsewhere.AMD[self.target][0])
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
+        if self.target:
+            return 1000 + [*compile_elsewhere.AMD].index(self.target)
         return self.arch
 
     def get_current_stream(self, device: int) -> int:
@@ -127,6 +133,22 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def describe_amd(kernel: Any) -> dict[str, Any]:
+    """Return the registers, spills, shared memory and products of a kernel for an AMD GPU."""
+    code = kernel.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        return int(re.findall(rf"{name}: *(\d+)", code)[0])
+
+    return {
+        "kernel": kernel.name,
+        "registers": number("NumVgprs"),
+        "spilled_bytes": number("ScratchSize"),  # of a thread
+        "shared": kernel.metadata.shared,
+        "mma": [name for name in ("v_mfma", "v_wmma") if name in code],
+    }
+
+
 def main(names: list[str], folder: Path) -> None:
     assert not device.interpreting(), "the interpreter compiles nothing"
     # What is imported stays, and compilers make few circles: to look for them is for nothing.
@@ -136,6 +158,7 @@ def main(names: list[str], folder: Path) -> None:
     triton.runtime.driver.set_active(driver)
     device.arch_of = lambda _: driver.arch
     device.sm_count_of = lambda _: 132
+    device.runs_ptx = lambda: not driver.target
     triton.knobs.nvidia.dump_ptxas_log = True
     compiled: list[Any] = []
     original = JITFunction.run
@@ -150,17 +173,20 @@ def main(names: list[str], folder: Path) -> None:
     JITFunction.run = compile_only
     modules = (
         compile_cases, compile_cases_paged, compile_cases_gluon, compile_cases_quantised,
-        compile_cases_mma, compile_cases_recurrent, compile_cases_step,
+        compile_cases_mma, compile_cases_recurrent, compile_cases_step, compile_elsewhere,
     )  # fmt: skip
     cases = {case.name: case for module in modules for case in module.CASES}
     for name in names:
         print(json.dumps({"case": name, "begins": True}), flush=True)
         compiled.clear()
-        driver.arch = cases[name].arch
+        driver.arch, driver.target = cases[name].arch, cases[name].target
         try:
             cases[name].launch()
             for kernel in compiled:
-                said = describe(kernel, driver.arch, folder)
+                if driver.target:
+                    said = describe_amd(kernel)
+                else:
+                    said = describe(kernel, driver.arch, folder)
                 print(json.dumps({"case": name, **said}), flush=True)
         except Exception as error:
             print(json.dumps({"case": name, "error": f"{error!r}"[-2000:]}), flush=True)

@@ -23,6 +23,7 @@ from tests.kernels import (
     compile_cases_quantised,
     compile_cases_recurrent,
     compile_cases_step,
+    compile_elsewhere,
     ptx_barriers,
     ptx_flags,
     sass,
@@ -38,6 +39,7 @@ CASES = [
 ]  # fmt: skip
 HOPPER_CASES = compile_cases_gluon.CASES
 MMA_CASES = compile_cases_mma.CASES
+ELSEWHERE = compile_elsewhere.CASES
 
 _ROOT = Path(__file__).parents[2]
 _CACHE = _ROOT / ".cache" / "triton-compile"
@@ -75,7 +77,7 @@ def _read_machine_code(kernels: list[dict[str, Any]]) -> None:
     """Add what stands in the machine code: loops and operands are those of products."""
     for kernel in kernels:
         kernel |= {"local_shares": [], "loops": [], "operands": [], "unwritten": []}
-    multiply = [kernel for kernel in kernels if kernel["mma"]]
+    multiply = [kernel for kernel in kernels if kernel["mma"] and "cubin" in kernel]
     for arch in {kernel["arch"] for kernel in multiply}:
         some = [kernel for kernel in multiply if kernel["arch"] == arch]
         codes = sass.disassemble_all([Path(kernel["cubin"]) for kernel in some], arch)
@@ -107,7 +109,7 @@ def run_cases(names: list[str]) -> dict[str, list[dict[str, Any]]]:
 def _reports(slow: bool) -> dict[str, list[dict[str, Any]]]:
     """Compile all that are slow, or all others, in one process: torch and Triton load once."""
     return run_cases(
-        [case.name for case in [*CASES, *HOPPER_CASES, *MMA_CASES] if case.slow == slow]
+        [case.name for case in [*CASES, *HOPPER_CASES, *MMA_CASES, *ELSEWHERE] if case.slow == slow]
     )
 
 
@@ -144,6 +146,20 @@ def test_compiles_without_a_gpu(case: Case) -> None:
             ):
                 assert share <= limit, kernel
             assert not kernel["complaints"], kernel
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", _marked(ELSEWHERE))
+def test_compiles_for_a_gpu_that_nobody_has_measured(case: Case) -> None:
+    """No more may leave the registers than did when `compile_elsewhere.json` was recorded."""
+    kernels = _reports(case.slow)[case.name]
+    assert kernels, "the launcher launched nothing"
+    budget = compile_elsewhere.budgets().get(case.name, {})
+    for kernel in kernels:
+        assert "error" not in kernel, kernel["error"]
+        assert kernel["shared"] <= compile_elsewhere.room(case, _SHARED_LIMIT), kernel
+        most = budget.get(kernel["kernel"], 0) + sass_budgets.SPILL_TOLERANCE
+        assert kernel["spilled_bytes"] <= most, kernel
 
 
 def test_a_handover_without_a_barrier_is_seen() -> None:

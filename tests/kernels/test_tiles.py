@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.planned import serving_spec
 from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.tiles import latent, paged
 from tilewise.kernels.tiles.attention import Part, candidates
 from tilewise.kernels.tiles.paged import padded_head_dim
 
@@ -66,3 +68,15 @@ def test_a_row_does_not_depend_on_what_the_kernel_compiles_away() -> None:
 )
 def test_head_dims_are_padded_to_powers_of_two(width: int, padded: int) -> None:
     assert padded_head_dim(width) == padded
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("run", [1, 4, 64])
+def test_consumer_blackwell_has_the_tiles_of_ada(run: int, cache_dtype: torch.dtype) -> None:
+    """It has mma.sync and 99 KiB of shared memory too, whatever its number."""
+    assert [a for a in ARCHITECTURES if paged.has_only_mma_sync(a)] == [80, 86, 87, 89, 120]
+    tokens = {"max_seqlen_q": run, "num_tokens": 16 * run, "cache_dtype": cache_dtype}
+    heads = {"num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
+    spec, latents = serving_spec(**tokens), serving_spec(**tokens, **heads)
+    assert paged.paged_work(spec, 120, 170) == paged.paged_work(spec, 89, 170)
+    assert latent.mla_work(latents, 120, 170) == latent.mla_work(latents, 89, 170)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.planned import refusal
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.kernels.plan import Call, Refusal
@@ -135,3 +136,47 @@ def test_a_missing_package_is_the_reason(monkeypatch):
     assert dispatch.refusal("merge", "triton", SPEC) == wanted
     plan = dispatch.plan_by("attention", Call(SPEC, torch.device("cpu"), ()), "triton")
     assert plan == Refusal(wanted)
+
+
+WIDE = SPEC._replace(
+    device_type="cuda", dtype=torch.bfloat16, head_dim=256, v_head_dim=256, max_seqlen_q=512,
+    max_seqlen_k=512,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [(192, 128), (256, 256), (136, 200)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window_right": 0}, {"window_left": 100, "window_right": 7}, {"dtype": torch.float16},
+        {"is_varlen": True}, {"has_seqlens_k": True}, {"softcap": 50.0}, {"has_alibi": True},
+        {"has_sinks": True}, {"has_bias": True}, {"dropout_p": 0.1}, {"mask_tile": (128, 128)},
+        {"deterministic": True}, {"max_seqlen_q": 1}, {"softmax_scale": -1.0}, {"needs_max": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_feature_of_wide_heads_leads_to_hoppers_portable_gradient(capability, width, changes):
+    capability(90)
+    spec = WIDE._replace(head_dim=width[0], v_head_dim=width[1], **changes)
+    assert refusal(dispatch.kernel_module("attention", "gluon"), spec) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": torch.float32}, {"head_dim": 252}, {"mask_tile": (128, 64)}, {"softcap": 1025.0}],
+    ids=str,
+)
+def test_what_of_wide_heads_leads_to_hoppers_portable_gradient(capability, changes):
+    capability(90)
+    spec = WIDE._replace(**changes)
+    assert refusal(dispatch.kernel_module("attention", "gluon"), spec) is not None
+
+
+def test_an_amd_gpu_has_the_portable_kernels(capability, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert device.capability.__wrapped__(0) == device.AMD  # torch's numbers are those of gfx942
+    assert not device.runs_ptx()
+    capability(device.AMD)
+    assert choose(CUDA, None) == "triton"
+    with pytest.raises(UnsupportedError, match="needs a GPU of NVIDIA's, got one of AMD's"):
+        choose(CUDA, "gluon")

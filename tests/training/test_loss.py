@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 from tilewise.training import loss as losses
-from tilewise.training.loss import IGNORED, chunked_loss, find_loss, liger_loss
+from tilewise.training.loss import IGNORED, chunked_loss, find_loss, liger_loss, token_logprobs
 
 
 def make(rows=37, columns=50, size=16, dtype=torch.float64, seed=0):
@@ -136,3 +136,17 @@ def test_liger_is_called_as_its_documentation_says(monkeypatch):
     torch.testing.assert_close(liger_loss(x, weight, None, targets), expected)
     with pytest.raises(ValueError, match="columns must be all 50 of the weight"):
         liger_loss(x, weight, None, targets, 49)
+
+
+def test_log_probabilities_of_tokens_have_the_engines_bits_and_torchs_gradient():
+    logits = (torch.randn(7, 53) * 4).requires_grad_()
+    ids = torch.randint(0, 53, (7,))
+    found = token_logprobs(logits, ids)
+    assert torch.equal(found, logits.detach().log_softmax(-1)[torch.arange(7), ids])
+    weights = torch.randn(7)
+    (ours,) = torch.autograd.grad((found * weights).sum(), logits)
+    wide = logits.detach().double().requires_grad_()
+    exact = wide.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    (true,) = torch.autograd.grad((exact * weights.double()).sum(), wide)
+    assert torch.allclose(found.double(), exact.detach(), atol=1e-5)
+    assert torch.allclose(ours.double(), true, atol=1e-6)

@@ -215,6 +215,21 @@ class PrefixCache:
         more = self.find(token_ids, salt, after, known, in_slots=in_slots)
         return kept + more if more else kept
 
+    def depth(
+        self, token_ids: Sequence[int], salt: str, after: PrefixNode | None, num_known: int
+    ) -> int:
+        """Return how many first blocks of some tokens have a node, whoever holds their content.
+
+        Args:
+            token_ids, salt, after, num_known: see find().
+        """
+        size, node = self.block_size, self._roots.get(salt) if after is None else after
+        depth = num_known
+        while node is not None and (depth + 1) * size <= len(token_ids):
+            node = node.children.get(pack(token_ids[depth * size : (depth + 1) * size]))
+            depth += node is not None
+        return depth
+
     def child(self, parent: PrefixNode | None, salt: str, tokens: Sequence[int]) -> PrefixNode:
         """Return the node of a block after its parent, made if need be; call hold() or put()
         afterwards.

@@ -83,7 +83,9 @@ class KVStorage:
             )
         if min(counts) < 1:
             raise ValueError(f"num_blocks must be at least 1, got {min(counts)}")
-        self.spec, self.device = spec, torch.device(device)
+        # Of "cuda" the GPU that tensors will be on, with its number: what is kept for a device is
+        # found by it.
+        self.spec, self.device = spec, torch.empty(0, device=device).device
         self.states: StateStorage | None = None
         if spec.states:
             self.states = StateStorage(spec.states, num_slots, num_checkpoints, device)
@@ -133,6 +135,12 @@ class KVStorage:
         layer = torch.arange(len(self.spec.groups[0].layers), device=block_pairs.device)
         firsts = torch.stack([layer * step for step in steps], dim=1)
         return (block_pairs + firsts.unsqueeze(1)).flatten(0, 1)
+
+    def free(self) -> None:
+        """Give the memory of all tensors back, whoever still refers to them: none may be read."""
+        for part in self.parts:
+            for tensor in part.whole:
+                tensor.untyped_storage().resize_(0)
 
     @property
     def num_bytes(self) -> int:

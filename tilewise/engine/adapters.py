@@ -19,7 +19,7 @@ from weakref import finalize, ref
 import torch
 
 from tilewise.errors import CheckpointError, RequestError, shown
-from tilewise.models.adapters import Adapter, AdapterSite, read_adapter
+from tilewise.models.adapters import Adapter, AdapterSite, AdapterTensors, read_adapter
 
 __all__ = ["Adapters", "LoadedAdapter", "salted"]
 
@@ -53,12 +53,13 @@ class Elsewhere(Protocol):
 
 @dataclass(slots=True)
 class _Named:
-    """An adapter by its name, in main memory or not."""
+    """An adapter by its name, in main memory or not; `kept` is one that no file holds."""
 
     path: str
     number: int
     fingerprint: str
     adapter: ref[LoadedAdapter]
+    kept: LoadedAdapter | None
 
 
 class Adapters:
@@ -92,12 +93,13 @@ class Adapters:
         with self._lock:
             return {name: named.path for name, named in self._named.items()}
 
-    def load(self, name: str, path: str | Path, *, replaces: bool = False) -> None:
+    def load(self, name: str, path: str | Path | AdapterTensors, *, replaces: bool = False) -> None:
         """Read an adapter and give it a name; where anything is wrong nothing changes.
 
         Args:
             name: its name, which requests use.
-            path: a folder in PEFT's format, or a hub name.
+            path: a folder in PEFT's format, or a hub name; or what its files would hold, which then
+                stays in main memory.
             replaces: True if another adapter of this name may be unloaded.
 
         Raises:
@@ -107,6 +109,12 @@ class Adapters:
         if not isinstance(name, str) or not name:
             raise RequestError(f"lora_name must be a name, got {shown(name)}")
         self._check_free(name, replaces)
+        is_of_files = not isinstance(path, AdapterTensors)
+        if not is_of_files and self._elsewhere is not None:
+            raise RequestError(
+                "lora_path must be a folder with tensor_parallel_size above 1, as tensors do not "
+                "leave their process, got tensors"
+            )
         weights = read_adapter(path, self._sites, max_rank=self.max_rank)
         self.largest_rank = max(self.largest_rank, weights.rank)
         adapter = LoadedAdapter(next(self._numbers), _fingerprint(weights), weights)
@@ -121,7 +129,13 @@ class Adapters:
                 self._held.pop(before.number, None)
                 if before.adapter() is None:
                     self._end(before.number)
-            self._named[name] = _Named(str(path), adapter.number, adapter.fingerprint, ref(adapter))
+            self._named[name] = _Named(
+                str(path) if is_of_files else "tensors",
+                adapter.number,
+                adapter.fingerprint,
+                ref(adapter),
+                None if is_of_files else adapter,
+            )
             self._hold(adapter)
 
     def unload(self, name: str) -> None:

@@ -18,6 +18,7 @@ from tilewise.engine.engine import EngineStats
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt
+from tilewise.engine.recipe import Facts
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.embedding import (
     EMBEDDING_PARAMS,
@@ -262,6 +263,27 @@ class AsyncLLM:
         """Load an adapter, see `LLM.load_lora_adapter`; other tasks run meanwhile."""
         load = functools.partial(self.llm.load_lora_adapter, name, path, replaces=replaces)
         await asyncio.wrap_future(beside(load))
+
+    async def update_weights(self, path: str, *, running: str = "wait") -> None:
+        """Take other weights from a folder, see `LLM.update_weights`; other tasks run meanwhile."""
+        update = functools.partial(self.llm.update_weights, path, running=running)
+        await asyncio.wrap_future(beside(update))
+
+    async def facts(self) -> Facts:
+        """Return what answers depend on beside the request, see `LLM.facts`."""
+        return await asyncio.wrap_future(beside(self.llm.facts))
+
+    async def fingerprint_of(self, adapter: str) -> str:
+        """Return the digest of an adapter by its name, see `LLM.fingerprint_of`."""
+        return await asyncio.wrap_future(beside(lambda: self.llm.fingerprint_of(adapter)))
+
+    async def sleep(self, level: int = 1, *, running: str = "wait") -> None:
+        """Give memory back, see `LLM.sleep`."""
+        await asyncio.wrap_future(beside(functools.partial(self.llm.sleep, level, running=running)))
+
+    async def wake(self) -> None:
+        """Take requests again, see `LLM.wake`."""
+        await asyncio.wrap_future(beside(self.llm.wake))
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter by its name, see `LLM.unload_lora_adapter`."""

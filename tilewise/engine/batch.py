@@ -292,16 +292,19 @@ class Batch:
         """Return the step as a group of layers sees it, that of groups[group] of the cache.
 
         Where nothing is said of the group, as in a trial step, its blocks have the same numbers.
+        The group behind the last one is that of checkpoints of states, which no run lists.
         """
         if group == 0:
             return self
         runs = [
             s._replace(block_ids=s.others[group - 1][0], first_new_block=s.others[group - 1][1])
-            if s.others
+            if len(s.others) >= group
             else s
             for s in self.sequences
         ]
-        copies = self.other_copies[group - 1] if self.other_copies else self.block_copies
+        copies = self.block_copies
+        if self.other_copies or self.sequences[0].state_slot >= 0:
+            copies = self.other_copies[group - 1] if len(self.other_copies) >= group else ()
         out, back = self.other_moves[group - 1] if self.other_moves else ((), ())
         return replace(self, sequences=tuple(runs), block_copies=copies, swap_out=out, swap_in=back)
 

@@ -22,6 +22,7 @@ from tilewise.keywords import unknown_keyword
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = [
     "GRAPHS",
@@ -463,8 +464,17 @@ class EngineConfig:
         ValueError: a value is out of its range, or two do not go together.
     """
 
-    model: str | Path
+    model: str | Path | nn.Module
     _: KW_ONLY
+    tokenizer: str | Path | None = field(
+        default=None,
+        metadata=option(
+            Folder(),
+            "folder, or hub name, of the tokenizer's files",
+            "None is the model's own folder; a model that lives in this process has none, and then "
+            "prompts are token ids.",
+        ),
+    )
     dtype: str | torch.dtype = field(
         default="auto",
         metadata=option(
@@ -532,6 +542,29 @@ class EngineConfig:
             "main memory, or on a GPU what gpu_memory_utilization leaves. Where layers have "
             "different windows there are so many for each of them, and None splits the memory.",
             flag="num_blocks",
+            metavar="N",
+        ),
+    )
+    checkpoint_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(1, or_none=True),
+            "tokens between two checkpoints of the states of a long text",
+            "For models with layers that remember by a state; a prompt that begins as a text did "
+            "goes on from the last checkpoint in what they share. None chooses by what a "
+            "checkpoint takes beside the keys and values of so many tokens, 1,024 to 4,096.",
+            flag="checkpoint_tokens",
+            metavar="N",
+        ),
+    )
+    num_checkpoints: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(0, or_none=True),
+            "checkpoints of states in the cache",
+            "None is one for each sequence that runs at once, and one for every checkpoint_tokens "
+            "tokens of the cache. 0 keeps none, and finds no prefix.",
+            flag="num_checkpoints",
             metavar="N",
         ),
     )
@@ -755,7 +788,7 @@ class EngineConfig:
             Guesses(),
             "guesser of several tokens of a sequence, which one step verifies",
             "PromptLookup(...), DraftModel(...) or OwnHead(...); what is generated stays "
-            "the same. Not with CUDA graphs.",
+            "the same. A draft model runs on a CPU alone.",
         ),
     )
     enable_lora: bool = field(

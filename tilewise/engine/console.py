@@ -18,6 +18,7 @@ from tilewise.engine.cache_table import CacheShape, cache_table, read_latent_sha
 from tilewise.engine.captured.elsewhere import Task, compile_for
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.recipe import options_of_recipe
 from tilewise.engine.record.trace import write_trace
 from tilewise.engine.report import Progress, cache_report, stats_line, stats_record, terminal
 from tilewise.engine.request import SamplingParams
@@ -37,6 +38,7 @@ __all__ = [
     "precompile_for",
     "read_prompt",
     "take_kernels",
+    "verify",
 ]
 
 # Sequences that run at once at most; the cache is made no larger than the prompts at hand need.
@@ -246,3 +248,48 @@ def _print_json(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     has_all = encoding.lower().replace("-", "") == "utf8"  # else escapes, which lose nothing
     print(json.dumps(record, ensure_ascii=not has_all, indent=2), flush=True)
+
+
+def verify(
+    path: str,
+    model: str,
+    *,
+    device: str = "auto",
+    lora_modules: Sequence[str] | None = None,
+    as_json: bool = False,
+) -> int:
+    """Compute the answer of a recipe again, alone, and say whether it is equal to the bit.
+
+    Args:
+        path: a file with a recipe, or with a server's answer that has one; "-" is standard input.
+        model: see LLM; dtypes and the size of blocks are the recipe's.
+        device: the device that computes.
+        lora_modules: the adapters that the recipe may name, "name=path".
+        as_json: print one JSON object instead of a sentence.
+
+    Returns:
+        0 where it is equal, 1 where it differs.
+
+    Raises:
+        RequestError: it is no recipe, was changed, or is of other weights or another class.
+    """
+    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    try:
+        recipe = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"recipe must be JSON, got {error}") from None
+    if isinstance(recipe, dict) and isinstance(recipe.get("recipe"), dict):
+        recipe = recipe["recipe"]
+    settings = options_of_recipe(recipe)
+    if lora_modules:
+        settings |= {"enable_lora": True, "lora_modules": list(lora_modules)}
+    progress = Progress(terminal())
+    progress.show(f"loading {model} ...")
+    try:
+        llm = LLM(model, device=device, batch_invariant=True, graphs="lazy", **settings)
+    finally:
+        progress.close()
+    with llm:
+        found = llm.verify(recipe)
+    print(json.dumps(asdict(found)) if as_json else found)
+    return 0 if found.is_equal else 1

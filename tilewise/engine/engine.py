@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, PlainDraws, TokenEvent
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
@@ -28,8 +29,10 @@ from tilewise.engine.scheduling.withdrawal import pause_transfers, resume_transf
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.steps.runner import Drawn, Runner, StepHandle, Stoppable
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
+from tilewise.engine.tables.host_cache import HostCache
 from tilewise.engine.tables.rates import Rates
-from tilewise.errors import DeviceLostError, StepStoppedError
+from tilewise.engine.versions import unversioned, versioned
+from tilewise.errors import DeviceLostError, RequestError, StepStoppedError
 from tilewise.models.vector_head import VectorHead
 
 __all__ = ["Engine", "EngineStats"]
@@ -87,6 +90,25 @@ class _Failed:
         raise self.error
 
 
+class _Resting:
+    """The runner of an engine that sleeps: it has no model and no cache."""
+
+    host: HostCache | None = None
+    storage: KVStorage | None = None
+    num_compilations = 0
+
+    def submit(self, batch: Batch) -> StepHandle:
+        """Refuse a step."""
+        raise RuntimeError("the engine must be awake to run a step")
+
+    def reset(self) -> None:
+        """Forget nothing."""
+
+    def is_lost(self) -> bool:
+        """Return False: there is no device."""
+        return False
+
+
 class Engine:
     """Runs all live requests together, one step at a time.
 
@@ -104,6 +126,9 @@ class Engine:
     Attributes:
         head: the layers on the vectors that prompts were pooled to, where the runner has not run
             them; None for none.
+        version: the name of the weights, "" for those of the start: blocks of one are found by
+            requests of no other.
+        asleep: why no request is taken for now; "" while they are.
 
     Example:
         >>> engine.add_request(Request("a", [1, 2, 3], SamplingParams(max_tokens=8)))
@@ -122,6 +147,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.head: VectorHead | None = None
+        self.version = self.asleep = ""
         self.new_scheduler = new_scheduler
         self.store = store
         self.overlap = overlap
@@ -173,10 +199,49 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: it can never be served; nothing has changed.
+            RequestError: it can never be served, or the engine sleeps; nothing has changed.
+        """
+        if self.asleep:
+            raise RequestError(self.asleep)
+        with self.lock:
+            salt, request.salt = request.salt, versioned(request.salt, self.version)
+            try:
+                self.scheduler.add(request)
+            except BaseException:
+                request.salt = salt
+                raise
+
+    def take_back(self, request: Request) -> bool:
+        """Forget a request that no step has had yet, so that it may be added again.
+
+        Returns:
+            Whether no step had it.
         """
         with self.lock:
-            self.scheduler.add(request)
+            samples = self.scheduler.roster.requests.get(request.request_id, [])
+            if not samples or any(sample.was_admitted for sample in samples):
+                return False
+            self.scheduler.abort(request.request_id)
+            request.salt = unversioned(request.salt, self.version)
+            return True
+
+    def rest(self) -> None:
+        """Free the cache, and let go of the runner; no request is in the engine, or comes."""
+        self._drop_unfinished()
+        self._expired.clear()
+        self.asleep = (
+            "the engine must be awake to take requests, got one while it sleeps: call wake()"
+        )
+        storage = self.runner.storage
+        if storage is not None:
+            storage.free()
+        with self.lock:
+            self.runner, self._stoppable = _Resting(), None
+            self.new_scheduler = self.store = None
+
+    def use_version(self, version: str) -> None:
+        """Let blocks of requests to come be found by no request before, and the other way round."""
+        self.version = version
 
     def give_way(self, user: str) -> None:
         """Stop the step that runs if a request of this user that comes should not wait for it.
@@ -228,6 +293,7 @@ class Engine:
                     if self._num_withdrawn:
                         self._num_withdrawn = 0
                         resume_transfers(self.scheduler)
+                        self.scheduler.runs_one = False
         finally:
             self._let_end()
         seconds = time.perf_counter() - started
@@ -282,14 +348,16 @@ class Engine:
         Steps that move blocks to main memory or back are not, as blocks may have been written since
         they were read. They are taken back, and other steps are built: the transfer may have failed
         for once. After the second time in a row the next step moves nothing, so that it can be run
-        again in halves: it was not the transfer, perhaps, but one of the requests.
+        again in halves: it was not the transfer, perhaps, but one of the requests. Nor are steps
+        that leave the chunk of a state behind them; after the second time the next step has one
+        sequence, whose request ends if that step fails, too.
         """
         if self._stoppable is not None:
             self._stoppable.begin_step(0)  # of what runs again, nothing may be stopped
         newer = [batch for batch, _ in self._unfinished]
         self._drop_unfinished()  # they were computed from what the failed one did not give
         events: list[TokenEvent] = []
-        if any(batch.is_moving for batch in (failed, *newer)):
+        if not self.scheduler.can_run_again((failed, *newer)):
             self._withdraw(error)
         else:
             for batch in (failed, *newer):
@@ -313,6 +381,7 @@ class Engine:
             withdraw(self.scheduler)
             if self._num_withdrawn > 1:
                 pause_transfers(self.scheduler)
+                self.scheduler.runs_one = self.scheduler.tables.states is not None
 
     def _rerun(self, batch: Batch, error: Exception | None) -> list[TokenEvent]:
         """Run the oldest unfinished step again, and end the requests that break it."""

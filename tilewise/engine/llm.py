@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+from torch import Tensor, nn
 
 from tilewise.cache.spec import CacheSpec
 from tilewise.engine.adapters import Adapters, salted
@@ -25,13 +28,23 @@ from tilewise.engine.config import (
     documented,
 )
 from tilewise.engine.engine import Engine
+from tilewise.engine.facts import facts_of
 from tilewise.engine.loading import load, load_encoder_of, read_head
-from tilewise.engine.loop import EngineLoop
+from tilewise.engine.loop import RUNNING, EngineLoop
 from tilewise.engine.making import EncoderMaker, EngineMaker, StartSeconds
 from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.purpose import read_purpose
+from tilewise.engine.recipe import (
+    Facts,
+    Verdict,
+    check_recipe,
+    prompt_of,
+    recipe_of,
+    sampling_of,
+    verdict_of,
+)
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.sampling_defaults import sampling_defaults
@@ -51,6 +64,7 @@ from tilewise.engine.settings import (
     check_groups,
     check_weights,
     compute_device,
+    device_of,
     end_tokens,
     is_invariant,
     model_directory,
@@ -70,19 +84,24 @@ from tilewise.engine.tensor_parallel.runner import (
     engine_of_workers,
 )
 from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.engine.versions import new_version
 from tilewise.engine.waiter import Waiter, progress_text, raise_first, share_done
-from tilewise.errors import RequestError, shown
+from tilewise.engine.weights import LiveWeights, NamedWeights, Weights, folder_weights
+from tilewise.errors import RequestError, UnsupportedError, shown
 from tilewise.keywords import keywords_of, taking_fields_of
-from tilewise.models.adapters import MAX_RANK, AdapterSite, adapter_sites
+from tilewise.models.adapters import MAX_RANK, AdapterSite, AdapterTensors, adapter_sites
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder, EncoderShape
 from tilewise.models.native import NativeDecoder
 from tilewise.models.registry import empty_model
+from tilewise.models.sharing import move, refill, shapes_of, why_not_refill
 from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.models.vector_head import VectorHead
 
 __all__ = ["LLM", "packaged_model"]
+
+NO_FILES = Path(os.devnull)  # the folder of a model that lives in this process
 
 
 @documented(EngineConfig)
@@ -101,7 +120,10 @@ class LLM:
     from spinning while they wait; the command line sets it.
 
     Args:
-        model: a Hugging Face checkpoint directory, or "story" for the small model of the package.
+        model: a Hugging Face checkpoint directory, or "story" for the small model of the package;
+            or a decoder of load_model or build_model that lives in this process, and may be
+            trained: its parameters are used where they lie, where layouts agree, and
+            `update_weights` brings what is packed up to date.
         <options>
 
     Attributes:
@@ -122,17 +144,23 @@ class LLM:
 
     @taking_fields_of(EngineConfig)
     def __init__(self, config: EngineConfig) -> None:
-        directory = model_directory(config.model)
-        device = compute_device(config.device)
+        live: LiveWeights | None = None
+        if isinstance(config.model, nn.Module):
+            live, directory = LiveWeights(config.model), NO_FILES
+            device = device_of(config.model, config.device)
+        else:
+            directory = model_directory(config.model)
+            device = compute_device(config.device)
         check_weights(config, device)
         check_speculative(
             config.speculative,
             device,
-            runs_graphs(config, device),
             is_invariant(config, device),
+            has_graphs_of_ranks=config.tensor_parallel_size > 1 and runs_graphs(config, device),
         )
         self.start_seconds = StartSeconds()
-        self.tokenizer = load_tokenizer(directory)
+        texts = directory if config.tokenizer is None else model_directory(config.tokenizer)
+        self.tokenizer = load_tokenizer(texts)
         self.default_params = SamplingParams(**sampling_defaults(directory))
         self.purpose = read_purpose(
             directory,
@@ -155,7 +183,7 @@ class LLM:
             self.config = self.model.config
             make_engine = self._of_encoder(decided, self.model)
         else:
-            model, spec, decided = load(config, directory, device)
+            model, spec, decided = load(config, directory, device, live)
             self.model, self.config = model, model.config
             check_groups(model.config, config.speculative)
             self._end_ids = end_tokens(self.config, self.tokenizer)
@@ -164,6 +192,7 @@ class LLM:
             if config.enable_lora:
                 sites, rank = self._with_adapters(config, model)
                 decided = replace(decided, max_lora_rank=rank)
+            self._sites, self._max_lora_rank = sites, decided.max_lora_rank
             if size == 1:
                 make_engine = self._with_weights(decided, directory, model, spec, sites)
             else:
@@ -171,6 +200,12 @@ class LLM:
                     engine_of_workers, decided, directory, model, self._end_ids
                 )
         self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
+        self._given, self._directory, self._device = config, directory, device
+        self._decided, self._texts = decided, texts
+        self._facts: tuple[str, Facts] | None = None
+        self._live: LiveWeights | None = live
+        self._make_engine: Callable[[], Engine] | None = make_engine
+        self._sleep_level, self._changing = 0, threading.Lock()
         self.loop = EngineLoop(make_engine)
         self.engine.head = head
         self._store = self.engine.store
@@ -648,6 +683,10 @@ class LLM:
         request_id: str | None = None,
     ) -> Generation:
         """Return a request that may be submitted, checked."""
+        if self._live is not None and self._live.has_changed:
+            raise RuntimeError(
+                "update_weights() must follow a change of the model's parameters, got none since"
+            )
         if request_id is not None:
             check_name("request_id", request_id)
         if pooling is None:
@@ -711,7 +750,234 @@ class LLM:
         """
         return self.loop.call(lambda: self.engine.reset_prefix_cache())
 
-    def load_lora_adapter(self, name: str, path: str | Path, *, replaces: bool = False) -> None:
+    def update_weights(
+        self,
+        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | Path | None = None,
+        *,
+        running: str = "wait",
+    ) -> None:
+        """Let requests to come be answered by other weights of the same model.
+
+        All is checked before anything is written; after a refusal the old weights serve on. The
+        new ones are written where the old ones lie: no address changes, and no graph. Blocks that
+        the old weights computed are found no more. Adapters are replaced by `load_lora_adapter`.
+
+        Args:
+            weights: tensors by a checkpoint's names, all of them, of the dtype of the engine's
+                parameters, each with memory of its own until this returns; or the folder of a
+                checkpoint with safetensors. None, with a model that lives in this process: its
+                parameters as they are now. Those that the engine shares with it need no copy.
+            running: the fate of requests that run: "wait" lets them end first, while those
+                that come wait; "abort" ends them with finish_reason "abort"; "keep" lets them go
+                on with the new weights over the keys and values of the old ones.
+
+        Raises:
+            CheckpointError: a tensor is missing or unknown, or has another shape or dtype, or is
+                not finite; the message names it.
+            UnsupportedError: the engine has other processes, or weights that are quantised in the
+                checkpoint, or runs an encoder or the modules of transformers.
+            ValueError: running is something else, or weights do not go with the model.
+            RuntimeError: the engine sleeps.
+
+        Example:
+            >>> model = load_model("path/to/checkpoint")
+            >>> llm = LLM(model, tokenizer="path/to/checkpoint")
+            >>> optimizer.step()
+            >>> llm.update_weights()
+        """
+        if running not in RUNNING:
+            raise ValueError(f"running must be one of {', '.join(RUNNING)}, got {running!r}")
+        model = self._refillable()
+        with self._changing:
+            if self._sleep_level:
+                raise RuntimeError("the engine must be awake to take weights: call wake()")
+            shapes = shapes_of(model.config, model.dtype)
+            source = self._source(weights, model)
+            source.check(shapes)
+            self._wait_for_device()
+            engine = self.engine
+
+            def write() -> None:
+                refill(model, shapes, source.held)
+                engine.use_version(new_version())
+
+            self.loop.between(write, running)
+            self._wait_for_device()
+            if self._live is not None:
+                self._live.note()
+
+    def _refillable(self) -> Decoder:
+        """Return the model of which the weights can be changed."""
+        if self.tensor_parallel_size > 1:
+            raise UnsupportedError(
+                f"tensor_parallel_size must be 1 to change weights, got {self.tensor_parallel_size}"
+            )
+        reason = why_not_refill(self.model)
+        if reason is not None:
+            raise UnsupportedError(f"weights must be such that they can be changed: {reason}")
+        assert isinstance(self.model, Decoder)
+        return self.model
+
+    def _source(self, weights: Any, model: Decoder) -> Weights:
+        if self._live is not None:
+            if weights is not None:
+                raise ValueError(
+                    "weights must be None with a model that lives in this process, whose own are "
+                    f"taken, got {type(weights).__name__}"
+                )
+            return self._live
+        if isinstance(weights, str | Path):
+            return folder_weights(model_directory(weights), model.config, model.dtype)
+        if weights is None:
+            raise ValueError("weights must be tensors by name or a folder, got None")
+        return NamedWeights(weights, model.config, model.dtype)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def facts(self) -> Facts:
+        """Return what answers depend on beside the request; weights are read when they are new.
+
+        Raises:
+            UnsupportedError: bits depend on other requests, or the engine has other processes, or
+                runs an encoder.
+        """
+        if self.tensor_parallel_size > 1 or not isinstance(self.model, Decoder):
+            raise UnsupportedError("the engine must be a decoder's in one process for recipes")
+        if not self._decided.batch_invariant:
+            raise UnsupportedError(
+                "batch_invariant must be True for recipes, as bits depend on neighbours, got False"
+            )
+        version = self.engine.version
+        if self._facts is None or self._facts[0] != version:
+            found = facts_of(self.model, self._decided, self._texts)
+            self._facts = version, found
+        return self._facts[1]
+
+    def recipe(
+        self, output: RequestOutput, sampling: SamplingParams, *, lora_request: str = ""
+    ) -> dict[str, Any]:
+        """Return the recipe of an answer of this engine's present weights: plain JSON.
+
+        Args:
+            output: the answer, finished.
+            sampling: the parameters that it was asked for with: with a seed, or greedy, and with
+                logprobs.
+            lora_request: the name of its adapter; "" without one.
+
+        Raises:
+            RequestError: the answer cannot be computed again.
+            UnsupportedError: see `facts`.
+
+        Example:
+            >>> params = SamplingParams(seed=1, logprobs=0)
+            >>> [output] = llm.generate("Once upon a time", params)
+            >>> assert llm.verify(llm.recipe(output, params)).is_equal
+        """
+        return recipe_of(self.facts(), output, sampling, self.fingerprint_of(lora_request))
+
+    def verify(self, recipe: object) -> Verdict:
+        """Compute a recipe's answer alone, and compare it to the bit.
+
+        Nothing of the prefix cache is used.
+
+        Raises:
+            RequestError: it is no recipe, was changed, or is of other weights, another class, or
+                an adapter that is not loaded; one sentence says which.
+            UnsupportedError: see `facts`.
+        """
+        found = check_recipe(recipe, self.facts())
+        sampling, name = sampling_of(found), ""
+        if found["adapter"]:
+            by_print = {self.fingerprint_of(each): each for each in self.lora_adapters}
+            name = by_print.get(found["adapter"], "")
+            if not name:
+                raise RequestError(
+                    "recipe must be of an adapter that is loaded, got "
+                    f"{shown(found['adapter'][:12])}"
+                )
+        salt = f"verify {new_version()}"  # no other request's blocks
+        [output] = self.generate(prompt_of(found), sampling, lora_request=name, cache_salt=salt)
+        return verdict_of(found, output)
+
+    def fingerprint_of(self, adapter: str) -> str:
+        """Return the digest of an adapter by its name, "" of none.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        return self._named(adapter).get(adapter).fingerprint if adapter else ""
+
+    def sleep(self, level: int = 1, *, running: str = "wait") -> None:
+        """Give the memory of the cache back, and that of the weights, until `wake`.
+
+        Requests that come meanwhile are refused. Cached prefixes are forgotten, but for those in
+        files. What a model of this process holds stays as it is.
+
+        Args:
+            level: 1 frees the cache, and moves the weights on a GPU to main memory; 2 drops them,
+                too, and `wake` reads them again.
+            running: see `update_weights`; "keep" is refused.
+
+        Raises:
+            UnsupportedError: the engine has other processes, or runs an encoder.
+            ValueError: an argument is something else.
+            RuntimeError: the engine sleeps.
+        """
+        if type(level) is not int or level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, got {shown(level)}")
+        if running not in ("wait", "abort"):
+            raise ValueError(f"running must be wait or abort, got {running!r}")
+        if self.tensor_parallel_size > 1 or not isinstance(self.model, Decoder):
+            raise UnsupportedError("the engine must be a decoder's in one process to sleep")
+        with self._changing:
+            if self._sleep_level:
+                raise RuntimeError("the engine must be awake to sleep, got one that sleeps")
+            engine = self.engine
+            self.loop.between(engine.rest, running)
+            model, self._sleep_level = self.model, level
+            if level == 2:
+                config = model.config
+                self.model = empty_model(config, model.dtype, "meta")
+                self._make_engine = None
+            elif self._live is None and self._device.type == "cuda":
+                move(model, torch.device("cpu"))
+            del model
+            gc.unfreeze()  # what a start has made so that collections pass over it
+            gc.collect()
+
+    def wake(self) -> None:
+        """Take requests again after `sleep`.
+
+        A GPU's graphs are captured again, as the cache may lie elsewhere. After level 2 weights
+        are read as at the start: those of `update_weights` must be given once more.
+
+        Raises:
+            RuntimeError: the engine is awake.
+            Exception: as of `LLM`; the engine still sleeps then.
+        """
+        with self._changing:
+            if not self._sleep_level:
+                raise RuntimeError("the engine must sleep to wake, got one that is awake")
+            make, version = self._make_engine, self.engine.version
+            if make is None:
+                version = "" if self._live is None else new_version()
+                model, spec, decided = load(self._given, self._directory, self._device, self._live)
+                decided = replace(decided, max_lora_rank=self._max_lora_rank)
+                make = self._with_weights(decided, self._directory, model, spec, self._sites)
+                self.model = model
+                if self._live is not None:
+                    self._live.note()
+            elif self._live is None and self._device.type == "cuda":
+                assert isinstance(self.model, Decoder)
+                move(self.model, self._device)
+            self.loop.replace(make, version)
+            self._make_engine, self._store, self._sleep_level = make, self.engine.store, 0
+
+    def load_lora_adapter(
+        self, name: str, path: str | Path | AdapterTensors, *, replaces: bool = False
+    ) -> None:
         """Load an adapter, which requests then use by its name (`lora_request`).
 
         Requests run meanwhile. Where anything is wrong nothing has changed.
@@ -719,7 +985,7 @@ class LLM:
         Args:
             name: the name under which requests ask for the adapter.
             path: a folder in PEFT's format (adapter_config.json, adapter_model.safetensors), or a
-                hub name.
+                hub name; or, as AdapterTensors, what these files would hold.
             replaces: True if another adapter of this name may be unloaded.
 
         Raises:

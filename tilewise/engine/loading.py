@@ -16,12 +16,14 @@ from tilewise.engine.memory import GIB, check_memory, free_memory
 from tilewise.engine.purpose import HEAD, Purpose
 from tilewise.engine.settings import ResolvedConfig, is_invariant, resolve, spec_of
 from tilewise.engine.tensor_parallel.runner import check_tensor_parallel
+from tilewise.engine.weights import LiveWeights
 from tilewise.models import load_model
 from tilewise.models.config import read_config
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
 from tilewise.models.native import for_device
 from tilewise.models.registry import empty_model, load_encoder, read_checkpoint
+from tilewise.models.sharing import sharing
 from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.models.vector_head import VectorHead
 from tilewise.models.weights import read_tensor
@@ -56,13 +58,19 @@ class Loaded(NamedTuple):
     config: ResolvedConfig
 
 
-def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
+def load(
+    config: EngineConfig,
+    directory: Path,
+    device: torch.device,
+    live: LiveWeights | None = None,
+) -> Loaded:
     """Read a checkpoint; with tensor parallelism its shape alone.
 
     Args:
         config: the config as the caller gave it.
         directory: the directory of the checkpoint.
         device: the device that computes.
+        live: the model of this process that is served, in place of a checkpoint.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -88,7 +96,11 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
             num_processes=num_processes,
         )
 
-    if size == 1:
+    if live is not None:
+        check_live(config)
+        model = sharing(live.model, config.dtype, device, live.held)
+        fits(model)
+    elif size == 1:
         model = load_model(
             directory,
             dtype=config.dtype,
@@ -122,6 +134,25 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
             fits(empty_model(shard, config.dtype, "meta"), size)
     decided = resolved(model)
     return Loaded(model, spec_of(model.config, decided), decided)
+
+
+def check_live(config: EngineConfig) -> None:
+    """Refuse options that say how a checkpoint is read, or that need one.
+
+    Raises:
+        ValueError: an option is not what it must be beside a model that lives in this process.
+    """
+    for name in ("model_impl", "random_weights", "tensor_parallel_size"):
+        [default] = [each.default for each in fields(config) if each.name == name]
+        if getattr(config, name) != default:
+            raise ValueError(
+                f"{name} must be {default} with a model that lives in this process, got "
+                f"{getattr(config, name)}"
+            )
+    if isinstance(config.speculative, OwnHead):
+        raise ValueError(
+            "speculative must need no files with a model that lives in this process, got OwnHead"
+        )
 
 
 def load_encoder_of(

@@ -41,7 +41,7 @@ from tilewise.engine.request import FinishReason
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.errors import DeviceLostError, EngineClosedError
 
-__all__ = ["EngineLoop"]
+__all__ = ["RUNNING", "EngineLoop"]
 
 T = TypeVar("T")
 
@@ -52,6 +52,7 @@ PATIENCE = 5.0
 BACKOFF_S = 0.25
 HAND_OVER_S = 3e-4  # after a step of newcomers alone, see `scheduling.newcomers`
 _request_id = attrgetter("request_id")
+RUNNING = ("wait", "abort", "keep")  # what may become of requests, see `EngineLoop.between`
 
 
 class EngineLoop:
@@ -193,6 +194,46 @@ class EngineLoop:
         self._core.put(_Task(function, future))
         return future
 
+    def between(self, function: Callable[[], T], running: str = "wait") -> T:
+        """Run a function on the engine's thread, and say what becomes of the requests that run.
+
+        Args:
+            function: the function; requests that come meanwhile are taken when it has returned.
+            running: "wait" lets all that the engine has run to their ends first, while those that
+                come wait; "abort" ends them with finish_reason "abort"; "keep" lets them go on
+                afterwards, those that no step had as if they came then.
+
+        Returns:
+            What the function returned.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+            ValueError: running is something else.
+            BaseException: what the function raised.
+        """
+        if running not in RUNNING:
+            raise ValueError(f"running must be one of {', '.join(RUNNING)}, got {running!r}")
+        if self._core.is_own_thread:
+            raise RuntimeError("the engine's thread must not wait for requests of its own")
+        future: Future[T] = Future()
+        core, task = self._core, _Task(function, future)
+        act = {"wait": core.when_idle, "abort": core.when_ended, "keep": core.among}[running]
+        core.put(_Task(functools.partial(act, task), None))
+        return future.result()
+
+    def replace(self, make: Callable[[], Engine], version: str) -> None:
+        """Put a new engine, made on its thread, in the place of one that has no requests.
+
+        Args:
+            make: a function that returns the engine.
+            version: the name of its weights, see `Engine.version`.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+            Exception: what `make` raised; the old engine stays then.
+        """
+        self.call(functools.partial(self._core.replace, make, version))
+
     def pause(self) -> None:
         """Let no further step begin; returns when none runs.
 
@@ -264,6 +305,8 @@ class _Core:
         inbox: tasks for the thread; None ends it.
         live: requests in the engine.
         reason: why no request is taken any more; None while they are.
+        idle_tasks: tasks that run when no request is left in the engine; until then none is taken.
+        held: the requests that came meanwhile.
     """
 
     engine: Engine
@@ -286,6 +329,8 @@ class _Core:
         # Around the decision whether a task is still taken; a collection may come inside.
         self._gate = threading.RLock()
         self._thread: threading.Thread | None = None
+        self.idle_tasks: list[_Task] = []
+        self.held: list[Generation] = []
 
     # ---- called on any thread
 
@@ -376,6 +421,8 @@ class _Core:
     def _take_tasks(self) -> bool:
         """Do what has come; without other work, wait for it. False ends the thread."""
         while self.reason is None:
+            if self.idle_tasks and not self.live:
+                self._do_idle_tasks()
             if self._has_work() and self.inbox.empty():
                 return True
             try:
@@ -474,13 +521,48 @@ class _Core:
     def make(self, engine: Callable[[], Engine]) -> None:
         self.begin_with(engine())
 
+    def replace(self, make: Callable[[], Engine], version: str) -> None:
+        engine, old = make(), self.engine
+        engine.version, engine.head = version, old.head
+        engine.scheduler.trace.follow(old.scheduler.trace)
+        self.engine, self.new_scheduler = engine, engine.new_scheduler
+
     def set_paused(self, is_paused: bool) -> None:
         self.is_paused = is_paused
+
+    def when_idle(self, task: _Task) -> None:
+        """Do a task when no request is left, and take none before."""
+        self.idle_tasks.append(task)
+
+    def when_ended(self, task: _Task) -> None:
+        """End all requests, and do a task."""
+        self.drop(list(self.live.values()))
+        self.when_idle(task)
+
+    def among(self, task: _Task) -> None:
+        """Do a task between two steps; requests that no step had begin after it."""
+        fresh = [each for each in self.live.values() if self.engine.take_back(each.request)]
+        for generation in fresh:
+            del self.live[generation.request.request_id]
+        task.run()
+        for generation in fresh:
+            self.add(generation)
+
+    def _do_idle_tasks(self) -> None:
+        tasks, self.idle_tasks = self.idle_tasks, []
+        for task in tasks:
+            task.run()
+        held, self.held = self.held, []
+        for generation in held:
+            self.add(generation)
 
     def add(self, generation: Generation) -> None:
         """Give a request to the engine, unless it was aborted before it came here."""
         if generation.output.finished:
             self.tell(generation)
+            return
+        if self.idle_tasks:
+            self.held.append(generation)
             return
         request = generation.request
         try:
@@ -571,6 +653,11 @@ class _Core:
                 task = self.inbox.get_nowait()
                 if task is not None:
                     task.refuse(_own(reason))
+        tasks, self.idle_tasks = self.idle_tasks, []
+        for left in tasks:
+            left.refuse(_own(reason))
+        held, self.held = self.held, []
+        self._fail([each for each in held if not each.output.finished], reason)
 
 
 def _own(error: BaseException) -> BaseException:

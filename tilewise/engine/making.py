@@ -22,15 +22,25 @@ from tilewise.engine.engine import Engine
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig, cache_spec
-from tilewise.engine.sizing import Blocks, allocate, blocks_on_cpu, blocks_on_cuda, warm_up
+from tilewise.engine.sizing import (
+    Blocks,
+    StateMemory,
+    allocate,
+    blocks_on_cpu,
+    blocks_on_cuda,
+    cpu_budget,
+    warm_up,
+)
 from tilewise.engine.steps.adapter_slots import AdapterSlots
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
 from tilewise.engine.steps.encoder_runner import EncoderRunner
 from tilewise.engine.steps.head_guesser import HeadGuesser
 from tilewise.engine.steps.runner import Runner
+from tilewise.engine.steps.verifying import VerifyingRunner
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
+from tilewise.engine.tables.state_tables import StateLimits
 from tilewise.models.adapters import AdapterSite
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
@@ -96,6 +106,8 @@ class NewScheduler:
         store: the files of blocks that main memory has no room for; None without any.
         seeds: numbers from which requests without a seed draw theirs, one for each scheduler.
         is_encoder: True if each prompt runs whole, and nothing follows it.
+        states: the sizes of states; None for a model without.
+        max_num_seqs: sequences that run at once, where states allow fewer; None is the config's.
     """
 
     config: ResolvedConfig
@@ -105,6 +117,8 @@ class NewScheduler:
     store: BlockFiles | GroupFiles | None
     seeds: Iterator[int]
     is_encoder: bool = False
+    states: StateLimits | None = None
+    max_num_seqs: int | None = None
 
     def __call__(self) -> Scheduler:
         """Make a scheduler."""
@@ -113,7 +127,7 @@ class NewScheduler:
             self.num_blocks,
             config.block_size,
             windows=self.windows,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=self.max_num_seqs or config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
@@ -131,6 +145,7 @@ class NewScheduler:
             fair_prompt_tokens=FAIR_PROMPT_TOKENS[config.device.type],
             is_encoder=self.is_encoder,
             max_loras=config.max_loras if config.enable_lora else None,
+            states=self.states,
         )
 
 
@@ -141,6 +156,8 @@ def assembled(
     windows: tuple[int | None, ...],
     num_blocks: Blocks,
     num_swap_blocks: Blocks,
+    states: StateLimits | None = None,
+    max_num_seqs: int | None = None,
 ) -> Engine:
     """Return the engine of a runner, with a scheduler over its blocks and those of its host.
 
@@ -148,7 +165,7 @@ def assembled(
         config: the engine's config.
         runner: the runner that computes steps.
         identity: the fingerprint of the model and its cache, for blocks in files.
-        windows, num_blocks, num_swap_blocks: see `NewScheduler`.
+        windows, num_blocks, num_swap_blocks, states, max_num_seqs: see `NewScheduler`.
     """
     new_scheduler = NewScheduler(
         config,
@@ -157,6 +174,8 @@ def assembled(
         num_swap_blocks,
         block_files(config.offload_dir, runner.host, identity, config.offload_gib),
         itertools.count(config.seed),
+        states=states,
+        max_num_seqs=max_num_seqs,
     )
     return Engine(
         new_scheduler(),
@@ -212,16 +231,62 @@ class EngineMaker:
         if num_blocks is None:
             num_blocks = self._blocks_that_fit(slots)
             self.start_seconds.end("memory measured")
-        storage = allocate(self.spec, num_blocks, config.device)
+        limits, num_slots = self._states(num_blocks)
+        storage = allocate(
+            self.spec,
+            num_blocks,
+            config.device,
+            num_slots=num_slots,
+            num_checkpoints=0 if limits is None else limits.num_checkpoints,
+        )
         host = host_cache(storage, config.swap_space_gib)
         self.start_seconds.end("cache made")
         make = self._on_device if config.has_graphs else self._op_by_op
         runner = make(storage, slots)
         runner.host = host
-        num_swap_blocks = 0 if host is None else host.blocks.counts
+        num_swap_blocks = 0 if host is None else host.counts
         return assembled(
-            config, runner, self.identity, self.spec.windows, num_blocks, num_swap_blocks
+            config,
+            runner,
+            self.identity,
+            self.spec.windows,
+            num_blocks,
+            num_swap_blocks,
+            limits,
+            None if limits is None else num_slots,
         )
+
+    @property
+    def _memory(self) -> StateMemory | None:
+        """What states take beside blocks; None for a model without."""
+        config = self.config
+        if not self.spec.states:
+            return None
+        return StateMemory(
+            self.spec,
+            config.max_num_seqs,
+            config.checkpoint_tokens,
+            config.num_checkpoints,
+            keeps_tokens=config.device.type != "cpu",
+        )
+
+    def _states(self, num_blocks: Blocks) -> tuple[StateLimits | None, int]:
+        """Return the sizes of states, and how many sequences run at once.
+
+        Beside blocks of a given number as many run as are asked for.
+        """
+        memory, config = self._memory, self.config
+        if memory is None:
+            return None, 1
+        num_slots = config.max_num_seqs
+        if config.device.type == "cpu" and config.num_blocks is None:
+            num_slots = memory.num_slots(cpu_budget())
+        first = num_blocks if isinstance(num_blocks, int) else num_blocks[0]
+        num_tokens = first * self.spec.block_size
+        if not self.spec.bytes_per_block:
+            num_tokens = num_slots * memory.tokens_apart
+        count = memory.checkpoints_for(num_tokens) if config.enable_prefix_caching else 0
+        return StateLimits(count, memory.tokens_apart), num_slots
 
     def _slots(self) -> AdapterSlots | None:
         """Return the memory of the device for adapters, None without them.
@@ -251,7 +316,11 @@ class EngineMaker:
         config = self.config
         if config.device.type == "cpu":
             return blocks_on_cpu(
-                self.spec, config.max_num_seqs, config.max_model_len, config.max_prompt_run
+                self.spec,
+                config.max_num_seqs,
+                config.max_model_len,
+                config.max_prompt_run,
+                states=self._memory,
             )
         return blocks_on_cuda(
             self.model,
@@ -264,6 +333,7 @@ class EngineMaker:
             has_graphs=config.has_graphs,
             captures_prompts=has_run(self.spec),
             adapters=slots,
+            states=self._memory,
         )
 
     def _compile_ahead(self, slots: AdapterSlots | None) -> dict[str, float]:
@@ -317,7 +387,7 @@ class EngineMaker:
 
     def _op_by_op(self, storage: KVStorage, slots: AdapterSlots | None) -> Runner:
         config = self.config
-        runner = runner_for(
+        runner = self._verifying(storage) or runner_for(
             self.model,
             storage,
             num_parameters=self.num_parameters,
@@ -336,6 +406,8 @@ class EngineMaker:
             slots.warm_up()
         runner.count_compilations()
         self.start_seconds.end("kernels compiled")
+        if isinstance(runner, VerifyingRunner):
+            self._prepare(runner)
         if isinstance(config.speculative, DraftModel):
             guesser = guesser_of(
                 config.speculative,
@@ -348,17 +420,54 @@ class EngineMaker:
             )
             return DraftingRunner(runner, guesser)
         if isinstance(config.speculative, OwnHead):
-            head = load_multi_token_head(self.directory, self.model, self.model.config)
+            head = load_multi_token_head(
+                self.directory,
+                self.model,
+                self.model.config,
+                random_weights=config.random_weights,
+            )
             own = cache_spec(head.config, storage.spec.block_size, self.model.dtype)
             own = CacheSpec(1, storage.spec.block_size, own.kv)
             cache = allocate(own, storage.num_blocks, config.device)
             for tensor in cache.whole:
                 tensor.zero_()  # keys of a prefix of others may be missing
-            return DraftingRunner(
-                runner,
-                HeadGuesser(head, cache, batch_invariant=config.batch_invariant),
+            guessing = HeadGuesser(
+                head,
+                cache,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len,
+                num_drafts=config.speculative.num_tokens,
+                has_graphs=config.has_verifying_graphs,
+                batch_invariant=config.batch_invariant,
             )
+            self._prepare(guessing.draft)
+            return DraftingRunner(runner, guessing)
         return runner
+
+    def _verifying(self, storage: KVStorage) -> VerifyingRunner | None:
+        """Return the runner of an engine that verifies guesses by graphs; None for others."""
+        config = self.config
+        if config.speculative is None or not config.has_verifying_graphs:
+            return None
+        return VerifyingRunner(
+            self.model,
+            storage,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            num_drafts=config.speculative.num_tokens,
+            batch_invariant=config.batch_invariant,
+        )
+
+    def _prepare(self, runner: VerifyingRunner) -> None:
+        """Capture the steps of a runner now, unless the config puts it off."""
+        if self.config.graphs == "lazy":
+            return
+        progress = Progress(terminal(self.config.use_progress))
+        try:
+            runner.prepare(progress.show)
+        finally:
+            progress.close()
+        self.start_seconds.end("steps captured")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec, StateSpec
 from tilewise.engine.config import LEAST_MAX_RANK, EngineConfig
@@ -28,6 +29,7 @@ __all__ = [
     "check_weights",
     "compute_device",
     "context_length",
+    "device_of",
     "end_tokens",
     "is_invariant",
     "model_directory",
@@ -83,8 +85,13 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps are CUDA graphs."""
-        return self.graphs != "off"
+        """Whether steps are CUDA graphs that follow one another without a word from the host."""
+        return self.graphs != "off" and self.speculative is None
+
+    @property
+    def has_verifying_graphs(self) -> bool:
+        """Whether the passes of the model that verify guesses are CUDA graphs."""
+        return self.graphs != "off" and self.speculative is not None
 
     @property
     def is_int8(self) -> bool:
@@ -167,7 +174,7 @@ def packaged_model() -> Path:
     return Path(__file__).parents[1] / "assets" / PACKAGED
 
 
-def model_directory(model: str | Path) -> Path:
+def model_directory(model: object) -> Path:
     """Return the checkpoint directory that a user means: a path, a name on the hub, or "story".
 
     Raises:
@@ -206,14 +213,16 @@ def cache_spec(
     """
     longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
-    if config.latent is not None:
-        kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
-        return CacheSpec.of_windows(block_size, kind, windows)
-    kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
     states = tuple(
         (layer, StateSpec(**asdict(sizes), dtype=token_dtype or dtype))
-        for layer, sizes in getattr(config, "states", {}).items()
+        for layer, sizes in config.states.items()
     )
+    kinds: list[KVSpec | LatentSpec]
+    if config.latent is not None:
+        kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
+        kinds = [kind] * len(windows)
+    else:
+        kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
     return CacheSpec.of_layers(block_size, kinds, windows, config.kv_sources, states)
 
 
@@ -236,7 +245,10 @@ def check_groups(config: ModelConfig, speculative: object) -> None:
             take.
     """
     kind = "latents" if config.latent is not None else "windows"
-    if getattr(speculative, "num_branches", 1) > 1 and (kind == "latents" or any(config.windows)):
+    if config.states:
+        kind = "layers that keep a state"
+    is_chain = kind == "windows" and not any(config.windows)
+    if getattr(speculative, "num_branches", 1) > 1 and not is_chain:
         raise ValueError(f"num_branches must be 1 for a model with {kind}, got {speculative}")
 
 
@@ -260,6 +272,22 @@ def compute_device(device: str | torch.device) -> torch.device:
             f"got {str(device)!r}"
         )
     return found
+
+
+def device_of(model: nn.Module, device: str | torch.device) -> torch.device:
+    """Return the device of a model that lives in this process.
+
+    Raises:
+        ValueError: its parameters lie on several devices, or a user means another one.
+    """
+    found = {parameter.device for parameter in model.parameters()}
+    if len(found) != 1:
+        places = ", ".join(sorted(map(str, found))) or "none"
+        raise ValueError(f"model must have its parameters on one device, got {places}")
+    (own,) = found
+    if device != "auto" and compute_device(device).type != own.type:
+        raise ValueError(f"device must be that of the model, {own}, got {str(device)!r}")
+    return compute_device(own)
 
 
 def cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtype:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from tilewise.cache.spec import CacheSpec
+from tilewise.cache.states import checkpoint_bytes
 from tilewise.cache.storage import KVStorage, num_blocks_for
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.captured.runner import DeviceRunner
@@ -21,10 +23,12 @@ from tilewise.engine.tables.admission import window_blocks
 
 __all__ = [
     "Blocks",
+    "StateMemory",
     "allocate",
     "blocks_on_cpu",
     "blocks_on_cuda",
     "bytes_to_come",
+    "cpu_budget",
     "run_once",
     "split_blocks",
     "warm_up",
@@ -33,6 +37,12 @@ __all__ = [
 
 # Main memory is shared with everything else that runs, so the cache is modest unless told.
 CPU_FRACTION = 0.25
+# The share of a cache's memory that slots of states may take; fewer sequences run at once then.
+SLOT_FRACTION = 0.5
+# Tokens between two checkpoints. A prompt's runs end at each, so fewer would cost steps.
+LEAST_INTERVAL, MOST_INTERVAL = 1024, 4096
+# Full contexts whose tokens are known of a model without keys and values; a block takes no memory.
+BLOCKS_WITHOUT_KEYS = 1024
 Blocks = int | tuple[int, ...]  # of the only group of layers, or of each
 
 
@@ -43,6 +53,63 @@ def _demands(spec: CacheSpec, num_tokens: int, max_run: int) -> list[int]:
         total if window is None else min(total, window_blocks(window, max_run, spec.block_size))
         for window in spec.windows
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """What states take beside the blocks of a cache.
+
+    Attributes:
+        spec: the cache spec with the states.
+        num_seqs: the largest number of sequences that run at once.
+        interval: the number of tokens between two checkpoints of a long text; None chooses.
+        num_checkpoints: the number of checkpoints; None counts them by blocks.
+        keeps_tokens: whether slots keep tokens, as on a GPU, see `StateSpec.recurrence`.
+    """
+
+    spec: CacheSpec
+    num_seqs: int
+    interval: int | None
+    num_checkpoints: int | None
+    keeps_tokens: bool
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one running sequence."""
+        each = (s.slot_bytes(keeps_tokens=self.keeps_tokens) for _, s in self.spec.states)
+        return sum(each)
+
+    @property
+    def tokens_apart(self) -> int:
+        """Tokens between two checkpoints: those of which keys and values take twice as much, if
+        there are any."""
+        if self.interval is not None:
+            return self.interval
+        own, tokens = checkpoint_bytes(self.spec.states), LEAST_INTERVAL
+        while tokens < MOST_INTERVAL and 0 < tokens * self.spec.bytes_per_token < 2 * own:
+            tokens *= 2
+        return tokens
+
+    def num_slots(self, budget_bytes: int) -> int:
+        """Return how many sequences may run at once in so much memory, at least one."""
+        most = int(budget_bytes * SLOT_FRACTION) // max(self.slot_bytes, 1)
+        return max(1, min(self.num_seqs, most))
+
+    def checkpoints_for(self, num_tokens: int) -> int:
+        """Return the number of checkpoints beside blocks of so many tokens."""
+        if self.num_checkpoints is not None:
+            return self.num_checkpoints
+        return self.num_seqs + -(-num_tokens // self.tokens_apart)
+
+    def left(self, budget_bytes: int) -> int:
+        """Return what slots, and checkpoints in proportion, leave for blocks."""
+        own, block = checkpoint_bytes(self.spec.states), self.spec.bytes_per_block
+        slots = self.num_slots(budget_bytes)
+        rest = budget_bytes - slots * self.slot_bytes
+        if self.num_checkpoints is not None:
+            return max(rest - self.num_checkpoints * own, 0)
+        rest = max(rest - slots * own, 0)
+        return int(rest * block / (block + own * self.spec.block_size / self.tokens_apart))
 
 
 def split_blocks(
@@ -67,6 +134,8 @@ def split_blocks(
     Raises:
         ValueError: not even one block of each group fits.
     """
+    if not spec.bytes_per_block:  # blocks only count tokens
+        return -(-max_model_len // spec.block_size) * BLOCKS_WITHOUT_KEYS
     num_blocks = num_blocks_for(spec, budget_bytes)
     if len(spec.groups) == 1:
         return num_blocks
@@ -78,14 +147,26 @@ def split_blocks(
     return tuple(max(1, int(unit * share)) for share in shares)
 
 
-def allocate(spec: CacheSpec, num_blocks: Blocks, device: torch.device) -> KVStorage:
+def allocate(
+    spec: CacheSpec,
+    num_blocks: Blocks,
+    device: torch.device,
+    *,
+    num_slots: int = 1,
+    num_checkpoints: int = 0,
+) -> KVStorage:
     """Return the cache.
+
+    Args:
+        num_slots, num_checkpoints: see `KVStorage`.
 
     Raises:
         ValueError: the device has not that much memory.
     """
     try:
-        return KVStorage(spec, num_blocks, device)
+        return KVStorage(
+            spec, num_blocks, device, num_slots=num_slots, num_checkpoints=num_checkpoints
+        )
     except (RuntimeError, MemoryError, OverflowError) as error:
         counts, sizes = [num_blocks], [spec.bytes_per_block]
         if not isinstance(num_blocks, int):
@@ -98,6 +179,11 @@ def allocate(spec: CacheSpec, num_blocks: Blocks, device: torch.device) -> KVSto
         ) from error
 
 
+def cpu_budget() -> int:
+    """Return the bytes of main memory that a cache takes unless told."""
+    return int(available_memory() * CPU_FRACTION)
+
+
 def blocks_on_cpu(
     spec: CacheSpec,
     max_num_seqs: int,
@@ -105,6 +191,7 @@ def blocks_on_cpu(
     max_run: int | None = None,
     *,
     num_processes: int = 1,
+    states: StateMemory | None = None,
 ) -> Blocks:
     """Return blocks for max_num_seqs sequences of max_model_len tokens, in a quarter of the memory.
 
@@ -112,12 +199,15 @@ def blocks_on_cpu(
         max_run: tokens of one sequence in a step, of which a group with a window keeps blocks; None
             is max_model_len.
         num_processes: the number of processes that share this memory, each with a cache of its own.
+        states: the memory that states take of it; None for a model without.
 
     Raises:
         ValueError: not even one block of each group fits.
     """
     wanted = max_num_seqs * -(-max_model_len // spec.block_size)
-    budget = int(available_memory() * CPU_FRACTION) // num_processes
+    budget = cpu_budget() // num_processes
+    if states is not None:
+        budget = states.left(budget)
     there = split_blocks(spec, budget, max_model_len, max_run)
     if isinstance(there, int):
         return min(wanted, there)
@@ -138,6 +228,7 @@ def blocks_on_cuda(
     has_graphs: bool = False,
     captures_prompts: bool = True,
     adapters: AdapterSlots | None = None,
+    states: StateMemory | None = None,
 ) -> Blocks:
     """Return blocks for what the weights, the widest step and the graphs leave of the memory.
 
@@ -149,6 +240,7 @@ def blocks_on_cuda(
         captures_prompts: with graphs, steps with prompts are captured, too, where the model allows
             it.
         adapters: the slots of adapters, which are there already.
+        states: the memory that states take of what is left; None for a model without.
 
     Raises:
         ValueError: not even one block of each group fits, or not even the step; the message has the
@@ -184,6 +276,8 @@ def blocks_on_cuda(
             f"{max_num_batched_tokens} and {max_num_seqs}"
         ) from error
     budget = int(total * gpu_memory_utilization) - with_step - graphs
+    if states is not None:
+        budget = states.left(max(budget, 0))
     gc.collect()
     torch.cuda.empty_cache()
     if budget < spec.bytes_per_block:

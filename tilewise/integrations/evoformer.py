@@ -203,12 +203,8 @@ def _with_key_bias(q: Tensor, k: Tensor, keys: Tensor, scale: float) -> tuple[Te
     else:
         parts = _parts(keys.to(wide).clamp(min=_LEAST) / (scale * power), q.dtype)
     added = pad(torch.stack(parts, dim=-1), (0, _CHANNELS - len(parts))).unsqueeze(2)
-    return _widened(q, q.new_full((_CHANNELS,), power)), _widened(k, added)
-
-
-def _widened(x: Tensor, added: Tensor) -> Tensor:
-    """Return x (N, S, H, D) with the channels of `added`, which broadcasts to (N, S, H, n)."""
-    return torch.cat([x, added.expand(*x.shape[:-1], -1)], dim=-1)
+    added_k = added.expand(*k.shape[:-1], -1)
+    return pad(q, (0, _CHANNELS), value=power), torch.cat([k, added_k], dim=-1)
 
 
 def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:

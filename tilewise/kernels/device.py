@@ -8,6 +8,8 @@ from importlib.util import find_spec
 
 import torch
 
+AMD = 0  # stands for a compute capability, which AMD's GPUs have none of
+
 
 @functools.cache
 def has_triton() -> bool:
@@ -21,10 +23,18 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
+def runs_ptx() -> bool:
+    """Return whether Triton kernels may hold NVIDIA's instructions: not in the interpreter, and not
+    on an AMD GPU."""
+    return not interpreting() and torch.version.hip is None
+
+
 @functools.cache
 def capability(index: int) -> int:
     """Return the compute capability of CUDA device `index` as major * 10 + minor, e.g. 90 for
-    Hopper."""
+    Hopper; AMD for one of AMD's, whose numbers torch returns in its place."""
+    if torch.version.hip is not None:
+        return AMD
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
 
@@ -87,6 +97,8 @@ def why_not_gpu(
     if arch // 10 in generations:
         return None
     *first, last = (f"{major}.x" for major in generations)
+    if arch == AMD:
+        return "needs a GPU of NVIDIA's, got one of AMD's"
     wanted = f"{', '.join(first)} or {last}" if first else last
     name = "a Hopper GPU" if generations == (9,) else "a GPU"
     return f"needs {name} (compute capability {wanted}), got {arch // 10}.{arch % 10}"

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 Results = tuple[Tensor | None, ...]
+Grid = tuple[int, int] | tuple[int, int, int]  # CTAs along each axis; an int is those of one
 GRADIENT_TENSORS = ("do", "dlse", "o", "lse", *AttentionTensors._fields)
 FP8_TENSORS = ("q_scale", "k_scale", "v_scale", "rotation", *AttentionTensors._fields)
 _META = torch.device("meta")
@@ -259,7 +260,7 @@ class Launch:
     def __init__(
         self,
         kernel: Any,
-        grid: int | tuple[int, int],
+        grid: int | Grid,
         arguments: tuple[Any, ...],
         options: dict[str, Any],
     ) -> None:
@@ -441,9 +442,7 @@ class Maker:
         """Return whether `x` starts at a multiple of 16 bytes."""
         return self.place(x).kind[1]
 
-    def launch(
-        self, kernel: Any, grid: int | tuple[int, int], *arguments: Any, **options: Any
-    ) -> None:
+    def launch(self, kernel: Any, grid: int | Grid, *arguments: Any, **options: Any) -> None:
         """Start `kernel` on `grid` programs; options: num_warps and constants, by name."""
         places = self.placed(arguments)
         self._actions.append(self._launch(kernel, grid, places, options))

@@ -26,7 +26,15 @@ from tilewise.nn.attention import Attention
 from tilewise.nn.layers import MLP, GatedMLP
 from tilewise.nn.mla import MultiheadLatentAttention
 
-__all__ = ["MAX_RANK", "Adapter", "AdapterPart", "AdapterSite", "adapter_sites", "read_adapter"]
+__all__ = [
+    "MAX_RANK",
+    "Adapter",
+    "AdapterPart",
+    "AdapterSite",
+    "AdapterTensors",
+    "adapter_sites",
+    "read_adapter",
+]
 
 MAX_RANK = 512  # the largest rank that any option allows
 
@@ -130,13 +138,29 @@ def adapter_sites(model: Decoder) -> dict[str, AdapterSite]:
     return sites
 
 
+class AdapterTensors(NamedTuple):
+    """An adapter that no file holds yet.
+
+    Attributes:
+        config: the fields of adapter_config.json.
+        tensors: the tensors of adapter_model.safetensors by name.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
 def read_adapter(
-    path: str | Path, sites: Mapping[str, AdapterSite], *, max_rank: int = MAX_RANK
+    path: str | Path | AdapterTensors,
+    sites: Mapping[str, AdapterSite],
+    *,
+    max_rank: int = MAX_RANK,
 ) -> Adapter:
     """Read an adapter, checked against a model; its tensors stay in main memory.
 
     Args:
-        path: a folder with adapter_config.json and adapter_model.safetensors, or a hub name.
+        path: a folder with adapter_config.json and adapter_model.safetensors, or a hub name; or
+            what they would hold, of which the tensors are copied.
         sites: the linear layers of the model, see `adapter_sites`.
         max_rank: the largest rank that is accepted.
 
@@ -146,9 +170,13 @@ def read_adapter(
 
     Source: Hu et al. 2021 (LoRA); Kalajdzievski 2023 (rsLoRA); the files are PEFT's.
     """
-    folder = adapter_folder(path)
-    config_file, tensor_file = (_file(folder, name) for name in ADAPTER_FILES)
-    config = read_object(config_file)
+    config: Mapping[str, Any]
+    if isinstance(path, AdapterTensors):
+        config, given = path.config, _copies(path.tensors)
+    else:
+        folder = adapter_folder(path)
+        config_file, tensor_file = (_file(folder, name) for name in ADAPTER_FILES)
+        config, given = read_object(config_file), _tensors(tensor_file)
     _check_kind(config)
     terms = _Terms.of(config)
     wanted = [name for name in sites if terms.selects(name)]
@@ -158,7 +186,7 @@ def read_adapter(
             f"{shown(config.get('target_modules'))}"
         )
     pairs: dict[str, dict[str, Tensor]] = {name: {} for name in wanted}
-    for tensor_name, tensor in _tensors(tensor_file):
+    for tensor_name, tensor in given:
         module, half = _split(tensor_name, sites)
         if module not in pairs:
             raise CheckpointError(
@@ -343,6 +371,13 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path.name} must be a whole safetensors file: {error}") from error
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"adapter tensor {name!r} must be a tensor, got {shown(tensor)}")
+        yield name, tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _split(name: str, sites: Mapping[str, AdapterSite]) -> tuple[str, str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tilewise.errors import CheckpointError
 
@@ -18,6 +19,11 @@ _MOST_LAYERS = 10_000  # ten times DeepNet's (2022); a wrong number must not bui
 
 class UnknownModelError(CheckpointError):
     """A checkpoint that no decoder of this package can be made of, but perhaps another one's."""
+
+
+def with_fields(config: Json, **fields: Any) -> Json:
+    """Return a configuration with other values of some fields, which count as read there."""
+    return ChainMap(fields, cast(Any, config))
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Decoder(nn.Module):
             `use_invariant_linears`; None otherwise.
         has_inference_bits: True after `use_inference_bits`.
         weight_prefix: the prefix of tensor names that a checkpoint of the bare model omits.
+        weight_renames: regular expressions of tensors' names in some files, and what stands for
+            them in `weight_table`.
         embedding_source: the embedding's name in a checkpoint.
         ignored_weights: regular expressions of checkpoint tensors that are no parameters.
         residual_projections: suffixes of the parameters that write to the residual stream.
@@ -44,6 +46,7 @@ class Decoder(nn.Module):
     """
 
     weight_prefix: str = ""
+    weight_renames: tuple[tuple[str, str], ...] = ()
     embedding_source: str = "model.embed_tokens.weight"
     ignored_weights: tuple[str, ...] = ()
     residual_projections: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")

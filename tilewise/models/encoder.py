@@ -279,6 +279,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.config, self.names = config, names
         self.weight_prefix, self.ignored_weights = weight_prefix, ignored_weights
+        self.weight_renames: tuple[tuple[str, str], ...] = ()
         self.embedding_source = f"{weight_prefix}{names['embed_tokens'][0]}.weight"
         self.head: VectorHead | None = None
         size = config.hidden_size

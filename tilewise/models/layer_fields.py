@@ -18,8 +18,21 @@ from tilewise.models.layer_config import (
 )
 from tilewise.nn.rope import RopeConfig
 
-__all__ = ["Sizes", "layer_types", "mixer_of", "types_of_windows", "windows_of_types"]
+__all__ = [
+    "Sizes",
+    "layer_types",
+    "layers_that_attend",
+    "mixer_of",
+    "types_of_windows",
+    "windows_of_types",
+]
 
+# Kinds of layers by the names that they have in older files.
+_FORMER_TYPES = {
+    "mamba": "linear_attention",
+    "conv": "linear_attention",
+    "attention": "full_attention",
+}
 _Mixer = TypeVar("_Mixer", bound=MixerConfig)
 
 
@@ -164,6 +177,27 @@ def layer_types(config: Json, num_layers: int, default: list[str] | None = None)
             f"layer_types must have one entry per layer ({num_layers}), got {len(types)}"
         )
     return types
+
+
+def layers_that_attend(
+    config: Json, num_layers: int, usual: Sequence[bool], name: str = "layer_types"
+) -> list[bool]:
+    """Return whether each layer has attention; the others remember by a state.
+
+    Args:
+        config: the contents of config.json.
+        num_layers: the number of layers.
+        usual: whether the layers have attention in a file that does not say so.
+        name: the field with their kinds.
+    """
+    kinds = ("linear_attention", "full_attention")
+    default = [kinds[attends] for attends in usual]
+    types = layer_types({"layer_types": config.get(name)}, num_layers, default)
+    current = [_FORMER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    unknown = [kind for kind in current if kind not in kinds]
+    if unknown:
+        raise CheckpointError(f"{name} must be among {', '.join(kinds)}, got {unknown[0]!r}")
+    return [kind == "full_attention" for kind in current]
 
 
 def windows_of_types(types: list[Any], window: int | None) -> tuple[int | None, ...]:

@@ -60,7 +60,7 @@ class MultiTokenHead(Decoder):
         width, rope = config.hidden_size, config.attentions[-1].rope
         self._place = config.num_layers
         self.names = FAMILIES[config.architecture].names_of(config)
-        self.weight_prefix = self.names.prefix
+        self.weight_prefix, self.weight_renames = self.names.prefix, self.names.renames
         self.enorm, self.hnorm = new_norm(config.norm, width), new_norm(config.norm, width)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.rotary = None if rope is None else RotaryEmbedding(rope)
@@ -110,7 +110,11 @@ class MultiTokenHead(Decoder):
 
 
 def load_multi_token_head(
-    directory: str | Path, model: Decoder, config: ModelConfig
+    directory: str | Path,
+    model: Decoder,
+    config: ModelConfig,
+    *,
+    random_weights: bool = False,
 ) -> MultiTokenHead:
     """Load the first head of a checkpoint, packed for inference like the model.
 
@@ -118,6 +122,7 @@ def load_multi_token_head(
         directory: the directory of the checkpoint.
         model: the model of the checkpoint, packed, whose embedding and output head the head uses.
         config: the configuration of the model.
+        random_weights: True to draw the weights instead of reading them.
 
     Raises:
         CheckpointError: the checkpoint has no such head, or one of another shape.
@@ -133,7 +138,10 @@ def load_multi_token_head(
     with torch.device("meta"):
         head = MultiTokenHead(for_device(config, place))
     head.to(model.dtype).to_empty(device=place)
-    load_weights(head, directory)
+    if random_weights:
+        head.init_weights(generator=torch.Generator(place).manual_seed(1))
+    else:
+        load_weights(head, directory)
     head.eval().requires_grad_(False)
     for module in list(head.modules()):
         if isinstance(module, Experts):

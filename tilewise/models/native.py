@@ -443,7 +443,7 @@ class NativeDecoder(Decoder):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.names = FAMILIES[config.architecture].names_of(config)
-        self.weight_prefix = self.names.prefix
+        self.weight_prefix, self.weight_renames = self.names.prefix, self.names.renames
         self.embedding_source = self.names.embedding
         self.ignored_weights = self.names.ignored
         self.embed_positions: nn.Embedding | None = None

@@ -31,6 +31,8 @@ class Weight:
         order: the places of heads in the first source; None for one after another.
         either: True if `transposed` holds of some checkpoints, as the shape of the tensor tells.
         unit_dims: the dims of size 1, ascending, that the checkpoint's tensor has besides.
+        is_cut_anywhere: True if some files cut the parameter into sources at other rows.
+        whole: the name of a tensor that is the parameter, in files that do not have the sources.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Weight:
     order: RowOrder | None = None
     either: bool = False
     unit_dims: tuple[int, ...] = ()
+    is_cut_anywhere: bool = False
+    whole: str | None = None
 
     @classmethod
     def of(cls, name: str, source: str) -> Weight:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def has_own_head(directory: str | Path, names: Names) -> bool:
         CheckpointError: a file is missing or cannot be read.
     """
     with ExitStack() as stack:
-        found = _open_checkpoint(Path(directory), stack)
+        found = _open_checkpoint(Path(directory), stack, names.renames)
         whole = names.embedding
         embedding = whole if whole in found else whole.removeprefix(names.prefix)
         if HEAD not in found or embedding not in found:
@@ -92,7 +93,7 @@ def check_weights(
     Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
     """
     with ExitStack() as stack:
-        found = _open_checkpoint(Path(directory), stack)
+        found = _open_checkpoint(Path(directory), stack, model.weight_renames)
         _check(model, found, part, _modules(model, directory, found))
 
 
@@ -117,7 +118,7 @@ def narrow(
         CheckpointError: as of `load_weights`.
     """
     with ExitStack() as stack:
-        found = _open_checkpoint(Path(directory), stack)
+        found = _open_checkpoint(Path(directory), stack, model.weight_renames)
         modules = _modules(model, directory, found)
         for weight in () if modules.format is None else model.weight_table():
             name, _, kind = weight.name.rpartition(".")
@@ -155,7 +156,7 @@ def load_weights(
             the checkpoint has tensors that the model does not know.
     """
     with ExitStack() as stack:
-        found = _open_checkpoint(Path(directory), stack)
+        found = _open_checkpoint(Path(directory), stack, model.weight_renames)
         modules = _modules(model, directory, found)
         _check(model, found, part, modules)
         for name, target, cut in _targets(model, found, part, modules):
@@ -284,6 +285,10 @@ def _targets(
     """
     prefix = model.weight_prefix if _is_bare(model, found) else ""
     for weight in model.weight_table():
+        if weight.whole is not None and weight.whole.removeprefix(prefix) in found:
+            weight = replace(weight, sources=(weight.whole,), rows=None)
+        if weight.is_cut_anywhere and weight.rows is not None:
+            weight = replace(weight, rows=_rows_in_file(weight, prefix, found))
         parts = weight.parts(model.get_parameter(weight.name))
         for place, (source, target) in enumerate(parts):
             name = source.removeprefix(prefix)
@@ -308,6 +313,20 @@ def _targets(
                 if shape == _wanted(target.mT, other) != _wanted(target, cut):
                     target, cut = target.mT, other
             yield name, target, cut
+
+
+def _rows_in_file(weight: Weight, prefix: str, found: Found) -> tuple[int, ...]:
+    """Return the rows of a weight's sources in the file, if they fill the parameter."""
+    assert weight.rows is not None
+    rows = []
+    for source in weight.sources:
+        name = source.removeprefix(prefix)
+        if name not in found:
+            return weight.rows
+        file, reader = found[name]
+        with _reading(file, name):
+            rows.append(reader.get_slice(name).get_shape()[0])
+    return tuple(rows) if sum(rows) == sum(weight.rows) else weight.rows
 
 
 def _transposed(cut: Part, target: Tensor) -> Part:
@@ -442,7 +461,21 @@ def _cut(source: Any, part: Part, *before: int) -> Tensor:
     return spans[0] if len(spans) == 1 else torch.cat(spans, part.dim - len(before))
 
 
-def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
+def _open_checkpoint(
+    directory: Path, stack: ExitStack, renames: Sequence[tuple[str, str]] = ()
+) -> Found:
+    """Map each tensor name to its file and the open reader of that file."""
+    found = _open_files(directory, stack)
+    for rule, to in renames:
+        for old in [name for name in found if re.search(rule, name)]:
+            new, (file, reader) = re.sub(rule, to, old), found.pop(old)
+            if new in found:
+                raise CheckpointError(f"tensor {new} must be in a file once, got {old}, too")
+            found[new] = (file, _Renamed(reader, old))
+    return found
+
+
+def _open_files(directory: Path, stack: ExitStack) -> Found:
     """Map each tensor name to its file and the open reader of that file."""
     found: Found = {}
     gguf = gguf_in(directory)
@@ -529,8 +562,9 @@ def _shards(model: Decoder, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for weight in model.weight_table():
-        for name, part in weight.parts(model.get_parameter(weight.name).detach()):
-            if weight.order is not None:
+        parts = weight.parts(model.get_parameter(weight.name).detach())
+        for place, (name, part) in enumerate(parts):
+            if weight.order is not None and place == 0:
                 part = _as_stored(part, _in_order(model, weight, part.shape[0]))
             if shards[-1] and size + part.nbytes > max_shard_bytes:
                 shards.append({})

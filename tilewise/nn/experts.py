@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -242,6 +243,23 @@ class Experts(nn.Module):
         if can_pack(self.router.weight):
             self.router = PackedLinear(self.router.weight, self.router.bias)  # type: ignore[assignment]
 
+    def refill(self, given: Mapping[str, Tensor]) -> None:
+        """Write other weights, by the names of the parameters before `pack_for_inference`, where
+        the packed ones lie."""
+        packed = self.packed
+        assert packed is not None
+        with torch.device("meta"):
+            whole = Experts(given["down"].shape[1], self.config)
+        for name, tensor in given.items():
+            setattr(whole, name, nn.Parameter(tensor.detach(), requires_grad=False))
+        for name, all_panels in (("up", packed.up), ("down", packed.down)):
+            for e, into in enumerate(all_panels):
+                whole._panels_of(name, e, is_int8=False, into=into)
+        for name in ("correction_bias", "expert_scale"):
+            own = getattr(self, name)
+            if own is not None and name in given:
+                own.data.copy_(given[name])
+
     @property
     def num_active_weights(self) -> int:
         """The packed weights of the experts of one token, padding included; 0 before packing."""
@@ -253,18 +271,7 @@ class Experts(nn.Module):
     def _packed(self, *, is_int8: bool = False) -> cpu_step.Mixture:
         """Return the mixture as a compiled step takes it, its weights in panels."""
         config = self.config
-
-        def panels_of(name: str, e: int) -> panels.Panels:
-            held = getattr(self, f"{name}_bias")
-            weight = self._plain(name, e).detach()
-            bias = None if held is None else held[e].detach()
-            if name == "up":
-                if config.is_interleaved:
-                    weight = torch.cat((weight[0::2], weight[1::2]))
-                    bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
-                weight, bias = panels.interleave(weight, bias)
-            return panels.pack_int8(weight, bias)[0] if is_int8 else panels.pack(weight, bias)
-
+        panels_of = functools.partial(self._panels_of, is_int8=is_int8)
         is_clamped = config.activation == _CLAMPED
         return cpu_step.Mixture(
             [panels_of("up", e) for e in range(config.num_experts)],
@@ -286,6 +293,22 @@ class Experts(nn.Module):
             limit=config.limit,
             alpha=config.alpha,
         )
+
+    def _panels_of(
+        self, name: str, e: int, *, is_int8: bool, into: panels.Panels | None = None
+    ) -> panels.Panels:
+        """Return the panels of a weight of an expert, written into earlier ones if given."""
+        held = getattr(self, f"{name}_bias")
+        weight = self._plain(name, e).detach()
+        bias = None if held is None else held[e].detach()
+        if name == "up":
+            if self.config.is_interleaved:
+                weight = torch.cat((weight[0::2], weight[1::2]))
+                bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
+            weight, bias = panels.interleave(weight, bias)
+        if is_int8:
+            return panels.pack_int8(weight, bias, into=into)[0]
+        return panels.pack(weight, bias, into=into)
 
     def _held(self, name: str) -> cpu_step.Held | None:
         """Return a function that returns a parameter as it is then, or None if there is none."""

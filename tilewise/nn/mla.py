@@ -117,7 +117,7 @@ class MultiheadLatentAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor] | None = None,
         *,
         ctx: AttentionContext | None = None,
         kv: LatentLayer | None = None,
@@ -130,7 +130,8 @@ class MultiheadLatentAttention(nn.Module):
 
         Args:
             x: (B, S, E) dense and differentiable; (T, E) packed when ctx and kv are given.
-            rope: cos and sin, float32, as apply_rope takes them for Dr channels.
+            rope: cos and sin, float32, as apply_rope takes them for Dr channels; None does not
+                rotate.
             ctx: the AttentionContext of the rows of x; the new latents are written first.
             kv: this layer's latent cache, (num_blocks, block_size, R + Dr); an 8-bit one with its
                 scales, (num_blocks, block_size, 2) float32, as a pair.
@@ -155,8 +156,7 @@ class MultiheadLatentAttention(nn.Module):
         both = adapted(self.kv_a_proj, x, adapters)
         latent, k_rope = both.split_with_sizes((self.kv_rank, self.rope_dim), dim=-1)
         latent = self.kv_a_norm(latent)
-        k_rope = ops.apply_rope(k_rope.unsqueeze(-2), *rope, interleaved=self.rope_interleaved)
-        k_rope = k_rope.squeeze(-2)
+        k_rope = self._turned(k_rope.unsqueeze(-2), rope).squeeze(-2)
         if ctx is None or kv is None:
             w_uk, w_uv = self._up_projections()
             q = torch.cat(self._queries(c_q, rope), dim=-1)
@@ -182,7 +182,8 @@ class MultiheadLatentAttention(nn.Module):
         y = torch.empty_like(x)
         for rows, part, is_expanded in _both_kinds(ctx, expanded):
             attend = self._expanded if is_expanded else self._absorbed
-            y[rows] = attend(c_q[rows], (rope[0][rows], rope[1][rows]), part, kv)
+            turned = None if rope is None else (rope[0][rows], rope[1][rows])
+            y[rows] = attend(c_q[rows], turned, part, kv)
         return y
 
     @property
@@ -247,6 +248,18 @@ class MultiheadLatentAttention(nn.Module):
         self.packed_uv = nn.ModuleList(PackedLinear(w.detach().contiguous()) for w in w_uv)
         self.kv_b_proj = None
 
+    def refill_up_projections(self, weight: Tensor) -> None:
+        """Write another weight of kv_b_proj, (Hq (Dn + Dv), R), where W_uk and W_uv lie packed."""
+        assert self.packed_uk is not None
+        assert self.packed_uv is not None
+        heads = weight.detach().unflatten(0, (self.num_heads, -1))
+        w_uk, w_uv = heads.split_with_sizes((self.nope_dim, self.v_head_dim), dim=1)
+        for key, value, uk, uv in zip(self.packed_uk, self.packed_uv, w_uk, w_uv, strict=True):
+            assert isinstance(key, PackedLinear)
+            assert isinstance(value, PackedLinear)
+            key.refill(uk.T.contiguous())
+            value.refill(uv.contiguous())
+
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """Return w_uk (Hq, Dn, R) and w_uv (Hq, Dv, R), views of one weight."""
         if self.kv_b_proj is None:
@@ -258,12 +271,21 @@ class MultiheadLatentAttention(nn.Module):
         return w_uk, w_uv
 
     def _queries(
-        self, c_q: Tensor, rope: tuple[Tensor, Tensor], adapters: StepAdapters | None = None
+        self,
+        c_q: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        adapters: StepAdapters | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the parts (..., Hq, Dn) and (..., Hq, Dr) of the queries, the second rotated."""
         q = adapted(self.q_b_proj, c_q, adapters).unflatten(-1, (self.num_heads, -1))
         q_nope, q_rope = q.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
-        return q_nope, ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
+        return q_nope, self._turned(q_rope, rope)
+
+    def _turned(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Return the rotary channels of heads (..., H, Dr), rotated where the layer does so."""
+        if rope is None:
+            return x
+        return ops.apply_rope(x, *rope, interleaved=self.rope_interleaved)
 
     def _attend(
         self, kv: LatentLayer, q: Tensor, ctx: AttentionContext, out: Tensor | None = None
@@ -285,7 +307,11 @@ class MultiheadLatentAttention(nn.Module):
         return o
 
     def _absorbed(
-        self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: LatentLayer
+        self,
+        c_q: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        ctx: AttentionContext,
+        kv: LatentLayer,
     ) -> Tensor:
         """Attend from (T, m) to the cached latents themselves."""
         is_invariant = ctx.batch_invariant
@@ -295,7 +321,7 @@ class MultiheadLatentAttention(nn.Module):
         else:
             weight = self.q_b_proj.weight.unflatten(0, (self.num_heads, -1))[:, self.nope_dim :]
             q_rope = torch.einsum("tm,hdm->thd", c_q, weight)
-            q_rope = ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
+            q_rope = self._turned(q_rope, rope)
             q_latent = torch.einsum("tm,hmr->thr", c_q, self.e)
         o = self.attend_latents(q_latent, q_rope, ctx, kv)
         if self.f is not None:
@@ -347,7 +373,11 @@ class MultiheadLatentAttention(nn.Module):
         return torch.einsum("thd,hdr->thr" if is_key else "thr,hdr->thd", x, weight)
 
     def _expanded(
-        self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: LatentLayer
+        self,
+        c_q: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        ctx: AttentionContext,
+        kv: LatentLayer,
     ) -> Tensor:
         """Attend from (T, m) to keys and values computed from the cached latents."""
         q = torch.cat(self._queries(c_q, rope), dim=-1)

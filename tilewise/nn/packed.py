@@ -80,6 +80,21 @@ class PackedLinear(nn.Module):
         else:
             self.panels = panels.pack(weight, bias)
 
+    def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Write another weight and bias, of the shapes and the dtype of the first, where they lie.
+
+        Raises:
+            ValueError: the first was quantised before it came here.
+        """
+        if self.panels.is_narrow and not self.is_int8:
+            raise ValueError("weights must not be quantised to be written anew, got narrow ones")
+        if self.is_gated:
+            weight, bias = panels.interleave(weight, bias)
+        if self.is_int8:
+            _, self.error = panels.pack_int8(weight, bias, into=self.panels)
+        else:
+            panels.pack(weight, bias, into=self.panels)
+
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out), in the dtype of the weight it was made from."""
         y = panels.multiply(x, self.panels)

@@ -7,8 +7,8 @@ import platform
 import torch
 from torch import Tensor
 
+from tilewise.kernels.cpu.step import int8
 from tilewise.kernels.cpu.step import panels as plain
-from tilewise.kernels.cpu.step.int8 import pack_int8
 from tilewise.kernels.cpu.step.narrow import pack_narrow
 from tilewise.kernels.cpu.step.narrow import why_not as why_not_narrow
 from tilewise.kernels.cpu.step.panels import COLUMNS, WIDTH, Panels, interleave, interleaved, pack
@@ -17,6 +17,7 @@ from tilewise.ops.dispatch import kernel_module
 __all__ = [
     "COLUMNS",
     "Panels",
+    "instruction_sets",
     "interleave",
     "interleaved",
     "multiply",
@@ -47,6 +48,36 @@ def why_not_pack(weight: Tensor) -> str | None:
         return f"the CPU must be x86-64, got {platform.machine()}"
     reason: str | None = kernel_module("machine.rows", "cpu").why_not_dtype(weight.dtype)
     return reason
+
+
+def pack_int8(
+    weight: Tensor, bias: Tensor | None = None, *, into: Panels | None = None
+) -> tuple[Panels, float]:
+    """Pack a (N, K) weight as int8 with a scale for every 64 inputs, see `int8.py`.
+
+    Args:
+        into: the panels of an earlier weight of this shape and dtype, whose memory is written.
+
+    Returns:
+        The panels, and the relative RMS error of the weight.
+
+    Raises:
+        ValueError: the weight contains an infinity or NaN; nothing is written then.
+    """
+    fresh, error = int8.pack_int8(weight, bias)
+    if into is None:
+        return fresh, error
+    into.words.copy_(fresh.words)
+    plain.copy_bias(bias, into)
+    return into, error
+
+
+def instruction_sets() -> list[str]:
+    """Return the instructions that a CPU's kernels use and others lack, on which bits depend."""
+    found = kernel_module("machine.features", "cpu").features()
+    named = ("avx2", "f16c", "avx512f", "avx512bw", "avx512bf16")
+    tiles = ["amx-tiles"] if kernel_module("machine.amx", "cpu").HAS_AMX else []
+    return [name for name in named if found.get(name)] + tiles
 
 
 def unpack(weight: Panels) -> Tensor:

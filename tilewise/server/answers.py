@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
@@ -300,8 +300,10 @@ class CompletionAnswer:
         self._told: dict[int, str] = {}
         self._deltas = Deltas(samples, tells_ids or logprobs is not None)
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the JSON of the answer once all choices have ended.
+    def whole(
+        self, outputs: Sequence[RequestOutput], recipe: Mapping[str, Any] | None = None
+    ) -> bytes:
+        """Return the JSON of the answer once all choices have ended, with its recipe if given.
 
         Log-probabilities of long prompts are megabytes, and the encoder holds the interpreter lock.
         The answer is therefore encoded in pieces on a thread, and other threads run between two
@@ -312,7 +314,10 @@ class CompletionAnswer:
             for prompt, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        return encoded_answer(self._head, choices, {"usage": usage_of(outputs)})
+        tail: dict[str, Any] = {"usage": usage_of(outputs)}
+        if recipe is not None:
+            tail["recipe"] = recipe
+        return encoded_answer(self._head, choices, tail)
 
     def prepare(self, prompt: int, output: RequestOutput) -> None:
         """Encode a prompt's part of the answer, on a thread, before events() needs it."""

@@ -37,6 +37,7 @@ from tilewise.server.protocol import (
     tokens_asked,
 )
 from tilewise.server.questions import EngineSilent
+from tilewise.server.recipes import facts_before, recipe_for, with_recipe
 from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of, describe
 from tilewise.server.service import Service
@@ -86,6 +87,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
     asked = tokens_asked(request)
     max_tokens = DEFAULT_MAX_TOKENS if asked is None else asked
     sampling = sampling_of(request, defaults=service.defaults, max_tokens=max_tokens, **more)
+    sampling = with_recipe(request, sampling, len(given))
     wants_special = request.add_special_tokens is not False
 
     async def prepare(job: Job) -> tuple[list[Prompt], CompletionAnswer]:
@@ -111,6 +113,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
 
     async def whole(job: Job) -> bytes:
         prompts, answer = await prepare(job)
+        facts = await facts_before(service, request)
         async with contextlib.aclosing(
             bridge.run(job, prompts, sampling, sink=DISCARD, **options_of(service, request))
         ) as outputs:
@@ -118,6 +121,9 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
                 pass
         last = [job.outputs[i] for i in range(len(prompts))]
         refuse_if_late(last)
+        if facts is not None:
+            recipe = await recipe_for(service, request, facts, last[0], sampling)
+            return await asyncio.to_thread(answer.whole, last, recipe)
         if is_long or request.return_token_ids:
             return await asyncio.to_thread(answer.whole, last)
         return answer.whole(last)

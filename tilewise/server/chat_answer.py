@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -108,7 +108,7 @@ class ChatAnswer:
         self._has_calls: set[int] = set()
         self._is_begun = False  # True once the stream's first event is made
 
-    def whole(self, output: RequestOutput) -> bytes:
+    def whole(self, output: RequestOutput, recipe: Mapping[str, Any] | None = None) -> bytes:
         """Return the JSON of the answer once all choices have ended; see `CompletionAnswer`."""
         choices = [json.dumps(self._choice(output, one)) for one in output.outputs]
         tail: dict[str, Any] = {"usage": self._usage(output)}
@@ -116,6 +116,8 @@ class ChatAnswer:
             tail["prompt_token_ids"] = output.prompt_token_ids
         if self._tells_prompt_logprobs:
             tail["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
+        if recipe is not None:
+            tail["recipe"] = recipe
         return encoded_answer({**self._head, "object": "chat.completion"}, choices, tail)
 
     def reasoning_tokens(self, output: RequestOutput) -> int | None:

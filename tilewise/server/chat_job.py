@@ -36,6 +36,7 @@ from tilewise.server.protocol import (
     tokens_asked,
 )
 from tilewise.server.reasoning import ThinkParser, is_ended_in, is_open_in, reasoning_end
+from tilewise.server.recipes import facts_before, recipe_for, with_recipe
 from tilewise.server.reply import Reply
 from tilewise.server.service import Service
 from tilewise.server.structured import make_structured, structured_of
@@ -87,6 +88,7 @@ class ChatJob:
             structured=structured,
             **self._shown_special(request),
         )
+        self.sampling = with_recipe(request, self.sampling, 1)
 
     def reply(self) -> Reply:
         """Return the answer, ready to run."""
@@ -272,10 +274,15 @@ class ChatJob:
 
     async def _whole(self, job: Job) -> bytes:
         prompt, answer = await self._prepare(job)
+        facts = await facts_before(self._service, self.request)
         async with contextlib.aclosing(self.outputs(job, prompt, DISCARD)) as outputs:
             async for _ in outputs:
                 pass
         request = self.request
+        if facts is not None:
+            output = job.outputs[0]
+            recipe = await recipe_for(self._service, request, facts, output, self.sampling)
+            return await asyncio.to_thread(answer.whole, output, recipe)
         if request.logprobs or request.prompt_logprobs is not None or request.return_token_ids:
             return await asyncio.to_thread(answer.whole, job.outputs[0])
         return answer.whole(job.outputs[0])

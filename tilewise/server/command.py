@@ -43,6 +43,7 @@ from tilewise.server.run import Server, ServerOptions, bind, run
 from tilewise.server.scoring import scoring_router
 from tilewise.server.service import Service
 from tilewise.server.spans import open_spans
+from tilewise.server.weights import weights_router
 
 __all__ = ["Steps", "application", "checked", "name_of", "new_service", "serve"]
 
@@ -159,6 +160,7 @@ def application(service: Service) -> Any:
         messages_router,
         responses_router,
         scoring_router,
+        weights_router,
     )
     return build_app(service, [router(service) for router in routers])
 
@@ -385,6 +387,7 @@ def new_service(
         template,
         adapters=adapters,
         keys=KeyRing(keys),
+        changes_weights=options["enable_weight_updates"],
         shows_text=options["show_text"],
         is_for_this_machine=not keys and not options["allow_open"],
         allowed_origins=frozenset(o.lower() for o in options["allowed_origins"] or ()),

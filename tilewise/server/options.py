@@ -81,6 +81,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("api_key", str, None, "key that every request needs", "who may ask", "KEY"),
     Flag("keys_file", str, None, "TOML with a table for each key", "who may ask", "FILE"),
+    Flag(
+        "enable_weight_updates",
+        bool,
+        False,
+        "administrators may change the weights (/update_weights), and let the engine sleep",
+        "who may ask",
+    ),
     Flag("allow_open", bool, False, "listen on a public address without a key", "who may ask"),
     Flag(
         "allowed_origins",

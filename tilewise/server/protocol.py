@@ -231,6 +231,7 @@ class GenerationRequest(_Body):
     cache_salt: str | None = Field(default=None, max_length=256)
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     return_token_ids: bool | None = None
+    recipe: bool | None = None  # all that computes the answer again, see docs/guide/exact.md
     truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool | None = None
     timeout: float | None = Field(default=None, gt=0)

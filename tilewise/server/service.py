@@ -42,6 +42,7 @@ class Service:
         purpose: the tasks of the model, and how its vectors are made.
         form: the formats in which the model writes calls of tools and reasoning.
         body_timeout_s: seconds within which a body must arrive.
+        changes_weights: True if administrators may change the model's weights.
         shows_text: True if administrators may read the tokens of other keys' requests.
         is_for_this_machine, allowed_origins: see `Front`.
     """
@@ -55,6 +56,7 @@ class Service:
     purpose: Purpose = field(default_factory=Purpose)
     form: ChatFormat = field(default_factory=ChatFormat)
     body_timeout_s: float = 30.0
+    changes_weights: bool = False
     shows_text: bool = False
     is_for_this_machine: bool = False
     allowed_origins: frozenset[str] = frozenset()

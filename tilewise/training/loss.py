@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["IGNORED", "LOSSES", "chunked_loss", "find_loss", "liger_loss"]
+from tilewise import ops
+from tilewise.nn.valued import valued
+
+__all__ = ["IGNORED", "LOSSES", "chunked_loss", "find_loss", "liger_loss", "token_logprobs"]
 
 IGNORED = -100  # a target without a loss, as torch's cross_entropy counts it
 # A chunk's logits, in elements: 8,192 rows of GPT-2's vocabulary. Larger products are faster, and
@@ -115,6 +118,31 @@ def chunked_loss(
         logits = _logits(rows, narrow, bias, columns)
         total = total + F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
     return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Return log_softmax(logits) of one token a row: the bits of an engine, torch's gradient.
+
+    With the logits of a model after `use_inference_bits` they are those that a batch-invariant
+    engine returned with the tokens.
+
+    Args:
+        logits: (R, V) float32.
+        token_ids: int64 (R,), in [0, V).
+
+    Returns:
+        float32 (R,).
+
+    Example:
+        >>> logits = model.compute_logits(model(ids))[0, start - 1 : -1]
+        >>> token_logprobs(logits, ids[0, start:])
+    """
+    smooth = logits.log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
+    if not logits.is_cuda:  # an engine on a CPU takes them from torch, too
+        return smooth
+    with torch.no_grad():
+        value = ops.token_logprobs(logits.detach().contiguous(), token_ids.contiguous(), 0)[0]
+    return valued(smooth, value)
 
 
 def liger_loss(

@@ -347,8 +347,10 @@ def associative_scan(input: Any, axis: int, combine_fn: Callable[..., Any]) -> A
 
 
 @operation
-def load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Any:
-    machine().step(reads=pointer.shape == [])
+def load(
+    pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False, **_: Any
+) -> Any:
+    machine().step(reads=pointer.shape == [] and not volatile, polls=volatile)
     return pointer.read(mask, other)
 
 

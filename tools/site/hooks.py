@@ -17,14 +17,21 @@ sys.path.insert(0, str(ROOT))  # mkdocs imports hooks by their paths
 
 from mkdocs.structure.files import File, Files, InclusionLevel  # noqa: E402
 
-from tools.site import command_line  # noqa: E402
+from tools.site import command_line, notebooks  # noqa: E402
 
-# Files of the repository that are pages of the site.
+# Files of the repository that are pages in the navigation; other Markdown is a page below source/.
 PAGES = {
+    "CHANGELOG.md": "reference/changelog.md",
+    "SECURITY.md": "guide/security.md",
     "tilewise/kernels/README.md": "design/kernels.md",
     "CONTRIBUTING.md": "design/contributing.md",
 }
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
+# A section of the navigation, named by an element that is empty where the section has a page.
+_SECTION = re.compile(
+    r'(<nav class="md-nav" data-md-level="\d" )aria-labelledby="\w+"([^>]*>)'
+    r"(\s*<label[^>]*>\s*<span[^>]*></span>\s*)([^<]*?)(?=\s*</label>)"
+)
 _BLOCK = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
@@ -33,7 +40,7 @@ def _place(page: str) -> str:
     for place, of_site in PAGES.items():
         if of_site == page:
             return place
-    return f"docs/{page}"
+    return page.removeprefix("source/") if page.startswith("source/") else f"docs/{page}"
 
 
 def _of_site(place: str) -> str | None:
@@ -43,6 +50,8 @@ def _of_site(place: str) -> str | None:
     if (ROOT / place).is_dir():
         readme = f"{place}/README.md"
         return _of_site(readme) if (ROOT / readme).exists() else None
+    if place.startswith("docs/learn/") and place.endswith(".py"):
+        return place.removeprefix("docs/").removesuffix(".py") + ".md"
     if place.startswith("docs/"):
         return place.removeprefix("docs/")
     return f"source/{place}"
@@ -68,7 +77,8 @@ def relinked(text: str, page: str) -> tuple[str, set[str]]:
             return words.strip("[]")
         if found.startswith("source/"):
             needed.add(place)
-            mark = anchor = ""
+            if not found.endswith(".md"):
+                mark = anchor = ""
         link = os.path.relpath(found, os.path.dirname(page) or ".")
         return f"{words}({link}{mark}{anchor})"
 
@@ -80,22 +90,35 @@ def relinked(text: str, page: str) -> tuple[str, set[str]]:
 def on_files(files: Files, config: Any) -> Files:
     """Add pages that code writes, pages of other folders, and files that pages link to."""
     written = {"reference/command-line.md": command_line.page()}
+    for name in notebooks.ORDER:
+        written[f"learn/{name}.md"] = notebooks.page(notebooks.FOLDER / f"{name}.py")
     for place, page in PAGES.items():
         written[page] = (ROOT / place).read_text(encoding="utf-8")
     for page, text in written.items():
         files.append(File.generated(config, page, content=text))
-    needed = set[str]()
-    for file in files:
-        if file.src_uri.endswith(".md"):
-            needed |= relinked(file.content_string, file.src_uri)[1]
-    for place in sorted(needed):
-        content = (ROOT / place).read_bytes()
-        made = File.generated(config, f"source/{place}", content=content)
-        made.inclusion = InclusionLevel.NOT_IN_NAV
-        if place.endswith(".md"):  # shown as it is written, not as a page
-            made.dest_uri = f"source/{place}.txt"
-        files.append(made)
+    added = set[str]()
+    queue = [file for file in files if file.src_uri.endswith(".md")]
+    while queue:
+        file = queue.pop()
+        for place in sorted(relinked(file.content_string, file.src_uri)[1] - added):
+            content = (ROOT / place).read_bytes()
+            made = File.generated(config, f"source/{place}", content=content)
+            made.inclusion = InclusionLevel.NOT_IN_NAV
+            files.append(made)
+            added.add(place)
+            if place.endswith(".md"):
+                queue.append(made)
     return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Return a page's text without headers that are empty: the corner of a table is no header."""
+    return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Return a page whose sections of the navigation have names."""
+    return _SECTION.sub(r'\1aria-label="Section \4"\2\3\4', output)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

@@ -504,7 +504,7 @@ BACKWARD = {
 
 _MMA, _MMA_STEP = "mma/forward:attention_fwd_kernel", "mma/forward:_step"
 _WAIT_V = "async_copy.wait_group(2 * STAGES - 2)\n"
-_COPY_K = "_copy(keys, index + STAGES, shared.k, task0, False, False, tile, variant)\n"
+_COPY_K = "_copy(keys, bias, index + STAGES, shared.k, task0, False, False, tile, variant)\n"
 
 # The forward pass by mma.sync; calls are those of test_mma.py.
 MMA_FORWARD = {
@@ -523,7 +523,8 @@ MMA_FORWARD = {
         "async_copy.wait_group(2 * tile.stages - 1)", "in_registers",
     ),
     "keys_copied_over_those_that_are_multiplied": Mutation(
-        _MMA_STEP, "_copy(keys, index + STAGES,", "_copy(keys, index + STAGES + 1,", "two_stages"
+        _MMA_STEP, "_copy(keys, bias, index + STAGES,", "_copy(keys, bias, index + STAGES + 1,",
+        "two_stages",
     ),
     "keys_copied_over_what_other_warps_multiply": Mutation(  # no barrier between
         _MMA_STEP, _WAIT_V + _COPY_K, _COPY_K + _WAIT_V.replace("- 2", "- 1"), "two_stages"
@@ -564,8 +565,110 @@ MMA_FORWARD = {
     "a_tile_without_entries_sees_its_block": _without(
         _MMA, "free_begin = gl.maximum(free_begin, 1)", "masked"
     ),
+    "the_second_part_has_the_first_ones_bias": Mutation(
+        "mma/forward:_fold", ".slice(PART * ROWS, ROWS)", ".slice(0, ROWS)", "biased"
+    ),
+    "the_bias_of_the_first_block": Mutation(
+        "mma/forward:_copy", "Rows(bias.start + first,", "Rows(bias.start,", "biased"
+    ),
+    "bias_past_the_last_key_is_read": Mutation(
+        "mma/forward:_copy", "width = bias.width - first // UNIT", "width = bias.width", "biased"
+    ),
+    "the_bias_of_another_stage": Mutation(
+        "mma/forward:_fold", "index % tile.bias_stages", "(index + 1) % tile.bias_stages", "biased"
+    ),
+    "the_bias_of_another_head": Mutation(
+        _MMA, "none,\n            rows.h,", "none,\n            rows.h * 0,", "biased"
+    ),
     "rows_past_the_end_are_written": Mutation(
         "mma/forward:_store", "gl.expand_dims(at < rows.length_q, 1)",
         "gl.expand_dims(at >= 0, 1)", "one_stage",
+    ),
+}  # fmt: skip
+
+_BWD, _BWD_STEP = "mma/backward:attention_bwd_kernel", "mma/backward:_step"
+_BWD_ADD, _BWD_STORE = "mma/backward:_add_queries", "mma/backward:_store"
+_BWD_WAIT = "async_copy.wait_group(0)\n"
+_BWD_COPY = "_copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)\n"
+_BWD_AHEAD = f"if not ONE:\n    {_BWD_COPY}"
+_BWD_BARRIER = "partition_barrier()\n"
+
+# The backward pass by mma.sync; calls are those of test_mma_bwd.py.
+MMA_BACKWARD = {
+    "queries_multiplied_before_they_are_there": Mutation(
+        _BWD_STEP, _BWD_WAIT, _BWD_WAIT.replace("0", "1"), "two_stages"
+    ),
+    "queries_of_one_stage_multiplied_before_they_are_there": Mutation(
+        _BWD_STEP, _BWD_WAIT, _BWD_WAIT.replace("0", "1"), "one_stage"
+    ),
+    "queries_copied_over_what_other_warps_multiply": Mutation(  # no barrier between
+        _BWD_STEP, _BWD_WAIT + _BWD_AHEAD, _BWD_AHEAD + _BWD_WAIT.replace("0", "1"), "two_stages"
+    ),
+    "queries_of_one_stage_copied_over_what_other_warps_multiply": Mutation(
+        _BWD_STEP, _BWD_BARRIER + _BWD_COPY, _BWD_COPY + _BWD_BARRIER, "one_stage"
+    ),
+    "queries_copied_to_the_stage_that_is_multiplied": Mutation(
+        "mma/backward:_copy", "stage = step % variant.stages",
+        "stage = (step + 1) % variant.stages", "two_stages",
+    ),
+    "the_stage_of_another_step": Mutation(
+        _BWD_STEP, "stage = step % variant.stages", "stage = (step + 1) % variant.stages",
+        "two_stages",
+    ),
+    "the_first_queries_of_all_tiles": Mutation(
+        "mma/backward:_copy", "first = tile * TILE_M", "first = tile * 0",
+        "two_stages",
+    ),
+    "queries_past_the_end_are_read": Mutation(
+        "mma/backward:_copy", "bufs.q.index(stage), None, WARPS, grids.queries_end,",
+        "bufs.q.index(stage), None, WARPS, False,", "two_stages",
+    ),
+    "keys_past_the_end_are_read": Mutation(
+        _BWD, "bufs.k, None, WARPS, True,", "bufs.k, None, WARPS, False,", "two_stages"
+    ),
+    "dk_past_the_end_is_written": Mutation(
+        _BWD_STORE, "gl.expand_dims(key < end, 1)", "gl.expand_dims(key >= 0, 1)", "two_stages"
+    ),
+    "channels_past_the_width_are_written": Mutation(
+        _BWD_STORE, "gl.expand_dims(column < width * UNIT, 0)", "gl.expand_dims(column >= 0, 0)",
+        "padded",
+    ),
+    "dv_of_what_dk_is_made_of": Mutation(
+        _BWD_STEP, "_add_product(dv, bufs.p,", "_add_product(dv, bufs.ds,", "one_stage"
+    ),
+    "dq_of_what_dv_is_made_of": Mutation(
+        _BWD_STEP, "_add_product(dq, bufs.ds.permute((1, 0)), bufs.k, KEYS)",
+        "_add_product(dq, bufs.p.permute((1, 0)), bufs.k, KEYS)", "one_stage",
+    ),
+    "dq_of_half_the_keys": Mutation(
+        _BWD_STEP, "bufs.k, KEYS)", "bufs.k, KEYS // 2)", "one_stage"
+    ),
+    "dq_of_the_first_head": Mutation(
+        "mma/backward:_first_sum", "_plane(work, head, shape, variant)",
+        "_plane(work, head * 0, shape, variant)", "two_stages",
+    ),
+    "dq_stored_by_all": Mutation(_BWD_ADD, "if rank == 0:", "if rank >= 0:", "ordered"),
+    "dq_added_before_its_turn": Mutation(
+        _BWD_ADD, "while seen < rank:", "while seen < 0:", "ordered"
+    ),
+    "a_turn_never_ends": _without(_BWD_ADD, "_end_turn(owed, heads)", "ordered"),
+    "the_last_turn_never_ends": _without(_BWD, "_end_turn(owed, heads)", "ordered"),
+    "a_turn_ends_before_its_sums_are_added": Mutation(
+        _BWD_ADD, "_end_turn(owed, heads)", "_end_turn(at_turn, heads)", "ordered"
+    ),
+    "the_turn_of_another_tile_ends": Mutation(
+        _BWD_ADD, "owed = at_turn", "owed = at_turn * 0", "ordered"
+    ),
+    "ds_of_pairs_that_were_dropped": _without(
+        _BWD_STEP, "dp = keep_pairs(dp * scores.keep_scale, words, 0.0)", "dropped"
+    ),
+    "random_words_of_the_first_keys": Mutation(
+        "mma/backward:_kept", "1) + work.first_key // 32", "1)", "dropped"
+    ),
+    "steps_without_their_mask": Mutation(
+        _BWD, "masked = masked_steps(work) * group_size", "masked = zero", "two_stages"
+    ),
+    "the_copies_of_a_tile_that_no_query_sees_are_left_behind": _without(
+        _BWD, "async_copy.wait_group(0)", "unseen"
     ),
 }  # fmt: skip

@@ -74,6 +74,12 @@ CASES = {
     "alibi": Call(70, 150, (2, 1), D64, 1, BRAIN, CAUSAL, alibi="heads"),
     "alibi_both_sides": Call(90, 70, (1, 1), D64, 2, HALF, alibi="sequences"),
     "bias": Call(70, 130, (2, 1), D64, 1, BRAIN, bias=(2, 70, 130)),
+    "bias_copied": Call(150, 136, (2, 1), D128, 2, BRAIN, bias=(2, 150, 136)),
+    "bias_copied_causal": Call(130, 176, (2, 1), D64, 1, HALF, CAUSAL, bias=(1, 2, 130, 176)),
+    "bias_copied_and_all": Call(
+        100, 136, (2, 1), D128, 2, BRAIN, (30, 9), bias=(2, 2, 100, 136), alibi="heads",
+        softcap=5.0, seqlens_k=(136, 45), sinks=True,
+    ),
     "bias_of_keys": Call(70, 131, (1, 1), D64, 2, HALF, CAUSAL, bias=(2, 1, 1, 131)),
     "sinks": Call(150, 60, (2, 1), D64, 1, BRAIN, CAUSAL, sinks=True),
     "dropout": Call(70, 130, (2, 1), D64, 1, BRAIN, CAUSAL, dropout_p=0.3),
@@ -104,12 +110,19 @@ CASES = {
 # Each feature once, packed, and a width of each row of the tables.
 EVERYDAY = {
     "no_tile_whole", "causal", "causal_d128", "grouped", "window_both", "lengths", "packed",
-    "softcap", "alibi", "bias", "sinks", "dropout", "mask", "d40", "latent",
+    "softcap", "alibi", "bias", "bias_copied", "bias_copied_and_all", "sinks",
+    "dropout", "mask", "d40", "latent",
 }  # fmt: skip
 
 
 def tile_of(problem: Problem, arch: int) -> Tile:
-    return mma.tile_config_fwd(problem.spec, arch)
+    return mma.tile_config_fwd(problem.spec, arch, bias_copied=is_copied(problem))
+
+
+def is_copied(problem: Problem) -> bool:
+    """Whether cp.async can bring the bias of a problem."""
+    bias = problem.tensors.get("bias")
+    return bias is not None and bias.shape[-2] > 1 and bias.shape[-1] % 8 == 0
 
 
 def computed(
@@ -131,8 +144,9 @@ def assert_right(problem: Problem, results: dict[str, Tensor]) -> None:
     hopper.assert_right(problem, (results["o"], results["lse"]))
 
 
-def distinct_tiles(spec: AttentionSpec) -> Iterator[Tile]:
+def distinct_tiles(problem: Problem) -> Iterator[Tile]:
     """Yield every way in which the tables cut calls of these widths, whatever their kind."""
+    spec = problem.spec
     d, dv = spec.head_dim, spec.v_head_dim
     dealt = mma.tile_config_fwd(spec, LARGE).dynamic
     kinds = {kind for _, kind in tiles._LARGE.keys() | tiles._SMALL.keys()}
@@ -142,13 +156,16 @@ def distinct_tiles(spec: AttentionSpec) -> Iterator[Tile]:
     }  # fmt: skip
     has_words = spec.dropout_p > 0 or spec.mask_tile is not None  # of at least 64 keys
     for tile in sorted(found):
+        if tile.bias_stages > 0 and not is_copied(problem):
+            continue
         if not has_words or tile.keys >= 64:
             yield tile
 
 
 def shared_memory(tile: Tile) -> int:
     """Return the bytes that a CTA takes."""
-    return 2 * (tile.rows * tile.d + tile.stages * tile.keys * (tile.d + tile.dv))
+    bias = tile.bias_stages * tile.keys * tile.rows
+    return 2 * (tile.rows * tile.d + tile.stages * tile.keys * (tile.d + tile.dv) + bias)
 
 
 @pytest.mark.parametrize("name", everyday(CASES, EVERYDAY))
@@ -186,7 +203,10 @@ def test_every_row_of_the_tables_matches_float64(
 ) -> None:
     """Whatever call may choose it."""
     window = CAUSAL if is_dealt else (-1, -1)
-    problem = make_problem(Call(150, 170, (1, 1), (width, width), 1, BRAIN, window), "cpu")
+    call = Call(150, 170, (1, 1), (width, width), 1, BRAIN, window)
+    if kind == "copied":
+        call = replace(call, seqlen_k=176, bias=(150, 176))
+    problem = make_problem(call, "cpu")
     tile = tiles._tile_of(width, width, kind, is_dealt, arch == LARGE)
     assert_right(problem, computed(problem, tile))
 
@@ -258,6 +278,7 @@ MISTAKEN = {
     "in_registers": (Call(150, 170, (1, 1), D64, 1, BRAIN), {}),
     "padded": (Call(130, 70, (1, 1), D40, 1, BRAIN), {}),
     "masked": (CASES["mask_and_window"], {}),
+    "biased": (CASES["bias_copied_causal"], {}),
 }
 
 
@@ -319,7 +340,7 @@ def test_results_match_float64_on_a_gpu(name: str) -> None:
     """By each row of both tables that fits the card, whichever a call of this size would choose."""
     problem = make_problem(hopper.CASES[name], "cuda")
     room = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    for tile in distinct_tiles(problem.spec):
+    for tile in distinct_tiles(problem):
         if shared_memory(tile) <= room:
             assert_right(problem, computed(problem, tile))
 

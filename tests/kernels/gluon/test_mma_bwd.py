@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import pytest
@@ -16,9 +17,11 @@ from tests.kernels.attention_problem import (
     Call,
     Problem,
     assert_right,
+    everyday,
     make_problem,
 )
 from tests.kernels.gluon import test_attention_bwd, test_attention_fwd
+from tests.kernels.gluon.mutations import MMA_BACKWARD
 from tests.kernels.gluon.problem import IDEMPOTENT
 from tests.kernels.planned import tensors_of
 from tilewise.kernels import device
@@ -28,7 +31,7 @@ from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import GRADIENT_TENSORS
 from tilewise.kernels.plan import Call as KernelCall
 from tilewise.kernels.spec import AttentionSpec
-from tools.gluon_emulator import Program, emulated
+from tools.gluon_emulator import EmulationError, Program, emulated
 
 D64, D128 = (64, 64), (128, 128)
 LENGTHS = ((70, 50), (1, 1), (0, 9), (33, 90))
@@ -81,7 +84,7 @@ def differentiated(problem: Problem) -> dict[str, torch.Tensor]:
     """Run both passes where the problem's tensors are."""
     p = problem
     assert plan.why_not_fwd(p.spec._replace(device_type="cuda")) is None
-    assert plan.why_not_bwd(p.spec, device.arch_of(p.q.device)) is None
+    assert plan.why_not_bwd(p.spec) is None
     tensors = tensors_of(p.q, p.k, p.v, **p.tensors)
     maker = Maker(KernelCall.of(p.spec, tensors))
     results = plan.add_fwd(maker, p.spec, maker.tensors)
@@ -124,12 +127,60 @@ def test_gradients_match_float64(name: str, arch: int) -> None:
     assert_right(*emulate(CASES[name], arch))
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "groups"])
+@pytest.mark.parametrize("name", ["plain", "causal", "groups", "d128", "d256"])
 def test_an_ordered_gradient_has_the_bits_of_any_schedule(name: str) -> None:
     problem, first = emulate(CASES[name], 89, deterministic=True)
     assert_right(problem, first)
     _, second = emulate(CASES[name], 89, seed=1, deterministic=True)
     assert torch.equal(first["dq"], second["dq"])
+
+
+# name -> (call, compute capability, deterministic); see tiles.py for stages and tiles.
+MISTAKEN: dict[str, tuple[Call, int, bool]] = {
+    "two_stages": (Call(100, 140, (2, 1), D64, 1, BRAIN, CAUSAL), 80, False),
+    "one_stage": (Call(130, 70, (1, 1), D128, 1, BRAIN), 89, False),
+    "padded": (Call(40, 50, (1, 1), (40, 24), 1, HALF), 80, False),
+    "ordered": (Call(130, 260, (1, 1), D64, 1, BRAIN), 89, True),
+    "dropped": (Call(60, 140, (1, 1), D64, 1, BRAIN, dropout_p=0.4), 80, False),
+    "unseen": (Call(60, 140, (1, 1), D64, 2, BRAIN, seqlens_k=(5, 140)), 80, False),
+}
+
+
+@functools.cache
+def mistaken(name: str) -> tuple[Problem, dict[str, torch.Tensor]]:
+    call, arch, is_ordered = MISTAKEN[name]
+    return emulate(call, arch, deterministic=is_ordered)
+
+
+@pytest.mark.parametrize("name", MISTAKEN)
+def test_calls_of_mistakes_are_right_without_them(name: str) -> None:
+    assert_right(*mistaken(name))
+
+
+QUICK = {
+    name for name, mutation in MMA_BACKWARD.items() if mutation.call in ("two_stages", "ordered")
+}
+
+
+@pytest.mark.parametrize("name", everyday(MMA_BACKWARD, QUICK))
+def test_a_mistake_is_seen(name: str) -> None:
+    mutation = MMA_BACKWARD[name]
+    _, truth = mistaken(mutation.call)
+    call, arch, is_ordered = MISTAKEN[mutation.call]
+    program, seen = mutation.program(), False
+    for seed in range(3):
+        try:
+            _, found = emulate(call, arch, seed=seed, deterministic=is_ordered, program=program)
+        except EmulationError:
+            seen = True
+        else:
+            seen = seen or not all(
+                torch.allclose(found[key].float(), value.float(), 1e-2, 1e-2, equal_nan=True)
+                for key, value in truth.items()
+            )
+        if seen:
+            break
+    assert seen
 
 
 def test_a_call_without_queries_or_keys_has_gradients_of_zero() -> None:
@@ -140,13 +191,12 @@ def test_a_call_without_queries_or_keys_has_gradients_of_zero() -> None:
 
 def test_what_has_no_order_or_other_tiles_is_refused() -> None:
     spec = make_problem(CASES["window"], "cpu").spec
-    assert plan.why_not_bwd(spec, 80) is None
+    assert plan.why_not_bwd(spec) is None
     full = spec._replace(window_right=-1, deterministic=True)
-    assert "order" in str(plan.why_not_bwd(full, 80))
+    assert "order" in str(plan.why_not_bwd(full))
     wide = spec._replace(head_dim=128, v_head_dim=128, deterministic=True)
-    assert plan.why_not_bwd(wide, 80) is None
-    assert "few keys" in str(plan.why_not_bwd(wide, 89))
-    assert "(128, 128)" in str(plan.why_not_bwd(spec._replace(mask_tile=(128, 64)), 80))
+    assert plan.why_not_bwd(wide) is None
+    assert "(128, 128)" in str(plan.why_not_bwd(spec._replace(mask_tile=(128, 64))))
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 120])

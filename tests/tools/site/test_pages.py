@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import tilewise
-from tools.site import command_line, marks
+from tools.site import command_line, marks, notebooks
 from tools.site.fields import joined
 
 DOCS = marks.ROOT / "docs"
@@ -28,6 +28,8 @@ def test_every_public_name_has_one_entry_in_the_reference():
 def test_every_document_has_its_place_in_the_navigation():
     listed = re.findall(r"[\w./-]+\.md$", (marks.ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     written = {"reference/command-line.md", "design/kernels.md", "design/contributing.md"}
+    written |= {"reference/changelog.md", "guide/security.md"}
+    written |= {f"learn/{name}.md" for name in notebooks.ORDER}
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.glob("**/*.md")}
     records = {name for name in pages if re.match(r"design/\d{3}-", name)}
     assert sorted(listed) == sorted((pages - records) | written)

@@ -26,7 +26,7 @@ from tilewise.cache.storage import KVStorage
 from tilewise.cost.padding import buckets
 from tilewise.distributed.shards import VocabularyHead
 from tilewise.engine.captured.batch import DeviceBatch
-from tilewise.engine.steps.runner import CausalModel, head_logits
+from tilewise.engine.steps.runner import CausalModel, head_logits, largest_weight
 from tilewise.models.native import NativeDecoder
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.context import AttentionContext, StepPlans
@@ -34,7 +34,14 @@ from tilewise.nn.rope import RotaryEmbedding
 from tilewise.ops import SharedPrefixes
 from tilewise.ops.decode_rows import begin_decode, draw_decode, finish_decode, start_decode
 
-__all__ = ["GREEDY_ROWS", "RING", "DecodeStep", "Results", "buckets", "shared_head"]
+__all__ = [
+    "GREEDY_ROWS",
+    "RING",
+    "DecodeStep",
+    "Results",
+    "buckets",
+    "shared_head",
+]
 
 # Places for results. A step writes one while another is copied to the host; steps are read in turn,
 # two at most being unfinished.
@@ -88,12 +95,6 @@ def shared_head(model: CausalModel) -> VocabularyHead | None:
     return head if isinstance(head, VocabularyHead) and head.group.size > 1 else None
 
 
-def _largest_weight(model: CausalModel) -> int:
-    """Return the elements of the largest weight of a layer."""
-    layers = getattr(model, "layers", [])
-    return max((x.numel() for layer in layers for x in layer.parameters()), default=0)
-
-
 class DecodeStep:
     """The decode step of the first `bucket` rows.
 
@@ -136,7 +137,7 @@ class DecodeStep:
         self._model_graph: torch.cuda.CUDAGraph | None = None
         self._hidden: Tensor | None = None  # where the graph of the model leaves its states
         device = batch.device
-        self._largest = _largest_weight(model)
+        self._largest = largest_weight(model)
         self._looks_up = _embedding_of(model)
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # moved, and not read

@@ -101,7 +101,7 @@ class GivingWay:
 
 
 def _can_come_again(scheduler: Scheduler, batch: Batch) -> bool:
-    if scheduler.max_in_flight > 1 or scheduler.limits.windows != (None,):
+    if scheduler.max_in_flight > 1 or not scheduler.tables.is_one_group:
         return False
     if scheduler.speculation is not None or batch.is_moving or batch.block_copies:
         return False

@@ -148,12 +148,16 @@ class Preemption:
         return self._lost_tokens(seq) / freed if freed else float("inf")
 
     def _lost_tokens(self, seq: Sequence) -> int:
+        if self.tables.states is not None:
+            return self.tables.states.num_lost(seq)
         return seq.num_computed_tokens - seq.num_registered_blocks * self.tables.block_size
 
     def _family(self, seq: Sequence, first: int) -> list[Sequence]:
         """Return the sequences that are swapped with one; none if swapping is impossible."""
         running = self.roster.running
         if self.tables.memory is None or self.preemption == "recompute":
+            return []
+        if self.tables.states is not None:  # what is cached of it moves, and comes back by a hit
             return []
         if self.beams.search_of(seq) is not None:
             return []

@@ -68,6 +68,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import NamedTuple
 
 from tilewise.engine.batch import PENDING, Asked, Batch, SampledToken, ScheduledSequence, TokenEvent
@@ -87,6 +88,7 @@ from tilewise.engine.seeds import derive_seed
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.tables.admission import Limits
 from tilewise.engine.tables.block_tables import Content
+from tilewise.engine.tables.state_tables import StateLimits
 from tilewise.engine.tables.swap_space import BlockStore
 from tilewise.engine.tables.tables_of import tables_of
 from tilewise.errors import RequestError
@@ -135,6 +137,8 @@ class Scheduler:
             whole flood of prompts; None for no bound.
         is_encoder: True if each prompt runs whole, in one step, and nothing follows it.
         max_loras: the number of different adapters of running sequences; None for no bound.
+        states: the sizes of the states of layers that keep one, see `state_tables`; None for a
+            model without. Checkpoints are one more group of num_swap_blocks and store.
         clock: a function that returns seconds, for deadlines.
 
     Raises:
@@ -166,6 +170,7 @@ class Scheduler:
         fair_prompt_tokens: int | None = None,
         is_encoder: bool = False,
         max_loras: int | None = None,
+        states: StateLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else [*num_blocks]
@@ -184,7 +189,7 @@ class Scheduler:
             is_encoder,
             max_loras,
         )
-        self.tables = tables_of(self.limits, enable_prefix_caching, num_swap_blocks, store)
+        self.tables = tables_of(self.limits, enable_prefix_caching, num_swap_blocks, store, states)
         self.trace = self.tables.trace
         self.seed = seed
         self.order = order_of(scheduling_policy, user_weights)
@@ -202,6 +207,8 @@ class Scheduler:
         # the sequences that write blocks in this step
         self._writer_of: dict[Content | None, Sequence] = {}
         self._num_arrivals = 0
+        # A step has one run: steps failed that could not come again in parts.
+        self.runs_one = False
 
     def add(self, request: Request) -> None:
         """Accept a request into the queue, or refuse it and change nothing.
@@ -263,11 +270,11 @@ class Scheduler:
         runs = Runs() if is_steady else self._choose()
         if not (is_steady or runs):
             return None
-        moved = self.tables.begin_step()
-        copies = self.tables.take_copies()
         is_short = self.speculation is None and self.tables.is_one_group
         described = self.steady.describe(runs, self._describe, is_short)
         sequences, is_plain, preemptions = described
+        moved = self.tables.begin_step()  # after all that may evict: states are saved in runs
+        copies = self.tables.take_copies()
         batch = Batch(
             sequences,
             copies,
@@ -277,6 +284,8 @@ class Scheduler:
             self.tables.take_other_moves(),
             is_plain,
         )
+        if self.tables.states is not None:
+            batch = replace(batch, states=self.tables.states.begin_step())
         self._steps.append(_Step(batch, preemptions))
         for kind, pairs in zip(("swap_out", "swap_in"), moved, strict=True):
             if pairs:
@@ -323,11 +332,13 @@ class Scheduler:
             if run.num_drafts:
                 assert self.speculation is not None
                 self.speculation.take(seq, run, drawn, self.tables)
+                self.tables.register_states(seq)
                 results.append_all(seq, drawn, events)
                 continue
             seq.num_computed_tokens += len(run.token_ids)
             if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * self.tables.block_size:
                 self.tables.register(seq)
+            self.tables.register_states(seq)
             if run.num_samples == 0:
                 continue
             seq.num_pending -= 1
@@ -341,6 +352,9 @@ class Scheduler:
         # A request admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self.preemption.recompute(self.roster.running[-1])
+        if self.tables.states is not None:
+            self.tables.states.end_update()
+            self.tables.states.settle()
         return events
 
     def requests_of(self, batch: Batch) -> list[str]:
@@ -367,8 +381,23 @@ class Scheduler:
         for request_id in failed:
             self.abort(request_id)
         later = [step.batch for i, step in enumerate(self._steps) if i >= places[0]]
+        if self.tables.states is not None:
+            self.tables.states.end_update()
         self.preemption.revoke(batch, later)
         return failed
+
+    def can_run_again(self, batches: Seq[Batch]) -> bool:
+        """Return whether steps that have failed give the same when they run again, in parts.
+
+        What moved has perhaps been written since, and a state that has left its chunk does not come
+        back. Of a step with one run its request ends, so it need not come again.
+        """
+        states = self.tables.states
+        if any(batch.is_moving for batch in batches):
+            return False
+        if states is None or (len(batches) == 1 and len(batches[0].sequences) == 1):
+            return True
+        return all(map(states.can_run_again, batches))
 
     def finish(
         self,
@@ -450,6 +479,8 @@ class Scheduler:
     def _choose(self) -> Runs:
         """Return the runs of the next step; none if nothing can run now."""
         self._writer_of.clear()
+        if self.runs_one and self._steps:
+            return []
         runs, users = Runs(), self.newcomers.kept_waiting_by()
         if users:
             runs = self.admit_waiting(self.limits.max_num_batched_tokens, False, users)
@@ -496,7 +527,7 @@ class Scheduler:
             # A token in the same block as the one before it needs nothing.
             elif (n == 1 and start % block_size and not seq.shares_tail) or extend(seq, start + n):
                 runs.append((seq, n))
-                budget -= n
+                budget = 0 if self.runs_one else budget - n
                 i += 1
             else:
                 lacked_blocks = True
@@ -573,7 +604,7 @@ class Scheduler:
                 n = self._chunk_unless_written(sample, budget) if budget else 0
                 if n and tables.extend(sample, sample.num_scheduled_tokens + n):
                     runs.append((sample, n))
-                    budget -= n
+                    budget = 0 if self.runs_one else budget - n
         return runs
 
     def _chunk_unless_written(self, seq: Sequence, budget: int) -> int:
@@ -588,6 +619,8 @@ class Scheduler:
         if is_still and self._writer_of.get(content, seq) is not seq and not seq.scores_prompt:
             return 0
         n = self._chunk(seq, budget)
+        if n > 1 and tables.states is not None:
+            n = tables.states.cut(seq, n)
         end = seq.num_scheduled_tokens + n
         if content is not None and end >= (seq.num_registered_blocks + 1) * tables.block_size:
             self._writer_of.setdefault(content, seq)
@@ -628,6 +661,9 @@ class Scheduler:
         if drafts:
             token_ids, seeds = (seq.token_ids[start], *drafts), (seq.seed,)
             seq.num_pending = n
+        slot = -1
+        if self.tables.states is not None:
+            slot = self.tables.states.schedule(seq, start, start + n)
         blocks, told = seq.block_ids, seq.num_told_blocks
         seq.num_told_blocks = len(blocks)
         request = seq.request
@@ -649,4 +685,5 @@ class Scheduler:
             parents,
             self.tables.tell(seq),
             request.adapter,
+            slot,
         )

@@ -140,6 +140,8 @@ class Speculation:
             self._most,
             (tables.num_places(seq) + free) * tables.block_size - known,
         )
+        if tables.states is not None:
+            self._room = min(self._room, tables.states.num_drafts(seq))
         # A path through the drafts yields one more token than its length.
         most = min(self._room, seq.max_len - known - 1)
         drafts = self._drafts[seq.seq_id] = self.propose(seq, most)

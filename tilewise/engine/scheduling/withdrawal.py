@@ -32,6 +32,8 @@ def withdraw(scheduler: Scheduler) -> None:
                 seq.num_scheduled_tokens, seq.num_pending = seq.num_computed_tokens, 0
     scheduler._steps.clear()
     tables, running = scheduler.tables, scheduler.roster.running
+    if tables.states is not None:
+        tables.states.end_update()
     for number in range(len(scheduler.limits.windows)):
         batches = [step.batch.of_group(number) for step in steps]
         copies = {copy for batch in batches for _, copy in batch.block_copies}

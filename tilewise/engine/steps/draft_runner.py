@@ -34,15 +34,16 @@ __all__ = ["DraftingRunner", "Guesser", "check_speculative", "guesser_of"]
 def check_speculative(
     speculative: PromptLookup | DraftModel | OwnHead | None,
     device: torch.device,
-    has_graphs: bool,
     batch_invariant: bool = False,
+    *,
+    has_graphs_of_ranks: bool = False,
 ) -> None:
     """Refuse what cannot guess, or where nothing can be verified.
 
     Raises:
         TypeError: it is something else.
-        ValueError: steps are CUDA graphs, a draft model would be on a GPU, or guesses are trees
-            where a row's bits must not depend on them.
+        ValueError: ranks share a model whose steps are CUDA graphs, a draft model would be on a
+            GPU, or guesses are trees where a row's bits must not depend on them.
     """
     if speculative is None:
         return
@@ -50,13 +51,15 @@ def check_speculative(
         raise TypeError(
             f"speculative must be PromptLookup, DraftModel, OwnHead or None, got {speculative!r}"
         )
-    if has_graphs:
+    if has_graphs_of_ranks:
         raise ValueError(
-            "speculative must be None where steps are CUDA graphs (graphs='off' computes them op "
-            f"by op), got {speculative!r}"
+            "speculative must be None where tensor_parallel_size is above 1 and steps are CUDA "
+            f"graphs (graphs='off' computes them op by op), got {speculative!r}"
         )
     if isinstance(speculative, DraftModel) and device.type != "cpu":
-        raise ValueError(f"speculative must be PromptLookup or None on a GPU, got {speculative!r}")
+        raise ValueError(
+            f"speculative must be PromptLookup, OwnHead or None on a GPU, got {speculative!r}"
+        )
     if batch_invariant and getattr(speculative, "num_branches", 1) > 1:
         raise ValueError(
             "num_branches must be 1 with batch_invariant=True, the default on a CPU: the rows of a "
@@ -162,7 +165,8 @@ class Guesser:
     def guess(self, batch: Batch) -> Batch:
         """Return a batch with guesses in place of DRAFT."""
         if batch.block_copies:
-            self.draft.copy(torch.tensor(batch.block_copies, dtype=torch.int64))
+            pairs = torch.tensor(batch.block_copies, dtype=torch.int64)
+            self.draft.copy(pairs.to(self.draft.device))
         for seq_id in batch.left:
             self._num_known.pop(seq_id, None)
         self._left += batch.left

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +21,39 @@ from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.scheduling.speculative import DRAFT
 from tilewise.engine.steps.inputs import ModelInputs
-from tilewise.engine.steps.runner import ModelRunner, Samples
+from tilewise.engine.steps.runner import Samples
+from tilewise.engine.steps.verifying import VerifyingRunner
 from tilewise.models.multi_token_head import MultiTokenHead
+from tilewise.nn.context import AttentionContext
 
 __all__ = ["HeadGuesser"]
 
 
-class _HeadRunner(ModelRunner):
+class _HeadRunner(VerifyingRunner):
     """Runs the head, and keeps the hidden states of rows that are drawn from."""
 
     last: Tensor  # (R, E)
+
+    def __init__(self, head: MultiTokenHead, storage: KVStorage, **settings: Any) -> None:
+        super().__init__(head, storage, **settings)
+        self.head = head
+        width = head.config.hidden_size
+        self._previous = torch.zeros(len(self.ids), width, dtype=head.dtype, device=self.device)
+
+    def forward_of(self, rows: int, ctx: AttentionContext) -> Callable[[], Tensor]:
+        """Return what computes the hidden states of so many rows of the buffers."""
+        forward, previous = super().forward_of(rows, ctx), self._previous[:rows]
+
+        def compute() -> Tensor:
+            self.head.previous = previous
+            return forward()
+
+        return compute
+
+    def _write(self, inputs: ModelInputs, count: int, width: int) -> Tensor | None:
+        places = super()._write(inputs, count, width)
+        self.put(self._previous, self.head.previous, places)
+        return places
 
     def _forward(self, inputs: ModelInputs) -> Tensor:
         logits = super()._forward(inputs)
@@ -44,12 +68,32 @@ class HeadGuesser:
     Args:
         head: the head, over the embedding and the output head of the model.
         storage: its cache, of one layer and as many blocks as the model's.
+        max_num_seqs, max_model_len, num_drafts: see `VerifyingRunner`.
+        has_graphs: whether guesses are made by CUDA graphs.
         batch_invariant: see `ModelRunner`.
     """
 
-    def __init__(self, head: MultiTokenHead, storage: KVStorage, *, batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        head: MultiTokenHead,
+        storage: KVStorage,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_drafts: int,
+        has_graphs: bool,
+        batch_invariant: bool,
+    ) -> None:
         self.head = head
-        self.draft = _HeadRunner(head, storage, batch_invariant=batch_invariant)
+        self.draft = _HeadRunner(
+            head,
+            storage,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            num_drafts=num_drafts,
+            batch_invariant=batch_invariant,
+            pads=has_graphs,
+        )
         # Of a sequence: a position, and the hidden states of it and of those behind it, which the
         # head has not seen.
         self._unseen: dict[int, tuple[int, Tensor]] = {}
@@ -63,7 +107,8 @@ class HeadGuesser:
     def guess(self, batch: Batch) -> Batch:
         """Return a batch with guesses in place of DRAFT."""
         if batch.block_copies:
-            self.draft.copy(torch.tensor(batch.block_copies, dtype=torch.int64))
+            pairs = torch.tensor(batch.block_copies, dtype=torch.int64)
+            self.draft.copy(pairs.to(self.draft.device))
         for seq_id in batch.left:
             self._unseen.pop(seq_id, None)
         self._left += batch.left

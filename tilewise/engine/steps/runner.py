@@ -45,6 +45,7 @@ __all__ = [
     "Stoppable",
     "head_logits",
     "is_device_lost",
+    "largest_weight",
     "threads_for",
 ]
 
@@ -194,6 +195,12 @@ def head_logits(model: CausalModel) -> Callable[[Tensor], Tensor]:
     """
     found: Callable[[Tensor], Tensor] = getattr(model, "head_logits", model.compute_logits)
     return found
+
+
+def largest_weight(model: CausalModel) -> int:
+    """Return the elements of the largest weight of a layer."""
+    layers = getattr(model, "layers", [])
+    return max((x.numel() for layer in layers for x in layer.parameters()), default=0)
 
 
 class ModelRunner:

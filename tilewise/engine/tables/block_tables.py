@@ -18,7 +18,8 @@ and between the pools:
                        sequence begins its next block. Its number stays in the table for a step that
                        is unfinished or run again; later steps do not read it
     all or none        a sequence gets the blocks of a step in all groups, or in none
-    a hit is common    a prefix counts as cached if every group has it, see `cache.prefix`. The
+    a hit is common    a prefix counts as cached if every group has it, see `cache.prefix`, and
+                       there is a checkpoint of the states at its end, see `state_tables`. The
                        block inside which a hit ends is shared, too, until the sequence writes
                        there; then it is copied, in every group (`inside`)
 
@@ -56,6 +57,7 @@ from tilewise.engine.tables.moves import (
     seen,
     take,
 )
+from tilewise.engine.tables.state_tables import StateTables
 from tilewise.engine.tables.swap_space import BlockStore, Transfers
 
 __all__ = ["BlockTables", "Content"]
@@ -102,6 +104,7 @@ class BlockTables(Holdings):
         enable_prefix_caching: bool,
         num_swap_blocks: Seq[int] = (),
         stores: Seq[BlockStore] = (),
+        states: StateTables | None = None,
     ) -> None:
         super().__init__(
             num_blocks,
@@ -111,6 +114,7 @@ class BlockTables(Holdings):
             enable_prefix_caching,
             num_swap_blocks,
             stores,
+            states,
         )
         self.num_merged = 0
         self.blocks_peak = self.slots_peak = 0
@@ -136,6 +140,8 @@ class BlockTables(Holdings):
     @property
     def has_fenced(self) -> bool:
         """Whether blocks become free when unfinished steps finish."""
+        if self.states is not None and self.states.has_fenced:
+            return True
         return any(any(pool.fences) or any(pool.read) for pool in self.pools)
 
     def begin_step(self) -> tuple[Transfers, Transfers]:
@@ -173,6 +179,8 @@ class BlockTables(Holdings):
                 pool.read[index - 1] += read
         if self.memory is not None:
             self.memory.end_step(index)
+        if self.states is not None:
+            self.states.end_step(index)
 
     def parent_of(self, block: int) -> int:
         """Return the first group's block before a known one in its prefix; -1 where none is."""
@@ -187,6 +195,13 @@ class BlockTables(Holdings):
         places.told = [len(table) for table in places.tables]
         return others
 
+    def _lacks_checkpoint(self, hits: list[PrefixNode]) -> bool:
+        """Whether a hit's checkpoint is in main memory alone, and steps read all of the device."""
+        states = self.states
+        if states is None or not hits or hits[-1].blocks[states.group] >= 0:
+            return False
+        return self.allocator_of(states.group).num_free == 0
+
     def missing_blocks(self, seq: Sequence, spare: int) -> int:
         """Return how many blocks of the scarcest group must become free before reserve() can."""
         needs = self._demands(seq, self._match(seq))
@@ -194,7 +209,7 @@ class BlockTables(Holdings):
             need + spare - pool.allocator.num_free
             for need, pool in zip(needs, self.pools, strict=True)
         )
-        return max(0, *lacking)
+        return max(0, *lacking, self._lacks_checkpoint(self._match(seq)))
 
     def refuses(self, seq: Sequence, spare: int) -> bool:
         """Return whether reserve() would give a sequence nothing now."""
@@ -237,11 +252,25 @@ class BlockTables(Holdings):
         node = hits[-1] if hits else None
         self.places[seq] = Places(tables[1:], [0] * (len(tables) - 1), gone, node)
         seq.num_registered_blocks = len(hits)
+        if self.states is not None:
+            self._begin_state(seq, hits)
         inside = begin_inside(self, seq, spare, is_fresh=True)
         seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * size + inside
         if self.prefix is not None:
             self.prefix.count(seq.num_tokens, seq.num_computed_tokens)
         return True
+
+    def _begin_state(self, seq: Sequence, hits: list[PrefixNode]) -> None:
+        """Give a sequence a slot, filled from the checkpoint of the last block of a hit."""
+        states, prefix, checkpoint = self.states, self.prefix, -1
+        assert states is not None
+        depth = 0
+        if prefix is not None:
+            node = hits[-1] if hits else None
+            depth = prefix.depth(seq.token_ids, seq.request.salt, node, len(hits))
+        if hits:
+            [checkpoint], _ = take(self, states.group, hits[-1:], 0)
+        states.admit(seq, len(hits) * self.block_size, checkpoint, depth)
 
     def swap_out(self, family: list[Sequence]) -> bool:
         """Keep in main memory what all the sequences need to go on, or nothing.
@@ -261,6 +290,8 @@ class BlockTables(Holdings):
 
     def has_passed(self, seq: Sequence) -> bool:
         """Whether a later step, unfinished or taken back, let go of what its next token sees."""
+        if self.states is not None and self.states.has_passed(seq):
+            return True
         return any(
             gone > first_block(seq.num_computed_tokens, pool.window, self.block_size)
             for gone, pool in zip(self.places[seq].gone, self.pools, strict=True)
@@ -286,9 +317,12 @@ class BlockTables(Holdings):
         """Whether the next step brings some of a sequence's blocks from main memory."""
         if self.memory is None:
             return False
+        held = [self.held(seq, number) for number in range(len(self.pools))]
+        if self.states is not None:
+            held.append(self.states.restores_of(seq))
         return any(
-            room.coming and not room.coming.keys().isdisjoint(self.held(seq, number))
-            for number, room in enumerate(self.memory.rooms)
+            room.coming and not room.coming.keys().isdisjoint(blocks)
+            for blocks, room in zip(held, self.memory.rooms, strict=False)
         )
 
     def drop_swapped(self, seq: Sequence) -> None:
@@ -426,6 +460,8 @@ class BlockTables(Holdings):
         child.is_doubtful = parent.is_doubtful
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_scheduled_tokens = parent.num_scheduled_tokens
+        if self.states is not None:
+            self.states.fork(parent, child)
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
@@ -435,6 +471,8 @@ class BlockTables(Holdings):
             places = self.places.pop(seq)
             if self.prefix is not None:
                 self.prefix.drop(places.node)
+            if self.states is not None:
+                self.states.release(seq)
         seq.block_ids = []
         seq.shares_tail = seq.is_doubtful = False
         seq.num_registered_blocks = seq.num_told_blocks = 0
@@ -452,6 +490,11 @@ class BlockTables(Holdings):
             self.let_go(number, table[kept:])
             del table[kept:]
             self.retell(seq, number, kept)
+
+    def register_states(self, seq: Sequence) -> None:
+        """Make the checkpoints that a finished step has made of a sequence findable."""
+        if self.states is not None:
+            self.states.register(seq, self.places[seq].node, seq.num_registered_blocks)
 
     def register(self, seq: Sequence) -> None:
         """Make the blocks that became full findable; adopt older blocks of equal content."""
@@ -483,10 +526,11 @@ class BlockTables(Holdings):
 
         A short window may have passed one before its step had finished.
         """
-        return [
+        held = [
             self.table(seq, number)[place] if place >= gone else -1
             for number, gone in enumerate(self.places[seq].gone)
         ]
+        return held if self.states is None else [*held, -1]  # checkpoints come later
 
     def _merge(self, seq: Sequence, place: int, own: list[int], kept: list[int]) -> None:
         """Use blocks of equal content in place of a sequence's own, which are -1 for none."""
@@ -573,6 +617,9 @@ class BlockTables(Holdings):
         prefix.drop(places.node)
         places.node = found[-1]
         seq.num_registered_blocks = end
+        if self.states is not None:
+            [checkpoint], _ = take(self, self.states.group, found[-1:], 0)
+            self.states.move(seq, end * size, checkpoint)
 
     def next_content(self, seq: Sequence) -> Content | None:
         """Return the content of the first full block of known tokens that is not cached yet.
@@ -696,6 +743,8 @@ class BlockTables(Holdings):
 
         Counting the hits that are free is left for when more blocks are free than at the last time.
         """
+        if self._lacks_checkpoint(hits):
+            return True
         if not self.is_one_group:
             return any(
                 need > pool.allocator.num_free - spare

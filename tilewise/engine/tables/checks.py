@@ -65,6 +65,8 @@ def check_tables(tables: Holdings, holders: list[Sequence], waiting: list[Sequen
                 "registered blocks hold their tokens",
             )
         )
+    if tables.states is not None:
+        tables.states.check_integrity(holders)
     for holds, rule in rules:
         if not holds:
             raise AssertionError(f"broken invariant: {rule}")

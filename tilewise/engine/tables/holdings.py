@@ -14,6 +14,7 @@ from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache, PrefixNode
 from tilewise.engine.record.trace import Trace
 from tilewise.engine.request import Sequence
+from tilewise.engine.tables.state_tables import StateTables
 from tilewise.engine.tables.swap_space import BlockStore, SwapSpace
 
 __all__ = ["Holdings", "Places", "Pool"]
@@ -71,11 +72,14 @@ class Holdings:
         enable_prefix_caching: whether full blocks stay findable by content.
         num_swap_blocks: blocks of main memory for each group; () or zeros are none.
         stores: the store in main memory for each group's cold prefixes; () lets go of them.
+        states: the slots and checkpoints of layers with states; None for a model without. With
+            checkpoints they are one more group of the prefix cache, of main memory and of stores.
 
     Attributes:
         allocator: the pool of the first group.
         pools: the pools of all groups.
-        is_one_group: whether there is one group of layers, and it keeps every token.
+        is_one_group: whether there is one group of layers, it keeps every token, and no other layer
+            has a state.
         prefix: the index of the blocks that can be found; None without prefix caching.
         memory: main memory behind the pools; None without.
         places: the places of the blocks of each sequence that holds some, beside its block_ids.
@@ -94,6 +98,7 @@ class Holdings:
         enable_prefix_caching: bool,
         num_swap_blocks: Seq[int] = (),
         stores: Seq[BlockStore] = (),
+        states: StateTables | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
@@ -105,16 +110,29 @@ class Holdings:
         allocators = [BlockAllocator(count) for count in num_blocks]
         self.allocator = allocators[0]
         self.pools = [Pool(a, w) for a, w in zip(allocators, windows, strict=True)]
-        self.is_one_group = list(windows) == [None]
+        self.is_one_group = list(windows) == [None] and states is None
         self.prefix: PrefixCache | None = None
-        if enable_prefix_caching:
+        self.states = states
+        if states is None and enable_prefix_caching:
             self.prefix = PrefixCache(allocators, windows, block_size)
+        if states is not None and states.allocator is not None and enable_prefix_caching:
+            # Of checkpoints a hit needs the last one, as of blocks with a window of two keys.
+            self.prefix = PrefixCache([*allocators, states.allocator], [*windows, 2], block_size)
+            states.prefix = self.prefix
         self.trace = Trace(num_blocks[0], block_size)
         self.trace.watch(self.allocator)
         self.memory: SwapSpace | None = None
         if any(num_swap_blocks):
             self.memory = SwapSpace(num_swap_blocks, self.prefix, stores)
         self.places: dict[Sequence, Places] = {}
+
+    def allocator_of(self, number: int) -> BlockAllocator:
+        """Return the owners of group `number` of the prefix cache, checkpoints being the last."""
+        if number < len(self.pools):
+            return self.pools[number].allocator
+        assert self.states is not None
+        assert self.states.allocator is not None
+        return self.states.allocator
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return ceil(num_tokens / block_size)."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,28 +38,52 @@ class HostCache:
     Args:
         storage: the cache on the device.
         num_blocks: blocks of main memory, of every group of layers, or one number for each.
+        num_checkpoints: checkpoints of states in main memory; they are the group behind all others.
 
     Attributes:
         blocks: the memory, pinned where the device is a GPU.
+        checkpoints: the same of checkpoints, (num_checkpoints, bytes); None in a model without.
         group_shares: the bytes of each group's block as a share of a block of all groups.
 
     Raises:
         ValueError: main memory has no room.
     """
 
-    def __init__(self, storage: KVStorage, num_blocks: int | tuple[int, ...]) -> None:
+    def __init__(
+        self, storage: KVStorage, num_blocks: int | tuple[int, ...], num_checkpoints: int = 0
+    ) -> None:
         self.storage = storage
         is_cuda = storage.device.type == "cuda"
+        self.checkpoints: Tensor | None = None
         try:
-            self.blocks = KVStorage(storage.spec, num_blocks, "cpu", pinned=is_cuda)
+            spec = replace(storage.spec, states=()) if storage.layers else storage.spec
+            self.blocks = KVStorage(spec, num_blocks, "cpu", pinned=is_cuda)
+            if storage.states is not None and num_checkpoints:
+                width = storage.states.checkpoints.shape[1]
+                self.checkpoints = torch.empty(
+                    num_checkpoints, width, dtype=torch.uint8, pin_memory=is_cuda
+                )
         except (RuntimeError, MemoryError) as error:
             raise ValueError(
                 f"swap_space_gib must fit main memory, got {num_blocks} blocks of "
                 f"{storage.spec.bytes_per_block:,} bytes"
             ) from error
-        self.group_shares = storage.spec.group_shares
+        sizes = [storage.spec.group_block_bytes(i) for i in range(len(storage.parts))]
+        if self.checkpoints is not None:
+            sizes.append(self.checkpoints.shape[1])
+        self.group_shares = tuple(size / sum(sizes) for size in sizes)
         self._under_way: list[BlockTransfer] = []
         self._last: BlockTransfer | None = None  # they run in turn
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of blocks of each group; of checkpoints last, in a model that has some."""
+        own = () if self.storage.states is None else (self._num_checkpoints,)
+        return (*self.blocks.counts, *own)
+
+    @property
+    def _num_checkpoints(self) -> int:
+        return 0 if self.checkpoints is None else len(self.checkpoints)
 
     def move(self, batch: Batch) -> None:
         """Begin the transfers of a step, which is submitted next."""
@@ -67,7 +92,7 @@ class HostCache:
         if not batch.is_moving:
             return
         is_touched = False
-        for group in range(len(self.storage.parts)):
+        for group in range(len(self.storage.parts) + (self.checkpoints is not None)):
             part = batch.of_group(group)
             if part.swap_out:
                 self._under_way.append(self._out(part.swap_out, group))
@@ -77,6 +102,9 @@ class HostCache:
             if moved and not is_touched:
                 touched = {block for run in part.sequences for block in run.block_ids}
                 touched.update(block for pair in part.block_copies for block in pair)
+                if group == len(self.storage.parts):
+                    touched = {place for place, _, _ in batch.states.restores}
+                    touched.update(place for _, place, _ in batch.states.saves)
                 is_touched = not moved.isdisjoint(touched)
         self._last = self._under_way[-1]
         if is_touched:
@@ -116,18 +144,34 @@ class HostCache:
 
     def _parts(self, slot: int, group: int) -> list[Tensor]:
         """Views of a block's bytes, (layers, bytes)."""
+        if group == len(self.storage.parts):
+            assert self.checkpoints is not None
+            return [self.checkpoints[slot]]
         blocks = self.blocks.parts[group]
         layers = len(blocks.spec.groups[0].layers)
+        if not layers:
+            return []
         return [
             whole.view(torch.uint8).view(layers, blocks.num_blocks, -1)[:, slot]
             for whole in blocks.whole
         ]
 
     def _out(self, pairs: tuple[tuple[int, int], ...], group: int) -> BlockTransfer:
+        if group == len(self.storage.parts):
+            return self._swap_states(pairs, to_host=True)
         return _swap(self.storage.parts[group], self.blocks.parts[group], pairs)
 
     def _in(self, pairs: tuple[tuple[int, int], ...], group: int) -> BlockTransfer:
+        if group == len(self.storage.parts):
+            return self._swap_states(pairs, to_host=False)
         return _swap(self.blocks.parts[group], self.storage.parts[group], pairs)
+
+    def _swap_states(self, pairs: tuple[tuple[int, int], ...], *, to_host: bool) -> BlockTransfer:
+        assert self.storage.states is not None
+        assert self.checkpoints is not None
+        sides = self.storage.states.checkpoints, self.checkpoints
+        source, target = sides if to_host else sides[::-1]
+        return ops.swap_blocks(source, target, torch.tensor(pairs, dtype=torch.int64))
 
     def _wait(self) -> None:
         """Let the host wait for all transfers: a step may have finished before its own had."""

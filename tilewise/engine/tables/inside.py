@@ -45,6 +45,8 @@ def begin_inside(tables: Holdings, seq: Sequence, spare: int, *, is_fresh: bool)
     prefix, node, first = tables.prefix, tables.places[seq].node, seq.num_registered_blocks
     if prefix is None or node is None or tables.num_places(seq) <= first:
         return 0
+    if tables.states is not None:  # no checkpoint stands inside a block
+        return 0
     start, size = first * tables.block_size, tables.block_size
     wanted = seq.token_ids[start : min(start + size, seq.num_tokens - 1)]
     source, count = prefix.begins_inside(node, wanted)

@@ -68,7 +68,7 @@ def take(
     Returns:
         A block for each node, and `count` new ones.
     """
-    pool, found = tables.pools[number].allocator, [node.blocks[number] for node in nodes]
+    pool, found = tables.allocator_of(number), [node.blocks[number] for node in nodes]
     pool.share([block for block in found if block >= 0])
     lacking = [i for i, block in enumerate(found) if block < 0]
     if not lacking:
@@ -141,9 +141,12 @@ def revoke_moves(
     Returns:
         See `BlockTables.revoke`.
     """
-    if tables.memory is None:
-        return [], []
     spoilt, lost = dict[int, Sequence](), dict[int, Sequence]()
+    states = tables.states
+    if states is not None:
+        spoilt = {seq.seq_id: seq for seq in states.spoilt_by(batch)}
+    if tables.memory is None:
+        return list(spoilt.values()), []
     for number, room in enumerate(tables.memory.rooms):
         steps = [step.of_group(number) for step in later]
         moves = [(step.swap_out, step.swap_in, step.block_copies) for step in steps]
@@ -152,6 +155,10 @@ def revoke_moves(
         blocks, slots = spread(batch.of_group(number), moves)
         tables.memory.forget_slots(number, slots)
         tables.forget_blocks(number, sorted(blocks))
+        if states is not None and number == states.group:
+            for step in (batch, *later):
+                spoilt |= {seq.seq_id: seq for seq in states.filled_by(step, blocks)}
+            continue
         for seq in running:
             if not blocks.isdisjoint(tables.held(seq, number)):
                 spoilt[seq.seq_id] = seq

@@ -30,6 +30,8 @@ def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
     """
     if not swap_space_gib:
         return None
+    if storage.states is not None:
+        return _beside_states(storage, swap_space_gib)
     num_blocks = int(swap_space_gib * GIB) // storage.spec.bytes_per_block
     if num_blocks < 1:
         raise ValueError(
@@ -40,6 +42,18 @@ def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
         return HostCache(storage, num_blocks)
     part = swap_space_gib * GIB / storage.num_bytes
     return HostCache(storage, tuple(max(1, int(part * count)) for count in storage.counts))
+
+
+def _beside_states(storage: KVStorage, swap_space_gib: float) -> HostCache:
+    """Return main memory for blocks and checkpoints, as the device shares its own."""
+    assert storage.states is not None
+    checkpoints = storage.states.checkpoints
+    whole = checkpoints.nbytes + sum(
+        storage.spec.group_block_bytes(i) * count for i, count in enumerate(storage.counts)
+    )
+    part = swap_space_gib * GIB / max(whole, 1)
+    counts = tuple(max(1, int(part * count)) for count in storage.counts)
+    return HostCache(storage, counts, max(1, int(part * len(checkpoints))))
 
 
 def block_files(
@@ -54,7 +68,7 @@ def block_files(
         return None
     directory, most = Path(offload_dir), int(offload_gib * GIB)
     windows = host.storage.spec.windows
-    if windows == (None,):
+    if len(host.group_shares) == 1 and windows == (None,):
         return BlockFiles(directory, host, model, most)
     return GroupFiles(
         BlockFiles(

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 
 from tilewise.engine.tables.admission import Limits
 from tilewise.engine.tables.block_tables import BlockTables
+from tilewise.engine.tables.state_tables import StateLimits, StateTables
 from tilewise.engine.tables.swap_space import BlockStore
 
 __all__ = ["tables_of"]
@@ -16,6 +17,7 @@ def tables_of(
     enable_prefix_caching: bool,
     num_swap_blocks: int | Seq[int],
     store: BlockStore | Seq[BlockStore] | None,
+    states: StateLimits | None = None,
 ) -> BlockTables:
     """Return tables for the groups of layers of `limits`.
 
@@ -25,11 +27,13 @@ def tables_of(
         num_swap_blocks: blocks of main memory, of every group, or one number for each.
         store: the store in main memory for cold prefixes; a sequence with one for each group, where
             there are several.
+        states: the sizes of states; None for a model without. Its checkpoints are one more group
+            of main memory and of stores.
 
     Raises:
         ValueError: there is not one number, or one store, for each group.
     """
-    slots, num_groups = num_swap_blocks, len(limits.windows)
+    slots, num_groups = num_swap_blocks, len(limits.windows) + (states is not None)
     swaps = [slots] * num_groups if isinstance(slots, int) else [*slots]
     if len(swaps) != num_groups:
         raise ValueError(
@@ -38,6 +42,9 @@ def tables_of(
     stores = store if isinstance(store, Seq) else () if store is None else (store,)
     if stores and len(stores) != num_groups:
         raise ValueError(f"store must be one for each of {num_groups} groups, got {len(stores)}")
+    found = None
+    if states is not None:
+        found = StateTables(states, limits.max_num_seqs, limits.block_size, len(limits.windows))
     return BlockTables(
         (limits.num_blocks, *limits.other_blocks),
         limits.block_size,
@@ -46,4 +53,5 @@ def tables_of(
         enable_prefix_caching,
         swaps,
         stores,
+        found,
     )

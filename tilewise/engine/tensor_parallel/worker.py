@@ -145,7 +145,7 @@ class _Worker:
         self.group.meet()
         self.identity = ""
         self.model = load_shard(
-            config.model,
+            str(config.model),
             self.group,
             dtype=config.dtype,
             random_weights=config.random_weights,
@@ -155,7 +155,7 @@ class _Worker:
         )
         self.spec = spec_of(self.model.config, config)
         self.adapters: dict[int, LoadedAdapter] = {}
-        self._whole = read_config(config.model) if config.enable_lora else None
+        self._whole = read_config(str(config.model)) if config.enable_lora else None
         self.slots = self._slots() if self._whole is not None else None
         self.reader = BatchReader(self._new_matcher, self.adapters)
         self._options: Options | None = None
@@ -308,7 +308,7 @@ class _Worker:
     def _new_matcher(self, structured: StructuredOutputs) -> Any:
         settings = self.settings
         if self._options is None:
-            tokenizer = load_tokenizer(Path(self.config.model))
+            tokenizer = load_tokenizer(Path(str(self.config.tokenizer or self.config.model)))
             self._options = Options(tokenizer, settings["vocab_size"], settings["end_ids"])
         start = self._options.start_of(structured, is_tried=True)  # by the parent
 

@@ -25,11 +25,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descrip
 from tilewise.kernels.host.descriptors import Described, Maps, driver, encode, form_of
 from tilewise.kernels.host.memory import launches
 from tilewise.kernels.host.requests import is_recording, observed
+from tilewise.kernels.plan import Grid
 
 __all__ = [
     "Addressed",
     "Calls",
-    "Grid",
     "Prepared",
     "calls_of",
     "kind_of_integer",
@@ -37,7 +37,6 @@ __all__ = [
     "prepare_nested",
 ]
 
-Grid = tuple[int, int] | tuple[int, int, int]
 Slots = Callable[[list[Any]], Sequence[Any]]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
 _MAX_CALLS = 1024

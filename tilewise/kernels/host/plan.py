@@ -24,7 +24,6 @@ from tilewise.kernels.host.descriptors import Described
 from tilewise.kernels.host.launch import (
     Addressed,
     Calls,
-    Grid,
     Prepared,
     calls_of,
     kind_of_integer,
@@ -117,7 +116,7 @@ class Launch(plan.Launch):
     def __init__(
         self,
         kernel: Any,
-        grid: int | Grid,
+        grid: int | plan.Grid,
         leaves: list[Any],
         tuples: list[tuple[int, type, int]],
         options: dict[str, Any],
@@ -397,7 +396,7 @@ class Maker(plan.Maker):
         slot = self._inner.setdefault((found.buffer, found.offset), -1 - len(self._inner))
         return found._replace(slot=slot)
 
-    def launch(self, kernel: Any, grid: int | Grid, *arguments: Any, **options: Any) -> None:
+    def launch(self, kernel: Any, grid: int | plan.Grid, *arguments: Any, **options: Any) -> None:
         """Start `kernel` on `grid` programs; options: num_warps and constants, by name."""
         leaves, tuples = list(arguments), list[tuple[int, type, int]]()
         places = self._places

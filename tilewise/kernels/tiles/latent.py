@@ -11,6 +11,7 @@ from tilewise.kernels.tiles.paged import (
     PagedWork,
     SplitPlan,
     TileConfig,
+    has_only_mma_sync,
     padded_head_dim,
     plan_splits,
 )
@@ -34,8 +35,8 @@ def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
         return TileConfig(16, 16, 8, 1)  # float32 operands: a tile of keys is 36 KiB
     is_narrow = padded_head_dim(spec.v_head_dim) <= 256
     if spec.cache_dtype.itemsize == 1:
-        return TileConfig(min(tile_m, 32), *((32, 4, 3) if arch >= 90 else (16, 4, 2)))
-    if arch < 90:  # q and the sums share the registers
+        return TileConfig(min(tile_m, 32), *((16, 4, 2) if has_only_mma_sync(arch) else (32, 4, 3)))
+    if has_only_mma_sync(arch):  # q and the sums share the registers
         return TileConfig(min(tile_m, 32), 32 if is_narrow else 16, 8 if tile_m > 16 else 4, 2)
     if tile_m < 64:
         return TileConfig(tile_m, 32, 4, 3)

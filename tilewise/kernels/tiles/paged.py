@@ -79,6 +79,9 @@ MIN_SPLIT_KEYS = 64  # 1,024 keys alone: 1.3 us less than with 128 (H200, 2026-1
 LONE_KEYS = 128  # a table no wider than this is left whole: then nothing is merged
 INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
 PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 2026-11-20)
+# Of two stages four fit: with two programs 1 x 131,072 keys took 162 us in place of 133, 32 x 8,192
+# keys of 256 channels 149 in place of 139 (H200 as sm_80, 2026-11-29).
+PROGRAMS_OF_TWO_STAGES = 4
 # Where a plan tells programs what to read, splits are weighed by how many run at a time: 4 of the
 # split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
 RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
@@ -125,6 +128,11 @@ def parts_of_keys(head_dim: int) -> tuple[KeyPart, KeyPart]:
     return KeyPart(first, first), KeyPart(head_dim - first, rest)
 
 
+def has_only_mma_sync(arch: int) -> bool:
+    """Whether a GPU multiplies by single warps, out of their registers: all but 9.x to 11.x."""
+    return arch // 10 not in (9, 10, 11)
+
+
 def is_wide(spec: PagedSpec) -> bool:
     """Whether heads have more than 256 channels, of which a tile has half as many rows."""
     return max(spec.head_dim, spec.v_head_dim) > 256
@@ -159,22 +167,28 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     on each decode shape of `lab/tune_paged.py` (H200, bf16, D 128, block 16; 2026-11-20).
     Of 128 and more sequences that decode, 32 KiB and two steps: 256 x 1,024 keys, planned, take
     245.9 us in place of 249.3, 32 x 1,024 would take 41.3 in place of 40.9 (2026-11-23,
-    lab/results/tune_paged_planned_h200.json). Elsewhere, unmeasured: 32 KiB a step.
+    lab/results/tune_paged_planned_h200.json), and so of 256 channels: planned, 0.38 to 0.96 of a
+    read on six shapes in place of 0.35 to 0.69 (lab/results/decode_d256_h200.json, 2026-11-29).
+    Elsewhere 32 KiB and two steps, of narrower heads than 128 channels as on Hopper: as sm_80 on an
+    H200 0.86 to 0.94 of a read, of three steps 0.71 to 0.91 (bf16, block 16; 2026-11-29,
+    docs/design/ampere.md).
     """
     rows = run * spec.group_size
     if is_wide(spec):
         return _wide_config(spec, rows, arch)
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
     is_hopper = arch // 10 == 9
-    step_bytes, num_stages = (16384, 4) if is_hopper else (32768, 2)
-    is_measured = spec.cache_dtype.itemsize == 2 and row_bytes(spec) == 512
-    if is_hopper and is_measured and spec.max_seqlen_q == 1 and spec.num_seqs >= MANY_SEQS:
+    size = row_bytes(spec)
+    is_measured = spec.cache_dtype.itemsize == 2 and spec.max_seqlen_q == 1
+    is_crowd = size == 512 and spec.num_seqs >= MANY_SEQS
+    takes_more = is_measured and (is_crowd or (size == 1024 and tile_m == 16))
+    if takes_more or not (is_hopper or size < 512):
         step_bytes, num_stages = 32768, 2
-    tile_n = min(max(16, 1 << (step_bytes // row_bytes(spec)).bit_length() - 1), 128)
-    if not is_hopper and arch in WIDE_SHARED_MEMORY:
-        num_stages = 3
+    else:
+        step_bytes, num_stages = 16384, 4
+    tile_n = min(max(16, 1 << (step_bytes // size).bit_length() - 1), 128)
     # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
-    num_warps = 8 if tile_m == 64 and arch < 90 else 4
+    num_warps = 8 if tile_m == 64 and has_only_mma_sync(arch) else 4
     return TileConfig(tile_m, tile_n, num_warps, num_stages)
 
 
@@ -194,7 +208,7 @@ def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
         # Half of the rows in half of the warps: prompts take 3 % longer, 8 x 1,024 rows 273 us in
         # place of 265 (H200, tune_paged_rows_h200.json), and two programs fit a multiprocessor.
         return TileConfig(64, 32, 4, 2) if wide else TileConfig(64, 64, 4, 3)
-    if arch < 90:
+    if has_only_mma_sync(arch):
         return TileConfig(64, 32, 8, 2) if wide else TileConfig(128, 32, 8, 3)
     return TileConfig(128, 32, 8, 2) if wide else TileConfig(128, 64, 8, 3)
 
@@ -337,5 +351,8 @@ def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     else:
         split_run = 0 if spec.num_tokens == spec.num_seqs * longest else 1
     split_config = paged_split_config(spec, max(1, split_run), arch)
-    plan = plan_splits(spec, split_config, max(1, split_run), sm_count)
+    fits_four = split_config.tile_m == 16 and split_config.num_stages == 2 and not is_wide(spec)
+    programs = PROGRAMS_OF_TWO_STAGES if fits_four else PROGRAMS_PER_SM
+    run = max(1, split_run)
+    plan = plan_splits(spec, split_config, run, sm_count, programs_per_sm=programs)
     return PagedWork(split_run, split_config, plan, rows_config)

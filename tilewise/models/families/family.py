@@ -31,6 +31,11 @@ class Names:
         orders: the order of the rows of the first source, by our modules; see `RowOrder`.
         unit_dims: the dims of size 1, ascending, that the stored tensors of our parameters have
             besides.
+        renames: regular expressions of tensors' names, and what stands for them in those here.
+        whole: our parameters that some files store as one tensor, and its name there; its rows are
+            those of the parameter.
+        cut_anywhere: our parameters whose sources some files cut at other rows than most, as
+            transformers does where it saves unequal parts of one tensor as equal ones.
     """
 
     prefix: str
@@ -42,6 +47,9 @@ class Names:
     either: frozenset[str] = frozenset()
     orders: Mapping[str, RowOrder] | None = None
     unit_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    renames: tuple[tuple[str, str], ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
+    cut_anywhere: frozenset[str] = frozenset()
 
     def but(self, inner: Mapping[str, Sources] | None = None, **changes: Any) -> Names:
         """Return the names with other sources of what is in a layer, and other attributes."""
@@ -82,6 +90,8 @@ class Names:
             order=(self.orders or {}).get(module),
             either=rest in self.either,
             unit_dims=self.unit_dims.get(rest, ()),
+            is_cut_anywhere=rest in self.cut_anywhere,
+            whole=f"{place}{self.whole[rest]}" if rest in self.whole else None,
         )
 
 

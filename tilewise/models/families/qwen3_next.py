@@ -8,32 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tilewise.errors import CheckpointError
-from tilewise.models.config_fields import Json, count_or, flag
+from tilewise.models.config_fields import Json, count_or, flag, with_fields
 from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families.family import LLAMA_NAMES, Family, Names
 from tilewise.models.families.mixtures import expert_names, experts_of, named_dense
 from tilewise.models.hf_rope import read_rope
 from tilewise.models.layer_config import FeedForwardConfig, LayerConfig, NormConfig
-from tilewise.models.layer_fields import Sizes, layer_types, mixer_of
+from tilewise.models.layer_fields import Sizes, layers_that_attend, mixer_of
 from tilewise.models.unread_fields import must_be
 from tilewise.models.weight_table import gate_rows
 from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.gated_delta_net import GatedDeltaConfig
 
-__all__ = ["FAMILIES", "kinds_of_layers"]
-
-_KINDS = ("linear_attention", "full_attention")
-
-
-def kinds_of_layers(config: Json, num_layers: int, every: int) -> list[bool]:
-    """Return whether each layer has attention; by default every so many-th has."""
-    usual = [_KINDS[(i + 1) % every == 0] for i in range(num_layers)]
-    types = layer_types(config, num_layers, usual)
-    unknown = [name for name in types if name not in _KINDS]
-    if unknown:
-        raise CheckpointError(f"layer_types must be among {', '.join(_KINDS)}, got {unknown[0]!r}")
-    return [name == "full_attention" for name in types]
+__all__ = ["FAMILIES", "GATED_DELTA_NAMES"]
 
 
 def _layers(
@@ -60,9 +47,10 @@ def _layers(
     )
     must_be({"hidden_act": sizes.activation}, "hidden_act", "silu")  # of the convolution, too
     every = count_or(config, "full_attention_interval", 4)
+    usual = [(i + 1) % every == 0 for i in range(sizes.num_layers)]
     layers = (
         LayerConfig(attention, block(i)) if attends else LayerConfig(None, block(i), mixer=mixer)
-        for i, attends in enumerate(kinds_of_layers(config, sizes.num_layers, every))
+        for i, attends in enumerate(layers_that_attend(config, sizes.num_layers, usual))
     )
     return {
         **sizes.model,
@@ -93,10 +81,7 @@ def _qwen3_5_moe(config: Json) -> dict[str, Any]:
     inner = count_or(config, "moe_intermediate_size", 512)
     must_be(config, "norm_topk_prob", True)
     config.get("intermediate_size")  # of no layer
-    known = {name: config[name] for name in config}
-    sizes = _sizes(known | {"intermediate_size": inner})
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-        config.get(name)
+    sizes = _sizes(with_fields(config, intermediate_size=inner))
     experts = _experts(config, sizes, 8, True)
     return _layers(config, sizes, lambda _: experts)
 
@@ -140,7 +125,7 @@ def _ba_rows(
     return _by_key_head(net, key_heads, (heads, heads))
 
 
-_QWEN3_5_NAMES = LLAMA_NAMES.but(
+GATED_DELTA_NAMES = LLAMA_NAMES.but(
     {
         "mixer.qkvz_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
         "mixer.ba_proj": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
@@ -150,8 +135,12 @@ _QWEN3_5_NAMES = LLAMA_NAMES.but(
         "mixer.norm": "linear_attn.norm",
         "mixer.o_proj": "linear_attn.out_proj",
     },
-    orders={"attention.qkv_proj": gate_rows},
     unit_dims={"mixer.conv": (1,)},
+)
+"""The names in a Llama, and those of a gated delta net in place of attention."""
+
+_QWEN3_5_NAMES = GATED_DELTA_NAMES.but(
+    orders={"attention.qkv_proj": gate_rows},
     ignored=(*LLAMA_NAMES.ignored, r"mtp\..*"),  # a head that guesses the token after the next
 )
 _QWEN3_NEXT_NAMES = _QWEN3_5_NAMES.but(

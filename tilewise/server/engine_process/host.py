@@ -132,8 +132,8 @@ class Host:
         self._is_due = threading.Event()
         self._is_over = False
         self._step_told: float | None = None
-        self._loads: dict[int, Future[None]] = {}
-        self._load_numbers = itertools.count()
+        self._works: dict[int, Future[Any]] = {}
+        self._work_numbers = itertools.count()
 
     def run(self) -> None:
         """Serve until the server has gone."""
@@ -257,7 +257,15 @@ class Host:
             "caught_up": lambda: llm.loop.call(lambda: None),
             "reset_prefix_cache": llm.reset_prefix_cache,
             "load_lora_adapter": self._load,
-            "has_loaded": self._has_loaded,
+            "update_weights": lambda path, running: self._begin(
+                lambda: llm.update_weights(path, running=running)
+            ),
+            "sleep": lambda level, running: self._begin(lambda: llm.sleep(level, running=running)),
+            "wake": lambda: self._begin(llm.wake),
+            "read_weights": lambda: self._begin(llm.facts),
+            "facts": llm.facts,
+            "fingerprint_of": llm.fingerprint_of,
+            "has_ended": self._has_ended,
             "unload_lora_adapter": llm.unload_lora_adapter,
             "is_alive": lambda: llm.loop.is_alive,
             "close": self._close,
@@ -265,18 +273,20 @@ class Host:
         return calls[name](*arguments)
 
     def _load(self, name: str, path: str, replaces: bool) -> int:
-        """Begin to load an adapter, which may take minutes; return a number for `_has_loaded`."""
-        number = next(self._load_numbers)
-        self._loads[number] = beside(
-            lambda: self._llm.load_lora_adapter(name, path, replaces=replaces)
-        )
+        """Begin to load an adapter."""
+        return self._begin(lambda: self._llm.load_lora_adapter(name, path, replaces=replaces))
+
+    def _begin(self, work: Callable[[], object]) -> int:
+        """Begin what may take minutes; return a number for `_has_ended`."""
+        number = next(self._work_numbers)
+        self._works[number] = beside(work)
         return number
 
-    def _has_loaded(self, number: int) -> bool:
-        """Return whether an adapter is loaded, or raise why it is not; True and errors are last."""
-        if not self._loads[number].done():
+    def _has_ended(self, number: int) -> bool:
+        """Return whether something has ended, or raise what it raised; both are asked once."""
+        if not self._works[number].done():
             return False
-        self._loads.pop(number).result()
+        self._works.pop(number).result()
         return True
 
     def _close(self, timeout_s: float | None) -> bool:

@@ -31,6 +31,7 @@ from tilewise.engine.config import RequestTerms, Terms
 from tilewise.engine.daemons import beside
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tilewise.engine.recipe import Facts
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import model_directory
 from tilewise.engine.steps.embedding import (
@@ -325,9 +326,35 @@ class RemoteEngine(asyncio.Protocol):
 
     async def load_lora_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
         """Load an adapter, see `LLM.load_lora_adapter`; other calls are answered meanwhile."""
-        ask = partial(self._call, "load_lora_adapter", name, path, replaces)
-        number = await asyncio.wrap_future(beside(ask))
-        ask = partial(self._call, "has_loaded", number)
+        await self._until_ended("load_lora_adapter", name, path, replaces)
+
+    async def update_weights(self, path: str, *, running: str = "wait") -> None:
+        """Take other weights from a folder, see `LLM.update_weights`."""
+        await self._until_ended("update_weights", path, running)
+
+    async def sleep(self, level: int = 1, *, running: str = "wait") -> None:
+        """Give memory back, see `LLM.sleep`."""
+        await self._until_ended("sleep", level, running)
+
+    async def wake(self) -> None:
+        """Take requests again, see `LLM.wake`."""
+        await self._until_ended("wake")
+
+    async def facts(self) -> Facts:
+        """Return what answers depend on beside the request, see `LLM.facts`."""
+        await self._until_ended("read_weights")  # the first time
+        told = await asyncio.wrap_future(beside(partial(self._call, "facts")))
+        return Facts(**told)
+
+    async def fingerprint_of(self, adapter: str) -> str:
+        """Return the digest of an adapter by its name, see `LLM.fingerprint_of`."""
+        ask = partial(self._call, "fingerprint_of", adapter)
+        return str(await asyncio.wrap_future(beside(ask)))
+
+    async def _until_ended(self, name: str, *arguments: Any) -> None:
+        """Let the engine's process do what may take minutes; other calls are answered meanwhile."""
+        number = await asyncio.wrap_future(beside(partial(self._call, name, *arguments)))
+        ask = partial(self._call, "has_ended", number)
         while not await asyncio.wrap_future(beside(ask)):
             await asyncio.sleep(LOAD_POLL_S)
 

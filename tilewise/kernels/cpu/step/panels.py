@@ -40,7 +40,8 @@ def fresh_words(size: int) -> Tensor:
     whole = padded(size, 64)
     with _taking:
         if whole > len(_arena):
-            fresh = torch.empty(max(whole, _ARENA_BYTES) + 64, dtype=torch.uint8)
+            with torch.inference_mode(False):  # it is written to in either mode
+                fresh = torch.empty(max(whole, _ARENA_BYTES) + 64, dtype=torch.uint8)
             ask_for_huge_pages(fresh)
             fresh = fresh[-fresh.data_ptr() % 64 :]
             if whole > _ARENA_BYTES // 2:
@@ -126,8 +127,12 @@ def row_stride(count: int) -> int:
     return padded(count, WIDTH) + STEP
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Panels:
-    """Pack a (N, K) weight into panels; see the head of this file."""
+def pack(weight: Tensor, bias: Tensor | None = None, *, into: Panels | None = None) -> Panels:
+    """Pack a (N, K) weight into panels; see the head of this file.
+
+    Args:
+        into: the panels of an earlier weight of this shape and dtype, whose memory is written.
+    """
     outputs, inputs = weight.shape
     dtype, width = weight.dtype, elements_of(weight.dtype)
     rows, columns = padded(outputs, WIDTH), padded(inputs, STEP)
@@ -137,10 +142,19 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Panels:
         wide[:outputs, :inputs] = weight.detach()
     words = wide.contiguous().view(torch.int32 if width == 2 else dtype)
     parts = words.view(rows // WIDTH, GROUP, COLUMNS, columns // STEP, STEP // width)
-    packed = fresh_words(words.nbytes).view(words.dtype)
+    packed = (fresh_words(words.nbytes) if into is None else into.words).view(words.dtype)
     packed.view(parts.permute(0, 3, 1, 4, 2).shape).copy_(parts.permute(0, 3, 1, 4, 2))
+    if into is not None:
+        copy_bias(bias, into)
+        return into
     packed = packed.view(dtype)
     return Panels(packed, outputs, inputs, pad_bias(bias, rows), dtype)
+
+
+def copy_bias(bias: Tensor | None, into: Panels) -> None:
+    """Write a bias, where there is one, in place of the one of panels."""
+    if bias is not None and into.bias is not None:
+        into.bias[: len(bias)] = bias.detach().float()
 
 
 def pad_bias(bias: Tensor | None, count: int) -> Tensor | None:

@@ -46,7 +46,7 @@ def plan_bwd(call: Call) -> LaunchPlan:
     """
     is_mma = _is_mma(call.spec)
     arch = device.arch_of(call.device)
-    if is_mma and mma.why_not_bwd(call.spec, arch) is not None:
+    if is_mma and mma.why_not_bwd(call.spec) is not None:
         return portable.plan_bwd(call)
     if wide.is_wide(call.spec) and not is_mma:
         return portable.plan_bwd(call)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ from tilewise.kernels.gluon.backward.plan import (
     with_copied_bias,
     with_ungrouped_heads,
 )
-from tilewise.kernels.gluon.backward.span import Sequences
+from tilewise.kernels.gluon.backward.span import BwdVariant, Sequences
 from tilewise.kernels.gluon.backward.steps import (
+    Rows,
     launch_after,
     launch_before,
     launch_dkdv,
@@ -35,9 +38,41 @@ from tilewise.kernels.triton.attention import plan as portable
 from tilewise.kernels.triton.attention.geometry import extras_of
 from tilewise.kernels.triton.attention.tile import Extras
 
-__all__ = ["add_bwd", "nothing_seen", "scores_of", "variant_of", "why_not_bwd"]
+__all__ = [
+    "Gradients",
+    "Parts",
+    "add_around",
+    "add_bwd",
+    "rows_before",
+    "scores_of",
+    "variant_of",
+    "why_not_bwd",
+]
 
 _LOG2E = math.log2(math.e)
+
+
+class Parts(NamedTuple):
+    """What the kernels of a backward pass read and write."""
+
+    do: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    dq: Tensor
+    dk: Tensor  # of each query head where `spec` has ungrouped heads
+    dv: Tensor
+    bias: Tensor | None
+    spec: AttentionSpec
+    given: AttentionSpec  # the call's own
+    sequences: Sequences
+    extras: Extras
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def add_bwd(
@@ -48,8 +83,22 @@ def add_bwd(
     o: Tensor,
     lse: Tensor,
     tensors: AttentionTensors,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Add the backward pass to a plan.
+) -> Gradients:
+    """Add the backward pass to a plan; see `add_around`."""
+    return add_around(maker, spec, do, dlse, o, lse, tensors, _add_kernels)
+
+
+def add_around(
+    maker: Maker,
+    spec: AttentionSpec,
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    tensors: AttentionTensors,
+    add_kernels: Callable[[Maker, Parts], Rows],
+) -> Gradients:
+    """Add a backward pass to a plan, of which `add_kernels` adds what makes dq, dk and dv.
 
     Args:
         do: gradient of o, any strides.
@@ -62,7 +111,7 @@ def add_bwd(
     """
     q, k, v, bias, sinks = *tensors[:3], tensors.bias, tensors.sinks
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
-        return nothing_seen(maker, q, k, v, dlse, bias, sinks, spec)
+        return _nothing_seen(maker, q, k, v, dlse, bias, sinks, spec)
     q, k, v, do, o = (maker.addressable(x) for x in (q, k, v, do, o))
     sequences = Sequences(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqlens_k)
     mask = tensors.mask
@@ -77,64 +126,50 @@ def add_bwd(
         maker.empty((*x.shape[:-2], heads, x.shape[-1]), x.dtype)
         for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
     )
-    variant = variant_of(spec)
-    tiles_of_bias = None
-    if not has_separate_dq(spec):
-        tiles_of_bias = copied_bias(maker, spec, bias)
-    if tiles_of_bias is not None:
-        is_shared = spec.batch > 1 and extras.bias_batch == 0
-        variant = with_copied_bias(variant, is_shared=is_shared)
-    dbias = None
     if spec.is_varlen:
         zero_gaps(maker, dq, dk, dv, spec, sequences)
-    rows = launch_before(
-        maker,
-        q,
-        o,
-        do,
-        lse,
-        dlse,
-        spec,
-        sequences,
-        variant,
-        has_sums=not has_separate_dq(spec),
-    )
-    scores, places = scores_of(spec, extras)
-    if has_separate_dq(spec):
-        launch_dkdv(maker, do, q, k, v, dk, dv, rows, spec, sequences, scores, places, variant)
-        scores, places = scores_of(spec, extras, by_rows=True)
-        launch_dq(maker, do, q, k, v, dq, rows, given, sequences, scores, places, variant)
-    else:
-        launch_main(
-            maker,
-            do,
-            q,
-            k,
-            v,
-            o,
-            tiles_of_bias,
-            dq,
-            dk,
-            dv,
-            rows,
-            spec,
-            sequences,
-            scores,
-            places,
-            variant,
-        )
-        launch_after(maker, rows, dq, spec, sequences, variant, int(variant.flat))
+    parts = Parts(do, q, k, v, o, lse, dlse, dq, dk, dv, bias, spec, given, sequences, extras)
+    rows = add_kernels(maker, parts)
     if group_size > 1:
         dk, dv = sum_groups(maker, dk, group_size), sum_groups(maker, dv, group_size)
+    dbias = dsinks = None
     if bias is not None and spec.needs_dbias:
         # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
         row_terms = portable.launch_rows(maker, o, do, lse, dlse, given)
         beside = {"sequences": portable.sequences_of(tensors), "extras": extras}
         dbias = portable.launch_dbias(maker, do, q, k, v, *row_terms, bias, given, **beside)
-    dsinks = None
     if sinks is not None:
         dsinks = sum_sinks(maker, sinks, rows)
     return dq, dk, dv, dbias, dsinks
+
+
+def rows_before(maker: Maker, x: Parts, variant: BwdVariant, *, has_sums: bool) -> Rows:
+    """Add what comes before the kernels of a backward pass; see `steps.launch_before`."""
+    return launch_before(
+        maker, x.q, x.o, x.do, x.lse, x.dlse, x.spec, x.sequences, variant, has_sums=has_sums
+    )
+
+
+def _add_kernels(maker: Maker, x: Parts) -> Rows:
+    """Add Hopper's kernels."""
+    spec, extras = x.spec, x.extras
+    is_separate = has_separate_dq(spec)
+    variant = variant_of(spec)
+    tiles_of_bias = None if is_separate else copied_bias(maker, spec, x.bias)
+    if tiles_of_bias is not None:
+        is_shared = spec.batch > 1 and extras.bias_batch == 0
+        variant = with_copied_bias(variant, is_shared=is_shared)
+    rows = rows_before(maker, x, variant, has_sums=not is_separate)
+    scores, places = scores_of(spec, extras)
+    call = (rows, spec, x.sequences, scores, places, variant)
+    if is_separate:
+        launch_dkdv(maker, x.do, x.q, x.k, x.v, x.dk, x.dv, *call)
+        by_rows = scores_of(spec, extras, by_rows=True)
+        launch_dq(maker, x.do, x.q, x.k, x.v, x.dq, rows, x.given, x.sequences, *by_rows, variant)
+    else:
+        launch_main(maker, x.do, x.q, x.k, x.v, x.o, tiles_of_bias, x.dq, x.dk, x.dv, *call)
+        launch_after(maker, rows, x.dq, spec, x.sequences, variant, int(variant.flat))
+    return rows
 
 
 def scores_of(
@@ -175,7 +210,7 @@ def scores_of(
     return scores, tuple(place or 0 for place in places)
 
 
-def nothing_seen(
+def _nothing_seen(
     maker: Maker,
     q: Tensor,
     k: Tensor,
@@ -184,7 +219,7 @@ def nothing_seen(
     bias: Tensor | None,
     sinks: Tensor | None,
     spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> Gradients:
     """Return the gradients of a call without queries or keys: only sinks may have one."""
 
     def zeros(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -149,15 +149,43 @@ def with_copied_bias(variant: BwdVariant, *, is_shared: bool) -> BwdVariant:
     )
 
 
-def _variant_of_features(spec: AttentionSpec) -> BwdVariant:
-    """Return the code for a call's features.
+def features_of(spec: AttentionSpec, keys: int) -> dict[str, Any]:
+    """Return the fields of a variant that a call's features decide on any device.
 
-    Of lengths it depends on which sides of a window hide a key, and on the keys of the last tile.
+    Of lengths they depend on which sides of a window hide a key, and on the keys of the last of the
+    tiles, of so many `keys`.
     """
-    d = max(64, power_of_2(max(spec.head_dim, spec.v_head_dim)))
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    hides = left or right or lengths_vary
+    softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
+    has_mask = spec.mask_tile is not None
+    return {
+        "tile_n": keys,
+        "width": spec.head_dim,
+        "v_width": spec.v_head_dim,
+        "left": left,
+        "right": right,
+        "tail": lengths_vary or (spec.max_seqlen_k % keys > 0 and (hides or not has_mask)),
+        "packed": spec.is_varlen,
+        "ragged": spec.has_seqlens_k,
+        "positive": spec.softmax_scale > 0,
+        "softcap": softcap if spec.softcap > 0 else "none",
+        "alibi": spec.has_alibi,
+        "bias": spec.has_bias,
+        "bias_rows": False,
+        "bias_pairs": False,
+        "dropout": spec.dropout_threshold > 0,
+        "mask": has_mask,
+        "ruled": has_mask and hides,
+        "together": False,
+    }
+
+
+def _variant_of_features(spec: AttentionSpec) -> BwdVariant:
+    """Return the code for a call's features."""
+    d = max(64, power_of_2(max(spec.head_dim, spec.v_head_dim)))
     separate_dq = has_separate_dq(spec)
     dv = d
     d_high = 0
@@ -167,10 +195,10 @@ def _variant_of_features(spec: AttentionSpec) -> BwdVariant:
         stages = 3  # 2 % faster than two (D 192, Dv 128, N 4,096; H200, 2026-11-22)
     keys = SEPARATE_DQ_KEYS if separate_dq else KEYS
     ordered, last_first = order_of(spec)
-    softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
-    hides = left or right or lengths_vary
-    ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
-    drops = spec.dropout_threshold > 0
+    features = features_of(spec, keys)
+    left, drops = features["left"], features["dropout"]
+    varies = left or spec.is_varlen or spec.has_seqlens_k or spec.mask_tile is not None
+    ring = (ordered or d == 64) and not (varies or features["right"] or separate_dq)
     if drops and d == 64 and not separate_dq:
         stages = DROPPING_STAGES
     # 128 queries and the words of dropout do not fit the registers: 81 of 1,086 instructions of a
@@ -184,37 +212,20 @@ def _variant_of_features(spec: AttentionSpec) -> BwdVariant:
     # Beside dropout the loop grew from 801 to 964 instructions (D 128, a word for each query then).
     senders = ORDERED_SENDERS if ordered and not drops else 1
     return BwdVariant(
+        **features,
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
         tile_m=128 if long_steps else 64,
-        tile_n=keys,
         d=d,
         d_high=d_high,
         dv=dv,
-        width=spec.head_dim,
-        v_width=spec.v_head_dim,
         stages=stages,
         two_loops=d == 128 and not separate_dq and not ring and not (left and ordered),
-        left=left,
-        right=right,
-        tail=lengths_vary or (spec.max_seqlen_k % keys > 0 and (hides or not spec.mask_tile)),
-        packed=spec.is_varlen,
-        ragged=spec.has_seqlens_k,
-        positive=spec.softmax_scale > 0,
-        softcap=softcap if spec.softcap > 0 else "none",
-        alibi=spec.has_alibi,
-        bias=spec.has_bias,
-        bias_rows=False,
-        bias_pairs=False,
-        dropout=drops,
-        mask=spec.mask_tile is not None,
-        ruled=spec.mask_tile is not None and hides,
         ordered=ordered,
         ring=ring,
         last_first=last_first,
         prepost="none" if senders > 1 else _prepost_of_code(spec, d),
-        together=False,
         by_query=flat and ring,
-        flat=flat and not (left or lengths_vary or spec.mask_tile),
+        flat=flat and not varies,
         senders=senders,
     )
 

@@ -128,8 +128,8 @@ def launch_before(
         spec.max_seqlen_q,
         rows,
         count,
-        *_strides(o, spec),
-        *_strides(do, spec),
+        *strides_of(o, is_packed=spec.is_varlen),
+        *strides_of(do, is_packed=spec.is_varlen),
         lse_batch,
         lse_head,
         WIDTH=spec.v_head_dim,
@@ -176,7 +176,7 @@ def launch_after(
         spec.max_seqlen_q,
         dq.shape[0],
         rows.dq_sum.shape[1],
-        *_strides(dq, spec),
+        *strides_of(dq, is_packed=spec.is_varlen),
         spec.softmax_scale,
         WIDTH=spec.head_dim,
         D=variant.d,
@@ -463,10 +463,14 @@ def _planes(o: Tensor, spec: AttentionSpec) -> tuple[int, int]:
     return spec.batch * spec.num_q_heads, _padded(spec.max_seqlen_q)
 
 
-def _strides(x: Tensor, spec: AttentionSpec) -> tuple[int, int, int]:
-    """Return the (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units."""
-    batch, row, head = (0, *x.stride()[:2]) if spec.is_varlen else x.stride()[:3]
-    return batch // UNIT, row // UNIT, head // UNIT
+def strides_of(x: Tensor, *, is_packed: bool) -> tuple[int, int, int]:
+    """Return the (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units of 16 bytes."""
+    steps = [
+        step // UNIT if size > 1 else 0
+        for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    batch, row, head = (0, *steps) if is_packed else steps
+    return batch, row, head
 
 
 def _packed_rows(spec: AttentionSpec, q: Tensor, k: Tensor) -> tuple[int, int]:

@@ -113,14 +113,36 @@ def probabilities(
     edge or the end of the keys (and the left one, where a window is narrow), or "none"; BITS: a bit
     tile does.
     """
+    bias = block.bias
+    if tile.bias_stages > 0:
+        bias = _copied_bias(task.shared, step, tile, GROUP)
+    p, m, l, alpha = soften(s, m, l, block, bias, task, index, variant, EDGE, BITS)
+    if variant.dropout:  # after the sum: dropout does not change what the others are divided by
+        p = drop_pairs(pack(p, task.shared.v.dtype), block.words)
+    if variant.mask_keys > 0 and (EDGE != "none" or BITS):
+        _clear_values(block, task, step, tile, variant, BITS)
+    return p, m, l, alpha
+
+
+@gluon.jit
+def soften(
+    s,
+    m,
+    l,
+    block,
+    bias,
+    task,
+    index,
+    variant: gl.constexpr,
+    EDGE: gl.constexpr,
+    BITS: gl.constexpr,
+):
+    """Return p, m, l and alpha of one block of products s, before dropout; see `probabilities`."""
     MASKED: gl.constexpr = EDGE != "none" or BITS
     head = task.head
     added = None
     if variant.slanted:
         added = slant_of(s, head, block.first_key)
-    bias = block.bias
-    if tile.bias_stages > 0:
-        bias = _copied_bias(task.shared, step, tile, GROUP)
     if not variant.factored or variant.softcap != "none" or variant.slanted or variant.bias:
         s = logits(s, head, task.extras, block.first_key, bias, variant)
     if EDGE == "right":
@@ -132,14 +154,9 @@ def probabilities(
         s = hide(s, head, block.first_key, True, False)
     if BITS:
         s = hide_by_bits(s, block.bits)
-    p, m, l, alpha = fold(
+    return fold(
         s, m, l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias, added
     )
-    if variant.dropout:  # after the sum: dropout does not change what the others are divided by
-        p = drop_pairs(pack(p, task.shared.v.dtype), block.words)
-    if variant.mask_keys > 0 and MASKED:
-        _clear_values(block, task, step, tile, variant, BITS)
-    return p, m, l, alpha
 
 
 @gluon.jit

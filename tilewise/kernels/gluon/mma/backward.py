@@ -176,16 +176,27 @@ def _kept(like, head, tile, work, shape, scores, places, grids: gl.constexpr):
 
 
 @gluon.jit
-def _add_queries(dq, head, tile, work, shape, heads, variant: gl.constexpr):
+def _first_sum(head, tile, work, shape, variant: gl.constexpr):
+    """Return the row of the sums of dq at which a tile of queries begins."""
+    first = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
+    return first + work.start_row + tile * variant.tile_m
+
+
+@gluon.jit
+def _add_queries(dq, head, tile, owed, seen, work, shape, heads, variant: gl.constexpr):
     """Add a tile of dq to its sum; with variant.ordered when it is this CTA's turn.
 
-    Channels past the width of a head are zeros, for which the sum has room.
+    Channels past the width of a head are zeros, for which the sum has room. owed: the semaphore of
+    the tile of the step before, or -1: its turn ends here, long after all warps have added to it
+    (a barrier of this step is between), so that nothing waits for those sums to arrive. seen: what
+    the semaphore of this tile said when the step began; mostly the turn has come by then. Each
+    thread asks for itself, without a barrier; what it read orders its additions by the branch on
+    it, and nothing is read that others wrote. Returns the semaphore of this tile.
     """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
     LAYOUT: gl.constexpr = dq.type.layout
-    first = _plane(work, head, shape, variant).to(gl.int64) * shape.rows_per_plane
-    first += work.start_row + tile * TILE_M
+    first = _first_sum(head, tile, work, shape, variant)
     sums = heads.dq_sum + first * D
     row = gl.arange(0, TILE_M, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
@@ -193,24 +204,34 @@ def _add_queries(dq, head, tile, work, shape, heads, variant: gl.constexpr):
     columns_at = column // 8 * 64 + column % 2 * 32 + column % 8 // 2
     at = sums + (gl.expand_dims(rows_at, 1) + gl.expand_dims(columns_at, 0))
     if variant.ordered:
-        turn = heads.semaphores + first // TILE_M
+        at_turn = (first // TILE_M).to(gl.int32)
+        turn = heads.semaphores + at_turn
         rank = rank_of_tile(work, tile, shape, variant)
-        while gl.atomic_add(turn, 0, sem="acquire") < rank:
-            pass
+        _end_turn(owed, heads)
+        while seen < rank:
+            seen = gl.load(turn, volatile=True)
         if rank == 0:
             gl.store(at, dq)
         else:
             gl.atomic_add(at, dq, sem="relaxed")
-        partition_barrier()
-        gl.atomic_add(turn, 1, sem="release")
+        owed = at_turn
     else:
         gl.atomic_add(at, dq, sem="relaxed")
+    return owed
+
+
+@gluon.jit
+def _end_turn(owed, heads):
+    """Let the next CTA add to a tile of dq; owed: its semaphore, or -1."""
+    if owed >= 0:
+        gl.atomic_add(heads.semaphores + owed, 1, sem="release")
 
 
 @gluon.jit
 def _step(
     dk,
     dv,
+    owed,
     step,
     until,
     keys,
@@ -234,6 +255,10 @@ def _step(
     ONE: gl.constexpr = variant.stages == 1
     stage = step % variant.stages
     head, tile, number = _place(work, step, shape, scores, variant)
+    seen = 0
+    if variant.ordered:
+        turn = _first_sum(head, tile, work, shape, variant) // TILE_M
+        seen = gl.load(heads.semaphores + turn, volatile=True)
     async_copy.wait_group(0)
     if not ONE:
         _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
@@ -286,8 +311,8 @@ def _step(
     QUERIES: gl.constexpr = sum_layout(grids.queries[0], grids.queries[1])
     dq = gl.zeros([TILE_M, D], gl.float32, QUERIES)
     dq = _add_product(dq, bufs.ds.permute((1, 0)), bufs.k, KEYS)
-    _add_queries(dq, head, tile, work, shape, heads, variant)
-    return dk, dv
+    owed = _add_queries(dq, head, tile, owed, seen, work, shape, heads, variant)
+    return dk, dv, owed
 
 
 @gluon.jit
@@ -457,13 +482,15 @@ def attention_bwd_kernel(
     MASKS: gl.constexpr = (
         variant.left or variant.right or variant.tail or variant.packed or variant.mask
     )
+    owed = zero - 1
     masked = zero
     if MASKS:
         masked = masked_steps(work) * group_size
         for step in range(zero, masked):
-            dk, dv = _step(
+            dk, dv, owed = _step(
                 dk,
                 dv,
+                owed,
                 step,
                 until,
                 keys,
@@ -478,9 +505,10 @@ def attention_bwd_kernel(
                 True,
             )
     for step in range(masked, until):
-        dk, dv = _step(
+        dk, dv, owed = _step(
             dk,
             dv,
+            owed,
             step,
             until,
             keys,
@@ -495,6 +523,8 @@ def attention_bwd_kernel(
             False,
         )
     async_copy.wait_group(0)  # of a tile of keys that no query sees; its memory is used again
+    if variant.ordered:
+        _end_turn(owed, heads)
     dk = dk * scores.scale
     if variant.dropout:
         dv = dv * scores.keep_scale

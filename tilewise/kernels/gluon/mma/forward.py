@@ -4,7 +4,8 @@ What: o = softmax(s) v and lse, with s = softmax_scale * q k^T, capped, biased, 
 Grid: one CTA for each tile of `tile.rows` queries of a head, from much to little work.
 One CTA: four or eight warps, each of 16 rows of one or two parts: a warp multiplies what it loads
       of keys and values with all its rows.
-Traffic: q is read and o, lse are written once; k and v once per query tile (mostly from L2).
+Traffic: q is read and o, lse are written once; k and v once per query tile (mostly from L2); a bias
+      once, to shared memory beside the keys where its rows lie so (`tile.bias_stages`).
 Numerics: products in the input type with float32 sums; m, l, acc float32; exponentials in base 2.
 Rows that see nothing give o = 0, lse = -inf.
 """
@@ -24,20 +25,17 @@ from tilewise.kernels.gluon.device.logits import (
     Extras,
     factor_log2,
     head_of,
-    hide,
-    hide_by_bits,
-    logits,
-    slant_of,
 )
 from tilewise.kernels.gluon.device.warpgroup import LN2, pack, scale_rows, unpack
 from tilewise.kernels.gluon.device.warpgroup import sum_layout as shared_layout
 from tilewise.kernels.gluon.forward.scheduler import Work, rows_of_tile
-from tilewise.kernels.gluon.forward.softmax import finish, fold, partial_sums
+from tilewise.kernels.gluon.forward.softmax import finish, partial_sums
 from tilewise.kernels.gluon.forward.span import Mask, block_of_step, walk_of
-from tilewise.kernels.gluon.forward.step import Task, gather
+from tilewise.kernels.gluon.forward.step import Task, gather, soften
 from tilewise.kernels.gluon.mma.operands import (
     CHUNK,
     UNIT,
+    Rows,
     copy_layout,
     copy_rows,
     left_layout,
@@ -62,8 +60,8 @@ class Tile(NamedTuple):
     q_in_registers: bool
     padded: bool  # heads are narrower than d or dv
     dynamic: bool  # tiles go from much to little work
-    warpgroups: int = 1  # as Hopper's tiles have it, and the next
-    bias_stages: int = 0
+    warpgroups: int = 1  # as Hopper's tiles have it
+    bias_stages: int = 0  # blocks of the bias in shared memory: as many as of keys, or none
 
 
 class Shared(NamedTuple):
@@ -72,6 +70,7 @@ class Shared(NamedTuple):
     q: object  # (parts, rows of a part, d)
     k: object  # (stages, keys, d)
     v: object  # (stages, keys, dv)
+    bias: object  # (stages, rows, keys), None where registers load it
 
 
 class Row(NamedTuple):
@@ -149,44 +148,24 @@ def _add_values(acc0, acc1, p0, p1, v, tile: gl.constexpr):
 def _fold(
     s,
     row,
-    head,
     task,
     index,
+    PART: gl.constexpr,
     tile: gl.constexpr,
     variant: gl.constexpr,
     EDGE: gl.constexpr,
     BITS: gl.constexpr,
 ):
-    """Return packed p of a block of products s (rows, keys), and the Row, rescaled."""
+    """Return packed p of a block of products s (rows of a PART, keys), and the Row, rescaled."""
     KEYS: gl.constexpr = tile.keys
     S: gl.constexpr = shared_layout(KEYS, tile.warps)
     s = gl.convert_layout(s, S, assert_trivial=True)
     block = gather(task, index, tile, variant, EDGE, BITS, s.shape[0])
-    added = None
-    if variant.slanted:
-        added = slant_of(s, head, block.first_key)
-    if not variant.factored or variant.softcap != "none" or variant.slanted or variant.bias:
-        s = logits(s, head, task.extras, block.first_key, block.bias, variant)
-    if EDGE == "right":
-        s = hide(s, head, block.first_key, False, True)
-        if variant.left:  # noqa: SIM102 (constexpr)
-            if index >= task.walk.left_begin:
-                s = hide(s, head, block.first_key, True, False)
-    if EDGE == "left":
-        s = hide(s, head, block.first_key, True, False)
-    if BITS:
-        s = hide_by_bits(s, block.bits)
-    MASKED: gl.constexpr = EDGE != "none" or BITS
-    p, m, l, alpha = fold(
-        s,
-        row.m,
-        row.l,
-        task.factor,
-        variant.factored,
-        variant.bounded,
-        MASKED or variant.bias,
-        added,
-    )
+    bias = block.bias
+    if tile.bias_stages > 0:
+        ROWS: gl.constexpr = s.shape[0]
+        bias = task.shared.bias.index(index % tile.bias_stages).slice(PART * ROWS, ROWS).load(S)
+    p, m, l, alpha = soften(s, row.m, row.l, block, bias, task, index, variant, EDGE, BITS)
     p = pack(p, task.shared.v.dtype)
     if variant.dropout:
         p = drop_pairs(p, block.words)
@@ -203,6 +182,7 @@ def _step(
     q,
     keys,
     values,
+    bias,
     task0,
     task1,
     index,
@@ -218,17 +198,17 @@ def _step(
     stage = index % STAGES
     async_copy.wait_group(2 * STAGES - 2)
     following = index + STAGES - 1
-    _copy(values, following, shared.v, task0, FIRST, True, tile, variant)
+    _copy(values, None, following, shared.v, task0, FIRST, True, tile, variant)
     KEYS: gl.constexpr = tile.keys
     PART_ROWS: gl.constexpr = 16 * tile.warps
     zero = gl.zeros([PART_ROWS, KEYS], gl.float32, sum_layout(tile.warps))
     s0, s1 = _scores(q, shared.k.index(stage), zero, tile)
-    p0, row0 = _fold(s0, row0, task0.head, task0, index, tile, variant, EDGE, BITS)
+    p0, row0 = _fold(s0, row0, task0, index, 0, tile, variant, EDGE, BITS)
     p1 = p0
     if tile.parts == 2:
-        p1, row1 = _fold(s1, row1, task1.head, task1, index, tile, variant, EDGE, BITS)
+        p1, row1 = _fold(s1, row1, task1, index, 1, tile, variant, EDGE, BITS)
     async_copy.wait_group(2 * STAGES - 2)
-    _copy(keys, index + STAGES, shared.k, task0, False, False, tile, variant)
+    _copy(keys, bias, index + STAGES, shared.k, task0, False, False, tile, variant)
     acc0, acc1 = _add_values(row0.acc, row1.acc, p0, p1, shared.v.index(stage), tile)
     return Row(acc0, row0.m, row0.l), Row(acc1, row1.m, row1.l)
 
@@ -236,6 +216,7 @@ def _step(
 @gluon.jit
 def _copy(
     rows,
+    bias,
     index,
     memory,
     task,
@@ -246,7 +227,8 @@ def _copy(
 ):
     """Copy the keys or the values of step `index`, if there is one: a group of copies.
 
-    FIRST: it may be the first step, whose block may have fewer keys.
+    bias: the Rows of the bias, which come with the keys; None without any, or for values. FIRST: it
+    may be the first step, whose block may have fewer keys.
     """
     MASK: gl.constexpr = variant.mask_keys > 0
     if index < task.walk.steps:
@@ -261,6 +243,11 @@ def _copy(
         copy_rows(
             rows, first, memory.index(index % tile.stages), words, tile.warps, masked, tile.padded
         )
+        if bias is not None:
+            width = bias.width - first // UNIT
+            block_of_bias = Rows(bias.start + first, bias.stride, bias.begin, bias.end, width)
+            to = task.shared.bias.index(index % tile.stages)
+            copy_rows(block_of_bias, task.head.first_row, to, None, tile.warps, True, True)
     async_copy.commit_group()
 
 
@@ -401,10 +388,29 @@ def attention_fwd_kernel(
     PARTS: gl.constexpr = tile.parts
     PART_ROWS: gl.constexpr = 16 * tile.warps
     DTYPE: gl.constexpr = q.dtype.element_ty
+    bias_memory = None
+    bias_rows = None
+    if tile.bias_stages > 0:
+        BIAS: gl.constexpr = tensors.bias.dtype.element_ty
+        size: gl.constexpr = [tile.stages, tile.rows, tile.keys]
+        bias_memory = gl.allocate_shared_memory(BIAS, size, tile_layout(tile.keys))
+        bias_strides = (bias_batch, bias_row, bias_head)
+        none = rows.first_row * 0
+        bias_rows = rows_of(
+            tensors.bias,
+            rows.b,
+            none,
+            rows.h,
+            bias_strides,
+            0,
+            rows.length_q,
+            work.seqlen_k // UNIT,
+        )
     shared = Shared(
         gl.allocate_shared_memory(DTYPE, [PARTS, PART_ROWS, tile.d], tile_layout(tile.d)),
         gl.allocate_shared_memory(DTYPE, [tile.stages, tile.keys, tile.d], tile_layout(tile.d)),
         gl.allocate_shared_memory(DTYPE, [tile.stages, tile.keys, tile.dv], tile_layout(tile.dv)),
+        bias_memory,
     )
     key_head = rows.h // group_size
     rows_of_q = rows_of(q, rows.b, rows.first_q, rows.h, q_strides, 0, rows.length_q, width)
@@ -433,8 +439,9 @@ def attention_fwd_kernel(
     STAGES: gl.constexpr = tile.stages
     for stage in gl.static_range(STAGES):
         if stage > 0:
-            _copy(values, zero + (stage - 1), shared.v, task0, stage == 1, True, tile, variant)
-        _copy(keys, zero + stage, shared.k, task0, stage == 0, False, tile, variant)
+            index = zero + (stage - 1)
+            _copy(values, None, index, shared.v, task0, stage == 1, True, tile, variant)
+        _copy(keys, bias_rows, zero + stage, shared.k, task0, stage == 0, False, tile, variant)
     m = gl.full([PART_ROWS], float("-inf"), gl.float32, ROWS)
     KEYS: gl.constexpr = tile.keys
     DV: gl.constexpr = tile.dv
@@ -451,21 +458,69 @@ def attention_fwd_kernel(
         free_begin = gl.maximum(free_begin, 1)
     for index in range(0, free_begin):
         row0, row1 = _step(
-            row0, row1, queries, keys, values, task0, task1, index, tile, variant, EDGE, BITS
+            row0,
+            row1,
+            queries,
+            keys,
+            values,
+            bias_rows,
+            task0,
+            task1,
+            index,
+            tile,
+            variant,
+            EDGE,
+            BITS,
         )
     for index in range(free_begin, walk.free_end):
         row0, row1 = _step(
-            row0, row1, queries, keys, values, task0, task1, index, tile, variant, "none", False
+            row0,
+            row1,
+            queries,
+            keys,
+            values,
+            bias_rows,
+            task0,
+            task1,
+            index,
+            tile,
+            variant,
+            "none",
+            False,
         )
     if variant.left and not BITS:
         for index in range(gl.maximum(walk.free_end, free_begin), walk.steps):
             row0, row1 = _step(
-                row0, row1, queries, keys, values, task0, task1, index, tile, variant, "left", False
+                row0,
+                row1,
+                queries,
+                keys,
+                values,
+                bias_rows,
+                task0,
+                task1,
+                index,
+                tile,
+                variant,
+                "left",
+                False,
             )
     if variant.ruled and BITS:
         for index in range(gl.maximum(walk.free_end, free_begin), walk.steps):
             row0, row1 = _step(
-                row0, row1, queries, keys, values, task0, task1, index, tile, variant, EDGE, False
+                row0,
+                row1,
+                queries,
+                keys,
+                values,
+                bias_rows,
+                task0,
+                task1,
+                index,
+                tile,
+                variant,
+                EDGE,
+                False,
             )
     output = (o, lse, lse_batch, lse_head, tensors.maxima, tensors.sinks, keep_scale)
     _store(row0, task0, rows, output, o_strides, o_width, tile, variant)

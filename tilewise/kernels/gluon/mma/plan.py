@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.gluon.backward.launch import nothing_seen, scores_of
-from tilewise.kernels.gluon.backward.plan import (
-    has_separate_dq,
-    splits_groups,
-    with_ungrouped_heads,
+from tilewise.kernels.gluon.attention.bias import copied_bias
+from tilewise.kernels.gluon.backward.launch import (
+    Gradients,
+    Parts,
+    add_around,
+    rows_before,
+    scores_of,
 )
-from tilewise.kernels.gluon.backward.span import Sequences
-from tilewise.kernels.gluon.backward.steps import (
-    launch_after,
-    launch_before,
-    sum_groups,
-    sum_sinks,
-    zero_gaps,
-)
+from tilewise.kernels.gluon.backward.plan import has_separate_dq
+from tilewise.kernels.gluon.backward.steps import Rows, launch_after, strides_of
 from tilewise.kernels.gluon.forward.launch import (
     WIDEST_SOFTCAP,
     added_tensors,
@@ -39,8 +36,7 @@ from tilewise.kernels.gluon.mma.tiles import (
 )
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
-from tilewise.kernels.triton.attention import plan as portable
-from tilewise.kernels.triton.attention.geometry import bias_strides, extras_of
+from tilewise.kernels.triton.attention.geometry import bias_strides
 
 __all__ = [
     "GENERATIONS",
@@ -57,8 +53,6 @@ GENERATIONS = (8, 12)  # of devices that have mma.sync and nothing faster
 _UNIT = 8  # elements of 16 bytes
 _WIDEST = 256
 _MASK_ROWS = 128
-# Of 64 keys a tile an ordered gradient takes three times as long (sm_89, D 128, causal).
-_ORDERED_KEYS = 128
 _IN_EIGHTS = 2  # how the sum of dq lies, as `backward.rows` takes it
 
 
@@ -83,22 +77,20 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
     return None
 
 
-def strides_of(x: Tensor, *, is_packed: bool) -> tuple[int, int, int]:
-    """Return (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units of 16 bytes."""
-    steps = [
-        step // _UNIT if size > 1 else 0
-        for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    ]
-    batch, row, head = (0, *steps) if is_packed else steps
-    return batch, row, head
+def _in_eights(bias: Tensor) -> tuple[int, int, int, int]:
+    """Return (batch, head, row, key) strides of a result of `copied_bias`, in units of 16 bytes."""
+    batch, row, head = strides_of(bias, is_packed=False)
+    return batch, head, row, 1
 
 
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
 ) -> tuple[Tensor, ...]:
     """Add the forward pass to a plan; see `ops.attention` for shapes and rules."""
-    tile = tile or tile_config_fwd(spec, device.arch_of(maker.device))
     q, bias, heads = tensors.q, tensors.bias, spec.num_q_heads
+    tiles_of_bias = copied_bias(maker, spec, bias) if spec.max_seqlen_k % _UNIT == 0 else None
+    is_copied = tiles_of_bias is not None
+    tile = tile or tile_config_fwd(spec, device.arch_of(maker.device), bias_copied=is_copied)
     rows = q.shape[0] if spec.is_varlen else q.shape[1]
     o_shape = (*q.shape[:-1], spec.v_head_dim)
     lse_shape = (heads, rows) if spec.is_varlen else (spec.batch, heads, rows)
@@ -108,7 +100,12 @@ def add_fwd(
         return maker.full(o_shape, 0.0, q.dtype), *nothing
     o, lse = maker.empty(o_shape, q.dtype), maker.empty(lse_shape, torch.float32)
     strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
-    variant, numbers = choice(spec, tile, strides[2] != 0, bias_pairs)
+    shares_bias = False
+    if tile.bias_stages > 0:
+        assert tiles_of_bias is not None
+        strides, bias_pairs = _in_eights(tiles_of_bias), False
+        shares_bias = strides[0] == 0 and spec.batch > 1 and not spec.is_varlen
+    variant, numbers = choice(spec, tile, strides[2] != 0, bias_pairs, shares_bias)
     variant = variant._replace(short=False)
     added, upper_bound = added_tensors(maker, o, lse, spec, tensors, tile)
     results: tuple[Tensor, ...] = o, lse
@@ -150,14 +147,12 @@ def add_fwd(
     return results
 
 
-def why_not_bwd(spec: AttentionSpec, arch: int) -> str | None:
+def why_not_bwd(spec: AttentionSpec) -> str | None:
     """Say why the portable kernels make the gradient of `spec`, or return None."""
     if spec.mask_tile not in (None, (_MASK_ROWS, _MASK_ROWS)):
         return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
     if spec.deterministic and has_separate_dq(spec._replace(head_dim=64, v_head_dim=64)):
         return "a mask, or lengths without a diagonal, leave sums of dq no order"
-    if spec.deterministic and tile_config_bwd(spec, arch).keys < _ORDERED_KEYS:
-        return "sums of dq wait too long for one another between tiles of few keys"
     return None
 
 
@@ -170,47 +165,31 @@ def add_bwd(
     lse: Tensor,
     tensors: AttentionTensors,
     tile: BwdTile | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Add the backward pass to a plan; see `gluon.backward.launch.add_bwd`."""
+) -> Gradients:
+    """Add the backward pass to a plan; see `gluon.backward.launch.add_around`."""
     tile = tile or tile_config_bwd(spec, device.arch_of(maker.device))
-    q, k, v, bias, sinks = *tensors[:3], tensors.bias, tensors.sinks
-    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
-        return nothing_seen(maker, q, k, v, dlse, bias, sinks, spec)
-    q, k, v, do, o = (maker.addressable(x) for x in (q, k, v, do, o))
-    sequences = Sequences(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqlens_k)
-    extras = extras_of(
-        spec, bias=bias, alibi_slopes=tensors.alibi_slopes, mask=tensors.mask, philox=tensors.philox
-    )
-    given, group_size = spec, 1
-    mask_heads = 1 if tensors.mask is None else tensors.mask.columns.shape[1]
-    if splits_groups(spec, mask_heads, device.sm_count_of(maker.device)):
-        spec, group_size = with_ungrouped_heads(spec), spec.group_size
-    dq, dk, dv = (
-        maker.empty((*x.shape[:-2], heads, x.shape[-1]), x.dtype)
-        for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
-    )
+    add_kernels = functools.partial(_add_kernels, tile=tile)
+    return add_around(maker, spec, do, dlse, o, lse, tensors, add_kernels)
+
+
+def _add_kernels(maker: Maker, x: Parts, *, tile: BwdTile) -> Rows:
+    """Add the kernel, and what comes before and after it."""
+    spec = x.spec
     variant, grids = choice_bwd(spec, tile)
-    if spec.is_varlen:
-        zero_gaps(maker, dq, dk, dv, spec, sequences)
-    rows = launch_before(maker, q, o, do, lse, dlse, spec, sequences, variant, has_sums=True)
-    scores, places = scores_of(spec, extras)
+    rows = rows_before(maker, x, variant, has_sums=True)
+    scores, places = scores_of(spec, x.extras)
     num_tiles = -(-spec.max_seqlen_k // tile.keys)
-    steps = [strides_of(x, is_packed=spec.is_varlen) for x in (q, k, v, do, dk, dv)]
+    tensors = (x.q, x.k, x.v, x.do, x.dk, x.dv)
     maker.launch(
         attention_bwd_kernel,
         num_tiles * spec.batch * spec.num_kv_heads,
-        q,
-        k,
-        v,
-        do,
-        dk,
-        dv,
+        *tensors,
         rows.lse_log2,
         rows.delta,
         rows.dq_sum,
         rows.semaphores,
-        sequences,
-        *steps,
+        x.sequences,
+        *(strides_of(tensor, is_packed=spec.is_varlen) for tensor in tensors),
         spec.head_dim // _UNIT,
         spec.v_head_dim // _UNIT,
         spec.batch,
@@ -218,28 +197,18 @@ def add_bwd(
         spec.group_size,
         spec.max_seqlen_q,
         spec.max_seqlen_k,
-        *((q.shape[0], k.shape[0]) if spec.is_varlen else (0, 0)),
+        *((x.q.shape[0], x.k.shape[0]) if spec.is_varlen else (0, 0)),
         spec.window_left,
         spec.window_right,
         num_tiles,
         rows.section,
         rows.delta.shape[1],
-        spec.num_kv_heads // k.shape[-2],
+        spec.num_kv_heads // x.k.shape[-2],
         scores,
         *places,
         variant=variant,
         grids=grids,
         num_warps=grids.warps,
     )
-    launch_after(maker, rows, dq, spec, sequences, variant, _IN_EIGHTS)
-    if group_size > 1:
-        dk, dv = sum_groups(maker, dk, group_size), sum_groups(maker, dv, group_size)
-    dbias = dsinks = None
-    if bias is not None and spec.needs_dbias:
-        # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
-        row_terms = portable.launch_rows(maker, o, do, lse, dlse, given)
-        beside = {"sequences": portable.sequences_of(tensors), "extras": extras}
-        dbias = portable.launch_dbias(maker, do, q, k, v, *row_terms, bias, given, **beside)
-    if sinks is not None:
-        dsinks = sum_sinks(maker, sinks, rows)
-    return dq, dk, dv, dbias, dsinks
+    launch_after(maker, rows, x.dq, spec, x.sequences, variant, _IN_EIGHTS)
+    return rows

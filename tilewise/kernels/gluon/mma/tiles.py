@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
-from tilewise.kernels.gluon.backward.plan import order_of
+from tilewise.kernels.gluon.backward.plan import features_of, order_of
 from tilewise.kernels.gluon.backward.span import BwdVariant
 from tilewise.kernels.gluon.mma.backward import Grids
 from tilewise.kernels.gluon.mma.forward import Tile
@@ -35,8 +33,9 @@ _LONG, _SHORT = 2048, 512  # queries
 # those with 99 (sm_86, 89, 120). Kinds: "long" where all tiles cost the same and there are 2,048
 # queries or more, "short" where they do not and there are at most 512, "crowded" where a call adds
 # to the softmax what takes registers, "biased" where that is a bias, and no dropout or mask: 64
-# keys of it would spill 224 bytes, 33 moves of them in the loop (Triton 3.7, sm_89). A missing
-# "biased" takes the row of "crowded", any other that of "plain".
+# keys of it would spill 224 bytes, 33 moves of them in the loop (Triton 3.7, sm_89), "copied" where
+# cp.async brings this bias. A missing "copied" takes the row of "biased", that of "crowded", any
+# other that of "plain".
 # No row is taken whose CTAs would be fewer on such a device than on the one that measured it: at
 # D 128, blocks of 64 keys in two stages are 3 % faster where shared memory holds two such CTAs.
 # Measured on an H200 that ran the code of sm_80 (2026-11-29, bf16, 16,384 tokens, hidden 2,048),
@@ -47,19 +46,26 @@ _LONG, _SHORT = 2048, 512  # queries
 #          causal 225 / 283 / 351 / 365 (184 / 249 / 306 / 320)
 #   D 256: full 282 / 314 / 342 / 341 (285 / 308 / 327 / 324),
 #          causal 216 / 262 / 329 / 346 (211 / 249 / 284 / 291)
+# A bias of (1, Hq, N, N), N 4,096, full and causal, of the plain call: D 128 0.87 and 0.86 copied,
+# 0.62 and 0.61 loaded; 0.80 and 0.80 by the row for 99 KiB; D 64 0.75 and 0.75, 0.53 and 0.53; 0.67
+# and 0.69.
 # Rows for 99 KiB: D 128 full 290 / 319 / 360 / 361, causal 215 / 273 / 332 / 340; D 256 full
 # 245 / 269 / 293 / 295, causal 184 / 230 / 283 / 296.
 _LARGE = {
     (64, "plain"): _Row(stages=2, q_in_registers=True),
     (64, "crowded"): _Row(parts=1, stages=2, q_in_registers=True),
+    (64, "copied"): _Row(stages=2, q_in_registers=True),
     (128, "plain"): _Row(keys=32, stages=2),
     (128, "long"): _Row(warps=8, parts=1, keys=128, q_in_registers=True),
     (128, "crowded"): _Row(parts=1),
+    (128, "copied"): _Row(keys=32, stages=2),
     (256, "plain"): _Row(warps=8, parts=1),
     (256, "short"): _Row(parts=1, keys=32),
 }
 _SMALL = _LARGE | {
+    (64, "copied"): _Row(warps=8, parts=1, stages=2, q_in_registers=True),
     (128, "plain"): _Row(keys=32),
+    (128, "copied"): _Row(warps=8, parts=1, q_in_registers=True),
     (256, "plain"): _Row(warps=8, parts=1, keys=32),
     (256, "short"): _Row(warps=8, parts=1, keys=32),
     (256, "crowded"): _Row(parts=1),
@@ -67,8 +73,12 @@ _SMALL = _LARGE | {
 }
 
 
-def tile_config_fwd(spec: AttentionSpec, arch: int) -> Tile:
-    """Return how a CTA is cut for `spec` on compute capability `arch`."""
+def tile_config_fwd(spec: AttentionSpec, arch: int, *, bias_copied: bool = False) -> Tile:
+    """Return how a CTA is cut for `spec` on compute capability `arch`.
+
+    Args:
+        bias_copied: whether cp.async can bring the bias, as `attention.bias.copied_bias` has it.
+    """
     adds = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
     adds = adds or spec.softcap > 0 or spec.has_alibi
     # Blocks of 32 keys have no words of dropout and of masks.
@@ -77,7 +87,9 @@ def tile_config_fwd(spec: AttentionSpec, arch: int) -> Tile:
     dealt = differ or spec.window_right >= 0 or spec.window_left >= 0
     kind = "plain"
     if adds:
-        kind = "biased" if is_biased else "crowded"
+        kind = "crowded"
+        if is_biased:
+            kind = "copied" if bias_copied else "biased"
     elif dealt and spec.max_seqlen_q <= _SHORT:
         kind = "short"
     elif not dealt and spec.max_seqlen_q >= _LONG:
@@ -88,8 +100,8 @@ def tile_config_fwd(spec: AttentionSpec, arch: int) -> Tile:
 def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: bool) -> Tile:
     d, dv = _padded(head_dim), _padded(v_head_dim)
     rows, width = (_LARGE if is_large else _SMALL), max(d, dv)
-    row = rows.get((width, kind)) or rows.get((width, "crowded" if kind == "biased" else "plain"))
-    row = row or rows[width, "plain"]
+    others = {"copied": ("biased", "crowded"), "biased": ("crowded",)}.get(kind, ())
+    row = next(rows[width, name] for name in (kind, *others, "plain") if (width, name) in rows)
     channels = -(-head_dim // CHUNK.value) * CHUNK.value
     return Tile(
         warps=row.warps,
@@ -103,6 +115,7 @@ def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: b
         q_in_registers=row.q_in_registers and channels == d,
         padded=head_dim < d or v_head_dim < dv,
         dynamic=dealt,
+        bias_stages=row.stages if kind == "copied" and (width, kind) in rows else 0,
     )
 
 
@@ -135,7 +148,10 @@ class BwdTile(NamedTuple):
 #   D 64:  full 258 / 288 (244 / 281), causal 199 / 271 (185 / 249)
 #   D 128: full 278 / 315 (262 / 303), causal 217 / 299 (208 / 275)
 #   D 256: full 212 / 235 (227 / 255), causal 184 / 240 (181 / 231); two stages of queries, for
-#          which an A100 has no room: full 228 / 251
+#          which an A100 has no room: full 228 / 251; of 32 queries, which fit: full - / 224. Where
+#          do is copied apart from q, each as soon as it is used up, full calls make 225 for 231.
+#          For 99 KiB 16 queries of 64 keys make 158 full and 163 causal at 4,096, 32 of 32 134 and
+#          136: half as much is added to dq.
 # p and ds that go from product to product in registers, where warps lie over keys alone, are as
 # fast at D 64 and slower at D 128 (234 for 315).
 _BWD_LARGE = {
@@ -146,7 +162,7 @@ _BWD_LARGE = {
 _BWD_SMALL = {
     64: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
     128: BwdTile(64, 64, 4, (2, 2), (2, 2), (2, 2), stages=1),
-    256: BwdTile(32, 32, 8, (2, 4), (2, 4), (2, 4), stages=1),
+    256: BwdTile(16, 64, 8, (4, 2), (4, 2), (1, 8), stages=1),
 }
 
 
@@ -158,43 +174,20 @@ def tile_config_bwd(spec: AttentionSpec, arch: int) -> BwdTile:
 
 def choice_bwd(spec: AttentionSpec, tile: BwdTile) -> tuple[BwdVariant, Grids]:
     """Return the code that the backward pass of `spec` needs."""
-    lengths_vary = spec.is_varlen or spec.has_seqlens_k
-    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
-    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
-    hides = left or right or lengths_vary
     d, dv = _padded(spec.head_dim), _padded(spec.v_head_dim)
-    softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
-    has_mask = spec.mask_tile is not None
     ordered, last_first = order_of(spec._replace(head_dim=64, v_head_dim=64))
     variant = BwdVariant(
+        **features_of(spec, tile.keys),
         tile_m=tile.queries,
-        tile_n=tile.keys,
         d=d,
         d_high=0,
         dv=dv,
-        width=spec.head_dim,
-        v_width=spec.v_head_dim,
         stages=tile.stages,
         two_loops=not ordered or last_first,
-        left=left,
-        right=right,
-        tail=lengths_vary or (spec.max_seqlen_k % tile.keys > 0 and (hides or not has_mask)),
-        packed=spec.is_varlen,
-        ragged=spec.has_seqlens_k,
-        positive=spec.softmax_scale > 0,
-        softcap=softcap if spec.softcap > 0 else "none",
-        alibi=spec.has_alibi,
-        bias=spec.has_bias,
-        bias_rows=False,
-        bias_pairs=False,
-        dropout=spec.dropout_threshold > 0,
-        mask=has_mask,
-        ruled=has_mask and hides,
         ordered=ordered,
         ring=ordered and not last_first,
         last_first=last_first,
         prepost="none",
-        together=False,
         by_query=False,
         flat=False,
     )

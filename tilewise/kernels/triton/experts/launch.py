@@ -58,8 +58,8 @@ def launch(
     if is_sorted:
         row_tiles = most_row_tiles(rows, num_experts, tile.tile_m)
         table, place, row = _placed(chosen, num_experts, tile.tile_m, row_tiles)
-    # bfloat16 is unpacked by instructions for two numbers, which the interpreter does not know.
-    in_pairs = x.dtype == torch.bfloat16 and not device.interpreting()
+    # bfloat16 is unpacked by instructions for two numbers, which only NVIDIA's GPUs know.
+    in_pairs = x.dtype == torch.bfloat16 and device.runs_ptx()
     sizes = {
         "IN_PAIRS": in_pairs,
         "SORTED": is_sorted,

@@ -551,7 +551,7 @@ def _constants(spec: PagedSpec, config: TileConfig, arch: int) -> dict[str, Any]
         spec.dtype == torch.bfloat16
         and spec.cache_dtype in BYTE_DTYPES
         and config.tile_m < 64  # so few rows do not use Blackwell's own product
-        and not device.interpreting()
+        and device.runs_ptx()
     )
     arch = 90 if widens_once else arch
     rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim

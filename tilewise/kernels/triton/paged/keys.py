@@ -80,7 +80,7 @@ class Form(NamedTuple):
             and spec.dtype == torch.bfloat16
             and spec.cache_dtype.itemsize == 1
             and tile_m <= 16  # beside the sums of more rows, a widened tile would spill
-            and not device.interpreting()
+            and device.runs_ptx()
         )
         if widens_once and kind == E4M3_BITS.value:
             kind = E4M3.value

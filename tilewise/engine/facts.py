@@ -1,0 +1,128 @@
+"""What an engine's answers depend on: its weights, files, versions and the kind of its device."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.engine.recipe import Facts
+from tilewise.engine.settings import ResolvedConfig
+from tilewise.nn.experts import Experts
+from tilewise.nn.packed import PackedLinear
+from tilewise.nn.quantised import QuantisedLinear
+from tilewise.version import __version__
+
+__all__ = ["facts_of", "order_of"]
+
+# What a tokenizer is read from, and templates; see `tokenizer_files`.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def facts_of(model: nn.Module, config: ResolvedConfig, directory: Path) -> Facts:
+    """Return the facts of an engine; every weight is read.
+
+    Args:
+        model: the model as the engine holds it.
+        config: the engine's config.
+        directory: the folder of the tokenizer's files.
+    """
+    shape = getattr(model, "config", None)
+    return Facts(
+        weights=_weights_digest(model),
+        config=hashlib.sha256(repr(shape).encode()).hexdigest(),
+        tokenizer=_files_digest(directory),
+        template="",
+        order=order_of(config),
+    )
+
+
+def order_of(config: ResolvedConfig) -> dict[str, str]:
+    """Return what decides in which order sums are added up, by name.
+
+    Neither threads nor neighbours do, nor the length of a context: see docs/guide/exact.md.
+    """
+    library = "triton" if config.device.type == "cuda" else "numba"
+    told = {
+        "tilewise": __version__,
+        "torch": torch.__version__,
+        library: _version_of(library),
+        "device": _kind_of(config.device),
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "weight_dtype": config.weight_dtype,
+        "block_size": config.block_size,
+    }
+    return {name: str(value).removeprefix("torch.") for name, value in told.items()}
+
+
+def _kind_of(device: torch.device) -> str:
+    """Return the kind of a device: for a CPU the instructions that its kernels and torch's use."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    own = " ".join(ops.panels.instruction_sets())
+    return f"{platform.machine()} {own}, torch {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all weights with their names, in the layouts in which the engine has them."""
+    for name, module in model.named_modules():
+        for kind, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
+            yield f"{name}.{kind}", tensor
+        packed = []
+        if isinstance(module, PackedLinear):
+            packed = [module.panels]
+        elif isinstance(module, Experts) and module.packed is not None:
+            packed = [*module.packed.up, *module.packed.down]
+        elif isinstance(module, QuantisedLinear):
+            for i, part in enumerate(module.parts):
+                for kind, tensor in part.tensors().items():
+                    yield f"{name}.{i}.{kind}", tensor
+        for i, each in enumerate(packed):
+            yield f"{name}.panels.{i}", each.words
+            if each.bias is not None:
+                yield f"{name}.bias.{i}", each.bias
+
+
+def _weights_digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in _held(model):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        data = tensor.detach().contiguous().cpu().reshape(-1)
+        if data.numel():
+            digest.update(memoryview(data.view(torch.uint8).numpy().data))
+    return digest.hexdigest()
+
+
+def _files_digest(directory: Path) -> str:
+    digest, has_any = hashlib.sha256(), False
+    for name in _TOKENIZER_FILES:
+        path = directory / name
+        if path.is_file():
+            has_any = True
+            digest.update(f"{name}\n".encode() + path.read_bytes())
+    return digest.hexdigest() if has_any else ""

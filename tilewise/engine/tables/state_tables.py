@@ -1,0 +1,425 @@
+"""Which slot has a sequence's state, and which checkpoints of states are kept. No torch.
+
+A layer with a state remembers a whole text in one slot, so nothing of it is shared as blocks are.
+Every sequence that runs has a slot, from its admission until it loses its blocks. A slot changes in
+place: it knows the state at the start of the sequence's open chunk, and the chunk's tokens, so that
+tokens of that chunk are taken back by a smaller start, and others not at all.
+
+Checkpoints are to states what cached blocks are to keys: the prefix cache lists them, owners are
+counted, the least recently used one is given away, to main memory if there is some. To the cache
+they are one more group, of which a hit needs what its last block has: so a hit is as long as every
+group of layers, and the states, have what it needs. A checkpoint stands at the end of a chunk that
+is the end of a block, too. Kept are
+
+    ends        the last such place of a prompt, when it has been read
+    intervals   every `interval` tokens; runs of prompts end there
+    branches    where a prompt leaves what the cache knows of its tokens; its run ends there
+    tails       the last such place of a text that grows, in place of the tail before it, unless
+                somebody has gone on from that
+
+What a step does is told by its batch, see `StateMoves`. Steps run in turn, so a slot that becomes
+free is another's at once: a step that still writes it was begun before. A checkpoint that is made
+by a step is found when that has finished; one that is read has an owner until then.
+
+A sequence that is preempted leaves its blocks and its tail to the prefix cache, and so to main
+memory: it comes back by a hit. Forked sequences copy their parent's slot in the next step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import lcm
+
+from tilewise.cache.allocator import BlockAllocator
+from tilewise.cache.prefix import PrefixCache, PrefixNode
+from tilewise.engine.batch import Batch, StateMoves
+from tilewise.engine.request import Sequence
+
+__all__ = ["StateLimits", "StateTables"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateLimits:
+    """The sizes that states are kept within.
+
+    Attributes:
+        num_checkpoints: checkpoints of the device; 0 keeps none, and no prefix is found.
+        interval: tokens between two that are kept of a long text.
+        chunk: tokens of a chunk of the recurrence, from the start of a sequence.
+
+    Raises:
+        ValueError: a number is below 1, or that of checkpoints below 0.
+    """
+
+    num_checkpoints: int
+    interval: int
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        if self.num_checkpoints < 0:
+            raise ValueError(f"num_checkpoints must be at least 0, got {self.num_checkpoints}")
+        for name in ("interval", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class _Held:
+    """What is known of a running sequence's state.
+
+    Attributes:
+        slot: the number of its slot.
+        known: the position of its last checkpoint, saved or gone on from.
+        reached: tokens that steps have been given to read.
+        branch: a position at which a checkpoint is wanted; 0 for none.
+        tail: the node and the checkpoint of its tail; None without one.
+    """
+
+    slot: int
+    known: int = 0
+    reached: int = 0
+    branch: int = 0
+    tail: tuple[PrefixNode, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A checkpoint that a step makes.
+
+    Attributes:
+        num_preemptions: the number of times that the sequence had lost its blocks.
+        is_tail: True if it gives way to the sequence's next one.
+    """
+
+    seq: Sequence
+    num_preemptions: int
+    slot: int
+    checkpoint: int
+    position: int
+    is_tail: bool
+
+
+class StateTables:
+    """Give running sequences slots, and keep checkpoints of them.
+
+    Args:
+        limits: the sizes that states are kept within.
+        num_slots: sequences that run at once.
+        block_size: tokens of a block.
+        group: the number of checkpoints among the prefix cache's groups: the one behind all others.
+
+    Attributes:
+        allocator: the checkpoints' owners; None where none are kept.
+        prefix: the index that lists them; None without prefix caching. Set by the tables.
+        num_saved, num_restored: checkpoints made, and gone on from, since the start.
+    """
+
+    def __init__(self, limits: StateLimits, num_slots: int, block_size: int, group: int) -> None:
+        self.limits, self.num_slots, self.group = limits, num_slots, group
+        self.block_size = block_size
+        self.unit = lcm(limits.chunk, block_size)
+        self.interval = -(-limits.interval // self.unit) * self.unit
+        count = limits.num_checkpoints
+        self.allocator = BlockAllocator(count) if count else None
+        self.prefix: PrefixCache | None = None
+        self.num_saved = self.num_restored = 0
+        self._free = list(range(num_slots))[::-1]
+        self._held: dict[Sequence, _Held] = {}
+        self._unplaced: list[tuple[int, Sequence]] = []  # (slot of the parent, child)
+        self._restores: list[tuple[int, int, int]] = []
+        self._forks: list[tuple[int, int]] = []
+        self._saves: list[_Save] = []
+        # Of unfinished steps, the oldest first: checkpoints that they read, and those they make.
+        self._reads: deque[list[int]] = deque()
+        self._making: deque[list[_Save]] = deque()
+        self._made: list[_Save] = []
+        self._wanted: set[int] = set()  # checkpoints that no later tail replaces
+
+    @property
+    def num_used(self) -> int:
+        """Slots of running sequences."""
+        return self.num_slots - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Checkpoints that the prefix cache finds on the device."""
+        if self.allocator is None:
+            return 0
+        return sum(map(self.allocator.is_cached, range(self.allocator.num_blocks)))
+
+    @property
+    def has_fenced(self) -> bool:
+        """Whether checkpoints are let go of when unfinished steps finish."""
+        return any(self._reads)
+
+    def slot_of(self, seq: Sequence) -> int:
+        """Return the slot of a running sequence."""
+        return self._held[seq].slot
+
+    def num_lost(self, seq: Sequence) -> int:
+        """Return how many computed tokens a sequence would compute again behind its checkpoint."""
+        return max(seq.num_computed_tokens - self._held[seq].known, 0)
+
+    # Slots
+
+    def admit(self, seq: Sequence, position: int, checkpoint: int, depth: int) -> None:
+        """Give a sequence a slot, which the next step fills from a checkpoint.
+
+        Args:
+            seq: the sequence, which holds its blocks.
+            position: the tokens that it has computed: those of a hit.
+            checkpoint: the one of that position, of which it owns a share; -1 at position 0.
+            depth: the first blocks of its tokens whose content the cache has known.
+        """
+        branch = min(depth * self.block_size, seq.num_tokens - 1) // self.unit * self.unit
+        held = self._held[seq] = _Held(self._free.pop(), position, position, branch)
+        if position:
+            self._restore(held, checkpoint, position)
+
+    def move(self, seq: Sequence, position: int, checkpoint: int) -> None:
+        """Let a sequence go on from a longer hit than the one at its admission."""
+        held = self._held[seq]
+        self._forget_moves_to(held.slot)
+        held.known = held.reached = position
+        self._restore(held, checkpoint, position)
+
+    def _restore(self, held: _Held, checkpoint: int, position: int) -> None:
+        self._restores.append((checkpoint, held.slot, position))
+        self._wanted.add(checkpoint)
+        self.num_restored += 1
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new sequence begin with its parent's state; it gets its slot by `settle`."""
+        self._unplaced.append((self._held[parent].slot, child))
+        self._held[child] = _Held(
+            -1, self._held[parent].known, parent.num_computed_tokens, self._held[parent].branch
+        )
+
+    def settle(self) -> None:
+        """Give forked sequences their slots: those that had no seat have lost their blocks."""
+        for source, child in self._unplaced:
+            slot = self._held[child].slot = self._free.pop()
+            self._forks.append((source, slot))
+        self._unplaced.clear()
+
+    def release(self, seq: Sequence) -> None:
+        """Take a sequence's slot, unless another one has still to copy it: then that has it."""
+        held = self._held.pop(seq, None)
+        if held is None:
+            return
+        self._unplaced = [pair for pair in self._unplaced if pair[1] is not seq]
+        slot = held.slot
+        if slot < 0:
+            return
+        self._forget_moves_to(slot)
+        for place, (source, child) in enumerate(self._unplaced):
+            if source == slot:
+                self._held[child].slot = slot
+                del self._unplaced[place]
+                return
+        for place, (source, copy) in enumerate(self._forks):
+            if source == slot:
+                heir = next(other for other in self._held.values() if other.slot == copy)
+                heir.slot = slot
+                del self._forks[place]
+                slot = copy
+                break
+        self._free.append(slot)
+
+    def _forget_moves_to(self, slot: int) -> None:
+        """Do not fill a slot: whoever should have had it has lost it, or begins elsewhere."""
+        for each in [each for each in self._restores if each[1] == slot]:
+            self._restores.remove(each)
+            self._let_go([each[0]])
+        self._forks = [pair for pair in self._forks if pair[1] != slot]
+
+    # Runs
+
+    def cut(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many of the next tokens of a prompt to run, to end at a checkpoint."""
+        start, held = seq.num_scheduled_tokens, self._held[seq]
+        if self.prefix is None or seq.is_doubtful or num_tokens == 1:
+            return num_tokens
+        end = min(start + num_tokens, (start // self.interval + 1) * self.interval)
+        return (held.branch if start < held.branch < end else end) - start
+
+    def num_drafts(self, seq: Sequence) -> int:
+        """Return the most guesses behind a sequence's next token: none leaves its open chunk."""
+        chunk = self.limits.chunk
+        return chunk - 1 - (seq.num_scheduled_tokens + 1) % chunk
+
+    def schedule(self, seq: Sequence, start: int, end: int) -> int:
+        """Note a run of the step that is built; return the slot that it writes."""
+        held, chunk = self._held[seq], self.limits.chunk
+        held.reached = max(held.reached, end)
+        position = end // chunk * chunk
+        if (
+            self.allocator is not None
+            and self.prefix is not None
+            and not seq.is_doubtful
+            and position > held.known
+            and position % self.block_size == 0
+            and self.allocator.num_free
+        ):
+            [checkpoint] = self.allocator.allocate(1)
+            self._wanted.discard(checkpoint)
+            ends_prompt = start < seq.num_prompt_tokens <= end
+            is_tail = not (ends_prompt or position % self.interval == 0 or position == held.branch)
+            held.known = position
+            self._saves.append(
+                _Save(seq, seq.num_preemptions, held.slot, checkpoint, position, is_tail)
+            )
+        return held.slot
+
+    def has_passed(self, seq: Sequence) -> bool:
+        """Whether a step that was taken back may have left the chunk of the next token behind."""
+        chunk, computed = self.limits.chunk, seq.num_computed_tokens
+        return computed > 0 and self._held[seq].reached // chunk > computed // chunk
+
+    def can_run_again(self, batch: Batch) -> bool:
+        """Whether a step gives the same again: no slot leaves the chunk it was in before it."""
+        chunk, filled = self.limits.chunk, {slot for _, slot, _ in batch.states.restores}
+        return all(
+            run.start == 0
+            or run.state_slot in filled
+            or run.start // chunk == (run.start + len(run.token_ids)) // chunk
+            for run in batch.sequences
+        )
+
+    # Steps
+
+    def begin_step(self) -> StateMoves:
+        """Return what the step that begins now does with states."""
+        moves = StateMoves(
+            tuple(self._restores),
+            tuple(self._forks),
+            tuple((save.slot, save.checkpoint, save.position) for save in self._saves),
+        )
+        self._reads.append([checkpoint for checkpoint, _, _ in self._restores])
+        self._making.append(self._saves)
+        self._restores, self._forks, self._saves = [], [], []
+        return moves
+
+    def end_step(self, index: int) -> None:
+        """Note that unfinished step `index`, 0 the oldest, has finished or never will."""
+        reads, self._made = self._reads[index], [*self._made, *self._making[index]]
+        del self._reads[index], self._making[index]
+        if index == 0:
+            self._let_go(reads)
+        else:
+            self._reads[index - 1] += reads
+
+    def register(self, seq: Sequence, node: PrefixNode | None, num_registered: int) -> None:
+        """Let what a finished step has kept of a sequence be found.
+
+        Args:
+            seq: the sequence, whose full blocks are registered.
+            node: the node of its last registered block.
+            num_registered: the number of these blocks.
+        """
+        for save in [save for save in self._made if save.seq is seq]:
+            depth = save.position // self.block_size
+            if (
+                save.num_preemptions != seq.num_preemptions
+                or node is None
+                or seq.is_doubtful
+                or depth > num_registered
+            ):
+                continue  # it is let go of by `end_update`
+            self._made.remove(save)
+            at: PrefixNode = node
+            for _ in range(num_registered - depth):
+                assert at.parent is not None
+                at = at.parent
+            self._put(self._held[seq], save, at)
+
+    def _put(self, held: _Held, save: _Save, node: PrefixNode) -> None:
+        assert self.prefix is not None
+        kept = self.prefix.put(node, self.group, save.checkpoint)
+        self._let_go([save.checkpoint])
+        self.num_saved += kept == save.checkpoint
+        if not save.is_tail:
+            self._wanted.add(kept)
+        before, held.tail = held.tail, None
+        if save.is_tail and kept == save.checkpoint:
+            held.tail = (node, kept)
+        if before is not None:
+            self._drop_tail(*before)
+
+    def _drop_tail(self, node: PrefixNode, checkpoint: int) -> None:
+        """Let go of a tail that a later one replaces, if nobody has gone on from it."""
+        assert self.prefix is not None
+        assert self.allocator is not None
+        is_there = node.blocks[self.group] == checkpoint
+        if is_there and checkpoint not in self._wanted and not self.allocator.ref_count(checkpoint):
+            self.prefix.forget_block(self.group, checkpoint)
+
+    def end_update(self) -> None:
+        """Let go of checkpoints of finished steps whose sequences have ended or lost their
+        blocks."""
+        made, self._made = self._made, []
+        self._let_go([save.checkpoint for save in made])
+
+    def spoilt_by(self, batch: Batch) -> list[Sequence]:
+        """Return the sequences whose slots a step that never ran was to fill."""
+        slots = {slot for _, slot, _ in batch.states.restores}
+        slots |= {copy for _, copy in batch.states.forks}
+        return [seq for seq, held in self._held.items() if held.slot in slots]
+
+    def filled_by(self, batch: Batch, checkpoints: Collection[int]) -> list[Sequence]:
+        """Return the sequences whose slots a step, or the next one, fills from any of these."""
+        restores = (*batch.states.restores, *self._restores)
+        slots = {slot for checkpoint, slot, _ in restores if checkpoint in checkpoints}
+        return [seq for seq, held in self._held.items() if held.slot in slots]
+
+    def restores_of(self, seq: Sequence) -> list[int]:
+        """Return the checkpoints from which the next step fills a sequence's slot."""
+        slot = self._held[seq].slot
+        return [checkpoint for checkpoint, target, _ in self._restores if target == slot]
+
+    def _let_go(self, checkpoints: list[int]) -> None:
+        if checkpoints:
+            assert self.allocator is not None
+            self.allocator.release(checkpoints)
+
+    def check_integrity(self, holders: list[Sequence]) -> None:
+        """Verify that slots, checkpoints and sequences agree.
+
+        Raises:
+            AssertionError: an invariant is broken, and the message names it.
+        """
+        slots = [self._held[seq].slot for seq in holders if seq in self._held]
+        pool = self.allocator
+        owners: dict[int, int] = {}
+        for checkpoint in (
+            *(each[0] for each in self._restores),
+            *(checkpoint for reads in self._reads for checkpoint in reads),
+            *(save.checkpoint for saves in self._making for save in saves),
+        ):
+            owners[checkpoint] = owners.get(checkpoint, 0) + 1
+        counts = {}
+        if pool is not None:
+            pool.check_integrity()
+            found = ((i, pool.ref_count(i)) for i in range(pool.num_blocks))
+            counts = {i: count for i, count in found if count}
+        targets = [each[1] for each in (*self._restores, *self._forks)]
+        sources = {source for source, _ in self._forks}
+        rules = [
+            (set(holders) == set(self._held), "exactly the running sequences have slots"),
+            (
+                sorted([*slots, *self._free]) == list(range(self.num_slots)),
+                "a slot is free, or one sequence's",
+            ),
+            (not (self._unplaced or self._made), "nothing is left over from an update"),
+            (owners == counts, "a checkpoint's owners are the steps that read or make it"),
+            (
+                len(set(targets)) == len(targets) and sources.isdisjoint(targets),
+                "a slot is filled once, and no source of a copy is",
+            ),
+            (set(targets) <= set(slots), "what is filled is held"),
+        ]
+        for holds, rule in rules:
+            if not holds:
+                raise AssertionError(f"broken invariant: {rule}")

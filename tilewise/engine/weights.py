@@ -1,0 +1,225 @@
+"""Where an engine's new weights come from: checked whole, before the first of them is written.
+
+A source is a model that lives in this process, named tensors, or a checkpoint's folder. Each gives
+the parameters of the decoder as they were before it was packed; `models.sharing.refill` writes
+them where the old ones lie, so that addresses stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import CheckpointError, shown
+from tilewise.models.config import ModelConfig
+from tilewise.models.registry import empty_model, load_model
+
+__all__ = [
+    "LiveWeights",
+    "NamedWeights",
+    "Weights",
+    "check_finite",
+    "folder_weights",
+]
+
+
+class Weights(Protocol):
+    """New weights for an engine."""
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """Refuse weights that are not those of the engine's model.
+
+        Args:
+            wanted: the parameters of the model before it was packed, on "meta", by name.
+
+        Raises:
+            CheckpointError: a name is missing or unknown, or a tensor has another shape or dtype,
+                or is not finite; the message names it.
+        """
+        ...
+
+    def held(self, name: str) -> Tensor:
+        """Return a parameter by its name."""
+        ...
+
+
+class LiveWeights:
+    """The weights of a model that lives, and is trained, in this process.
+
+    Args:
+        model: the model; it may have parametrisations, which are then computed when asked for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._versions: tuple[int, ...] = ()
+        self.note()
+
+    def held(self, name: str) -> Tensor:
+        """Return a parameter as it is now.
+
+        Raises:
+            AttributeError: the model has no such parameter.
+        """
+        place, _, own = name.rpartition(".")
+        found = getattr(self.model.get_submodule(place), own)
+        if not isinstance(found, Tensor):
+            raise AttributeError(name)
+        return found
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """See `Weights`; the dtype of a model may be another than the engine's."""
+        with torch.no_grad():
+            found = {name: self.held(name).detach() for name in wanted}
+        for name, shape in wanted.items():
+            _check_shape(name, found[name], shape)
+        check_finite(found)
+
+    def note(self) -> None:
+        """Remember that an engine has the weights as they are now."""
+        self._versions = self._now()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether an operation has written to a parameter since `note`; one through .data hides."""
+        return self._now() != self._versions
+
+    def _now(self) -> tuple[int, ...]:
+        return tuple(parameter._version for parameter in self.model.parameters())
+
+
+class NamedWeights:
+    """Tensors by a checkpoint's names, all of a model's; they are referred to, not copied.
+
+    Args:
+        tensors: names and tensors, in any order; each has memory of its own until the update is
+            done.
+        config: the configuration of the engine's model.
+        dtype: the dtype of the engine's parameters.
+
+    Raises:
+        CheckpointError: a name comes twice.
+        TypeError: something is no tensor.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        config: ModelConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        self._given: dict[str, Tensor] = {}
+        for pair in pairs:
+            name, tensor = _pair(pair)
+            if name in self._given:
+                raise CheckpointError(f"tensor {name} must come once, got it twice")
+            self._given[name] = tensor.detach()
+        self._meta = empty_model(config, dtype, "meta")
+        self._table = {weight.name: weight for weight in self._meta.weight_table()}
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """See `Weights`."""
+        model, known = self._meta, set[str]()
+        for weight in self._table.values():
+            for source, part in weight.parts(wanted[weight.name]):
+                name = self._name_of(source)
+                if name not in self._given:
+                    raise CheckpointError(f"weights must hold tensor {source}, got none")
+                known.add(name)
+                _check_shape(name, self._given[name], part, either=weight.either)
+                if self._given[name].dtype != part.dtype:
+                    raise CheckpointError(
+                        f"tensor {name} must be {part.dtype}, got {self._given[name].dtype}"
+                    )
+        if model.lm_head is None:
+            known.add("lm_head.weight")  # a tied head may come nevertheless
+        extra = sorted(self._given.keys() - known)
+        if extra:
+            raise CheckpointError(
+                f"weights must hold only tensors of {model.config.architecture}, got "
+                f"{shown(extra[0])}" + (f" and {len(extra) - 1} more" if len(extra) > 1 else "")
+            )
+        seen: dict[tuple[int, int], str] = {}
+        for name in sorted(known & self._given.keys()):
+            tensor = self._given[name]
+            place = (tensor.data_ptr(), tensor.numel())
+            other = seen.setdefault(place, name)
+            if other != name and tensor.numel() and name != "lm_head.weight" != other:
+                raise CheckpointError(
+                    f"tensors must have memory of their own, got one for {other} and {name}"
+                )
+        check_finite({name: self._given[name] for name in known & self._given.keys()})
+
+    def held(self, name: str) -> Tensor:
+        """Return a parameter, put together from the tensors of the checkpoint."""
+        weight, shape = self._table[name], self._meta.get_parameter(name)
+        sources = [self._given[self._name_of(source)] for source in weight.sources]
+        whole = torch.empty_like(shape, device=sources[0].device)
+        for place, (_, part) in enumerate(weight.parts(whole)):
+            tensor = sources[place]
+            if tensor.shape != part.shape:
+                tensor = tensor.mT  # `either`
+            if weight.order is not None and place == 0:
+                spans = weight.rows_in_order(self._meta.config.layers[weight.layer])
+                tensor = torch.cat([tensor[first:end] for first, end in spans])
+            part.copy_(tensor)
+        return whole
+
+    def _name_of(self, source: str) -> str:
+        """Return the name of a source among the given ones, which may lack the model's prefix."""
+        if source in self._given:
+            return source
+        bare = source.removeprefix(self._meta.weight_prefix)
+        if bare in self._given:
+            return bare
+        if source == self._meta.embedding_source and self._meta.lm_head is None:
+            return "lm_head.weight"  # a tied head under its own name only
+        return source
+
+
+def folder_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> LiveWeights:
+    """Return the weights of a checkpoint's folder, read into main memory.
+
+    Raises:
+        CheckpointError: a file is missing or wrong, or the folder is another model's.
+    """
+    model = load_model(folder, dtype=dtype, model_impl="tilewise")
+    if replace(model.config, dtype=config.dtype) != config:
+        raise CheckpointError(
+            f"config.json of {folder} must be that of the engine's model, got another "
+            f"{model.config.architecture}"
+        )
+    return LiveWeights(model)
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for a tensor with NaN or an infinity; a device is waited for once."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.numel():
+            by_device.setdefault(tensor.device, []).append(name)
+    for names in by_device.values():
+        are_finite = torch.stack([tensors[name].isfinite().all() for name in names]).tolist()
+        for name, is_finite in zip(names, are_finite, strict=True):
+            if not is_finite:
+                raise CheckpointError(f"tensor {name} must be finite, got NaN or infinity")
+
+
+def _check_shape(name: str, found: Tensor, wanted: Tensor, *, either: bool = False) -> None:
+    shape, right = tuple(found.shape), tuple(wanted.shape)
+    if shape != right and not (either and shape == tuple(wanted.mT.shape)):
+        raise CheckpointError(f"tensor {name} must have shape {right}, got {shape}")
+
+
+def _pair(pair: object) -> tuple[str, Tensor]:
+    if isinstance(pair, tuple) and len(pair) == 2:
+        name, tensor = pair
+        if isinstance(name, str) and isinstance(tensor, Tensor):
+            return name, tensor
+    raise TypeError(f"weights must be pairs of a name and a tensor, got {shown(pair)}")

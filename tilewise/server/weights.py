@@ -1,0 +1,93 @@
+"""The routes that change the model's weights, and let the engine sleep and wake.
+
+They are off unless the server was started with --enable-weight-updates, and require a key with
+`admin = true` if keys are set. Paths are the server's own folders, or names on the hub.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+
+from tilewise.errors import CheckpointError, UnsupportedError
+from tilewise.server.errors import ApiError, invalid
+from tilewise.server.routes import admin_only, engine_method
+from tilewise.server.schema import body_of
+from tilewise.server.service import Service
+
+__all__ = ["weights_router"]
+
+
+class UpdateRequest(BaseModel):
+    """The body of /update_weights."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    path: str
+    running: Literal["wait", "abort", "keep"] = "wait"
+
+
+class SleepRequest(BaseModel):
+    """The body of /sleep."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    level: Literal[1, 2] = 1
+    running: Literal["wait", "abort"] = "wait"
+
+
+def weights_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+    llm = service.bridge.llm
+
+    def check(request: Request) -> None:
+        admin_only(request)
+        if not service.changes_weights:
+            raise ApiError(
+                403,
+                "the server must be started with --enable-weight-updates for this",
+                code="weight_updates_disabled",
+            )
+
+    @router.post("/update_weights", openapi_extra=body_of(UpdateRequest))
+    async def update(request: Request) -> Response:
+        check(request)
+        body = await service.read(request, UpdateRequest, lambda body: body)
+        if not body.path:
+            raise invalid("path must not be empty, got ''", "path")
+        work = engine_method(llm, "update_weights")
+        try:
+            await work(body.path, running=body.running)
+        except CheckpointError as error:
+            raise invalid(str(error), "path") from None
+        except UnsupportedError as error:
+            raise ApiError(501, str(error), code="not_implemented") from None
+        except RuntimeError as error:
+            raise ApiError(409, str(error)) from None
+        return JSONResponse({"updated": True})
+
+    @router.post("/sleep", openapi_extra=body_of(SleepRequest))
+    async def sleep(request: Request) -> Response:
+        check(request)
+        body = await service.read(request, SleepRequest, lambda body: body)
+        work = engine_method(llm, "sleep")
+        try:
+            await work(body.level, running=body.running)
+        except UnsupportedError as error:
+            raise ApiError(501, str(error), code="not_implemented") from None
+        except RuntimeError as error:
+            raise ApiError(409, str(error)) from None
+        return JSONResponse({"asleep": True})
+
+    @router.post("/wake_up")
+    async def wake(request: Request) -> Response:
+        check(request)
+        try:
+            await engine_method(llm, "wake")()
+        except RuntimeError as error:
+            raise ApiError(409, str(error)) from None
+        return JSONResponse({"asleep": False})
+
+    return router
