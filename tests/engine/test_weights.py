@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from tests.engine.adapter_files import SITES
 from tests.engine.checkpoint import write_checkpoint
+from tests.models.test_state_families import make as make_state_model
+from tests.models.tiny import save_hf
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.versions import unversioned, versioned
@@ -93,6 +95,15 @@ def test_token_ids_are_enough_without_a_tokenizer() -> None:
     with LLM(model, num_blocks=32, device="cpu") as llm:
         [output] = llm.generate({"prompt_token_ids": [5, 9, 3]}, ASKED)
         assert len(output.outputs[0].token_ids) == 12
+
+
+def test_a_model_made_in_inference_mode_is_served_too() -> None:
+    with torch.inference_mode():
+        model = load_model(packaged_model(), dtype="float32")
+    with LLM(model, num_blocks=32, device="cpu") as llm:
+        llm.generate({"prompt_token_ids": [5, 9, 3]}, ASKED)
+        llm.update_weights()
+        llm.generate({"prompt_token_ids": [5, 9, 3]}, ASKED)
 
 
 def test_blocks_of_the_old_weights_are_found_no_more(story: LLM, tensors: Any) -> None:
@@ -347,3 +358,72 @@ def test_an_adapter_is_replaced_by_tensors_of_this_process() -> None:
     [output] = llm.generate(PROMPTS[1], ASKED, lora_request="policy")
     assert output.outputs[0].logprobs == found[2]
     llm.close()
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "kimi_linear"])
+def test_a_model_whose_layers_keep_states_takes_weights_sleeps_and_is_audited(
+    case: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"max_model_len": 256, "device": "cpu", "num_blocks": 200}
+    for name, factor in (("a", 1.0), ("b", 1.03)):
+        model = make_state_model(case)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        save_hf(model, tmp_path / name)
+    prompts = [{"prompt_token_ids": list(range(3, 3 + count))} for count in (20, 70)]
+    with (
+        LLM(tmp_path / "a", audit=1.0, canary=1.0, **settings) as llm,
+        LLM(tmp_path / "b", **settings) as other,
+    ):
+        old, new = answers(llm, prompts), answers(other, prompts)
+        llm.update_weights(tmp_path / "b")
+        assert answers(llm, prompts) == new != old
+        llm.sleep()
+        llm.wake()
+        assert answers(llm, prompts) == new
+        stats = llm.engine.stats()
+        assert not stats.num_audits_different + stats.num_blocks_broken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_on_a_gpu_parameters_are_shared_graphs_stay_and_memory_is_flat(dtype: str) -> None:
+    model = load_model(packaged_model(), dtype=dtype, device="cuda")
+    model.use_inference_bits()
+    settings: dict[str, Any] = {"num_blocks": 2048, "graphs": "lazy", "batch_invariant": True}
+    llm = LLM(model, tokenizer=packaged_model(), **settings)
+    shared = llm.model.layers[0].attention.qkv_proj.weight
+    assert shared.data_ptr() == model.layers[0].attention.qkv_proj.weight.data_ptr()
+    held = []
+    for _ in range(12):
+        step(model)
+        with pytest.raises(RuntimeError, match="must follow a change"):
+            answers(llm)
+        llm.update_weights()
+        found = answers(llm)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] <= held[2]
+    with LLM(model, tokenizer=packaged_model(), **settings) as fresh:
+        assert answers(fresh) == found
+    before = torch.cuda.memory_allocated()
+    num_bytes = llm.engine.runner.storage.num_bytes
+    llm.sleep()
+    assert torch.cuda.memory_allocated() <= before - num_bytes
+    llm.wake()
+    assert answers(llm) == found
+    llm.close()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_weights_of_a_checkpoint_move_to_main_memory_and_back() -> None:
+    with LLM("story", device="cuda", num_blocks=512, graphs="lazy") as llm:
+        before, held = answers(llm), torch.cuda.memory_allocated()
+        llm.sleep()
+        assert all(parameter.device.type == "cpu" for parameter in llm.model.parameters())
+        assert torch.cuda.memory_allocated() < held / 4
+        llm.wake()
+        assert answers(llm) == before
+        llm.update_weights(packaged_model())
+        assert answers(llm) == before

@@ -107,6 +107,17 @@ class StateStorage:
             ask_for_huge_pages(found)
         return found
 
+    def free(self) -> None:
+        """Give the memory of slots and checkpoints back: none may be read afterwards."""
+        tensors = [self.checkpoints]
+        for stack in self._stacks:
+            tensors += stack.recurrence
+            tensors += [] if stack.convolution is None else [stack.convolution]
+        for tensor in tensors:
+            memory = tensor.untyped_storage()
+            if memory.resizable():  # else it is an array's, and ends with the last reference
+                memory.resize_(0)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots and checkpoints."""

@@ -138,6 +138,8 @@ class KVStorage:
 
     def free(self) -> None:
         """Give the memory of all tensors back, whoever still refers to them: none may be read."""
+        if self.states is not None:
+            self.states.free()
         for part in self.parts:
             for tensor in part.whole:
                 tensor.untyped_storage().resize_(0)

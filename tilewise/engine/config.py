@@ -273,6 +273,20 @@ def _check_finite(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A share of a whole that may be nothing, 0 ... 1."""
+
+    kind: type = float
+    values: str = "in [0, 1]"
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        _check_finite(name, value)
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} must be {self.values}, got {shown(value)}")
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One of a few texts.
 
@@ -772,6 +786,36 @@ class EngineConfig:
             "prefix cache has of it. None is True on a CPU and False on a GPU; see "
             "docs/design/batch-invariance.md.",
             flag="batch_invariant",
+        ),
+    )
+    audit: float = field(
+        default=0.0,
+        metadata=option(
+            Part(),
+            "share of requests that are computed again, alone, when nothing else runs",
+            "Their tokens and log-probabilities are compared to the bit; differences are logged "
+            "and counted. Batch invariance is needed. See docs/guide/exact.md.",
+            flag="audit",
+            metavar="SHARE",
+        ),
+    )
+    canary: float = field(
+        default=0.0,
+        metadata=option(
+            Part(),
+            "share of full cache blocks whose checksums are compared again and again",
+            "Each step looks at one of them.",
+            flag="canary",
+            metavar="SHARE",
+        ),
+    )
+    audit_stop: bool = field(
+        default=False,
+        metadata=option(
+            Boolean(),
+            "refusal of all requests after the first difference that audit or canary find",
+            "Those that run end; then the engine does.",
+            flag="audit_stop",
         ),
     )
     use_progress: bool | None = field(

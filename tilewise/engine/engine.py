@@ -8,18 +8,24 @@ for: while a device computes, the host schedules, takes results and makes text o
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.batch import Batch, PlainDraws, TokenEvent
+from tilewise.engine.audit import Auditor, Difference
+from tilewise.engine.batch import Batch, PlainDraws, PlainEvents, TokenEvent
+from tilewise.engine.canary import Canary
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.scheduling.explanation import explain
@@ -32,10 +38,14 @@ from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.host_cache import HostCache
 from tilewise.engine.tables.rates import Rates
 from tilewise.engine.versions import unversioned, versioned
-from tilewise.errors import DeviceLostError, RequestError, StepStoppedError
+from tilewise.errors import DeviceLostError, EngineClosedError, RequestError, StepStoppedError
 from tilewise.models.vector_head import VectorHead
 
 __all__ = ["Engine", "EngineStats"]
+
+LOG = logging.getLogger("tilewise.engine")
+MOST_DIFFERENCES = 64  # that are kept
+MOST_BESIDE = 64  # running requests whose names are noted
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,10 @@ class EngineStats:
             came beside a flood (see `giving_way`); the tokens and seconds above do not include
             them.
         num_compilations: kernels that were compiled while requests waited for them.
+        num_audited, num_audits_different, num_audits_forgotten: requests that were computed again,
+            those of which something differed, and noted ones that never were.
+        num_blocks_checked, num_blocks_broken: full blocks that were looked at again, and those
+            whose bytes had changed.
         why_not_compiled: on a CPU, why steps run op by op and not as one compiled list; "" where
             they are compiled, and on a GPU.
     """
@@ -66,6 +80,11 @@ class EngineStats:
     num_stopped_steps: int = 0
     stopped_seconds: float = 0.0
     num_compilations: int = 0
+    num_audited: int = 0
+    num_audits_different: int = 0
+    num_audits_forgotten: int = 0
+    num_blocks_checked: int = 0
+    num_blocks_broken: int = 0
     why_not_compiled: str = ""
 
     @property
@@ -128,6 +147,9 @@ class Engine:
             them; None for none.
         version: the name of the weights, "" for those of the start: blocks of one are found by
             requests of no other.
+        auditor, canary: those that compute requests again, and look at blocks again; None without.
+        stops_at_difference: True if no request is taken after the first difference.
+        differences: those that the two have found, the last ones.
         asleep: why no request is taken for now; "" while they are.
 
     Example:
@@ -148,6 +170,11 @@ class Engine:
         self.runner = runner
         self.head: VectorHead | None = None
         self.version = self.asleep = ""
+        self.auditor: Auditor | None = None
+        self.canary: Canary | None = None
+        self.stops_at_difference = False
+        self.differences: deque[Difference] = deque(maxlen=MOST_DIFFERENCES)
+        self._num_steps = 0
         self.new_scheduler = new_scheduler
         self.store = store
         self.overlap = overlap
@@ -172,6 +199,11 @@ class Engine:
             self.rates.max_step_tokens = scheduler.limits.max_num_batched_tokens
             scheduler.preemption.rates = self.rates
         self.scheduler = scheduler
+        if self.auditor is not None:
+            self.auditor.forget_all()
+        if self.canary is not None:
+            self.canary.forget_all()
+            scheduler.tables.on_full = self.canary.note
         scheduler.max_in_flight = 2 if self.overlap else 1
 
     def restart(self, scheduler: Scheduler) -> None:
@@ -202,14 +234,96 @@ class Engine:
             RequestError: it can never be served, or the engine sleeps; nothing has changed.
         """
         if self.asleep:
-            raise RequestError(self.asleep)
+            is_broken = self.stops_at_difference and self.differences
+            raise EngineClosedError(self.asleep) if is_broken else RequestError(self.asleep)
         with self.lock:
             salt, request.salt = request.salt, versioned(request.salt, self.version)
+            if self.auditor is not None:
+                self.auditor.prepare(request)
             try:
                 self.scheduler.add(request)
             except BaseException:
                 request.salt = salt
+                if self.auditor is not None:
+                    self.auditor.drop(request.request_id)
                 raise
+            if self.auditor is not None:
+                [sample] = self.scheduler.roster.requests[request.request_id]
+                self.auditor.begin(request.request_id, sample.seed)
+
+    def watch(self, auditor_share: float, canary_share: float, *, seed: int, stops: bool) -> None:
+        """Compute shares of the requests again, and look at shares of the blocks again.
+
+        Args:
+            auditor_share, canary_share: the shares, in [0, 1]; 0 is none.
+            seed: the seed of the choices.
+            stops: True if no request is taken after the first difference.
+        """
+        self.stops_at_difference = stops
+        if auditor_share:
+            self.auditor = Auditor(auditor_share, self.tell_difference, seed=seed)
+        if canary_share:
+            storage = self.runner.storage
+            assert storage is not None
+            self.canary = Canary(storage, canary_share, self.tell_difference, seed=seed)
+            self.scheduler.tables.on_full = self.canary.note
+
+    def tell_difference(self, difference: Difference) -> None:
+        """Log a difference, and refuse requests from now on if that was asked for."""
+        self.differences.append(difference)
+        LOG.error("audit: %s", json.dumps(asdict(difference)))
+        if self.stops_at_difference:
+            self.asleep = (
+                "the engine must have found no difference to take requests, got one: "
+                f"{difference.text}"
+            )
+
+    def audit_next(self) -> None:
+        """Begin to compute a noted request again, as nothing else runs."""
+        auditor = self.auditor
+        if auditor is None or self.asleep or self.has_unfinished():
+            return
+        self._sweep(auditor)
+        request = auditor.next_request()
+        if request is not None:
+            with self.lock:
+                self.scheduler.add(request)
+
+    def stop_audits(self) -> None:
+        """Forget what was noted, as other weights come; no second computation runs afterwards."""
+        auditor = self.auditor
+        if auditor is None:
+            return
+        running = auditor.replay_id
+        auditor.forget_all()
+        if running is not None:
+            self.abort(running)
+
+    def _sweep(self, auditor: Auditor) -> None:
+        """Note which requests have ended."""
+        known = self.scheduler.roster.requests
+        for request_id in auditor.watched:
+            if request_id not in known:
+                auditor.end(request_id)
+        if auditor.replay_id is not None and auditor.replay_id not in known:
+            auditor.finish_replay()
+
+    def _look(self, events: Sequence[TokenEvent]) -> None:
+        """Let auditor and canary see what a step has done."""
+        self._num_steps += 1
+        auditor, canary = self.auditor, self.canary
+        if auditor is not None and auditor.is_watching:
+            if not isinstance(events, PlainEvents):
+                for request_id, some in groupby(events, key=attrgetter("request_id")):
+                    auditor.take(request_id, some)
+            roster = self.scheduler.roster
+            beside = [seq.request.request_id for seq in roster.running[:MOST_BESIDE]]
+            for request_id in auditor.watched:
+                if samples := roster.requests.get(request_id):
+                    auditor.see(request_id, list(samples[0].block_ids), beside, self._num_steps)
+            self._sweep(auditor)
+        if canary is not None:
+            canary.after_step(self._num_steps)
 
     def take_back(self, request: Request) -> bool:
         """Forget a request that no step has had yet, so that it may be added again.
@@ -236,7 +350,7 @@ class Engine:
         if storage is not None:
             storage.free()
         with self.lock:
-            self.runner, self._stoppable = _Resting(), None
+            self.runner, self._stoppable, self.canary = _Resting(), None, None
             self.new_scheduler = self.store = None
 
     def use_version(self, version: str) -> None:
@@ -294,6 +408,8 @@ class Engine:
                         self._num_withdrawn = 0
                         resume_transfers(self.scheduler)
                         self.scheduler.runs_one = False
+            if self.auditor is not None or self.canary is not None:
+                self._look(events)
         finally:
             self._let_end()
         seconds = time.perf_counter() - started
@@ -459,7 +575,13 @@ class Engine:
         with self.lock:
             scheduler = self.scheduler.stats()
         storage = self.runner.storage
+        auditor, canary = self.auditor, self.canary
         return EngineStats(
+            num_audited=0 if auditor is None else auditor.num_audited,
+            num_audits_different=0 if auditor is None else auditor.num_different,
+            num_audits_forgotten=0 if auditor is None else auditor.num_forgotten,
+            num_blocks_checked=0 if canary is None else canary.num_checked,
+            num_blocks_broken=0 if canary is None else canary.num_broken,
             scheduler=scheduler,
             cache_bytes_per_token=0 if storage is None else storage.spec.bytes_per_token,
             prefill_tokens=self._tokens["prefill"],

@@ -41,6 +41,8 @@ _OF_DECODERS = (
     "speculative",
     "enable_lora",
     "tensor_parallel_size",
+    "audit",
+    "canary",
 )
 
 
@@ -99,7 +101,8 @@ def load(
     if live is not None:
         check_live(config)
         model = sharing(live.model, config.dtype, device, live.held)
-        fits(model)
+        if device.type == "cpu":  # which packs copies; a GPU's engine uses what is there
+            fits(model)
     elif size == 1:
         model = load_model(
             directory,

@@ -423,6 +423,10 @@ class _Core:
         while self.reason is None:
             if self.idle_tasks and not self.live:
                 self._do_idle_tasks()
+            if not self.live and not self.is_paused and self.inbox.empty():
+                self._audit()
+                if self.reason is not None:
+                    break
             if self._has_work() and self.inbox.empty():
                 return True
             try:
@@ -523,7 +527,8 @@ class _Core:
 
     def replace(self, make: Callable[[], Engine], version: str) -> None:
         engine, old = make(), self.engine
-        engine.version, engine.head = version, old.head
+        engine.version, engine.head, engine.auditor = version, old.head, old.auditor
+        engine.differences = old.differences
         engine.scheduler.trace.follow(old.scheduler.trace)
         self.engine, self.new_scheduler = engine, engine.new_scheduler
 
@@ -544,11 +549,21 @@ class _Core:
         fresh = [each for each in self.live.values() if self.engine.take_back(each.request)]
         for generation in fresh:
             del self.live[generation.request.request_id]
+        self.engine.stop_audits()
         task.run()
         for generation in fresh:
             self.add(generation)
 
+    def _audit(self) -> None:
+        """Compute a request again while nothing else is to be done; end where that is wanted."""
+        if not hasattr(self, "engine"):
+            return
+        self.engine.audit_next()
+        if self.engine.differences and self.engine.stops_at_difference:
+            self._stop(EngineClosedError(self.engine.asleep))
+
     def _do_idle_tasks(self) -> None:
+        self.engine.stop_audits()
         tasks, self.idle_tasks = self.idle_tasks, []
         for task in tasks:
             task.run()

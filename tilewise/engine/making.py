@@ -177,13 +177,15 @@ def assembled(
         states=states,
         max_num_seqs=max_num_seqs,
     )
-    return Engine(
+    engine = Engine(
         new_scheduler(),
         runner,
         overlap=config.has_graphs,
         new_scheduler=new_scheduler,
         store=new_scheduler.store,
     )
+    engine.watch(config.audit, config.canary, seed=config.seed, stops=config.audit_stop)
+    return engine
 
 
 @dataclass(frozen=True)

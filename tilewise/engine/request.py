@@ -319,6 +319,8 @@ class Request:
         token_type_ids: the types of its prompt's tokens; empty if all are 0.
         adapter: the adapter of the model's weights; None for the model itself. `salt` tells it
             from others.
+        drawn_seed: the seed of its first sample, for a request that repeats another's draws; None
+            is what sampling.seed or its arrival gives.
         stop_ids: those of sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
             A structured text always ends with the model's.
@@ -346,6 +348,7 @@ class Request:
     pooling: str | None = None
     token_type_ids: tuple[int, ...] = ()
     adapter: Adapted | None = None
+    drawn_seed: int | None = None
     stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
     adjusts: bool = field(init=False, repr=False)

@@ -152,6 +152,16 @@ def resolve(
         raise ValueError(
             "batch_invariant must be False for a model that runs through transformers, got True"
         )
+    if config.audit and not (is_invariant(config, device) and model.is_native):
+        raise ValueError(
+            "audit must be 0 where bits depend on other requests (batch_invariant), got "
+            f"{config.audit}"
+        )
+    if config.canary and config.tensor_parallel_size > 1:
+        raise ValueError(
+            "canary must be 0 with tensor_parallel_size above 1, as others hold the blocks, got "
+            f"{config.canary}"
+        )
     most = config.max_num_batched_tokens
     if most is None:
         most = max(DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs)

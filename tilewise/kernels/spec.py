@@ -437,6 +437,7 @@ class QuantisedLinearSpec(ElementSpec):
         has_table, has_outer, has_outer_minimums, has_permutation: whether there is such a tensor.
         rows: rows of x, rounded up to a power of two.
         batch_invariant: True if a row's bits must not depend on the number of others.
+        in_lanes: whether the codes are in the order of lanes.
     """
 
     codes: torch.dtype
@@ -453,6 +454,7 @@ class QuantisedLinearSpec(ElementSpec):
     has_permutation: bool
     rows: int
     batch_invariant: bool
+    in_lanes: bool = False
 
     @property
     def bits(self) -> int:

@@ -190,6 +190,20 @@ class _EngineCollector(Collector):
                 "Kernels compiled while requests waited for them.",
                 told.num_compilations,
             ),
+            "audited_requests": ("Requests computed again, alone.", told.num_audited),
+            "audited_requests_different": (
+                "Of these, those that differed.",
+                told.num_audits_different,
+            ),
+            "audited_requests_forgotten": (
+                "Requests that were to be computed again, and never were.",
+                told.num_audits_forgotten,
+            ),
+            "canary_blocks_checked": ("Full blocks looked at again.", told.num_blocks_checked),
+            "canary_blocks_broken": (
+                "Of these, those whose bytes had changed.",
+                told.num_blocks_broken,
+            ),
             "spec_decode_num_draft_tokens": ("Guesses that were verified.", stats.num_drafts),
             "spec_decode_num_accepted_tokens": (
                 "Of these, right ones.",

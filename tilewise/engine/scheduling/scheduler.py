@@ -223,13 +223,14 @@ class Scheduler:
             )
         self.limits.check(request)
         self.limits.check_queue(request, self.roster.num_queued, self.roster.num_queued_tokens)
-        given = request.sampling.seed
-        seed = (
-            derive_seed("arrival", self.seed, self._num_arrivals)
-            if given is None
-            else derive_seed("request", given)
-        )
-        self._num_arrivals += 1
+        given, seed = request.sampling.seed, request.drawn_seed
+        if seed is None:
+            seed = (
+                derive_seed("arrival", self.seed, self._num_arrivals)
+                if given is None
+                else derive_seed("request", given)
+            )
+            self._num_arrivals += 1
         seq = self.roster.enqueue(request, seed, self.limits.max_len(request), self.clock())
         if isinstance(request.sampling, BeamSearchParams):
             self.beams.start(seq)

@@ -38,6 +38,7 @@ The events of a trace, and counts of blocks in stats, are those of the first gro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -119,6 +120,7 @@ class BlockTables(Holdings):
         self.num_merged = 0
         self.blocks_peak = self.slots_peak = 0
         self._matched: _Match | None = None
+        self.on_full: Callable[[PrefixNode], None] | None = None  # of each new full block
         self._moves: list[tuple[Transfers, Transfers]] = []
 
     @property
@@ -509,6 +511,8 @@ class BlockTables(Holdings):
             node = prefix.register(node, salt, token_ids[i * size : (i + 1) * size], blocks)
             if node.blocks is not blocks:
                 self._merge(seq, i, blocks, node.blocks)
+            elif self.on_full is not None:
+                self.on_full(node)
         assert node is not None
         node.num_users += 1
         if places.node is not None:

@@ -1,0 +1,250 @@
+"""Live requests computed again, alone, and compared to the bit. No torch.
+
+Of a share of the requests the tokens and log-probabilities are noted as they are drawn. When the
+engine has nothing else to do, such a request is computed again under a namespace of its own, so
+that it uses no cached block, and each number is compared. With batch invariance they are equal, or
+something is broken: a block was overwritten, a table was wrong, a row was another's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewise.engine.batch import TokenEvent
+from tilewise.engine.request import Request, SamplingParams
+
+__all__ = ["Auditor", "Difference"]
+
+MOST_WAITING = 256  # noted requests that wait for idle steps; older ones are forgotten
+MOST_NEIGHBOURS = 64  # names that a difference has
+
+
+@dataclass(slots=True)
+class _Noted:
+    """A request, and what each of its samples has drawn."""
+
+    request: Request
+    seed: int
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    scores: dict[int, list[float]] = field(default_factory=dict)
+    blocks: list[int] = field(default_factory=list)
+    neighbours: dict[str, None] = field(default_factory=dict)
+    first_step: int = -1
+    last_step: int = -1
+
+    def add(self, event: TokenEvent) -> None:
+        token = event.token
+        if token is not None and token.logprob is not None:
+            self.tokens.setdefault(event.index, []).append(token.token_id)
+            self.scores.setdefault(event.index, []).append(token.logprob)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that is not as it was when it was computed.
+
+    Attributes:
+        kind: "answer" of a request computed again, "block" of a block whose bytes have changed.
+        request_id: the name of the request; "" of a block.
+        text: one sentence that says what differs.
+        blocks: the blocks that the request had last, or the one that has changed.
+        steps: the first and the last step of the request, or the step of the check twice.
+        neighbours: names of requests that ran in the same steps.
+        replay: the prompt, the seed of the draws and the served tokens, as JSON.
+    """
+
+    kind: str
+    request_id: str
+    text: str
+    blocks: tuple[int, ...]
+    steps: tuple[int, int]
+    neighbours: tuple[str, ...] = ()
+    replay: dict[str, Any] = field(default_factory=dict)
+
+
+class Auditor:
+    """Notes some requests, and compares them with second computations; on the engine's thread.
+
+    Args:
+        share: the share of requests that are noted, in (0, 1].
+        seed: the seed of the choice.
+
+    Attributes:
+        num_audited: requests that were computed again.
+        num_different: those of which something differed.
+        num_forgotten: noted requests that were never computed again: too many waited, or weights
+            have changed.
+        on_difference: called with each difference.
+    """
+
+    def __init__(
+        self,
+        share: float,
+        on_difference: Callable[[Difference], None],
+        *,
+        seed: int = 0,
+    ) -> None:
+        self.share, self.on_difference = share, on_difference
+        self.num_audited = self.num_different = self.num_forgotten = 0
+        self._draw = random.Random(f"audit {seed}")
+        self._noted: dict[str, _Noted] = {}
+        self._waiting: deque[_Noted] = deque()
+        self._replay: tuple[str, _Noted, _Noted] | None = None
+        self._numbers = itertools.count()
+
+    def prepare(self, request: Request) -> None:
+        """Let a request that comes have its log-probabilities, if it is one of the share."""
+        if not _can_repeat(request) or self._draw.random() >= self.share:
+            return
+        if request.row_sampling.logprobs is None:
+            request.row_sampling = dataclasses.replace(request.row_sampling, logprobs=0)
+        request.is_plain = False
+        self._noted[request.request_id] = _Noted(request, 0)
+
+    def begin(self, request_id: str, seed: int) -> None:
+        """Note the seed of a request that the engine has taken."""
+        noted = self._noted.get(request_id)
+        if noted is not None:
+            noted.seed = seed
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that the engine has refused."""
+        self._noted.pop(request_id, None)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a request that runs is noted, or computed again."""
+        return bool(self._noted) or self._replay is not None
+
+    @property
+    def watched(self) -> Iterable[str]:
+        """The names of the requests that run and are noted."""
+        return list(self._noted)
+
+    def see(self, request_id: str, blocks: list[int], beside: Iterable[str], step: int) -> None:
+        """Note which blocks a request has in a step, and which requests run beside it."""
+        noted = self._noted.get(request_id)
+        if noted is None:
+            return
+        noted.blocks = blocks or noted.blocks
+        noted.first_step = step if noted.first_step < 0 else noted.first_step
+        noted.last_step = step
+        for name in beside:
+            if name != request_id and len(noted.neighbours) < MOST_NEIGHBOURS:
+                noted.neighbours[name] = None
+
+    def take(self, request_id: str, events: Iterable[TokenEvent]) -> None:
+        """Note what a step has drawn for a request, or compare it if it is a second computation."""
+        noted = self._noted.get(request_id)
+        if noted is None and self._replay is not None and self._replay[0] == request_id:
+            noted = self._replay[2]
+        if noted is not None:
+            for event in events:
+                noted.add(event)
+
+    def end(self, request_id: str) -> None:
+        """Note that a request has ended, in whatever way."""
+        noted = self._noted.pop(request_id, None)
+        if noted is not None and any(noted.tokens.values()):
+            if len(self._waiting) >= MOST_WAITING:
+                self._waiting.popleft()
+                self.num_forgotten += 1
+            self._waiting.append(noted)
+
+    def next_request(self) -> Request | None:
+        """Return a request to be computed again, as nothing else runs; None for none."""
+        if self._replay is not None or not self._waiting:
+            return None
+        noted = self._waiting.popleft()
+        name = f"audit-{next(self._numbers)}"
+        longest = max(map(len, noted.tokens.values()))
+        sampling = dataclasses.replace(
+            noted.request.sampling, max_tokens=longest, logprobs=0, prompt_logprobs=None
+        )
+        request = dataclasses.replace(
+            noted.request,
+            request_id=name,
+            sampling=sampling,
+            salt=f"\0\0audit\0{name}",
+            deadline_s=None,
+            max_queue_s=None,
+            drawn_seed=noted.seed,
+        )
+        self._replay = name, noted, _Noted(request, noted.seed)
+        return request
+
+    @property
+    def replay_id(self) -> str | None:
+        """The name of the second computation that runs; None for none."""
+        return None if self._replay is None else self._replay[0]
+
+    def finish_replay(self) -> None:
+        """Compare the second computation, which has ended."""
+        assert self._replay is not None
+        _, noted, again = self._replay
+        self._replay = None
+        self.num_audited += 1
+        text = _first_difference(noted, again)
+        if text is not None:
+            self.num_different += 1
+            self.on_difference(
+                Difference(
+                    "answer",
+                    noted.request.request_id,
+                    text,
+                    tuple(noted.blocks),
+                    (noted.first_step, noted.last_step),
+                    tuple(noted.neighbours),
+                    _replayable(noted),
+                )
+            )
+
+    def forget_all(self) -> None:
+        """Forget all that is noted, as other weights come."""
+        self.num_forgotten += len(self._noted) + len(self._waiting) + (self._replay is not None)
+        self._noted.clear()
+        self._waiting.clear()
+        self._replay = None
+
+
+def _can_repeat(request: Request) -> bool:
+    return (
+        type(request.sampling) is SamplingParams
+        and request.pooling is None
+        and not request.sampling.logits_processors
+    )
+
+
+def _first_difference(noted: _Noted, again: _Noted) -> str | None:
+    for sample, tokens in sorted(noted.tokens.items()):
+        others, scores = again.tokens.get(sample, []), again.scores.get(sample, [])
+        for at, (token, score) in enumerate(zip(tokens, noted.scores[sample], strict=True)):
+            place = f"sample {sample}, token {at} of {len(tokens)}"
+            if at >= len(others):
+                return f"{place}: served was token {token}, alone it ends before"
+            if others[at] != token:
+                return f"{place}: served was token {token}, alone it is token {others[at]}"
+            if struct.pack("<f", scores[at]) != struct.pack("<f", score):
+                gap = abs(scores[at] - score)
+                return f"{place}: token {token} both times, log-probabilities differ by {gap:g}"
+    return None
+
+
+def _replayable(noted: _Noted) -> dict[str, Any]:
+    """Return what computes an answer again: the prompt, the seed of its draws, what was served."""
+    return {
+        "prompt_token_ids": noted.request.prompt_token_ids,
+        "drawn_seed": noted.seed,
+        "temperature": noted.request.sampling.temperature,
+        "answers": [
+            {"index": i, "token_ids": tokens, "logprobs": noted.scores[i]}
+            for i, tokens in sorted(noted.tokens.items())
+        ],
+    }
