@@ -3,8 +3,10 @@
     python lab/own_head.py --json F
     python lab/own_head.py --device cpu --tiny --tokens 12      # tries without a GPU
 
-The model has the sizes of GLM-4.7-Flash, or those of a config.json, and random weights, whose head
-guesses nothing right. So acceptance is simulated: each guess is taken for right with the
+The model has the sizes of GLM-4.7-Flash, or those of a config.json, and random weights. Rows of a
+step that verifies guesses choose experts of their own, so that a mixture reads more weights the
+more rows there are; --dense puts a block of the width of its first layers in place of experts. The
+head guesses nothing right. So acceptance is simulated: each guess is taken for right with the
 probability --acceptance until one is not. Everything else is done as always: guesses, their
 verification, draws. Times are of the difference between long and short answers, the median of the
 turns.
@@ -127,6 +129,9 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=0.7)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument(
+        "--dense", action="store_true", help="feed-forward blocks of one expert that all rows use"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -136,6 +141,8 @@ def main() -> None:
     results["options"] = {name: str(value) for name, value in vars(options).items()}
     with tempfile.TemporaryDirectory() as folder:
         whole = config | (TINY if options.tiny else {})
+        if options.dense:  # the head's layer is of the kind of the last one
+            whole["first_k_dense_replace"] = whole["num_hidden_layers"]
         (Path(folder) / "config.json").write_text(json.dumps(whole))
         for guesses in options.guesses:
             own = OwnHead(num_tokens=guesses, is_adaptive=False) if guesses else None

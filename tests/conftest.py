@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.card import turn_of
 from tests.quick_rows import asks_for_gpu_alone, is_quick_row, names_a_gpu
 from tests.slow_rows import is_slow_row
+from tilewise.errors import UnsupportedError
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     from tests.kernels import interpreter
@@ -142,6 +143,17 @@ def _unfreeze_for_one_test() -> None:
 
 
 gc.unfreeze = _unfreeze_for_one_test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip rows of float16 on a CPU without instructions for it, where every kernel refuses it."""
+    try:
+        return (yield)
+    except UnsupportedError as refusal:
+        if "(F16C)" not in str(refusal):
+            raise
+        pytest.skip(str(refusal))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -310,6 +310,7 @@ REMEMBERED = {
     "kernels/host/descriptors.py": {
         "tile_layout",
         "_form_of_tiles",
+        "_form_of_chunks",
         "_form_of_matrix",
         "_form_of_numbers",
         "driver",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from tests.kernels.compile_cases import Case, meta
 from tilewise.kernels.gluon.quantised import linear
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
-from tilewise.kernels.tiles.quantised_rows import QuantisedTile
+from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile
 
 ARCHITECTURES = (80, 86, 90, 120)
 _ROWS, _COLUMNS = 4096, 4096
@@ -53,6 +54,32 @@ _CALLS = {
     "fp8-blocks": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 16, (16, 2, 2, 4)),
 }  # fmt: skip
 _QUICK = (("int4-row", 80), ("k-quant", 90))
+# Hopper's, with codes in the order of lanes: name -> weight, rows of x, tile
+_RINGS = {
+    "int4-row": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (64, 4, 3)),
+    "int4-16": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 16, (128, 1, 2)),
+    "int4-many": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 256, (128, 1, 1)),
+    "int4-small-groups": (_weight(_BYTE, _HALF, (1, 32), zeros=_BYTE), 8, (64, 4, 3)),
+    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 8, (64, 4, 3)),
+    "mxfp4": (_weight(_BYTE, torch.float8_e8m0fnu, (1, 32), table=E2M1), 16, (64, 4, 3)),
+    "nf4": (_weight(_BYTE, _WIDE, (1, 64), table=tuple(map(float, range(16)))), 8, (64, 4, 3)),
+    "int8": (_weight(torch.int8, torch.bfloat16, (1, _COLUMNS)), 8, (64, 4, 3)),
+    "fp8-blocks": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 16, (128, 1, 2)),
+    "fp8-many": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 256, (128, 1, 1)),
+}  # fmt: skip
+
+
+# Of few rows, likewise.
+_FEW = {
+    "int4": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 1, (4, 4)),
+    "int4-wide": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 8, (1, 4)),
+    "int4-16": (_weight(_BYTE, _HALF, (1, 128), zeros=_BYTE), 16, (4, 4)),
+    "k-quant": (_weight(_BYTE, _BYTE, (1, 32), **_K_QUANT), 8, (4, 4)),
+    "mxfp4": (_weight(_BYTE, torch.float8_e8m0fnu, (1, 32), table=E2M1), 8, (4, 4)),
+    "nf4": (_weight(_BYTE, _WIDE, (1, 64), table=tuple(map(float, range(16)))), 8, (4, 4)),
+    "int8": (_weight(torch.int8, torch.bfloat16, (1, _COLUMNS)), 8, (4, 4)),
+    "fp8-blocks": (_weight(torch.float8_e4m3fn, _WIDE, (128, 128)), 8, (4, 4)),
+}  # fmt: skip
 
 
 def launch(name: str, dtype: torch.dtype) -> None:
@@ -60,6 +87,29 @@ def launch(name: str, dtype: torch.dtype) -> None:
     weight, rows, tile = _CALLS[name]
     x = meta(rows, _COLUMNS, dtype=dtype)
     linear.launch(x, weight, None, tile=QuantisedTile(*tile))
+
+
+def launch_ring(name: str) -> None:
+    """Call the launcher of a product of Hopper's."""
+    weight, rows, tile = _RINGS[name]
+    x = meta(rows, _COLUMNS, dtype=torch.bfloat16)
+    linear.launch(x, replace(weight, in_lanes=True), None, tile=RingTile(*tile))
+
+
+def launch_few(name: str) -> None:
+    """Call the launcher of a product of few rows of Hopper's."""
+    weight, rows, tile = _FEW[name]
+    x = meta(rows, _COLUMNS, dtype=torch.bfloat16)
+    linear.launch(x, replace(weight, in_lanes=True), None, tile=FewTile(*tile))
+
+
+def launch_early(mode: int) -> None:
+    """Call Hopper's products as a decode step launches them."""
+    from tilewise.kernels import early
+
+    with early.launching({"rows": mode}):
+        launch_few("int4")
+        launch_ring("int4-many")
 
 
 def cases() -> Iterator[Case]:
@@ -74,6 +124,30 @@ def cases() -> Iterator[Case]:
                 slow=(name, arch) not in _QUICK,
                 mma="mma.sync",
             )
+    for mode in (1, 2):
+        yield Case(
+            f"sm_90-quantised-early-{mode}",
+            90,
+            lambda mode=mode: launch_early(mode),  # type: ignore[misc]
+            slow=mode != 1,
+            mma="mma.sync",
+        )
+    for name in _FEW:
+        yield Case(
+            f"sm_90-quantised-few-{name}",
+            90,
+            lambda name=name: launch_few(name),  # type: ignore[misc]
+            slow=True,  # every day they are compiled as they begin early
+            mma="mma.sync",
+        )
+    for name in _RINGS:
+        yield Case(
+            f"sm_90-quantised-ring-{name}",
+            90,
+            lambda name=name: launch_ring(name),  # type: ignore[misc]
+            slow=True,
+            mma="wgmma.mma_async",
+        )
 
 
 CASES = [*cases()]

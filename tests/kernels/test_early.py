@@ -36,6 +36,20 @@ def test_nothing_is_written_and_no_program_ends_before_it_has_waited(mode):
         assert report["lets_go"] == 1, report["kernel"]
 
 
+@pytest.mark.parametrize("mode", [early.FIRST, pytest.param(early.AFTER, marks=pytest.mark.slow)])
+def test_products_of_quantised_weights_write_nothing_before_they_have_waited(mode):
+    name = f"sm_90-quantised-early-{mode}"
+    reports = run_cases([name])[name]
+    names = {report["kernel"] for report in reports}
+    assert names == {"quantised_few_kernel", "quantised_ring_kernel"}
+    for report in reports:
+        assert report["effects_before_waiting"] == [], report["kernel"]
+        assert report["waits"] >= 2, report[
+            "kernel"
+        ]  # the warp that copies, and those that multiply
+        assert report["lets_go"] == 1, report["kernel"]
+
+
 def test_what_is_late_does_not_wait():
     [report] = run_cases(["sm_90-linear-4096"])["sm_90-linear-4096"]
     assert (report["waits"], report["lets_go"]) == (0, 0)

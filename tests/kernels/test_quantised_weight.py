@@ -163,3 +163,45 @@ def test_what_breaks_a_rule_is_named(change, message):
 def test_an_input_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"x must be \(..., 64\), got shape \(2, 63\)"):
         ops.quantised_linear(torch.randn(2, 63), random_weight("table"), backend="reference")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_in_the_order_of_lanes_are_the_same_weight(bits):
+    torch.manual_seed(bits)
+    if bits == 4:
+        codes = torch.randint(0, 256, (40, 128), dtype=torch.uint8)
+    else:
+        codes = torch.randint(-128, 128, (40, 256), dtype=torch.int8)
+    weight = QuantisedWeight(codes, torch.rand(40, 2) + 0.5, (1, 128))
+    lanes = weight.lanes()
+    lanes.check()
+    assert lanes.lanes() is lanes
+    assert not torch.equal(lanes.codes, codes)
+    assert torch.equal(lanes.columns().codes, codes)
+    assert torch.equal(lanes.dequantise(), weight.dequantise())
+    rows = torch.tensor([[3, 39]])
+    assert torch.equal(lanes.rows_of(rows), weight.rows_of(rows))
+    part = lanes.cut((8, 24), (128, 256))
+    assert torch.equal(part.dequantise(), weight.dequantise()[8:24, 128:])
+    both = QuantisedWeight.concatenate([lanes, lanes])
+    assert both is not None
+    assert torch.equal(both.dequantise(), weight.dequantise().repeat(2, 1))
+    assert QuantisedWeight.concatenate([lanes, weight]) is None
+    with pytest.raises(ValueError, match="columns must be cut at multiples of 128"):
+        lanes.cut((0, 40), (0, 96))
+
+
+def test_a_lane_has_the_channels_of_its_operands_together():
+    # The first byte pair of lane t: channels 2 t and 2 t + 1 of the first 16, see `lanes`.
+    codes = torch.arange(64, dtype=torch.int8).view(1, 64)
+    lanes = QuantisedWeight(codes, torch.ones(1, 1), (1, 64)).lanes().codes[0].view(4, 4, 4)
+    for lane in range(4):
+        for word in range(4):
+            first = 16 * word + 2 * lane
+            assert lanes[lane, word].tolist() == [first, first + 8, first + 1, first + 9]
+
+
+def test_rows_off_the_blocks_of_lanes_are_refused():
+    weight = QuantisedWeight(torch.zeros(2, 48, dtype=torch.uint8), torch.ones(2, 3), (1, 32))
+    with pytest.raises(ValueError, match="codes must have a multiple of 64 bytes, got 48"):
+        weight.lanes()

@@ -52,3 +52,13 @@ def test_an_embedding_looks_rows_up():
 def test_a_projection_has_at_least_one_part():
     with pytest.raises(ValueError, match="parts must have at least one weight"):
         QuantisedLinear([], None, torch.float32)
+
+
+def test_a_layer_on_a_cpu_has_codes_in_the_order_of_columns():
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, (24, 64), dtype=torch.uint8)
+    weight = ops.QuantisedWeight(codes, torch.rand(24, 1), (1, 128))
+    module = QuantisedLinear([weight.lanes()], None, torch.float32)
+    assert torch.equal(module.parts[0].codes, codes)
+    module.hold([weight.lanes()])
+    assert not module.parts[0].in_lanes

@@ -9,10 +9,13 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-__all__ = ["E2M1", "NIBBLES", "QuantisedWeight"]
+__all__ = ["E2M1", "LANES_BLOCK", "NIBBLES", "QuantisedWeight"]
 
 NIBBLES = 16
 """Codes of 4 bits."""
+
+LANES_BLOCK = 64
+"""Bytes of a row that are ordered together where codes lie in the order of lanes."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
@@ -44,7 +47,8 @@ class QuantisedWeight:
         block: the rows and columns that share a scale; the columns divide K if there are several
             groups of them.
         table: 16 numbers of float32, the values of codes of 4 bits; None for 0 ... 15.
-        zeros: zero points in the shape of scales, uint8, int8 or of a float dtype; None for 0.
+        zeros: zero points in the shape of scales, uint8, int8 or of a float dtype, those of codes
+            of 4 bits at most 127; None for 0.
         minimums: terms to subtract, in the shape of scales, of one of its dtypes; None for 0.
         outer: factors of the scales, float32 or float16, (ceil(N / outer_block[0]),
             ceil(K / outer_block[1])); None for 1.
@@ -52,6 +56,8 @@ class QuantisedWeight:
         outer_block: the rows and columns that share such a factor, multiples of those of block.
         permutation: int32 (K,), the input p(k) that column k of the codes multiplies; None for k.
         computed: the dtype in which the format computes values: float32, float16 or bfloat16.
+        in_lanes: True if each 64 bytes of a row of codes are in the order of `lanes`, in which
+            tensor cores take them, and not in that of their columns.
 
     Source: Frantar et al., 2022 (GPTQ); Lin et al., 2023 (AWQ); Dettmers et al., 2023 (NF4); OCP
     Microscaling Formats 1.0, 2023; ggml's k-quants (two levels of scales).
@@ -68,6 +74,7 @@ class QuantisedWeight:
     outer_block: tuple[int, int] = (1, 1)
     permutation: Tensor | None = None
     computed: torch.dtype = torch.float32
+    in_lanes: bool = False
 
     @property
     def bits(self) -> int:
@@ -161,6 +168,8 @@ class QuantisedWeight:
 
     def dequantise(self) -> Tensor:
         """Return W (N, K) in the dtype `computed`."""
+        if self.in_lanes:
+            return self.columns().dequantise()
         rows, columns = self.shape
 
         def spread(tensor: Tensor, block: tuple[int, int]) -> Tensor:
@@ -191,6 +200,46 @@ class QuantisedWeight:
             inverse = torch.argsort(self.permutation.long())
             values = values[:, inverse]
         return values.to(self.computed)
+
+    def lanes(self) -> QuantisedWeight:
+        """Return the weight with codes in the order of lanes.
+
+        A word of codes of 4 bits is 32 channels' for one lane t of 4, nibble 4 j + 2 q + p of it
+        channel 16 q + 8 p + 2 t + j; of 8 bits 16 channels', byte 2 j + p channel 8 p + 2 t + j.
+        Of a block of 64 bytes the first four words are those of lane 0 for all its channels.
+
+        Raises:
+            ValueError: rows are no multiple of 64 bytes.
+        """
+        width = self.codes.shape[1]
+        if width % LANES_BLOCK:
+            raise ValueError(f"codes must have a multiple of {LANES_BLOCK} bytes, got {width}")
+        return self if self.in_lanes else self._reordered(True)
+
+    def columns(self) -> QuantisedWeight:
+        """Return the weight with codes in the order of their columns: what `lanes` undoes."""
+        return self._reordered(False) if self.in_lanes else self
+
+    def _reordered(self, in_lanes: bool) -> QuantisedWeight:
+        raw = self.codes.view(torch.uint8)
+        ordered = torch.empty_like(raw)
+        if self.bits == 4:  # columns are (word, q, p, lane, j), lanes (lane, word, j, q, p)
+            shape: tuple[int, ...] = (4, 2, 2, 4, 2) if in_lanes else (4, 4, 2, 2, 2)
+            order: tuple[int, ...] = (3, 0, 4, 1, 2) if in_lanes else (1, 3, 4, 0, 2)
+        else:  # columns are (word, p, lane, j), lanes (lane, word, j, p)
+            shape = (4, 2, 4, 2) if in_lanes else (4, 4, 2, 2)
+            order = (2, 0, 3, 1) if in_lanes else (1, 3, 0, 2)
+        dims = (0, 1, *(2 + place for place in order))
+        each = max(1, _AT_ONCE // max(1, raw.shape[1]))
+        for codes, to in zip(raw.split(each), ordered.split(each), strict=True):
+            if self.bits == 4:
+                found = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1, *shape)
+                found = found.permute(dims).reshape(*codes.shape, 2)
+                to.copy_(found[..., 0] | (found[..., 1] << 4))
+            else:
+                found = codes.view(len(codes), -1, *shape).permute(dims)
+                to.copy_(found.reshape(codes.shape))
+        return replace(self, codes=ordered.view(self.codes.dtype), in_lanes=in_lanes)
 
     def rows_of(self, rows: Tensor) -> Tensor:
         """Return rows (...,) of W: (..., K), as an embedding looks them up.
@@ -225,6 +274,8 @@ class QuantisedWeight:
         if not whole and self.permutation is not None:
             raise ValueError("columns must be whole with a permutation of the inputs, got a part")
         unit = math.lcm(self.block[1] if width > self.block[1] else 1, 8 // self.bits)
+        if self.in_lanes:
+            unit = math.lcm(unit, LANES_BLOCK * 8 // self.bits)
         if self.has_outer and width > self.outer_block[1]:
             unit = math.lcm(unit, self.outer_block[1])
         if left % unit or (right % unit and right != width):
@@ -271,6 +322,7 @@ class QuantisedWeight:
         return replace(first, **joined)  # type: ignore[arg-type]
 
 
+_AT_ONCE = 1 << 25  # bytes of codes that are put in another order at a time
 _INNER = ("scales", "zeros", "minimums")  # tensors with an element for each block
 _OUTER = ("outer", "outer_minimums")  # likewise for each outer block
 
@@ -282,6 +334,7 @@ def _are_alike(a: QuantisedWeight, b: QuantisedWeight) -> bool:
         or a.shape[1] != b.shape[1]
         or a.computed != b.computed
         or a.table != b.table
+        or a.in_lanes != b.in_lanes
     ):
         return False
     width = a.shape[1]

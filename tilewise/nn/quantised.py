@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.ops import QuantisedWeight
+from tilewise.ops.quantised_linear import placed
 
 __all__ = ["QuantisedEmbedding", "QuantisedLinear"]
 
@@ -23,7 +24,8 @@ class QuantisedLinear(nn.Module):
         dtype: the dtype of the rows and of the results; also of the weight seen as a float one.
 
     Attributes:
-        parts: the weights; they follow the module to a device, but are never cast.
+        parts: the weights; they follow the module to a device, whose products' order of codes they
+            take, but are never cast.
         device: the device of the module.
         is_invariant: True if a row's bits must not depend on the number of others.
     """
@@ -36,7 +38,7 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         if not parts:
             raise ValueError("parts must have at least one weight, got none")
-        self.parts = _joined(parts)
+        self.parts = tuple(map(placed, _joined(parts)))
         self.in_features = self.parts[0].shape[1]
         self.out_features = sum(part.shape[0] for part in self.parts)
         self.dtype, self.device = dtype, self.parts[0].device
@@ -69,7 +71,7 @@ class QuantisedLinear(nn.Module):
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         self.device, self.dtype = probe.device, probe.dtype
         if self.parts[0].device.type != "meta":
-            self.parts = tuple(part.to(self.device) for part in self.parts)
+            self.parts = tuple(placed(part.to(self.device)) for part in self.parts)
         return self
 
     def hold(self, parts: Sequence[QuantisedWeight]) -> None:
@@ -83,7 +85,7 @@ class QuantisedLinear(nn.Module):
         if found != (self.out_features, self.in_features):
             wanted = self.out_features, self.in_features
             raise ValueError(f"parts must have shape {wanted}, got {found}")
-        self.parts = tuple(part.to(self.device) for part in joined)
+        self.parts = tuple(placed(part.to(self.device)) for part in joined)
 
     @property
     def nbytes(self) -> int:

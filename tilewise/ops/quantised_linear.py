@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 
-__all__ = ["quantised_linear", "spec_of"]
+__all__ = ["placed", "quantised_linear", "spec_of"]
 
 
 def quantised_linear(
@@ -74,6 +75,7 @@ def quantised_linear(
         *weight.outer_block,
         weight.permutation,
         str(weight.computed).removeprefix("torch."),
+        weight.in_lanes,
         bias,
         batch_invariant,
         backend,
@@ -102,7 +104,17 @@ def spec_of(
         has_permutation=weight.permutation is not None,
         rows=1 << max(len(x) - 1, 0).bit_length(),
         batch_invariant=batch_invariant,
+        in_lanes=weight.in_lanes,
     )
+
+
+def placed(weight: QuantisedWeight) -> QuantisedWeight:
+    """Return a weight whose codes are in the order in which products on its device read them."""
+    if weight.device.type != "cuda":
+        return weight.columns()
+    row = torch.empty((1, weight.shape[1]), dtype=torch.bfloat16, device="meta")
+    spec = replace(spec_of(row, weight), device_type="cuda", in_lanes=True)
+    return weight.lanes() if dispatch.refusal("quantised_linear", "gluon", spec) is None else weight
 
 
 def _kernel(
@@ -120,6 +132,7 @@ def _kernel(
     outer_columns: int,
     permutation: Tensor | None,
     computed: str,
+    in_lanes: bool,
     bias: Tensor | None,
     batch_invariant: bool,
     backend: str | None,
@@ -136,6 +149,7 @@ def _kernel(
         (outer_rows, outer_columns),
         permutation,
         getattr(torch, computed),
+        in_lanes,
     )
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     spec = spec_of(flat, weight, batch_invariant=batch_invariant)
@@ -153,8 +167,8 @@ def _fake(x: Tensor, codes: Tensor, *_: object) -> Tensor:
 register(
     "quantised_linear(Tensor x, Tensor codes, Tensor scales, int rows, int columns, "
     "float[]? table, Tensor? zeros, Tensor? minimums, Tensor? outer, Tensor? outer_minimums, "
-    "int outer_rows, int outer_columns, Tensor? permutation, str computed, Tensor? bias, "
-    "bool batch_invariant, str? backend) -> Tensor",
+    "int outer_rows, int outer_columns, Tensor? permutation, str computed, "
+    "bool in_lanes, Tensor? bias, bool batch_invariant, str? backend) -> Tensor",
     _kernel,
     _fake,
 )

@@ -14,7 +14,7 @@ from tests.kernels.test_quantised_weight import random_weight
 from tilewise.kernels.gluon.quantised import linear
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
-from tilewise.kernels.tiles.quantised_rows import QuantisedTile
+from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile
 from tilewise.ops.quantised_linear import spec_of
 from tilewise.testing import assert_within_budget
 from tools.gluon_emulator import emulated
@@ -78,13 +78,14 @@ KINDS = ("int4", "float_zeros", "one_scale_a_row", "k_quant", "mxfp4", "table", 
          "fp8_blocks", "mxfp8", "act_order")  # fmt: skip
 
 
-def check(kind, rows, outputs, channels, dtype, has_bias, place="cpu", tile=None):
+def check(kind, rows, outputs, channels, dtype, has_bias, place="cpu", tile=None, in_lanes=False):
     """Compare a product with float64."""
     weight = make_weight(kind, outputs, channels)
     x, bias = torch.randn(rows, channels).to(dtype), torch.randn(outputs).to(dtype)
     bias = bias if has_bias else None
     on = None if bias is None else bias.to(place)
-    y = linear.launch(x.to(place), weight.to(place), on, tile=tile).cpu()
+    read = weight.to(place).lanes() if in_lanes else weight.to(place)
+    y = linear.launch(x.to(place), read, on, tile=tile).cpu()
     values = weight.dequantise()
     wide = torch.nn.functional.linear(
         x.double(), values.double(), None if bias is None else bias.double()
@@ -110,6 +111,50 @@ def test_every_kind_of_code_keeps_the_budget(kind, rows, outputs, channels, tile
     with emulated(rows) as names:
         check(kind, rows, outputs, channels, dtype, has_bias, tile=QuantisedTile(*tile))
     assert names == ["quantised_rows_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "outputs", "channels", "tile", "has_bias", "dtype"),
+    [
+        *((kind, 3, 40, 512, (64, 2, 3), True, torch.bfloat16) for kind in KINDS),
+        *((kind, 9, 70, 384, (128, 1, 1, True), False, torch.float16) for kind in KINDS),
+        ("int4", 130, 70, 256, (128, 1, 1), True, torch.bfloat16),
+        ("int4", 33, 128, 4096, (128, 2, 1), False, torch.bfloat16),  # stages are filled again
+    ],
+)
+def test_every_kind_of_code_in_lanes_keeps_the_budget(
+    kind, rows, outputs, channels, tile, has_bias, dtype
+):
+    with emulated(rows) as names:
+        check(kind, rows, outputs, channels, dtype, has_bias, tile=RingTile(*tile), in_lanes=True)
+    assert names == ["quantised_ring_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "outputs", "channels", "tile", "has_bias", "dtype"),
+    [
+        *((kind, 3, 40, 512, (2, 3), True, torch.bfloat16) for kind in KINDS),
+        *((kind, 12, 70, 384, (1, 4), False, torch.float16) for kind in KINDS),
+        ("int4", 16, 64, 4096, (2, 4), True, torch.bfloat16),  # stages are filled again
+    ],
+)
+def test_every_kind_of_code_keeps_the_budget_with_few_rows(
+    kind, rows, outputs, channels, tile, has_bias, dtype
+):
+    with emulated(rows) as names:
+        check(kind, rows, outputs, channels, dtype, has_bias, tile=FewTile(*tile), in_lanes=True)
+    assert names == ["quantised_few_kernel"]
+
+
+@pytest.mark.parametrize("kind", ["int4", "one_scale_a_row"])
+def test_a_row_has_the_same_bits_with_any_others_in_lanes(kind):
+    weight = make_weight(kind, 40, 1280).lanes()
+    x = torch.randn(40, 1280).bfloat16()
+    tile = RingTile(64, 2, 1)
+    with emulated(0):
+        alone = linear.launch(x[7:8], weight, None, tile=tile)
+        many = linear.launch(x, weight, None, tile=tile)
+    assert torch.equal(alone[0], many[7])
 
 
 def test_a_row_has_the_same_bits_whatever_is_beside_it():
@@ -147,6 +192,19 @@ def test_what_the_kernel_cannot_do_is_said():
     assert linear.why_not(_spec(rows=4096, batch_invariant=True)) is None
 
 
+def test_what_cannot_lie_in_lanes_is_said():
+    wide = {"channels": 1024, "block": (1, 128)}
+    assert linear.why_no_lanes(_spec(**wide)) is None
+    for changes, reason in (
+        ({"channels": 96}, "K must be a multiple of 128, got 96"),
+        ({"block": (1, 16)}, "columns that share a scale must be 32, 64 or multiples of 128"),
+        ({"has_outer": True, "outer_block": (1, 64)}, "columns of outer_block must be a multiple"),
+    ):
+        found = linear.why_no_lanes(_spec(**wide | changes))
+        assert found is not None
+        assert reason in found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,6 +216,35 @@ def test_every_kind_keeps_the_budget_on_a_gpu(kind, rows, outputs, channels, dty
     if kind in ("fp8_blocks", "float_zeros", "table") and channels % 64:
         channels = 640
     check(kind, rows, outputs, channels, dtype, has_bias=rows < 16, place="cuda")
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs compute capability 9.0",
+)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "channels"),
+    [(1, 1030, 1024), (5, 4096, 2048), (16, 200, 11008), (64, 6144, 4096), (300, 100, 640)],
+)
+def test_every_kind_in_lanes_keeps_the_budget_on_a_gpu(kind, rows, outputs, channels, dtype):
+    check(kind, rows, outputs, channels, dtype, rows < 16, place="cuda", in_lanes=True)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("kind", ["k_quant", "int4", "one_scale_a_row", "fp8_blocks"])
+def test_a_row_has_the_same_bits_with_any_others_in_lanes_on_a_gpu(kind):
+    weight = make_weight(kind, 4096, 1280).to("cuda").lanes()
+    x = torch.randn(300, 1280, device="cuda", dtype=torch.bfloat16)
+    many = linear.launch(x, weight, None, True)
+    for count in (1, 7, 16, 33, 128):
+        assert torch.equal(linear.launch(x[:count], weight, None, True), many[:count])
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from tests.kernels.gluon.test_quantised import make_weight
 from tests.kernels.test_quantised_weight import KINDS, random_weight
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
@@ -49,3 +50,13 @@ def test_no_rows_give_no_rows(backend, place):
     weight = random_weight("table").to(place)
     y = ops.quantised_linear(torch.randn(0, 64, device=place), weight, backend=backend)
     assert y.shape == (0, 24)
+
+
+@on_triton
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "table", "k_quant", "int8", "fp8_blocks"])
+def test_values_of_codes_in_the_order_of_lanes_are_those_of_columns(kind, backend, place):
+    weight = make_weight(kind, 40, 256).to(place)
+    found = linear.values_of(weight.lanes(), 3, 33, torch.float32)
+    torch.testing.assert_close(
+        found, linear.values_of(weight, 3, 33, torch.float32), rtol=0, atol=0
+    )

@@ -24,6 +24,7 @@ _DTYPES = {
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int8: gl.int8,
+    torch.int32: gl.int32,
 }
 # CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion of the driver's interface.
 _MAP_TYPES = {
@@ -120,6 +121,12 @@ def _form_of_matrix(dtype: torch.dtype, rows: int, columns: int) -> Form:
 
 
 @functools.cache
+def _form_of_chunks(dtype: torch.dtype, *block: int) -> Form:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+    return _form_of(block, layout, dtype)
+
+
+@functools.cache
 def _form_of_numbers(dtype: torch.dtype, *block: int) -> Form:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     return _form_of(block, layout, dtype)
@@ -186,6 +193,18 @@ def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescript
     strides = (tensor.stride(0) if tensor.shape[0] > 1 else columns, 1)
     form = _form_of_matrix(tensor.dtype, rows, columns)
     return at(Described(tensor, tuple(tensor.shape), strides, form), tensor.data_ptr())
+
+
+def chunk_descriptor(tensor: Tensor, chunks: int, rows: int, width: int) -> TensorDescriptor:
+    """Return the descriptor of (chunks, rows, width) boxes of a matrix: its columns in chunks.
+
+    No plan has one, as of a matrix.
+    """
+    form = _form_of_chunks(tensor.dtype, chunks, rows, width)
+    count, columns = tensor.shape
+    stride = tensor.stride(0) if count > 1 else columns
+    shape = (-(-columns // width), count, width)
+    return at(Described(tensor, shape, (width, stride, 1), form), tensor.data_ptr())
 
 
 def row_descriptor(tensor: Tensor, count: int) -> Any:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tilewise.kernels.tiles.linear_rows import SHARED
+
 MOST_ROWS = 64
 """The most rows for which mma.sync of codes is faster than the values of parts and a product."""
 
@@ -51,3 +53,96 @@ def tile_of(
     if is_wide:
         return QuantisedTile(32, 2, 4, 1)
     return QuantisedTile(16, 4 if outputs > 2048 else 2, 1, 4)
+
+
+class RingTile(NamedTuple):
+    """How a product on Hopper is cut, whose codes are in the order of lanes.
+
+    Attributes:
+        tile_n: outputs of a CTA: 64 or 128, 16 for each warp.
+        parts: CTAs that share a tile of outputs, each with its channels.
+        ctas: the CTAs of a multiprocessor, among which its shared memory is divided.
+        fetches: whether codes behind the first stages are fetched into L2 at once.
+    """
+
+    tile_n: int
+    parts: int
+    ctas: int
+    fetches: bool = False
+
+
+MOST_RING_ROWS = 512
+"""The most rows for which a `RingTile` is chosen: more multiply values of parts."""
+_SMS = 132  # of an H200
+_LEAST_BLOCKS = 4  # of a part
+_MOST_PARTS = 8
+_MOST_STAGES = 16
+RING_ROWS = (8, 16, 32, 64, 128)
+"""Rows of x of a CTA: those of a tile are padded to the next."""
+
+
+def ring_tile_of(outputs: int, blocks: int, row_tiles: int = 1) -> RingTile:
+    """Choose the tile of a product of `blocks` times 64 bytes of codes.
+
+    The order of a row's sum depends on the parts: with batch invariance `row_tiles` is 1, else the
+    tiles into which rows of x are cut.
+    """
+    tiles = -(-outputs // 128) * row_tiles
+    return RingTile(128, max(1, min(_SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)), 1)
+
+
+def ring_stages(
+    tile: RingTile | FewTile, rows: int, channels: int, code_bytes: int, needed: int
+) -> int:
+    """Return how many stages fit shared memory, at most as many as are needed.
+
+    Args:
+        channels: the channels of a row of x in a stage.
+        code_bytes: the bytes of a row of codes in a stage.
+        needed: the stages of a part.
+    """
+    for ctas in range(tile.ctas, 0, -1):
+        # Beside the ring: barriers, and where sums are turned around.
+        beside = 4096 + tile.tile_n * rows * 2
+        room = SHARED // ctas - 1024 - beside
+        fitting = room // (code_bytes * tile.tile_n + 2 * rows * channels)
+        if fitting >= min(needed, 3):
+            break
+    return max(1, min(fitting, needed, _MOST_STAGES))
+
+
+def ring_registers(tile: RingTile | FewTile, rows: int) -> tuple[int, int]:
+    """Return the registers of a thread when a CTA begins, and of those that multiply."""
+    ctas = 1 if rows > 32 else tile.ctas
+    multiply = 2 * tile.tile_n
+    threads = multiply + 128  # the warp that copies has room for four
+    at_start = min(65536 // (threads * ctas) // 8 * 8, 248)
+    return at_start, min((at_start * threads - 24 * 128) // multiply // 8 * 8, 240)
+
+
+class FewTile(NamedTuple):
+    """How a product of up to 16 rows on Hopper is cut, whose codes are in the order of lanes.
+
+    Attributes:
+        parts: CTAs that share 64 outputs, each with its channels.
+        ctas: the CTAs of a multiprocessor, among which its memory and registers are divided.
+    """
+
+    parts: int
+    ctas: int
+
+    @property
+    def tile_n(self) -> int:
+        """Outputs of a CTA."""
+        return 64
+
+
+FEW_ROWS = 16
+"""The most rows of `FewTile`s."""
+
+
+def few_tile_of(outputs: int, blocks: int) -> FewTile:
+    """Choose the tile of a product of `blocks` times 64 bytes of codes; not by the rows of x."""
+    tiles = -(-outputs // 64)
+    parts = min(4 * _SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)
+    return FewTile(max(1, parts), 4)

@@ -17,6 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.threads import inlined
 from tilewise.kernels.cpu.paged.quantise import widen_e4m3, widen_int8
 
 HEADS = 4  # query heads per pass: 16 sums with AVX-512 are 4 keys x 4 heads
@@ -25,6 +26,16 @@ _i1, _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 # Caches are distinguished by the dtype of an empty array; numba has no numbers of these two.
 _BYTES = (types.int8, types.uint8)  # int8, float8_e4m3fn
 _MOST_SUMS = simd.NUM_REGISTERS // 2
+
+
+@inlined
+def heads_of_pass(group, lanes):
+    """Return the query heads that one pass over keys computes, of a key head with `group` of them.
+
+    A register holds one number of each head, or of several keys: two float64 of an SSE or NEON
+    register are those of one head.
+    """
+    return HEADS if group > 1 and lanes >= HEADS else 1
 
 
 def _vectors(cache_type):

@@ -21,7 +21,14 @@ from tilewise.kernels.cpu.machine.pack import prefetch
 from tilewise.kernels.cpu.machine.products import LARGEST_INTEGER
 from tilewise.kernels.cpu.machine.rows import read_f32
 from tilewise.kernels.cpu.machine.threads import inlined
-from tilewise.kernels.cpu.paged.cache_rows import HEADS, LINE, has_integers, span_of, unit_of
+from tilewise.kernels.cpu.paged.cache_rows import (
+    HEADS,
+    LINE,
+    has_integers,
+    heads_of_pass,
+    span_of,
+    unit_of,
+)
 from tilewise.kernels.cpu.paged.dot_products import (
     dots_1,
     dots_4,
@@ -366,7 +373,7 @@ def attend_chunk(
         qi, ci, state: the starts of the key head's queries, of its sums, and of m and l.
     """
     unit = unit_of(cache_like, like)
-    heads = 1 if sizes.group == 1 else HEADS
+    heads = heads_of_pass(sizes.group, lanes)
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
     if has_scales:

@@ -44,6 +44,7 @@ from tilewise.kernels.cpu.paged.cache_rows import (
     HEADS,
     has_bytes,
     has_words,
+    heads_of_pass,
     lanes_in,
     order_of,
     span_of,
@@ -130,7 +131,7 @@ def _load_queries(
         start: the address of the sequence's first row of q.
     """
     lanes, order = lanes_of(like), order_of(cache_like, like)
-    heads = 1 if sizes.group == 1 else HEADS
+    heads = heads_of_pass(sizes.group, lanes)
     for lane in range(num_heads * padded * lanes):
         scales[lane] = rule.scale
     for member in range(num_heads * sizes.group):
@@ -198,7 +199,7 @@ def _decode_task(
     like, starts, table = arrays.like, arrays.starts, arrays.table
     lanes = lanes_in(cache_like, like)
     unit = unit_of(cache_like, like)
-    heads = 1 if sizes.group == 1 else HEADS
+    heads = heads_of_pass(sizes.group, lanes)
     padded = (sizes.group + heads - 1) // heads * heads
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
@@ -450,7 +451,7 @@ def decode_attention(
     """
     like, starts = arrays.like, arrays.starts
     lanes = simd.REGISTER_BYTES // like.itemsize
-    heads = 1 if sizes.group == 1 else HEADS
+    heads = heads_of_pass(sizes.group, lanes)
     padded = (sizes.group + heads - 1) // heads * heads
     unit = unit_of(cache_like, like)
     ld = (sizes.head_dim + unit - 1) // unit * unit
@@ -586,7 +587,8 @@ def attend_rows(
     sizes = problem.sizes
     owned = placed(problem.arrays.starts, q, k, v, o)
     arrays = with_starts(problem, borrowed(owned)).arrays
-    width, heads = (sizes.v_head_dim + 63) // 64 * 64, 1 if sizes.group == 1 else HEADS
+    width = (sizes.v_head_dim + 63) // 64 * 64
+    heads = heads_of_pass(sizes.group, lanes_of(like))
     rows = num_tasks * heads_per_task * ((sizes.group + heads - 1) // heads * heads)
     num_owners = len(arrays.starts) * sizes.num_kv_heads
     owned_alone, counts, results = finished, borrowed(finished), array_at(lse, 0, like)

@@ -163,7 +163,8 @@ def spread_4(typingctx, numbers, key):
 
     def codegen(context, builder, sig, args):
         kind = simd.vector_ir(dtype)
-        few = ir.VectorType(kind.element, kind.count // HEADS)
+        # Registers of two are those of one head (`heads_of_pass`): such code never runs.
+        few = ir.VectorType(kind.element, max(1, kind.count // HEADS))
         pointer = simd.pointer_to(context, builder, numbers, *args)
         vector = simd.load_vector(builder, pointer, few, 4)
         order = ir.VectorType(_i32, kind.count)

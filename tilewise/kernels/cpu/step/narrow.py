@@ -27,6 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.errors import UnsupportedError
+from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.kernels.cpu.step.panels import (
     COLUMNS,
     GROUP,
@@ -204,7 +206,12 @@ def pack_narrow(
         dtype: the dtype of rows and results, float32, float16 or bfloat16.
         order: int64 (N,), the row of the weights that an output has, -1 for zeros; None for all
             rows in turn.
+
+    Raises:
+        UnsupportedError: the CPU has no instructions for the dtype.
     """
+    if reason := why_not_dtype(dtype):
+        raise UnsupportedError(reason)
     total = sum(part.shape[0] for part in parts)
     order = torch.arange(total) if order is None else order
     outputs, inputs = len(order), parts[0].shape[1]

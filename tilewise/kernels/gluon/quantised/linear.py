@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device, early
+from tilewise.kernels.gluon.quantised.few import CHUNK, quantised_few_kernel
+from tilewise.kernels.gluon.quantised.few import Shape as FewShape
 from tilewise.kernels.gluon.quantised.operands import (
     E4M3,
     E5M2,
@@ -19,12 +21,16 @@ from tilewise.kernels.gluon.quantised.operands import (
     MAGIC_WORDS,
     TABLE,
 )
+from tilewise.kernels.gluon.quantised.ring import Shape as RingShape
+from tilewise.kernels.gluon.quantised.ring import quantised_ring_kernel
 from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
+from tilewise.kernels.host.descriptors import addressable, chunk_descriptor, matrix_descriptor
+from tilewise.kernels.host.lasting import zeros_of_stream
 from tilewise.kernels.host.launch import launch_now
-from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
+from tilewise.kernels.quantised_weight import E2M1, LANES_BLOCK, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles import quantised_rows as tiles
-from tilewise.kernels.tiles.quantised_rows import QuantisedTile
+from tilewise.kernels.tiles.quantised_rows import RING_ROWS, FewTile, QuantisedTile, RingTile
 from tilewise.kernels.triton.quantised.linear import kind_of, raw
 
 __all__ = ["launch", "why_not"]
@@ -50,6 +56,8 @@ def why_not(spec: QuantisedLinearSpec) -> str | None:
         return f"needs compute capability 8.0 or newer, got {arch // 10}.{arch % 10}"
     if spec.dtype not in _DTYPES:
         return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    if spec.in_lanes:
+        return _why_no_ring(spec)
     step = step_of(spec.block, spec.channels, spec.bits)
     least = 128 // spec.bits
     if spec.has_outer and 1 < spec.outer_block[1] < spec.channels and spec.outer_block[1] % step:
@@ -74,7 +82,7 @@ def launch(
     weight: QuantisedWeight,
     bias: Tensor | None,
     batch_invariant: bool = False,
-    tile: QuantisedTile | None = None,
+    tile: QuantisedTile | RingTile | FewTile | None = None,
 ) -> Tensor:
     """Return y (T, N) of x (T, K), a weight (N, K) and bias (N,).
 
@@ -89,6 +97,19 @@ def launch(
         return y
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
+    if weight.in_lanes:
+        is_few = tile is None and rows <= tiles.FEW_ROWS and not batch_invariant
+        if is_few or isinstance(tile, FewTile):
+            _launch_few(x, weight, bias, y, tile)
+        else:
+            assert not isinstance(tile, QuantisedTile)
+            if tile is None:
+                row_tiles = 1 if batch_invariant else -(-rows // RING_ROWS[-1])
+                blocks = weight.codes.shape[1] // LANES_BLOCK
+                tile = tiles.ring_tile_of(outputs, blocks, row_tiles)
+            _launch_ring(x, weight, bias, y, tile)
+        return y
+    assert not isinstance(tile, RingTile | FewTile)
     if tile is None:
         tile = tiles.tile_of(outputs, channels, rows, batch_invariant=batch_invariant)
     kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
@@ -143,6 +164,200 @@ def launch(
         **options,
     )
     return y
+
+
+def _launch_ring(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, y: Tensor, tile: RingTile
+) -> None:
+    """Compute y (T, N), with codes in the order of lanes."""
+    outputs, channels = weight.shape
+    rows = len(x)
+    summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
+    blocks = _blocks(weight, len(x), summed)
+    of_stage = blocks * LANES_BLOCK * 8 // weight.bits
+    stages = channels // of_stage
+    padded = next((size for size in RING_ROWS if rows <= size), RING_ROWS[-1])
+    # The channels of a part do not depend on the rows: a multiple of two blocks, if K is one.
+    unit = max(1, 2 * LANES_BLOCK * 8 // weight.bits // of_stage)
+    unit = 1 if stages % unit else unit
+    part_stages = -(-(stages // unit) // tile.parts) * unit
+    parts = -(-stages // part_stages)
+    num_tiles = -(-outputs // tile.tile_n) * -(-rows // padded)
+    sums = arrived = y  # never touched
+    if parts > 1:
+        size = num_tiles * parts * tile.tile_n * padded
+        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrived = zeros_of_stream(num_tiles * tile.tile_n // 64, x.device)
+    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    at_start, registers = tiles.ring_registers(tile, padded)
+    groups = of_stage // summed
+    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
+    shape = RingShape(
+        kind,
+        padded,
+        tile.tile_n // 64,
+        64,
+        4,
+        registers,
+        tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
+        parts,
+        blocks,
+        groups,
+        _steps(weight.block, channels, summed),
+        _steps(weight.outer_block, channels, summed),
+        kind_of(weight.scales),
+        weight.outer is not None,
+        weight.zeros is not None,
+        is_whole and kind == INT4.value,
+        -1 if weight.minimums is None else kind_of(weight.minimums),
+        weight.outer_minimums is not None,
+        bias is not None,
+        early.mode("rows"),
+        tile.fetches,
+    )
+    x = addressable(x)
+    words = weight.codes.view(torch.int32)
+    outer = weight.outer_minimums if weight.outer is None else weight.outer
+    options = {"launch_pdl": True} if shape.early else {}
+    launch_now(
+        quantised_ring_kernel,
+        num_tiles * parts,
+        matrix_descriptor(words, 64, blocks * LANES_BLOCK // 4),
+        words,
+        matrix_descriptor(x, padded, of_stage // groups),
+        raw(weight.scales, y),
+        raw(weight.zeros, y),
+        raw(weight.minimums, y),
+        raw(weight.outer, y),
+        raw(weight.outer_minimums, y),
+        *table,
+        y if bias is None else bias,
+        y,
+        sums,
+        arrived,
+        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"],
+        rows,
+        outputs,
+        stages,
+        part_stages,
+        weight.scales.shape[1],
+        1 if outer is None else outer.shape[1],
+        weight.block[0],
+        weight.outer_block[0],
+        shape=shape,
+        num_warps=shape.num_warps,
+        maxnreg=at_start,
+        **options,
+    )
+
+
+def _launch_few(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, y: Tensor, tile: FewTile | None
+) -> None:
+    """Compute y (T, N) of up to 16 rows, with codes in the order of lanes."""
+    outputs, channels = weight.shape
+    rows = len(x)
+    summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
+    blocks = _blocks(weight, rows, summed)
+    of_stage = blocks * LANES_BLOCK * 8 // weight.bits
+    stages = channels // of_stage
+    if tile is None:
+        tile = tiles.few_tile_of(outputs, weight.codes.shape[1] // LANES_BLOCK)
+    padded = 8 if rows <= 8 else 16
+    part_stages = -(-stages // tile.parts)
+    parts = -(-stages // part_stages)
+    num_tiles = -(-outputs // tile.tile_n)
+    sums = arrived = y  # never touched
+    if parts > 1:
+        size = num_tiles * parts * tile.tile_n * padded
+        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrived = zeros_of_stream(num_tiles, x.device)
+    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    at_start, _ = tiles.ring_registers(tile, padded)
+    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
+    shape = FewShape(
+        kind,
+        padded,
+        tile.tile_n,
+        4,
+        tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
+        parts,
+        blocks,
+        of_stage // summed,
+        _steps(weight.block, channels, summed),
+        _steps(weight.outer_block, channels, summed),
+        kind_of(weight.scales),
+        weight.outer is not None,
+        weight.zeros is not None,
+        is_whole and kind == INT4.value,
+        -1 if weight.minimums is None else kind_of(weight.minimums),
+        weight.outer_minimums is not None,
+        bias is not None,
+        early.mode("rows"),
+    )
+    x = addressable(x)
+    words = weight.codes.view(torch.int32)
+    outer = weight.outer_minimums if weight.outer is None else weight.outer
+    options = {"launch_pdl": True} if shape.early else {}
+    launch_now(
+        quantised_few_kernel,
+        num_tiles * parts,
+        matrix_descriptor(words, tile.tile_n, blocks * LANES_BLOCK // 4),
+        chunk_descriptor(x, of_stage // CHUNK.value, padded, CHUNK.value),
+        raw(weight.scales, y),
+        raw(weight.zeros, y),
+        raw(weight.minimums, y),
+        raw(weight.outer, y),
+        raw(weight.outer_minimums, y),
+        *table,
+        y if bias is None else bias,
+        y,
+        sums,
+        arrived,
+        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"],
+        rows,
+        outputs,
+        stages,
+        part_stages,
+        weight.scales.shape[1],
+        1 if outer is None else outer.shape[1],
+        weight.block[0],
+        weight.outer_block[0],
+        shape=shape,
+        num_warps=4,
+        maxnreg=at_start,
+        **options,
+    )
+
+
+def _blocks(weight: QuantisedWeight, rows: int, summed: int) -> int:
+    """Return the blocks of lanes of a stage: two for few rows and at most four sums."""
+    both = 2 * LANES_BLOCK * 8 // weight.bits
+    return 2 if rows <= 32 and weight.shape[1] % both == 0 and both // summed <= 4 else 1
+
+
+def why_no_lanes(spec: QuantisedLinearSpec) -> str | None:
+    """Say why Hopper's products cannot take a weight in the order of lanes, or return None."""
+    of_block = LANES_BLOCK * 8 // spec.bits
+    if spec.channels % of_block:
+        return f"K must be a multiple of {of_block}, got {spec.channels}"
+    shared = spec.channels if spec.block[1] >= spec.channels else spec.block[1]
+    half, quarter = of_block // 2, of_block // 4
+    if shared % of_block and shared not in (half, quarter):
+        return (
+            f"columns that share a scale must be {quarter}, {half} or multiples of {of_block}, "
+            f"got {shared}"
+        )
+    if spec.has_outer and spec.outer_block[1] < spec.channels and spec.outer_block[1] % of_block:
+        return f"columns of outer_block must be a multiple of {of_block}"
+    return None
+
+
+def _why_no_ring(spec: QuantisedLinearSpec) -> str | None:
+    reason = device.why_not_hopper(spec.device_type) or why_no_lanes(spec)
+    if reason is None and not spec.batch_invariant and spec.rows > tiles.MOST_RING_ROWS:
+        return f"x must have at most {tiles.MOST_RING_ROWS} rows to be faster so, got {spec.rows}"
+    return reason
 
 
 def _steps(block: tuple[int, int], channels: int, step: int) -> int:

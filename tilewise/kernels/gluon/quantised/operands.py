@@ -18,6 +18,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.kernels.triton.quantised.values import E4M3 as SCALE_E4M3
+from tilewise.kernels.triton.quantised.values import E8M0
+
 INT4, FP4, TABLE, INT8, E4M3, E5M2 = (gl.constexpr(i) for i in range(6))
 
 # A word of 8 codes -> 4 registers of two 16-bit numbers: codes i and i + 4.
@@ -57,19 +60,25 @@ def _e2m1(shift: int, factor: int, fma: str) -> str:
 
 
 def _bytes(each: str) -> str:
-    """Return the assembly that maps a word of 4 codes to two registers, likewise."""
-    text = _REGISTERS + "mov.b32 g, 0; prmt.b32 a, $2, g, 0x4140; prmt.b32 b, $2, g, 0x4342; "
+    """Return the assembly that maps a word of 4 codes to two registers: codes 0, 2 and 1, 3."""
+    text = _REGISTERS + "mov.b32 a, $2; shr.u32 b, $2, 8; "
     for place, name in enumerate("ab"):
         text += each.replace("$o", f"${place}").replace("$i", name)
     return text + "}"
 
 
 def _float8(shift: int, factor: int, fma: str) -> str:
-    mask = 0x7F << shift
-    return _bytes(
-        f"shl.b32 e, $i, {shift}; shl.b32 f, $i, 8; and.b32 e, e, 0x{mask:04X}{mask:04X}; "
-        f"lop3.b32 e, f, 0x80008000, e, 0xEA; mov.b32 c, 0x{factor:04X}{factor:04X}; "
-        f"mov.b32 f, 0x80008000; {fma} $o, e, c, f; "
+    """Return the assembly of `_bytes` for codes whose sign is at bit 15, the others from `shift`
+    on."""
+    mask = f"0x{0x7F << shift:04X}{0x7F << shift:04X}"
+    down = _shifted("e", "$2", shift - 8)
+    return (
+        _REGISTERS
+        + f"mov.b32 c, 0x{factor:04X}{factor:04X}; mov.b32 d, 0x80008000; "
+        + f"shl.b32 e, $2, {shift}; shl.b32 f, $2, 8; and.b32 e, e, {mask}; "
+        + f"lop3.b32 e, f, 0x80008000, e, 0xEA; {fma} $0, e, c, d; "
+        + f"{down}and.b32 e, e, {mask}; "
+        + f"lop3.b32 e, $2, 0x80008000, e, 0xEA; {fma} $1, e, c, d; }}"
     )
 
 
@@ -79,7 +88,8 @@ _INT8_BF16 = _bytes(
     "mov.b32 c, 0xBF80BF80; fma.rn.bf16x2 $o, f, c, e; "
 )
 _INT8_F16 = _bytes(
-    "lop3.b32 e, $i, 0x00800080, $3, 0xBE; mov.b32 c, 0x64806480; sub.rn.f16x2 $o, e, c; "
+    "and.b32 e, $i, 0x00FF00FF; lop3.b32 e, e, 0x00800080, $3, 0xBE; mov.b32 c, 0x64806480; "
+    "sub.rn.f16x2 $o, e, c; "
 )
 # 8 codes through a table of 16-bit numbers: words 0, 1 the low bytes of the first 8, words 2, 3
 # their high bytes, words 4 to 7 those of the others.
@@ -183,7 +193,7 @@ def inputs_layout(warps_k, warps_n, rows, columns):
 
 
 @gluon.jit
-def _numbers(pairs, DTYPE: gl.constexpr):
+def numbers(pairs, DTYPE: gl.constexpr):
     """Return what two registers' halves hold; costs no instruction."""
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
@@ -198,17 +208,11 @@ def _numbers(pairs, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def words_operand(
-    words, table, magic_word, KIND: gl.constexpr, DTYPE: gl.constexpr, WARPS_N: gl.constexpr
-):
-    """Return the left operand (warps, outputs, channels) of words (warps, outputs, n) of codes.
+def _registers(words, table, magic_word, KIND: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the registers of words (..., n): (..., n, 2, 2) of codes of 4 bits, of 8 (..., n, 2).
 
     table: eight words as `_TABLE` has them.
     """
-    WARPS: gl.constexpr = words.shape[0]
-    WIDE: gl.constexpr = 16 * WARPS_N
-    RUN: gl.constexpr = words.shape[2] // 4
-    layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(WARPS, WARPS_N), 2)
     asm: gl.constexpr = asm_of(KIND, DTYPE)
     if bits_of(KIND) == 4:
         if KIND == TABLE:
@@ -230,9 +234,7 @@ def words_operand(
                 asm, "=r,=r,=r,=r,r", [words],
                 dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
             )  # fmt: skip
-        low, high = _numbers(gl.join(gl.join(a, b), gl.join(c, d)), DTYPE)
-        x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2, 2])
-        x = x.permute((0, 1, 3, 5, 4, 2, 6)).reshape([WARPS, WIDE, RUN * 32])
+        return gl.join(gl.join(a, b), gl.join(c, d))
     else:
         if KIND == INT8:
             a, b = gl.inline_asm_elementwise(
@@ -243,7 +245,27 @@ def words_operand(
             a, b = gl.inline_asm_elementwise(
                 asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
             )
-        low, high = _numbers(gl.join(a, b), DTYPE)
+        return gl.join(a, b)
+
+
+@gluon.jit
+def words_operand(
+    words, table, magic_word, KIND: gl.constexpr, DTYPE: gl.constexpr, WARPS_N: gl.constexpr
+):
+    """Return the left operand (warps, outputs, channels) of words (warps, outputs, n) of codes.
+
+    table: eight words as `_TABLE` has them.
+    """
+    WARPS: gl.constexpr = words.shape[0]
+    WIDE: gl.constexpr = 16 * WARPS_N
+    RUN: gl.constexpr = words.shape[2] // 4
+    layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(WARPS, WARPS_N), 2)
+    if bits_of(KIND) == 4:
+        low, high = numbers(_registers(words, table, magic_word, KIND, DTYPE), DTYPE)
+        x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2, 2])
+        x = x.permute((0, 1, 3, 5, 4, 2, 6)).reshape([WARPS, WIDE, RUN * 32])
+    else:
+        low, high = numbers(_registers(words, table, magic_word, KIND, DTYPE), DTYPE)
         x = gl.join(low, high).reshape([WARPS, WIDE, 4, RUN, 2, 2])
         x = x.permute((0, 1, 3, 4, 2, 5)).reshape([WARPS, WIDE, RUN * 16])
     return gl.convert_layout(x, layout, assert_trivial=True)
@@ -259,5 +281,126 @@ def inputs_operand(x, KIND: gl.constexpr, WARPS_N: gl.constexpr):
     if bits_of(KIND) == 4:
         x = x.reshape([WARPS, ROWS, 4, STEP // 32, 2, 2, 2]).permute((0, 3, 5, 6, 2, 4, 1))
     else:
-        x = x.reshape([WARPS, ROWS, 4, STEP // 16, 2, 2]).permute((0, 3, 4, 2, 5, 1))
+        x = x.reshape([WARPS, ROWS, 4, STEP // 16, 2, 2]).permute((0, 3, 5, 2, 4, 1))
     return gl.convert_layout(x.reshape([WARPS, STEP, ROWS]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def wide(raw, KIND: gl.constexpr):
+    """Return scales as float32."""
+    if KIND == E8M0:
+        bits = raw.to(gl.int32) << 23
+        return gl.where(raw == 0, 5.877471754111438e-39, bits.to(gl.float32, bitcast=True))
+    elif KIND == SCALE_E4M3:
+        bits = raw.to(gl.int32)
+        bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+        return bits.to(gl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    else:
+        return raw.to(gl.float32)
+
+
+BLOCK_WORDS = gl.constexpr(16)  # of a row in a stage of Hopper's: 64 bytes
+
+
+@gluon.constexpr_function
+def lanes_layout(num_warps, blocks):
+    """Return how warps take (outputs, words) in the order of lanes: 16 bytes of a row's block."""
+    registers = [[0, 1], [0, 2], *([[0, 16]] if blocks == 2 else []), [8, 0]]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    warps = [[size, 0] for size in (16, 32, 64) if size < 16 * num_warps]
+    shape = [16 * num_warps, blocks * BLOCK_WORDS.value]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
+def scales_layout(num_warps, groups):
+    """Return how warps take (outputs, groups) scales of the rows of `lanes_layout`."""
+    registers = [*([0, size] for size in (1, 2) if size < groups), [8, 0]]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    warps = [[size, 0] for size in (16, 32, 64) if size < 16 * num_warps]
+    shape = [16 * num_warps, groups]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+# Codes of 4 bits in the lower byte of a 16-bit number are c * 2 ** -133 or, four bits up, 2 ** -129
+# (bfloat16; 2 ** -24 and 2 ** -20 in float16): subnormal, or of the least exponent. Their
+# difference from a zero point, times SMALL, is exact.
+def _less(low: int, high: int, fma: str) -> str:
+    return (
+        "{ .reg .b32 a, b, c, d, e, f; "
+        f"mov.b32 e, 0x{low:04X}{low:04X}; mov.b32 f, 0x{high:04X}{high:04X}; "
+        "shr.u32 c, $4, 8; and.b32 a, $4, 0x000F000F; and.b32 b, $4, 0x00F000F0; "
+        "and.b32 d, c, 0x00F000F0; and.b32 c, c, 0x000F000F; "
+        f"{fma} $0, a, e, $5; {fma} $1, b, f, $5; {fma} $2, c, e, $5; {fma} $3, d, f, $5; }}"
+    )
+
+
+_LESS = {
+    "bf16": _less(0x7F00, 0x7D00, "fma.rn.bf16x2"),  # 2 ** 127, 2 ** 123
+    "fp16": _less(0x7800, 0x6800, "fma.rn.f16x2"),  # 2 ** 15, 2 ** 11
+}
+_SMALL = {"bf16": 2.0**-6, "fp16": 2.0**-9}
+
+
+@gluon.constexpr_function
+def small(kind, dtype):
+    """Return by what `lanes_registers` multiplies numbers."""
+    return _SMALL[str(dtype)] if kind == INT4.value else 1.0
+
+
+@gluon.constexpr_function
+def _less_of(dtype):
+    return _LESS[str(dtype)]
+
+
+@gluon.jit
+def lanes_registers(words, negated, constants, KIND: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the registers of words (outputs, 4, n), see `_registers`; INT4 is less zero points.
+
+    negated: pairs of -zero * SMALL of each output, for INT4, whose numbers are * SMALL, too.
+    constants: the table, and the magic word.
+    """
+    if KIND == INT4:
+        rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
+        negated = gl.convert_layout(negated, rows, assert_trivial=True)
+        negated = gl.expand_dims(gl.expand_dims(negated, 1), 2)
+        return _less_registers(words, negated, DTYPE)
+    else:
+        return _registers(words, constants[0], constants[1], KIND, DTYPE)
+
+
+@gluon.jit
+def _less_registers(words, negated, DTYPE: gl.constexpr):
+    asm: gl.constexpr = _less_of(DTYPE)
+    words, negated = gl.broadcast(words, negated)
+    a, b, c, d = gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,r,r", [words, negated],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.join(gl.join(a, b), gl.join(c, d))
+
+
+@gluon.constexpr_function
+def _pair_of(dtype):
+    name = "bf16x2" if str(dtype) == "bf16" else "f16x2"
+    return f"cvt.rn.{name}.f32 $0, $1, $1;"
+
+
+@gluon.jit
+def pairs(x, DTYPE: gl.constexpr):
+    """Return float32 numbers rounded to DTYPE, each twice in a register."""
+    asm: gl.constexpr = _pair_of(DTYPE)
+    return gl.inline_asm_elementwise(asm, "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def lanes_operand(registers, KIND: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the left operand (outputs, channels) of `lanes_registers`; costs no instruction."""
+    low, high = numbers(registers, DTYPE)
+    M: gl.constexpr = registers.shape[0]
+    N: gl.constexpr = registers.shape[2]
+    if bits_of(KIND) == 4:
+        x = gl.join(low, high).permute((0, 2, 4, 3, 1, 5)).reshape([M, N * 32])
+    else:
+        x = gl.join(low, high).permute((0, 2, 3, 1, 4)).reshape([M, N * 16])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)

@@ -32,9 +32,9 @@ from tilewise.kernels.gluon.quantised.operands import (
     inputs_operand,
     magic,
     sum_layout,
+    wide,
     words_operand,
 )
-from tilewise.kernels.triton.quantised.values import E4M3, E8M0
 
 _FIRST = gl.constexpr(early.FIRST)
 
@@ -64,20 +64,6 @@ class Shape(NamedTuple):
 def has_offset(shape, dtype):
     """Return whether the sums of rows of x are needed."""
     return magic(shape.kind, dtype) != 0 or shape.has_zeros or shape.minimum_kind >= 0
-
-
-@gluon.jit
-def _wide(raw, KIND: gl.constexpr):
-    """Return scales as float32."""
-    if KIND == E8M0:
-        bits = raw.to(gl.int32) << 23
-        return gl.where(raw == 0, 5.877471754111438e-39, bits.to(gl.float32, bitcast=True))
-    elif KIND == E4M3:
-        bits = raw.to(gl.int32)
-        bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
-        return bits.to(gl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
-    else:
-        return raw.to(gl.float32)
 
 
 @gluon.jit
@@ -115,14 +101,14 @@ def _raw_scales(tensors, base, step, shape: gl.constexpr):
 def _scales(raw, MAGIC: gl.constexpr, shape: gl.constexpr):
     """Return scale and offset (warps, outputs) of a tile: W = operand * scale - offset."""
     scale, zero, minimum, factor, minimum_factor = raw
-    scale = _wide(scale, shape.scale_kind)
+    scale = wide(scale, shape.scale_kind)
     if shape.has_outer:
         scale = scale * factor.to(gl.float32)
     offset = scale * MAGIC
     if shape.has_zeros:
         offset = scale * (zero.to(gl.float32) + MAGIC)
     if shape.minimum_kind >= 0:
-        less = _wide(minimum, shape.minimum_kind)
+        less = wide(minimum, shape.minimum_kind)
         if shape.has_outer_minimums:
             less = less * minimum_factor.to(gl.float32)
         offset = offset + less

@@ -137,7 +137,7 @@ def _multiply(weight, x, ring, output, row, first, steps, shape: gl.constexpr):
 
 
 @gluon.jit
-def _places(shape: gl.constexpr):
+def places(shape: gl.constexpr):
     """Return where the sums of a CTA lie in its part of the workspace, in their own layout."""
     layout: gl.constexpr = sum_layout(shape.rows, shape.num_warps)
     output = gl.arange(0, shape.tile_n, gl.SliceLayout(1, layout))
@@ -146,7 +146,7 @@ def _places(shape: gl.constexpr):
 
 
 @gluon.jit
-def _finish(total, bias, y, first_output, first_row, rows, outputs, shape: gl.constexpr):
+def finish(total, bias, y, first_output, first_row, rows, outputs, shape: gl.constexpr):
     """Add the bias to sums (TILE_N, rows), round them, and store them turned around."""
     if shape.has_bias:
         output = first_output + gl.arange(0, shape.tile_n, gl.SliceLayout(1, total.type.layout))
@@ -212,11 +212,11 @@ def linear_rows_kernel(
     if shape.keeps_parts:
         _leave(acc, sums, part, output, row, rows, outputs, shape)
     elif shape.parts == 1:
-        _finish(acc, bias, y, output, row, rows, outputs, shape)
+        finish(acc, bias, y, output, row, rows, outputs, shape)
     else:
         size: gl.constexpr = shape.tile_n * shape.rows
         PARTS: gl.constexpr = shape.parts
-        place = _places(shape)
+        place = places(shape)
         mine = sums + gl.program_id(0).to(gl.int64) * size
         gl.store(mine + place, acc)
         partition_barrier()  # all warps have stored what one of them tells of
@@ -227,4 +227,4 @@ def linear_rows_kernel(
             total = gl.load(theirs + place, cache_modifier=".cg")
             for other in gl.static_range(1, PARTS):
                 total += gl.load(theirs + (other * size + place), cache_modifier=".cg")
-            _finish(total, bias, y, output, row, rows, outputs, shape)
+            finish(total, bias, y, output, row, rows, outputs, shape)

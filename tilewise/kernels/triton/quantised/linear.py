@@ -105,6 +105,7 @@ def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype)
         HAS_OUTER=weight.outer is not None,
         HAS_OUTER_MINIMUMS=weight.outer_minimums is not None,
         COMPUTED=_COMPUTED[weight.computed],
+        IN_LANES=weight.in_lanes,
         TILE_N=_TILE_N,
         TILE_K=_TILE_K,
     )

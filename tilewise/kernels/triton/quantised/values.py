@@ -60,6 +60,21 @@ def _rounded(x, COMPUTED: tl.constexpr):
         return x.to(COMPUTED).to(tl.float32)
 
 
+@triton.jit
+def _byte_of(k, BITS: tl.constexpr):
+    """Return the byte of a row that has column k's code in the order of lanes.
+
+    See `QuantisedWeight.lanes`.
+    """
+    lane, pair, half = (k // 2) % 4, k % 2, (k // 8) % 2
+    if BITS == 4:
+        word = 4 * lane + (k // 32) % 4
+        return k // 128 * 64 + 4 * word + 2 * pair + (k // 16) % 2
+    else:
+        word = 4 * lane + (k // 16) % 4
+        return k // 64 * 64 + 4 * word + 2 * pair + half
+
+
 @triton.jit(do_not_specialize=["first_row", "rows"])
 def values_kernel(
     codes_ptr,
@@ -91,6 +106,7 @@ def values_kernel(
     HAS_OUTER: tl.constexpr,
     HAS_OUTER_MINIMUMS: tl.constexpr,
     COMPUTED: tl.constexpr,
+    IN_LANES: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
@@ -103,7 +119,21 @@ def values_kernel(
     is_row = (n < rows)[:, None]
     inside = is_row & (k < columns)[None, :]
     row = (first_row + n).to(tl.int64)[:, None]
-    if BITS == 4:
+    if IN_LANES:
+        at = codes_ptr + row * (columns * BITS // 8) + _byte_of(k, BITS)[None, :]
+        code = tl.load(at, mask=inside, other=0)
+        if BITS == 4:
+            code = (code >> (k // 8 % 2 * 4).to(tl.uint8)[None, :]) & 15
+            if IS_E2M1:
+                value = _e2m1(code)
+            elif HAS_TABLE:
+                value = _looked_up(code, table)
+            else:
+                value = code.to(tl.float32)
+        else:
+            value = _wide(code, CODES)
+        value = value.reshape(TILE_N, TILE_K // GROUP, GROUP)
+    elif BITS == 4:
         byte = tl.program_id(1) * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
         held = is_row & (byte < columns // 2)[None, :]
         packed = tl.load(codes_ptr + row * (columns // 2) + byte[None, :], mask=held, other=0)

@@ -1,0 +1,463 @@
+"""A product of rows with a weight of 8 or 4 bits on Hopper: a TMA ring of codes, WGMMA.
+
+What: y = x W^T + bias, W[n, k] = (value(code) - zero) * scale - minimum; see `QuantisedWeight`.
+Grid: (tiles of outputs * tiles of rows * parts of K,), parts fastest, then rows.
+One CTA: 64 outputs for each of its warpgroups, of a tile of rows, over its part of K. One warp
+copies codes and x a ring ahead; a warpgroup makes left operands of the codes, in registers, and
+multiplies. The last CTA of a tile to end adds up the parts.
+Traffic: the codes and scales once, for each further tile of rows from L2; x from L2 once a CTA;
+with parts 8 bytes for each output, row and part.
+Numerics: of each group, value * x summed in float32, times the scale in float32, less the row's sum
+times (zero * scale + minimum): no weight is rounded to 16 bits, but values of a general table. Zero
+points that are integers are subtracted from codes of 4 bits, exactly. Parts are added in their
+order: what a row of y is does not depend on how many others there are, nor on which CTA ends last.
+
+Codes lie in the order of lanes, see `QuantisedWeight.in_lanes`: a lane's operand of a step is 16
+bytes of each of its two rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels import early
+from tilewise.kernels.gluon.device.barriers import barriers, release_loaded
+from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
+from tilewise.kernels.gluon.device.early import await_previous, begin_next
+from tilewise.kernels.gluon.device.prefetch import prefetch
+from tilewise.kernels.gluon.device.warpgroup import sum_layout
+from tilewise.kernels.gluon.quantised.operands import (
+    BLOCK_WORDS,
+    bits_of,
+    lanes_layout,
+    lanes_operand,
+    lanes_registers,
+)
+from tilewise.kernels.gluon.quantised.scales import (
+    base_of,
+    has_offset,
+    negated_zeros,
+    raw_scales,
+    scale_and_offset,
+)
+from tilewise.kernels.gluon.step.rows import finish, places
+
+_FIRST = gl.constexpr(early.FIRST)
+_LOADER = gl.constexpr(24)  # registers of a thread that copies
+
+
+class Shape(NamedTuple):
+    """Constexpr: what changes the code."""
+
+    kind: int  # kind of the codes, see `operands`
+    rows: int  # rows of x, padded: 8, 16, 32, 64 or 128
+    warpgroups: int  # that multiply, each for outputs of its own: 1 or 2
+    tile_n: int  # outputs of a warpgroup: 64
+    num_warps: int  # of a warpgroup: 4
+    registers: int  # of a thread that multiplies
+    stages: int
+    parts: int  # CTAs that share a tile of outputs
+    blocks: int  # of 64 bytes of a row in a stage: 1 or 2
+    groups: int  # sums of a stage, each times a scale: 1, 2 or 4
+    shared: int  # sums in a row that share a scale; 0: all
+    outer_shared: int  # likewise an outer scale
+    scale_kind: int  # kind of the scales, of `triton.quantised.values`
+    has_outer: bool
+    has_zeros: bool
+    subtracts: bool  # zero points are subtracted from codes
+    minimum_kind: int  # -1: none
+    has_outer_minimums: bool
+    has_bias: bool
+    early: int  # mode of `kernels.early`: codes are loaded while the kernel before runs
+    fetches: bool  # all codes of a part are fetched into L2 at once
+
+
+class Ring(NamedTuple):
+    """Shared memory: stages of codes, for each warpgroup, and of x; and their barriers, which open
+    when a stage is filled, and when all warpgroups have multiplied it."""
+
+    codes: object
+    x: object
+    full: object
+    empty: object
+
+
+@gluon.constexpr_function
+def channels_of(shape):
+    """Return the channels of a stage."""
+    return shape.blocks * BLOCK_WORDS.value * 32 // bits_of(shape.kind)
+
+
+@gluon.jit
+def _bring_codes(codes, ring, output, step, stage, nbytes: gl.constexpr, shape: gl.constexpr):
+    WARPGROUPS: gl.constexpr = shape.warpgroups
+    full = ring.full.index(stage)
+    mbarrier.expect(full, WARPGROUPS * codes.block_type.nbytes + nbytes)
+    for group in gl.static_range(WARPGROUPS):
+        at = [output + group * shape.tile_n, step * (BLOCK_WORDS * shape.blocks)]
+        tma_load(codes, at, full, ring.codes.index(stage * WARPGROUPS + group))
+
+
+@gluon.jit
+def _bring_x(x, ring, row, step, stage, shape: gl.constexpr):
+    GROUPS: gl.constexpr = shape.groups
+    S: gl.constexpr = channels_of(shape) // GROUPS
+    for group in gl.static_range(GROUPS):
+        at = [row, step * (S * GROUPS) + group * S]
+        tma_load(x, at, ring.full.index(stage), ring.x.index(stage * GROUPS + group))
+
+
+@gluon.jit
+def _fetch(words, output, first, steps, outputs, stages, shape: gl.constexpr):
+    """Let L2 fetch the codes of a part, 128 bytes of each output for each two blocks."""
+    BYTES: gl.constexpr = 4 * BLOCK_WORDS * shape.blocks
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    row = output + gl.arange(0, shape.warpgroups * shape.tile_n, lanes)
+    at = gl.minimum(row, outputs - 1).to(gl.int64) * (stages * (BLOCK_WORDS * shape.blocks))
+    for step in range(shape.stages, steps):
+        prefetch(words + at + (first + step) * (BLOCK_WORDS * shape.blocks), BYTES)
+
+
+@gluon.jit
+def _load_stages(given, shape: gl.constexpr):
+    """Bring the codes and rows of x of this CTA's stages; one warp."""
+    codes, words, x, ring, output, row, first, steps, outputs, stages = given
+    GROUPS: gl.constexpr = shape.groups
+    BYTES: gl.constexpr = GROUPS * x.block_type.nbytes
+    ready = gl.minimum(steps, shape.stages)
+    if shape.early == _FIRST:
+        begin_next(1)
+    for stage in range(ready):
+        _bring_codes(codes, ring, output, first + stage, stage, BYTES, shape)
+    if shape.fetches:
+        _fetch(words, output, first, steps, outputs, stages, shape)
+    if shape.early:
+        # No kernel writes the weight; whatever else is read or written follows the kernel before.
+        await_previous(1)
+        if shape.early != _FIRST:
+            begin_next(1)
+    for stage in range(ready):
+        _bring_x(x, ring, row, first + stage, stage, shape)
+    for step in range(ready, steps):
+        stage = step % shape.stages
+        mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)
+        _bring_codes(codes, ring, output, first + step, stage, BYTES, shape)
+        _bring_x(x, ring, row, first + step, stage, shape)
+
+
+@gluon.jit
+def _halves(words):
+    """Split words (outputs, 4, n) into those of the first and of the second half of channels."""
+    M: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[2] // 2
+    return gl.split(words.reshape([M, 4, 2, N]).permute((0, 1, 3, 2)))
+
+
+@gluon.jit
+def words_of(words, GROUPS: gl.constexpr):
+    """Return the words (outputs, 4, n) of each group of a stage's, as a tuple."""
+    if GROUPS == 1:
+        return (words,)
+    elif GROUPS == 2:
+        return _halves(words)
+    else:
+        low, high = _halves(words)
+        first, second = _halves(low)
+        third, fourth = _halves(high)
+        return (first, second, third, fourth)
+
+
+@gluon.jit
+def columns(numbers, GROUPS: gl.constexpr, layout: gl.constexpr):
+    """Return the columns of numbers (outputs, GROUPS), as a tuple, in a layout of rows."""
+    M: gl.constexpr = numbers.shape[0]
+    if GROUPS == 1:
+        return (gl.convert_layout(numbers.reshape([M]), layout, assert_trivial=True),)
+    elif GROUPS == 2:
+        low, high = gl.split(numbers)
+        low = gl.convert_layout(low, layout, assert_trivial=True)
+        high = gl.convert_layout(high, layout, assert_trivial=True)
+        return (low, high)
+    else:
+        even, odd = gl.split(numbers.reshape([M, 2, 2]))
+        first, third = gl.split(even)
+        second, fourth = gl.split(odd)
+        first = gl.convert_layout(first, layout, assert_trivial=True)
+        second = gl.convert_layout(second, layout, assert_trivial=True)
+        third = gl.convert_layout(third, layout, assert_trivial=True)
+        fourth = gl.convert_layout(fourth, layout, assert_trivial=True)
+        return (first, second, third, fourth)
+
+
+@gluon.jit
+def _registers(ring, step, group, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Return a step's operands, of each group, as registers of two numbers, when it has come.
+
+    raw: what `raw_scales` has loaded for the step.
+    """
+    stage = step % shape.stages
+    mbarrier.wait(ring.full.index(stage), (step // shape.stages) & 1)
+    LAYOUT: gl.constexpr = lanes_layout(shape.num_warps, shape.blocks)
+    memory = ring.codes.index(stage * shape.warpgroups + group)
+    words = memory.load(LAYOUT).reshape([shape.tile_n, shape.blocks, 4, 4])
+    words = words.permute((0, 2, 1, 3)).reshape([shape.tile_n, 4, 4 * shape.blocks])
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
+    pieces = words_of(words, shape.groups)
+    zeros = columns(negated_zeros(raw, shape, DTYPE), shape.groups, ROWS)
+    first = lanes_registers(pieces[0], zeros[0], constants, shape.kind, DTYPE)
+    if shape.groups == 1:
+        return (first,)
+    elif shape.groups == 2:
+        return (first, lanes_registers(pieces[1], zeros[1], constants, shape.kind, DTYPE))
+    else:
+        second = lanes_registers(pieces[1], zeros[1], constants, shape.kind, DTYPE)
+        third = lanes_registers(pieces[2], zeros[2], constants, shape.kind, DTYPE)
+        fourth = lanes_registers(pieces[3], zeros[3], constants, shape.kind, DTYPE)
+        return (first, second, third, fourth)
+
+
+@gluon.jit
+def _product(ring, step, group: gl.constexpr, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Start the product of a group of a step, and of ones, if there are offsets."""
+    ACC: gl.constexpr = sum_layout(shape.rows, shape.num_warps)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    S: gl.constexpr = channels_of(shape) // shape.groups
+    size: gl.constexpr = [shape.tile_n, shape.rows]
+    zeros = gl.zeros(size, gl.float32, ACC)
+    right = ring.x.index(step % shape.stages * shape.groups + group).permute((1, 0))
+    left = lanes_operand(registers, shape.kind, DTYPE, OPERAND)
+    part = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+    row_sum = part
+    if has_offset(shape):
+        left_size: gl.constexpr = [shape.tile_n, S]
+        ones = gl.full(left_size, 1.0, DTYPE, OPERAND)
+        row_sum = warpgroup_mma(ones, right, zeros, use_acc=False, is_async=True)
+    return part, row_sum
+
+
+@gluon.jit
+def _added(acc, part, row_sum, scale, offset, shape: gl.constexpr):
+    """Return the sums (outputs, rows) with those of a group."""
+    acc = acc + part * gl.expand_dims(scale, 1)
+    if has_offset(shape):
+        acc = acc - row_sum * gl.expand_dims(offset, 1)
+    return acc
+
+
+@gluon.jit
+def _waited(products, shape: gl.constexpr):
+    """Wait for a step's products."""
+    first = _held(products[0], shape)
+    if shape.groups == 1:
+        return (first,)
+    elif shape.groups == 2:
+        return (first, _held(products[1], shape))
+    else:
+        second = _held(products[1], shape)
+        third = _held(products[2], shape)
+        fourth = _held(products[3], shape)
+        return (first, second, third, fourth)
+
+
+@gluon.jit
+def _held(product, shape: gl.constexpr):
+    """Wait for all products, and return this one."""
+    part, row_sum = product
+    if has_offset(shape):
+        part, row_sum = warpgroup_mma_wait(0, deps=(part, row_sum))
+    else:
+        part = warpgroup_mma_wait(0, deps=(part,))
+    return part, row_sum
+
+
+@gluon.jit
+def _summed(acc, products, raw, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the sums with a step's products, which have been waited for."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, sum_layout(shape.rows, shape.num_warps))
+    scale, offset = scale_and_offset(raw, shape, DTYPE)
+    scales = columns(scale, shape.groups, ROWS)
+    offsets = columns(offset, shape.groups, ROWS)
+    GROUPS: gl.constexpr = shape.groups
+    for group in gl.static_range(GROUPS):
+        part, row_sum = products[group]
+        acc = _added(acc, part, row_sum, scales[group], offsets[group], shape)
+    return acc
+
+
+@gluon.jit
+def _products(ring, step, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Start the products of a step's groups."""
+    first = _product(ring, step, 0, registers[0], shape, DTYPE)
+    if shape.groups == 1:
+        return (first,)
+    elif shape.groups == 2:
+        return (first, _product(ring, step, 1, registers[1], shape, DTYPE))
+    else:
+        second = _product(ring, step, 1, registers[1], shape, DTYPE)
+        third = _product(ring, step, 2, registers[2], shape, DTYPE)
+        fourth = _product(ring, step, 3, registers[3], shape, DTYPE)
+        return (first, second, third, fourth)
+
+
+@gluon.jit
+def _multiply(tensors, bases, ring, first, steps, group, constants, shape: gl.constexpr):
+    """Return the float32 sums (outputs, rows) of `steps` stages of channels from stage `first`."""
+    DTYPE: gl.constexpr = ring.x.dtype
+    last = steps - 1
+    size: gl.constexpr = [shape.tile_n, shape.rows]
+    acc = gl.zeros(size, gl.float32, sum_layout(shape.rows, shape.num_warps))
+    raw = raw_scales(tensors, bases, first, shape)
+    ahead = raw_scales(tensors, bases, first + gl.minimum(1, last), shape)
+    for step in range(steps):
+        registers = _registers(ring, step, group, raw, constants, shape, DTYPE)
+        products = _products(ring, step, registers, shape, DTYPE)
+        coming = raw_scales(tensors, bases, first + gl.minimum(step + 2, last), shape)
+        products = _waited(products, shape)
+        release_loaded(ring.empty.index(step % shape.stages))
+        acc = _summed(acc, products, raw, shape, DTYPE)
+        raw = ahead
+        ahead = coming
+    return acc
+
+
+@gluon.jit
+def _multiply_stages(given, group: gl.constexpr, shape: gl.constexpr):
+    """Compute the outputs of a warpgroup, or a part of their sums; four warps."""
+    tensors, at, bias, y, sums, arrived, ring, constants = given
+    output, row, first, steps, rows, outputs, grid, outer_grid, block_rows, outer_rows = at
+    output += group * shape.tile_n
+    bases = base_of(output, outputs, grid, outer_grid, block_rows, outer_rows, shape)
+    acc = _multiply(tensors, bases, ring, first, steps, group, constants, shape)
+    if shape.early:
+        await_previous(shape.num_warps)
+    if shape.parts == 1:
+        finish(acc, bias, y, output, row, rows, outputs, shape)
+    else:
+        size: gl.constexpr = shape.tile_n * shape.rows
+        PARTS: gl.constexpr = shape.parts
+        tile = gl.program_id(0) // PARTS * shape.warpgroups + group
+        part = gl.program_id(0) % PARTS
+        place = places(shape)
+        theirs = sums + tile.to(gl.int64) * (PARTS * size)
+        gl.store(theirs + part * size + place, acc)
+        partition_barrier()  # all warps have stored what one of them tells of
+        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")
+        if before == PARTS - 1:
+            gl.atomic_xchg(arrived + tile, 0)
+            total = gl.load(theirs + place, cache_modifier=".cg")
+            for other in gl.static_range(1, PARTS):
+                total += gl.load(theirs + (other * size + place), cache_modifier=".cg")
+            finish(total, bias, y, output, row, rows, outputs, shape)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "table0",
+        "table1",
+        "table2",
+        "table3",
+        "table4",
+        "table5",
+        "table6",
+        "table7",
+        "magic_word",
+        "rows",
+        "block_rows",
+        "outer_rows",
+        "stages",
+        "part_stages",
+    ]
+)
+def quantised_ring_kernel(
+    codes,
+    words,
+    x,
+    scales,
+    zeros,
+    minimums,
+    outer,
+    outer_minimums,
+    table0,
+    table1,
+    table2,
+    table3,
+    table4,
+    table5,
+    table6,
+    table7,
+    bias,
+    y,
+    sums,
+    arrived,
+    magic_word,
+    rows,
+    outputs,
+    stages,
+    part_stages,
+    grid,
+    outer_grid,
+    block_rows,
+    outer_rows,
+    shape: gl.constexpr,
+):
+    """Compute y (rows, outputs); see the module's docstring.
+
+    codes, x: descriptors of int32 (outputs, words) and of (rows, K); words: the codes; grid,
+    outer_grid: columns of scales and of outer; block_rows, outer_rows: the rows that share them;
+    stages, part_stages: the stages of K, and of a part of it; sums and arrived: as
+    `linear_rows_kernel` has them.
+    """
+    WARPGROUPS: gl.constexpr = shape.warpgroups
+    ring = Ring(
+        gl.allocate_shared_memory(
+            codes.dtype,
+            [shape.stages * WARPGROUPS, shape.tile_n, BLOCK_WORDS * shape.blocks],
+            codes.layout,
+        ),
+        gl.allocate_shared_memory(
+            x.dtype,
+            [shape.stages * shape.groups, shape.rows, channels_of(shape) // shape.groups],
+            x.layout,
+        ),
+        barriers(shape.stages, 1),
+        barriers(shape.stages, WARPGROUPS),
+    )
+    fence_async_shared()
+    tile = gl.program_id(0) // shape.parts
+    part = gl.program_id(0) - tile * shape.parts
+    row_tiles = gl.cdiv(rows, shape.rows)
+    output = tile // row_tiles * (shape.tile_n * WARPGROUPS)
+    row = tile % row_tiles * shape.rows
+    first = part * part_stages
+    steps = gl.maximum(gl.minimum(part_stages, stages - first), 1)
+    tensors = (scales, zeros, minimums, outer, outer_minimums)
+    constants = (
+        (table0, table1, table2, table3, table4, table5, table6, table7),
+        magic_word,
+    )
+    at = (output, row, first, steps, rows, outputs, grid, outer_grid, block_rows, outer_rows)
+    given = (tensors, at, bias, y, sums, arrived, ring, constants)
+    loads = (codes, words, x, ring, output, row, first, steps, outputs, stages)
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [(_multiply_stages, (given, 0, shape)), (_load_stages, (loads, shape))], [1], [_LOADER]
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_stages, (given, 0, shape)),
+                (_multiply_stages, (given, 1, shape)),
+                (_load_stages, (loads, shape)),
+            ],
+            [4, 1],
+            [shape.registers, _LOADER],
+        )

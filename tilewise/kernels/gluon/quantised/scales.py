@@ -1,0 +1,100 @@
+"""Scales, zero points and minimums of a stage of codes, for products on Hopper.
+
+What: what a tile's outputs multiply and subtract, as float32.
+Grid: none, inlined into the kernels.
+One call: TILE_N outputs, and the groups of a stage's channels.
+Traffic: each scale once for each tile of rows.
+Numerics: float32; see `QuantisedWeight`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.quantised.operands import pairs, scales_layout, small, wide
+
+
+@gluon.constexpr_function
+def has_offset(shape):
+    """Return whether the sums of rows of x are needed."""
+    return (shape.has_zeros and not shape.subtracts) or shape.minimum_kind >= 0
+
+
+@gluon.jit
+def base_of(first, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr):
+    """Return where the scales and outer scales of a tile's outputs begin."""
+    layout: gl.constexpr = gl.SliceLayout(1, scales_layout(shape.num_warps, shape.groups))
+    row = gl.minimum(first + gl.arange(0, shape.tile_n, layout), outputs - 1)
+    scale = gl.expand_dims(row // block_rows * grid, 1)
+    return scale, gl.expand_dims(row // outer_rows * outer_grid, 1)
+
+
+@gluon.jit
+def _columns_of(stage, groups: gl.constexpr, shared: gl.constexpr, layout: gl.constexpr):
+    """Return the columns (1, groups) of a stage's scales, each of which `shared` groups have."""
+    column = gl.expand_dims(gl.arange(0, groups, gl.SliceLayout(0, layout)), 0)
+    if shared == 0:
+        return column * 0
+    elif shared == 1:
+        return column + stage * groups
+    else:
+        return (column + stage * groups) // shared
+
+
+@gluon.jit
+def raw_scales(tensors, base, stage, shape: gl.constexpr):
+    """Load what the scales and offsets (outputs, groups) of a stage are made of."""
+    scales, zeros, minimums, outer, outer_minimums = tensors
+    layout: gl.constexpr = scales_layout(shape.num_warps, shape.groups)
+    at = base[0] + _columns_of(stage, shape.groups, shape.shared, layout)
+    outer_at = base[1] + _columns_of(stage, shape.groups, shape.outer_shared, layout)
+    scale = gl.load(scales + at)
+    zero = scale
+    minimum = scale
+    factor = scale
+    minimum_factor = scale
+    if shape.has_zeros:
+        zero = gl.load(zeros + at)
+    if shape.minimum_kind >= 0:
+        minimum = gl.load(minimums + at)
+    if shape.has_outer:
+        factor = gl.load(outer + outer_at)
+    if shape.has_outer_minimums:
+        minimum_factor = gl.load(outer_minimums + outer_at)
+    return scale, zero, minimum, factor, minimum_factor
+
+
+@gluon.jit
+def scale_and_offset(raw, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Return scale and offset (outputs, groups): W = operand * scale - offset."""
+    scale, zero, minimum, factor, minimum_factor = raw
+    SMALL: gl.constexpr = small(shape.kind, DTYPE)
+    scale = wide(scale, shape.scale_kind)
+    if shape.has_outer:
+        scale = scale * factor.to(gl.float32)
+    offset = scale
+    if shape.has_zeros and not shape.subtracts:
+        offset = scale * zero.to(gl.float32)
+    if shape.minimum_kind >= 0:
+        less = wide(minimum, shape.minimum_kind)
+        if shape.has_outer_minimums:
+            less = less * minimum_factor.to(gl.float32)
+        if shape.has_zeros and not shape.subtracts:
+            offset = offset + less
+        else:
+            offset = less
+    return scale * (1.0 / SMALL), offset
+
+
+@gluon.jit
+def negated_zeros(raw, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Return pairs of -zero * SMALL (outputs, groups), which `lanes_registers` adds to INT4."""
+    SMALL: gl.constexpr = small(shape.kind, DTYPE)
+    if shape.has_zeros and shape.subtracts:
+        zero = raw[1].to(gl.float32) * -SMALL
+    else:
+        layout: gl.constexpr = scales_layout(shape.num_warps, shape.groups)
+        size: gl.constexpr = [shape.tile_n, shape.groups]
+        zero = gl.zeros(size, gl.float32, layout)
+    return pairs(zero, DTYPE)
