@@ -3,8 +3,9 @@
 For each case of tests/models/every_decoder.py and each way ("auto", "tilewise", "transformers"): 64
 greedy tokens of three prompts and their log-probabilities in float32, in chunks of 16 tokens, with
 preemption, a prefix that is found, two samples, and bfloat16. The truth is transformers' pass over
-a whole text without a cache. A case is right, refused with a reason, or wrong; a family serves if
-one of its cases is right and none is wrong.
+a whole text without a cache. A model with states has a prompt of more than the 64 tokens
+between two of their checkpoints, of which a prefix is found. A case is right, refused with a
+reason, or wrong; a family serves if one of its cases is right and none is wrong.
 
 python lab/models.py [--way auto] [--json FILE] [CASE ...]    # FILE is written case by case, and
                                                               # cases that it has are not run again
@@ -29,6 +30,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.models.every_decoder import CASES, FAMILIES, make
+from tests.models.test_state_families import CASES as WITH_STATES
 from tests.models.tiny import VOCAB
 from tilewise import LLM, SamplingParams
 from tilewise.errors import CheckpointError, UnsupportedError
@@ -38,19 +40,20 @@ SAMPLED = (
     8  # tokens of each of two samples, few enough that the prompt's blocks remain in the cache
 )
 LENGTHS = (30, 1, 9)
+LONG = (70, 1, 9)  # of prompts to models with states
+BLOCKS = {96: 30, 144: 44}  # of the cache, few enough for preemption, by the longest text
 MOST_ERROR = 2e-4  # of a log-probability in float32
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "block_size": 4,
-    "max_model_len": 96,
     "max_num_batched_tokens": 16,
 }
 
 
-def prompts() -> list[list[int]]:
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     """Return the prompts of the three lengths."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
 @torch.no_grad()
@@ -79,7 +82,9 @@ def compare(model: Any, given: list[list[int]], outputs: Any) -> tuple[int, floa
 
 def check(case: str, way: str) -> dict[str, Any]:
     """Return what one case gives in one way."""
-    given = prompts()
+    is_long = case in WITH_STATES
+    given, longest = prompts(LONG if is_long else LENGTHS), 144 if is_long else 96
+    sizes: dict[str, Any] = {**OPTIONS, "max_model_len": longest}
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True, logprobs=1)
     asked = [{"prompt_token_ids": prompt} for prompt in given]
     found: dict[str, Any] = {"case": case, "family": CASES[case][0]}
@@ -91,7 +96,9 @@ def check(case: str, way: str) -> dict[str, Any]:
             type(first).from_pretrained(directory, dtype=dtype, attn_implementation="eager")
             for dtype in (torch.float32, torch.bfloat16)
         )
-        with LLM(directory, num_blocks=30, max_num_seqs=3, model_impl=way, **OPTIONS) as llm:
+        with LLM(
+            directory, num_blocks=BLOCKS[longest], max_num_seqs=3, model_impl=way, **sizes
+        ) as llm:
             config = llm.model.config
             found["way"] = "tilewise" if config.is_native else "transformers"
             found["architecture"] = config.architecture
@@ -106,7 +113,9 @@ def check(case: str, way: str) -> dict[str, Any]:
             found["prefix_tokens"] = sampled[0].num_cached_tokens
             found["error_of_two"] = compare(model, given[:1], sampled)[1]
             found["why_not_compiled"] = llm.engine.stats().why_not_compiled
-        with LLM(directory, num_blocks=90, dtype="bfloat16", model_impl=way, **OPTIONS) as llm:
+        with LLM(
+            directory, num_blocks=3 * BLOCKS[longest], dtype="bfloat16", model_impl=way, **sizes
+        ) as llm:
             outputs = llm.generate(asked, params)
         own = theirs = 0.0
         for prompt, output in zip(given, outputs, strict=True):

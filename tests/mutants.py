@@ -79,6 +79,8 @@ _SCAN, _SCAN_TRITON = (
 )
 _TAPS = "tilewise/kernels/cpu/recurrent/convolution.py"
 _TEST_STATES = ("tests/ops/recurrent/test_gated_delta.py", "-m", "not slow and not gpu", "-k")
+_TEST_STATE_LAYERS = ("tests/nn/test_states.py", "-k")
+_TEST_STATE_FAMILIES = ("tests/models/test_state_families.py", "-k")
 _TEST_TAPS = ("tests/ops/recurrent/test_causal_conv1d.py", "-k")
 
 MUTANTS = {
@@ -630,6 +632,85 @@ MUTANTS = {
         _TAPS, "_convolve", "(starts[sequence] + t) % num_kept",
         "(starts[sequence] + t + 1) % num_kept",
         (*_TEST_TAPS, "parts and not interpreted"),
+    ),
+    # Slots and checkpoints of states.
+    "a_rollback_forgets_the_convolution": Mutant(
+        "tilewise/cache/spec.py", "StateSpec.convolution", "STATE_CHUNK + self.conv_width - 1",
+        "self.conv_width - 1", ("tests/cache/test_states.py",),
+    ),
+    "a_checkpoint_is_of_the_tokens_behind_its_place": Mutant(
+        "tilewise/cache/states.py", "StateStorage._rows", "positions.unsqueeze(1) + back",
+        "positions.unsqueeze(1) + back + 1", ("tests/cache/test_states.py",),
+    ),
+    "a_fork_forgets_the_convolution": Mutant(
+        "tilewise/cache/states.py", "StateStorage.fork",
+        "for tensor in (*stack.recurrence, stack.convolution):", "for tensor in stack.recurrence:",
+        ("tests/cache/test_states.py",),
+    ),
+    "a_checkpoint_is_shared_before_it_was_written": Mutant(
+        "tilewise/engine/steps/runner.py", "ModelRunner._compute",
+        "begin_states(self.storage.states, batch)",
+        "end_states(self.storage.states, batch)\nbegin_states(self.storage.states, batch)\n"
+        "batch = replace(batch, states=batch.states._replace(saves=()))",
+        ("tests/engine/test_state_moves.py",),
+    ),
+    "a_part_of_a_step_restores_nothing": Mutant(
+        "tilewise/engine/batch.py", "Batch.part",
+        "states=self.states.of_slots({s.state_slot for s in sequences})", "states=NO_STATE_MOVES",
+        ("tests/engine/test_state_moves.py",),
+    ),
+    "a_hit_needs_no_checkpoint": Mutant(
+        "tilewise/engine/tables/holdings.py", "Holdings.__init__", "[*windows, 2]",
+        "[*windows, 1]", ("tests/engine/test_state_tables.py",),
+    ),
+    "a_tail_stays_when_the_text_has_grown": Mutant(
+        "tilewise/engine/tables/state_tables.py", "StateTables._put",
+        "self._drop_tail(*before)", "pass", ("tests/engine/test_state_tables.py",),
+    ),
+    "the_slots_of_rows_that_do_not_run_stay": Mutant(
+        "tilewise/engine/steps/state_moves.py", "FixedStates.write",
+        "slots = np.full(bucket, -1, np.int64)", "slots = self.slots[:bucket].numpy().copy()",
+        ("tests/engine/test_state_moves.py", "-k", "rows"),
+    ),
+    # Layers with states in models.
+    "a_gate_is_read_as_the_query": Mutant(
+        "tilewise/models/weight_table.py", "gate_rows", "for which in (1, 0)",
+        "for which in (0, 1)", (*_TEST_STATE_FAMILIES, "probabilities and qwen3_5"),
+    ),
+    "a_gate_of_attention_is_left_out": Mutant(
+        "tilewise/nn/attention.py", "Attention.forward",
+        "o = o * activate(torch.sigmoid, gate, on_cpu=True)", "pass",
+        (*_TEST_STATE_FAMILIES, "probabilities and qwen3_next"),
+    ),
+    "a_mixer_beside_attention_is_left_out": Mutant(
+        "tilewise/models/native.py", "NativeLayer._mixed", "o if mixed is None else mixed + o", "o",
+        (*_TEST_STATE_FAMILIES, "probabilities and falcon_h1"),
+    ),
+    "a_step_begins_each_sequence_anew": Mutant(
+        "tilewise/models/native.py", "NativeLayer._mixed", "starts=ctx.states.starts",
+        "starts=ctx.states.starts * 0", (*_TEST_STATE_FAMILIES, "chunks and qwen3_5"),
+    ),
+    "keys_of_a_recurrence_have_any_length": Mutant(
+        "tilewise/nn/gated_delta_net.py", "GatedDeltaNet.mix",
+        "(unit_length(part.unflatten(-1, (-1, config.key_dim))) for part in (q, k))",
+        "(part.unflatten(-1, (-1, config.key_dim)) for part in (q, k))",
+        (*_TEST_STATE_LAYERS, "transformers and qwen3_5"),
+    ),
+    "a_norm_is_before_the_gate_of_mamba": Mutant(
+        "tilewise/nn/gated_norm.py", "GatedRMSNorm.forward", "if self.gate_first:", "if False:",
+        (*_TEST_STATE_LAYERS, "transformers and bamba"),
+    ),
+    "time_steps_have_no_limits": Mutant(
+        "tilewise/nn/mamba2.py", "Mamba2.mix", "config.dt_limits != (0.0, math.inf)", "False",
+        (*_TEST_STATE_LAYERS, "transformers and bamba"),
+    ),
+    "what_decays_is_rounded_to_16_bits": Mutant(
+        "tilewise/nn/states.py", "StateLayer._apply", "parameter.dtype.itemsize < 4", "False",
+        (*_TEST_STATE_LAYERS, "bfloat16 and kimi"),
+    ),
+    "experts_without_gates_have_one_on_a_gpu": Mutant(
+        "tilewise/kernels/triton/experts/launch.py", "launch", "GATED=inner != outputs",
+        "GATED=True", ("tests/ops/test_expert_mlp.py", "-k", "budget"),
     ),
     # How kernels of a stress are handed out.
     "nothing_runs_while_something_is_compiled": Mutant(

@@ -9,7 +9,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.models import test_families, test_mixtures, tiny
+from tests.models import test_families, test_mixtures, test_state_families, tiny
 
 __all__ = ["CASES", "FAMILIES", "make"]
 
@@ -142,7 +142,7 @@ def _cases() -> dict[str, tuple[str, Any]]:
     for own in (tiny.CASES, tiny.DEEPSEEK_CASES, tiny.GPT2_CASES):
         for case, (config_class, _, _) in own.items():
             found[case] = (config_class.model_type, lambda case=case: tiny.make_hf(case))
-    for module in (test_families, test_mixtures):
+    for module in (test_families, test_mixtures, test_state_families):
         for case, (name, _) in module.CASES.items():
             model_type = getattr(transformers, f"{name}ForCausalLM").config_class.model_type
             found[case] = (model_type, lambda case=case, make=module.make: make(case))

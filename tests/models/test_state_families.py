@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from tests.models.tiny import VOCAB, save_hf
-from tilewise.models import load_model
+from tests.models.tiny import VOCAB, greedy_hf, save_hf
+from tilewise import LLM, SamplingParams
+from tilewise.errors import CheckpointError
+from tilewise.models import ModelConfig, load_model
 from tilewise.models.native import NativeDecoder
 
 _SHAPE = {
@@ -41,6 +46,13 @@ _FALCON = {
     "key_multiplier": 0.6, "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1,
     "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9], "ssm_in_multiplier": 0.7,
     "ssm_out_multiplier": 1.2,
+}  # fmt: skip
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24,
+    "conv_kernel": 3, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", _DELTA | _EXPERTS | {"mlp_only_layers": [1]}),
@@ -121,6 +133,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "projectors_bias": True,
         },
     ),
+    "nemotron_h": (
+        "NemotronH",
+        _NEMOTRON | {"n_routed_experts": 8, "moe_latent_size": 20, "mlp_bias": True},
+    ),
+    "nemotron_h_no_latents": (
+        "NemotronH",
+        _NEMOTRON | {"n_group": 4, "topk_group": 2, "use_bias": True, "time_step_min": 0.3},
+    ),
     "lfm2": (
         "Lfm2",
         {
@@ -151,6 +171,8 @@ def make(case: str, seed: int = 7) -> Any:
     name, own = CASES[case]
     kind = getattr(transformers, f"{name}ForCausalLM")
     config_class = kind.config_class
+    if name == "NemotronH":
+        own = {"num_hidden_layers": len(own["layers_block_type"])} | own
     shape = {n: x for n, x in _SHAPE.items() if name != "Mamba2" or n not in _OF_ATTENTION}
     config = config_class(**shape | own)
     config._attn_implementation = config._experts_implementation = "eager"
@@ -191,3 +213,109 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(pair: tuple[A
     scale = theirs.abs().max().item()
     torch.testing.assert_close(ours.embed_tokens.weight.grad, theirs, rtol=1e-3, atol=1e-4 * scale)
     assert all(p.grad is not None for p in ours.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "kimi_linear", "falcon_h1", "nemotron_h", "lfm2_moe"])
+def test_an_engine_serves_texts_in_chunks_and_finds_their_prefixes(
+    case: str, tmp_path: Path
+) -> None:
+    hf = make(case)
+    save_hf(hf, tmp_path)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (70, 5)]
+    told = [greedy_hf(hf, prompt, 6) for prompt in prompts]
+    options: dict[str, Any] = {"block_size": 16, "num_blocks": 40, "max_num_batched_tokens": 16}
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with LLM(tmp_path, max_model_len=128, **options) as llm:
+        assert [list(out.outputs[0].token_ids) for out in llm.generate(asked, params)] == told
+        (again,) = llm.generate(asked[:1], params)
+    assert list(again.outputs[0].token_ids) == told[0]
+    assert again.num_cached_tokens == 64  # where a state was kept
+
+
+def _rewritten(path: Path, change: Any) -> Path:
+    """Change the tensors of a checkpoint, by their names."""
+    tensors = load_file(path / "model.safetensors")
+    save_file(change(tensors), path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of experts as one for all of them, as Qwen3.5 is published."""
+    kept = {n: x for n, x in tensors.items() if ".experts." not in n}
+    for layer in range(3):
+        start = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors[f"{start}.{e}.{part}_proj.weight"] for e in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        kept[f"{start}.gate_up_proj"] = torch.cat((gate, up), 1)
+        kept[f"{start}.down_proj"] = down
+    return kept
+
+
+def _other_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("backbone.", "model."): x for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "change"), [("qwen3_5_moe", _fused), ("nemotron_h", _other_names)]
+)
+def test_files_may_store_the_same_in_other_ways(case: str, change: Any, tmp_path: Path) -> None:
+    save_hf(make(case), tmp_path)
+    before = load_model(tmp_path).state_dict()
+    after = load_model(_rewritten(tmp_path, change)).state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_lists_of_layers_and_patterns_mean_the_kinds_of_layers() -> None:
+    shape = {n: x for n, x in _SHAPE.items() if n != "num_hidden_layers"}
+    config = {**shape, **_NEMOTRON, "architectures": ["NemotronHForCausalLM"]}
+    pattern = config | {"layers_block_type": None, "hybrid_override_pattern": "ME*-M"}
+    assert ModelConfig.from_hf(pattern).layers == ModelConfig.from_hf(config).layers
+    kimi = {**_SHAPE, **CASES["kimi_linear"][1], "architectures": ["KimiLinearForCausalLM"]}
+    listed = kimi | {
+        "layer_types": None,
+        "linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 3,
+                               "head_dim": 16, "short_conv_kernel_size": 3},
+    }  # fmt: skip
+    assert ModelConfig.from_hf(listed).layers == ModelConfig.from_hf(kimi).layers
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an unknown kind": ("qwen3_5", {"layer_types": ["linear_attention", "full_attention", "x"]},
+                        "layer_types must be among linear_attention, full_attention, got 'x'"),
+    "heads": ("qwen3_5", {"linear_num_value_heads": 5},
+              "num_value_heads must be a multiple of num_key_heads 2, got 5"),
+    "quantised states": ("qwen3_5", {"mamba_ssm_dtype": "float16"},
+                         "mamba_ssm_dtype must be .*float32.*, got .*float16"),
+    "no gate": ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate must be true, got false"),
+    "a width": ("bamba", {"mamba_d_head": 8}, "mamba_n_heads times mamba_d_head must be 96"),
+    "limits": ("bamba", {"time_step_limit": [2.0, 1.0]}, "dt_limits must be two numbers"),
+    "places": ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices must be a list of layers"),
+    "factors": ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers"),
+    "a pattern": ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX"},
+                  "hybrid_override_pattern must be a text of M, E, . and -, got 'MX'"),
+    "a taps": ("lfm2", {"conv_L_cache": 0}, "conv_L_cache must be a positive integer, got 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    family, change, match = REFUSED[case]
+    name, own = CASES[family]
+    config = {**_SHAPE, **own, "architectures": [f"{name}ForCausalLM"]}
+    ModelConfig.from_hf(config)
+    with pytest.raises(CheckpointError, match=match):
+        ModelConfig.from_hf(config | change)
+
+
+def test_a_convolution_of_another_width_is_refused(tmp_path: Path) -> None:
+    save_hf(make("qwen3_5"), tmp_path)
+    place = tmp_path / "config.json"
+    told = json.loads(place.read_text()) | {"linear_conv_kernel_dim": 4}
+    place.write_text(json.dumps(told))
+    with pytest.raises(CheckpointError, match=r"conv1d.weight of .* must have shape .*, 1, 4\), "):
+        load_model(tmp_path)

@@ -21,20 +21,23 @@ from tilewise.testing import assert_within_budget
 on_triton = pytest.mark.parametrize(("backend", "place"), BACKENDS[1:])
 
 
-def problem(tokens, width, inner, experts, active, dtype, place, *, packed=False, seed=0):
+def problem(
+    tokens, width, inner, experts, active, dtype, place, *, packed=False, seed=0, has_gates=True
+):
     """Return the arguments of a call; weights have the size that keeps activations near 1."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape, scale=1.0):
         return torch.randn(shape, generator=draw) * scale
 
+    rows = 2 * inner if has_gates else inner
     up, down = (
-        normal(experts, 2 * inner, width, scale=2 * width**-0.5),
+        normal(experts, rows, width, scale=2 * width**-0.5),
         normal(experts, width, inner, scale=inner**-0.5),
     )
     given = {
         "x": normal(tokens, width), "up": up, "down": down,
-        "up_bias": normal(experts, 2 * inner), "down_bias": normal(experts, width),
+        "up_bias": normal(experts, rows), "down_bias": normal(experts, width),
     }  # fmt: skip
     given = {name: x.to(place, dtype) for name, x in given.items()}
     top, chosen = normal(tokens, experts).topk(active, dim=-1)
@@ -47,13 +50,13 @@ def problem(tokens, width, inner, experts, active, dtype, place, *, packed=False
     return given
 
 
-GATES = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu,
+GATES = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "relu_squared": lambda x: F.relu(x) ** 2,
          "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}  # fmt: skip
 
 
 def eager(
     x, chosen, weights, up, down, up_bias=None, down_bias=None, activation="silu",
-    interleaved=False, limit=7.0, alpha=1.702, weighs_input=False, **_,
+    interleaved=False, limit=7.0, alpha=1.702, weighs_input=False, has_gates=True, **_,
 ):  # fmt: skip
     """The definition with torch's operations in the dtype of x, over all experts at once."""
     every = torch.zeros(len(x), len(up), dtype=x.dtype, device=x.device)
@@ -61,7 +64,10 @@ def eager(
     rows = x[:, None] * every[..., None] if weighs_input else x[:, None].expand(-1, len(up), -1)
     both = torch.einsum("tne,nie->tni", rows, up)
     both = both if up_bias is None else both + up_bias
-    gate, other = (both[..., 0::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
+    if has_gates:
+        gate, other = (both[..., 0::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
+    else:
+        gate, other = both, 1.0
     if activation == "clamped":
         gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
         a = (other + 1) * gate * torch.sigmoid(alpha * gate)
@@ -103,16 +109,22 @@ CLAMPED = {"activation": "clamped", "interleaved": True}
         (70, 96, 64, 3, 1, True, {"activation": "gelu_tanh"}),
         (7, 33, 17, 6, 3, False, {"activation": "gelu", "interleaved": True}),
         (21, 40, 24, 6, 2, False, {"activation": "relu", "weighs_input": True}),
+        (21, 40, 24, 6, 2, False, {"activation": "relu_squared", "has_gates": False}),
+        (2, 64, 96, 4, 2, True, {"activation": "silu", "has_gates": False}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_it_keeps_the_budget(
     tokens, width, inner, experts, active, packed, options, dtype, backend, place
 ):
-    given = problem(tokens, width, inner, experts, active, dtype, place, packed=packed)
+    has_gates = options.get("has_gates", True)
+    given = problem(
+        tokens, width, inner, experts, active, dtype, place, packed=packed, has_gates=has_gates
+    )
     if options is not CLAMPED:
         given = without_biases(given)
-    y = ops.expert_mlp(**given, **options, backend=backend)
+    told = {name: x for name, x in options.items() if name != "has_gates"}
+    y = ops.expert_mlp(**given, **told, backend=backend)
     assert_within_budget(y, eager(**wide(given), **options), eager(**unpacked(given), **options))
 
 

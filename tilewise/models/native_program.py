@@ -54,6 +54,8 @@ def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
         return "attention must have no gate and no factors, got one"
     if isinstance(block, FeedForwardConfig) and (block.gate_scale, block.output_scale) != (1, 1):
         return "feed-forward blocks must have no factors, got one"
+    if isinstance(block, ExpertsConfig) and not block.are_gated_tokens:
+        return "experts must have gates and read the tokens themselves, got others"
     if attention.kv_parts != 2 or attention.v_norm:
         return (
             "keys and values must be projections that a layer has of its own, got "

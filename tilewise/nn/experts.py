@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.nn.layers import ACTIVATIONS, GatedMLP, RMSNorm, activate, name_of, project
+from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, RMSNorm, activate, name_of, project
 from tilewise.nn.packed import PackedLinear, can_pack
 from tilewise.nn.valued import valued
 from tilewise.ops import cpu_step, panels
@@ -50,6 +50,10 @@ class ExpertsConfig:
         shared_size: the intermediate size of a block that all tokens use; 0 if there is none.
         shared_bias: True if that block's projections have biases.
         shared_is_gated: True if that block is multiplied by the sigmoid of a product of the token.
+        is_gated: False for blocks without gates.
+        latent_size: the channels that experts read and write, of projections of the tokens; 0 for
+            the tokens themselves.
+        latent_bias: True if these two projections have biases.
     """
 
     num_experts: int
@@ -79,6 +83,9 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_bias: bool = False
     shared_is_gated: bool = False
+    is_gated: bool = True
+    latent_size: int = 0
+    latent_bias: bool = False
 
     def __post_init__(self) -> None:
         check_choice(
@@ -95,6 +102,13 @@ class ExpertsConfig:
             raise ValueError(f"activation must be one of {names}, got {self.activation!r}")
         if self.shared_size and self.activation == _CLAMPED:
             raise ValueError(f"shared_size must be 0 with {_CLAMPED}, got {self.shared_size}")
+        if not self.is_gated and (self.activation == _CLAMPED or self.is_interleaved):
+            raise ValueError("is_gated must be true with clamped or interleaved rows, got false")
+
+    @property
+    def are_gated_tokens(self) -> bool:
+        """Whether experts have gates and read the tokens themselves, as most do."""
+        return self.is_gated and self.latent_size == 0
 
 
 _CLAMPED = "clamped"
@@ -103,6 +117,7 @@ ACTIVATION_OF: dict[str, ExpertActivation] = {
     "silu": "silu",
     "swish": "silu",
     "relu": "relu",
+    "relu2": "relu_squared",
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
@@ -114,7 +129,8 @@ assert {*ACTIVATION_OF.values(), _CLAMPED} == {*get_args(ExpertActivation)}
 
 class Experts(nn.Module):
     """y = sum over a token's experts e of weight[e] down[e](act(gate[e](x)) up[e](x)), and the
-    block that all tokens use; see `ops.choose_experts` and `ops.expert_mlp`.
+    block that all tokens use; see `ops.choose_experts` and `ops.expert_mlp`. Without gates an
+    expert is down[e](act(up[e](x))), and so is that block.
 
     In inference on a GPU these ops compute it, on a CPU the operations of a compiled step, once
     `pack_for_inference` was called. Elsewhere rows are sorted by expert and each expert multiplies
@@ -130,9 +146,11 @@ class Experts(nn.Module):
         router_norm: the norm before it, or None.
         correction_bias: float32 (N,), see `ExpertsConfig.has_correction_bias`; or None.
         expert_scale: (N,), see `ExpertsConfig.scales_experts`; or None.
-        up: (N, 2 I, E); MXFP4's blocks (N, 2 I, E / 32, 16) with `up_scale`.
+        up: (N, 2 I, E), or (N, I, E) without gates; MXFP4's blocks (N, 2 I, E / 32, 16) with
+            `up_scale`.
         down: (N, E, I), or MXFP4's blocks with `down_scale`.
         shared, shared_gate: the block that all tokens use and the projection to its gate, or None.
+        latent_proj, latent_out_proj: the projections to what experts read and back, or None.
         is_invariant: True if a token's bits must not depend on other tokens, also on a GPU.
         has_inference_bits: True if the differentiable pass returns the values of inference.
         packed: the mixture as a compiled step takes it, once packed; else None.
@@ -162,7 +180,8 @@ class Experts(nn.Module):
             nn.Parameter(term, requires_grad=False) if config.has_correction_bias else None
         )
         self.expert_scale = nn.Parameter(factor) if config.scales_experts else None
-        shapes = {"up": (count, 2 * inner, hidden_size), "down": (count, hidden_size, inner)}
+        width, rows_of_up = config.latent_size or hidden_size, inner * (1 + config.is_gated)
+        shapes = {"up": (count, rows_of_up, width), "down": (count, width, inner)}
         for name, (_, rows, columns) in shapes.items():
             bias = nn.Parameter(torch.zeros(count, rows)) if config.has_bias else None
             self.register_parameter(f"{name}_bias", bias)
@@ -177,10 +196,18 @@ class Experts(nn.Module):
             for part, shape in ((name, (*groups, GROUP // 2)), (f"{name}_scale", groups)):
                 empty = torch.zeros(shape, dtype=torch.uint8)
                 self.register_parameter(part, nn.Parameter(empty, requires_grad=False))
-        self.shared = self.shared_gate = None
+        self.latent_proj: nn.Linear | None = None
+        self.latent_out_proj: nn.Linear | None = None
+        if config.latent_size:
+            self.latent_proj = nn.Linear(hidden_size, width, bias=config.latent_bias)
+            self.latent_out_proj = nn.Linear(width, hidden_size, bias=config.latent_bias)
+        self.shared: GatedMLP | MLP | None = None
+        self.shared_gate: nn.Linear | None = None
         if config.shared_size:
-            name = config.activation
-            self.shared = GatedMLP(hidden_size, config.shared_size, name, bias=config.shared_bias)
+            kind = GatedMLP if config.is_gated else MLP
+            self.shared = kind(
+                hidden_size, config.shared_size, config.activation, bias=config.shared_bias
+            )
             if config.shared_is_gated:
                 self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
         self.packed: cpu_step.Mixture | None = None
@@ -199,8 +226,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
         """Map x (..., E) to (..., E); experts are chosen by `router_input`, or by x if None."""
-        rows = x.reshape(-1, x.shape[-1])
+        tokens = rows = x.reshape(-1, x.shape[-1])
         logits = self._logits(rows if router_input is None else router_input.reshape(rows.shape))
+        if self.latent_proj is not None:
+            rows = project(self.latent_proj, rows)
         if self.packed is not None:
             y = cpu_step.mix(rows, logits, self.packed)
         elif torch.is_grad_enabled() and (
@@ -219,8 +248,10 @@ class Experts(nn.Module):
             y = self._in_one(rows, logits)
         else:
             y = self._by_expert(rows, *self._choose(logits))
+        if self.latent_out_proj is not None:
+            y = project(self.latent_out_proj, y)
         if self.shared is not None:
-            y = y + self._shared(rows)
+            y = y + self._shared(tokens)
         return y.view(x.shape)
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
@@ -292,6 +323,7 @@ class Experts(nn.Module):
             function=_CLAMPED if is_clamped else name_of(ACTIVATIONS[config.activation]),
             limit=config.limit,
             alpha=config.alpha,
+            is_gated=config.is_gated,
         )
 
     def _panels_of(
@@ -305,7 +337,8 @@ class Experts(nn.Module):
             if self.config.is_interleaved:
                 weight = torch.cat((weight[0::2], weight[1::2]))
                 bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
-            weight, bias = panels.interleave(weight, bias)
+            if self.config.is_gated:
+                weight, bias = panels.interleave(weight, bias)
         if is_int8:
             return panels.pack_int8(weight, bias, into=into)[0]
         return panels.pack(weight, bias, into=into)
@@ -441,6 +474,8 @@ class Experts(nn.Module):
 
     def _activate(self, both: Tensor) -> Tensor:
         config = self.config
+        if not config.is_gated:
+            return activate(ACTIVATIONS[config.activation], both, on_cpu=self.fuses_on_cpu)
         if config.is_interleaved:
             gate, other = both[..., 0::2], both[..., 1::2]
         else:

@@ -1,4 +1,4 @@
-"""expert_mlp(): a mixture of gated feed-forward blocks, of which each token uses a few."""
+"""expert_mlp(): a mixture of feed-forward blocks, of which each token uses a few."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewise.ops.mxfp4 import GROUP
 
 __all__ = ["ExpertActivation", "expert_mlp"]
 
-ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]
+ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped"]
 
 
 def expert_mlp(
@@ -42,7 +42,8 @@ def expert_mlp(
 
     With [g, u] = x up[e]^T + up_bias[e]: a[e] = act(g) u, or for "clamped"
     a[e] = (clamp(u, -limit, limit) + 1) g' sigmoid(alpha g'), where g' = min(g, limit). With
-    `weighs_input` the weight multiplies x instead.
+    `weighs_input` the weight multiplies x instead. Without gates, where `up` has half as many rows,
+    a[e] = act(x up[e]^T + up_bias[e]).
 
     Rows are sorted by expert on the device, so that each weight is read once a tile of rows;
     nothing waits for the device. A token's experts are added in the order of its choices. Nothing
@@ -53,12 +54,13 @@ def expert_mlp(
         chosen: (T, k), int32 or int64, contiguous, k at most 32: the different experts of each
             token. A choice outside of 0 ... N - 1 adds nothing; with TILEWISE_CHECK=1 it raises.
         weights: (T, k), float32, contiguous.
-        up: (N, 2 I, E), the dtype of x, contiguous; or uint8 (N, 2 I, E / 32, 16), MXFP4. N is at
-            most 1,024.
+        up: (N, 2 I, E), or (N, I, E) without gates, the dtype of x, contiguous; or uint8 (N, 2 I,
+            E / 32, 16), MXFP4. N is at most 1,024.
         down: (N, E, I), the dtype of x, contiguous; or uint8 (N, E, I / 32, 16), MXFP4.
         up_bias, down_bias: (N, 2 I) and (N, E), the dtype of x, contiguous; None is 0.
         up_scale, down_scale: uint8 (N, 2 I, E / 32) and (N, E, I / 32), with MXFP4 and only then.
-        activation: act, "silu", "gelu", "gelu_tanh" or "relu"; or "clamped".
+        activation: act, "silu", "gelu", "gelu_tanh", "relu" or "relu_squared"; or, with gates,
+            "clamped".
         interleaved: True if row 2 i of up[e] is that of g[i] and row 2 i + 1 that of u[i]; False
             if the I rows of g come first.
         limit, alpha: the constants of "clamped".
@@ -83,6 +85,8 @@ def expert_mlp(
     if activation not in get_args(ExpertActivation):
         names = ", ".join(get_args(ExpertActivation))
         raise ValueError(f"activation must be one of {names}, got {activation!r}")
+    if activation == "clamped" and not _has_gates(up, down, down_scale):
+        raise ValueError("activation must not be clamped without gates, got clamped")
     dispatch.check_backend_name(backend)
     if values.WAITS:
         values.check_ids("chosen", chosen, 0, up.shape[0] - 1)
@@ -126,7 +130,8 @@ def _check(
         raise TypeError(f"chosen must be int32 or int64, got {chosen.dtype}")
     (tokens, width), num_active = x.shape, chosen.shape[1]
     num_experts, outputs = up.shape[0], up.shape[1] if up.dim() > 1 else 0
-    if outputs < 2 or outputs % 2:
+    inner = down.shape[2] * (GROUP if down_scale is not None else 1) if down.dim() > 2 else 0
+    if outputs != inner and (outputs < 2 or outputs % 2):
         raise ValueError(f"up must be (N, 2 I, E), got shape {tuple(up.shape)}")
     if not 1 <= num_experts <= MOST_EXPERTS:
         raise ValueError(f"experts must be 1 to {MOST_EXPERTS}, got {num_experts}")
@@ -139,7 +144,7 @@ def _check(
     given = {"chosen": chosen, "weights": weights, "up": up, "down": down}
     for name, weight, scale, rows, columns in (
         ("up", up, up_scale, outputs, width),
-        ("down", down, down_scale, width, outputs // 2),
+        ("down", down, down_scale, width, inner if outputs == inner else outputs // 2),
     ):
         if scale is None:
             checks.check_same_dtype(name, weight, x.dtype)
@@ -165,6 +170,10 @@ def _check(
         checks.check_device(name, tensor, x.device)
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def _has_gates(up: Tensor, down: Tensor, down_scale: Tensor | None) -> bool:
+    return up.shape[1] != down.shape[2] * (1 if down_scale is None else GROUP)
 
 
 def _kernel(

@@ -17,6 +17,7 @@ from tilewise.models.families import (
     llama_like,
     mamba2,
     mixtures,
+    nemotron_h,
     older,
     olmo_hybrid,
     post_norm,
@@ -47,6 +48,7 @@ _MODULES = (
     bamba,
     falcon_h1,
     lfm2,
+    nemotron_h,
 )
 FAMILIES: dict[str, Family] = {
     family.architecture: family for module in _MODULES for family in module.FAMILIES

@@ -158,7 +158,9 @@ def _names(config: DecoderConfig) -> Names:
 
 
 def _moe_names(config: DecoderConfig) -> Names:
-    return expert_names(config, _QWEN3_5_NAMES, shared="shared_expert")
+    return expert_names(config, _QWEN3_5_NAMES, shared="shared_expert").but(
+        whole={"mlp.up": "mlp.experts.gate_up_proj", "mlp.down": "mlp.experts.down_proj"}
+    )
 
 
 # Of heads that guess further tokens, which are not loaded.

@@ -43,8 +43,11 @@ def launch(
             both = _wide(up, up_scale, e) @ row
             if up_bias is not None:
                 both += up_bias[e].double()
-            gate, other = (both[0::2], both[1::2]) if interleaved else both.chunk(2)
-            part = _wide(down, down_scale, e) @ _activated(gate, other, activation, limit, alpha)
+            back = _wide(down, down_scale, e)
+            gate, other = both, torch.ones_like(both)
+            if len(both) != back.shape[1]:
+                gate, other = (both[0::2], both[1::2]) if interleaved else both.chunk(2)
+            part = back @ _activated(gate, other, activation, limit, alpha)
             if down_bias is not None:
                 part += down_bias[e].double()
             y[token] += part * (1.0 if weighs_input else weight)
@@ -59,6 +62,8 @@ def _activated(gate: Tensor, up: Tensor, activation: str, limit: float, alpha: f
         return F.silu(gate) * up
     if activation == "relu":
         return F.relu(gate) * up
+    if activation == "relu_squared":
+        return F.relu(gate).square() * up
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 

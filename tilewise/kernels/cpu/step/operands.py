@@ -114,7 +114,7 @@ class Mixture(NamedTuple):
     """A mixture of experts, see `ops.choose_experts` and `ops.expert_mlp`.
 
     Attributes:
-        up, down: the panels of each expert; those of `up` as of a gated product.
+        up, down: the panels of each expert; with gates those of `up` as of a gated product.
         num_active: k, the number of experts of a row.
         scores: "softmax", "sigmoid" or "sparse_mixer".
         normalised, norm_eps, scale, num_groups, num_active_groups, best_in_group, jitter: see
@@ -123,6 +123,7 @@ class Mixture(NamedTuple):
         logit_scale: the factor of the logits.
         weighs_input: True if the weights multiply what enters the experts.
         function, limit, alpha: the function of the gate, see `Program.product`.
+        is_gated: False if the function is of the one product with `up`.
     """
 
     up: Sequence[Panels]
@@ -143,3 +144,4 @@ class Mixture(NamedTuple):
     function: str = "silu"
     limit: float = 0.0
     alpha: float = 0.0
+    is_gated: bool = True

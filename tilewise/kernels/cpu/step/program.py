@@ -477,7 +477,8 @@ class Program:
         """
         active, up, down = mixture.num_active, mixture.up[0], mixture.down[0]
         rows = self.buffer("mixed rows", down.num_outputs, copies=active)
-        inner = self.buffer("mixed inner", up.num_outputs // 2, copies=active)
+        first, parts_of_up = (GATE, 2) if mixture.is_gated else (STORE, 1)
+        inner = self.buffer("mixed inner", up.num_outputs // parts_of_up, copies=active)
         parts = self.buffer("mixed parts", down.num_outputs, copies=active)
         weights = self.buffer("weights of experts", active, torch.float32)
         places = self.buffer("places of rows", active, torch.int64)
@@ -516,12 +517,14 @@ class Program:
             if held is not None:
                 self._read(held, column, count, torch.float32)
         phase(GATHER, source, rows)[INPUTS] = up.padded_inputs
-        options = {"function": mixture.function, "limit": mixture.limit, "alpha": mixture.alpha}
-        for of, to, panels, epilogue in (
-            (rows, inner, mixture.up, GATE),
-            (inner, parts, mixture.down, STORE),
+        options: dict[str, Any] = {"function": mixture.function}
+        if mixture.is_gated:
+            options |= {"limit": mixture.limit, "alpha": mixture.alpha}
+        for of, to, panels, epilogue, own in (
+            (rows, inner, mixture.up, first, options),
+            (inner, parts, mixture.down, STORE, {}),
         ):
-            self.product(of, to, panels[0], epilogue, **(options if epilogue == GATE else {}))
+            self.product(of, to, panels[0], epilogue, **own)
             self._with_parts(self._ops[-1], panels)
             self._ops[-1][COPIES] = active
             self._places.append((len(self._ops) - 1, PIECES, pieces.name, 0))

@@ -20,6 +20,7 @@ from tilewise.kernels.triton.elements import why_not as why_not
 from tilewise.kernels.triton.experts.place import count_kernel, place_kernel
 from tilewise.kernels.triton.experts.products import combine_kernel, down_kernel, up_kernel
 
+GROUP = 32  # channels of a scale of MXFP4
 COMBINED = 1024  # channels of a program that adds up a token's experts
 
 
@@ -46,7 +47,7 @@ def launch(
     (tokens, width), (num_experts, outputs) = x.shape, up.shape[:2]
     if y.numel() == 0:
         return y
-    inner, active = outputs // 2, chosen.shape[1]
+    inner, active = down.shape[2] * (1 if down_scale is None else GROUP), chosen.shape[1]
     rows = tokens * active
     packed = up_scale is not None
     tile = expert_tile(
@@ -94,6 +95,7 @@ def launch(
         limit,
         alpha,
         ACTIVATION=activation,
+        GATED=inner != outputs,
         INTERLEAVED=interleaved,
         WEIGHED=weighs_input,
         BIASED=up_bias is not None,

@@ -1,8 +1,8 @@
 """Products of tokens' rows with the weights of their experts.
 
 what     up: a = act([gate, u]), [gate, u] = x W1[e]^T + b1[e], where the gate's rows of W1 are
-         every second one or the first half; down: a W2[e]^T + b2[e]; combine: y = sum over a
-         token's experts of weight * row
+         every second one or the first half, or a = act(u) without gates; down: a W2[e]^T + b2[e];
+         combine: y = sum over a token's experts of weight * row
 grid     (tiles of rows x tiles of outputs,), a row's outputs one after another, so that rows and
          weights of neighbours meet in the L2 cache. The tiles of rows are as many as there may be,
          since the host knows no counts. SORTED: their table is `place_kernel`'s, and a program
@@ -75,6 +75,8 @@ def _activated(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
         y = gate / (1.0 + tl.exp(-2.0 * inner)) * up
     elif ACTIVATION == "relu":
         y = tl.where(gate < 0.0, 0.0, gate) * up  # a NaN stays one
+    elif ACTIVATION == "relu_squared":
+        y = tl.where(gate < 0.0, 0.0, gate) * gate * up
     else:
         # A comparison and not a minimum, which would turn NaN into a number.
         gate = tl.where(gate > limit, limit, gate)
@@ -216,6 +218,7 @@ def up_kernel(
     limit,
     alpha,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WEIGHED: tl.constexpr,
     BIASED: tl.constexpr,
@@ -245,10 +248,11 @@ def up_kernel(
         token = (choice // ACTIVE).to(tl.int64)
         column = tl.program_id(0) % columns
         output = column * TILE_N + tl.arange(0, TILE_N)
-        is_output = output < 2 * inner
+        outputs = 2 * inner if GATED else inner
+        is_output = output < outputs
         # Gate and up in alternation, whichever way their rows lie.
-        row = output if INTERLEAVED else output % 2 * inner + output // 2
-        shift = expert * 2 * inner
+        row = output if INTERLEAVED or not GATED else output % 2 * inner + output // 2
+        shift = expert * outputs
         w = w_ptr + shift * (channels // 2 if PACKED else channels)
         scales = scale_ptr + shift * (channels // 32)
         acc = _product(
@@ -270,9 +274,13 @@ def up_kernel(
         if BIASED:
             bias = tl.load(bias_ptr + shift + row, mask=is_output, other=0.0)
             acc += bias.to(tl.float32)[None, :]
-        gate, up = tl.split(acc.reshape(TILE_M, TILE_N // 2, 2))
-        a = _activated(gate, up, limit, alpha, ACTIVATION)
-        channel = column * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
+        if GATED:
+            gate, up = tl.split(acc.reshape(TILE_M, TILE_N // 2, 2))
+            a = _activated(gate, up, limit, alpha, ACTIVATION)
+            channel = column * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
+        else:
+            a = _activated(acc, 1.0, limit, alpha, ACTIVATION)
+            channel = output
         to = a_ptr + place[:, None] * inner + channel[None, :]
         tl.store(to, a.to(dtype), mask=is_row[:, None] & (channel < inner)[None, :])
 
