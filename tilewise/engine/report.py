@@ -9,7 +9,9 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.cache.states import checkpoint_bytes
 from tilewise.engine.engine import EngineStats
+from tilewise.engine.sizing import StateMemory
 from tilewise.engine.tables.admission import window_blocks
 
 _SOON = 2.0  # seconds of work before the time left says anything
@@ -48,13 +50,13 @@ def stats_record(stats: EngineStats) -> dict[str, Any]:
 def cache_report(spec: CacheSpec, max_model_len: int) -> str:
     """Say what the keys and values of a model cost in memory."""
     gib = 2**30
-    rows = [
-        (
-            "one token",
-            f"{_bytes(spec.bytes_per_token)} = {spec.num_layers} layers x {_kept(spec.kv)}",
-        ),
-        ("one block", f"{_bytes(spec.bytes_per_block)} = {spec.block_size} tokens"),
-    ]
+    rows = []
+    if spec.num_layers:
+        kept = f"{spec.num_layers} layers x {_kept(spec.kv)}"
+        rows = [
+            ("one token", f"{_bytes(spec.bytes_per_token)} = {kept}"),
+            ("one block", f"{_bytes(spec.bytes_per_block)} = {spec.block_size} tokens"),
+        ]
     context = 0
     for i, group in enumerate(spec.groups):
         blocks = -(-max_model_len // spec.block_size)
@@ -67,10 +69,29 @@ def cache_report(spec: CacheSpec, max_model_len: int) -> str:
                 )
             )
         context += blocks * spec.group_block_bytes(i)
-    rows.append(("one full context", f"{_bytes(context)} = {max_model_len:,} tokens"))
+    if spec.num_layers:
+        rows.append(("one full context", f"{_bytes(context)} = {max_model_len:,} tokens"))
+    rows += _states(spec)
     if spec.is_plain:
         rows.append(("one GiB holds", f"{gib // spec.bytes_per_block * spec.block_size:,} tokens"))
     return "\n".join(f"{name:<18}{value}" for name, value in rows)
+
+
+def _states(spec: CacheSpec) -> list[tuple[str, str]]:
+    """Say what the states of a model take, if it has any."""
+    if not spec.states:
+        return []
+    slots = {
+        place: sum(s.slot_bytes(keeps_tokens=place == "a GPU") for _, s in spec.states)
+        for place in ("a CPU", "a GPU")
+    }
+    memory = StateMemory(spec, 1, None, None, keeps_tokens=True)
+    checkpoint = f"{_bytes(checkpoint_bytes(spec.states))}, one for {memory.tokens_apart:,} tokens"
+    sizes = " and ".join(f"{_bytes(size)} on {place}" for place, size in slots.items())
+    return [
+        ("one running text", f"{sizes} = states in {len(spec.states)} layers"),
+        ("one checkpoint", f"{checkpoint}, and for each end of a text"),
+    ]
 
 
 def _kept(kind: KVSpec | LatentSpec) -> str:
