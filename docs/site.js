@@ -4,7 +4,7 @@ const mend = () => {
   document.querySelectorAll(".md-code__nav").forEach((bar, place) => {
     bar.setAttribute("aria-label", `Code block ${place + 1}`);
   });
-  document.querySelectorAll("pre > code, .md-typeset__scrollwrap").forEach((box) => {
+  document.querySelectorAll("pre, pre > code, .md-typeset__scrollwrap").forEach((box) => {
     if (box.scrollWidth > box.clientWidth && !box.hasAttribute("tabindex")) box.tabIndex = 0;
   });
 };

@@ -11,6 +11,7 @@ alone. The kinds take turns, so that however many run, each kind has its share:
     drafts   guesses in chains, verified                                test_speculative
     trees    guesses in trees                                           test_speculative
     whole    all of these at once                                       test_whole_simulation
+    states   the same over layers that keep states                      test_state_simulation
 
     python lab/random_schedules.py --count 100000 --processes 2 --json F
 
@@ -31,7 +32,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.engine import test_group_simulation, test_tier_simulation, test_whole_simulation
+from tests.engine import (
+    test_group_simulation,
+    test_state_simulation,
+    test_tier_simulation,
+    test_whole_simulation,
+)
 from tests.engine.test_beams import BeamStory
 from tests.engine.test_scheduler_simulation import Story
 from tests.engine.test_speculative import DraftStory, TreeStory
@@ -83,6 +89,11 @@ def play_whole(seed: int) -> None:
     test_whole_simulation.play(seed)
 
 
+def play_states(seed: int) -> None:
+    """Play one schedule."""
+    test_state_simulation.play(seed)
+
+
 KINDS = {
     "plain": play_plain,
     "tiers": play_tiers,
@@ -91,6 +102,7 @@ KINDS = {
     "drafts": play_drafts,
     "trees": play_trees,
     "whole": play_whole,
+    "states": play_states,
 }
 
 

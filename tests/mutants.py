@@ -633,6 +633,45 @@ MUTANTS = {
         "(starts[sequence] + t + 1) % num_kept",
         (*_TEST_TAPS, "parts and not interpreted"),
     ),
+    # Slots and checkpoints of states.
+    "a_rollback_forgets_the_convolution": Mutant(
+        "tilewise/cache/spec.py", "StateSpec.convolution", "STATE_CHUNK + self.conv_width - 1",
+        "self.conv_width - 1", ("tests/cache/test_states.py",),
+    ),
+    "a_checkpoint_is_of_the_tokens_behind_its_place": Mutant(
+        "tilewise/cache/states.py", "StateStorage._rows", "positions.unsqueeze(1) + back",
+        "positions.unsqueeze(1) + back + 1", ("tests/cache/test_states.py",),
+    ),
+    "a_fork_forgets_the_convolution": Mutant(
+        "tilewise/cache/states.py", "StateStorage.fork",
+        "for tensor in (*stack.recurrence, stack.convolution):", "for tensor in stack.recurrence:",
+        ("tests/cache/test_states.py",),
+    ),
+    "a_checkpoint_is_shared_before_it_was_written": Mutant(
+        "tilewise/engine/steps/runner.py", "ModelRunner._compute",
+        "begin_states(self.storage.states, batch)",
+        "end_states(self.storage.states, batch)\nbegin_states(self.storage.states, batch)\n"
+        "batch = replace(batch, states=batch.states._replace(saves=()))",
+        ("tests/engine/test_state_moves.py",),
+    ),
+    "a_part_of_a_step_restores_nothing": Mutant(
+        "tilewise/engine/batch.py", "Batch.part",
+        "states=self.states.of_slots({s.state_slot for s in sequences})", "states=NO_STATE_MOVES",
+        ("tests/engine/test_state_moves.py",),
+    ),
+    "a_hit_needs_no_checkpoint": Mutant(
+        "tilewise/engine/tables/holdings.py", "Holdings.__init__", "[*windows, 2]",
+        "[*windows, 1]", ("tests/engine/test_state_tables.py",),
+    ),
+    "a_tail_stays_when_the_text_has_grown": Mutant(
+        "tilewise/engine/tables/state_tables.py", "StateTables._put",
+        "self._drop_tail(*before)", "pass", ("tests/engine/test_state_tables.py",),
+    ),
+    "the_slots_of_rows_that_do_not_run_stay": Mutant(
+        "tilewise/engine/steps/state_moves.py", "FixedStates.write",
+        "slots = np.full(bucket, -1, np.int64)", "slots = self.slots[:bucket].numpy().copy()",
+        ("tests/engine/test_state_moves.py", "-k", "rows"),
+    ),
     # Layers with states in models.
     "a_gate_is_read_as_the_query": Mutant(
         "tilewise/models/weight_table.py", "gate_rows", "for which in (1, 0)",

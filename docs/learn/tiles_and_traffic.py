@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Tiles, and why memory traffic decides
 #
-# A GPU multiplies far faster than it reads: an H200 does some 750 million million multiply-adds a
+# A GPU multiplies far faster than it reads: an H200 does some 750 million million operations a
 # second (bfloat16) and reads 4.4 million million bytes. So it pays to read a number once and to
 # use it often. `tilewise.reference` runs the papers' algorithms on a machine that counts every
 # element that moves between its slow, large memory (HBM) and its fast, small one (SRAM).
@@ -32,7 +32,7 @@ print(f"the formula 4 N d + 4 N^2 gives {4 * n * d + 4 * n * n:,}")
 #
 # Take 64 rows of queries, walk over the keys 64 at a time, keep m, l and the output in fast
 # memory (the notebook before this one). Scores of a tile are used where they are made, and never
-# travel. Tiles that are too small read keys so often that more moves than the plain way:
+# travel. Small tiles read keys so often that little is gained:
 
 # %%
 for tile in (32, 64, 128, 256):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.models.test_state_families import make
 from tests.models.tiny import VOCAB, save_hf
+from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.config import PromptLookup
+from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.scheduling.beams import BeamSearchParams
@@ -83,4 +86,84 @@ def test_texts_have_the_bits_that_each_has_alone(path: Any, truth: list[Any], ho
     assert stats.blocks_used == 0
     if how != "few blocks":
         assert stats.prefix_hit_tokens > hits, "what has been read is found"
+    llm.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_that_live_on_the_device_have_their_states_there(
+    path: Any, truth: list[Any], overlap: bool
+) -> None:
+    """The runner of captured steps, which a CPU computes op by op."""
+    llm = LLM(path, num_blocks=40, num_checkpoints=4, **ROOM)
+    limits = llm.engine.scheduler.limits
+    runner = DeviceRunner(
+        llm.model,
+        llm.engine.runner.storage,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        batch_invariant=True,
+    )
+    llm.engine = Engine(llm.loop.new_scheduler(), runner, overlap=overlap)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    sums = set()  # this runner adds log-probabilities up in another order
+    for _ in range(2):
+        found = told(llm.generate(given, params()))
+        sums.add(tuple(total for one in found for _, total in one))
+        assert [[ids for ids, _ in one] for one in found] == [
+            [ids for ids, _ in one] for one in truth
+        ]
+    assert len(sums) == 1
+    llm.close()
+
+
+class Breaking:
+    """A runner whose steps fail now and then, after they have run."""
+
+    def __init__(self, runner: Any, poison: tuple[int, ...]) -> None:
+        self.runner, self.poison, self.num_failed, self.draw = runner, poison, 0, random.Random(3)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def submit(self, batch: Any) -> Any:
+        handle = self.runner.submit(batch)
+        is_poisoned = any(run.token_ids[-3:] == self.poison for run in batch.sequences)
+        if is_poisoned or (len(batch.sequences) > 1 and self.draw.random() < 0.15):
+            self.num_failed += 1
+            raise RuntimeError("a step that failed when its states had changed")
+        return handle
+
+
+def test_a_step_that_failed_leaves_no_trace_in_states(path: Any, truth: list[Any]) -> None:
+    """Its sequences go on from checkpoints; what fails each time ends alone."""
+    llm = LLM(path, num_blocks=200, **ROOM)
+    runner = Breaking(llm.engine.runner, poison=(2, 5, 6))
+    llm.engine = Engine(llm.loop.new_scheduler(), runner)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    bad = {"prompt_token_ids": [*prompts()[3][:100], 2, 5, 6]}
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(llm.generate, [bad], [SamplingParams(max_tokens=30)])
+        assert told(llm.generate(given, params())) == truth
+        with pytest.raises(RuntimeError, match="when its states had changed"):
+            ended.result()
+    assert runner.num_failed > 3
+    llm.engine.scheduler.check_integrity()
+    llm.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["together", "in small chunks", "few blocks", "main memory"])
+def test_texts_have_the_bits_that_each_has_alone_on_a_gpu(path: Any, how: str) -> None:
+    """With captured decode steps, in 16 bits."""
+    room = ROOM | {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True}
+    alone = LLM(path, num_blocks=200, enable_prefix_caching=False, **room)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    wanted = [
+        told(alone.generate([prompt], [own]))[0]
+        for prompt, own in zip(given, params(), strict=True)
+    ]
+    alone.close()
+    llm = LLM(path, **room | {"num_blocks": 200} | HOWEVER[how])
+    for _ in range(2):
+        assert told(llm.generate(given, params())) == wanted
     llm.close()

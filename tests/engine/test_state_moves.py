@@ -10,6 +10,7 @@ from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence, StateMoves
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.runner import ModelRunner
+from tilewise.engine.steps.state_moves import FixedStates
 from tilewise.nn.gated_delta_net import GatedDeltaConfig, GatedDeltaNet
 from tilewise.nn.short_conv import ShortConv, ShortConvConfig
 
@@ -112,3 +113,12 @@ def test_a_part_of_a_step_has_the_moves_of_its_own_slots():
     assert batch.part(batch.sequences[1:]).states == StateMoves(
         ((0, 2, 128),), ((3, 1),), ((2, 3, 128),)
     )
+
+
+def test_rows_that_a_step_does_not_run_write_no_slot():
+    model = TinyRecurrent()
+    states = FixedStates(KVStorage(model.spec(), 12, num_slots=4).states, 4)
+    states.write(Batch((run(1, [1], 70, 3), run(2, [1], 4, 0), run(3, [1], 9, 2))), [0, 1, 2], 4)
+    assert states.slots.tolist() == [3, 0, 2, -1]
+    states.write(Batch((run(3, [1], 10, 2),)), [2], 4)
+    assert states.slots.tolist() == [-1, -1, 2, -1]

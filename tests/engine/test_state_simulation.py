@@ -99,7 +99,7 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
         seen["hits"] += position > 0
         seen["hits after preemption"] += position > 0 and seq.num_preemptions > 0
 
-    def cut(tables, found, before, seq, num_tokens):
+    def cut(tables, found, before, seq, num_tokens, depth):
         at = seq.num_scheduled_tokens + found
         seen["cuts at branches"] += found < num_tokens and at == tables._held[seq].branch
         seen["cuts at intervals"] += found < num_tokens and at % tables.interval == 0
@@ -162,9 +162,9 @@ TAKE, INSIDE = block_tables.take, block_tables.begin_inside
 FIND, SWAP_BEGIN = PrefixCache.find, SwapSpace.begin_step
 
 
-def begin_a_token_late(tables, seq, position, checkpoint, depth):
+def begin_a_token_late(tables, seq, position, checkpoint):
     """The slot knows the state of one token more than it has read."""
-    ADMIT(tables, seq, position, checkpoint, depth)
+    ADMIT(tables, seq, position, checkpoint)
     tables._restores = [(c, s, p + (s == tables.slot_of(seq))) for c, s, p in tables._restores]
 
 
@@ -336,7 +336,4 @@ MISTAKES = {
         StateTables, "has_passed", lambda tables, seq: False,
     ),
     "a fork writes to its parent's slot": (StateTables, "fork", fork_and_know_more),
-    "a checkpoint that has not arrived is trusted": (
-        StateTables, "filled_by", lambda tables, batch, checkpoints: [],
-    ),
 }  # fmt: skip

@@ -97,6 +97,15 @@ def test_token_ids_are_enough_without_a_tokenizer() -> None:
         assert len(output.outputs[0].token_ids) == 12
 
 
+def test_a_model_made_in_inference_mode_is_served_too() -> None:
+    with torch.inference_mode():
+        model = load_model(packaged_model(), dtype="float32")
+    with LLM(model, num_blocks=32, device="cpu") as llm:
+        llm.generate({"prompt_token_ids": [5, 9, 3]}, ASKED)
+        llm.update_weights()
+        llm.generate({"prompt_token_ids": [5, 9, 3]}, ASKED)
+
+
 def test_blocks_of_the_old_weights_are_found_no_more(story: LLM, tensors: Any) -> None:
     prompt = PROMPTS[1]
     story.generate(prompt, ASKED)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -308,6 +308,10 @@ class PrefixCache:
                 return child, max(left, right)
             before, after = (before - 1, after) if left > right else (before, after + 1)
         return None, 0
+
+    def nodes_at(self, group: int) -> Mapping[int, PrefixNode]:
+        """Return the nodes of a group by the block that holds their content."""
+        return self._node_at[group]
 
     def root(self, salt: str) -> PrefixNode | None:
         """Return the node before all first blocks of a salt, if there is one."""

@@ -23,7 +23,7 @@ from tilewise.engine.record.trace import write_trace
 from tilewise.engine.report import Progress, cache_report, stats_line, stats_record, terminal
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import cache_dtype, cache_spec, compute_device, model_directory
-from tilewise.errors import RequestError
+from tilewise.errors import CheckpointError, RequestError
 from tilewise.models.config import read_config
 from tilewise.nn.packed import quantisation_error
 from tilewise.ops import explain
@@ -128,16 +128,26 @@ def explain_cache(model: str, block_size: int, dtype: str) -> None:
     """Print what the keys and values of a model cost in memory; reads its config.json only."""
     directory = model_directory(model)
     latents = read_latent_shape(directory)
-    if latents is not None:
+    if latents is not None and not _has_states(directory):
         own = cache_dtype(dtype, getattr(torch, latents.dtype))
         print(cache_table(latents, own.itemsize))
         return
     config = read_config(directory)
     spec = cache_spec(config, block_size, cache_dtype(dtype, getattr(torch, config.dtype)))
     print(cache_report(spec, config.context_length))
+    if latents is not None or not config.attentions:
+        return
     heads, dim = (config.num_q_heads, config.num_kv_heads), config.head_dim
-    shape = CacheShape(config.num_layers, *heads, dim, dim)
+    shape = CacheShape(len(config.attentions), *heads, dim, dim)
     print(cache_table(shape, spec.kv.dtype.itemsize))
+
+
+def _has_states(directory: Path) -> bool:
+    """Whether layers of a model remember by states; models that are not native have none here."""
+    try:
+        return bool(read_config(directory).states)
+    except CheckpointError:
+        return False
 
 
 def precompile(*, dtypes: Sequence[str], **choice: Any) -> int:

@@ -85,7 +85,7 @@ from tilewise.engine.tensor_parallel.runner import (
 )
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.versions import new_version
-from tilewise.engine.waiter import Waiter, progress_text, raise_first
+from tilewise.engine.waiter import Waiter, progress_text, raise_first, share_done
 from tilewise.engine.weights import LiveWeights, NamedWeights, Weights, folder_weights
 from tilewise.errors import RequestError, UnsupportedError, shown
 from tilewise.keywords import keywords_of, taking_fields_of
@@ -364,7 +364,7 @@ class LLM:
             self._submit(mine)
             while not waiter.is_over:
                 waiter.wait()
-                progress.show(progress_text(mine))
+                progress.show(progress_text(mine), share_done(mine))
             raise_first(mine)
         finally:
             progress.close()

@@ -227,7 +227,7 @@ class EngineMaker:
         if self.current_device is not None:
             torch.cuda.set_device(self.current_device)
         slots = self._slots()
-        if config.has_graphs:
+        if config.has_graphs and not self.spec.states:  # `rehearsal` has no layers with states
             self.start_seconds.include(self._compile_ahead(slots))
         num_blocks: Blocks | None = config.num_blocks
         if num_blocks is None:

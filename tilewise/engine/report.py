@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import asdict
 from typing import Any, TextIO
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.cache.states import checkpoint_bytes
 from tilewise.engine.engine import EngineStats
+from tilewise.engine.sizing import StateMemory
 from tilewise.engine.tables.admission import window_blocks
+
+_SOON = 2.0  # seconds of work before the time left says anything
 
 __all__ = ["Progress", "cache_report", "stats_line", "stats_record"]
 
@@ -45,13 +50,13 @@ def stats_record(stats: EngineStats) -> dict[str, Any]:
 def cache_report(spec: CacheSpec, max_model_len: int) -> str:
     """Say what the keys and values of a model cost in memory."""
     gib = 2**30
-    rows = [
-        (
-            "one token",
-            f"{_bytes(spec.bytes_per_token)} = {spec.num_layers} layers x {_kept(spec.kv)}",
-        ),
-        ("one block", f"{_bytes(spec.bytes_per_block)} = {spec.block_size} tokens"),
-    ]
+    rows = []
+    if spec.num_layers:
+        kept = f"{spec.num_layers} layers x {_kept(spec.kv)}"
+        rows = [
+            ("one token", f"{_bytes(spec.bytes_per_token)} = {kept}"),
+            ("one block", f"{_bytes(spec.bytes_per_block)} = {spec.block_size} tokens"),
+        ]
     context = 0
     for i, group in enumerate(spec.groups):
         blocks = -(-max_model_len // spec.block_size)
@@ -64,10 +69,29 @@ def cache_report(spec: CacheSpec, max_model_len: int) -> str:
                 )
             )
         context += blocks * spec.group_block_bytes(i)
-    rows.append(("one full context", f"{_bytes(context)} = {max_model_len:,} tokens"))
+    if spec.num_layers:
+        rows.append(("one full context", f"{_bytes(context)} = {max_model_len:,} tokens"))
+    rows += _states(spec)
     if spec.is_plain:
         rows.append(("one GiB holds", f"{gib // spec.bytes_per_block * spec.block_size:,} tokens"))
     return "\n".join(f"{name:<18}{value}" for name, value in rows)
+
+
+def _states(spec: CacheSpec) -> list[tuple[str, str]]:
+    """Say what the states of a model take, if it has any."""
+    if not spec.states:
+        return []
+    slots = {
+        place: sum(s.slot_bytes(keeps_tokens=place == "a GPU") for _, s in spec.states)
+        for place in ("a CPU", "a GPU")
+    }
+    memory = StateMemory(spec, 1, None, None, keeps_tokens=True)
+    checkpoint = f"{_bytes(checkpoint_bytes(spec.states))}, one for {memory.tokens_apart:,} tokens"
+    sizes = " and ".join(f"{_bytes(size)} on {place}" for place, size in slots.items())
+    return [
+        ("one running text", f"{sizes} = states in {len(spec.states)} layers"),
+        ("one checkpoint", f"{checkpoint}, and for each end of a text"),
+    ]
 
 
 def _kept(kind: KVSpec | LatentSpec) -> str:
@@ -88,6 +112,8 @@ def _kept(kind: KVSpec | LatentSpec) -> str:
 class Progress:
     """A line on a terminal that is written over as work goes on, and wiped at the end.
 
+    A text that is longer than the terminal is wide is cut: a line that wraps could not be wiped.
+
     Args:
         stream: the stream to write to; None writes nothing.
         interval: seconds between two lines at least.
@@ -97,17 +123,24 @@ class Progress:
         self._stream = stream
         self._interval = interval
         self._due = 0.0
+        self._began = time.monotonic()
 
     @property
     def is_shown(self) -> bool:
         """Whether anything is written."""
         return self._stream is not None
 
-    def show(self, text: str) -> None:
-        """Write `text` over the line, unless one was written a moment ago."""
+    def show(self, text: str, share: float | None = None) -> None:
+        """Write `text` over the line, unless one was written a moment ago.
+
+        Args:
+            text: the words to show, on one line.
+            share: the part of the work that is done, from which the time left follows.
+        """
         now = time.monotonic()
         if self._stream is not None and now >= self._due:
-            self._stream.write(f"\r\x1b[K{text}")
+            left = _time_left(now - self._began, share)
+            self._stream.write(f"\r\x1b[K{_cut(text + left, self._stream)}")
             self._stream.flush()
             self._due = now + self._interval
 
@@ -120,12 +153,37 @@ class Progress:
 
 
 def terminal(wanted: bool | None = None) -> TextIO | None:
-    """Return stderr, if there is one and progress is wanted there; by default on a terminal."""
+    """Return stderr, if there is one and progress is wanted there.
+
+    By default it is wanted on a terminal, but on none that cannot write over a line (TERM=dumb).
+    """
     if sys.stderr is None:
         return None
     if wanted is None:
-        wanted = sys.stderr.isatty()
+        wanted = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return sys.stderr if wanted else None
+
+
+def _time_left(seconds: float, share: float | None) -> str:
+    """Return e.g. ", 2 min left" of work whose first `share` took `seconds`."""
+    if not share or share >= 1.0 or seconds < _SOON:
+        return ""
+    left = seconds * (1.0 - share) / share
+    if left < 100:
+        return f", {left:.0f} s left"
+    if left < 6000:
+        return f", {left / 60:.0f} min left"
+    return f", {left / 3600:.0f} h left"
+
+
+def _cut(text: str, stream: TextIO) -> str:
+    """Return as much of a text as fits on one line of the terminal behind a stream."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # a stream that is no terminal has no width
+        return text
+    # The last column is left free, as a terminal may wrap when it is written; 0 is of no terminal.
+    return text if columns < 2 or len(text) < columns else f"{text[: columns - 2]}…"
 
 
 def _rate(tokens_per_second: float) -> str:

@@ -40,6 +40,8 @@ class SchedulerStats:
         block_lifetime, block_idle, block_reuse_gap: histograms of seconds, see `ages.Ages`.
         other_groups: the blocks with an owner, now, and all blocks of each group of layers
             (`CacheSpec.groups`) but the first, to which the other counts refer.
+        state_slots: the slots of states that running sequences have, now, and all slots.
+        checkpoints: the checkpoints of states that the prefix cache finds, now, and all of them.
     """
 
     num_running: int
@@ -66,6 +68,8 @@ class SchedulerStats:
     block_idle: Counts = field(default_factory=Counts)
     block_reuse_gap: Counts = field(default_factory=Counts)
     other_groups: tuple[tuple[int, int], ...] = ()
+    state_slots: tuple[int, int] = (0, 0)
+    checkpoints: tuple[int, int] = (0, 0)
 
     @property
     def used_fraction(self) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tilewise.engine.outputs import Generation
 
-__all__ = ["Waiter", "progress_text", "raise_first"]
+__all__ = ["Waiter", "progress_text", "raise_first", "share_done"]
 
 
 class Waiter:
@@ -53,3 +53,8 @@ def progress_text(generations: Sequence[Generation]) -> str:
     done = sum(g.output.finished for g in generations)
     tokens = sum(len(c.token_ids) for g in generations for c in g.output.outputs)
     return f"{done}/{len(generations)} prompts, {tokens:,} tokens"
+
+
+def share_done(generations: Sequence[Generation]) -> float:
+    """Return the part of the prompts that are finished, 0 ... 1."""
+    return sum(g.output.finished for g in generations) / max(1, len(generations))

@@ -90,7 +90,8 @@ class LiveWeights:
         return self._now() != self._versions
 
     def _now(self) -> tuple[int, ...]:
-        return tuple(parameter._version for parameter in self.model.parameters())
+        # A tensor of inference mode cannot be trained, and counts nothing.
+        return tuple(p._version for p in self.model.parameters() if not p.is_inference())
 
 
 class NamedWeights:

@@ -10,12 +10,15 @@ from typing import Any
 
 _MODULES = frozenset(
     [
+        "diffusers",
         "evoformer",
         "flash_attn",
         "flash_attn_interface",
         "torch_flash",
         "torch_sdpa",
         "transformers",
+        "vllm",
+        "xformers_ops",
     ]
 )
 

@@ -136,7 +136,7 @@ def _are_on(leaves: list[Any], kind: str) -> bool:
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do to sizes what an op does, and to integers, too."""
-    if func.namespace == "tilewise":
+    if func.namespace == library.LIBRARY.ns:
         with _Mode():  # which was left for this op
             results = library.kernel_of(func._opname)(*args, **kwargs)
             if func is attention_fwd and _Mode.needs_gradients:

@@ -23,6 +23,8 @@ from tilewise.kernels.spec import AttentionSpec, ElementSpec
 Spec = AttentionSpec | ElementSpec
 T = TypeVar("T")
 
+# The package, "tilewise" but where a copy of it has another name (tools/hub_kernel).
+_ROOT = __name__.removesuffix(".ops.dispatch")
 BACKENDS = ("reference", "cpu", "triton", "gluon")
 _AUTOMATIC = {"cpu": ("cpu",), "cuda": ("gluon", "triton")}
 _WITHOUT_KERNELS = {"quantize"}  # ops that `reference` computes if no backend can
@@ -57,12 +59,12 @@ _MODULES = {
 def kernel_module(op: str, backend: str) -> ModuleType:
     """Import the launcher of `op` in `backend`, see `_MODULES`."""
     if backend == "reference":
-        return import_module(f"tilewise.ops.reference.{op}")
+        return import_module(f"{_ROOT}.ops.reference.{op}")
     return import_module(_path_of(op, backend))
 
 
 def _path_of(op: str, backend: str) -> str:
-    return f"tilewise.kernels.{backend}.{_MODULES.get(op, op)}"
+    return f"{_ROOT}.kernels.{backend}.{_MODULES.get(op, op)}"
 
 
 def _exists(module: str) -> bool:
@@ -78,8 +80,8 @@ def _module_or_reason(op: str, backend: str) -> ModuleType | str:
     try:
         return kernel_module(op, backend)
     except ImportError as error:
-        package = (error.name or "tilewise").split(".")[0]
-        if package == "tilewise":
+        package = (error.name or _ROOT).split(".")[0]
+        if package == _ROOT.split(".")[0]:
             raise
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             return f"needs the package {package!r}, which is not installed"

@@ -121,8 +121,10 @@ def tile_of(problem: Problem, arch: int) -> Tile:
 
 def is_copied(problem: Problem) -> bool:
     """Whether cp.async can bring the bias of a problem."""
-    bias = problem.tensors.get("bias")
-    return bias is not None and bias.shape[-2] > 1 and bias.shape[-1] % 8 == 0
+    bias, spec = problem.tensors.get("bias"), problem.spec
+    if bias is None or bias.dtype.itemsize != 2 or max(spec.head_dim, spec.v_head_dim) > 128:
+        return False
+    return bias.shape[-2] > 1 and bias.shape[-1] % 8 == 0
 
 
 def computed(

@@ -445,7 +445,7 @@ class TestNested:
         assert (len(kernel.launches), len(driver.seen)) == (2, 1)
 
     def test_a_gradient_of_a_bias_runs_by_addresses(self, driver, kernels, monkeypatch):
-        for name in ("attention_bwd_rows_kernel", "attention_bwd_bias_kernel"):
+        for name in ("attention_bwd_rows_kernel", "attention_bwd_shared_bias_kernel"):
             kernels[name] = AnyKernel(driver)
             monkeypatch.setattr(portable, name, kernels[name])
         problem, other = (draw(CASES["bias"], "cpu") for _ in range(2))

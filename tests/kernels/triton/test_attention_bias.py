@@ -32,6 +32,12 @@ CASES = {
     "float32_beside_bfloat16": Call(
         36, 70, (2, 1), (32, 16), dtype=BRAIN, bias=(2, 36, 70), bias_dtype=SINGLE, window=CAUSAL
     ),
+    "shared": Call(36, 90, (2, 1), (40, 16), 3, dtype=BRAIN, bias=(2, 36, 90)),
+    "shared_by_heads": Call(
+        90, 70, (2, 1), (32, 16), 3, dtype=BRAIN, bias=(90, 70), softcap=4.0, alibi="sequences",
+        sinks=True,
+    ),
+    "shared_full": Call(36, 36, (2, 2), (16, 16), 2, dtype=BRAIN, bias=(2, 2, 36, 36)),
     "bfloat16": Call(36, 70, (2, 1), (32, 16), dtype=BRAIN, bias=(2, 1, 70)),
     "with_everything": Call(
         36, 70, (2, 1), (16, 16), 3, bias=(3, 2, 36, 70), seqlens_k=(0, 31, 70), softcap=4.0,
@@ -52,7 +58,7 @@ CASES = {
     ),
     "slopes_of_sequences": Call(20, 36, (2, 1), (16, 16), 2, alibi="sequences", window=CAUSAL),
 }  # fmt: skip
-EVERYDAY = ("full", "of_keys", "with_everything", "packed_of_a_head")
+EVERYDAY = ("full", "shared_by_heads", "of_keys", "with_everything", "packed_of_a_head")
 NAMES = everyday(CASES, EVERYDAY)
 
 

@@ -27,6 +27,7 @@ from tilewise.cost.padding import buckets
 from tilewise.distributed.shards import VocabularyHead
 from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.steps.runner import CausalModel, head_logits, largest_weight
+from tilewise.engine.steps.state_moves import FixedStates
 from tilewise.models.native import NativeDecoder
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.context import AttentionContext, StepPlans
@@ -110,6 +111,7 @@ class DecodeStep:
         greedy: head whose ranks draw from the largest logit of each, as all rows are greedy; such
             a step runs whole.
         adapters: adapters of the rows; None for steps in which no row uses one.
+        states: the slots of the rows; None for a model without layers that keep states.
 
     Attributes:
         logits: (bucket, V) between `run_model` and `sample`; else None.
@@ -128,6 +130,7 @@ class DecodeStep:
         keeps_logits: bool = False,
         greedy: VocabularyHead | None = None,
         adapters: StepAdapters | None = None,
+        states: FixedStates | None = None,
     ) -> None:
         self.model, self.storage, self.batch, self.results = model, storage, batch, results
         self.bucket, self.keeps_logits, self._greedy = bucket, keeps_logits, greedy
@@ -164,6 +167,8 @@ class DecodeStep:
         self.ctx = replace(ctx, group_of=storage.spec.group_of, others=others)
         if adapters is not None:
             self.ctx = self.ctx.with_adapters(adapters)
+        if states is not None:  # a row's position is the number of tokens before its own
+            self.ctx = replace(self.ctx, states=states.of_rows(self._positions))
 
     @property
     def is_captured(self) -> bool:

@@ -52,9 +52,10 @@ def has_run(spec: CacheSpec) -> bool:
     """Whether such steps have run on a GPU over a cache like this one.
 
     `PromptSteps` captures those over latents, too, but in 16 bits no such graph has run yet: until
-    one has, these models' prompts are computed op by op.
+    one has, these models' prompts are computed op by op. So are those of layers with states, which
+    a piece between two layers' attention would have to be cut for, too.
     """
-    return not isinstance(spec.kv, LatentSpec)
+    return not isinstance(spec.kv, LatentSpec) and not spec.states
 
 
 class PromptSteps:

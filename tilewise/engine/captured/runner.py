@@ -53,6 +53,7 @@ from tilewise.engine.steps.runner import (
     head_logits,
     is_device_lost,
 )
+from tilewise.engine.steps.state_moves import FixedStates, begin_states, end_states
 from tilewise.engine.steps.step_logprobs import FoundLogprobs, Logprobs, StepLogprobs
 from tilewise.engine.tables.host_cache import HostCache
 from tilewise.nn.context import AttentionContext, StepPlans
@@ -110,11 +111,11 @@ class DeviceRunner:
         self.block_size = storage.spec.block_size
         self.device = storage.device
         self.compilations = Compilations()
-        layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
+        layer_bytes = storage.spec.bytes_per_token // max(storage.spec.num_layers, 1)
         self.sharing_tokens: int | None = None
         # The first group's tables say what is shared, and layers with a window do not share.
         shares = not isinstance(storage.spec.kv, LatentSpec) and storage.spec.windows[0] is None
-        if self.device.type == "cuda" and not batch_invariant and shares:
+        if self.device.type == "cuda" and not batch_invariant and shares and layer_bytes:
             self.sharing_tokens = SHARING_BYTES // layer_bytes
         max_blocks = math.ceil(max_model_len / self.block_size)
         self.rows = DeviceBatch(
@@ -129,6 +130,7 @@ class DeviceRunner:
         self.shared_steps: dict[int, DecodeStep] = {}
         self.greedy_steps: dict[int, DecodeStep] = {}
         self.adapted_steps: dict[int, DecodeStep] = {}
+        self.states = None if storage.states is None else FixedStates(storage.states, max_num_seqs)
         self.adapters = adapters
         self._adapted = None if adapters is None else FixedAdapters(adapters, max_num_seqs)
         self._known_slots: tuple[Sequence[ScheduledSequence], bool] = (), False  # of these runs
@@ -136,7 +138,8 @@ class DeviceRunner:
         self._greedy: tuple[Sequence[ScheduledSequence], bool] = (), False  # runs, and their answer
         self.groups = SharedGroups(max_num_seqs, max_blocks, self.block_size, self.device)
         self.prompts: PromptSteps | None = None
-        if max_num_batched_tokens is not None and can_capture(model):
+        is_captured = can_capture(model) and storage.states is None
+        if max_num_batched_tokens is not None and is_captured:
             self.prompts = PromptSteps(model, storage, max_num_batched_tokens, adapters)
         self.captures = False
         self.start_seconds: dict[str, float] = {}
@@ -182,6 +185,7 @@ class DeviceRunner:
                 shared=self.groups.prefixes(bucket) if shares else None,
                 greedy=self._greedy_head if is_greedy else None,
                 adapters=self._adapted.of(bucket) if self._adapted and adapted else None,
+                states=self.states,
             )
         return step
 
@@ -232,6 +236,9 @@ class DeviceRunner:
         is_greedy = not (in_halves or shares or adapted) and self._is_greedy(batch, bucket)
         step = self._prepared(bucket, in_halves, shares, is_greedy, adapted)
         self._copy_blocks(batch)
+        if self.states is not None:
+            self.states.write(batch, changes.rows, bucket)
+            begin_states(self.storage.states, batch)
         self.rows.send(changes)
         errors: dict[int, Exception] = {}
         raw = None
@@ -249,6 +256,7 @@ class DeviceRunner:
             step.sample()
         else:
             step.run()
+        end_states(self.storage.states, batch)
         place, self._place = self._place, (self._place + 1) % RING
         logprobs = None
         if asking is not None and raw is not None:
@@ -327,6 +335,8 @@ class DeviceRunner:
         """Capture the decode step of so many rows, or the part of it before the logits."""
         rows, place = self.rows, self.results.place
         with torch.inference_mode():
+            if self.states is not None:
+                self.states.slots.fill_(-1)
             kept = (rows.active, place, rows.fresh, *(other.fresh for other in rows.others))
             state = [x.clone() for x in kept]
             rows.active.zero_()
@@ -460,9 +470,13 @@ class DeviceRunner:
                 for other, slots in zip(rows.others, other_slots, strict=True)
             )
             ctx = replace(ctx, group_of=self.storage.spec.group_of, others=others)
+        if self.states is not None:
+            ctx = replace(ctx, states=self.states.of_step(batch))
+            begin_states(self.storage.states, batch)
         placed = None if self.adapters is None else self.adapters.place(sequences)
         self._known_slots = (), False
         hidden = self._hidden(ids_, positions_, ctx, None if placed is None else placed[owner])
+        end_states(self.storage.states, batch)
         scored = None
         if chunks:
             scored = _Scored(chunks, self._scored(chunks, hidden))

@@ -45,6 +45,7 @@ class Insight:
         """Return a snapshot, with the counts of drafts, if there are any."""
         running, swap = self.roster.running, self.tables.memory
         num_queried, num_hit = self.tables.prefix_counts
+        states = self.tables.states
         return SchedulerStats(
             num_running=len(running),
             num_waiting=len(self.roster.waiting),
@@ -70,6 +71,7 @@ class Insight:
             block_idle=self.tables.trace.ages.idle.read(),
             block_reuse_gap=self.tables.trace.ages.reuse_gap.read(),
             other_groups=self.tables.groups_used,
+            **({} if states is None else states.counts()),
         )
 
     def waiting_by_reason(self) -> dict[str, int]:
@@ -112,13 +114,16 @@ class Insight:
                 a window has released that block.
             order: those of them without an owner, the one to be evicted next first.
             budget: the largest number of tokens of a step.
-            tables: seq_id, request_id, index and blocks of the sequences that hold blocks.
+            tables: seq_id, request_id, index and blocks of the sequences that hold blocks; of a
+                model with states also the slot of its state, and the tokens at its last checkpoint.
+            checkpoints: [checkpoint, tokens] of each that the prefix cache finds, in such a model.
             waiting: [request_id, index] of the waiting samples, the next to be admitted first.
             requests: for all these requests the fields of their event `arrive`, and its time.
         """
         trace, pool = self.tables.trace, self.tables.allocator
         running = self.roster.running
         waiting = self.roster.order.line(self.roster.waiting, len(self.roster.waiting))
+        states = self.tables.states
         blocks = range(self.limits.num_blocks)
         known = [b for b in blocks if pool.is_cached(b)]
         requests = {seq.request.request_id: seq.request for seq in (*running, *waiting)}
@@ -139,11 +144,13 @@ class Insight:
                     "request_id": seq.request.request_id,
                     "index": seq.index,
                     "blocks": [-1] * (len(seq.block_ids) - len(held)) + held,
+                    **({} if states is None else states.told_of(seq)),
                 }
                 for seq in running
                 for held in (self.tables.held(seq, 0),)
             ],
             "waiting": [[seq.request.request_id, seq.index] for seq in waiting],
+            **({} if states is None else {"checkpoints": states.positions()}),
             "requests": [
                 {
                     "request_id": key,
@@ -169,7 +176,11 @@ class Insight:
             return "unknown or finished"
         seq = unfinished[0]
         if seq.block_ids:
-            return f"running: {seq.num_computed_tokens} of {seq.num_tokens} tokens are computed"
+            text = f"running: {seq.num_computed_tokens} of {seq.num_tokens} tokens are computed"
+            if self.tables.states is not None and self.tables.states.told_of(seq)["checkpoint"]:
+                known = self.tables.states.told_of(seq)["checkpoint"]
+                text += f", a checkpoint of its states is at {known}"
+            return text
         kept = f"swapped out with {seq.num_swapped_tokens} tokens; " if seq.swap_slots else ""
         place = self.roster.order.place(seq, self.roster.waiting)
         if place > 0:

@@ -617,11 +617,10 @@ class Scheduler:
             if seq.num_tokens == seq.num_prompt_tokens and seq.num_preemptions == 0:
                 seq.num_cached_tokens += gained
         content = tables.next_content(seq)
-        if is_still and self._writer_of.get(content, seq) is not seq and not seq.scores_prompt:
+        writer = self._writer_of.get(content, seq)
+        if is_still and writer is not seq and not seq.scores_prompt and tables.shares(seq, writer):
             return 0
-        n = self._chunk(seq, budget)
-        if n > 1 and tables.states is not None:
-            n = tables.states.cut(seq, n)
+        n = tables.cut(seq, self._chunk(seq, budget))
         end = seq.num_scheduled_tokens + n
         if content is not None and end >= (seq.num_registered_blocks + 1) * tables.block_size:
             self._writer_of.setdefault(content, seq)

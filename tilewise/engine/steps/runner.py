@@ -261,7 +261,7 @@ class ModelRunner:
         self.sharing_tokens: int | None = None
         is_latent = isinstance(storage.spec.kv, LatentSpec)
         if self.device.type == "cuda" and not batch_invariant and not is_latent:
-            layer_bytes = storage.spec.bytes_per_token // storage.spec.num_layers
+            layer_bytes = storage.spec.bytes_per_token // max(storage.spec.num_layers, 1)
             self.sharing_tokens = SHARING_BYTES // layer_bytes
 
     @property

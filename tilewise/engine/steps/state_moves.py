@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tilewise.cache.states import StateStorage
 from tilewise.engine.batch import Batch
+from tilewise.engine.steps.inputs import send
+from tilewise.nn.context import StepStates
 from tilewise.nn.states import LayerStates
 from tilewise.ops import RecurrentStates
 
-__all__ = ["begin_states", "end_states", "layer_states"]
+__all__ = ["FixedStates", "begin_states", "end_states", "layer_states"]
 
 
 def layer_states(storage: StateStorage) -> Mapping[int, LayerStates]:
@@ -38,3 +42,48 @@ def end_states(storage: StateStorage | None, batch: Batch) -> None:
     """Keep what slots know, when a step's layers have run."""
     if storage is not None:
         storage.save(batch.states.saves)
+
+
+class FixedStates:
+    """The slots of a captured step's rows, in memory that its graphs read.
+
+    Args:
+        storage: the slots of all layers.
+        max_num_seqs: rows of a step.
+
+    Attributes:
+        slots: (max_num_seqs,) int64, -1 for a row that the step does not run.
+    """
+
+    def __init__(self, storage: StateStorage, max_num_seqs: int) -> None:
+        self.slots = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=storage.device)
+        self.layers = layer_states(storage)
+
+    def write(self, batch: Batch, rows: Sequence[int], bucket: int) -> None:
+        """Tell the device the slots of a step that decodes.
+
+        Args:
+            batch: the step, of one token of each sequence.
+            rows: the row of each of its sequences.
+            bucket: the rows of the step, those that it does not run included.
+        """
+        slots = np.full(bucket, -1, np.int64)
+        slots[rows] = [run.state_slot for run in batch.sequences]
+        self.slots[:bucket].copy_(send((slots,), self.slots.device)[0])
+
+    def of_rows(self, starts: Tensor) -> StepStates:
+        """Return the states of the first rows.
+
+        Args:
+            starts: (rows,) int64, the tokens of each row that came before the step.
+        """
+        return StepStates(self.slots[: len(starts)], starts, self.layers)
+
+    def of_step(self, batch: Batch) -> StepStates:
+        """Return the states of a step that is computed op by op."""
+        slots, starts = (
+            np.array(each, np.int64)
+            for each in zip(*((run.state_slot, run.start) for run in batch.sequences), strict=True)
+        )
+        on_device = send((slots, starts), self.slots.device)
+        return StepStates(on_device[0], on_device[1], self.layers)

@@ -264,15 +264,31 @@ class BlockTables(Holdings):
 
     def _begin_state(self, seq: Sequence, hits: list[PrefixNode]) -> None:
         """Give a sequence a slot, filled from the checkpoint of the last block of a hit."""
-        states, prefix, checkpoint = self.states, self.prefix, -1
+        states, checkpoint = self.states, -1
         assert states is not None
-        depth = 0
-        if prefix is not None:
-            node = hits[-1] if hits else None
-            depth = prefix.depth(seq.token_ids, seq.request.salt, node, len(hits))
         if hits:
             [checkpoint], _ = take(self, states.group, hits[-1:], 0)
-        states.admit(seq, len(hits) * self.block_size, checkpoint, depth)
+        states.admit(seq, len(hits) * self.block_size, checkpoint)
+
+    def shares(self, seq: Sequence, writer: Sequence) -> bool:
+        """Whether what another sequence writes is of use to one whose next block is the same.
+
+        With states they must agree as far as the next place of a checkpoint.
+        """
+        if self.states is None:
+            return True
+        first, unit = seq.num_registered_blocks * self.block_size, self.states.unit
+        end = (seq.num_computed_tokens // unit + 1) * unit
+        return end < seq.num_tokens and seq.token_ids[first:end] == writer.token_ids[first:end]
+
+    def cut(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many of the next tokens of a sequence to run: states may end a run earlier."""
+        states, prefix = self.states, self.prefix
+        if states is None or prefix is None or seq.is_doubtful or num_tokens < 2:
+            return num_tokens
+        node, first = self.places[seq].node, seq.num_registered_blocks
+        depth = prefix.depth(seq.token_ids, seq.request.salt, node, first)
+        return states.cut(seq, num_tokens, depth)
 
     def swap_out(self, family: list[Sequence]) -> bool:
         """Keep in main memory what all the sequences need to go on, or nothing.

@@ -137,17 +137,29 @@ class StateTables:
         self._made: list[_Save] = []
         self._wanted: set[int] = set()  # checkpoints that no later tail replaces
 
-    @property
-    def num_used(self) -> int:
-        """Slots of running sequences."""
-        return self.num_slots - len(self._free)
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return what `SchedulerStats` says of states."""
+        num_found = 0 if self.prefix is None else len(self.prefix.nodes_at(self.group))
+        return {
+            "state_slots": (self.num_slots - len(self._free), self.num_slots),
+            "checkpoints": (num_found, self.limits.num_checkpoints),
+        }
 
-    @property
-    def num_cached(self) -> int:
-        """Checkpoints that the prefix cache finds on the device."""
-        if self.allocator is None:
-            return 0
-        return sum(map(self.allocator.is_cached, range(self.allocator.num_blocks)))
+    def told_of(self, seq: Sequence) -> dict[str, int]:
+        """Return a running sequence's slot, and the tokens at its last checkpoint."""
+        return {"slot": self._held[seq].slot, "checkpoint": self._held[seq].known}
+
+    def positions(self) -> list[tuple[int, int]]:
+        """Return the checkpoints that the prefix cache finds on the device, and their tokens."""
+        if self.prefix is None:
+            return []
+        found = list[tuple[int, int]]()
+        for checkpoint, node in self.prefix.nodes_at(self.group).items():
+            depth, at = 0, node
+            while at.parent is not None:
+                depth, at = depth + 1, at.parent
+            found.append((checkpoint, depth * self.block_size))
+        return sorted(found)
 
     @property
     def has_fenced(self) -> bool:
@@ -164,17 +176,15 @@ class StateTables:
 
     # Slots
 
-    def admit(self, seq: Sequence, position: int, checkpoint: int, depth: int) -> None:
+    def admit(self, seq: Sequence, position: int, checkpoint: int) -> None:
         """Give a sequence a slot, which the next step fills from a checkpoint.
 
         Args:
             seq: the sequence, which holds its blocks.
             position: the tokens that it has computed: those of a hit.
             checkpoint: the one of that position, of which it owns a share; -1 at position 0.
-            depth: the first blocks of its tokens whose content the cache has known.
         """
-        branch = min(depth * self.block_size, seq.num_tokens - 1) // self.unit * self.unit
-        held = self._held[seq] = _Held(self._free.pop(), position, position, branch)
+        held = self._held[seq] = _Held(self._free.pop(), position, position)
         if position:
             self._restore(held, checkpoint, position)
 
@@ -193,9 +203,7 @@ class StateTables:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence begin with its parent's state; it gets its slot by `settle`."""
         self._unplaced.append((self._held[parent].slot, child))
-        self._held[child] = _Held(
-            -1, self._held[parent].known, parent.num_computed_tokens, self._held[parent].branch
-        )
+        self._held[child] = _Held(-1, self._held[parent].known, parent.num_computed_tokens)
 
     def settle(self) -> None:
         """Give forked sequences their slots: those that had no seat have lost their blocks."""
@@ -237,11 +245,16 @@ class StateTables:
 
     # Runs
 
-    def cut(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many of the next tokens of a prompt to run, to end at a checkpoint."""
+    def cut(self, seq: Sequence, num_tokens: int, depth: int) -> int:
+        """Return how many of the next tokens of a prompt to run, to end at a checkpoint.
+
+        Args:
+            seq: a sequence with several tokens to run.
+            num_tokens: the number of tokens that it may run.
+            depth: the first blocks of its tokens whose content the prefix cache knows now.
+        """
         start, held = seq.num_scheduled_tokens, self._held[seq]
-        if self.prefix is None or seq.is_doubtful or num_tokens == 1:
-            return num_tokens
+        held.branch = min(depth * self.block_size, seq.num_tokens - 1) // self.unit * self.unit
         end = min(start + num_tokens, (start // self.interval + 1) * self.interval)
         return (held.branch if start < held.branch < end else end) - start
 

@@ -26,7 +26,7 @@ from tilewise.kernels.host.requests import Request
 
 __all__ = ["Compilers", "Outcome"]
 
-WORKER = "tilewise.kernels.host.compile_worker"  # the module that each process runs
+WORKER = f"{__package__}.compile_worker"  # the module that each process runs
 BUSY_S = 0.2  # until another process is asked again whether it has compiled a kernel
 _TRIES = 2  # of a kernel: a process that ends takes down the kernel that it was given
 

@@ -16,6 +16,8 @@ from tilewise.ops.attention.dropout import Seed, philox_of
 from tilewise.ops.attention.op import AttentionArguments, AttentionOptions
 from tilewise.ops.call import Adapter, Tensors
 
+# The package, by which its own frames are known.
+_ROOT = __name__.removesuffix(".ops.attention.arguments")
 Window = int | tuple[int | None, int | None] | None
 _NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 
@@ -228,9 +230,9 @@ def _tell_of_layout(q: Tensor, k: Tensor) -> None:
     if not (heads_q == heads_k > max(seqlen_q, seqlen_k) and min(seqlen_q, seqlen_k) > 1):
         return
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("tilewise.ops."):
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(f"{_ROOT}.ops."):
         level, frame = level + 1, frame.f_back
-    if frame.f_globals["__name__"].startswith("tilewise."):
+    if frame.f_globals["__name__"].startswith(f"{_ROOT}."):
         return
     warnings.warn(
         # Without numbers, so that Python shows the text once for each line of a caller.

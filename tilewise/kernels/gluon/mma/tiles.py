@@ -48,7 +48,7 @@ _LONG, _SHORT = 2048, 512  # queries
 #          causal 216 / 262 / 329 / 346 (211 / 249 / 284 / 291)
 # A bias of (1, Hq, N, N), N 4,096, full and causal, of the plain call: D 128 0.87 and 0.86 copied,
 # 0.62 and 0.61 loaded; 0.80 and 0.80 by the row for 99 KiB; D 64 0.75 and 0.75, 0.53 and 0.53; 0.67
-# and 0.69.
+# and 0.69. At D 256 in 99 KiB "biased" makes 212, "crowded" would make 208.
 # Rows for 99 KiB: D 128 full 290 / 319 / 360 / 361, causal 215 / 273 / 332 / 340; D 256 full
 # 245 / 269 / 293 / 295, causal 184 / 230 / 283 / 296.
 _LARGE = {

@@ -1,0 +1,276 @@
+"""vLLM's attention over paged keys and values, on `paged_attention` and `write_kv_cache`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
+
+from tilewise.errors import UnsupportedError
+from tilewise.ops import SharedPrefixes, paged_attention, shared_prefixes, write_kv_cache
+
+__all__ = ["PagedBackend", "PagedBuilder", "PagedImpl", "PagedMetadata"]
+
+# Kernels take heads of up to 512 channels for keys and values alike, on rows of 16 bytes.
+_MOST_CHANNELS, _CHANNELS = 512, 8
+_FP8 = ("fp8", "fp8_e4m3")
+# A pass of its own over shared keys costs more than it saves below some hundred tokens, or where
+# few sequences share them.
+_FEWEST_SHARED, _FEWEST_SEQUENCES = 256, 8
+
+
+@dataclass
+class PagedMetadata:
+    """What all layers of a step need of its batch.
+
+    Attributes:
+        num_actual_tokens: rows of the step, without those that pad a CUDA graph.
+        max_query_len: the longest run of new tokens.
+        query_start_loc: int32 (B + 1,), where each sequence's rows begin.
+        seq_lens: int32 (B,), tokens of each sequence with the new ones.
+        block_table: int32 (B, max_blocks).
+        slot_mapping: int64 (T,), where the new tokens are written; -1 is nowhere.
+        shared: the prefix that all sequences share, where reading it once pays.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    shared: SharedPrefixes | None = None
+
+
+class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Make the metadata of a step; nothing is copied and nothing waits but for a shared prefix.
+
+    A graph of a step replays over the same tensors with other lengths, which the kernels read on
+    the device: any batch whose sequences have equally many new tokens may be captured.
+    """
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size = kv_cache_spec.block_size
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> PagedMetadata:
+        """Return a step's metadata; its sequences share their first common_prefix_len keys."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise UnsupportedError("a step must be causal over paged keys")
+        return PagedMetadata(
+            common.num_actual_tokens,
+            common.max_query_len,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
+            self._shared(common_prefix_len, common),
+        )
+
+    def _shared(self, length: int, common: Any) -> SharedPrefixes | None:
+        """Return what sequences share, from tables that are copied to the host for it.
+
+        vLLM says that all share `length` keys only where `use_cascade_attention` agreed, and never
+        while a graph is captured or replayed.
+        """
+        if length == 0:
+            return None
+        return shared_prefixes(
+            common.block_table_tensor.cpu(),
+            common.seq_lens.cpu(),
+            common.query_start_loc_cpu,
+            block_size=self.block_size,
+            min_blocks=max(1, length // self.block_size),
+            max_levels=1,
+            device=self.device,
+        )
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Return whether a step reads what all of its sequences share once."""
+        rules = use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1
+        is_long = common_prefix_len >= _FEWEST_SHARED
+        return is_long and len(query_lens) >= _FEWEST_SEQUENCES and not rules
+
+
+class PagedBackend(AttentionBackend):  # type: ignore[misc]
+    """The place of these kernels in vLLM: what they take, and where their parts are."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8]
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedImpl]:
+        return PagedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedBuilder]:
+        return PagedBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str | None:
+        return "NHD"
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 0 < head_size <= _MOST_CHANNELS and head_size % _CHANNELS == 0
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)
+
+
+class PagedImpl(AttentionImpl):  # type: ignore[misc]
+    """One layer's attention: writes the new keys and values, then attends."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedError(f"attn_type must be decoder, got {attn_type}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
+        self.window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = logits_soft_cap or 0.0
+        self.sinks = sinks
+        self.writes = kv_sharing_target_layer_name is None
+        self.batch_invariant = _is_batch_invariant()
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from new tokens to the cache.
+
+        Args:
+            layer: the layer of vLLM, with the scales of an 8-bit cache.
+            query: (T, Hq, D); key, value: (T, Hk, D), written unless another layer's cache is read.
+            kv_cache: (num_blocks, 2, block_size, Hk, D).
+            attn_metadata: the step, None in a run that measures memory.
+            output: (T, Hq, D) or (T, Hq * D), written and returned.
+            output_scale, output_block_scale: must be None; outputs are not quantised here.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("output_scale must be None: outputs are not quantised here")
+        if attn_metadata is None:
+            return output.zero_()
+        step, count = attn_metadata, attn_metadata.num_actual_tokens
+        k_cache, v_cache = kv_cache.unbind(1)
+        k_scale = v_scale = None
+        if self.kv_cache_dtype in _FP8:
+            k_cache, v_cache = (x.view(torch.float8_e4m3fn) for x in (k_cache, v_cache))
+            k_scale = layer._k_scale.expand(self.num_kv_heads).contiguous()
+            v_scale = layer._v_scale.expand(self.num_kv_heads).contiguous()
+        if self.writes and key is not None:
+            write_kv_cache(
+                key[:count],
+                value[:count],
+                k_cache,
+                v_cache,
+                step.slot_mapping[:count],
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+        if self.slopes is not None and self.slopes.device != query.device:
+            self.slopes = self.slopes.to(query.device)
+        paged_attention(
+            query[:count],
+            k_cache,
+            v_cache,
+            block_table=step.block_table,
+            seqlens_k=step.seq_lens,
+            cu_seqlens_q=step.query_start_loc,
+            max_seqlen_q=step.max_query_len,
+            softmax_scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            alibi_slopes=self.slopes,
+            sinks=self.sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            shared=None if self.batch_invariant else step.shared,
+            batch_invariant=self.batch_invariant,
+            out=output[:count].view(count, self.num_heads, self.head_size),
+        )
+        return output
+
+
+def _is_batch_invariant() -> bool:
+    """Return whether vLLM was started with VLLM_BATCH_INVARIANT."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
