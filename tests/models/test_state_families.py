@@ -135,7 +135,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": (
         "NemotronH",
-        _NEMOTRON | {"n_routed_experts": 8, "moe_latent_size": 20, "mlp_bias": True},
+        _NEMOTRON | {"n_routed_experts": 8, "moe_latent_size": 24, "mlp_bias": True},
     ),
     "nemotron_h_no_latents": (
         "NemotronH",

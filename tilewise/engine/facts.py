@@ -31,6 +31,8 @@ _TOKENIZER_FILES = (
     "merges.txt",
 )
 
+_OF_PAIRS = ("avx512bf16", "amx-tiles")  # instructions that multiply pairs of bfloat16
+
 
 def facts_of(model: nn.Module, config: ResolvedConfig, directory: Path) -> Facts:
     """Return the facts of an engine; every weight is read.
@@ -60,7 +62,7 @@ def order_of(config: ResolvedConfig) -> dict[str, str]:
         "tilewise": __version__,
         "torch": torch.__version__,
         library: _version_of(library),
-        "device": _kind_of(config.device),
+        "device": _kind_of(config.device, torch.bfloat16 in (config.dtype, config.kv_cache_dtype)),
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
         "weight_dtype": config.weight_dtype,
@@ -69,12 +71,15 @@ def order_of(config: ResolvedConfig) -> dict[str, str]:
     return {name: str(value).removeprefix("torch.") for name, value in told.items()}
 
 
-def _kind_of(device: torch.device) -> str:
-    """Return the kind of a device: for a CPU the instructions that its kernels and torch's use."""
+def _kind_of(device: torch.device, has_bfloat16: bool) -> str:
+    """Return the kind of a device: for a CPU the instructions that its kernels and torch's use.
+
+    Those for pairs of bfloat16 decide nothing where there are none.
+    """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-    own = " ".join(ops.panels.instruction_sets())
+    own = " ".join(s for s in ops.panels.instruction_sets() if has_bfloat16 or s not in _OF_PAIRS)
     return f"{platform.machine()} {own}, torch {torch.backends.cpu.get_cpu_capability()}"
 
 

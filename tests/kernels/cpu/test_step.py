@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,6 +136,9 @@ for dtype in ({dtypes}):
 """
 
 
+@pytest.mark.skipif(
+    any((numba.config.CPU_NAME, numba.config.CPU_FEATURES)), reason="is told of another CPU itself"
+)
 @pytest.mark.parametrize(
     ("registers", "dtypes"),
     [(32, "torch.bfloat16,"), (16, "torch.bfloat16, torch.float16")],

@@ -27,14 +27,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.errors import UnsupportedError
-from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.kernels.cpu.step.panels import (
     COLUMNS,
     GROUP,
     STEP,
     WIDTH,
     Panels,
+    check_dtype,
     elements_of,
     fresh_words,
     pack,
@@ -210,8 +209,7 @@ def pack_narrow(
     Raises:
         UnsupportedError: the CPU has no instructions for the dtype.
     """
-    if reason := why_not_dtype(dtype):
-        raise UnsupportedError(reason)
+    check_dtype(dtype)
     total = sum(part.shape[0] for part in parts)
     order = torch.arange(total) if order is None else order
     outputs, inputs = len(order), parts[0].shape[1]

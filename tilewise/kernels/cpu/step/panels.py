@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.errors import UnsupportedError
 from tilewise.huge_pages import ask_for_huge_pages
 
 COLUMNS = 16  # outputs of a panel: a register of AVX-512, a row of a tile register
@@ -127,12 +128,24 @@ def row_stride(count: int) -> int:
     return padded(count, WIDTH) + STEP
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise UnsupportedError where this CPU has no instructions for a dtype."""
+    from tilewise.kernels.cpu.machine.rows import why_not_dtype  # with numba, which takes a second
+
+    if reason := why_not_dtype(dtype):
+        raise UnsupportedError(reason)
+
+
 def pack(weight: Tensor, bias: Tensor | None = None, *, into: Panels | None = None) -> Panels:
     """Pack a (N, K) weight into panels; see the head of this file.
 
     Args:
         into: the panels of an earlier weight of this shape and dtype, whose memory is written.
+
+    Raises:
+        UnsupportedError: the CPU has no instructions for the dtype.
     """
+    check_dtype(weight.dtype)
     outputs, inputs = weight.shape
     dtype, width = weight.dtype, elements_of(weight.dtype)
     rows, columns = padded(outputs, WIDTH), padded(inputs, STEP)
