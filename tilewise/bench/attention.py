@@ -49,7 +49,11 @@ def run(
     budget: Budget,
     json_path: str | None = None,
 ) -> list[Row]:
-    """Measure problems one after the other; what is measured is on disk after each of them."""
+    """Measure the problems one after the other and return their rows.
+
+    With `json_path`, the file is rewritten with all rows so far after each problem that begins
+    while time is left.
+    """
     rows: list[Row] = []
     left_out = []
     for number, problem in enumerate(problems, 1):

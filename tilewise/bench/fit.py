@@ -147,7 +147,10 @@ def of_device(steps: Sequence[MeasuredStep]) -> Sequence[MeasuredStep]:
 
 
 def _fit_host(start: Machine, kernels: int, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
-    """Return the host's times; submitting is the device's time where nothing overlaps."""
+    """Return the fitted times of the host, by field of `Machine`.
+
+    Where steps do not overlap, the device's time of a step contains its submission.
+    """
     steps = [step for step in steps if not step.is_alone]
     works = [step.work for step in steps]
     before = [

@@ -28,7 +28,13 @@ _FIRST, _LAST = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How many GPUs serve, and how: replicas of `tensor_parallel` each."""
+    """A way to spread a model over GPUs.
+
+    Attributes:
+        replicas: servers of the whole model.
+        tensor_parallel: GPUs of each replica.
+        routing: the way that requests are spread over replicas, a key of `ROUTERS`.
+    """
 
     replicas: int = 1
     tensor_parallel: int = 1
@@ -88,7 +94,7 @@ def asked_of(request: TraceRequest) -> Asked:
 
 
 class Fleet:
-    """Engines of one kind behind a router.
+    """Virtual engines behind one router, which gives each request to one of them.
 
     Args:
         new_engine: a function that makes one engine.

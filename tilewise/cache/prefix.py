@@ -378,11 +378,11 @@ class PrefixCache:
     def forget_block(self, group: int, block: int) -> list[int]:
         """Make a block unfindable, because its content has not arrived.
 
-        In a cache of whole prefixes its descendants cannot be found without it, so they are
-        forgotten, too; in others they may be found through a window.
+        If every layer sees the whole prefix, its descendants cannot be found without it, so they
+        are forgotten, too. If not, they stay: a window may begin behind this block.
 
         Returns:
-            The blocks that were findable before.
+            The blocks that this made unfindable.
         """
         first = self._node_at[group].get(block)
         if first is None:

@@ -379,7 +379,10 @@ def _json(body: bytes) -> Any:
 
 
 def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
-    """Merge Prometheus's texts of several replicas; a label names the replica of each line."""
+    """Merge the Prometheus texts of several replicas, by metric family.
+
+    Every sample gets a label `replica` with its replica's name; equal comments are kept once.
+    """
     heads: dict[str, list[str]] = {}
     lines: dict[str, list[str]] = {}
     for name, text in texts.items():

@@ -528,8 +528,9 @@ def _norm_of_all_ranks(norm: nn.Module | None, group: ShardGroup) -> SplitRMSNor
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding whose rows are cut: the rank that has a token's row returns it, the others
-    zeros.
+    """An embedding whose rows are split over the ranks.
+
+    Each rank looks up the tokens it has, takes zeros for the others, and the ranks add the results.
 
     Args:
         table: the rank's rows, the first of them for token rows[0].

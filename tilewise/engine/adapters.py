@@ -218,7 +218,7 @@ class Adapters:
         return named
 
     def _hold(self, adapter: LoadedAdapter) -> None:
-        """Keep an adapter as the one used last, and let go of the one not used for longest."""
+        """Keep an adapter as the last used; drop the least recently used beyond `_most_held`."""
         self._held[adapter.number] = adapter
         self._held.move_to_end(adapter.number)
         while self._most_held is not None and len(self._held) > self._most_held:

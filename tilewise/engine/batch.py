@@ -185,7 +185,7 @@ class LaterRuns(Sequence[ScheduledSequence]):
 
 
 def first_of(runs: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSequence], int]:
-    """Return the runs of the first of the steps that go on, and how many steps ago it was."""
+    """Return the runs that `LaterRuns` go on from, and how many steps ago; else `runs` and 0."""
     return (runs.first, runs.number) if isinstance(runs, LaterRuns) else (runs, 0)
 
 
@@ -394,7 +394,7 @@ class PlainDraws(Sequence[list[SampledToken]]):
     @overload
     def __getitem__(self, place: slice) -> list[list[SampledToken]]: ...
     def __getitem__(self, place: int | slice) -> list[SampledToken] | list[list[SampledToken]]:
-        """Return what one of them, or some, have drawn."""
+        """Return the tokens of the sequence at `place`, a list of one; for a slice, those lists."""
         if isinstance(place, slice):
             return [[_plain[token_id]] for token_id in self.ids[place]]
         return [_plain[self.ids[place]]]

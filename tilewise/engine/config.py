@@ -185,7 +185,7 @@ class Rule(Protocol):
         ...
 
     def check(self, name: str, value: Any) -> None:
-        """Raise TypeError or ValueError, with a message about `name`, for a value that is none."""
+        """Raise TypeError or ValueError, naming `name`, if `value` is not allowed."""
         ...
 
 
@@ -259,7 +259,7 @@ class Share:
     values: str = "in (0, 1]"
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError for no number, ValueError for one that is not in (0, 1]."""
         _check_finite(name, value)
         if not 0 < value <= 1:
             raise ValueError(f"{name} must be {self.values}, got {shown(value)}")
@@ -399,7 +399,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """A path for each of some names, as a dict or as texts "name=path"; or None."""
+    """The rule of an option that gives paths by name: a dict, a list of "name=path", or None."""
 
     kind: type = list
     values: str = ""

@@ -340,7 +340,10 @@ class Engine:
             return True
 
     def rest(self) -> None:
-        """Free the cache, and let go of the runner; no request is in the engine, or comes."""
+        """Put an engine without requests to sleep: free the cache and let go of the runner.
+
+        It waits for unfinished steps and drops them. Requests are refused while it sleeps.
+        """
         self._drop_unfinished()
         self._expired.clear()
         self.asleep = (

@@ -105,7 +105,10 @@ class EngineLoop:
 
     @property
     def new_scheduler(self) -> Callable[[], Scheduler] | None:
-        """What makes an empty scheduler when the old one cannot be trusted."""
+        """The function that makes an empty scheduler when the old one cannot be trusted.
+
+        None if there is no such function: the loop then ends in that case.
+        """
         return self._core.new_scheduler
 
     @property

@@ -126,7 +126,10 @@ class Matcher(Protocol):
         ...
 
     def end_within(self, words: NDArray[np.int32], left: int) -> None:
-        """Narrow what fill_mask wrote so that the text is whole after `left` tokens, if it can."""
+        """Narrow a mask near the limit so that a text can be whole within `left` tokens.
+
+        The next token counts. The mask stays as it is if no way to close the text is found.
+        """
         ...
 
     def rollback(self, num_tokens: int) -> None:

@@ -57,7 +57,10 @@ class GrammarMatcher:
         words[:count], words[count:] = mask[:count], 0
 
     def end_within(self, words: NDArray[np.int32], left: int) -> None:
-        """Narrow a mask so that the text is whole after `left` tokens, if it can be."""
+        """Narrow a mask near the limit so that a text can be whole within `left` tokens.
+
+        The next token counts. The mask stays as it is if no way to close the text is found.
+        """
         self._closers.narrow(self._state, words, left)
 
     def rollback(self, num_tokens: int) -> None:

@@ -518,7 +518,7 @@ class Maker:
     _plan: Callable[..., LaunchPlan] = LaunchPlan
 
     def placed(self, argument: Any) -> Any:
-        """Return an argument with places for tensors."""
+        """Return `argument` with its tensors, also in nested tuples, replaced by their Places."""
         if isinstance(argument, Tensor):
             return self.place(argument)
         if isinstance(argument, tuple):

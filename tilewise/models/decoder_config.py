@@ -157,7 +157,10 @@ class DecoderConfig:
 
     @property
     def latent(self) -> LatentConfig | None:
-        """The sizes of latent attention, which all layers with attention have or none."""
+        """The sizes of latent attention, or None.
+
+        Either all layers with attention have latent attention, or none has.
+        """
         return self.attentions[0].latent if self.attentions else None
 
     @property

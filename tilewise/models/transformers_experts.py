@@ -39,7 +39,10 @@ def use_their_experts(inner: Any) -> None:
 
 
 def may_count_on_host(inner: nn.Module) -> bool:
-    """Whether a mixture's products may be transformers', which count rows on the host."""
+    """Return whether a mixture of the model has experts that `ops.expert_mlp` cannot compute.
+
+    Transformers multiplies those, and it may count rows on the host, which no graph can capture.
+    """
     return any(_activation(mixture) is None for mixture in _mixtures(inner))
 
 

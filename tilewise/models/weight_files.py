@@ -166,7 +166,10 @@ class TensorSlice:
 
 
 def _named(directory: Path, suffix: str, begin: str = "") -> list[Path]:
-    """Return files of weights by how their names begin and end."""
+    """Return the files whose names begin with `begin` and end with `suffix`, in order.
+
+    Files whose names begin as in `_OTHERS` hold no model and are left out.
+    """
     return sorted(
         x
         for x in directory.glob(f"{begin}*{suffix}")

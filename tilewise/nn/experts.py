@@ -329,7 +329,10 @@ class Experts(nn.Module):
     def _panels_of(
         self, name: str, e: int, *, is_int8: bool, into: panels.Panels | None = None
     ) -> panels.Panels:
-        """Return the panels of a weight of an expert, written into earlier ones if given."""
+        """Pack weight `name` of expert `e` into panels.
+
+        `into` is panels whose memory it overwrites; None makes new ones.
+        """
         held = getattr(self, f"{name}_bias")
         weight = self._plain(name, e).detach()
         bias = None if held is None else held[e].detach()

@@ -59,7 +59,7 @@ class GatedDeltaConfig:
         return range(self.num_key_heads), range(self.num_value_heads)
 
     def rows(self, name: str) -> tuple[int, ...] | None:
-        """Return the rows of the parts of a parameter; None for equal ones."""
+        """Return the rows of each part stacked in parameter `name`; None if all have as many."""
         return {"qkvz_proj": self.parts, "conv": self.parts[:3]}.get(name)
 
     @property

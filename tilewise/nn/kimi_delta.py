@@ -38,7 +38,7 @@ class KimiDeltaConfig:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
     def rows(self, name: str) -> tuple[int, ...] | None:
-        """Return the rows of the parts of a parameter; None for equal ones."""
+        """Return the rows of each part stacked in parameter `name`; None if all have as many."""
         heads, dim = self.num_heads, self.head_dim
         return (heads, dim, dim) if name == "a_proj" else None
 

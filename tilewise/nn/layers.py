@@ -209,7 +209,11 @@ class _Adder(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of the sum of all devices' x and the residual, and that sum."""
+        """Add x over all devices, then the residual; return the RMS norm of that sum, and the sum.
+
+        The second result may have only the rows that this device adds up: pass it to the next such
+        sum.
+        """
         ...
 
 

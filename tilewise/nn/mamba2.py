@@ -77,7 +77,7 @@ class Mamba2Config:
         return width, width, groups, groups, self.num_heads
 
     def rows(self, name: str) -> tuple[int, ...] | None:
-        """Return the rows of the parts of a parameter; None for equal ones."""
+        """Return the rows of each part stacked in parameter `name`; None if all have as many."""
         return None
 
     @property

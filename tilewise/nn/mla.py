@@ -292,7 +292,7 @@ class MultiheadLatentAttention(nn.Module):
     ) -> Tensor:
         """Attend from rotated queries (T, Hq, Dn + Dr) to cached latents; return o (T, Hq, Dv).
 
-        The result is that of a product, and never written to `out`.
+        The method allocates o itself and ignores `out`.
         """
         del out
         expanded = self._expanded_sequences(ctx)
@@ -424,7 +424,11 @@ def _with_scale(kv: LatentLayer) -> tuple[Tensor, Tensor | None]:
 def _both_kinds(
     ctx: AttentionContext, expanded: list[int]
 ) -> Iterator[tuple[Tensor, AttentionContext, bool]]:
-    """Return rows and context of the sequences that attend expanded, then of the others."""
+    """Yield (indices of rows, context, is_expanded) of two groups of sequences.
+
+    The first group attends to keys and values expanded from the cache; the second attends to the
+    cached latents themselves.
+    """
     chosen = torch.zeros(ctx.block_table.shape[0], dtype=torch.bool)
     chosen[expanded] = True
     for is_expanded in (True, False):

@@ -104,7 +104,10 @@ def _linear(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
-    """Llama 3.1: scale long wavelengths, keep short ones, blend in between."""
+    """Llama 3.1: divide the frequencies of long wavelengths by the factor, and keep short ones.
+
+    Those in between are blended.
+    """
     inv_freq = 1.0 / _wavelength_series(config)
     original = config.original_max_positions or config.max_positions
     turns = original * inv_freq / (2 * math.pi)  # rotations over the original context

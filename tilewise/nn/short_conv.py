@@ -35,7 +35,7 @@ class ShortConvConfig:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
     def rows(self, name: str) -> tuple[int, ...] | None:
-        """Return the rows of the parts of a parameter; None for equal ones."""
+        """Return None: the tensors that are stacked into a parameter all have as many rows."""
         return None
 
     @property

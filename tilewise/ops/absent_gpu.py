@@ -36,10 +36,10 @@ def _has_values(x: Tensor) -> bool:
 
 
 class _OnGpu(Tensor):
-    """A tensor of the absent GPU.
+    """A tensor that says it is on the GPU that is not there.
 
     Attributes:
-        own: the tensor that it stands on: on the CPU with values, or on "meta".
+        own: the tensor behind it: integers on the CPU with values, floating point on "meta".
     """
 
     own: Tensor

@@ -149,7 +149,10 @@ def refuse_crowded(body: bytes, most_entries: int = MOST_ENTRIES) -> None:
 
 
 def _end_of_text(body: bytes, place: int) -> int:
-    """Return the index after the closing quotation mark of the text that `place` lies in."""
+    """Return the index behind the closing quotation mark of the JSON string that `place` lies in.
+
+    Return len(body) if it has none.
+    """
     while place < len(body):
         found = _TEXT.match(body, place)
         assert found is not None  # the pattern matches an empty string, too

@@ -284,10 +284,12 @@ def resolve(
 
 
 def model_of(parsed: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the model that serve or deploy was given, and the other options.
+    """Return the model of a parsed command line of serve or deploy, and the options given there.
+
+    The model is the argument or --model; if neither is given, it is the one that `resolve` finds.
 
     Raises:
-        ValueError: see `resolve`, `once`.
+        ValueError: the argument and --model differ, or `resolve` finds a wrong value or name.
     """
     given = {n: v for n, v in parsed.items() if n not in ("MODEL", "run", "debug")}
     found = once(parsed["MODEL"], given.get("model"))

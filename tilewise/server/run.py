@@ -306,7 +306,10 @@ class Server(uvicorn.Server):
             self._drain = asyncio.get_running_loop().create_task(self._end())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections."""
+        """Start to accept connections, to handle signals and to watch the engine.
+
+        It then calls `on_started`.
+        """
         await super().startup(sockets)
         for sock in sockets or ():
             sock.listen(BACKLOG)

@@ -78,7 +78,10 @@ class Corpus:
 
     @classmethod
     def of_ids(cls, documents: Iterable[Iterable[int]], words: int, end: int) -> Corpus:
-        """Hold documents of ids in memory, each with the end token before it."""
+        """Return a corpus in memory from token ids.
+
+        An end token precedes each document, and one follows the last.
+        """
         parts = [np.array([end, *ids], dtype=np.uint32) for ids in documents]
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
         return cls(np.concatenate([*parts, np.array([end], np.uint32)]), starts, words, {END: end})

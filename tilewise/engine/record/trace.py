@@ -265,7 +265,7 @@ def _size(values: tuple[Any, ...]) -> int:
 
 
 def write_trace(path: str | Path, events: Iterable[dict[str, Any]]) -> None:
-    """Write events as JSON lines."""
+    """Write the engine's events (see FIELDS) to a file, one JSON object a line; overwrite it."""
     with open(path, "w", encoding="utf-8") as file:
         for event in events:
             file.write(json.dumps(event) + "\n")

@@ -128,7 +128,7 @@ class FairOrder(Order):
         self._last_admitted: dict[str, int] = {}
 
     def rank(self, request: Request, arrival: int) -> Rank:
-        """Return a rank after all sequences that have been admitted."""
+        """Return the rank of a request's first sample: behind all sequences ever admitted."""
         return (1, arrival, 0)
 
     def arrive(self, seq: Sequence) -> None:

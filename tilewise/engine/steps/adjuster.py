@@ -63,7 +63,7 @@ class _State:
 
 
 class Adjuster:
-    """Changes the logits of the sequences that ask for it.
+    """Changes the logits of the sequences whose requests ask for biases, penalties or limits.
 
     Args:
         device: the device of the logits.

@@ -40,7 +40,10 @@ class StepLogprobs:
         self._rooms: dict[int, list[Tensor]] = {}
 
     def asking(self, samplers: Sequence[ScheduledSequence], rows: Sequence[int]) -> Asking | None:
-        """Return which of the samples, drawn from `rows`, ask for log-probabilities."""
+        """Return the samples that ask for log-probabilities, sorted by row; None if no sample does.
+
+        `rows` holds the row of each of `samplers`.
+        """
         asking = [i for i, s in enumerate(samplers) if s.sampling.logprobs is not None]
         if not asking:
             return None

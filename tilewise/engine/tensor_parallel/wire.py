@@ -101,7 +101,7 @@ class FrameReader:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[list[Any]]:
-        """Return the frames that `data` completes."""
+        """Return the messages whose frames `data` completes; keep the bytes of a begun frame."""
         have, frames = self._bytes, []
         have += data
         while len(have) >= _LENGTH.size:

@@ -79,7 +79,10 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 @inner
 def rotate_row(like, row, cos, sin, angle, half, interleaved):
-    """Rotate row[0 : 2 * half] in place by the angles of cos[angle], sin[angle]."""
+    """Rotate row[0 : 2 * half] in place by row `angle` of the tables cos and sin, of `half` each.
+
+    A pair is two neighbours if interleaved, else elements `half` apart.
+    """
     lanes = simd.REGISTER_BYTES // like.itemsize
     done = 0
     if not interleaved:

@@ -88,7 +88,11 @@ class Zeros:
         self._of_stream: dict[int, int] = {}
 
     def take(self, count: int, stream: int, capturing: bool) -> Tensor | None:
-        """Return `count` of them, None where there are not so many."""
+        """Return `count` zeros for a launch; None if fewer are left, or a stream has fewer.
+
+        Launches of one stream share the same zeros. A launch that a graph captures gets its own for
+        good.
+        """
         if capturing:
             return self._next(count)
         if count > _OF_A_STREAM:

@@ -233,7 +233,11 @@ def _byte_pairs(
 def _pieces(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
-    """Return sentencepiece's kind: pairs joined by their scores, and bytes for what is no piece."""
+    """Return a tokenizer as sentencepiece's BPE: it merges the pairs of the highest scores first.
+
+    Text that is no token becomes bytes where the vocabulary has byte tokens, else the unknown
+    token.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = metadata.get("tokenizer.ggml.scores")

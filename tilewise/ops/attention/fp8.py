@@ -417,7 +417,7 @@ def _mean_keys(q: Tensor, k: Tensor, lengths: AttentionOptions) -> tuple[Tensor,
 
 
 def _mean_key(k: Tensor, seqlens_k: Tensor | None) -> Tensor:
-    """Return the mean of each head's keys, (B, 1, Hk, D) float32; 0 of no keys."""
+    """Return the mean of each head's keys, (B, 1, Hk, D) float32; 0 if there are no keys."""
     wide = k.float()
     if seqlens_k is None:
         return wide.sum(1, keepdim=True) / max(1, k.shape[1])

@@ -46,7 +46,10 @@ def start(
     angles: Tensor,
     **written: Any,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.decode_rows.start_decode`."""
+    """Do what `begin` does; return embedding[token] and angles[positions].
+
+    See `ops.decode_rows.start_decode`.
+    """
     begin(position, active, fresh, table, place, **written)
     return embedding[token], angles[written["positions"]]
 

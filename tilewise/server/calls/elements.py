@@ -94,7 +94,11 @@ class ElementCalls:
         )
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
-        """See ReadSyntax."""
+        """Read the calls that follow `mark`; see `parser.ReadSyntax.read`.
+
+        Raises:
+            NotACall: what follows is no call.
+        """
         is_bare = mark == self.open  # a function may lack the section around it
         has_call = False
         while True:

@@ -159,7 +159,10 @@ class CallText:
         raise NotACall
 
     def begin_section(self, mark: str) -> None:
-        """Begin to read what follows a mark of calls."""
+        """Note that `mark` opened a section of calls.
+
+        If no call follows, `leave` returns the mark as text.
+        """
         self._read = list(mark)
 
     def begin(self) -> Call:

@@ -52,7 +52,10 @@ class Unwritable(Exception):
 
 
 class WriteSyntax(Protocol):
-    """What grammars and histories ask of a format's syntax; see also `parser.ReadSyntax`."""
+    """What grammars, and chat histories written as text, need of the syntax of tool calls.
+
+    See also `parser.ReadSyntax`, for `begin` and `at_start` too.
+    """
 
     @property
     def begin(self) -> tuple[str, ...]: ...
@@ -68,7 +71,7 @@ class WriteSyntax(Protocol):
         ...
 
     def repeats(self, mark: str) -> bool:
-        """Return whether each call has a mark of its own."""
+        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
         ...
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:

@@ -19,7 +19,10 @@ from tilewise.kernels.cpu.visible import first_seen
 
 @inner
 def _first_row(sizes, arrays, sequence):
-    """Return the first cached key that a query of the sequence sees; 0 for keys without a table."""
+    """Return the position of the first key that any query of the sequence sees by the window.
+
+    For keys that are not paged it is 0.
+    """
     if sizes.block_size == 0:
         return types.int64(0)
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]

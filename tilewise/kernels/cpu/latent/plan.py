@@ -158,8 +158,10 @@ def _dense(layout: Layout, copies: bool) -> Tensor:
 
 
 def _sizes_of(q_latent: Tensor, q_rope: Tensor, layouts: LatentTensors, spec: PagedSpec) -> Sizes:
-    """Return the sizes and strides of the tensors as the kernels take them, 0 for what a run
-    adds."""
+    """Return the sizes and strides that the kernels take.
+
+    `cache`, `scale`, `block_rows` and `split_keys` are 0: each run sets them.
+    """
     cache, latent_scale = layouts.latent_cache.meta(), layouts.latent_scale
     size, q_size = cache.element_size(), q_latent.element_size()
     is_bf16 = spec.dtype == torch.bfloat16 and (

@@ -125,10 +125,15 @@ class _Step:
 
 
 def block_of(rows, num_vectors, start, unrolled=1):
-    """Return an intrinsic for `rows` rows of c = `start` + a b; arguments as in `multiply_add`.
+    """Return an intrinsic that sets `rows` rows of c to initial sums + a b.
+
+    Its arguments are those of `multiply_add_rows`, without `columns`.
 
     Args:
-        start: the initial sums: "zero", the "sums" in c, or these "scaled".
+        rows: the number of rows of c.
+        num_vectors: the vector registers of sums in a row of c.
+        start: the initial sums: "zero"; "sums", those in c; or "scaled", those in c, each row times
+            its factor scale[si + row].
         unrolled: the words along K of one loop iteration; k_words is a multiple of it.
     """
 

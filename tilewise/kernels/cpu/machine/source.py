@@ -55,8 +55,11 @@ class Source(NamedTuple):
 
 @inner
 def _offset(source, index, row_bytes, block_bytes):
-    """Return the bytes from the first row to another; int32 block ids are widened before
-    multiplying."""
+    """Return the byte offset of row `index` of a source, with the given row and block strides.
+
+    A paged source finds the row's block in its table. The int32 block id is widened before it is
+    multiplied.
+    """
     if source.block_size == 0:
         return index * row_bytes
     block = index // source.block_size

@@ -188,7 +188,10 @@ def _route_row(
     groups,
     padded,
 ):
-    """Fill in the experts of a row and their weights, float64."""
+    """Choose the experts of a row.
+
+    Their numbers are written to `chosen`, and their weights, float64, to `weights`.
+    """
     count, active = op[NUM_EXPERTS], op[NUM_ACTIVE]
     if not _load_logits(word_like, like, op, numbers, row, logits, padded):
         for place in range(active):

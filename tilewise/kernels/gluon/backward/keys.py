@@ -22,7 +22,10 @@ from tilewise.kernels.gluon.visible import MASK_TILE, first_key_seen, queries_of
 
 @gluon.jit
 def hide(s, work, tile, number, first_word, keys, shape, scores, variant: gl.constexpr):
-    """Set s to -inf where a query does not see a key; keys count from the start of the sequence."""
+    """Return s (keys, queries) with -inf where the query does not see the key.
+
+    keys: the positions of the tile's keys in their sequence.
+    """
     TILE_M: gl.constexpr = variant.tile_m
     if variant.mask:
         words = words_of_mask(s, number, tile * TILE_M % MASK_TILE, first_word, scores)

@@ -57,7 +57,12 @@ def head_of(
     variant: gl.constexpr,
     COUNT: gl.constexpr = 64,
 ):
-    """Return the Head of COUNT rows from `first_row`; layout: of the rows of a sum."""
+    """Return the `Head` of COUNT query rows of one attention head, from `first_row`.
+
+    It says which keys each row sees, and holds the head's ALiBi slope and where its bias starts.
+
+    layout: the layout of the rows of a sum.
+    """
     row = first_row + gl.arange(0, COUNT, layout)
     diagonal, key_begin, key_end = keys_of_rows(
         row, rows.length_q, rows.length_k, work.window_left, work.window_right, variant

@@ -88,7 +88,7 @@ def _run_rows_of(spec: PagedSpec) -> int:
 
 
 def _rows_of(spec: PagedSpec) -> int:
-    """Return the rows of a tile: products of 8 bits are as narrow as few rows allow."""
+    """Return the rows of a tile: 64, or 16 or 32 where an 8-bit cache has a run that small."""
     return _run_rows_of(spec) if spec.cache_dtype in _KINDS else ROWS.value
 
 

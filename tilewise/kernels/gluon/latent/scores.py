@@ -130,7 +130,10 @@ def _begin(item, at, visit, loads, step, shared, variant: gl.constexpr):
 
 @gluon.jit
 def _load_queries(item, stage, full, loads, shared, variant: gl.constexpr):
-    """Start to load q; rows that no run has stay as they are, and what they give is not stored."""
+    """Start to load `q_box` rows of q; rows behind them in shared memory keep their old values.
+
+    What rows that are not the item's own give is never part of the results.
+    """
     BOX: gl.constexpr = variant.q_box
     nbytes: gl.constexpr = (
         loads.q_left.block_type.nbytes

@@ -65,7 +65,7 @@ class Ahead(NamedTuple):
 
 @gluon.jit
 def _corner(tile, rows, outputs, shape: gl.constexpr):
-    """Return the first row and the first output of a tile."""
+    """Return the indices of the first row and the first output of a tile, given its number."""
     tiles_m = gl.cdiv(rows, shape.tile_m)
     tiles_n = gl.cdiv(outputs, shape.tile_n)
     of_group = shape.group * tiles_n

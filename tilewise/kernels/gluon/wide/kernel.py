@@ -185,7 +185,9 @@ def _fold_block(
     RIGHT: gl.constexpr,
     LEFT: gl.constexpr,
 ):
-    """Fold logits into m and l; p and alpha go to shared memory, but are not announced yet.
+    """Fold logits into m and l, and return both; store p and alpha in shared memory.
+
+    The caller arrives at `p_full` afterwards, which lets others read p and alpha.
 
     RIGHT, LEFT: whether keys may be hidden at these sides.
     """

@@ -49,7 +49,10 @@ def rope_bytes_layout():
 
 @gluon.constexpr_function
 def value_bytes_layout():
-    """Return how a warp takes its 32 channels of (64, 128) values: four to a lane, of all keys."""
+    """Return the layout of values (64 keys, 128 channels): a warp has 32 channels of all keys.
+
+    A lane has 4 adjacent channels of 16 keys.
+    """
     registers = [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0]]
     lanes = [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 32], [0, 64]], [], [64, 128])
