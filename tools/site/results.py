@@ -549,20 +549,21 @@ def _five() -> list[list[str]]:
          f"torch SDPA {pair((ms['forward', 'sdpa'], ms['backward', 'sdpa']), 2)}",
          "`tilewise bench attention --device cpu`"],
         ["the packaged model on the same cores, batch 1 / 32",
-         pair(rate["tilewise"]) + " tokens/s", f"llama.cpp {pair(rate['llamacpp'])}",
-         "`tilewise bench engine`"],
-        ["cache memory that holds tokens, replayed public traces",
+         pair(rate["tilewise"]) + " tokens/s", f"llama.cpp, f16: {pair(rate['llamacpp'])}",
+         "`tilewise bench engine --batch 1 32 --peers llamacpp`"],
+        ["share of cache memory that holds tokens, simulated on Azure's two traces of 2023",
          f"{min(blocks):.0f} to {max(blocks):.0f} %",
-         f"contiguous {min(whole):.0f} to {max(whole):.0f} %",
+         f"contiguous allocation {min(whole):.0f} to {max(whole):.0f} %",
          "`tilewise bench waste --trace FILE`"],
         ["attention on an H200, bf16, D 64 to 256, N 1,024 to 16,384, mean of 18 shapes",
-         f"{number(ratio('forward', 'sdpa_cudnn'))} times as fast forward, "
-         f"{number(ratio('backward', 'sdpa_cudnn'))} backward",
-         f"as cuDNN; forward {number(ratio('forward', 'fa3'))} times FlashAttention-3",
-         "`tilewise bench attention --device cuda`"],
-        ["a server on an H200, Qwen3-0.6B's shape, 256 requests at once",
+         f"forward {number(ratio('forward', 'sdpa_cudnn'))} x cuDNN, "
+         f"{number(ratio('forward', 'fa3'))} x FlashAttention-3; "
+         f"backward {number(ratio('backward', 'sdpa_cudnn'))} x cuDNN",
+         "cuDNN, FlashAttention-3", "`tilewise bench attention --device cuda --peers fa3`"],
+        ["a server on an H200, Qwen3-0.6B's shape with random weights, 256 requests at once, "
+         "the better of two turns",
          f"{number(most['tilewise'])} tokens/s", f"vLLM 0.25.1 {number(most['vllm'])}",
-         "`python lab/serve_peers.py`"],
+         "`python lab/serve_peers.py --peer-path vllm=FOLDER`"],
     ]  # fmt: skip
 
 

@@ -261,7 +261,7 @@ def test_the_ops_are_opcheck_clean(packed):
     torch.library.opcheck(torch.ops.tilewise.causal_conv1d.default, (*arguments, None))
     fixed = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     grads = (torch.randn_like(fixed[0]), torch.randn_like(fixed[3]))
-    torch.library.opcheck(torch.ops.tilewise.causal_conv1d_bwd.default, (*grads, *fixed))
+    torch.library.opcheck(torch.ops.tilewise.causal_conv1d_bwd.default, (*grads, *fixed, None))
     rows = torch.randn(8, 6, dtype=torch.float64)
     torch.library.opcheck(
         torch.ops.tilewise.causal_conv1d_step.default,

@@ -303,7 +303,7 @@ def test_the_ops_are_opcheck_clean(packed):
     torch.library.opcheck(torch.ops.tilewise.recurrence.default, (*leaves, *tail, None))
     fixed = [x.detach() for x in leaves]
     grads = (torch.randn_like(fixed[2]), torch.randn_like(fixed[5]))
-    torch.library.opcheck(torch.ops.tilewise.recurrence_bwd.default, (*grads, *fixed, *tail))
+    torch.library.opcheck(torch.ops.tilewise.recurrence_bwd.default, (*grads, *fixed, *tail, None))
     states = problem.slots(3, None)
     places = (torch.tensor([2, 0]), torch.tensor([0, 0]), problem.edges)
     torch.library.opcheck(

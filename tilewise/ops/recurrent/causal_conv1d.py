@@ -245,9 +245,13 @@ def _backward_kernel(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     has_silu: bool,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and the states before; no backend is asked for."""
-    if x.device.type == "cuda" and dispatch.refusal("causal_conv1d", "triton", _spec(x)) is None:
+    """Return the gradients of x, weight, bias and the states before.
+
+    A GPU's kernels compute them where "triton" was named: none has compared them with float64 yet.
+    """
+    if backend == "triton" and x.device.type == "cuda":
         dx, *grads = dispatch.kernel_module("causal_conv1d", "triton").gradient(
             dy.reshape(-1, x.shape[-1]),
             dstate,
@@ -332,7 +336,8 @@ _run = register(
     _fake,
 )
 _backward = register(
-    f"causal_conv1d_bwd(Tensor dy, Tensor? dstate, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"causal_conv1d_bwd(Tensor dy, Tensor? dstate, {_CALL}, str? backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _backward_kernel,
     _backward_fake,
 )
@@ -345,7 +350,7 @@ _step = register(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.has_silu, _ = inputs
+    *tensors, ctx.has_silu, ctx.backend = inputs
     save(ctx, *tensors)
     ctx.set_materialize_grads(False)
 
@@ -357,7 +362,7 @@ def _gradient(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
     if dy is None:
         dy = torch.zeros_like(x)
     dx, dweight, dbias, dinitial = _backward(
-        dy, dstate, x, weight, bias, initial_state, cu_seqlens, ctx.has_silu
+        dy, dstate, x, weight, bias, initial_state, cu_seqlens, ctx.has_silu, ctx.backend
     )
     return (
         dx,

@@ -82,9 +82,12 @@ def _fake(
     return v.new_empty(v.shape), v.new_empty(state, dtype=_state_dtype(v))
 
 
-def _has_kernels(k: Tensor, v: Tensor, g: Tensor) -> bool:
-    """Whether a GPU's kernels compute the gradient."""
-    if v.device.type != "cuda" or g.dim() == k.dim():
+def _has_kernels(k: Tensor, v: Tensor, g: Tensor, backend: str | None) -> bool:
+    """Whether a GPU's kernels compute the gradient.
+
+    They do where "triton" was named: no GPU has compared them with float64 yet.
+    """
+    if backend != "triton" or v.device.type != "cuda" or g.dim() == k.dim():
         return False
     spec = RecurrentSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1], False, None)
     return dispatch.refusal("recurrence_bwd", "triton", spec) is None
@@ -102,11 +105,12 @@ def _backward_kernel(
     cu_seqlens: Tensor | None,
     q_scale: float,
     is_delta: bool,
+    backend: str | None,
 ) -> tuple[Tensor, ...]:
     do_, q_, k_, v_, g_, beta_ = (_packed(x, cu_seqlens) for x in (do, q, k, v, g, beta))
     given = (do_, q_, k_, v_, g_, beta_, initial_state, dstate)
     with torch.autocast(v.device.type, enabled=False):
-        if _has_kernels(k, v, g):
+        if _has_kernels(k, v, g, backend):
             module = dispatch.kernel_module("recurrence_bwd", "triton")
             *grads, dinitial = module.gradient(
                 *given, _edges(v, cu_seqlens), q_scale=q_scale, is_delta=is_delta
@@ -174,7 +178,7 @@ run = register(
     _fake,
 )
 backward = register(
-    f"recurrence_bwd(Tensor do, Tensor? dstate, {_CALL}) "
+    f"recurrence_bwd(Tensor do, Tensor? dstate, {_CALL}, str? backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernel,
     _backward_fake,
@@ -189,7 +193,7 @@ step = register(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.q_scale, ctx.is_delta, _ = inputs
+    *tensors, ctx.q_scale, ctx.is_delta, ctx.backend = inputs
     save(ctx, *tensors)
     ctx.set_materialize_grads(False)
 
@@ -200,7 +204,7 @@ def _gradient(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
     tensors = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(tensors[2])
-    *grads, dinitial = backward(do, dstate, *tensors, ctx.q_scale, ctx.is_delta)
+    *grads, dinitial = backward(do, dstate, *tensors, ctx.q_scale, ctx.is_delta, ctx.backend)
     return (*grads, None if tensors[5] is None else dinitial, None, None, None, None)
 
 
