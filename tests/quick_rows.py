@@ -414,7 +414,7 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
     },
     "engine/test_shared_groups.py": {"test_a_captured_step_follows_the_groups": None},
     "engine/test_speculative.py": {
-        "test_lookup_on_a_gpu_without_graphs_gives_the_same_tokens": None,
+        "test_lookup_on_a_gpu_gives_the_same_tokens": "lazy",
     },
     "engine/tensor_parallel/test_on_one_gpu.py": {
         "test_two_workers_on_one_gpu_give_the_tokens_of_one": "graphs",

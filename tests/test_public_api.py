@@ -66,5 +66,7 @@ def test_importing_loads_nothing_heavy(module):
 
 def test_numba_is_loaded_with_the_first_kernel_of_a_cpu():
     code = "import sys, tilewise.ops, tilewise.ops.panels; print('numba' in sys.modules)"
-    done = run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "False"

@@ -300,17 +300,17 @@ def test_adapters_travel_by_their_numbers():
 
 
 def test_every_field_of_a_step_travels():
-    # `known` is read by draft models only, `token_type_ids` by encoders only, which other processes
-    # do not have.
+    # `known` is read by draft models only, `token_type_ids` by encoders only, `state_slot` and
+    # `states` by models with states only, which other processes do not have.
     told = {
         "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
         "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",
-        "draft_parents", "others", "adapter",
+        "draft_parents", "others", "adapter", "state_slot",
     }  # fmt: skip
     assert set(ScheduledSequence._fields) == told
     assert set(Batch.__slots__) == {
         "sequences", "block_copies", "left", "swap_out", "swap_in", "other_copies",
-        "other_moves", "is_plain",
+        "other_moves", "is_plain", "states",
     }  # fmt: skip
     assert set(Asked._fields) == {
         "adjusts", "token_ids", "num_prompt_tokens", "end_ids", "bad_word_ids", "new_matcher",

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import tilewise
-from tests.warm import run
 from tools.hub_kernel import build as hub
 from tools.hub_kernel.__main__ import main
 from tools.hub_kernel.rewrite import copy
@@ -92,7 +91,7 @@ def test_it_attends_where_tilewise_is_not_installed(kernel, tmp_path, backend):
     out = tmp_path / "o.pt"
     variant = kernel / "build" / "torch-cpu"
     command = [sys.executable, "-c", LOAD, str(variant), backend, str(out)]
-    run(command, check=True, cwd=tmp_path)
+    subprocess.run(command, check=True, cwd=tmp_path)  # of its own: nothing has been imported
     torch.manual_seed(0)
     q, k = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16)
     assert torch.equal(torch.load(out), tilewise.attention(q, k, k, causal=True, backend=backend))
