@@ -22,8 +22,8 @@ class LayerStates(NamedTuple):
     Attributes:
         recurrence: the states of its recurrence, see `ops.recurrent_states`; None for a layer
             without one.
-        convolution: (slots, W - 1, C), the dtype of the tokens: the last inputs of the
-            convolution, oldest first; None for a layer without one.
+        convolution: (slots, R, C), the dtype of the tokens: the last R >= W - 1 inputs of the
+            convolution, see `ops.causal_conv1d_step`; None for a layer without one.
     """
 
     recurrence: RecurrentStates | None

@@ -300,7 +300,7 @@ PRODUCTS = {
         "x.block_type.nbytes", "few_rows_early",
     ),
     "arrivals_left_behind": _without(
-        "step/rows:linear_rows_kernel", "gl.atomic_xchg(arrived + tile, 0)", "few_rows"
+        "step/rows:finish_parts", "gl.atomic_xchg(arrived + tile, 0)", "few_rows"
     ),
 }  # fmt: skip
 

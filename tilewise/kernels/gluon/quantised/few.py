@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.kernels import early
 from tilewise.kernels.gluon.device.barriers import barriers, release_loaded
-from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
+from tilewise.kernels.gluon.device.compat import tma_load
 from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.quantised.operands import (
     BLOCK_WORDS,
@@ -39,7 +39,7 @@ from tilewise.kernels.gluon.quantised.scales import (
     raw_scales,
     scale_and_offset,
 )
-from tilewise.kernels.gluon.step.rows import finish
+from tilewise.kernels.gluon.step.rows import finish, finish_parts
 
 _FIRST = gl.constexpr(early.FIRST)
 _LOADER = gl.constexpr(24)  # registers of a thread that copies
@@ -231,23 +231,14 @@ def _multiply_stages(given, shape: gl.constexpr):
     if shape.parts == 1:
         finish(acc, bias, y, output, row, rows, outputs, shape)
     else:
-        PARTS: gl.constexpr = shape.parts
-        SIZE: gl.constexpr = shape.tile_n * shape.rows
-        tile = gl.program_id(0) // PARTS
-        part = gl.program_id(0) % PARTS
+        share = gl.program_id(0)
+        tile = share // shape.parts
         out = gl.arange(0, shape.tile_n, gl.SliceLayout(1, _sum_layout()))
         column = gl.arange(0, shape.rows, gl.SliceLayout(0, _sum_layout()))
         place = gl.expand_dims(out * shape.rows, 1) + gl.expand_dims(column, 0)
-        theirs = sums + tile.to(gl.int64) * (PARTS * SIZE)
-        gl.store(theirs + part * SIZE + place, acc)
-        partition_barrier()  # all warps have stored what one of them tells of
-        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")
-        if before == PARTS - 1:
-            gl.atomic_xchg(arrived + tile, 0)
-            total = gl.load(theirs + place, cache_modifier=".cg")
-            for other in gl.static_range(1, PARTS):
-                total += gl.load(theirs + (other * SIZE + place), cache_modifier=".cg")
-            finish(total, bias, y, output, row, rows, outputs, shape)
+        finish_parts(
+            acc, place, tile, share, sums, arrived, bias, y, output, row, rows, outputs, shape
+        )
 
 
 @gluon.jit(

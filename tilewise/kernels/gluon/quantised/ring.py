@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels import early
 from tilewise.kernels.gluon.device.barriers import barriers, release_loaded
-from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
+from tilewise.kernels.gluon.device.compat import tma_load
 from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.device.prefetch import prefetch
 from tilewise.kernels.gluon.device.warpgroup import sum_layout
@@ -49,7 +49,7 @@ from tilewise.kernels.gluon.quantised.scales import (
     raw_scales,
     scale_and_offset,
 )
-from tilewise.kernels.gluon.step.rows import finish, places
+from tilewise.kernels.gluon.step.rows import finish, finish_parts, places
 
 _FIRST = gl.constexpr(early.FIRST)
 _LOADER = gl.constexpr(24)  # registers of a thread that copies
@@ -342,21 +342,12 @@ def _multiply_stages(given, group: gl.constexpr, shape: gl.constexpr):
     if shape.parts == 1:
         finish(acc, bias, y, output, row, rows, outputs, shape)
     else:
-        size: gl.constexpr = shape.tile_n * shape.rows
-        PARTS: gl.constexpr = shape.parts
-        tile = gl.program_id(0) // PARTS * shape.warpgroups + group
-        part = gl.program_id(0) % PARTS
+        tile = gl.program_id(0) // shape.parts * shape.warpgroups + group
+        share = tile * shape.parts + gl.program_id(0) % shape.parts
         place = places(shape)
-        theirs = sums + tile.to(gl.int64) * (PARTS * size)
-        gl.store(theirs + part * size + place, acc)
-        partition_barrier()  # all warps have stored what one of them tells of
-        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")
-        if before == PARTS - 1:
-            gl.atomic_xchg(arrived + tile, 0)
-            total = gl.load(theirs + place, cache_modifier=".cg")
-            for other in gl.static_range(1, PARTS):
-                total += gl.load(theirs + (other * size + place), cache_modifier=".cg")
-            finish(total, bias, y, output, row, rows, outputs, shape)
+        finish_parts(
+            acc, place, tile, share, sums, arrived, bias, y, output, row, rows, outputs, shape
+        )
 
 
 @gluon.jit(

@@ -162,6 +162,30 @@ def finish(total, bias, y, first_output, first_row, rows, outputs, shape: gl.con
 
 
 @gluon.jit
+def finish_parts(
+    acc, place, tile, share, sums, arrived, bias, y, output, row, rows, outputs, shape: gl.constexpr
+):
+    """Store the sums of a part; the last part of a tile adds all of them, in order, and finishes.
+
+    place: where sums lie in a share of the workspace, in the layout of `acc`.
+    share: the number of the part's share; those of a tile begin at tile * shape.parts.
+    """
+    SIZE: gl.constexpr = shape.tile_n * shape.rows
+    PARTS: gl.constexpr = shape.parts
+    mine = sums + share.to(gl.int64) * SIZE
+    gl.store(mine + place, acc)
+    partition_barrier()  # all warps have stored what one of them tells of
+    before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")
+    if before == PARTS - 1:
+        gl.atomic_xchg(arrived + tile, 0)
+        theirs = sums + tile.to(gl.int64) * (PARTS * SIZE)
+        total = gl.load(theirs + place, cache_modifier=".cg")
+        for other in gl.static_range(1, PARTS):
+            total += gl.load(theirs + (other * SIZE + place), cache_modifier=".cg")
+        finish(total, bias, y, output, row, rows, outputs, shape)
+
+
+@gluon.jit
 def _leave(acc, sums, part, first_output, first_row, rows, outputs, shape: gl.constexpr):
     """Store the sums (TILE_N, rows) of a part, turned around: (parts, rows, outputs)."""
     layout: gl.constexpr = _leave_layout(shape.num_warps, shape.tile_n)
@@ -214,17 +238,7 @@ def linear_rows_kernel(
     elif shape.parts == 1:
         finish(acc, bias, y, output, row, rows, outputs, shape)
     else:
-        size: gl.constexpr = shape.tile_n * shape.rows
-        PARTS: gl.constexpr = shape.parts
-        place = places(shape)
-        mine = sums + gl.program_id(0).to(gl.int64) * size
-        gl.store(mine + place, acc)
-        partition_barrier()  # all warps have stored what one of them tells of
-        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")
-        if before == PARTS - 1:
-            gl.atomic_xchg(arrived + tile, 0)
-            theirs = sums + tile.to(gl.int64) * (PARTS * size)
-            total = gl.load(theirs + place, cache_modifier=".cg")
-            for other in gl.static_range(1, PARTS):
-                total += gl.load(theirs + (other * size + place), cache_modifier=".cg")
-            finish(total, bias, y, output, row, rows, outputs, shape)
+        place, share = places(shape), gl.program_id(0)
+        finish_parts(
+            acc, place, tile, share, sums, arrived, bias, y, output, row, rows, outputs, shape
+        )
