@@ -26,6 +26,7 @@ from tilewise import ops
 from tilewise.bench.report import emit, format_table, say
 from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.kernels import device
+from tilewise.reference.four_bits import pack, unpack
 
 Row = dict[str, Any]
 Call = Callable[[int], Tensor]
@@ -81,7 +82,7 @@ class Inputs:
         self.case = case
         counts = [-(-length // case.block_size) for length in case.lengths]
         channels = 2 * sum(case.lengths) * case.num_kv_heads * case.head_dim
-        self.num_bytes = channels * case.dtype.itemsize
+        self.num_bytes = channels // 2 if case.dtype == torch.uint8 else channels * case.dtype.itemsize
         copies = max(1, min(64, -(-rotated_bytes // self.num_bytes)))
         shape = (sum(counts), case.block_size, case.num_kv_heads, case.head_dim)
         drawn = [[_draw(shape, case.dtype, where) for _ in range(2)] for _ in range(copies)]
@@ -106,7 +107,9 @@ class Inputs:
         found = []
         for cache, scale in zip(self.caches[index], self.scales[index], strict=True):
             x = cache[blocks].flatten(0, 1)[: self.case.lengths[sequence]]
-            if scale is not None:
+            if x.dtype == torch.uint8:
+                x = unpack(x, scale[blocks].flatten(0, 1)[: len(x)], torch.float64)
+            elif scale is not None:
                 x = x.double() * scale[blocks].flatten(0, 1)[: len(x), :, None].double()
             found.append(x)
         return found
@@ -125,6 +128,8 @@ def _draw(shape: Sequence[int], dtype: torch.dtype, where: str) -> tuple[Tensor,
     x = torch.randn(*shape, device=where, dtype=torch.bfloat16)
     if dtype.itemsize > 1:
         return x.to(dtype), None
+    if dtype == torch.uint8:
+        return pack(x)
     limit = 127.0 if dtype == torch.int8 else 448.0
     scale = x.abs().amax(-1, keepdim=True).float() / limit
     values = x / scale
@@ -313,8 +318,8 @@ def measure(
 
 
 def cases_of(tables: Sequence[str]) -> list[tuple[str, Case]]:
-    """List the cases of "decode", "widths" (D 64, 256), "bytes" (8 bits), "wide" (D 512) and
-    "blocks" (block sizes)."""
+    """List the cases of "decode", "widths" (D 64, 256), "bytes" (8 bits), "nibbles" (4 bits),
+    "wide" (D 512) and "blocks" (block sizes)."""
     found: list[tuple[str, Case]] = []
     if "decode" in tables:
         found += [("decode", case) for case in CASES]
@@ -324,6 +329,9 @@ def cases_of(tables: Sequence[str]) -> list[tuple[str, Case]]:
         for case in CASES[:-1]:
             for dtype in (torch.float8_e4m3fn, torch.int8):
                 found.append(("bytes", replace(case, dtype=dtype, asked="1.7 x bfloat16")))
+    if "nibbles" in tables:
+        for case in (*CASES[:-1], *WIDTH_CASES, WIDE_CASES[2]):
+            found.append(("nibbles", replace(case, dtype=torch.uint8, asked="80 %")))
     if "wide" in tables:
         for case in WIDE_CASES:
             for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
@@ -338,7 +346,7 @@ def cases_of(tables: Sequence[str]) -> list[tuple[str, Case]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="lab/paged.py", description=__doc__)
-    tables = ("decode", "widths", "bytes", "wide", "blocks")
+    tables = ("decode", "widths", "bytes", "nibbles", "wide", "blocks")
     parser.add_argument(
         "--only", nargs="+", choices=tables, default=tables, metavar="TABLE",
         help=f"which tables: {', '.join(tables)}; default: all",

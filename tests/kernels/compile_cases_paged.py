@@ -85,6 +85,21 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     ),
     "prefill-int8": (_PREFILL | {"cache_dtype": torch.int8}, True, True),
     "prefill-e4m3": (_PREFILL | {"cache_dtype": torch.float8_e4m3fn}, True, False),
+    "decode-int4": (_DECODE | {"cache_dtype": torch.uint8}, True, True),
+    "decode-planned-int4": (_DECODE | {"cache_dtype": torch.uint8}, True, False),
+    "decode-int4-everything": (
+        _DECODE | _ALL | {"cache_dtype": torch.uint8, "head_dim": 80},
+        True,
+        True,
+    ),
+    "decode-int4-fp16-d256": (
+        _DECODE
+        | {"dtype": torch.float16, "cache_dtype": torch.uint8, "head_dim": 256, "v_head_dim": 256},
+        True,
+        True,
+    ),
+    "decode-d512-int4": (_DECODE | _D512 | {"cache_dtype": torch.uint8}, True, True),
+    "prefill-int4": (_PREFILL | {"cache_dtype": torch.uint8}, True, True),
     "drafts": ({"max_seqlen_q": 8, "num_tokens": 16 * 8}, True, True),
     "prefill": (_PREFILL, True, True),
     # Rows on no boundary of 4 bytes, and values narrower than keys; see tiles/paged.py.
@@ -127,6 +142,7 @@ def launch_paged(spec: PagedSpec, *, is_planned: bool = False) -> None:
     from tilewise.kernels.triton.paged import plan as paged_attention
 
     slots = (4096, spec.block_size, spec.num_kv_heads)
+    widths, packed = (spec.head_dim, spec.v_head_dim), 2 if spec.cache_dtype == torch.uint8 else 1
     per_head = meta(spec.num_q_heads, dtype=torch.float32)
     scales = {}
     if spec.cache_dtype.itemsize == 1:
@@ -139,8 +155,7 @@ def launch_paged(spec: PagedSpec, *, is_planned: bool = False) -> None:
     paged(
         paged_attention,
         meta(spec.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
-        meta(*slots, spec.head_dim, dtype=spec.cache_dtype),
-        meta(*slots, spec.v_head_dim, dtype=spec.cache_dtype),
+        *(meta(*slots, width // packed, dtype=spec.cache_dtype) for width in widths),
         spec,
         block_table=meta(spec.num_seqs, spec.max_blocks, dtype=torch.int32),
         seqlens_k=meta(spec.num_seqs, dtype=torch.int32),

@@ -463,6 +463,14 @@ class QuantisedLinearSpec(ElementSpec):
         return 4 if self.codes == torch.uint8 else 8
 
 
+FOUR_BITS = torch.uint8  # dtype of a cache with two codes of 4 bits in a byte
+
+
+def row_width(cache: Tensor) -> int:
+    """Return D, the channels of a row of a cache (..., D), or (..., D / 2) of 4 bits."""
+    return cache.shape[-1] * (2 if cache.dtype == FOUR_BITS else 1)
+
+
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:
     """View the scales of an 8-bit cache, per slot or per head, as (num_blocks, block_size, Hk)."""
     return scale.expand(cache.shape[:3])

@@ -1,7 +1,8 @@
 """Attention over a paged KV cache: gather the blocks of a sequence, then attend to them.
 
 An 8-bit cache has scales, see `quantise`: (N, P, Hk), one for each token and head, written with the
-rows; or (Hk,), one for each head, given by the caller and never changed.
+rows; or (Hk,), one for each head, given by the caller and never changed. A cache of 4 bits is uint8
+(N, P, Hk, D / 2), with a scale for each token and head, see `four_bits`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from tilewise.reference import four_bits
 from tilewise.reference.quantise import dequantise, quantise, row_scale
 from tilewise.reference.rope import apply_rope
 from tilewise.reference.standard import Window, attention, resolve_window
@@ -48,6 +50,8 @@ def _gather_values(
     stored = gather_sequence(cache, blocks, length)
     if scale is None:
         return stored.to(dtype)
+    if stored.dtype == torch.uint8:
+        return four_bits.unpack(stored, gather_sequence(scale, blocks, length), dtype)
     scales = scale if scale.dim() == 1 else gather_sequence(scale, blocks, length)
     return dequantise(stored, scales, dtype)
 
@@ -83,7 +87,8 @@ def paged_attention(
         seqlens_k: (B,) int, tokens of each sequence with the new ones counted; may be 0.
         cu_seqlens_q: (B + 1,) int, ascending from 0.
         softmax_scale, window, softcap, alibi_slopes, sinks: as for `standard.attention`.
-        k_scale, v_scale: float32 (N, P, Hk) or (Hk,), the scales of an 8-bit cache.
+        k_scale, v_scale: float32 (N, P, Hk) or (Hk,), the scales of an 8-bit cache; of one of 4
+            bits (N, P, Hk).
         tree_mask: bool (T, W), in place of the causal rule among the new tokens: row t, column j is
             whether token t sees new token j of its sequence, whose position is seqlens_k - n + j.
 
@@ -116,7 +121,8 @@ def paged_attention(
         outputs.append(result[0].squeeze(0))
         lses.append(result[1].squeeze(0))
     rest, wide = q.shape[0] - starts[-1], torch.promote_types(q.dtype, torch.float32)
-    outputs.append(q.new_zeros(rest, q.shape[1], v_cache.shape[3]))
+    v_head_dim = v_cache.shape[3] * (2 if v_cache.dtype == torch.uint8 else 1)
+    outputs.append(q.new_zeros(rest, q.shape[1], v_head_dim))
     lses.append(q.new_full((q.shape[1], rest), -math.inf, dtype=wide))
     o, lse = torch.cat(outputs), torch.cat(lses, dim=1)
     return (o, lse) if return_lse else o
@@ -162,6 +168,9 @@ def write_kv_cache(
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scale is None:
             cache[at] = new[rows].to(cache.dtype)
+            continue
+        if cache.dtype == torch.uint8:
+            cache[at], scale[at] = four_bits.pack(new[rows])
             continue
         own = scale if scale.dim() == 1 else row_scale(new[rows], cache.dtype)
         # The bytes are written, since index_put_ does not support float8 on some devices.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.plan import Call, device_of
+from tilewise.kernels.spec import row_width
 from tilewise.keywords import keywords_of, names, unknown_keyword
 from tilewise.ops import call, checks, dispatch, values
 from tilewise.ops.paged.arguments import PagedSignature
@@ -97,7 +98,8 @@ def paged_attention(
     Args:
         q: (T, Hq, D), float16, bfloat16, float32 (or float64 on a CPU).
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv); Hq is a multiple of Hk.
-            A float dtype, or int8 or float8_e4m3fn with scales. On a GPU D is at most 576, Dv 512.
+            A float dtype, or int8 or float8_e4m3fn with scales; uint8 of half as many channels is
+            a cache of 4 bits, see `write_kv_cache`. On a GPU D is at most 576, Dv 512.
         block_table: (B, max_blocks) int32 or int64 block ids in order of position, looked at on a
             CPU only; entries past a sequence's last block are not read.
         seqlens_k: (B,) int32 or int64, tokens of each sequence with the new ones counted; 0 gives o
@@ -209,7 +211,7 @@ def _check_values(given: PagedSignature) -> None:
 def _check_out(out: Tensor, q: Tensor, v_cache: Tensor) -> None:
     checks.check_same_dtype("out", out, q.dtype)
     checks.check_device("out", out, q.device)
-    checks.check_shape("out", out, (*q.shape[:2], v_cache.shape[-1]))
+    checks.check_shape("out", out, (*q.shape[:2], row_width(v_cache)))
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous, got strides {out.stride()}")
     # A compiled graph has no addresses; what it computes is copied to `out`.

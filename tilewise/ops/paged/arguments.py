@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import early
+from tilewise.kernels.spec import FOUR_BITS, row_width
 from tilewise.ops import checks, dispatch
 from tilewise.ops.call import Adapter, Tensors
 from tilewise.ops.paged.op import PagedOptions
@@ -66,9 +67,9 @@ class PagedSignature(NamedTuple):
         for name in ("k_cache", "v_cache"):
             checks.check_device(name, getattr(self, name), q.device)
         num_q_heads, head_dim = q.shape[1:]
-        if k_cache.shape[3] != head_dim:
+        if row_width(k_cache) != head_dim:
             raise ValueError(
-                f"k_cache must have the head dim of q, {head_dim}, got {k_cache.shape[3]}"
+                f"k_cache must have the head dim of q, {head_dim}, got {row_width(k_cache)}"
             )
         checks.check_heads(num_q_heads, k_cache.shape[2])
         checks.check_last_dim_contiguous("q", q)
@@ -184,19 +185,20 @@ def check_cache_pair(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def _check_cache_dtype(name: str, cache: Tensor) -> None:
-    known = (*checks.FLOAT_DTYPES, *QUANTISED_DTYPES)
+    known = (*checks.FLOAT_DTYPES, *QUANTISED_DTYPES, FOUR_BITS)
     if cache.dtype not in known:
         wanted = ", ".join(map(checks.dtype_name, known))
         raise TypeError(f"{name} must be one of {wanted}, got {checks.dtype_name(cache.dtype)}")
 
 
 def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Raise unless an 8-bit cache has two scales of one kind, and any other cache has none."""
+    """Raise unless a cache of 8 bits has two scales of one kind, one of 4 bits two of each token
+    and head, and any other cache none."""
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     dtype = checks.dtype_name(k_cache.dtype)
     kinds = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if k_cache.dtype not in QUANTISED_DTYPES:
+        if k_cache.dtype not in (*QUANTISED_DTYPES, FOUR_BITS):
             if scale is not None:
                 raise ValueError(f"{name} must be None for a {dtype} cache, got a tensor")
             continue
@@ -205,6 +207,8 @@ def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
         checks.check_same_dtype(name, scale, torch.float32)
         checks.check_device(name, scale, k_cache.device)
         kinds.append(scale.dim())
+        if k_cache.dtype == FOUR_BITS:
+            checks.check_shape(name, scale, (num_blocks, block_size, num_kv_heads))
         if tuple(scale.shape) not in ((num_blocks, block_size, num_kv_heads), (num_kv_heads,)):
             raise ValueError(
                 f"{name} must have shape {(num_blocks, block_size, num_kv_heads)} or "

@@ -7,6 +7,7 @@ from typing import Never
 import torch
 from torch import Tensor
 
+from tilewise.kernels.spec import row_width
 from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch, values
 from tilewise.ops.paged import cache_op
@@ -32,11 +33,14 @@ def write_kv_cache(
     cache holds row / scale, to nearest even: of int8 in -127 ... 127, of float8_e4m3fn in
     -448 ... 448. What comes back is off by at most amax / 254 (int8), or by 1 / 16 of the value or
     amax / 448 / 1024, whichever is more (float8_e4m3fn), amax being the largest of the row's |x|.
+    A cache of 4 bits, uint8 of half as many channels, holds rows rotated by Hadamard matrices as
+    scale * (code - zero), codes of 0 ... 15, see `reference.four_bits`: each rotated channel is off
+    by at most its row's scale, a fifteenth of what lies between the largest and the smallest.
 
     Args:
         k, v: (T, Hk, D) and (T, Hk, Dv), any float dtype; cast to the cache's.
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv), of one float dtype, int8 or
-            float8_e4m3fn.
+            float8_e4m3fn; or uint8 with D / 2 and Dv / 2, D and Dv even (on a GPU multiples of 16).
         slot_mapping: (T,) int64 or int32, block * block_size + offset; -1 skips the row; slots
             differ. Looked at on a CPU only, as a GPU would have to be waited for; there a row whose
             slot lies outside of the cache is skipped, too.
@@ -44,7 +48,8 @@ def write_kv_cache(
             (num_blocks, block_size, Hk): the scale of each token and head, written with the row:
             amax / 127 or amax / 448; 0 for a row of zeros, NaN for one with an infinity or NaN.
             Or both (Hk,): fixed scales of each head, only read; what they cannot hold is
-            saturated, and NaN becomes 0.
+            saturated, and NaN becomes 0. With a cache of 4 bits the first kind alone: the last four
+            bits of such a scale are the row's zero.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Raises:
@@ -209,7 +214,8 @@ def _check_write(
     check_scales(k_cache, k_scale, v_scale)
     for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
         checks.check_float(name, rows)
-        checks.check_shape(name, rows, (slot_mapping.shape[0], *cache.shape[2:]))
+        wanted = (slot_mapping.shape[0], cache.shape[2], row_width(cache))
+        checks.check_shape(name, rows, wanted)
         checks.check_device(name, rows, k_cache.device)
         checks.check_last_dim_contiguous(name, rows)
     checks.check_dims("slot_mapping", slot_mapping, "(T)")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.kernels import early
 from tilewise.kernels.plan import Results
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.spec import PagedSpec, row_width
 from tilewise.ops.call import Bound, plan_of, recall, remember
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import refuse_vmap, register
@@ -59,7 +59,7 @@ class PagedOptions(NamedTuple):
             num_q_heads=q.shape[1],
             num_kv_heads=k_cache.shape[2],
             head_dim=q.shape[2],
-            v_head_dim=self.v_cache.shape[3],
+            v_head_dim=row_width(self.v_cache),
             block_size=k_cache.shape[1],
             max_blocks=self.block_table.shape[1],
             window_left=self.window_left,
@@ -130,7 +130,7 @@ def _paged_kernel(*values: Any) -> Results:
 
 def _paged_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    o = q.new_empty((*q.shape[:2], v_cache.shape[3]))
+    o = q.new_empty((*q.shape[:2], row_width(v_cache)))
     return o, q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
 

@@ -8,8 +8,9 @@ rows     a program owns TILE_M rows of one sequence and one key head. Row r is n
 traffic  TILE_N keys and values per step, addressed one by one through the block table, so TILE_N
          does not depend on the block size; a block that holds whole tiles is looked up once
 numerics logits in base 2; m, l and acc float32; products of float32 operands in full float32.
-         8-bit keys and values are widened exactly to the type of q; the scale of a key multiplies
-         its logits, that of a value its probabilities, before these are rounded.
+         keys and values of 8 and 4 bits are widened exactly to the type of q; the scale of a key
+         multiplies its logits, that of a value its probabilities, before these are rounded. A cache
+         of 4 bits holds rotated rows, so queries are rotated first, and sums of values at the end.
          m starts at a finite value, so a row that sees nothing never makes inf - inf
 """
 
@@ -25,10 +26,19 @@ from tilewise.kernels import device
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import is_wide, parts_of_keys
 from tilewise.kernels.triton.attention.tile import LN2, tanh
+from tilewise.kernels.triton.paged.four_bits import (
+    join_channels,
+    log_of_rotated,
+    rotate,
+    split_channels,
+    widen_codes,
+)
 from tilewise.kernels.triton.paged.quantise import (
     E4M3,
     E4M3_BITS,
     FLOAT,
+    INT4,
+    INT8,
     factor,
     widen,
     widen_once,
@@ -59,6 +69,9 @@ class Form(NamedTuple):
     sinks: bool
     kind: int  # see `quantise.cache_kind`
     widens_once: bool  # see `quantise.widen_once`
+    k_log: int  # of a cache of 4 bits, log2 of the channels that are rotated together
+    v_log: int
+    ptx: bool  # True if instructions of NVIDIA's may be written
 
     @classmethod
     def of(
@@ -75,10 +88,11 @@ class Form(NamedTuple):
         """Return the form of a call."""
         group = spec.group_size
         first, rest = parts_of_keys(spec.head_dim)
+        least = 32 if kind == INT4.value else 16  # halves of 16 channels
         widens_once = (
             is_wide(spec)
             and spec.dtype == torch.bfloat16
-            and spec.cache_dtype.itemsize == 1
+            and kind in (INT8.value, E4M3.value, E4M3_BITS.value)
             and tile_m <= 16  # beside the sums of more rows, a widened tile would spill
             and device.runs_ptx()
         )
@@ -91,9 +105,9 @@ class Form(NamedTuple):
             first.channels,
             rest.channels,
             spec.v_head_dim,
-            first.padded,
+            max(first.padded, least),
             rest.padded,
-            dv_pad,
+            max(dv_pad, least),
             spec.block_size,
             same_strides,
             spec.window_left,
@@ -102,6 +116,9 @@ class Form(NamedTuple):
             sinks,
             kind,
             widens_once,
+            log_of_rotated(spec.head_dim),
+            log_of_rotated(spec.v_head_dim),
+            device.runs_ptx(),
         )
 
 
@@ -127,9 +144,60 @@ def run_of(cu_seqlens_q_ptr, seq, inside, num_tokens):
 
 @triton.jit
 def load_rest(row_ptrs, owned, form: tl.constexpr, MASKED: tl.constexpr):
-    """Load the channels of the second product q k^T of rows of q or k."""
+    """Load the channels of the second product q k^T of rows of q."""
     offs = tl.arange(0, form.rest_pad)
     return _load_rows(row_ptrs + form.d, offs, owned, form.rest, form.rest_pad, MASKED)
+
+
+@triton.jit
+def rotated_like_keys(x, form: tl.constexpr):
+    """Rotate rows of q, or their second part, as the keys of a cache of 4 bits are."""
+    if form.kind == INT4:
+        x = rotate(x.to(tl.float32), form.k_log).to(x.dtype)
+    return x
+
+
+@triton.jit
+def rotated_back(o, form: tl.constexpr):
+    """Rotate float32 sums of values of a cache of 4 bits back."""
+    if form.kind == INT4:
+        o = rotate(o, form.v_log)
+    return o
+
+
+@triton.jit
+def _load_cached(
+    row_ptrs,
+    FIRST: tl.constexpr,
+    owned,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    dtype: tl.constexpr,
+    form: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load (TILE_N, PADDED) of a cache from channel FIRST on, as an operand of type `dtype`."""
+    x = _load_rows(row_ptrs + FIRST, tl.arange(0, PADDED), owned, WIDTH, PADDED, MASKED)
+    return _as_operand(x, dtype, form)
+
+
+@triton.jit
+def _load_codes(
+    row_ptrs,
+    FIRST: tl.constexpr,
+    owned,
+    scale,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    dtype: tl.constexpr,
+    form: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the even and the odd channels (TILE_N, PADDED / 2) of a cache of 4 bits likewise."""
+    x = _load_rows(
+        row_ptrs + FIRST // 2, tl.arange(0, PADDED // 2), owned, WIDTH // 2, PADDED // 2, MASKED
+    )
+    return widen_codes(x, scale, dtype, form.ptx)
 
 
 @triton.jit
@@ -188,8 +256,12 @@ def attend_keys(
     (TILE_M,), of tree_width bytes, is not 0.
     """
     offs_n = tl.arange(0, TILE_N)
-    offs_d = tl.arange(0, form.d_pad)
-    offs_dv = tl.arange(0, form.dv_pad)
+    acc_odd = 0.0
+    if form.kind == INT4:  # a byte has an even channel and an odd one: products of either
+        q, q_odd = split_channels(q)
+        acc, acc_odd = split_channels(acc)
+        if form.rest > 0:
+            q_rest, rest_odd = split_channels(q_rest)
     # Block ids are loaded a tile ahead of the keys they refer to: the pipeline of loads below then
     # starts from a known value and spends no stages on the chain id -> key.
     block = _load_blocks(
@@ -222,12 +294,26 @@ def attend_keys(
         block = _load_blocks(
             block_row_ptr, tile + 1, last, key_lo, key_hi, num_blocks, TILE_N, form.block_size
         )
-        k = _load_rows(k_row, offs_d, owned, form.d, form.d_pad, MASKED)
-        k = _as_operand(k, q.dtype, form)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if form.kind == INT4:
+            k, odd = _load_codes(
+                k_row, 0, owned, k_scale, form.d, form.d_pad, q.dtype, form, MASKED
+            )
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            s = tl.dot(q_odd, tl.trans(odd), s, input_precision="ieee")
+        else:
+            k = _load_cached(k_row, 0, owned, form.d, form.d_pad, q.dtype, form, MASKED)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if form.rest > 0:
-            k_rest = _as_operand(load_rest(k_row, owned, form, MASKED), q.dtype, form)
-            s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
+            if form.kind == INT4:
+                k, odd = _load_codes(
+                    k_row, form.d, owned, k_scale, form.rest, form.rest_pad, q.dtype, form, MASKED
+                )
+                s = tl.dot(rest_odd, tl.trans(odd), s, input_precision="ieee")
+            else:
+                k = _load_cached(
+                    k_row, form.d, owned, form.rest, form.rest_pad, q.dtype, form, MASKED
+                )
+            s = tl.dot(q_rest, tl.trans(k), s, input_precision="ieee")
         s = s * scale_log2
         if form.kind != FLOAT:
             s *= (k_scale * factor(form.kind))[None, :]
@@ -256,8 +342,12 @@ def attend_keys(
         alpha = tl.math.exp2(m - m_new)
         p = tl.math.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(p, 1)
-        v = _load_rows(v_row, offs_dv, owned, form.dv, form.dv_pad, MASKED)
-        v = _as_operand(v, q.dtype, form)
+        if form.kind == INT4:
+            v, v_odd = _load_codes(
+                v_row, 0, owned, v_scale, form.dv, form.dv_pad, q.dtype, form, MASKED
+            )
+        else:
+            v = _load_cached(v_row, 0, owned, form.dv, form.dv_pad, q.dtype, form, MASKED)
         if form.kind != FLOAT and q.dtype == tl.float16:
             # p times a scale may underflow in float16; times the scale's share of the largest it
             # does not.
@@ -266,11 +356,20 @@ def attend_keys(
             p *= (v_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
             o = tl.dot(p.to(q.dtype), v, input_precision="ieee")
             acc = acc * alpha[:, None] + o * largest
+            if form.kind == INT4:
+                o = tl.dot(p.to(q.dtype), v_odd, input_precision="ieee")
+                acc_odd = acc_odd * alpha[:, None] + o * largest
         else:
             if form.kind != FLOAT:
                 p *= (v_scale * factor(form.kind))[None, :]
             acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
+            if form.kind == INT4:
+                acc_odd = tl.dot(
+                    p.to(q.dtype), v_odd, acc_odd * alpha[:, None], input_precision="ieee"
+                )
         m = m_new
+    if form.kind == INT4:
+        acc = join_channels(acc, acc_odd)
     return acc, l, m
 
 

@@ -34,7 +34,7 @@ from tilewise.kernels.triton.paged.splits import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
+BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.uint8)  # uint8: two codes of 4 bits
 # Of v and o: sums of 64 rows of 512 channels are 128 registers for each thread of 8 warps.
 MAX_HEAD_DIM, MAX_V_HEAD_DIM = 576, 512
 
@@ -47,7 +47,7 @@ def why_not(spec: PagedSpec) -> str | None:
         return f"dtype of q must be float32, float16 or bfloat16, got {spec.dtype}"
     if spec.cache_dtype not in (*DTYPES, *BYTE_DTYPES):
         return (
-            "dtype of the cache must be float32, float16, bfloat16, int8 or float8_e4m3fn, "
+            "dtype of the cache must be float32, float16, bfloat16, int8, float8_e4m3fn or uint8, "
             f"got {spec.cache_dtype}"
         )
     for name, width, widest in (
@@ -56,6 +56,8 @@ def why_not(spec: PagedSpec) -> str | None:
     ):
         if width > widest:
             return f"{name} must be at most {widest}, got {width}"
+        if spec.cache_dtype == torch.uint8 and width % 16:
+            return f"{name} must be a multiple of 16 in a cache of 4 bits, got {width}"
     return None
 
 

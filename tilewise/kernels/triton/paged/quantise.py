@@ -1,5 +1,7 @@
 """Eight-bit keys and values in Triton: functions shared by the kernels that write and read them.
 
+Four bits are in `four_bits`; what they are told by is here.
+
 what     widen and widen_once: stored numbers to the type of a product; narrow: float32 to stored
          numbers; the rule is that of `reference.quantise`
 grid     none: these functions are inlined
@@ -22,9 +24,10 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.spec import scale_per_slot
 
-# The formats of a cache: floats, int8, float8_e4m3fn, and float8_e4m3fn to be read by its bits.
+# The formats of a cache: floats, int8, float8_e4m3fn, float8_e4m3fn to be read by its bits, and two
+# codes of 4 bits a byte.
 # Kernels see 8-bit caches as int8: Triton has no float8 zero for the elements that a load masks.
-FLOAT, INT8, E4M3, E4M3_BITS = (tl.constexpr(kind) for kind in range(4))
+FLOAT, INT8, E4M3, E4M3_BITS, INT4 = (tl.constexpr(kind) for kind in range(5))
 _INT8_LIMIT, _E4M3_LIMIT = tl.constexpr(127.0), tl.constexpr(448.0)
 # Four bytes to four bfloat16, in 8 instructions or 10: the hardware's own conversions go through
 # float32, at a quarter of the speed. 0x43 << 8 | u is 128 + u for u < 128, from which 128 is
@@ -58,11 +61,13 @@ fma.rn.bf16x2 $0, y0, bias, zero;
 fma.rn.bf16x2 $1, y1, bias, zero;
 }""")
 # below this 1 / scale exceeds float32: such rows become 0
-_SMALLEST_SCALE = tl.constexpr(2.0**-126)
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
 def cache_kind(dtype: torch.dtype, arch: int) -> int:
     """Return how a kernel on a GPU of capability `arch` reads a cache of `dtype`."""
+    if dtype == torch.uint8:
+        return INT4.value
     if dtype != torch.float8_e4m3fn:
         return INT8.value if dtype == torch.int8 else FLOAT.value
     return E4M3.value if arch >= 89 and not device.interpreting() else E4M3_BITS.value
@@ -136,7 +141,7 @@ def scale_of(amax, is_finite, KIND: tl.constexpr):
         scale = amax * (1.0 / _INT8_LIMIT)
     else:
         scale = amax * (1.0 / _E4M3_LIMIT)
-    scale = tl.where(scale < _SMALLEST_SCALE, 0.0, scale)
+    scale = tl.where(scale < SMALLEST_SCALE, 0.0, scale)
     return tl.where(is_finite, scale, float("nan"))
 
 

@@ -1,12 +1,14 @@
 """Prepare a step's q, k and v for paged attention: normalise, rotate, quantise, scatter.
 
 what     q = rope(norm(q)) to a new tensor; rope(norm(k)) and v to their slots of the cache, with
-         scales if it is an 8-bit one. Each of the steps may be missing: `write_kv_cache` of an
-         8-bit cache is this kernel without queries, norm and rotation
+         scales if it is one of 8 or 4 bits. Each of the steps may be missing: `write_kv_cache` of
+         such a cache is this kernel without queries, norm and rotation
 grid     (T, tiles of heads): first those of q, then of k, then of v
-program  holds TILE_H heads of one token: two halves that rotate into one another, and the rest
+program  holds TILE_H heads of one token: two halves that rotate into one another, and the rest; on
+         their way to 4 bits whole rows, with each channel's partner beside it
 traffic  every element read once and written once; 4 * R bytes of tables per token and program
-numerics float32, rounded once to the output type; quantised as `reference.quantise` says
+numerics float32, rounded once to the output type; quantised as `reference.quantise` and
+         `reference.four_bits` say
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from tilewise.kernels import device
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import ElementSpec, scale_per_slot
 from tilewise.kernels.triton.early import await_previous, begin_next, options
+from tilewise.kernels.triton.paged.four_bits import log_of_rotated, pack, rotate
 from tilewise.kernels.triton.paged.quantise import (
     FLOAT,
+    INT4,
     as_bytes,
     cache_kind,
     inverse_of,
@@ -32,7 +36,7 @@ from tilewise.kernels.triton.paged.quantise import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
+BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.uint8)  # uint8: two codes of 4 bits
 TILE_ELEMENTS = 2048  # 16 a thread of four warps, as in `cache_ops`
 
 
@@ -48,6 +52,7 @@ class Form(NamedTuple):
     kind: int  # format of the written numbers
     # True if the scale of an 8-bit head is computed and written, False if it is read
     owns_scale: bool
+    log: int = 0  # for 4 bits, log2 of the channels that the Hadamard matrix rotates together
 
 
 class Strides(NamedTuple):
@@ -163,6 +168,112 @@ def _move_heads(
         _store(to, rest_channel[None, :], in_rest, rest, inverse, form.kind)
 
 
+@triton.jit
+def _pack_heads(
+    source,
+    target,
+    scale_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    heads,
+    num_heads,
+    stride_source,
+    stride_target,
+    stride_scale,
+    eps,
+    form: tl.constexpr,
+    TILE_H: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Move TILE_H heads of one token to a cache of 4 bits; WIDTH is a power of two."""
+    HALF: tl.constexpr = form.half
+    DIM: tl.constexpr = 2 * form.half + form.rest
+    in_heads = heads < num_heads
+    heads = heads.to(tl.int64)
+    row = (source + heads * stride_source)[:, None]
+    channel = tl.arange(0, WIDTH)
+    inside = in_heads[:, None] & (channel < DIM)[None, :]
+    x = _load(row, channel[None, :], inside)
+    if form.has_norm:
+        norm = tl.rsqrt(tl.sum(x * x, 1) * (1.0 / DIM) + eps)[:, None]
+        x *= norm * _load(weight_ptr, channel, channel < DIM)[None, :]
+    if HALF > 0:
+        turns = channel < 2 * HALF
+        if form.interleaved:
+            pair, is_first, partner = channel // 2, channel % 2 == 0, channel ^ 1
+        else:
+            pair, is_first = channel % HALF, channel < HALF
+            partner = tl.where(is_first, channel + HALF, channel - HALF)
+        other = _load(row, partner[None, :], inside & turns[None, :])
+        if form.has_norm:
+            other *= norm * _load(weight_ptr, partner, turns)[None, :]
+        cos = tl.where(turns, _load(cos_ptr, pair, turns), 1.0)
+        sin = _load(sin_ptr, pair, turns)
+        x = x * cos[None, :] + other * tl.where(is_first, -sin, sin)[None, :]
+    codes, scale = pack(rotate(x, form.log))
+    tl.store(scale_ptr + heads * stride_scale, scale, mask=in_heads)
+    byte = tl.arange(0, WIDTH // 2)
+    to = (target + heads * stride_target)[:, None] + byte[None, :]
+    tl.store(to, codes, mask=in_heads[:, None] & (2 * byte < DIM)[None, :])
+
+
+@triton.jit
+def _move_row(
+    source,
+    target,
+    scale_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    heads,
+    num_heads,
+    stride_source,
+    stride_target,
+    stride_scale,
+    eps,
+    form: tl.constexpr,
+    TILE_H: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Move TILE_H heads of one token to the cache, whatever its format."""
+    if form.kind == INT4:
+        _pack_heads(
+            source,
+            target,
+            scale_ptr,
+            weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            heads,
+            num_heads,
+            stride_source,
+            stride_target,
+            stride_scale,
+            eps,
+            form,
+            TILE_H,
+            WIDTH,
+        )
+    else:
+        _move_heads(
+            source,
+            target,
+            scale_ptr,
+            weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            heads,
+            num_heads,
+            stride_source,
+            stride_target,
+            stride_scale,
+            eps,
+            form,
+            TILE_H,
+        )
+
+
 @triton.jit(do_not_specialize=["num_slots"])
 def _prepare_kernel(
     q_ptr,
@@ -190,6 +301,8 @@ def _prepare_kernel(
     v_form: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_H: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     begin_next(EARLY)
@@ -224,7 +337,7 @@ def _prepare_kernel(
     offset = slot % BLOCK_SIZE
     tile -= q_tiles
     if tile < kv_tiles:
-        _move_heads(
+        _move_row(
             k_ptr + token * strides.k[0],
             k_cache_ptr + block * strides.k_cache[0] + offset * strides.k_cache[1],
             k_scale_ptr + block * strides.k_scale[0] + offset * strides.k_scale[1],
@@ -239,9 +352,10 @@ def _prepare_kernel(
             eps,
             k_form,
             TILE_H,
+            K_WIDTH,
         )
         return
-    _move_heads(
+    _move_row(
         v_ptr + token * strides.v[0],
         v_cache_ptr + block * strides.v_cache[0] + offset * strides.v_cache[1],
         v_scale_ptr + block * strides.v_scale[0] + offset * strides.v_scale[1],
@@ -256,6 +370,7 @@ def _prepare_kernel(
         eps,
         v_form,
         TILE_H,
+        V_WIDTH,
     )
 
 
@@ -265,7 +380,7 @@ def why_not(spec: ElementSpec) -> str | None:
         return f"needs a CUDA device, got {spec.device_type}"
     if spec.dtype not in (*DTYPES, *BYTE_DTYPES):
         return (
-            "dtype of the cache must be float32, float16, bfloat16, int8 or float8_e4m3fn, "
+            "dtype of the cache must be float32, float16, bfloat16, int8, float8_e4m3fn or uint8, "
             f"got {spec.dtype}"
         )
     return None
@@ -324,6 +439,7 @@ def launch(
         q_norm is not None,
         kind,
         owns_scale,
+        log_of_rotated(head_dim),
     )
     launch_now(
         _prepare_kernel,
@@ -349,9 +465,21 @@ def launch(
         k_cache.shape[0] * k_cache.shape[1],
         q_form=k_form._replace(kind=FLOAT.value, owns_scale=False),
         k_form=k_form,
-        v_form=Form(0, 1, v_dim, triton.next_power_of_2(v_dim), False, False, kind, owns_scale),
+        v_form=Form(
+            0,
+            1,
+            v_dim,
+            triton.next_power_of_2(v_dim),
+            False,
+            False,
+            kind,
+            owns_scale,
+            log_of_rotated(v_dim),
+        ),
         BLOCK_SIZE=k_cache.shape[1],
         TILE_H=tile_h,
+        K_WIDTH=triton.next_power_of_2(head_dim),
+        V_WIDTH=triton.next_power_of_2(v_dim),
         num_warps=4,
         **options("rope"),
     )
@@ -367,7 +495,7 @@ def write_quantised(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Quantise k and v and write them to an 8-bit cache, without norm and rotation."""
+    """Quantise k and v and write them to a cache of 8 or 4 bits, without norm and rotation."""
     num_tokens = k.shape[0]
     angles = torch.empty((num_tokens, 0), dtype=torch.float32, device=k.device)
     launch(

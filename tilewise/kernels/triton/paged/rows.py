@@ -39,6 +39,8 @@ from tilewise.kernels.triton.paged.keys import (
     clear_padding_rows,
     load_rest,
     normalise,
+    rotated_back,
+    rotated_like_keys,
     run_of,
 )
 from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
@@ -264,6 +266,9 @@ def _rows_kernel(
         q = q.to(tl.float32)
         if form.rest > 0:
             q_rest = q_rest.to(tl.float32)
+    q = rotated_like_keys(q, form)
+    if form.rest > 0:
+        q_rest = rotated_like_keys(q_rest, form)
     slope = tl.zeros([TILE_M], dtype=tl.float32)
     if form.alibi:
         slope = tl.load(at.slopes + q_head).to(tl.float32) * LOG2E
@@ -329,6 +334,7 @@ def _rows_kernel(
         sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
         acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
     o, lse = normalise(acc, l, m)
+    o = rotated_back(o, form)
 
     inside = in_run[:, None] & (offs_dv[None, :] < form.dv)
     if way.adds and not way.splits:
