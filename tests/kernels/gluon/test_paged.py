@@ -22,6 +22,7 @@ from tilewise.kernels.gluon.paged.plan import why_not_decode
 from tilewise.kernels.host.descriptors import descriptor
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.ops import call
+from tilewise.reference import four_bits
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget
 from tools.gluon_emulator import Program, emulated
@@ -79,6 +80,13 @@ def _inputs(
     caches, scales, exact = [], [], []
     for _ in range(2):
         x = torch.randn(*slots, case.head_dim, generator=generator, device=where)
+        if dtype == torch.uint8:
+            cache, scale = four_bits.pack(x)
+            exact.append(four_bits.unpack(cache, scale, torch.float64) * owned[..., None, None])
+            cache[~owned], scale[~owned] = 0xE7, torch.nan
+            caches.append(cache)
+            scales.append(scale)
+            continue
         cache = torch.zeros_like(x, dtype=dtype)
         shape = slots[2:] if case.head_scales else slots
         scale = torch.rand(shape, generator=generator, device=where) * 0.1 + 0.001
@@ -303,6 +311,23 @@ def _int8_descriptor(cache: Tensor, rows: int, width: int) -> object:
 @pytest.mark.parametrize("name", EMULATED)
 def test_agrees_with_float64_in_the_emulator(name: str, dtype: torch.dtype) -> None:
     run_emulated(EMULATED[name], dtype)
+
+
+NIBBLES = {
+    **{name: EMULATED[name] for name in ("splits", "drafts_and_a_window", "nothing_to_see")},
+    "sixteen_rows": Case("", (200, 70), (1, 1), (64, 4)),
+    "wide_heads": Case("", (290, 70), (1, 1), (8, 4), head_dim=256),
+}
+
+
+@pytest.mark.parametrize("name", NIBBLES)
+def test_four_bits_agree_with_float64_in_the_emulator(name: str) -> None:
+    run_emulated(NIBBLES[name], torch.uint8)
+
+
+@pytest.mark.parametrize("form", FORMS, indirect=True)
+def test_forms_of_four_bits_agree_with_float64_in_the_emulator(form: str) -> None:
+    run_emulated(NIBBLES["splits"], torch.uint8, has_plan=True)
 
 
 @pytest.mark.parametrize("name", EMULATED)

@@ -1,4 +1,5 @@
-"""Paged attention of short runs over 8-bit caches on Hopper: TMA by the block, mma.sync in float16.
+"""Paged attention of short runs over caches of 8 and 4 bits on Hopper: TMA by the block, mma.sync in
+float16.
 
 What: o = softmax(s) v and lse of at most 16 rows (new tokens x heads of a group) of a sequence.
 Grid: (pairs * Hk,), heads fastest; a pair is a sequence and a split of its keys, read from a plan.
@@ -8,6 +9,9 @@ Traffic: K, V and their scales once; q once a split; partials as in `triton.page
 Numerics: keys and values are widened exactly to float16. Rows of q are scaled by powers of two, so
 that they fit; scales of keys multiply logits. A value's scale, over the largest so far, multiplies
 its probability, which is then rounded to float16. m, l, acc float32; exponentials in base 2.
+Of 4 bits codes are multiplied, without their zeros: a key's zero times the sum of q is taken from
+its logit, and the sum of probabilities times zeros from the sums of values; q is rotated first, and
+the sums back.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -37,6 +41,18 @@ from tilewise.kernels.gluon.device.byte_operands import (
     values_operand,
 )
 from tilewise.kernels.gluon.device.compat import partition_barrier, reinterpret, tma_load
+from tilewise.kernels.gluon.device.nibble_operands import (
+    INT4,
+    SCALE,
+    divide_odd,
+    nibble_key_order,
+    nibble_keys_layout,
+    nibble_keys_operand,
+    nibble_value_pairs,
+    nibble_values_layout,
+    nibble_values_operand,
+    rotate,
+)
 from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2, reciprocal
 from tilewise.kernels.gluon.visible import first_key_of_run, full_keys_of_run, inside_window, key_at
@@ -54,11 +70,12 @@ class Shape(NamedTuple):
     num_kv_heads: int
     group: int
     rows: int  # 8 or 16: new tokens x group, padded
-    width: int  # channels, 64 or 128
+    width: int  # channels, 64 or 128; of 4 bits also 256
+    row: int  # bytes of a key
     block: int  # tokens of a cache block
     box: int  # tokens of one copy: those of a block, at most 64
     stages: int
-    kind: int  # INT8 or E4M3
+    kind: int  # INT8, E4M3 or INT4
     slot_scales: bool  # a scale for every token and head; else one for every head
     window: bool
     sinks: bool
@@ -67,6 +84,7 @@ class Shape(NamedTuple):
     merges: bool = False  # the last split of a sequence to end merges them all
     early: int = 0  # mode of `kernels.early`
     loader_registers: int = 24
+    log: int = 0  # of 4 bits, log2 of the channels that are rotated together
 
 
 class Ring(NamedTuple):
@@ -83,8 +101,8 @@ class Ring(NamedTuple):
 @gluon.jit
 def _allocate(k, v, k_scale, v_scale, shape: gl.constexpr):
     boxes: gl.constexpr = shape.stages * (KEYS // shape.box)
-    k_ring = gl.allocate_shared_memory(k.dtype, [boxes, 1, 1, shape.box, shape.width], k.layout)
-    v_ring = gl.allocate_shared_memory(v.dtype, [boxes, 1, 1, shape.box, shape.width], v.layout)
+    k_ring = gl.allocate_shared_memory(k.dtype, [boxes, 1, 1, shape.box, shape.row], k.layout)
+    v_ring = gl.allocate_shared_memory(v.dtype, [boxes, 1, 1, shape.box, shape.row], v.layout)
     k_scales = k_ring
     v_scales = v_ring
     if shape.warp_scales:
@@ -113,7 +131,7 @@ def _load_tile(
     full = ring.full.index(stage)
     with_scales: gl.constexpr = shape.slot_scales and not shape.warp_scales
     scale_bytes: gl.constexpr = 2 * KEYS * HEADS * 4 if with_scales else 0
-    mbarrier.expect(full, 2 * KEYS * shape.width + scale_bytes)
+    mbarrier.expect(full, 2 * KEYS * shape.row + scale_bytes)
     for i in gl.static_range(boxes):
         key = tile * KEYS + i * shape.box
         # A tile that reaches past the sequence takes a block of it once more; it is masked.
@@ -177,8 +195,9 @@ def _loaded_scales(scales, stage, head, shape: gl.constexpr):
 
 @gluon.jit
 def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
-    """Return q^T as a right operand (4, width, rows) in `key_order`, the same for all warps, and
-    what its rows were divided by: powers of two that bring them into the range of float16."""
+    """Return q^T as a right operand (4, width, rows) in the order of keys, the same for all warps;
+    what its rows were divided by: powers of two that bring them into the range of float16; and, of
+    4 bits, the sums of its rows."""
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     MMA: gl.constexpr = sum_layout()
     R: gl.constexpr = shape.rows
@@ -191,17 +210,31 @@ def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
     inside = gl.expand_dims(token < run, 1)
     place = q + gl.expand_dims(at, 1) + gl.expand_dims(channel, 0)
     x = gl.load(place, mask=inside, other=0.0).to(gl.float32)
+    if shape.kind == INT4:
+        x = rotate(x, shape.log)
     largest = gl.max(gl.abs(x), 1)
     bits = largest.to(gl.int32, bitcast=True) & 0x7F800000
     power = gl.maximum(bits, 0x00800000).to(gl.float32, bitcast=True)
-    x = key_order((x / gl.expand_dims(power, 1)).to(gl.float16)).permute((1, 0))
+    x = (x / gl.expand_dims(power, 1)).to(gl.float16)
+    total = gl.sum(x.to(gl.float32), 1)
+    if shape.kind == INT4:
+        x = nibble_key_order(divide_odd(x)).permute((1, 0))
+    else:
+        x = key_order(x).permute((1, 0))
     FOUR: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 16, 2], [4, 1, 1], [1, 2, 0])
     x = gl.convert_layout(x, gl.SliceLayout(0, FOUR))
     x = gl.expand_dims(x, 0) + gl.zeros([4, W, R], gl.float16, FOUR)
     return (
         gl.convert_layout(x, gl.DotOperandLayout(1, MMA, 2)),
         gl.convert_layout(power, gl.SliceLayout(0, gl.SliceLayout(1, MMA))),
+        gl.convert_layout(total, gl.SliceLayout(0, gl.SliceLayout(1, MMA))),
     )
+
+
+@gluon.jit
+def _zeros_of(scales):
+    """Return the zeros that the last bits of a 4-bit cache's scales hold, as float32."""
+    return (scales.to(gl.int32, bitcast=True) & 15).to(gl.float32)
 
 
 @gluon.jit
@@ -299,7 +332,8 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     rows: gl.constexpr = gl.SliceLayout(1, MMA)  # (4, R): warp, row
     keys: gl.constexpr = gl.SliceLayout(2, MMA)  # (4, 16): warp, key
     warps: gl.constexpr = gl.SliceLayout(1, keys)  # (4,)
-    sizes: gl.constexpr = [shape.stages, KEYS, W]
+    sizes: gl.constexpr = [shape.stages, KEYS, shape.row]
+    is_codes: gl.constexpr = shape.kind == INT4
     record = plan + pair * FIELDS
     seq = gl.load(record)
     start = gl.load(record + 1)
@@ -311,7 +345,7 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     num_splits = gl.load(record + 7)
     used = gl.minimum(gl.maximum(gl.load(cu_seqlens_q + num_seqs), 0), num_tokens)
     _clear(o, lse, used + pair, num_pairs, num_tokens, head, shape)
-    operand, power = _queries(q, start, run, head, stride_qt, stride_qh, shape)
+    operand, power, q_sums = _queries(q, start, run, head, stride_qt, stride_qh, shape)
     row_scale = gl.expand_dims(gl.expand_dims(power * scale_log2, 0), 1)
     if not shape.slot_scales:
         row_scale = row_scale * gl.load(k_head_scale + head)
@@ -324,23 +358,34 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     sums = gl.zeros([4, 16, R], gl.float32, MMA)  # of p, by the lane that made it
     m = gl.full([4, R], LOWEST, gl.float32, rows)
     unit = gl.full([4], 0.0, gl.float32, warps)  # the largest scale of a value so far
-    k_tiles = reinterpret(ring.k, gl.int8, sizes, _tile_layout(W, 8))
-    v_tiles = reinterpret(ring.v, gl.int8, sizes, _tile_layout(W, 8))
+    zero_sums = sums  # of what multiplies values, times their zeros, likewise
+    q_sums = gl.expand_dims(gl.expand_dims(q_sums, 0), 1)
+    k_tiles = reinterpret(ring.k, gl.int8, sizes, _tile_layout(shape.row, 8))
+    v_tiles = reinterpret(ring.v, gl.int8, sizes, _tile_layout(shape.row, 8))
     for tile in range(first, last):
         step = before + (tile - first)
         stage = step % shape.stages
         mbarrier.wait(ring.full.index(stage), step // shape.stages & 1)
-        key_bytes = k_tiles.index(stage).load(key_bytes_layout(W))
-        value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))
+        if is_codes:
+            key_bytes = k_tiles.index(stage).load(nibble_keys_layout(W))
+            value_bytes = v_tiles.index(stage).load(nibble_values_layout(W))
+        else:
+            key_bytes = k_tiles.index(stage).load(key_bytes_layout(W))
+            value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))
         if shape.slot_scales:
             k_scales = _head_scales(ring.k_scale, stage, head, shape)
             v_scales = _head_scales(ring.v_scale, stage, head, shape)
         release_loaded(ring.empty.index(stage))
         zeros = gl.zeros([4, 16, R], gl.float32, MMA)
-        s = mma_v2(keys_operand(key_bytes, shape.kind), operand, zeros) * row_scale
+        if is_codes:
+            s = mma_v2(nibble_keys_operand(key_bytes), operand, zeros) * SCALE
+            s = (s - gl.expand_dims(_zeros_of(k_scales), 2) * q_sums) * row_scale
+            pairs, more_pairs = nibble_value_pairs(value_bytes)
+        else:
+            s = mma_v2(keys_operand(key_bytes, shape.kind), operand, zeros) * row_scale
+            pairs = value_pairs(value_bytes, shape.kind)
         if shape.slot_scales:
             s = s * gl.expand_dims(k_scales, 2)
-        pairs = value_pairs(value_bytes, shape.kind)
         low_edge, high_edge = full_keys_of_run(key_lo, seqlen_k, run, shape)
         if (tile * KEYS < low_edge) | (tile * KEYS + KEYS > high_edge):
             key = tile * KEYS + within
@@ -367,7 +412,13 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
             alpha = alpha * gl.expand_dims(gl.expand_dims(ratio, 1), 1)
             p = p * gl.expand_dims(v_scales * gl.expand_dims(inverse, 1), 2)
             unit = unit_new
-        acc = mma_v2(values_operand(pairs), probabilities_operand(p), acc * alpha)
+        if is_codes:
+            exact = p.to(gl.float16).to(gl.float32)  # as the product takes it
+            zero_sums = zero_sums * alpha + exact * gl.expand_dims(_zeros_of(v_scales), 2)
+            values = nibble_values_operand(pairs, more_pairs)
+        else:
+            values = values_operand(pairs)
+        acc = mma_v2(values, probabilities_operand(p), acc * alpha)
     if num_splits > 0:
         l = gl.sum(sums, 1)
         m_all = gl.max(m, 0)
@@ -378,11 +429,15 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
         else:
             weight = weight * gl.load(v_head_scale + head)
         total = value_order(gl.sum(acc * gl.expand_dims(weight, 1), 0)).permute((1, 0))
+        missing = l
+        if is_codes:
+            missing = gl.sum(gl.sum(zero_sums, 1) * weight, 0)
         if not (shape.alone or shape.merges) and (pair == first_pair) & (head == 0):
             gl.store(bounds + 2 * seq, first_pair)
             gl.store(bounds + 2 * seq + 1, num_splits)
         _finish(
             total,
+            missing,
             l,
             m_all,
             sinks,
@@ -542,6 +597,7 @@ def _keep_pairs(pairs, first_key, low, high):
 @gluon.jit
 def _finish(
     total,
+    missing,
     l,
     m,
     sinks,
@@ -559,12 +615,19 @@ def _finish(
     max_run,
     shape: gl.constexpr,
 ):
-    """Divide sums (rows, width) by l (rows,) and store them: the result, or that of a split."""
+    """Divide sums (rows, width) by l (rows,) and store them: the result, or that of a split.
+
+    missing: (rows,), of 4 bits what the sums hold too much.
+    """
     G: gl.constexpr = shape.group
     heads: gl.constexpr = shape.num_kv_heads * G
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     by_row: gl.constexpr = gl.SliceLayout(1, BLOCKED)
     total = gl.convert_layout(total, BLOCKED)
+    if shape.kind == INT4:
+        missing = gl.convert_layout(missing, by_row)
+        total = divide_odd(total) * SCALE - gl.expand_dims(missing, 1)
+        total = rotate(total, shape.log)
     l = gl.convert_layout(l, by_row)
     m = gl.convert_layout(m, by_row)
     R: gl.constexpr = shape.rows

@@ -20,12 +20,13 @@ from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
-from tilewise.kernels.spec import PagedSpec, PagedTensors
+from tilewise.kernels.spec import FOUR_BITS, PagedSpec, PagedTensors
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig
 from tilewise.kernels.tiles.paged_rows import plan_rows
 from tilewise.kernels.triton.early import options_of
 from tilewise.kernels.triton.paged.decode import launch_merge
+from tilewise.kernels.triton.paged.four_bits import log_of_rotated
 from tilewise.kernels.triton.paged.plan import launch_plan
 from tilewise.kernels.triton.paged.quantise import Scales, as_bytes
 from tilewise.kernels.triton.paged.rows import launch_rows
@@ -34,7 +35,8 @@ from tilewise.kernels.triton.paged.splits import FIELDS
 __all__ = ["fill_plan", "made_fwd", "plan_fwd", "plan_pairs", "why_not"]
 
 _WIDTHS = (64, 128)
-_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+_NIBBLE_WIDTHS = (64, 128, 256)
+_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 4}
 LOADER_REGISTERS = 24
 REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
 # The number of CTAs of a multiprocessor that stay and take pair after pair, in calls with WAVES or
@@ -56,11 +58,13 @@ def why_not(spec: PagedSpec) -> str | None:
 def why_not_decode(spec: PagedSpec) -> str | None:
     """Say why the kernel cannot run `spec` on Hopper, or return None when it can."""
     if spec.cache_dtype not in _KINDS:
-        return f"dtype of the cache must be int8 or float8_e4m3fn, got {spec.cache_dtype}"
+        return f"dtype of the cache must be int8, float8_e4m3fn or uint8, got {spec.cache_dtype}"
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype of q must be bfloat16 or float16, got {spec.dtype}"
-    if spec.head_dim not in _WIDTHS or spec.v_head_dim != spec.head_dim:
-        return f"both head dims must be 64 or 128, got {spec.head_dim} and {spec.v_head_dim}"
+    widths = _NIBBLE_WIDTHS if spec.cache_dtype == FOUR_BITS else _WIDTHS
+    if spec.head_dim not in widths or spec.v_head_dim != spec.head_dim:
+        wanted = ", ".join(map(str, widths))
+        return f"both head dims must be one of {wanted}, got {spec.head_dim} and {spec.v_head_dim}"
     rows = spec.max_seqlen_q * spec.group_size
     if not 1 <= rows <= ROWS.value and not _is_mixed(spec):
         return f"max_seqlen_q * Hq / Hk must be 1 ... {ROWS.value}, got {rows}"
@@ -196,7 +200,8 @@ def _add_decode(
     if not (splits.alone or merges):
         bounds = maker.empty((spec.num_seqs, 2), torch.int32)
     box = min(spec.block_size, KEYS.value)
-    tensors = [_bytes_descriptor(cache, box, spec.head_dim) for cache in caches]
+    row = spec.head_dim // 2 if spec.cache_dtype == FOUR_BITS else spec.head_dim
+    tensors = [_bytes_descriptor(cache, box, row) for cache in caches]
     if slot_scales:
         tensors += [scale_descriptor(x, box, HEADS.value) for x in scales]
     else:
@@ -206,6 +211,7 @@ def _add_decode(
         spec.group_size,
         _rows_of(spec),
         spec.head_dim,
+        row,
         spec.block_size,
         box,
         stages,
@@ -218,6 +224,7 @@ def _add_decode(
         merges,
         early.pop("EARLY"),
         LOADER_REGISTERS,
+        log_of_rotated(spec.head_dim),
     )
     items = splits.num_pairs * spec.num_kv_heads
     strides = [*scales[0].stride()[:2], *scales[1].stride()[:2]] if slot_scales else [0] * 4

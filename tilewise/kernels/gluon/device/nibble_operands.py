@@ -1,0 +1,147 @@
+"""Four-bit keys and values as operands of 16-bit products: less than an instruction a number.
+
+What: tiles of codes 0 ... 15, two in a byte, in shared memory -> float16 operands of mma.sync in
+      registers; the orders of channels that they want of queries and leave in sums.
+Grid: none, inlined into the kernels.
+One call: a tile of 64 keys; each of four warps has 16 of them, which no other warp multiplies.
+Traffic: shared memory once, 4 to 16 bytes at a time.
+Numerics: exact. A code c whose bits are the last of a float16's is c 2^-24, a subnormal number that
+      products take as it is; one that stays four bits higher is 16 times as much. So `SCALE` undoes
+      the first, and odd channels of queries and of sums are divided by 16.
+
+Products are transposed, as `byte_operands` says: keys and values are the 16 rows of m16n8k16. Of a
+left operand lane 4 g + t has the rows g and g + 8, and of each the columns 2 t + {0, 1} and 8 more.
+A register holds two codes of a key that are four channels apart, or of one channel and two
+neighbouring keys: a mask of two nibbles takes them out of a word, as it lies or shifted by a byte.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.device.byte_operands import KEYS, sum_layout
+
+INT4 = gl.constexpr(4)  # as in `triton.paged.quantise`
+SCALE = gl.constexpr(2.0**24)  # what products of codes are divided by
+# Eight codes of a key -> (0, 4), 16 (1, 5), (2, 6), 16 (3, 7).
+_KEYS = gl.constexpr(
+    "{ .reg .b32 y; shr.b32 y, $4, 8; "
+    "and.b32 $0, $4, 0x000F000F; and.b32 $1, $4, 0x00F000F0; "
+    "and.b32 $2, y, 0x000F000F; and.b32 $3, y, 0x00F000F0; }"
+)
+# Eight codes of two keys -> (even key, odd key) of each channel, times 16 of odd channels.
+_VALUES = gl.constexpr(
+    "{ .reg .b32 x, y, z, w; "
+    "prmt.b32 x, $8, $9, 0x5410; prmt.b32 y, $8, $9, 0x7632; "
+    "shr.b32 z, x, 8; shr.b32 w, y, 8; "
+    "and.b32 $0, x, 0x000F000F; and.b32 $1, x, 0x00F000F0; "
+    "and.b32 $2, z, 0x000F000F; and.b32 $3, z, 0x00F000F0; "
+    "and.b32 $4, y, 0x000F000F; and.b32 $5, y, 0x00F000F0; "
+    "and.b32 $6, w, 0x000F000F; and.b32 $7, w, 0x00F000F0; }"
+)
+
+
+@gluon.constexpr_function
+def nibble_keys_layout(width):
+    """Return how a warp takes its 16 of the keys (64, width / 2 bytes): 8 or 16 bytes a lane."""
+    run = min(16, width // 8)  # neighbours in memory that one lane has
+    registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
+    registers += [[0, 64]] * (width == 256)
+    lanes = [[0, run], [0, 2 * run], [1, 0], [2, 0], [4, 0]]
+    warps = [[16, 0], [32, 0]]
+    return gl.DistributedLinearLayout([*registers, [8, 0]], lanes, warps, [], [KEYS, width // 2])
+
+
+@gluon.constexpr_function
+def nibble_values_layout(width):
+    """Return how a warp takes its 16 of the values (64, width / 2 bytes)."""
+    run = width // 16
+    registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
+    lanes = [[2, 0], [4, 0], [0, run], [0, 2 * run], [0, 4 * run]]
+    warps = [[16, 0], [32, 0]]
+    registers = [*registers, [1, 0], [8, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [KEYS, width // 2])
+
+
+@gluon.jit
+def divide_odd(x):
+    """Divide the odd channels of x (rows, width) by 16, exactly but for subnormal results."""
+    rows: gl.constexpr = x.shape[0]
+    width: gl.constexpr = x.shape[1]
+    even, odd = gl.split(x.reshape([rows, width // 2, 2]))
+    return gl.join(even, odd * 0.0625).reshape([rows, width])
+
+
+@gluon.jit
+def nibble_key_order(x):
+    """Put the channels of (rows, width) into the order in which keys are multiplied."""
+    rows: gl.constexpr = x.shape[0]
+    width: gl.constexpr = x.shape[1]
+    words: gl.constexpr = width // 32 if width < 256 else 4  # neighbours that one lane has
+    parts = x.reshape([rows, width // (32 * words), 4, words, 2, 2, 2])
+    return parts.permute((0, 1, 3, 5, 6, 2, 4)).reshape([rows, width])
+
+
+@gluon.jit
+def _halves(pairs):
+    """Return what two registers' halves hold; costs no instruction."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
+        dtype=(gl.float16, gl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def nibble_keys_operand(x):
+    """Return the left operand (4, 16, width) of c q^T of the bytes int8 (64, width / 2)."""
+    width: gl.constexpr = 2 * x.shape[1]
+    words: gl.constexpr = width // 32 if width < 256 else 4
+    pairs = gl.inline_asm_elementwise(
+        _KEYS, "=r,=r,=r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=4
+    )
+    low, high = _halves(pairs)
+    parts = gl.join(low, high).reshape([4, 16, width // (32 * words), 4, words, 2, 2, 2])
+    parts = parts.permute((0, 1, 2, 4, 5, 6, 3, 7)).reshape([4, 16, width])
+    layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
+    return gl.convert_layout(parts, layout, assert_trivial=True)
+
+
+@gluon.jit
+def nibble_value_pairs(x):
+    """Return (even key, odd key) float16 pairs, int32 (32, width / 2) twice, of bytes int8 (64,
+    width / 2): of byte 4 w + j those of the channels 8 w + j, and 8 w + 4 + j."""
+    size: gl.constexpr = x.shape[1]
+    even, odd = gl.split(x.reshape([32, 2, size]).permute((0, 2, 1)))
+    return gl.inline_asm_elementwise(
+        _VALUES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [even, odd],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def nibble_values_operand(first, second):
+    """Return the left operand (4, width, 16) of c^T p^T of `nibble_value_pairs`."""
+    width: gl.constexpr = 2 * first.shape[1]
+    first_even, first_odd = _halves(first)
+    second_even, second_odd = _halves(second)
+    keys = gl.join(gl.join(first_even, first_odd), gl.join(second_even, second_odd))
+    keys = keys.reshape([4, 8, 8, width // 64, 4, 2, 2]).permute((0, 3, 6, 4, 2, 1, 5))
+    layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
+    return gl.convert_layout(keys.reshape([4, width, 16]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def rotate(x, LOG: gl.constexpr):
+    """Return float32 x (rows, width), each group of 2^LOG channels times the Hadamard matrix, in
+    x's layout, in which a thread has neighbouring channels; see `triton.paged.four_bits.rotate`."""
+    rows: gl.constexpr = x.shape[0]
+    width: gl.constexpr = x.shape[1]
+    group: gl.constexpr = 2**LOG
+    count: gl.constexpr = rows * width // group
+    layout: gl.constexpr = x.type.layout
+    for _ in gl.static_range(LOG):
+        even, odd = gl.split(x.reshape([rows, width // 2, 2]))
+        both = gl.join(even + odd, even - odd).reshape([count, group // 2, 2])
+        x = gl.convert_layout(both.permute((0, 2, 1)).reshape([rows, width]), layout)
+    return x * (group**-0.5)
