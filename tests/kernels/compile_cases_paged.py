@@ -183,7 +183,8 @@ def launch_byte_decode(spec: PagedSpec, *, head_scales: bool = False) -> None:
 
     slots = (4096, spec.block_size, spec.num_kv_heads)
     scale = meta(*(slots[2:] if head_scales else slots), dtype=torch.float32)
-    cache = meta(*slots, spec.head_dim, dtype=spec.cache_dtype)
+    row = spec.head_dim // (2 if spec.cache_dtype == torch.uint8 else 1)
+    cache = meta(*slots, row, dtype=spec.cache_dtype)
     paged(
         paged_attention,
         meta(spec.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
@@ -203,6 +204,15 @@ def launch_byte_decode(spec: PagedSpec, *, head_scales: bool = False) -> None:
 _BYTES: dict[str, tuple[dict[str, object], bool, bool]] = {
     "e4m3": ({"cache_dtype": torch.float8_e4m3fn}, False, False),
     "int8": ({"cache_dtype": torch.int8}, False, True),
+    "int4": ({"cache_dtype": torch.uint8}, False, False),
+    "int4-d64-16-rows": (
+        {"cache_dtype": torch.uint8, "head_dim": 64, "v_head_dim": 64, "num_q_heads": 128},
+        False,
+        True,
+    ),
+    "int4-d256": (
+        {"cache_dtype": torch.uint8, "head_dim": 256, "v_head_dim": 256}, False, True,
+    ),
     "int8-heads": ({"cache_dtype": torch.int8}, True, True),
     "e4m3-d64-block-256": (
         {
