@@ -20,7 +20,7 @@ from torch import Tensor
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.kernels.cpu.machine.threads import inner, kernel
 from tilewise.kernels.cpu.paged.ids import pairs_of, slots_of
-from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
+from tilewise.kernels.cpu.paged.quantise import CACHE_CODES
 from tilewise.kernels.cpu.paged.rope_write import write_quantised
 from tilewise.kernels.spec import ElementSpec
 
@@ -29,7 +29,7 @@ def why_not(spec: ElementSpec) -> str | None:
     """Return why these functions cannot run `spec`, or None if they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
-    return None if spec.dtype in BYTE_CODES else why_not_dtype(spec.dtype)
+    return None if spec.dtype in CACHE_CODES else why_not_dtype(spec.dtype)
 
 
 def write_kv_cache(

@@ -6,14 +6,17 @@ What      one packed call, described in plain numbers except addresses and lengt
           are the rows of all sequences of a group, and merged by lse.
 Grid      decode.py for single rows, whose cost is reading the cache; attention/forward.py for
           chunks, whose cost is arithmetic: it gathers each tile of keys once and multiplies. A call
-          that is batch-invariant uses decode_tiles.py for single rows.
+          that is batch-invariant, or over a cache of 4 bits, uses decode_tiles.py for single rows.
 One call  at most one parallel region of each kind.
 Traffic   see decode.py and attention/forward.py; the cache is never copied as a whole.
 Numerics  see decode.py and attention/forward.py; a sequence's bits do not depend on its neighbours,
           and in a batch-invariant call not on how many of its rows are computed at once either.
+          Over a cache of 4 bits all is float32, of queries that are rotated as its rows are.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -42,13 +45,21 @@ from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.paged.decode import place_sequences
 from tilewise.kernels.cpu.paged.decode_launch import rows_of, run_decode
 from tilewise.kernels.cpu.paged.decode_tiles import run_decode_tiles
+from tilewise.kernels.cpu.paged.four_bits import rotate
 from tilewise.kernels.cpu.paged.ids import check_ids, check_table
-from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
+from tilewise.kernels.cpu.paged.quantise import CACHE_CODES
 from tilewise.kernels.plan import Call, Refusal, Results
-from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedLevel, scale_per_slot
+from tilewise.kernels.spec import (
+    FOUR_BITS,
+    PagedSpec,
+    PagedTensors,
+    SharedKeys,
+    SharedLevel,
+    scale_per_slot,
+)
 from tilewise.kernels.tiles.paged import TileConfig
 
-CODES = DTYPE_CODES | BYTE_CODES
+CODES = DTYPE_CODES | CACHE_CODES
 
 
 def why_not(spec: PagedSpec) -> str | None:
@@ -59,7 +70,7 @@ def why_not(spec: PagedSpec) -> str | None:
         return f"cache dtype must be float64 with float64 q only, got {spec.cache_dtype}"
     if spec.head_dim % 2 or spec.v_head_dim % 2:
         return f"head dims must be even, got {spec.head_dim} and {spec.v_head_dim}"
-    if spec.cache_dtype in BYTE_CODES:
+    if spec.cache_dtype in CACHE_CODES:
         return why_not_dtype(spec.dtype)
     return why_not_dtype(spec.dtype) or why_not_dtype(spec.cache_dtype)
 
@@ -87,8 +98,11 @@ class PagedForwardPlan:
         given, shared = PagedTensors.of(call.layouts, call.spec.shared_rows)
         spec = self._spec = call.spec
         q = given.q.meta()
+        self._rotates = spec.cache_dtype == FOUR_BITS
         self._copies_q = q.stride(-1) != 1
-        q = q.contiguous() if self._copies_q else q
+        if self._rotates:
+            spec, q = replace(spec, dtype=torch.float32), q.float()
+        q = q.contiguous() if self._copies_q or self._rotates else q
         self._own = _Pass(spec, given, q)
         self._levels = []
         for level in () if shared is None else shared.levels:
@@ -105,8 +119,17 @@ class PagedForwardPlan:
     def run(self, *tensors: Tensor | None) -> Results:
         """Return o and lse."""
         given, shared = PagedTensors.of(tensors, self._spec.shared_rows)
+        if self._rotates:
+            q = given.q.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+            rotate(q)
+            o, lse = self._run(given._replace(q=q), shared)
+            rotate(o)
+            return o.to(self._spec.dtype), lse
         if self._copies_q:
             given = given._replace(q=given.q.contiguous())
+        return self._run(given, shared)
+
+    def _run(self, given: PagedTensors, shared: SharedKeys | None) -> tuple[Tensor, Tensor]:
         if shared is None:
             return self._own.run(given)
         skipped, q = shared.skipped, given.q
@@ -151,6 +174,7 @@ class _Pass:
     def __init__(self, spec: PagedSpec, layouts: PagedTensors, q: Tensor) -> None:
         self._spec, self._dtype = spec, q.dtype
         self._cache_dtype = spec.cache_dtype
+        self._tiles_singles = spec.batch_invariant or spec.cache_dtype == FOUR_BITS
         self._o_shape, self._lse_shape = (*q.shape[:-1], spec.v_head_dim), (q.shape[1], q.shape[0])
         k_cache, v_cache = layouts.k_cache.meta(), layouts.v_cache.meta()
         assert k_cache.stride(-1) == v_cache.stride(-1) == 1, "cache rows are contiguous"
@@ -185,9 +209,7 @@ class _Pass:
     @property
     def steps(self) -> list[str]:
         """The lines that describe the pass."""
-        decode = (
-            "the decode kernel over tiles" if self._spec.batch_invariant else "the decode kernel"
-        )
+        decode = "the decode kernel over tiles" if self._tiles_singles else "the decode kernel"
         single = [] if self._has_tree else [f"run {decode} for single rows"]
         if self._spec.max_seqlen_q == 1 and single:
             return single
@@ -245,7 +267,7 @@ class _Pass:
             problem = problem._replace(mask=tree)
         if single > 0:
             part = problem if single == len(starts) else _subset(problem, starts[:, Q_LEN] == 1)
-            if spec.batch_invariant:
+            if self._tiles_singles:
                 run_decode_tiles(self._widened(part), lse)
             else:
                 run_decode(rows_of(part, self._cache_dtype, torch.get_num_threads()), lse)

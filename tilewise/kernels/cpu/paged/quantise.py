@@ -22,9 +22,12 @@ from numba.extending import intrinsic
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import load_row, read_f32, write_f32
 from tilewise.kernels.cpu.machine.threads import inner
+from tilewise.kernels.cpu.paged.four_bits import INT4, load_codes, pack_row
+from tilewise.kernels.spec import FOUR_BITS
 
-INT8, E4M3 = 4, 5  # dtype codes beside those of `rows`
+INT8, E4M3 = 4, 5  # dtype codes beside those of `rows`; INT4 of `four_bits` is 6
 BYTE_CODES = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
+CACHE_CODES = BYTE_CODES | {FOUR_BITS: INT4}
 E4M3_FACTOR = 256.0  # 2 ** (15 - 7), the biases of float16 and e4m3
 SMALLEST_SCALE = 2.0**-126  # below this 1 / scale exceeds float32: such rows become 0
 _i8, _i16, _i32, _half = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType()
@@ -147,6 +150,8 @@ def load_values(like, code, scratch, start, address, count, scale_address):
         return load_row(like, code, scratch, start, address, count)
     lanes = simd.REGISTER_BYTES // like.itemsize
     scale = read_scale(like, code, scale_address)
+    if code == INT4:
+        return load_codes(like, scratch, start, address, count, scale)
     scales = simd.splat(like, scale)
     done = count // lanes * lanes
     for column in range(0, done, lanes):
@@ -208,6 +213,9 @@ def store_bytes(row, count, code, scale, address):
 @inner
 def quantise_row(row, count, code, address, scale_address, owns_scale):
     """Store row[0 : count] float32 as bytes, by its own scale or by the one at scale_address."""
+    if code == INT4:
+        pack_row(row, count, address, scale_address)
+        return
     if owns_scale:
         scale = own_scale(row, count, code)
         write_f32(scale_address, scale)

@@ -31,12 +31,12 @@ from tilewise.kernels.cpu.machine.threads import (
     scratch,
 )
 from tilewise.kernels.cpu.paged.ids import slots_of
-from tilewise.kernels.cpu.paged.quantise import BYTE_CODES, INT8, quantise_row
+from tilewise.kernels.cpu.paged.quantise import CACHE_CODES, INT8, quantise_row
 from tilewise.kernels.cpu.rope import rotate_row
 from tilewise.kernels.spec import ElementSpec, scale_per_slot
 
 TOKENS_PER_TASK = 64  # as for rope: several times a thread's wake-up
-_CODES = DTYPE_CODES | BYTE_CODES
+_CODES = DTYPE_CODES | CACHE_CODES
 
 
 class Rows(NamedTuple):
@@ -68,7 +68,7 @@ def why_not(spec: ElementSpec) -> str | None:
     """Return why this kernel cannot write to a cache of the spec's dtype, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
-    return None if spec.dtype in BYTE_CODES else why_not_dtype(spec.dtype)
+    return None if spec.dtype in CACHE_CODES else why_not_dtype(spec.dtype)
 
 
 def launch(
