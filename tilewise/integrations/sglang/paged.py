@@ -53,7 +53,7 @@ class PagedBackend(StepBackend):
         Args:
             q: (T, Hq * D) or (T, Hq, D).
             k, v: (T, Hk, D) and (T, Hk, Dv), written first; None where another layer wrote them.
-            layer: SGLang's RadixAttention.
+            layer: SGLang's RadixAttention, with heads, windows and scales.
             forward_batch: the batch, whose metadata was made before.
             save_kv_cache: False writes nothing.
             sinks: (Hq,), a logit of each head that has no value.
@@ -69,19 +69,22 @@ class PagedBackend(StepBackend):
         k_cache, v_cache = self.pool.get_kv_buffer(layer.layer_id)
         if k_cache.dim() != 3:
             raise UnsupportedError(f"a pool must be (slots, Hk, D), got {tuple(k_cache.shape)}")
-        k_scale = v_scale = None
+        k_scale: Any = None
+        v_scale: Any = None
         if k_cache.dtype.itemsize == 1:
             k_scale, v_scale = self._scales_of(layer)
         count = step.num_tokens
         o = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         o[count:].zero_()
         window = layer.sliding_window_size
-        in_windows = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
+        table: Any = step.block_table
+        if self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]:
+            table = step.window_table
         paged_attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:count],
             self.paged(k_cache),
             self.paged(v_cache),
-            block_table=step.window_table if in_windows else step.block_table,
+            block_table=table,
             seqlens_k=step.seq_lens,
             cu_seqlens_q=step.edges,
             max_seqlen_q=step.max_query_len,

@@ -60,7 +60,7 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
             raise UnsupportedError("dcp_size must be 1: a sequence is not cut over GPUs here")
         self.device = runner.device
         self.pool = runner.token_to_kv_pool
-        self.slots: Tensor = runner.req_to_token_pool.req_to_token
+        self.slots: Any = runner.req_to_token_pool.req_to_token
         self.block_size: int = runner.page_size
         self.max_blocks = -(-runner.model_config.context_len // self.block_size)
         self.has_window_pool = isinstance(self.pool, SWAKVPool)
@@ -167,7 +167,7 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         """Return where a layer writes its new tokens, for the pool's writer."""
         return KVWriteLoc.for_batch(forward_batch, swa_loc=step.window_slots)
 
-    def paged(self, buffer: Tensor) -> Tensor:
+    def paged(self, buffer: Any) -> Any:
         """Return a pool's buffer (slots, ...) as pages (num_blocks, block_size, ...)."""
         return buffer.unflatten(0, (-1, self.block_size))
 
