@@ -82,7 +82,9 @@ class Inputs:
         self.case = case
         counts = [-(-length // case.block_size) for length in case.lengths]
         channels = 2 * sum(case.lengths) * case.num_kv_heads * case.head_dim
-        self.num_bytes = channels // 2 if case.dtype == torch.uint8 else channels * case.dtype.itemsize
+        self.num_bytes = (
+            channels // 2 if case.dtype == torch.uint8 else channels * case.dtype.itemsize
+        )
         copies = max(1, min(64, -(-rotated_bytes // self.num_bytes)))
         shape = (sum(counts), case.block_size, case.num_kv_heads, case.head_dim)
         drawn = [[_draw(shape, case.dtype, where) for _ in range(2)] for _ in range(copies)]

@@ -491,7 +491,7 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cache.add_argument(
         "--dtype",
         default="auto",
-        choices=("auto", *_DTYPES, "int8", "fp8_e4m3"),
+        choices=("auto", *_DTYPES, "int8", "fp8_e4m3", "int4"),
         help="of the cache",
     )
 

@@ -211,7 +211,9 @@ _BYTES: dict[str, tuple[dict[str, object], bool, bool]] = {
         True,
     ),
     "int4-d256": (
-        {"cache_dtype": torch.uint8, "head_dim": 256, "v_head_dim": 256}, False, True,
+        {"cache_dtype": torch.uint8, "head_dim": 256, "v_head_dim": 256},
+        False,
+        True,
     ),
     "int8-heads": ({"cache_dtype": torch.int8}, True, True),
     "e4m3-d64-block-256": (

@@ -61,7 +61,7 @@ COLUMNS = [
     "x best peer",
     "error",
 ]
-_ELEMENT_BYTES = {"int8": 1, "fp8_e4m3": 1, "float32": 4}
+_ELEMENT_BYTES = {"int4": 0.5, "int8": 1, "fp8_e4m3": 1, "float32": 4}
 
 
 def plan_workloads(options: argparse.Namespace, name: str, sizes: Sizes) -> list[Workload]:

@@ -29,8 +29,9 @@ __all__ = [
 
 # Caches of these dtypes have a float32 scale for each token's channels of a head.
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+FOUR_BITS = torch.uint8  # and so have those of this one, two channels a byte; keys and values alone
 
-# One layer's cache: k_cache, v_cache and, of an 8-bit one, k_scale and v_scale.
+# One layer's cache: k_cache, v_cache and, of 8 and 4 bits, k_scale and v_scale.
 KVLayer = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 # One layer's latents: latent_cache and, of an 8-bit one, latent_scale.
 LatentLayer = Tensor | tuple[Tensor, Tensor]
@@ -72,7 +73,7 @@ class _Row:
     @property
     def is_quantised(self) -> bool:
         """Whether rows have scales."""
-        return self.dtype in QUANTISED_DTYPES
+        return self.dtype in (*QUANTISED_DTYPES, FOUR_BITS)
 
     @property
     def scale_bytes(self) -> int:
@@ -89,10 +90,10 @@ class KVSpec(_Row):
         num_kv_heads: Hk, the number of key/value heads.
         head_dim: D, the channels of a key.
         v_head_dim: Dv, the channels of a value.
-        dtype: a floating-point type of 16 bits or more, int8 or float8_e4m3fn.
+        dtype: a floating-point type of 16 bits or more, int8 or float8_e4m3fn; uint8 for 4 bits.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or a head dim is odd in 4 bits.
         TypeError: dtype is another one.
     """
 
@@ -105,12 +106,24 @@ class KVSpec(_Row):
         _require_positive("num_kv_heads", self.num_kv_heads)
         _require_positive("head_dim", self.head_dim)
         _require_positive("v_head_dim", self.v_head_dim)
-        _check_dtype(self.dtype)
+        if self.dtype != FOUR_BITS:
+            _check_dtype(self.dtype)
+        elif self.head_dim % 2 or self.v_head_dim % 2:
+            raise ValueError(
+                "head_dim and v_head_dim must be even in a cache of 4 bits, "
+                f"got {self.head_dim} and {self.v_head_dim}"
+            )
+
+    @property
+    def channels_per_element(self) -> int:
+        """Channels that one element of the tensors holds."""
+        return 2 if self.dtype == FOUR_BITS else 1
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in one layer: Hk ((D + Dv) times the element size + the scales)."""
-        channels = (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+        """Bytes of one token in one layer: Hk ((D + Dv) times those of a channel + the scales)."""
+        elements = (self.head_dim + self.v_head_dim) // self.channels_per_element
+        channels = elements * self.dtype.itemsize
         return self.num_kv_heads * (channels + self.scale_bytes)
 
 
@@ -407,14 +420,16 @@ class CacheSpec:
         return CacheSpec(len(own.layers), self.block_size, own.kind, (whole,))
 
     def k_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
-        """Shape of one layer's k_cache: (num_blocks, P, Hk, D)."""
+        """Shape of one layer's k_cache: (num_blocks, P, Hk, D), in 4 bits (..., D / 2)."""
         kv = self._keys_and_values()
-        return (num_blocks, self.block_size, kv.num_kv_heads, kv.head_dim)
+        width = kv.head_dim // kv.channels_per_element
+        return (num_blocks, self.block_size, kv.num_kv_heads, width)
 
     def v_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
-        """Shape of one layer's v_cache: (num_blocks, P, Hk, Dv)."""
+        """Shape of one layer's v_cache: (num_blocks, P, Hk, Dv), in 4 bits (..., Dv / 2)."""
         kv = self._keys_and_values()
-        return (num_blocks, self.block_size, kv.num_kv_heads, kv.v_head_dim)
+        width = kv.v_head_dim // kv.channels_per_element
+        return (num_blocks, self.block_size, kv.num_kv_heads, width)
 
     def scale_shape(self, num_blocks: int) -> tuple[int, int, int]:
         """Shape of one layer's k_scale and v_scale: (num_blocks, P, Hk)."""
@@ -427,7 +442,7 @@ class CacheSpec:
     def tensors(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of the tensors of one layer of the first group.
 
-        They are k_cache and v_cache, with k_scale and v_scale in an 8-bit cache; for latents
+        They are k_cache and v_cache, with k_scale and v_scale in one of 8 or 4 bits; for latents
         latent_cache (num_blocks, P, R + Dr), with latent_scale (num_blocks, P, 2) in an 8-bit
         cache.
         """

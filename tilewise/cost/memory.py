@@ -6,7 +6,7 @@ Lengths are tokens, sizes are elements unless the name says bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "WastedSlots",
@@ -26,7 +26,7 @@ def kv_cache_bytes(
     *,
     v_head_dim: int | None = None,
     num_layers: int = 1,
-    itemsize: int = 2,
+    itemsize: float = 2,
 ) -> int:
     """Return the bytes of keys and values of one token: Hk (D + Dv) elements a layer.
 
@@ -36,17 +36,17 @@ def kv_cache_bytes(
     Source: Stratos, "Efficient Attention", section 3.
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    return num_layers * num_kv_heads * (head_dim + v_head_dim) * itemsize
+    return int(num_layers * num_kv_heads * (head_dim + v_head_dim) * itemsize)
 
 
 def mla_cache_bytes(
-    latent_dim: int, rope_dim: int, *, num_layers: int = 1, itemsize: int = 2
+    latent_dim: int, rope_dim: int, *, num_layers: int = 1, itemsize: float = 2
 ) -> int:
     """Return the bytes of the latent and the rotated key of one token: R + Dr elements a layer.
 
     Source: Stratos, "Efficient Attention", section 3.2.1.
     """
-    return num_layers * (latent_dim + rope_dim) * itemsize
+    return int(num_layers * (latent_dim + rope_dim) * itemsize)
 
 
 def grouped_heads(num_q_heads: int, num_kv_heads: int) -> int:
@@ -79,7 +79,7 @@ def cache_bytes_by_kind(
     latent_dim: int | None = None,
     rope_dim: int | None = None,
     num_layers: int = 1,
-    itemsize: int = 2,
+    itemsize: float = 2,
 ) -> dict[str, int]:
     """Return the bytes that one token would take in the cache with MHA, GQA, MQA and MLA of one
     shape.
@@ -94,7 +94,7 @@ def cache_bytes_by_kind(
     Source: Stratos, "Efficient Attention", section 3.
     """
     heads = {"MHA": num_q_heads, "GQA": grouped_heads(num_q_heads, num_kv_heads), "MQA": 1}
-    options = {"num_layers": num_layers, "itemsize": itemsize}
+    options: dict[str, Any] = {"num_layers": num_layers, "itemsize": itemsize}
     sizes = {
         kind: kv_cache_bytes(count, head_dim, v_head_dim=v_head_dim, **options)
         for kind, count in heads.items()

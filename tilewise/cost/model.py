@@ -87,10 +87,10 @@ class Sizes:
             vocab_size=self.vocab_size,
         )
 
-    def cache_bytes(self, element_bytes: int = 2) -> int:
-        """Return the bytes of one token's keys and values; 1-byte elements add a float32 scale a
-        head."""
-        head = self.head_dim * element_bytes + (4 if element_bytes == 1 else 0)
+    def cache_bytes(self, element_bytes: float = 2) -> int:
+        """Return the bytes of one token's keys and values; elements of 1 byte or half of one add a
+        float32 scale a head."""
+        head = int(self.head_dim * element_bytes) + (4 if element_bytes <= 1 else 0)
         return 2 * self.num_layers * self.num_kv_heads * head
 
 

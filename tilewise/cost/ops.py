@@ -288,7 +288,7 @@ def paged_attention_cost(
     seqlens_q: Sequence[int] | None = None,
     window_left: int = -1,
     itemsize: int = 2,
-    cache_itemsize: int | None = None,
+    cache_itemsize: float | None = None,
 ) -> Cost:
     """Cost causal attention over a paged cache that reads each visible key and value once.
 
@@ -312,7 +312,7 @@ def paged_attention_cost(
         if new:
             keys += _visible_span(length - new, length, length, window_left, 0, 1)
     tokens, channels = sum(seqlens_q), head_dim + v_head_dim
-    read = keys * num_kv_heads * channels * cache_itemsize
+    read = int(keys * num_kv_heads * channels * cache_itemsize)
     read += tokens * num_q_heads * head_dim * itemsize
     written = tokens * num_q_heads * v_head_dim * itemsize
     return Cost(2 * pairs * num_q_heads * channels, read, written)

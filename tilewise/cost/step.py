@@ -124,7 +124,7 @@ class StepCost:
         *,
         dtype: str = "bfloat16",
         weight_itemsize: float = 2,
-        cache_itemsize: int = 2,
+        cache_itemsize: float = 2,
         tensor_parallel: int = 1,
     ) -> None:
         peaks = machine.peaks(dtype)

@@ -80,7 +80,7 @@ def _size(config: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def cache_table(shape: CacheShape, itemsize: int) -> str:
+def cache_table(shape: CacheShape, itemsize: float) -> str:
     """Return bytes of a token for MHA, GQA, MQA and MLA of this shape, one a line.
 
     The model's own kind is marked. GQA has the model's key heads, or an eighth of its query heads

@@ -585,10 +585,10 @@ class EngineConfig:
     kv_cache_dtype: str | torch.dtype = field(
         default="auto",
         metadata=option(
-            Name("auto, float32, float16, bfloat16, int8, fp8_e4m3"),
+            Name("auto, float32, float16, bfloat16, int8, fp8_e4m3, int4"),
             "dtype of the cache",
             '"int8" and "fp8_e4m3" take half the memory of 16 bits, with a scale for each token '
-            'and head; "auto" is the dtype of the parameters.',
+            'and head; "int4" takes a quarter; "auto" is the dtype of the parameters.',
             flag="kv_cache_dtype",
             metavar="DTYPE",
         ),

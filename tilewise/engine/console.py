@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tilewise.cache.spec import KVSpec
 from tilewise.engine.cache_table import CacheShape, cache_table, read_latent_shape
 from tilewise.engine.captured.elsewhere import Task, compile_for
 from tilewise.engine.llm import LLM
@@ -139,7 +140,8 @@ def explain_cache(model: str, block_size: int, dtype: str) -> None:
         return
     heads, dim = (config.num_q_heads, config.num_kv_heads), config.head_dim
     shape = CacheShape(len(config.attentions), *heads, dim, dim)
-    print(cache_table(shape, spec.kv.dtype.itemsize))
+    assert isinstance(spec.kv, KVSpec)
+    print(cache_table(shape, spec.kv.dtype.itemsize / spec.kv.channels_per_element))
 
 
 def _has_states(directory: Path) -> bool:

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.cache.spec import FOUR_BITS, CacheSpec, KVSpec, LatentSpec
 from tilewise.cache.states import checkpoint_bytes
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.sizing import StateMemory
@@ -104,6 +104,8 @@ def _kept(kind: KVSpec | LatentSpec) -> str:
         channels = f"({kind.head_dim} + {kind.v_head_dim})"
         heads = f"{kind.num_kv_heads} head{'s' * (kind.num_kv_heads > 1)} x "
     text = f"{channels} channels x {width} byte{'s' * (width > 1)}"
+    if kind.dtype == FOUR_BITS:
+        text, dtype = f"{channels} channels / 2 bytes", "4 bits"
     if kind.is_quantised:
         text = f"({text} + {kind.scale_bytes} of scales)"
     return f"{heads}{text} ({dtype})"

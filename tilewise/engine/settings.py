@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.cache.spec import FOUR_BITS, CacheSpec, KVSpec, LatentSpec
 from tilewise.engine.config import LEAST_MAX_RANK, EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.models.config import ModelConfig
@@ -55,6 +55,7 @@ _CACHE_DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
     "fp8_e4m3": torch.float8_e4m3fn,
+    "int4": FOUR_BITS,
 }
 
 
@@ -226,6 +227,11 @@ def cache_spec(
     states = config.states(token_dtype or dtype)
     kinds: list[KVSpec | LatentSpec]
     if config.latent is not None:
+        if dtype == FOUR_BITS:
+            raise ValueError(
+                "kv_cache_dtype must be auto, a float dtype, int8 or fp8_e4m3 for a model with "
+                "latents, got int4"
+            )
         kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
         kinds = [kind] * len(windows)
     else:

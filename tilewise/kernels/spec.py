@@ -466,6 +466,11 @@ class QuantisedLinearSpec(ElementSpec):
 FOUR_BITS = torch.uint8  # dtype of a cache with two codes of 4 bits in a byte
 
 
+def channel_bytes(dtype: torch.dtype) -> float:
+    """Return the bytes of a channel in a cache of `dtype`."""
+    return 0.5 if dtype == FOUR_BITS else dtype.itemsize
+
+
 def row_width(cache: Tensor) -> int:
     """Return D, the channels of a row of a cache (..., D), or (..., D / 2) of 4 bits."""
     return cache.shape[-1] * (2 if cache.dtype == FOUR_BITS else 1)

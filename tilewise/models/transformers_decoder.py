@@ -169,7 +169,7 @@ class _Step:
             softcap=call.softcap,
             sinks=sinks,
         )
-        return ctx.attended(attend, q, v_cache.shape[-1]).unsqueeze(0)
+        return ctx.attended(attend, q, v.shape[-1]).unsqueeze(0)
 
 
 def _paged(

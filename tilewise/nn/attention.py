@@ -291,7 +291,7 @@ class Attention(nn.Module):
             )
         if growth is not None:
             q = (q * growth).to(q.dtype)
-        return ctx.attended(self._over(kv), q, v_cache.shape[-1])
+        return ctx.attended(self._over(kv), q, self.head_dim)
 
     def _over(self, kv: KVLayer) -> Attend:
         """Return the attention of rotated queries to the cache."""

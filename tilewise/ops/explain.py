@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise import cost
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.plan import Call, Plan, Refusal
+from tilewise.kernels.spec import channel_bytes
 from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.ops import dispatch, values
 from tilewise.ops.attention import op as attention_op
@@ -192,12 +193,12 @@ def _explain_paged(
         seqlens_q=runs,
         window_left=spec.window_left,
         itemsize=spec.dtype.itemsize,
-        cache_itemsize=spec.cache_dtype.itemsize,
+        cache_itemsize=channel_bytes(spec.cache_dtype),
     )
     shared = kwargs.get("shared")
     if shared is not None:
         channels = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
-        saved = shared.saved_tokens * channels * spec.cache_dtype.itemsize
+        saved = int(shared.saved_tokens * channels * channel_bytes(spec.cache_dtype))
         work = cost.Cost(work.flops, work.bytes_read - saved, work.bytes_written)
     return Explanation(op_name, backend, refusals, *_told(plan, work, q))
 

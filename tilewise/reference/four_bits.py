@@ -1,8 +1,11 @@
 """Four-bit keys and values: their format, and how far they are from what was written.
 
-A row is one token's D channels of one head, D even. It is rotated first: each group of B channels,
-B the largest power of two that divides D, at most 128, is multiplied by the orthonormal Hadamard
-matrix, which spreads an outlier over its group. Then, for the 16 codes c,
+A row is one token's D channels of one head, D even. It is rotated first: of each group of B
+channels, B the largest power of two that divides D, at most 128, some are negated, and the group is
+multiplied by the orthonormal Hadamard matrix. That spreads an outlier over its group, and so, by the
+signs, what all channels have in common: channel c is negated where an odd number of the pairs of
+its bits 0 and 1, 2 and 3, 4 and 5 are both 1, a function as far as can be from each row of the
+matrix. Then, for the 16 codes,
 
     rotated = scale * (c - zero),    |error| <= scale,    scale = (highest - lowest) / 15
 
@@ -10,7 +13,7 @@ where the range holds 0. Two codes are a byte, the even channel's in its low hal
 of 0 ... 15, is in the last four bits of scale's mantissa: a float32 is precise enough without them,
 and codes are computed with the scale that holds them.
 
-Scores need no rotation back, as q . k = rotate(q) . rotate(k); the rotation is its own inverse.
+Scores need no rotation back, as q . k = rotate(q) . rotate(k).
 
 Source: Ashkboos et al. 2024, "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs".
 """
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from tilewise.reference.quantise import SMALLEST_SCALE
 
-__all__ = ["hadamard_matrix", "pack", "rotate", "rotated_channels", "unpack"]
+__all__ = ["hadamard_matrix", "pack", "rotate", "rotate_back", "rotated_channels", "unpack"]
 
 WIDEST = 128  # channels that are rotated together, at most
 TOP = 15  # the largest code
@@ -36,19 +39,32 @@ def rotated_channels(width: int) -> int:
     return min(WIDEST, width & -width)
 
 
-def hadamard_matrix(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def hadamard_matrix(size: int) -> Tensor:
     """Return the orthonormal matrix (size, size) of Sylvester's construction, size a power of 2."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / math.sqrt(size)).to(dtype)
+    return matrix / math.sqrt(size)
+
+
+def signs(size: int) -> Tensor:
+    """Return 1 or -1 for each channel of a group, float64 (size,)."""
+    pairs = [(c & (c >> 1) & 0x55).bit_count() for c in range(size)]
+    return torch.tensor([(-1.0) ** count for count in pairs], dtype=torch.float64)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Return x (..., D) with each group of channels multiplied by a Hadamard matrix, in x's dtype."""
+    """Return x (..., D), each group of channels rotated, in x's dtype."""
     size = rotated_channels(x.shape[-1])
-    groups = x.unflatten(-1, (-1, size))
-    return (groups @ hadamard_matrix(size, x.dtype).to(x.device)).flatten(-2)
+    groups = x.unflatten(-1, (-1, size)) * signs(size).to(x)
+    return (groups @ hadamard_matrix(size).to(x)).flatten(-2)
+
+
+def rotate_back(x: Tensor) -> Tensor:
+    """Return what `rotate` made x (..., D) of."""
+    size = rotated_channels(x.shape[-1])
+    groups = x.unflatten(-1, (-1, size)) @ hadamard_matrix(size).to(x)
+    return (groups * signs(size).to(x)).flatten(-2)
 
 
 def pack(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,4 +94,4 @@ def unpack(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     zero = (scale.view(torch.int32) & ZERO_BITS).to(wide).unsqueeze(-1)
     codes = torch.stack([stored & 15, stored >> 4], -1).flatten(-2).to(wide)
-    return rotate(((codes - zero) * scale.to(wide).unsqueeze(-1)).to(dtype))
+    return rotate_back(((codes - zero) * scale.to(wide).unsqueeze(-1)).to(dtype))

@@ -1,7 +1,7 @@
 """Four-bit keys and values on a CPU: rows rotated, packed to two codes a byte, and read again.
 
-What      the rule of `reference.four_bits`: groups of channels times the Hadamard matrix; codes and
-          their scale; what codes stand for.
+What      the rule of `reference.four_bits`: groups of channels with signs, times the Hadamard
+          matrix; codes and their scale; what codes stand for.
 Grid      rows of queries and results are tasks; the rest is called by kernels that have a row.
 One call  one row of `count` elements that are contiguous in memory.
 Traffic   each element is read once and written once; scratch stays in the L1 cache.
@@ -31,9 +31,23 @@ _i8, _i32 = ir.IntType(8), ir.IntType(32)
 
 
 @inner
-def rotate_row(row, start, count):
-    """row[start : start + count] with each group of channels times the Hadamard matrix."""
+def _sign_row(row, start, count, size):
+    """Negate the channels of row[start : start + count] that the rule negates."""
+    for channel in range(count):
+        pairs = channel & (size - 1)
+        pairs &= pairs >> 1 & 0x55
+        pairs ^= pairs >> 4
+        pairs ^= pairs >> 2
+        if pairs & 1:
+            row[start + channel] = -row[start + channel]
+
+
+@inner
+def rotate_row(row, start, count, back):
+    """Rotate each group of channels of row[start : start + count], or rotate it back."""
     size = min(WIDEST, count & -count)
+    if not back:
+        _sign_row(row, start, count, size)
     half = 1
     while half < size:
         for first in range(start, start + count, 2 * half):
@@ -44,23 +58,25 @@ def rotate_row(row, start, count):
     factor = row.dtype.type(1.0 / math.sqrt(size))
     for at in range(start, start + count):
         row[at] *= factor
+    if back:
+        _sign_row(row, start, count, size)
 
 
 @kernel
-def _rotate_rows(rows, width, counter, num_tasks):
+def _rotate_rows(rows, width, back, counter, num_tasks):
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             return
         last = min((task + 1) * ROWS_PER_TASK, len(rows) // width)
         for row in range(task * ROWS_PER_TASK, last):
-            rotate_row(rows, row * width, width)
+            rotate_row(rows, row * width, width, back)
 
 
-def rotate(x: Tensor) -> None:
-    """Rotate the rows of a contiguous float32 tensor (..., D), in place."""
-    rows = x.view(-1).numpy()
-    run_tasks(_rotate_rows, -(-x.numel() // (x.shape[-1] * ROWS_PER_TASK)), rows, x.shape[-1])
+def rotate(x: Tensor, *, back: bool = False) -> None:
+    """Rotate the rows of a contiguous float32 tensor (..., D), or rotate them back, in place."""
+    rows, width = x.view(-1).numpy(), x.shape[-1]
+    run_tasks(_rotate_rows, -(-x.numel() // (width * ROWS_PER_TASK)), rows, width, back)
 
 
 @intrinsic
@@ -117,7 +133,7 @@ _read, _read_two = _reader(False), _reader(True)
 
 @inner
 def load_codes(like, scratch, start, address, count, scale):
-    """scratch[start : start + count] = the values of the codes at `address`, in rotated channels."""
+    """scratch[start : start + count] = the rotated channels that `count` codes stand for."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     zero = like.dtype.type(_bits(types.float32(scale)) & TOP)
     zeros, scales = simd.splat(like, zero), simd.splat(like, scale)
@@ -145,7 +161,7 @@ def _store_byte(typingctx, address, byte):
 @inner
 def pack_row(row, count, address, scale_address):
     """Rotate row[0 : count] float32, and store its codes and their scale."""
-    rotate_row(row, 0, count)
+    rotate_row(row, 0, count, False)
     lowest = highest = check = np.float32(0.0)
     for column in range(count):
         lowest, highest = min(lowest, row[column]), max(highest, row[column])

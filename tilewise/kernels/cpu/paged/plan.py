@@ -123,7 +123,7 @@ class PagedForwardPlan:
             q = given.q.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
             rotate(q)
             o, lse = self._run(given._replace(q=q), shared)
-            rotate(o)
+            rotate(o, back=True)
             return o.to(self._spec.dtype), lse
         if self._copies_q:
             given = given._replace(q=given.q.contiguous())

@@ -132,16 +132,31 @@ def nibble_values_operand(first, second):
 
 
 @gluon.jit
-def rotate(x, LOG: gl.constexpr):
-    """Return float32 x (rows, width), each group of 2^LOG channels times the Hadamard matrix, in
-    x's layout, in which a thread has neighbouring channels; see `triton.paged.four_bits.rotate`."""
+def _signed(x, LOG: gl.constexpr):
+    """Negate the channels of x (rows, width) that `reference.four_bits` negates."""
+    channel = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)) & (2**LOG - 1)
+    pairs = channel & (channel >> 1) & 0x55
+    pairs ^= pairs >> 4
+    pairs ^= pairs >> 2
+    return gl.where(gl.expand_dims(pairs & 1, 0) != 0, -x, x)
+
+
+@gluon.jit
+def rotate(x, LOG: gl.constexpr, BACK: gl.constexpr):
+    """Return float32 x (rows, width), each group of 2^LOG channels rotated, or rotated back, in x's
+    layout, in which a thread has neighbouring channels; see `triton.paged.four_bits.rotate`."""
     rows: gl.constexpr = x.shape[0]
     width: gl.constexpr = x.shape[1]
     group: gl.constexpr = 2**LOG
     count: gl.constexpr = rows * width // group
     layout: gl.constexpr = x.type.layout
+    if not BACK:
+        x = _signed(x, LOG)
     for _ in gl.static_range(LOG):
         even, odd = gl.split(x.reshape([rows, width // 2, 2]))
         both = gl.join(even + odd, even - odd).reshape([count, group // 2, 2])
         x = gl.convert_layout(both.permute((0, 2, 1)).reshape([rows, width]), layout)
-    return x * (group**-0.5)
+    x = x * (group**-0.5)
+    if BACK:
+        x = _signed(x, LOG)
+    return x

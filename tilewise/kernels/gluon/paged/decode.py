@@ -1,17 +1,16 @@
-"""Paged attention of short runs over caches of 8 and 4 bits on Hopper: TMA by the block, mma.sync in
-float16.
+"""Paged attention of short runs over caches of 8 and 4 bits on Hopper: TMA by the block, mma.sync.
 
 What: o = softmax(s) v and lse of at most 16 rows (new tokens x heads of a group) of a sequence.
 Grid: (pairs * Hk,), heads fastest; a pair is a sequence and a split of its keys, read from a plan.
 One CTA: a warp brings tiles of 64 keys into a ring, by one TMA copy a cache block, for four warps.
 Each of them folds 16 keys of every tile into sums of its own: nothing is exchanged before the end.
 Traffic: K, V and their scales once; q once a split; partials as in `triton.paged.decode`.
-Numerics: keys and values are widened exactly to float16. Rows of q are scaled by powers of two, so
-that they fit; scales of keys multiply logits. A value's scale, over the largest so far, multiplies
-its probability, which is then rounded to float16. m, l, acc float32; exponentials in base 2.
-Of 4 bits codes are multiplied, without their zeros: a key's zero times the sum of q is taken from
-its logit, and the sum of probabilities times zeros from the sums of values; q is rotated first, and
-the sums back.
+Numerics: products in float16, to which keys and values are widened exactly. Rows of q are scaled
+by powers of two, so that they fit; scales of keys multiply logits. A value's scale, over the
+largest so far, multiplies its probability, which is then rounded to float16. m, l, acc float32;
+exponentials in base 2. Of 4 bits codes are multiplied without their zeros: a key's zero times the
+sum of q is taken from its logit, and the sum of probabilities times zeros from the sums of values.
+Queries are rotated first, and sums back.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -41,6 +40,7 @@ from tilewise.kernels.gluon.device.byte_operands import (
     values_operand,
 )
 from tilewise.kernels.gluon.device.compat import partition_barrier, reinterpret, tma_load
+from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.device.nibble_operands import (
     INT4,
     SCALE,
@@ -53,7 +53,6 @@ from tilewise.kernels.gluon.device.nibble_operands import (
     nibble_values_operand,
     rotate,
 )
-from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2, reciprocal
 from tilewise.kernels.gluon.visible import first_key_of_run, full_keys_of_run, inside_window, key_at
 
@@ -211,7 +210,7 @@ def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
     place = q + gl.expand_dims(at, 1) + gl.expand_dims(channel, 0)
     x = gl.load(place, mask=inside, other=0.0).to(gl.float32)
     if shape.kind == INT4:
-        x = rotate(x, shape.log)
+        x = rotate(x, shape.log, False)
     largest = gl.max(gl.abs(x), 1)
     bits = largest.to(gl.int32, bitcast=True) & 0x7F800000
     power = gl.maximum(bits, 0x00800000).to(gl.float32, bitcast=True)
@@ -627,7 +626,7 @@ def _finish(
     if shape.kind == INT4:
         missing = gl.convert_layout(missing, by_row)
         total = divide_odd(total) * SCALE - gl.expand_dims(missing, 1)
-        total = rotate(total, shape.log)
+        total = rotate(total, shape.log, True)
     l = gl.convert_layout(l, by_row)
     m = gl.convert_layout(m, by_row)
     R: gl.constexpr = shape.rows

@@ -1,8 +1,8 @@
 """Four-bit keys and values in Triton: their rotation, and the numbers that codes stand for.
 
-what     rotate: groups of channels times the orthonormal Hadamard matrix; pack: rotated rows to
-         bytes of two codes, with their scales; widen_codes: bytes to the type of a product. The
-         rule is that of `reference.four_bits`
+what     rotate: groups of channels with signs, times the orthonormal Hadamard matrix; pack: rotated
+         rows to bytes of two codes, with their scales; widen_codes: bytes to the type of a product.
+         The rule is that of `reference.four_bits`
 grid     none: these functions are inlined
 program  works on tiles in registers
 traffic  none
@@ -44,8 +44,18 @@ def log_of_rotated(width: int) -> int:
 
 
 @triton.jit
-def rotate(x, LOG: tl.constexpr):
-    """Return float32 x (ROWS, WIDTH), each group of 2^LOG channels times the Hadamard matrix.
+def _signed(x, LOG: tl.constexpr):
+    """Negate the channels of x (ROWS, WIDTH) that the rule negates."""
+    channel = tl.arange(0, x.shape[1]) & (2**LOG - 1)
+    pairs = channel & (channel >> 1) & 0x55
+    pairs ^= pairs >> 4
+    pairs ^= pairs >> 2
+    return tl.where((pairs & 1)[None, :] != 0, -x, x)
+
+
+@triton.jit
+def rotate(x, LOG: tl.constexpr, BACK: tl.constexpr = False):
+    """Return float32 x (ROWS, WIDTH), each group of 2^LOG channels rotated, or rotated back.
 
     Each stage adds and subtracts neighbours and puts all sums before all differences. So the same
     stage, done LOG times, reaches every pair and leaves channels in their order.
@@ -54,12 +64,17 @@ def rotate(x, LOG: tl.constexpr):
     WIDTH: tl.constexpr = x.shape[1]
     GROUP: tl.constexpr = 2**LOG
     GROUPS: tl.constexpr = ROWS * WIDTH // GROUP
+    if not BACK:
+        x = _signed(x, LOG)
     x = tl.reshape(x, (GROUPS, GROUP))
     for _ in tl.static_range(LOG):
         even, odd = tl.split(tl.reshape(x, (GROUPS, GROUP // 2, 2)))
         x = tl.join(even + odd, even - odd)
         x = tl.reshape(tl.permute(x, (0, 2, 1)), (GROUPS, GROUP))
-    return tl.reshape(x * (GROUP**-0.5), (ROWS, WIDTH))
+    x = tl.reshape(x * (GROUP**-0.5), (ROWS, WIDTH))
+    if BACK:
+        x = _signed(x, LOG)
+    return x
 
 
 @triton.jit

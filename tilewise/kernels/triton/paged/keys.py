@@ -161,7 +161,7 @@ def rotated_like_keys(x, form: tl.constexpr):
 def rotated_back(o, form: tl.constexpr):
     """Rotate float32 sums of values of a cache of 4 bits back."""
     if form.kind == INT4:
-        o = rotate(o, form.v_log)
+        o = rotate(o, form.v_log, True)
     return o
 
 
