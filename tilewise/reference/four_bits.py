@@ -2,9 +2,9 @@
 
 A row is one token's D channels of one head, D even. It is rotated first: of each group of B
 channels, B the largest power of two that divides D, at most 128, some are negated, and the group is
-multiplied by the orthonormal Hadamard matrix. That spreads an outlier over its group, and so, by the
-signs, what all channels have in common: channel c is negated where an odd number of the pairs of
-its bits 0 and 1, 2 and 3, 4 and 5 are both 1, a function as far as can be from each row of the
+multiplied by the orthonormal Hadamard matrix. That spreads an outlier over its group and, by the
+signs, also what all channels have in common: channel c is negated where an odd number of the pairs
+of its bits 0 and 1, 2 and 3, 4 and 5 are both 1, a pattern as far as can be from each row of the
 matrix. Then, for the 16 codes,
 
     rotated = scale * (c - zero),    |error| <= scale,    scale = (highest - lowest) / 15

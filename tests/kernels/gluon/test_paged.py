@@ -131,6 +131,17 @@ def _reference(
     return result
 
 
+WIDE = Case("wide_heads", (3000, 70), (1, 1), (8, 4), head_dim=256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [*(c for c in CASES if not c.head_scales), WIDE], ids=lambda case: case.name
+)
+def test_four_bits_agree_with_float64_with_and_without_a_plan(case: Case) -> None:
+    test_agrees_with_float64_with_and_without_a_plan(case, torch.uint8)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -200,7 +211,7 @@ def test_forms_agree_with_float64(form: str, case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8], ids=str)
 def test_single_tokens_beside_prompts_agree_with_float64(
     dtype: torch.dtype,
 ) -> None:
@@ -339,10 +350,10 @@ def test_forms_agree_with_float64_in_the_emulator(form: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"cache_dtype": torch.bfloat16}, "dtype of the cache must be int8 or float8_e4m3fn"),
+        ({"cache_dtype": torch.bfloat16}, "dtype of the cache must be int8, float8_e4m3fn or"),
         ({"dtype": torch.float32}, "dtype of q must be bfloat16 or float16"),
-        ({"head_dim": 256, "v_head_dim": 256}, "both head dims must be 64 or 128"),
-        ({"v_head_dim": 64}, "both head dims must be 64 or 128, got 128 and 64"),
+        ({"head_dim": 256, "v_head_dim": 256}, "both head dims must be one of 64, 128, got 256"),
+        ({"v_head_dim": 64}, "both head dims must be one of 64, 128, got 128 and 64"),
         (
             {"max_seqlen_q": 5, "num_tokens": 5 * BYTES.num_seqs},
             "max_seqlen_q * Hq / Hk must be 1 ... 16, got 20",
