@@ -52,6 +52,17 @@ def test_scales_of_an_8_bit_cache_count(dtype: torch.dtype):
     assert CacheSpec(num_layers=1, block_size=16, kv=kv).scale_shape(5) == (5, 16, 8)
 
 
+def test_four_bits_hold_two_channels_a_byte_and_scales():
+    kv = KVSpec(num_kv_heads=8, head_dim=192, v_head_dim=128, dtype=torch.uint8)
+    assert kv.bytes_per_token == 8 * (96 + 64 + 4 + 4)
+    spec = CacheSpec(num_layers=1, block_size=16, kv=kv)
+    assert [shape for shape, _ in spec.tensors(5)] == [
+        (5, 16, 8, 96), (5, 16, 8, 64), (5, 16, 8), (5, 16, 8),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="head_dim and v_head_dim must be even .* got 63 and 64"):
+        KVSpec(num_kv_heads=8, head_dim=63, v_head_dim=64, dtype=torch.uint8)
+
+
 def test_specs_are_values():
     kv = KVSpec(num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.float32)
     same = KVSpec(num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.float32)

@@ -258,6 +258,12 @@ def test_the_compiled_list_is_cut_where_the_group_changes(tmp_path, case):
     assert edges[-1] == len(runner.program)
 
 
+def test_latents_in_4_bits_are_refused(tmp_path):
+    write_checkpoint(tmp_path, "deepseek", has_tokenizer=False)
+    with pytest.raises(ValueError, match="kv_cache_dtype must be .* with latents, got int4"):
+        LLM(tmp_path, device="cpu", block_size=4, kv_cache_dtype="int4", num_blocks=60)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
 def test_latents_in_8_bits_and_their_copies(tmp_path, dtype):
     """The tokens of samples are those that each would have alone, blocks being copied."""

@@ -534,10 +534,10 @@ def test_the_cache_may_be_narrower_than_the_model(checkpoints, case):
 # Both are read by one kernel, whose tests know both; every day the engine reads one of them.
 @pytest.mark.parametrize(
     ("name", "bound"),
-    [("int8", 0.05), pytest.param("fp8_e4m3", 0.2, marks=pytest.mark.slow)],
+    [("int8", 0.05), pytest.param("fp8_e4m3", 0.2, marks=pytest.mark.slow), ("int4", 0.6)],
 )
 @pytest.mark.parametrize("tokens_per_step", [64, 1], ids=["prefill", "decode"])
-def test_logits_over_an_8_bit_cache_of_the_story_model_are_close(name, bound, tokens_per_step):
+def test_logits_over_a_narrow_cache_of_the_story_model_are_close(name, bound, tokens_per_step):
     prompt = "Once upon a time, there was a little rabbit who lived in the"
     last, bytes_per_token = {}, {}
     for kind in ("float32", name):
@@ -561,14 +561,15 @@ def test_logits_over_an_8_bit_cache_of_the_story_model_are_close(name, bound, to
         bytes_per_token[kind] = llm.engine.stats().cache_bytes_per_token
     error = float((last[name] - last["float32"]).abs().max() / last["float32"].std())
     assert 0 < error < bound
-    # A byte for four, and a float32 beside each 32 channels.
-    assert bytes_per_token[name] * 32 == bytes_per_token["float32"] * 9
+    # A byte for four, or for eight, and a float32 beside each 32 channels.
+    bytes_of_32 = 16 + 4 if name == "int4" else 32 + 4
+    assert bytes_per_token[name] * 4 * 32 == bytes_per_token["float32"] * bytes_of_32
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be auto"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype must be auto"),
         ({"device": "meta"}, "device must be cpu or cuda, got 'meta'"),
         ({"device": "gpu"}, "device must be cpu or cuda, got 'gpu'"),
         ({"device": "cuda:99"}, "device must be one of the .* GPUs that torch sees, got 'cuda:99'"),

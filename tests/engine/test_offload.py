@@ -89,6 +89,18 @@ def test_files_are_found_by_the_next_llm_and_not_by_another_model(directory, tru
     assert other.engine.scheduler.tables.memory.stores[0].num_hits == 0
 
 
+def test_four_bits_go_through_main_memory_and_files_and_prefixes_are_found(directory, tmp_path):
+    """Texts over 4 bits are those of a cache that holds all at once."""
+    _, alone = answers(directory, kv_cache_dtype="int4", num_blocks=400)
+    settings = {"num_blocks": 40, "swap_space_gib": 1e-5, "offload_dir": tmp_path / "blocks"}
+    for _ in range(2):
+        llm, got = answers(directory, kv_cache_dtype="int4", **settings)
+        assert got == alone
+        store = llm.engine.scheduler.tables.memory.stores[0]
+        store.flush()
+    assert store.num_hits > 0
+
+
 def test_a_fingerprint_tells_weights_apart():
     model = torch.nn.Linear(3, 3)
     before = fingerprint(model, None, "auto")
