@@ -157,7 +157,10 @@ def distinct_tiles(problem: Problem) -> Iterator[Tile]:
         for kind in kinds for is_large in (True, False)
     }  # fmt: skip
     has_words = spec.dropout_p > 0 or spec.mask_tile is not None  # of at least 64 keys
+    most_keys = 128 if spec.mask_tile is None else spec.mask_tile[1]  # a tile has one entry
     for tile in sorted(found):
+        if tile.keys > most_keys:
+            continue
         if tile.bias_stages > 0 and not is_copied(problem):
             continue
         if not has_words or tile.keys >= 64:
