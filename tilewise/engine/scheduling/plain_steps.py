@@ -253,8 +253,8 @@ class Steady:
 
         Args:
             batch: the batch of the step.
-            preemptions: how often each of its sequences had been preempted when the step was
-                scheduled.
+            preemptions: the number of preemptions that each of its sequences had had when the step
+                was scheduled.
             samples: the token of each sequence.
         """
         first, number = first_of(batch.sequences)

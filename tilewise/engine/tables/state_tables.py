@@ -90,7 +90,8 @@ class _Save:
 
     Attributes:
         seq: the sequence whose state it is.
-        num_preemptions: how often the sequence had been preempted when the step was built.
+        num_preemptions: the number of preemptions that the sequence had had when the step was
+            built.
         slot: the slot that the state lies in.
         checkpoint: the number of the checkpoint that is written.
         position: the number of tokens of the sequence that the checkpoint covers.
