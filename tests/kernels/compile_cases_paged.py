@@ -98,7 +98,6 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
         True,
         True,
     ),
-    "decode-d512-int4": (_DECODE | _D512 | {"cache_dtype": torch.uint8}, True, True),
     "prefill-int4": (_PREFILL | {"cache_dtype": torch.uint8}, True, True),
     "drafts": ({"max_seqlen_q": 8, "num_tokens": 16 * 8}, True, True),
     "prefill": (_PREFILL, True, True),

@@ -203,12 +203,13 @@ def test_rows_of_another_width_are_refused_by_what_a_cache_holds():
         ops.write_kv_cache(rows, rows, cache, cache.clone(), slots, **scales)
 
 
-def test_widths_that_no_product_takes_are_refused():
+@pytest.mark.parametrize("width", [24, 512])
+def test_widths_that_the_portable_kernels_do_not_take_are_refused(width: int):
     (q, *_), metadata, longest = _problem("decode", torch.float32, "cpu")
-    cache = torch.zeros(20, 16, 2, 12, dtype=torch.uint8)
+    cache = torch.zeros(20, 16, 2, width // 2, dtype=torch.uint8)
     scales = {name: torch.ones(20, 16, 2) for name in ("k_scale", "v_scale")}
-    with pytest.raises(UnsupportedError, match="head_dim must be a multiple of 16 in a cache of 4"):
+    with pytest.raises(UnsupportedError, match="head_dim must be a multiple of 16 of at most 256"):
         ops.paged_attention(
-            q[..., :24].contiguous(), cache, cache, **metadata | scales, max_seqlen_q=longest,
-            backend="triton",
+            q.new_zeros(*q.shape[:2], width), cache, cache, **metadata | scales,
+            max_seqlen_q=longest, backend="triton",
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.spec import FOUR_BITS, PagedSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,9 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     else:
         step_bytes, num_stages = 16384, 4
     tile_n = min(max(16, 1 << (step_bytes // size).bit_length() - 1), 128)
+    is_plain = not (spec.has_alibi or spec.softcap > 0)  # with those 128 keys spill
+    if spec.cache_dtype == FOUR_BITS and is_hopper and is_plain and tile_m == 16 and size <= 512:
+        tile_n, num_stages = 128, 3  # 34 % of a read in place of 20 (H200, 64 x 4,096, D 128)
     # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
     num_warps = 8 if tile_m == 64 and has_only_mma_sync(arch) else 4
     return TileConfig(tile_m, tile_n, num_warps, num_stages)

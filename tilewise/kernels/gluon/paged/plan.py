@@ -36,7 +36,7 @@ __all__ = ["fill_plan", "made_fwd", "plan_fwd", "plan_pairs", "why_not"]
 
 _WIDTHS = (64, 128)
 _NIBBLE_WIDTHS = (64, 128, 256)
-_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 4}
+_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, FOUR_BITS: 4}
 LOADER_REGISTERS = 24
 REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
 # The number of CTAs of a multiprocessor that stay and take pair after pair, in calls with WAVES or

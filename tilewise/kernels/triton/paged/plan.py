@@ -19,7 +19,7 @@ from tilewise.kernels import device
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.plan import Maker as AddressedMaker
 from tilewise.kernels.plan import Call, LaunchPlan, Maker, Refusal
-from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedKeys
+from tilewise.kernels.spec import FOUR_BITS, PagedSpec, PagedTensors, SharedKeys
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.tiles.paged import PagedWork, SplitPlan, TileConfig
 from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
@@ -34,9 +34,10 @@ from tilewise.kernels.triton.paged.splits import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.uint8)  # uint8: two codes of 4 bits
+BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn, FOUR_BITS)
 # Of v and o: sums of 64 rows of 512 channels are 128 registers for each thread of 8 warps.
 MAX_HEAD_DIM, MAX_V_HEAD_DIM = 576, 512
+WIDEST_OF_FOUR_BITS = 256  # two sums of 16 rows of 256 channels each spilled 812 bytes a thread
 
 
 def why_not(spec: PagedSpec) -> str | None:
@@ -56,8 +57,11 @@ def why_not(spec: PagedSpec) -> str | None:
     ):
         if width > widest:
             return f"{name} must be at most {widest}, got {width}"
-        if spec.cache_dtype == torch.uint8 and width % 16:
-            return f"{name} must be a multiple of 16 in a cache of 4 bits, got {width}"
+        if spec.cache_dtype == FOUR_BITS and (width % 16 or width > WIDEST_OF_FOUR_BITS):
+            return (
+                f"{name} must be a multiple of 16 of at most {WIDEST_OF_FOUR_BITS} in a cache of 4 "
+                f"bits, got {width}"
+            )
     return None
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.spec import scale_per_slot
+from tilewise.kernels.spec import FOUR_BITS, scale_per_slot
 
 # The formats of a cache: floats, int8, float8_e4m3fn, float8_e4m3fn to be read by its bits, and two
 # codes of 4 bits a byte.
@@ -66,7 +66,7 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 def cache_kind(dtype: torch.dtype, arch: int) -> int:
     """Return how a kernel on a GPU of capability `arch` reads a cache of `dtype`."""
-    if dtype == torch.uint8:
+    if dtype == FOUR_BITS:
         return INT4.value
     if dtype != torch.float8_e4m3fn:
         return INT8.value if dtype == torch.int8 else FLOAT.value

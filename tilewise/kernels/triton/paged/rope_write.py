@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.host.launch import launch_now
-from tilewise.kernels.spec import ElementSpec, scale_per_slot
+from tilewise.kernels.spec import FOUR_BITS, ElementSpec, scale_per_slot
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.paged.four_bits import log_of_rotated, pack, rotate
 from tilewise.kernels.triton.paged.quantise import (
@@ -36,7 +36,7 @@ from tilewise.kernels.triton.paged.quantise import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.uint8)  # uint8: two codes of 4 bits
+BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn, FOUR_BITS)
 TILE_ELEMENTS = 2048  # 16 a thread of four warps, as in `cache_ops`
 
 
