@@ -191,7 +191,7 @@ def test_a_narrow_terminal_never_wraps_and_keeps_what_was_said(columns, variable
 
 def test_a_pipe_has_no_control_characters():
     process = warm.run(
-        [sys.executable, "-c", WORK], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", WORK], check=True,
         env=dict(os.environ) | {"TILEWISE_PROGRESS": "1", "TERM": "xterm"},
     )  # fmt: skip
     assert process.stderr == "a line that stays\ndone\n"
