@@ -28,6 +28,7 @@ from torch import Tensor
 from tilewise import ops
 from tilewise.kernels.low_rank import LowRank, RowTiles
 from tilewise.kernels.quantised_weight import QuantisedWeight
+from tilewise.ops import call as memory
 
 CALLS, ROUNDS = 300, 9
 ROWS, WIDTH, OUTPUTS, VOCAB, HEADS, DIM = 4, 1024, 1024, 32768, 8, 128
@@ -164,6 +165,16 @@ def check(name: str, own: Call, plain: Call) -> None:
         raise SystemExit(f"{name} is off by {error} of its norm")
 
 
+def anew(call: Call) -> Call:
+    """Return a call that finds nothing remembered."""
+
+    def run() -> None:
+        memory.forget()
+        call()
+
+    return run
+
+
 def measure(says: bool) -> dict[str, list[float]]:
     """Return what each op and torch's took in each round.
 
@@ -177,6 +188,7 @@ def measure(says: bool) -> dict[str, list[float]]:
             if is_alike:
                 check(kind.__name__, own, plain)
         calls |= {kind.__name__: own, f"{kind.__name__}: torch": plain}
+    calls |= {f"{name}, planned anew": anew(calls[name]) for name in ("linear", "rope_write")}
     found: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(10):

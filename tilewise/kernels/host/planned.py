@@ -111,6 +111,8 @@ def _placed(argument: Any, places: dict[int, Any]) -> Any:
     """Return an argument with the tensors of a plan for its own."""
     if isinstance(argument, Tensor):
         return places[id(argument)]
+    if not any(True for _ in _tensors(argument)):
+        return argument
     parts = {name: _placed(part, places) for name, part in _parts(argument).items()}
     if isinstance(argument, dict):
         return parts
@@ -118,8 +120,6 @@ def _placed(argument: Any, places: dict[int, Any]) -> Any:
         return type(argument)(*parts.values())
     if isinstance(argument, tuple | list):
         return type(argument)(parts.values())
-    if not parts:
-        return argument
     found = copy.copy(argument)
     for name, part in parts.items():
         object.__setattr__(found, name, part)
