@@ -24,8 +24,17 @@ from tilewise.ops.library import register
 __all__ = ["launched", "register_step", "run", "step"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Where values are looked at, as on a CPU, every call is checked.
-_CHECKED_ONCE = frozenset() if values.WAITS else frozenset({"cuda"})
+
+
+def _every_time(first: Tensor) -> bool:
+    return False
+
+
+# Whether calls of this first tensor are checked once: where values are looked at, as on a CPU, each
+# call is.
+_checked_once: Callable[[Any], bool] = operator.attrgetter("is_cuda")
+if values.WAITS:
+    _checked_once = _every_time
 
 
 class _Bound:
@@ -165,7 +174,7 @@ def step(name: str, check: Callable[..., None]) -> Callable[..., Any]:
         key = None
         if unwatched() and not records(*args):
             first = args[0]
-            if type(first) in _PLAIN and first.device.type in _CHECKED_ONCE:
+            if type(first) in _PLAIN and _checked_once(first):
                 key = _key(name, args)
                 bound: _Bound | None = memory.recall(key) if key is not None else None
                 if bound is not None and bound.is_checked:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tilewise.kernels.host.plan import LaunchPlan, Maker
-from tilewise.kernels.plan import Call, device_of
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.plan import Call, LaunchPlan, device_of
 
 __all__ = ["Planned", "PlannedCall", "planned", "rows_of"]
 
