@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -129,6 +130,23 @@ def test_a_tensor_that_is_given_twice_stands_for_two():
         ops.add_rms_norm(x, other, scale, 1e-6, backend="triton")
         ops.add_rms_norm(x, other, scale, 1e-6, backend="triton")
     assert driver.seen[-1].values[:2] == [x.data_ptr(), other.data_ptr()]
+
+
+def test_a_mode_sees_a_call_like_one_before():
+    seen = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    x, weight = rows(4, 64), rows(96, 64)
+    with on_gpu():
+        for _ in range(2):
+            ops.linear(x, weight, backend="triton")
+        with Seeing():
+            ops.linear(x, weight, backend="triton")
+    assert torch.ops.tilewise.linear.default in seen
 
 
 def test_a_gradient_is_refused_after_a_call_without_one():

@@ -69,10 +69,11 @@ def _key(name: object, args: tuple[Any, ...]) -> tuple[object, ...] | None:
             if kind not in _PLAIN:
                 key += (tuple(x) if kind is list else x, kind)
                 continue
-            if x.is_neg() or x._is_zerotensor():
+            address = x.data_ptr()
+            if not address or x.is_neg():  # nothing lies there, as of the zeros of forward mode
                 return None
             key += (x.shape, x.stride(), x.dtype, x.device)
-            odd |= x.data_ptr()
+            odd |= address
         if odd & 15:  # kernels are made for multiples of 16
             key += [type(x) in _PLAIN and x.data_ptr() & 15 != 0 for x in args]
         return tuple(key)
