@@ -267,16 +267,15 @@ MUTANTS = {
     "a_step_is_known_without_where_its_tensors_begin": Mutant(
         _STEP, "_key", "if odd & 15:", "if False:", (_TEST_STEP,),
     ),
-    "a_step_that_was_never_checked_is_repeated": Mutant(
-        _STEP, "step.call", "if bound is not None and bound.is_checked:", "if bound is not None:",
-        (_TEST_STEP,),
+    "a_step_at_odd_addresses_is_taken_for_another": Mutant(
+        _STEP, "step.call", "odd & 15 or (each.learns and torch.is_grad_enabled())",
+        "each.learns and torch.is_grad_enabled()", (_TEST_STEP,),
     ),
     "a_step_that_is_watched_is_repeated": Mutant(
-        _STEP, "step.call", "if unwatched() and not records(*args):", "if not records(*args):",
-        (_TEST_STEP,),
+        _STEP, "step.call", "and unseen()", "", (_TEST_STEP,),
     ),
     "a_step_whose_gradient_is_wanted_is_repeated": Mutant(
-        _STEP, "step.call", "if unwatched() and not records(*args):", "if unwatched():",
+        _STEP, "step.call", "odd & 15 or (each.learns and torch.is_grad_enabled())", "odd & 15",
         (_TEST_STEP,),
     ),
     "a_tensor_that_a_step_is_given_twice_is_one": Mutant(

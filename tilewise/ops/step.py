@@ -1,8 +1,10 @@
 """Ops of a step: checked, planned and remembered by how their arguments lie.
 
 A call like one before runs its plan at once, past its checks and past the dispatcher, where nothing
-watches ops and no gradient is wanted. Plans are those of `kernels.host.planned`, and the memory is
-that of all calls, see `ops.call`. What a CPU or the reference computes is not planned.
+watches ops and no gradient is wanted: its numbers and the shape of its first tensor lead to the
+calls that may be like it, and a check of all tensors in C++ says which is. Plans are those of
+`kernels.host.planned`, and the memory is that of all calls, see `ops.call`. What a CPU or the
+reference computes is not planned.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +20,13 @@ from torch import Tensor
 from tilewise.kernels import early
 from tilewise.ops import call as memory
 from tilewise.ops import values
-from tilewise.ops.derivatives import lean, records, unwatched
+from tilewise.ops.derivatives import check_of, lean, unseen, unwatched
 from tilewise.ops.library import register
 
 __all__ = ["launched", "register_step", "run", "step"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_MOST_ALIKE = 8  # calls whose first tensors have one shape, and whose others differ
 
 
 def _every_time(first: Tensor) -> bool:
@@ -38,16 +41,12 @@ if values.WAITS:
 
 
 class _Bound:
-    """A call that was planned.
+    """A call that was planned."""
 
-    Attributes:
-        is_checked: True once its arguments have passed the checks of the public function.
-    """
-
-    __slots__ = ("_is_one", "_pick", "_run", "is_checked")
+    __slots__ = ("_is_one", "_pick", "_run")
 
     def __init__(self, run_plan: Callable[..., Any], places: list[int], is_one: bool) -> None:
-        self._run, self._is_one, self.is_checked = run_plan, is_one, False
+        self._run, self._is_one = run_plan, is_one
         pick: Any = operator.itemgetter(*places)
         if len(places) == 1:
             pick = operator.itemgetter(slice(places[0], places[0] + 1))
@@ -57,6 +56,19 @@ class _Bound:
         """Run the plan for the arguments of a call like the one that was planned."""
         results = self._run(*self._pick(args))
         return results[0] if self._is_one else results or None
+
+
+class _Alike(NamedTuple):
+    """Calls that were checked: those whose tensors lie like these.
+
+    Attributes:
+        check: the check of a call's tensors, see `derivatives.check_of`.
+        learns: whether one of them requires a gradient.
+    """
+
+    check: Callable[..., bool]
+    learns: bool
+    bound: _Bound
 
 
 def _key(name: object, args: tuple[Any, ...]) -> tuple[object, ...] | None:
@@ -172,20 +184,49 @@ def step(name: str, check: Callable[..., None]) -> Callable[..., Any]:
     dispatched = lean(name)
 
     def call(*args: Any) -> Any:
-        key = None
-        if unwatched() and not records(*args):
-            first = args[0]
-            if type(first) in _PLAIN and _checked_once(first):
-                key = _key(name, args)
-                bound: _Bound | None = memory.recall(key) if key is not None else None
-                if bound is not None and bound.is_checked:
-                    return bound.run(args)
+        if torch.compiler.is_compiling():
+            check(*args)
+            return dispatched(*args)
+        key: list[object] = [name, early.chosen()]
+        tensors = list[Tensor]()
+        for x in args:
+            kind = type(x)
+            if kind in _PLAIN:
+                tensors.append(x)
+                key.append(Tensor)
+            else:
+                key += (tuple(x) if kind is list else x, kind)
+        if not tensors or not _checked_once(tensors[0]):
+            check(*args)
+            return dispatched(*args)
+        key.append(tensors[0].shape)
+        alike: list[_Alike] = memory.recall(tuple(key)) or []
+        for each in alike:
+            if each.check(*tensors):
+                odd = 0
+                for x in tensors:
+                    odd |= x.data_ptr()
+                # Kernels are made for multiples of 16.
+                if not (odd & 15 or (each.learns and torch.is_grad_enabled())) and unseen():
+                    return each.bound.run(args)
+                break
         check(*args)
         result = dispatched(*args)
-        if key is not None:
-            bound = memory.recall(key)
-            if bound is not None:
-                bound.is_checked = True
+        _remember(tuple(key), alike, tensors, _key(name, args))
         return result
 
     return call
+
+
+def _remember(
+    key: tuple[object, ...],
+    alike: list[_Alike],
+    tensors: list[Tensor],
+    full: tuple[object, ...] | None,
+) -> None:
+    """Let calls like one that has run be known by a check of their tensors, if it was planned."""
+    bound = None if full is None or not unwatched() else memory.recall(full)
+    if bound is None or any(x.data_ptr() & 15 for x in tensors):
+        return
+    found = _Alike(check_of(*tensors), any(x.requires_grad for x in tensors), bound)
+    memory.remember(key, [*alike[1 - _MOST_ALIKE :], found])
