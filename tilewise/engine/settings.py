@@ -125,7 +125,7 @@ def plain(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def of_plain(told: Mapping[str, Any]) -> ResolvedConfig:
-    """Return the config that `plain` has told."""
+    """Return the config of plain values that `plain` has made of it in another process."""
     dtypes = {name: getattr(torch, told[name]) for name in ("dtype", "kv_cache_dtype")}
     return ResolvedConfig(**{**told, **dtypes, "device": torch.device(told["device"])})
 
