@@ -1,0 +1,1 @@
+"""Hopper's kernels of layers whose memory is a state."""
