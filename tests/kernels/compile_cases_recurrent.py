@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import ModuleType
 
 import torch
 
 from tests.kernels.compile_cases import Case, meta
-from tilewise.kernels.gluon.recurrent import scan as hopper
 from tilewise.kernels.spec import CHUNK, RecurrentStates
 from tilewise.kernels.triton.recurrent import backward, convolution, scan
 
@@ -18,9 +16,8 @@ _TOKENS, _SEQUENCES, _SLOTS = 512, 4, 9
 
 
 def launch_scan(
-    heads: tuple[int, int, int, int], dtype: torch.dtype, is_delta: bool, by_channel: bool,
-    module: ModuleType = scan,
-) -> None:  # fmt: skip
+    heads: tuple[int, int, int, int], dtype: torch.dtype, is_delta: bool, by_channel: bool
+) -> None:
     """Call the recurrence for whole sequences, with states before them, and for slots."""
     key_heads, num_heads, key_dim, value_dim = heads
     key, value = meta(_TOKENS, key_heads, key_dim, dtype=dtype), (num_heads, value_dim)
@@ -32,7 +29,7 @@ def launch_scan(
     edges, place = meta(_SEQUENCES + 1, dtype=_INT), meta(_SEQUENCES, dtype=_LONG)
     state = meta(_SEQUENCES, num_heads, key_dim, value_dim, dtype=_WIDE)
     options = {"q_scale": 0.5, "is_delta": is_delta}
-    module.launch(*rows, state, edges, **options)  # type: ignore[arg-type]
+    scan.launch(*rows, state, edges, **options)  # type: ignore[arg-type]
     states = RecurrentStates(
         meta(_SLOTS, num_heads, key_dim, value_dim, dtype=_WIDE),
         meta(_SLOTS, CHUNK, key_heads, key_dim, dtype=dtype),
@@ -40,9 +37,7 @@ def launch_scan(
         meta(_SLOTS, CHUNK, *value, dtype=dtype),
         meta(_SLOTS, CHUNK, num_heads, dtype=_WIDE),
     )
-    module.step(*rows, states, place, place, edges, **options)  # type: ignore[arg-type]
-    if module is hopper:
-        return
+    scan.step(*rows, states, place, place, edges, **options)  # type: ignore[arg-type]
     few = [x[:_SEQUENCES] for x in rows]
     scan.step(*few, states, place, place, edges, **options)  # type: ignore[arg-type]
     if not by_channel:
@@ -71,7 +66,6 @@ _SCANS = {
     "mamba": ((1, 48, 128, 64), torch.bfloat16, False, False),
     "mamba-fp16": ((8, 64, 256, 64), torch.float16, False, False),
 }
-_HOPPER = ("delta", "kimi", "mamba")
 _QUICK = (("delta", 90), ("mamba", 80), ("kimi", 90))
 
 
@@ -81,11 +75,6 @@ def _cases() -> Iterator[Case]:
             yield Case(
                 f"recurrent-{name}-sm_{arch}", arch, partial(launch_scan, *call), hot=False,
                 mma="mma.sync" if arch == 80 else None, slow=(name, arch) not in _QUICK,
-            )  # fmt: skip
-        if name in _HOPPER:
-            yield Case(
-                f"recurrent-hopper-{name}", 90, partial(launch_scan, *call, hopper), hot=False,
-                slow=name != "delta",
             )  # fmt: skip
     for arch in (80, 90, 100):
         yield Case(

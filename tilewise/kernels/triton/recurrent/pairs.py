@@ -25,37 +25,31 @@ from tilewise.kernels.triton.recurrent.rows import (
     sequence_of,
 )
 
-_SUB = tl.constexpr(16)  # tokens of a block whose decays by channel are anchored at its start
-_SOLVED = tl.constexpr(16)  # tokens of a block of T that is solved row by row
+_SUB = tl.constexpr(16)  # tokens of a block of T that is solved row by row
 
 
 @triton.jit
 def inverse_of(lower, TOKENS: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of 1 + a strictly lower triangular tile."""
-    blocks: tl.constexpr = TOKENS // _SOLVED
-    shape: tl.constexpr = (blocks, _SOLVED, blocks, _SOLVED)
+    blocks: tl.constexpr = TOKENS // _SUB
+    shape: tl.constexpr = (blocks, _SUB, blocks, _SUB)
     own = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
     within = tl.sum(tl.where(own, tl.reshape(lower, shape), 0.0), 2)
-    row, column = tl.arange(0, _SOLVED)[None, :, None], tl.arange(0, _SOLVED)[None, None, :]
-    solved = tl.zeros((blocks, _SOLVED, _SOLVED), tl.float32) + tl.where(row == column, 1.0, 0.0)
-    for done in tl.static_range(_SOLVED - 1):
+    row, column = tl.arange(0, _SUB)[None, :, None], tl.arange(0, _SUB)[None, None, :]
+    solved = tl.zeros((blocks, _SUB, _SUB), tl.float32) + tl.where(row == column, 1.0, 0.0)
+    for done in tl.static_range(_SUB - 1):
         # Sums of one number each, so that their order cannot matter.
         known = tl.sum(tl.where(row == done, solved, 0.0), 1)
         factor = tl.sum(tl.where(column == done, within, 0.0), 2)
-        solved = tl.fma(
-            tl.broadcast_to(-factor[:, :, None], solved.shape),
-            tl.broadcast_to(known[:, None, :], solved.shape),
-            solved,
-        )
+        solved -= factor[:, :, None] * known[:, None, :]
     inverse = tl.where(own, solved[:, :, None, :], 0.0)
     inverse = tl.reshape(inverse, (TOKENS, TOKENS))
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
-    for level in tl.static_range(6):
+    for level in tl.static_range(4, 6):
         size = 1 << level
-        if size >= _SOLVED:
-            is_between = (row // size // 2 == column // size // 2) & (row // size != column // size)
-            between = tl.dot(inverse, tl.where(is_between, lower, 0.0), input_precision=PRECISION)
-            inverse -= tl.dot(between, inverse, input_precision=PRECISION)
+        is_between = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
+        between = tl.dot(inverse, tl.where(is_between, lower, 0.0), input_precision=PRECISION)
+        inverse -= tl.dot(between, inverse, input_precision=PRECISION)
     return inverse
 
 

@@ -23,12 +23,14 @@ def load_rows(
     """Load rows of tokens at positions of a sequence, new ones or those of its open chunk."""
     inside = column[None, :] < WIDTH
     is_new = (position >= start) & (position < total)
-    at = new_ptr + (position - start).to(tl.int64) * stride_new
+    at = new_ptr + ((position - start).to(tl.int64) * stride_new)[:, None] + column[None, :]
+    rows = tl.load(at, mask=is_new[:, None] & inside, other=0.0)
     if HAS_KEPT:
-        is_kept = position < start
-        at = tl.where(is_kept, kept_ptr + (position % TOKENS) * stride_kept, at)
-        is_new = is_new | is_kept
-    return tl.load(at[:, None] + column[None, :], mask=is_new[:, None] & inside, other=0.0)
+        is_kept = (position < start)[:, None]
+        at = kept_ptr + ((position % TOKENS) * stride_kept)[:, None] + column[None, :]
+        kept = tl.load(at, mask=is_kept & inside, other=0.0)
+        rows = tl.where(is_kept, kept.to(rows.dtype), rows)
+    return rows
 
 
 @triton.jit
@@ -44,12 +46,12 @@ def load_numbers(
 ):
     """Load a number of each token at positions of a sequence."""
     is_new = (position >= start) & (position < total)
-    at = new_ptr + (position - start).to(tl.int64) * stride
+    new = tl.load(new_ptr + (position - start).to(tl.int64) * stride, mask=is_new, other=0.0)
     if HAS_KEPT:
         is_kept = position < start
-        at = tl.where(is_kept, kept_ptr + (position % TOKENS) * stride, at)
-        is_new = is_new | is_kept
-    return tl.load(at, mask=is_new, other=0.0)
+        kept = tl.load(kept_ptr + (position % TOKENS) * stride, mask=is_kept, other=0.0)
+        new = tl.where(is_kept, kept, new)
+    return new
 
 
 @triton.jit

@@ -15,7 +15,6 @@ numerics S, X and U are sums in float32, and operands in the tokens' 16 bits (bf
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,9 +40,6 @@ MOST_KEY_DIM = 256  # a state's tile of this times 32 columns is a quarter of th
 _TILE_V = 32  # H200, 2026-11-29: 16384 tokens in 0.41 ms, 0.55 with 16 columns, 0.68 with 64
 _COPIERS = 16  # programs of a sequence that copy the tokens of its open chunk
 _COPY = 1024  # elements at once
-# A product that is fused with a sum is not rounded, and which are differs from kernel to kernel:
-# parts of a sequence would differ from the whole.
-FUSION = False
 
 
 def why_not(spec: RecurrentSpec) -> str | None:
@@ -366,7 +362,6 @@ def prepare(
             k.stride(1),
             **constants,
             num_warps=4,
-            enable_fp_fusion=FUSION,
         )
     return pairs
 
@@ -428,11 +423,7 @@ def scan(
         **pairs.constants,
         num_warps=4,
         num_stages=stages_of(pairs),
-        enable_fp_fusion=FUSION,
     )
-
-
-Scan = Callable[..., None]  # as `scan`
 
 
 def launch(
@@ -446,13 +437,11 @@ def launch(
     *,
     q_scale: float,
     is_delta: bool,
-    run: Scan = scan,
 ) -> tuple[Tensor, Tensor]:
     """Return o (T, H, V) and the states (N, H, K, V) after whole sequences, see `ops.gated_delta`.
 
     Args:
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
-        run: what goes through the chunks.
     """
     shape = (edges.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2])
     after = torch.empty(shape, dtype=torch.float32, device=v.device)
@@ -462,7 +451,7 @@ def launch(
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     beta, places = beta.contiguous(), (edges, edges, edges)
     pairs = prepare(q, k, v, g.contiguous(), beta, None, places, is_delta)
-    run(q, k, v, beta, before, after, None, places, o, None, pairs, q_scale)
+    scan(q, k, v, beta, before, after, None, places, o, None, pairs, q_scale)
     return o, after
 
 
@@ -479,13 +468,12 @@ def step(
     *,
     q_scale: float,
     is_delta: bool,
-    run: Scan = scan,
 ) -> Tensor:
     """Return o (T, H, V) of tokens after those that slots hold, and take them into the slots.
 
     Args:
         slots, starts: int64 (N,), see `ops.gated_delta_step`.
-        edges, run: as in `launch`.
+        edges: as in `launch`.
     """
     key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
     num_sequences = edges.shape[0] - 1
@@ -496,12 +484,9 @@ def step(
     shapes = {"NUM_HEADS": num_heads, "KEY_HEADS": key_heads, "KEY_DIM": key_dim}
     if len(v) <= num_sequences and _has_rows(v):
         tile_k, tile_v, operand = _tiles(key_dim, value_dim, v.dtype)
-        # Tiles share T and R of their chunk; few programs share the work.
-        is_small = num_sequences * num_heads < device.sm_count_of(v.device)
-        tiles = 1 if is_small else triton.cdiv(value_dim, tile_v)
         launch_now(
             step_kernel,
-            (num_sequences * num_heads, triton.cdiv(value_dim, tile_v * tiles)),
+            (num_sequences * num_heads, triton.cdiv(value_dim, tile_v)),
             q,
             k,
             v,
@@ -523,7 +508,6 @@ def step(
             VALUE_DIM=value_dim,
             TILE_K=tile_k,
             TILE_V=tile_v,
-            TILES=tiles,
             TOKENS=CHUNK,
             IS_DELTA=is_delta,
             BY_CHANNEL=g.dim() == 3,
@@ -531,11 +515,10 @@ def step(
             PRECISION=_precision(v.dtype),
             num_warps=4,
             num_stages=1,  # a token reads what the token before it has written
-            enable_fp_fusion=FUSION,
         )
         return o
     pairs = prepare(q, k, v, g, beta, states, places, is_delta)
-    run(q, k, v, beta, states.state, states.state, states, places, o, None, pairs, q_scale)
+    scan(q, k, v, beta, states.state, states.state, states, places, o, None, pairs, q_scale)
     launch_now(
         _keep_kernel,
         (num_sequences, _COPIERS),

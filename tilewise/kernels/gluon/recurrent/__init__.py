@@ -1,1 +1,0 @@
-"""Hopper's kernels of layers whose memory is a state."""
