@@ -286,7 +286,7 @@ class _Task:
 
 
 class _Arrival:
-    """Requests that arrive together."""
+    """Requests of one call, which the engine's thread takes or refuses together."""
 
     def __init__(self, core: _Core, generations: Sequence[Generation]) -> None:
         self.core, self.generations = core, generations
@@ -627,7 +627,7 @@ class _Core:
                 on_end()
 
     def _restart(self) -> None:
-        """Go on with a new scheduler, or end when there can be none."""
+        """Put a new scheduler in the place of the broken one; end the loop if none can be made."""
         if self.new_scheduler is None:
             self._stop(EngineClosedError("the engine's scheduler is broken"))
             return

@@ -261,17 +261,18 @@ class Generation:
             return self._copied()
 
     def show(self, reader: Callable[[RequestOutput], bool], num_seen: int) -> int:
-        """Call a function with the output itself, without a copy, if it has more tokens than that.
+        """Call `reader` with the output itself, not a copy, if tokens are new since the last call.
 
-        The engine's thread waits meanwhile, and what the function keeps of the output changes. What
-        has ended is not shown, nor best_of samples: `snapshot` has the end.
+        The engine's thread waits while `reader` runs, and changes the output afterwards. An output
+        that has ended is not shown: `snapshot` has it. Nor are samples of best_of, before the end.
 
         Args:
-            reader: returns whether it has read the output.
-            num_seen: tokens of all samples that were read before.
+            reader: a function that returns whether it has read the output.
+            num_seen: the number of tokens, of all samples, that were read before.
 
         Returns:
-            tokens of all samples that are read now; -1 where the reader has not, or it has ended.
+            The number of tokens, of all samples, that have been read now; -1 if the output has
+            ended, or `reader` has not read it.
         """
         with self._lock:
             output = self.output
@@ -328,7 +329,8 @@ class Generation:
         return self._streams[completion.index].text
 
     def settle(self, account: Account | None) -> None:
-        """Take what the engine has noted of a request that has ended; None is nothing."""
+        """Copy the history of a request that has ended to its output; None, for one without a
+        history, changes nothing."""
         if account is not None:
             self.output.num_preemptions = account.num_preemptions
             self.output.num_tokens_lost = account.num_lost

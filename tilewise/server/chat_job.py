@@ -98,7 +98,10 @@ class ChatJob:
         return Reply(self._bridge, "chatcmpl", request.request_id, whole=self._whole)
 
     async def prompt(self, *, is_counted: bool = False) -> tuple[str, Prompt]:
-        """Return the chat's text and its prompt for the engine, or only the ids to be counted."""
+        """Return the chat's rendered text, and its prompt for the engine.
+
+        With `is_counted` the prompt is only to be counted: it may be longer than the context.
+        """
         request = self.request
         text = await self._bridge.in_thread(lambda: self._service.template.render(request))
         self._suit_sampling(text)
@@ -135,7 +138,8 @@ class ChatJob:
             self.sampling = replace(self.sampling, **changed)
 
     def new_parser(self, text: str) -> Callable[[], Parser]:
-        """Return a function that makes a parser for each choice of a prompt."""
+        """Return a function that makes parsers of answers to the prompt `text`, one for each
+        choice."""
         form = self._service.form
         if form.is_harmony:
             names, begun = self._names, prompt_end(text)
@@ -307,7 +311,8 @@ class ChatJob:
         yield DONE
 
     def _tools(self, request: ChatRequest) -> tuple[Callable[[], Parser], Any]:
-        """Return a maker of call parsers, and the constraint on the text that it needs."""
+        """Return a function that makes parsers of tool calls, and the grammar that the answer must
+        obey, None where it is free."""
         names = tool_names(request.tools)
         choice, is_one = request.tool_choice, request.parallel_tool_calls is False
         if choice is None:
@@ -433,7 +438,8 @@ class ChatJob:
         return None
 
     def _shown_special(self, request: ChatRequest) -> dict[str, Any]:
-        """Keep special tokens in the text where marks of calls or reasoning are such tokens."""
+        """Return sampling fields that keep special tokens in the text, where the marks of calls or
+        of reasoning are such tokens; else {}."""
         form, marks = self._service.form, list[str]()
         if form.is_harmony:
             marks = [MESSAGE]

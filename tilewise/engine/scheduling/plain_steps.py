@@ -253,7 +253,8 @@ class Steady:
 
         Args:
             batch: the batch of the step.
-            preemptions: the number of preemptions of each of its sequences at that time.
+            preemptions: the number of preemptions that each of its sequences had had when the step
+                was scheduled.
             samples: the token of each sequence.
         """
         first, number = first_of(batch.sequences)
@@ -338,5 +339,6 @@ class Steady:
         return bool(seq.swap_slots) or not self.tables.refuses(seq, spare=count)
 
     def _at(self, number: int) -> Seq[int]:
-        """Return the sequences whose tokens begin a block in the step `number`."""
+        """Return the places, in the batch, of sequences whose token in step `number` begins a
+        block."""
         return self._places.get(-number % self.tables.block_size, ())

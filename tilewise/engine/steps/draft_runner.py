@@ -227,7 +227,7 @@ class Guesser:
 
 
 class DraftingRunner:
-    """Fills in the guesses of a batch and hands it on.
+    """A runner that fills in the guesses of a batch, and then runs it by the model's own runner.
 
     Args:
         runner: the runner of the model.
