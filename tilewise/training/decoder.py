@@ -223,8 +223,9 @@ def _gated_delta_net(net: GatedDeltaNet, h: Tensor, documents: Documents | None)
     config, (*channels, width) = net.config, net.config.parts
     edges = None if documents is None else documents.cu_seqlens
     mixed, z = linear(h, net.qkvz_proj).split([sum(channels), width], dim=-1)
-    mixed = ops.causal_conv1d(mixed, net.conv.to(h.dtype), activation="silu", cu_seqlens=edges)
-    q, k, v = mixed.split(channels, dim=-1)
+    convolved = ops.causal_conv1d(mixed, net.conv.to(h.dtype), activation="silu", cu_seqlens=edges)
+    assert isinstance(convolved, Tensor)  # states are not asked for
+    q, k, v = convolved.split(channels, dim=-1)
     q, k = (unit_length(part.unflatten(-1, (-1, config.key_dim))) for part in (q, k))
     v, z = (part.unflatten(-1, (-1, config.value_dim)) for part in (v, z))
     b, a = linear(h, net.ba_proj).chunk(2, dim=-1)
@@ -286,7 +287,7 @@ def layer_norm(x: Tensor, module: nn.LayerNorm) -> Tensor:
     return F.layer_norm(x, shape, module.weight.to(x.dtype), module.bias.to(x.dtype), module.eps)
 
 
-def _rms_norm(x: Tensor, module: nn.Module) -> Tensor:
+def _rms_norm(x: Tensor, module: nn.Module | None) -> Tensor:
     assert isinstance(module, RMSNorm | ShiftedRMSNorm)
     wide = x if x.dtype == torch.float64 else x.float()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
