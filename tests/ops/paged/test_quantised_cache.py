@@ -281,7 +281,9 @@ def test_float_caches_refuse_scales_and_other_integers_are_no_caches():
         ops.write_kv_cache(
             rows, rows, cache, cache, slots, k_scale=torch.ones(2), v_scale=torch.ones(2)
         )
-    with pytest.raises(TypeError, match=r"k_cache must be one of .*int8, float8_e4m3fn, uint8, got int32"):
+    with pytest.raises(
+        TypeError, match=r"k_cache must be one of .*int8, float8_e4m3fn, uint8, got int32"
+    ):
         ops.write_kv_cache(rows, rows, cache.int(), cache.int(), slots)
 
 
