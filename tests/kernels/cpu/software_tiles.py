@@ -2,7 +2,8 @@
 
 `install` puts vector code in place of the seven instructions that the kernels are made of, and lets
 plans choose as on a CPU with the unit. Each thread has its own eight tiles of 16 rows x 64 bytes.
-A product adds pairs along K one after the other, as the unit does; it flushes no denormals.
+A product of tiles adds up those at even and at odd places of K, each from 0, then the two sums, and
+that to the tile, as the unit does; it flushes no denormals.
 
 It changes what code kernels are, so only processes that a test starts install it, with a folder of
 compiled kernels of their own: `python -m tests.kernels.cpu.software_tiles ARGUMENTS` is pytest.
@@ -81,10 +82,11 @@ def _halves(builder, words):
 
 
 def _multiply(builder, c, a, b):
+    zero = ir.Constant(_floats, [0.0] * ROWS)
     with cgutils.for_range(builder, _i64(ROWS)) as outer:
-        at = _row(builder, c, outer.index)
-        total = cgutils.alloca_once(builder, _floats)
-        builder.store(simd.load_vector(builder, at, _floats, 1), total)
+        sums = [cgutils.alloca_once(builder, _floats) for _ in range(2)]  # of even and odd places
+        for each in sums:
+            builder.store(zero, each)
         with cgutils.for_range(builder, _i64(ROWS)) as inner:
             place = builder.gep(_row(builder, a, outer.index), [builder.mul(inner.index, _i64(4))])
             word = simd.load_vector(builder, place, ir.VectorType(_i32, 1), 1)
@@ -92,11 +94,12 @@ def _multiply(builder, c, a, b):
                 builder, builder.extract_element(word, ir.Constant(_i32, 0)), ROWS
             )
             row = simd.load_vector(builder, _row(builder, b, inner.index), _words, 1)
-            sums = builder.load(total)
-            for x, y in zip(_halves(builder, word), _halves(builder, row), strict=True):
-                sums = simd.fuse(builder, x, y, sums)
-            builder.store(sums, total)
-        simd.store_vector(builder, builder.load(total), at, 1)
+            for x, y, each in zip(_halves(builder, word), _halves(builder, row), sums, strict=True):
+                builder.store(simd.fuse(builder, x, y, builder.load(each)), each)
+        at = _row(builder, c, outer.index)
+        product = builder.fadd(*map(builder.load, sums))
+        total = builder.fadd(simd.load_vector(builder, at, _floats, 1), product)
+        simd.store_vector(builder, total, at, 1)
 
 
 def _call(builder, name, result, operands):

@@ -139,3 +139,21 @@ def test_a_product_of_parts_has_the_bits_of_its_operands(parts: int, keeps: bool
     # float16's second parts multiply to 2^-18 of the product; the rest is rounding of float32.
     size = float((a.abs() @ b.abs()).max())
     assert error <= size * (2.0**-18 if parts == 2 else 2.0**-22)
+
+
+@needs_tiles
+def test_a_product_of_tiles_has_the_order_of_sums_that_the_unit_is_said_to_have() -> None:
+    """`software_tiles` stands for the unit where budgets are judged: both have these bits."""
+    a, b = torch.randn(32, 96).bfloat16(), torch.randn(96, 32).bfloat16()
+    start = 1000 * torch.randn(32, 32)
+    c = start.clone().view(-1).numpy()
+    words = b.unflatten(0, (-1, 2)).transpose(1, 2).contiguous().view(-1).view(torch.uint16)
+    _multiply(c, 32, a.view(-1).view(torch.uint16).numpy(), words.numpy(), 32, 3, 1, True)
+    want = start
+    for step in range(0, 96, 32):  # the elements of K that one instruction multiplies
+        even, odd = torch.zeros(32, 32), torch.zeros(32, 32)
+        for k in range(step, step + 32, 2):  # a product of two bfloat16 is exact in float32
+            even = even + a[:, k, None].float() * b[k].float()
+            odd = odd + a[:, k + 1, None].float() * b[k + 1].float()
+        want = want + (even + odd)
+    assert torch.equal(torch.from_numpy(c).view(32, 32), want)

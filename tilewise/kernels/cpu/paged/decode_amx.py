@@ -9,8 +9,8 @@ One task  for each tile of 128 keys and each of its heads: S^T = K q^T with the 
 Traffic   each K and V row is read once, all heads of a tile before the next tile, whose rows are
           prefetched meanwhile; V is packed in words of two keys, K is not packed.
 Numerics  those of `attention/forward_softmax.py`, sum by sum. A product of tile registers adds
-          pairs along K one after the other, whichever operand is called the first, so K q^T is the
-          transpose of q K^T. Products with hidden keys, which a chunk computes and this kernel does
+          along K in one order (`machine/amx.py`), whichever operand is called the first, so K q^T
+          is the transpose of q K^T. Products with hidden keys, which a chunk computes and this kernel does
           not, are zeros. Infinite or NaN values of hidden keys do not affect a row.
 """
 
