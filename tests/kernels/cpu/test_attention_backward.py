@@ -141,6 +141,7 @@ def test_a_product_of_parts_has_the_bits_of_its_operands(parts: int, keeps: bool
     assert error <= size * (2.0**-18 if parts == 2 else 2.0**-22)
 
 
+@pytest.mark.slow
 @needs_tiles
 def test_a_product_of_tiles_has_the_order_of_sums_that_the_unit_is_said_to_have() -> None:
     """`software_tiles` stands for the unit where budgets are judged: both have these bits."""

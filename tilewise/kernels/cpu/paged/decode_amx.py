@@ -10,8 +10,8 @@ Traffic   each K and V row is read once, all heads of a tile before the next til
           prefetched meanwhile; V is packed in words of two keys, K is not packed.
 Numerics  those of `attention/forward_softmax.py`, sum by sum. A product of tile registers adds
           along K in one order (`machine/amx.py`), whichever operand is called the first, so K q^T
-          is the transpose of q K^T. Products with hidden keys, which a chunk computes and this kernel does
-          not, are zeros. Infinite or NaN values of hidden keys do not affect a row.
+          is the transpose of q K^T. Products with hidden keys, which a chunk computes and this
+          kernel does not, are zeros. Infinite or NaN values of hidden keys do not affect a row.
 """
 
 # ruff: noqa: E741 - m, l, s and p are the names of the papers
