@@ -1,4 +1,5 @@
-"""Several devices: the shards of a model, and attention over sequences that ranks share."""
+"""Several devices: the shards of a model, attention and recurrences over sequences that ranks
+share."""
 
 from __future__ import annotations
 
@@ -8,12 +9,18 @@ from typing import Any
 from tilewise.distributed.choose import context_parallel_attention, explain
 from tilewise.distributed.gather import gather_attention
 from tilewise.distributed.layout import choose_layout, shard_sequence
+from tilewise.distributed.recurrence import (
+    context_parallel_causal_conv1d,
+    context_parallel_gated_delta,
+)
 from tilewise.distributed.ring import ring_attention
 from tilewise.distributed.ulysses import ulysses_attention
 
 __all__ = [
     "choose_layout",
     "context_parallel_attention",
+    "context_parallel_causal_conv1d",
+    "context_parallel_gated_delta",
     "explain",
     "gather_attention",
     "ring_attention",
