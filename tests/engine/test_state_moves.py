@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tilewise.cache.spec import CacheSpec, StateSpec
+from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence, StateMoves
 from tilewise.engine.request import SamplingParams
@@ -35,17 +35,9 @@ class TinyRecurrent(nn.Module):
                 nn.init.normal_(parameter)
 
     def spec(self) -> CacheSpec:
-        sizes = [(i, layer.sizes) for i, layer in enumerate(self.layers)]
         states = tuple(
-            (
-                i,
-                StateSpec(
-                    own.conv_channels, own.conv_width, own.num_heads, own.num_key_heads,
-                    own.key_dim, own.value_dim,
-                ),
-            )
-            for i, own in sizes
-        )  # fmt: skip
+            (i, layer.config.state(torch.float32)) for i, layer in enumerate(self.layers)
+        )
         return CacheSpec.of_layers(16, [], [], (), states)
 
     def forward(self, ids, positions, *, ctx, kv):

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.nn.state_layers import MAKERS, WIDTH, make
+from tilewise.nn.gated_delta_net import GatedDeltaConfig, GatedDeltaNet
 from tilewise.nn.packed import pack_linears
-from tilewise.nn.states import StateSizes
+from tilewise.nn.short_conv import ShortConvConfig
 
 on_each_layer = pytest.mark.parametrize("case", MAKERS)
 
@@ -47,7 +48,7 @@ def test_a_step_has_the_bits_of_the_whole_sequence_however_it_is_cut(case: str) 
     x = torch.randn(sum(lengths), WIDTH, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         whole = ours(x, _edges(*lengths)).split(lengths)
-        states = ours.sizes.allocate(4, dtype=x.dtype, device="cpu")
+        states = ours.allocate(4, dtype=x.dtype, device="cpu")
         for tensor in (states.convolution, *(states.recurrence or ())):
             if tensor is not None:
                 tensor.fill_(float("nan"))
@@ -95,22 +96,25 @@ def test_in_bfloat16_what_decays_stays_float32(case: str) -> None:
 
 
 def test_what_is_allocated_is_told_without_memory() -> None:
-    sizes = StateSizes(40, 4, 6, 2, 16, 24)
-    states = sizes.allocate(5, dtype=torch.bfloat16, device="meta")
-    assert states.convolution.shape == (5, 3, 40)
+    layer = GatedDeltaNet(WIDTH, GatedDeltaConfig(2, 6, 16, 24))
+    states = layer.allocate(5, dtype=torch.bfloat16, device="meta")
+    assert states.convolution.shape == (5, 3, 2 * 2 * 16 + 6 * 24)
     assert states.convolution.dtype == torch.bfloat16
     assert states.recurrence.state.shape == (5, 6, 16, 24)
     assert states.recurrence.state.dtype == torch.float32
-    assert StateSizes(40, 1).allocate(5, dtype=torch.float32, device="cpu") == (None, None)
+    alone = GatedDeltaNet(WIDTH, GatedDeltaConfig(1, 1, 8, 8, conv_width=1))
+    assert alone.allocate(5, dtype=torch.float32, device="cpu").convolution is None
 
 
 def test_what_is_refused() -> None:
     _, ours, _ = make("qwen3_5")
     x = torch.randn(7, WIDTH)
-    with pytest.raises(TypeError, match="dtype must be one of .*, got torch.int8"):
-        ours.sizes.allocate(2, dtype=torch.int8, device="cpu")
+    with pytest.raises(TypeError, match="dtype of a state's tokens must .*, got torch.int8"):
+        ours.allocate(2, dtype=torch.int8, device="cpu")
+    with pytest.raises(ValueError, match="conv_width must be an integer of at least 2, got 1"):
+        ShortConvConfig(WIDTH, 1)
     with pytest.raises(ValueError, match="cu_seqlens must "):
         ours(x, _edges(3, 5))
-    states = ours.sizes.allocate(2, dtype=torch.bfloat16, device="cpu")
+    states = ours.allocate(2, dtype=torch.bfloat16, device="cpu")
     with pytest.raises(TypeError, match="states must have dtype float32, got bfloat16"):
         ours.step(x, states, slots=torch.arange(7), starts=torch.zeros(7).int())

@@ -192,13 +192,14 @@ class Adapters:
         finalize(adapter, self._end, adapter.number).atexit = False
 
     def _end(self, number: int) -> None:
-        """Tell who has loaded an adapter that no request will use it any more."""
+        """Let the workers forget an adapter that no request uses any more, unless a name still has
+        it."""
         is_named = any(named.number == number for named in list(self._named.values()))
         if self._elsewhere is not None and not is_named:
             self._elsewhere.forget_adapter(number)
 
     def holds(self, name: str) -> bool:
-        """Whether the adapter of a name is in main memory."""
+        """Return whether an adapter of this name is in main memory."""
         with self._lock:
             named = self._named.get(name)
             return named is not None and named.adapter() is not None

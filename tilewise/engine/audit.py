@@ -129,7 +129,7 @@ class Auditor:
         return list(self._noted)
 
     def see(self, request_id: str, blocks: list[int], beside: Iterable[str], step: int) -> None:
-        """Note which blocks a request has in a step, and which requests run beside it."""
+        """Note the blocks that a watched request has in a step, and the requests beside it."""
         noted = self._noted.get(request_id)
         if noted is None:
             return

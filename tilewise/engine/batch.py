@@ -60,7 +60,8 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, token_ids: Sequence[int], num_prompt_tokens: int) -> Asked | None:
-        """Return what is to be known of a sequence of `request`, None if it asks for nothing."""
+        """Return what a runner must know of a sequence of `request`; None if its logits are neither
+        changed nor read."""
         is_read = request.sampling.prompt_logprobs is not None or request.pooling is not None
         if not request.adjusts and not is_read:
             return None
@@ -350,13 +351,14 @@ BROKEN = SampledToken(NO_TOKEN)
 
 
 class PlainTokens(dict[int, SampledToken]):
-    """Tokens without log-probabilities by their ids, each made once: making one takes longer.
+    """A memory of `SampledToken`s without log-probabilities, by token id.
 
-    As many as a vocabulary has; 100 bytes each.
+    A look-up takes less time than making a token anew. It grows to the size of the vocabulary, with
+    100 bytes for each token.
     """
 
     def __missing__(self, token_id: int) -> SampledToken:
-        """Make one."""
+        """Make the token of an id that is asked for the first time."""
         token = self[token_id] = SampledToken(token_id)
         return token
 
@@ -365,7 +367,7 @@ _plain = PlainTokens()
 
 
 class PlainDraws(Sequence[list[SampledToken]]):
-    """What the sequences of a plain step have drawn: a token each, of which nothing is to be told.
+    """The tokens that a plain step has drawn: one for each sequence, without log-probabilities.
 
     Attributes:
         ids: the ids of the drawn tokens.

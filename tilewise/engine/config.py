@@ -288,11 +288,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a few texts.
+    """The rule that a value is one of a few strings.
 
     Attributes:
-        texts: all of them.
-        phrase: the words of a message before the values; "" is "one of".
+        texts: the strings that are allowed.
+        phrase: the words of an error message before the strings; "" is "one of".
     """
 
     texts: tuple[str, ...]

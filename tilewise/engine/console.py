@@ -145,7 +145,7 @@ def explain_cache(model: str, block_size: int, dtype: str) -> None:
 def _has_states(directory: Path) -> bool:
     """Whether layers of a model remember by states; models that are not native have none here."""
     try:
-        return bool(read_config(directory).states)
+        return read_config(directory).has_states
     except CheckpointError:
         return False
 

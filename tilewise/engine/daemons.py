@@ -1,4 +1,4 @@
-"""Work on threads that nothing waits for, for what may take long or never end."""
+"""Work that may take long or never end, on threads that do not keep the process from ending."""
 
 from __future__ import annotations
 

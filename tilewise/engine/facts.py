@@ -53,9 +53,10 @@ def facts_of(model: nn.Module, config: ResolvedConfig, directory: Path) -> Facts
 
 
 def order_of(config: ResolvedConfig) -> dict[str, str]:
-    """Return what decides in which order sums are added up, by name.
+    """Return the facts on which the order of sums, and so the bits of an answer, depends, by name.
 
-    Neither threads nor neighbours do, nor the length of a context: see docs/guide/exact.md.
+    The number of threads, other requests and the length of a context are not among them: see
+    docs/guide/exact.md.
     """
     library = "triton" if config.device.type == "cuda" else "numba"
     told = {

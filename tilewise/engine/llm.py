@@ -219,7 +219,7 @@ class LLM:
     def _of_encoder(
         self, config: ResolvedConfig, model: Encoder | TransformersEncoder
     ) -> EncoderMaker:
-        """Return what makes the engine of an encoder."""
+        """Return the maker of an engine that runs an encoder."""
         self.start_seconds.end("weights loaded")
         is_cuda = config.device.type == "cuda"
         return EncoderMaker(
@@ -650,7 +650,8 @@ class LLM:
         terms: RequestTerms,
         pooling: str | None = None,
     ) -> list[Generation]:
-        """Check everything and change nothing."""
+        """Return a generation for each prompt, with its parameters; all are checked and none is
+        started."""
         is_alone = isinstance(prompts, (str, bytes, Mapping))
         many = listed("prompts", [prompts] if is_alone else prompts)
         if params is None or isinstance(params, SamplingParams):

@@ -627,7 +627,7 @@ class _Core:
                 on_end()
 
     def _restart(self) -> None:
-        """Go on with a new scheduler, or end when there can be none."""
+        """Put a new scheduler in the place of the broken one; end the loop if none can be made."""
         if self.new_scheduler is None:
             self._stop(EngineClosedError("the engine's scheduler is broken"))
             return

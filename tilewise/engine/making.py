@@ -84,7 +84,7 @@ class StartSeconds(dict[str, float]):
         self._last = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """Note a part that began where the one before it ended."""
+        """Note the seconds of a part of the start, from the end of the part before it until now."""
         now = time.perf_counter()
         self[part], self._last = now - self._last, now
 
@@ -96,13 +96,14 @@ class StartSeconds(dict[str, float]):
 
 @dataclass(frozen=True)
 class NewScheduler:
-    """Makes the first scheduler of an engine, and an empty one whenever that cannot be trusted.
+    """A function that makes an engine's first scheduler, and an empty one in its place after a
+    failure that may have left it inconsistent.
 
     Attributes:
         config: the engine's config.
         windows: the window of each group of layers, None for all keys.
         num_blocks: cache blocks of each group of layers, or one number for all of them.
-        num_swap_blocks: the same of main memory.
+        num_swap_blocks: blocks of main memory, for each group of layers or as one number.
         store: the files of blocks that main memory has no room for; None without any.
         seeds: numbers from which requests without a seed draw theirs, one for each scheduler.
         is_encoder: True if each prompt runs whole, and nothing follows it.
@@ -121,7 +122,7 @@ class NewScheduler:
     max_num_seqs: int | None = None
 
     def __call__(self) -> Scheduler:
-        """Make a scheduler."""
+        """Return a new scheduler without requests."""
         config = self.config
         return Scheduler(
             self.num_blocks,

@@ -328,7 +328,8 @@ class Generation:
         return self._streams[completion.index].text
 
     def settle(self, account: Account | None) -> None:
-        """Take what the engine has noted of a request that has ended; None is nothing."""
+        """Copy the history of a request that has ended to its output; None, for one without a
+        history, changes nothing."""
         if account is not None:
             self.output.num_preemptions = account.num_preemptions
             self.output.num_tokens_lost = account.num_lost

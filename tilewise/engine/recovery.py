@@ -92,9 +92,9 @@ def run_again(runner: Runner, scheduler: Scheduler, batch: Batch, error: Excepti
 
 
 def _known(scheduler: Scheduler, run: ScheduledSequence) -> ScheduledSequence | None:
-    """Return a run with its tokens and whole table; None if its sequence ended or lost its blocks.
+    """Return a run with all its tokens and its whole block table, to be computed once more.
 
-    A sequence that loses its blocks and gets others has another list of them.
+    None if its sequence has ended, or has lost its blocks: it then has another list of them.
     """
     seq = scheduler.roster.live.get(run.seq_id)
     if seq is None or seq.block_ids is not run.block_ids:

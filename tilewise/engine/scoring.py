@@ -159,7 +159,7 @@ def compared(purpose: Purpose, a: EmbeddingOutput, b: EmbeddingOutput) -> ScoreO
 
 
 def classified(purpose: Purpose, output: EmbeddingOutput) -> ClassifyOutput:
-    """Return a text's logits as probabilities of labels."""
+    """Return the most probable label of a text, with the probability of each label."""
     probs = activated(output.embedding, purpose.activation)
     label = purpose.labels[max(range(len(probs)), key=probs.__getitem__)]
     return ClassifyOutput(label, probs, len(output.prompt_token_ids))

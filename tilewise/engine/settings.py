@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec, StateSpec
+from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
 from tilewise.engine.config import LEAST_MAX_RANK, EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.models.config import ModelConfig
@@ -125,7 +125,7 @@ def plain(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def of_plain(told: Mapping[str, Any]) -> ResolvedConfig:
-    """Return the config that `plain` has told."""
+    """Return the config of plain values that `plain` has made of it in another process."""
     dtypes = {name: getattr(torch, told[name]) for name in ("dtype", "kv_cache_dtype")}
     return ResolvedConfig(**{**told, **dtypes, "device": torch.device(told["device"])})
 
@@ -223,10 +223,7 @@ def cache_spec(
     """
     longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
-    states = tuple(
-        (layer, StateSpec(**asdict(sizes), dtype=token_dtype or dtype))
-        for layer, sizes in config.states.items()
-    )
+    states = config.states(token_dtype or dtype)
     kinds: list[KVSpec | LatentSpec]
     if config.latent is not None:
         kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
@@ -255,7 +252,7 @@ def check_groups(config: ModelConfig, speculative: object) -> None:
             take.
     """
     kind = "latents" if config.latent is not None else "windows"
-    if config.states:
+    if config.has_states:
         kind = "layers that keep a state"
     is_chain = kind == "windows" and not any(config.windows)
     if getattr(speculative, "num_branches", 1) > 1 and not is_chain:

@@ -57,9 +57,13 @@ class GrammarMatcher:
         words[:count], words[count:] = mask[:count], 0
 
     def end_within(self, words: NDArray[np.int32], left: int) -> None:
-        """Narrow a mask near the limit so that a text can be whole within `left` tokens.
+        """Forbid the tokens after which a text could not be closed within the limit.
 
-        The next token counts. The mask stays as it is if no way to close the text is found.
+        The mask stays as it is while the limit is far, or if no way to close the text is found.
+
+        Args:
+            words: the mask, as `fill_mask` has written it; changed in place.
+            left: the tokens that may still be generated, the next one included.
         """
         self._closers.narrow(self._state, words, left)
 

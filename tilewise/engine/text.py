@@ -75,7 +75,8 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Return what was held back, an unfinished character as replacement characters."""
+        """Return the text that was held back; an unfinished character becomes replacement
+        characters."""
         if not self._is_begun:
             return ""
         delta = self._text[len(self._shown) :]

@@ -99,10 +99,10 @@ class Steps:
 
 
 def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepWork:
-    """Return what a batch costs, as far as its time depends on it.
+    """Return the counts of a batch that decide how long its step takes.
 
     Args:
-        before: the batch of the step before; without it nothing is said of whether this one renews.
+        before: the batch of the step before; None counts this one as one of other sequences.
     """
     runs = batch.sequences
     tokens = logits = samples = keys = pairs = 0
@@ -350,7 +350,8 @@ class VirtualEngine:
 
 
 def take(timings: Mapping[str, Timing], events: Sequence[TokenEvent], now: float) -> None:
-    """Note in the timings of requests, by their ids, what a step that ended now has done."""
+    """Update the timings of requests, by request id, with the tokens of a step that ended at
+    `now`."""
     for event in events:
         timing = timings[event.request_id]
         if event.token is not None:

@@ -81,12 +81,13 @@ class LiveWeights:
         check_finite(found)
 
     def note(self) -> None:
-        """Remember that an engine has the weights as they are now."""
+        """Remember the versions of the parameters: an engine has the weights as they are now."""
         self._versions = self._now()
 
     @property
     def has_changed(self) -> bool:
-        """Whether an operation has written to a parameter since `note`; one through .data hides."""
+        """Whether an operation has written to a parameter since `note`; writes through .data are
+        not seen."""
         return self._now() != self._versions
 
     def _now(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ _MODULES = frozenset(
         "evoformer",
         "flash_attn",
         "flash_attn_interface",
+        "sglang",
         "torch_flash",
         "torch_sdpa",
         "transformers",

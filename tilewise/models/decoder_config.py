@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import torch
+
+from tilewise.cache.spec import StateSpec
 from tilewise.errors import CheckpointError
 from tilewise.models.layer_config import (
     AttentionConfig,
@@ -17,7 +20,6 @@ from tilewise.models.layer_config import (
 from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.mla import LatentConfig
 from tilewise.nn.rope import RopeConfig
-from tilewise.nn.states import StateSizes
 
 __all__ = ["DecoderConfig"]
 
@@ -104,9 +106,14 @@ class DecoderConfig:
         return tuple(x.feed_forward for x in self.layers if x.feed_forward is not None)
 
     @property
-    def states(self) -> dict[int, StateSizes]:
-        """What each layer with a state remembers of a sequence, by the number of the layer."""
-        return {i: x.mixer.sizes for i, x in enumerate(self.layers) if x.mixer is not None}
+    def has_states(self) -> bool:
+        """Whether a layer keeps a state of each sequence."""
+        return any(layer.mixer is not None for layer in self.layers)
+
+    def states(self, dtype: torch.dtype) -> tuple[tuple[int, StateSpec], ...]:
+        """Return the layers with a state, and what each keeps of tokens of this dtype."""
+        mixers = ((i, layer.mixer) for i, layer in enumerate(self.layers))
+        return tuple((i, mixer.state(dtype)) for i, mixer in mixers if mixer is not None)
 
     @property
     def num_q_heads(self) -> int:

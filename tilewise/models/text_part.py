@@ -111,9 +111,9 @@ def _in_one_section(rope: Json) -> Json:
 
 
 def renamed(names: Iterable[str]) -> dict[str, str]:
-    """Return the names in a file of a text part's tensors, by those in a model that is it alone.
+    """Return, for each tensor of a file's text part, its name in a model that has no other part.
 
-    Tensors beside the text part are not in it.
+    Names of tensors of other parts, such as those for images, are left out.
     """
     found = {}
     for name in names:

@@ -180,7 +180,7 @@ class ReadFields(Mapping[str, Any]):
 
 
 def tell_unread(file: str, names: Iterable[str]) -> None:
-    """Warn about fields that are ignored though they may matter."""
+    """Warn that these fields of a file are not known, and so have no effect."""
     listed = ", ".join(map(shown, names))
     if listed:
         warnings.warn(

@@ -256,7 +256,7 @@ def _cut_all(
 
 
 def _cut_narrow(weight: QuantisedWeight, part: Part | None) -> QuantisedWeight:
-    """Return a part of a quantised weight."""
+    """Return the rows or columns of a quantised weight that `part` names; None is all of it."""
     if part is None:
         return weight
     rows, columns = weight.shape
@@ -479,7 +479,10 @@ def _unpack(name: str, found: Found, target: Tensor, part: Part | None) -> None:
 
 
 def _cut(source: Any, part: Part, *before: int) -> Tensor:
-    """Read only a part of a tensor, behind indices of its first dimensions."""
+    """Return the part of a file's tensor that `part` names, read without the rest.
+
+    `before` are indices into its first dimensions.
+    """
     index = (*before, *(slice(None),) * (part.dim - len(before)))
     spans = [source[*index, a:b] for a, b in part.spans]
     return spans[0] if len(spans) == 1 else torch.cat(spans, part.dim - len(before))

@@ -10,7 +10,7 @@ from tilewise.nn.mamba2 import Mamba2, Mamba2Config
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.rope import RopeConfig, RotaryEmbedding
 from tilewise.nn.short_conv import ShortConv, ShortConvConfig
-from tilewise.nn.states import LayerStates, StateLayer, StateSizes
+from tilewise.nn.states import LayerStates, StateLayer
 
 __all__ = [
     "MLP",
@@ -31,6 +31,5 @@ __all__ = [
     "ShortConv",
     "ShortConvConfig",
     "StateLayer",
-    "StateSizes",
     "to_gqa",
 ]

@@ -226,14 +226,14 @@ class Attention(nn.Module):
         return valued(dense, value) if learns else value
 
     def _slopes_on(self, device: torch.device) -> Tensor | None:
-        """Return the slopes (Hq,) of ALiBi, float32, or None without."""
+        """Return the slopes of ALiBi on a device, (Hq,) float32; None for a layer without ALiBi."""
         if self.alibi_slopes and (self._slopes is None or self._slopes.device != device):
             with torch.inference_mode(False):
                 self._slopes = torch.tensor(self.alibi_slopes, device=device)
         return self._slopes
 
     def _learns_within(self) -> bool:
-        """Whether a parameter between the projections has a gradient to get."""
+        """Return whether sinks, or a norm of q or k, have parameters that require a gradient."""
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         within = [self.sinks, *(weight for norm in norms for weight in norm.parameters())]
         return any(weight is not None and weight.requires_grad for weight in within)
@@ -294,7 +294,8 @@ class Attention(nn.Module):
         return ctx.attended(self._over(kv), q, v_cache.shape[-1])
 
     def _over(self, kv: KVLayer) -> Attend:
-        """Return the attention of rotated queries to the cache."""
+        """Return a function that computes the attention of rotated queries to this layer's
+        cache."""
         return attention_over(
             kv,
             window=self.window,

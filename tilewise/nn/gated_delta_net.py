@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.gated_norm import GatedRMSNorm, unit_length
 from tilewise.nn.layers import activate, adapted, project
-from tilewise.nn.states import Memory, StateLayer, StateSizes
+from tilewise.nn.states import Memory, StateLayer
 
 __all__ = ["GatedDeltaConfig", "GatedDeltaNet"]
 
@@ -62,16 +63,16 @@ class GatedDeltaConfig:
         """Return the rows of each part stacked in parameter `name`; None if all have as many."""
         return {"qkvz_proj": self.parts, "conv": self.parts[:3]}.get(name)
 
-    @property
-    def sizes(self) -> StateSizes:
-        """What a layer remembers of a sequence."""
-        return StateSizes(
+    def state(self, dtype: torch.dtype) -> StateSpec:
+        """Return what a layer keeps of a sequence whose tokens have this dtype."""
+        return StateSpec(
             sum(self.parts[:3]),
             self.conv_width,
             self.num_value_heads,
             self.num_key_heads,
             self.key_dim,
             self.value_dim,
+            dtype=dtype,
         )
 
 
@@ -94,15 +95,16 @@ class GatedDeltaNet(StateLayer):
         norm: the norm of each head's V channels.
     """
 
+    config: GatedDeltaConfig
     wide = ("a_log", "dt_bias")
 
     def __init__(self, hidden_size: int, config: GatedDeltaConfig) -> None:
         super().__init__()
-        self.config, self.sizes = config, config.sizes
+        self.config = config
         heads = config.num_value_heads
         self.qkvz_proj = nn.Linear(hidden_size, sum(config.parts), bias=False)
         self.ba_proj = nn.Linear(hidden_size, 2 * heads, bias=False)
-        self.conv = nn.Parameter(torch.zeros(self.sizes.conv_channels, config.conv_width))
+        self.conv = nn.Parameter(torch.zeros(sum(config.parts[:3]), config.conv_width))
         self.a_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.ones(heads, dtype=torch.float32))
         self.norm = GatedRMSNorm(config.value_dim, config.norm_eps)

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.gated_norm import GatedRMSNorm, unit_length
 from tilewise.nn.layers import activate, adapted, project
-from tilewise.nn.states import Memory, StateLayer, StateSizes
+from tilewise.nn.states import Memory, StateLayer
 
 __all__ = ["KimiDeltaAttention", "KimiDeltaConfig"]
 
@@ -42,11 +43,10 @@ class KimiDeltaConfig:
         heads, dim = self.num_heads, self.head_dim
         return (heads, dim, dim) if name == "a_proj" else None
 
-    @property
-    def sizes(self) -> StateSizes:
-        """What a layer remembers of a sequence."""
+    def state(self, dtype: torch.dtype) -> StateSpec:
+        """Return what a layer keeps of a sequence whose tokens have this dtype."""
         heads, dim = self.num_heads, self.head_dim
-        return StateSizes(3 * heads * dim, self.conv_width, heads, heads, dim, dim, True)
+        return StateSpec(3 * heads * dim, self.conv_width, heads, heads, dim, dim, True, dtype)
 
 
 class KimiDeltaAttention(StateLayer):
@@ -68,11 +68,12 @@ class KimiDeltaAttention(StateLayer):
         norm: the norm of each head's D channels.
     """
 
+    config: KimiDeltaConfig
     wide = ("a_log", "dt_bias")
 
     def __init__(self, hidden_size: int, config: KimiDeltaConfig) -> None:
         super().__init__()
-        self.config, self.sizes = config, config.sizes
+        self.config = config
         heads, dim = config.num_heads, config.head_dim
         width = heads * dim
         self.qkv_proj = nn.Linear(hidden_size, 3 * width, bias=False)

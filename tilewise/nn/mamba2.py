@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.gated_norm import GatedRMSNorm
 from tilewise.nn.layers import activate, adapted, project
-from tilewise.nn.states import Memory, StateLayer, StateSizes
+from tilewise.nn.states import Memory, StateLayer
 
 __all__ = ["Mamba2", "Mamba2Config"]
 
@@ -80,16 +81,16 @@ class Mamba2Config:
         """Return the rows of each part stacked in parameter `name`; None if all have as many."""
         return None
 
-    @property
-    def sizes(self) -> StateSizes:
-        """What a layer remembers of a sequence."""
-        return StateSizes(
+    def state(self, dtype: torch.dtype) -> StateSpec:
+        """Return what a layer keeps of a sequence whose tokens have this dtype."""
+        return StateSpec(
             sum(self.parts[1:4]),
             self.conv_width,
             self.num_heads,
             self.num_groups,
             self.state_dim,
             self.head_dim,
+            dtype=dtype,
         )
 
 
@@ -111,15 +112,16 @@ class Mamba2(StateLayer):
         norm: the norm of the H P channels, or None.
     """
 
+    config: Mamba2Config
     wide = ("a_log", "dt_bias", "d")
     conv_bias: nn.Parameter | None
 
     def __init__(self, hidden_size: int, config: Mamba2Config) -> None:
         super().__init__()
-        self.config, self.sizes = config, config.sizes
+        self.config = config
         heads, width = config.num_heads, config.parts[0]
         self.in_proj = nn.Linear(hidden_size, sum(config.parts), bias=config.has_in_bias)
-        channels = self.sizes.conv_channels
+        channels = sum(config.parts[1:4])
         self.conv = nn.Parameter(torch.zeros(channels, config.conv_width))
         bias = nn.Parameter(torch.zeros(channels)) if config.has_conv_bias else None
         self.register_parameter("conv_bias", bias)

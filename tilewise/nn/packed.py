@@ -164,11 +164,13 @@ def _pack_below(module: nn.Module, is_int8: bool, path: str, widened: list[str])
 
 
 def why_not_narrow(parts: Sequence[QuantisedWeight], *, is_gated: bool) -> str | None:
-    """Return why quantised weights one below another are dequantised to be packed, or None.
+    """Return why quantised weights, stacked along their rows, cannot stay narrow; None if they can.
+
+    Weights that cannot are dequantised when they are packed.
 
     Args:
-        parts: the weights, which may be on "meta": then their values are taken to be finite.
-        is_gated: True for a gate and its factor.
+        parts: the weights, the first on top; values of those on "meta" are taken to be finite.
+        is_gated: True if they are the gate and the up projection of a gated MLP.
     """
     if is_gated and len(parts) > 1:
         return "a gate and its factor must be quantised alike"

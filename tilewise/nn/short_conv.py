@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.layers import adapted, project
-from tilewise.nn.states import Memory, StateLayer, StateSizes
+from tilewise.nn.states import Memory, StateLayer
 
 __all__ = ["ShortConv", "ShortConvConfig"]
 
@@ -20,7 +21,7 @@ class ShortConvConfig:
 
     Attributes:
         width: C, its channels.
-        conv_width: W, the tokens that it reads.
+        conv_width: W, the tokens that it reads, at least 2.
         has_bias: whether the convolution and the projections add a bias.
     """
 
@@ -29,19 +30,18 @@ class ShortConvConfig:
     has_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("width", "conv_width"):
+        for name, least in (("width", 1), ("conv_width", 2)):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
     def rows(self, name: str) -> tuple[int, ...] | None:
         """Return None: the tensors that are stacked into a parameter all have as many rows."""
         return None
 
-    @property
-    def sizes(self) -> StateSizes:
-        """What a layer remembers of a sequence."""
-        return StateSizes(self.width, self.conv_width)
+    def state(self, dtype: torch.dtype) -> StateSpec:
+        """Return what a layer keeps of a sequence whose tokens have this dtype."""
+        return StateSpec(self.width, self.conv_width, dtype=dtype)
 
 
 class ShortConv(StateLayer):
@@ -57,11 +57,12 @@ class ShortConv(StateLayer):
         conv, conv_bias: (C, W) and (C,), or None.
     """
 
+    config: ShortConvConfig
     conv_bias: nn.Parameter | None
 
     def __init__(self, hidden_size: int, config: ShortConvConfig) -> None:
         super().__init__()
-        self.config, self.sizes = config, config.sizes
+        self.config = config
         width, has_bias = config.width, config.has_bias
         self.in_proj = nn.Linear(hidden_size, 3 * width, bias=has_bias)
         self.conv = nn.Parameter(torch.zeros(width, config.conv_width))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tilewise import ops
+from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
 from tilewise.ops import RecurrentStates
 
-__all__ = ["LayerStates", "Memory", "StateLayer", "StateSizes"]
+__all__ = ["LayerStates", "Memory", "StateLayer"]
 
 
 class LayerStates(NamedTuple):
@@ -30,65 +30,11 @@ class LayerStates(NamedTuple):
     convolution: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class StateSizes:
-    """The sizes of what a layer remembers of a sequence.
+class StateConfig(Protocol):
+    """The sizes of a layer with a state."""
 
-    Attributes:
-        conv_channels: C, the channels of its convolution.
-        conv_width: W, the tokens that a convolution reads, the newest included; 1 for none.
-        num_heads: H, the heads of its recurrence; 0 for a layer without one.
-        num_key_heads: Hk, the heads of its keys.
-        key_dim, value_dim: K and V, the sizes of a head's state.
-        by_channel: True where each channel of the keys has a decay.
-    """
-
-    conv_channels: int
-    conv_width: int
-    num_heads: int = 0
-    num_key_heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-    by_channel: bool = False
-
-    def allocate(
-        self,
-        num_slots: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        keeps: str | None = None,
-    ) -> LayerStates:
-        """Allocate slots; on "meta" the tensors have shapes and dtypes alone.
-
-        Nothing needs to be set: what a slot holds is not read at the start of a sequence.
-
-        Args:
-            num_slots: the number of slots.
-            dtype: the dtype of the layer's tokens; its states are float32 (float64 for float64).
-            device: the device of the slots.
-            keeps: see `ops.recurrent_states`; None chooses by the device.
-
-        Raises:
-            TypeError, ValueError: `dtype` is no float dtype, or an argument is out of range.
-        """
-        recurrence = convolution = None
-        if self.num_heads:
-            recurrence = ops.recurrent_states(
-                num_slots,
-                self.num_heads,
-                self.key_dim,
-                self.value_dim,
-                num_key_heads=self.num_key_heads,
-                by_channel=self.by_channel,
-                dtype=dtype,
-                device=device,
-                keeps=keeps,
-            )
-        if self.conv_width > 1:
-            shape = (num_slots, self.conv_width - 1, self.conv_channels)
-            convolution = torch.empty(shape, dtype=dtype, device=device)
-        return LayerStates(recurrence, convolution)
+    def state(self, dtype: torch.dtype) -> StateSpec:
+        """Return what the layer keeps of a sequence whose tokens have this dtype."""
 
 
 class Memory:
@@ -185,17 +131,57 @@ class StateLayer(nn.Module):
     `forward` computes whole sequences and is differentiable. `step` computes the next tokens of
     running sequences, whose states lie in slots, with the same bits however a sequence is cut:
 
-        slots = layer.sizes.allocate(num_slots, dtype=x.dtype, device=x.device)
+        slots = layer.allocate(num_slots, dtype=x.dtype, device=x.device)
         y = layer.step(x, slots, slots=..., starts=..., cu_seqlens=...)
 
     Attributes:
-        sizes: the sizes of what it remembers of a sequence.
+        config: the sizes of the layer.
         wide: the names of its parameters that are float32 in a model of 16 bits, as they decide
             how fast a state decays.
     """
 
-    sizes: StateSizes
+    config: StateConfig
     wide: tuple[str, ...] = ()
+
+    def allocate(
+        self,
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        keeps: str | None = None,
+    ) -> LayerStates:
+        """Allocate slots for running sequences; on "meta" they have shapes and dtypes alone.
+
+        Nothing needs to be set: what a slot holds is not read at the start of a sequence.
+
+        Args:
+            num_slots: the number of slots.
+            dtype: the dtype of the layer's tokens; its states are float32 (float64 for float64).
+            device: the device of the slots.
+            keeps: see `ops.recurrent_states`; None chooses by the device.
+
+        Raises:
+            TypeError, ValueError: `dtype` is no float dtype, or an argument is out of range.
+        """
+        spec = self.config.state(dtype)
+        recurrence = convolution = None
+        if spec.num_heads:
+            recurrence = ops.recurrent_states(
+                num_slots,
+                spec.num_heads,
+                spec.key_dim,
+                spec.value_dim,
+                num_key_heads=spec.num_key_heads,
+                by_channel=spec.by_channel,
+                dtype=dtype,
+                device=device,
+                keeps=keeps,
+            )
+        if spec.conv_width > 1:
+            shape = (num_slots, spec.conv_width - 1, spec.conv_channels)
+            convolution = torch.empty(shape, dtype=dtype, device=device)
+        return LayerStates(recurrence, convolution)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Compute whole sequences.

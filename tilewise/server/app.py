@@ -197,7 +197,7 @@ def _strings(service: Service, ids: Sequence[int]) -> str:
 
 
 def _entries(values: Sequence[int | str]) -> str:
-    """Return the JSON of a list's entries, without the brackets."""
+    """Return the entries of a list as JSON, separated by commas, without the brackets."""
     return json.dumps(values)[1:-1]
 
 

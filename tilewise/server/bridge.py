@@ -282,11 +282,13 @@ class Bridge:
     async def tokenised(
         self, texts: Sequence[str], encoded: Callable[[], T], most: int | None = None
     ) -> T:
-        """Return `encoded()`, which tokenises these texts, beside the event loop if they are long.
+        """Return `encoded()`, computed on a thread beside the event loop if the texts are long.
 
         Args:
-            most: the number of tokens that each text may have at about most; None if they are only
-                counted or truncated.
+            texts: the texts that `encoded` tokenises.
+            encoded: a function of no arguments.
+            most: the number of tokens, roughly, from which on a text is refused before it is
+                tokenised; None if the texts are only counted or truncated.
 
         Raises:
             ApiError: 400, the model has no tokenizer, or a text is not Unicode or far too long.

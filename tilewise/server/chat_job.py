@@ -135,7 +135,8 @@ class ChatJob:
             self.sampling = replace(self.sampling, **changed)
 
     def new_parser(self, text: str) -> Callable[[], Parser]:
-        """Return a function that makes a parser for each choice of a prompt."""
+        """Return a function that makes parsers of answers to the prompt `text`, one for each
+        choice."""
         form = self._service.form
         if form.is_harmony:
             names, begun = self._names, prompt_end(text)
@@ -307,7 +308,8 @@ class ChatJob:
         yield DONE
 
     def _tools(self, request: ChatRequest) -> tuple[Callable[[], Parser], Any]:
-        """Return a maker of call parsers, and the constraint on the text that it needs."""
+        """Return a function that makes parsers of tool calls, and the grammar that the answer must
+        obey, None where it is free."""
         names = tool_names(request.tools)
         choice, is_one = request.tool_choice, request.parallel_tool_calls is False
         if choice is None:

@@ -60,7 +60,10 @@ def with_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def shows_python(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a prompt has a call's arguments as Python writes them: it expects texts."""
+    """Return whether a rendered prompt shows the arguments of a call as Python prints a dict.
+
+    Its template expects arguments as strings of JSON then.
+    """
     for message in messages:
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]

@@ -201,7 +201,8 @@ def admin_router(service: Service) -> APIRouter:
 def _tokens(
     service: Service, job: Job, place: int, sample: int, first: int, last: int
 ) -> list[str] | None:
-    """Return tokens of a sample with their text; None if the sample has no output yet."""
+    """Return the texts of tokens first ... last of a sample, prompt included; None if its prompt
+    has no output yet."""
     output = job.outputs.get(place)
     if output is None:
         return None

@@ -2,9 +2,9 @@
 
 A template is a program from a checkpoint, or from a client where that is allowed. Jinja's
 ImmutableSandboxedEnvironment keeps it from the interpreter, but a loop within a loop, or a string
-multiplied, would still take all time and memory there is. So it runs in a worker process with a
-memory limit. The process is killed when a rendering exceeds its time, and the length of the
-text is limited. The two processes exchange JSON, a line each way.
+multiplied, would still take all time and memory there is. So templates are rendered in a worker
+process with a memory limit, which is killed when a rendering exceeds its time; the length of the
+result is limited as well. The two processes exchange JSON, a line each way.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Conversation:
         )
 
     def _most(self, messages: list[dict[str, str]]) -> dict[str, int]:
-        """Return the field that limits an answer; nothing if the context is the limit."""
+        """Return the request's field that limits the answer; {} if the rest of the context does."""
         used = sum(len(m["content"].encode()) + _AROUND for m in messages)
         if self._room is not None and used + self._limit > self._room:
             return {}

@@ -1,12 +1,12 @@
-"""The kernels of a start compiled side by side, before the start asks for one after another.
+"""Compile the kernels of a start in several processes, before the start needs them one by one.
 
 first start    `rehearsal` finds what will be compiled, `kernels.host.side_by_side` compiles it in
                several processes; a stamp beside Triton's cache then names the kernels
 later starts   the stamp's kernels are on disk: nothing is rehearsed
-anything else  a process that dies, a limit of time, an error: one warning, and the start compiles
-               what is missing as it comes
+failures       a process that dies, a limit of time, an error: one warning, and the start compiles
+               a kernel that is missing when it needs it
 
-Ranks of one host rehearse each for itself and compile the same kernels once: the first rank to ask.
+Each rank of a host rehearses; a kernel that several of them need is compiled by the first to ask.
 """
 
 from __future__ import annotations

@@ -104,20 +104,24 @@ _NOTHING_WRITTEN = np.empty(0, np.int64), np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class Changes:
-    """What a batch changes on the device; rows are those after the moves.
+    """The writes that a batch needs in the rows on the device; all but `moves` count rows after the
+    moves.
 
     Attributes:
-        rows: the rows of the batch's sequences, in its order.
-        index: the same as an array.
-        moves: (source, target) of rows; no source is a target.
-        set_rows: (row, run, position, counter) of rows to be written whole but for the token.
-        set_whole: the same of all rows of the batch, in its order, in place of `set_rows`: (4, n)
-            of position, active, seed and counter, and (4, n) of `SamplingWords`.
-        tokens: (row, token).
-        active: (row, 0 or 1).
-        blocks: (row, column, blocks) from that column on; `written` are their places in the table
-            and they themselves.
-        fresh: (row, block).
+        rows: the row of each sequence of the batch, in the batch's order.
+        index: the numbers of `rows` as an array.
+        moves: pairs (source, target) of rows to copy; no source is a target.
+        set_rows: tuples (row, run, position, counter) of the rows of which everything but the token
+            is written.
+        set_whole: the arrays that take the place of `set_rows` where all rows of the batch are
+            written, in its order: (4, n) of position, active, seed and counter, and (4, n) of
+            `SamplingWords`; None where `set_rows` says it.
+        tokens: pairs (row, token id) of tokens that the host knows.
+        active: pairs (row, 0 or 1) of rows that begin or cease to run.
+        blocks: tuples (row, column, blocks) of cache blocks to be written into a row of the block
+            table, from that column on.
+        written: the places in the block table of all of `blocks`, and their ids.
+        fresh: pairs (row, block) of the block that a row's next token is the first of.
     """
 
     rows: list[int] = field(default_factory=list)

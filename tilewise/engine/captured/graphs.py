@@ -180,7 +180,7 @@ def _cut(
     max_tokens: int,
     max_len: int,
 ) -> tuple[tuple[int, ...], int, bool] | None:
-    """Return a step as the limits allow it, or None where nothing of it is left."""
+    """Return a step with fewer or shorter runs, within the limits; None if no run fits them."""
     runs = runs[-min(max_num_seqs, max(1, max_tokens // 2)) :]  # the last is the longest
     if not shares:
         start = max(0, min(start, max_len - runs[-1]))

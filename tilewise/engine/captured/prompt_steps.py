@@ -210,7 +210,8 @@ class PromptSteps:
         return self.model(self._ids[:size], self._positions[:size], ctx=ctx, kv=self.storage.layers)
 
     def _room(self, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
-        """Return where queries like these lie in every layer, and their outputs."""
+        """Return two buffers that all layers share: for queries of the shape of `q`, and for their
+        attention's output of `v_dim` channels a head."""
         at_q = self._buffer(f"q {q.shape[1:]}", q)
         return at_q, self._buffer(f"o {q.shape[1]} {v_dim}", q, v_dim)
 
@@ -226,7 +227,8 @@ class PromptSteps:
 
 @dataclass(slots=True)
 class _Attention:
-    """A layer's attention between two graphs: where its queries lie, and where o belongs."""
+    """The attention of a layer, which runs between two graphs: the buffer that holds its queries,
+    and the one that its output goes to."""
 
     function: Attend
     q: Tensor

@@ -52,7 +52,8 @@ def few_layers(model: Decoder, windows: Sequence[int | None]) -> tuple[Decoder, 
 
 
 def kinds_of(model: Decoder) -> list[tuple[object, ...]]:
-    """Return of each layer what its kernels depend on: modules, and how parameters lie."""
+    """Return, for each layer, what decides which kernels it needs: the types of its modules, and
+    the dtypes, shapes, strides and alignments of its parameters."""
     layers: Any = model.layers
     return [tuple(_kind_of(layer)) for layer in layers]
 
@@ -105,7 +106,9 @@ def runner_to_rehearse(
 
 @torch.inference_mode()
 def rehearse(runner: DeviceRunner, *, max_num_batched_tokens: int, is_lazy: bool) -> None:
-    """Go through what `graphs.prepare` does, capturing nothing; for a thread that notes launches.
+    """Run the steps that `graphs.prepare` runs at a start, without capturing a graph.
+
+    The thread must note launches in place of launching (`kernels.host.requests`).
 
     The runner is not to be used afterwards.
     """

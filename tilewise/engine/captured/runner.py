@@ -1,4 +1,5 @@
-"""A runner whose batch lives on the device: decode steps need a word from the host at most.
+"""A runner that keeps its batch on the device, so that a decode step needs little or no data from
+the host.
 
 what decodes   every sequence runs one token and draws one: a `DecodeStep` of the bucket that holds
                the rows, captured as a CUDA graph or computed op by op

@@ -163,7 +163,7 @@ def _events(axes: Any, timeline: Timeline) -> None:
 def _binned(
     timeline: Timeline, counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return NUM_BARS + 1 edges and the sums of counts between them."""
+    """Return the edges of NUM_BARS bars over the time, and the sum of `counts` in each bar."""
     end = max(float(timeline.times[-1]), 1e-9)
     sums, edges = np.histogram(timeline.times, NUM_BARS, (0, end), weights=counts)
     return edges, sums

@@ -244,7 +244,8 @@ class BeamSearch:
         return self._beam_of[seq].row is not None
 
     def take(self, seq: Sequence, row: SampledToken) -> bool:
-        """Store the row of a beam; return whether all rows are known."""
+        """Store the most probable next tokens of a beam; return whether those of all beams are
+        known."""
         self._beam_of[seq].row = row
         return all(beam.row is not None for beam in self._beam_of.values())
 
@@ -257,10 +258,10 @@ class BeamSearch:
         return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
 
     def choose(self) -> list[Branch]:
-        """End the logical step: return the beams that live on, the best first; none if the search
-        is done.
+        """Return the branches that the search goes on with, the best first; none if it is done.
 
-        Call `follow` with the sequences of these beams afterwards.
+        The next tokens of all beams must be known. Call `follow` with the sequences of these
+        branches afterwards.
         """
         beams = list(self._beam_of.values())
         length = beams[0].seq.num_tokens + 1 - self._num_prompt_tokens

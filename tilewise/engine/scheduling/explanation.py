@@ -69,7 +69,8 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
 
 
 def _behind(scheduler: Scheduler, request_id: str) -> list[str]:
-    """Return the ids of the requests that wait before one, or of all that run if there are none."""
+    """Return the ids of the requests that a waiting request waits for: those before it in the
+    queue, or, if it is the first, those that run."""
     before: dict[str, None] = {}
     waiting = scheduler.roster.waiting
     for seq in scheduler.order.line(waiting, len(waiting)):

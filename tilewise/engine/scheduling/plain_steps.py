@@ -253,7 +253,8 @@ class Steady:
 
         Args:
             batch: the batch of the step.
-            preemptions: the number of preemptions of each of its sequences at that time.
+            preemptions: the number of preemptions that each of its sequences had had when the step
+                was scheduled.
             samples: the token of each sequence.
         """
         first, number = first_of(batch.sequences)

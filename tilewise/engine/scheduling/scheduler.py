@@ -462,7 +462,7 @@ class Scheduler:
         return True
 
     def stats(self) -> SchedulerStats:
-        """Return a snapshot."""
+        """Return the counters as they are now."""
         return self.insight.stats(self.speculation)
 
     def explain(self, request_id: str) -> str:

@@ -24,21 +24,21 @@ TILE = 16  # rows of a tile, and what ranks are padded to, see `kernels.low_rank
 
 
 class Loaded(Protocol):
-    """What slots need of `engine.adapters.LoadedAdapter`."""
+    """The two properties of `engine.adapters.LoadedAdapter` that slots read."""
 
     @property
     def number(self) -> int:
-        """The number of its loading."""
+        """The number that tells this adapter from all others that were loaded."""
         ...
 
     @property
     def weights(self) -> Adapter:
-        """Its tensors."""
+        """The tensors of the adapter."""
         ...
 
 
 class FixedAdapters:
-    """The adapters of the rows of steps that read them where they always lie, as graphs do.
+    """The adapters of a step's rows, in tensors whose addresses stay, as CUDA graphs need them.
 
     Args:
         adapters: the adapters that the slots hold.

@@ -1,9 +1,9 @@
-"""The inputs of a decode step on a CPU: arrays that stay from step to step, without a tensor.
+"""The inputs of a decode step on a CPU, as numpy arrays that are allocated once.
 
 At batch 1 a small model's step is half a millisecond, and its weights have pushed everything else
 out of the caches: each call of torch or numpy that the host makes between two steps costs several
-times what it costs in a loop. So numbers are written into memory that is there, and what has not
-changed since the step before, such as the tables of blocks, is not touched.
+times what it costs in a loop. So each step writes its numbers into the same arrays, and leaves
+alone what has not changed since the step before, such as most block tables.
 """
 
 from __future__ import annotations

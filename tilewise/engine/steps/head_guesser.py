@@ -63,11 +63,11 @@ class _HeadRunner(VerifyingRunner):
 
 
 class HeadGuesser:
-    """Fills in the guesses of batches.
+    """Guesses the next tokens of a batch by a multi-token head of the model (MTP).
 
     Args:
         head: the head, over the embedding and the output head of the model.
-        storage: its cache, of one layer and as many blocks as the model's.
+        storage: the cache of the head, of one layer and as many blocks as the model's.
         max_num_seqs, max_model_len, num_drafts: see `VerifyingRunner`.
         has_graphs: whether guesses are made by CUDA graphs.
         batch_invariant: see `ModelRunner`.

@@ -225,7 +225,10 @@ def most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def draw_tokens(
     logits: Tensor, rows: Sequence[ScheduledSequence], argmax: Tensor
 ) -> list[list[int]]:
-    """Return the token ids of each row; argmax (R,) are those of greedy ones."""
+    """Return the ids drawn from each row of logits (R, V), a list of `num_samples` for each run.
+
+    Greedy rows take the id that `argmax` (R,) has for them.
+    """
     tokens = [[token] * s.num_samples for s, token in zip(rows, argmax.tolist(), strict=True)]
     drawn = [i for i, s in enumerate(rows) if not s.sampling.greedy]
     if logits.device.type == "cpu" and logits.shape[-1] <= MOST_TOKENS:

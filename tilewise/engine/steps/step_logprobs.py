@@ -65,9 +65,9 @@ class StepLogprobs:
         return found
 
     def room_of(self, found: list[Tensor], place: int) -> list[Tensor]:
-        """Return memory of the host for what the decode step at `place` has found.
+        """Return host memory for the log-probabilities of the decode step at `place` of the ring.
 
-        It is used again when the results of that place are: they have been read by then.
+        A later step at the same place gets the same memory: what was in it has been read by then.
         """
         kept = self._rooms.get(place, [])
         if [(x.dtype, x.shape[1:]) for x in kept] != [(x.dtype, x.shape[1:]) for x in found]:

@@ -98,14 +98,14 @@ class Limits:
 
     @property
     def why_prompt_len(self) -> str:
-        """Why no prompt may be longer, for a message."""
+        """The end of an error message that says why no prompt may be longer."""
         if self.is_encoder:
             return "which the model has positions for"
         return f"so that 1 more fits the context of {self.max_model_len:,}"
 
     @property
     def max_run(self) -> int:
-        """Tokens of one sequence in one step."""
+        """The most tokens of one sequence in one step."""
         longest = self.long_prefill_token_threshold or self.max_num_batched_tokens
         return min(longest, self.max_num_batched_tokens, self.max_model_len)
 

@@ -70,13 +70,15 @@ Content = tuple[PrefixNode | str, tuple[int, ...]]
 
 @dataclass(slots=True)
 class _Match:
-    """What the prefix cache had for a sequence when it was last asked.
+    """The result of the last search of the prefix cache for a sequence.
 
     Attributes:
-        version: the version of the prefix cache at the match; while the cache has it, the nodes
-            hold.
-        refused_room: blocks that were free and not spare when these were too few; -1 if they were
-            not. With as few, or fewer, they still are.
+        seq: the sequence that was searched for.
+        nodes: the nodes of the cached blocks that its tokens begin with.
+        version: the prefix cache's version at the search; `nodes` hold while the cache has it.
+        refused_room: the number of free blocks, without those kept spare, with which the sequence
+            was last refused; with as many or fewer it is refused again without a search. -1 if it
+            was not refused.
     """
 
     seq: Sequence
@@ -303,11 +305,13 @@ class BlockTables(Holdings):
         return self.memory.swap_out(family, [seen(self, seq) for seq in family])
 
     def num_kept(self, family: list[Sequence]) -> tuple[int, ...]:
-        """Return how many blocks of each group swapping the sequences out would move."""
+        """Return the number of blocks, for each group, that would move if the sequences were
+        swapped out."""
         return count_seen(self, family)
 
     def has_passed(self, seq: Sequence) -> bool:
-        """Whether a later step, unfinished or taken back, let go of what its next token sees."""
+        """Whether blocks that the next token of a sequence sees are gone: a later step, unfinished
+        or taken back, gave them up."""
         if self.states is not None and self.states.has_passed(seq):
             return True
         return any(

@@ -86,11 +86,16 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A checkpoint that a step makes.
+    """A checkpoint of a state that a step makes.
 
     Attributes:
-        num_preemptions: the number of times that the sequence had lost its blocks.
-        is_tail: True if it gives way to the sequence's next one.
+        seq: the sequence whose state it is.
+        num_preemptions: the number of preemptions that the sequence had had when the step was
+            built.
+        slot: the slot that the state lies in.
+        checkpoint: the number of the checkpoint that is written.
+        position: the number of tokens of the sequence that the checkpoint covers.
+        is_tail: True if the sequence's next checkpoint replaces it.
     """
 
     seq: Sequence
@@ -138,7 +143,7 @@ class StateTables:
         self._wanted: set[int] = set()  # checkpoints that no later tail replaces
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Return what `SchedulerStats` says of states."""
+        """Return the fields of `SchedulerStats` on states, by name, each (in use, in all)."""
         num_found = 0 if self.prefix is None else len(self.prefix.nodes_at(self.group))
         return {
             "state_slots": (self.num_slots - len(self._free), self.num_slots),
@@ -246,12 +251,13 @@ class StateTables:
     # Runs
 
     def cut(self, seq: Sequence, num_tokens: int, depth: int) -> int:
-        """Return how many of the next tokens of a prompt to run, to end at a checkpoint.
+        """Return how many tokens of a prompt the next run has, so that it ends where a checkpoint
+        is wanted.
 
         Args:
             seq: a sequence with several tokens to run.
             num_tokens: the number of tokens that it may run.
-            depth: the first blocks of its tokens whose content the prefix cache knows now.
+            depth: the number of blocks at its begin whose content the prefix cache has now.
         """
         start, held = seq.num_scheduled_tokens, self._held[seq]
         held.branch = min(depth * self.block_size, seq.num_tokens - 1) // self.unit * self.unit

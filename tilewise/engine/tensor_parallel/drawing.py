@@ -210,15 +210,16 @@ class _Share:
         return _Few(ordered, all_ids.to(torch.int64), cutoff)
 
     def _from_candidates(self, few: _Few, places: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw from rows that are truncated.
+        """Draw tokens of rows with top-k, top-p or min-p, from their likeliest tokens alone.
 
         Args:
-            few: the candidates of the rows.
-            places: the places of the rows.
-            sums: (r,) int64, the weights of all tokens.
+            few: the likeliest tokens of these rows, from all ranks.
+            places: the indices of these rows in the batch.
+            sums: (r,) int64, the sum of the weights of all tokens of each row.
 
         Returns:
-            Whether the candidates were enough, (r,); token ids (r, samples).
+            Two tensors: bool (r,), False where `few` may lack a token that belongs to the choice,
+            so that the row must be drawn from all tokens; and token ids (r, samples).
         """
         powers = self._powers(few.values, places)
         weights = (powers * self.scale).to(torch.int64)

@@ -265,7 +265,10 @@ def engine_of_workers(
 
 
 def fewest(found: Sequence[Any]) -> Blocks:
-    """Return the blocks that every worker has room for, of what each says: a number, or a list."""
+    """Return the number of blocks that every worker has room for, the least of their numbers.
+
+    Where each worker gives a list, a number for each group of layers, so is the result.
+    """
     if isinstance(found[0], int):
         return int(min(found))
     return tuple(min(counts) for counts in zip(*found, strict=True))

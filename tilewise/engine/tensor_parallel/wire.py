@@ -148,7 +148,7 @@ class BatchWriter:
         self._last = None
 
     def write(self, batch: Batch) -> list[Any]:
-        """Return what a `BatchReader` makes the batch of."""
+        """Return the message from which a `BatchReader` makes this batch again."""
         runs, last = batch.sequences, self._last
         first, number = first_of(runs)
         goes_on = last is not None and last[0] is first and last[1] + 1 == number

@@ -180,7 +180,7 @@ class _Worker:
         )
 
     def _slots(self) -> AdapterSlots:
-        """Return the slots of this rank's part of adapters."""
+        """Return new slots for adapters, of the sizes that this rank's part of an adapter has."""
         config, group = self.config, self.group
         assert self._whole is not None
         own = for_device(shard_config(self._whole, group.size, group.rank), self.device)
@@ -202,7 +202,8 @@ class _Worker:
         self.adapters[number] = LoadedAdapter(number, "", part)
 
     def _identify(self, model: Decoder) -> None:
-        """Note what the keys and values of this rank depend on beside the tokens."""
+        """Set `identity`, a hash of all that this rank's keys and values depend on beside the
+        tokens."""
         spec = spec_of(model.config, self.config)
         self.identity = fingerprint(model, spec, self.config.weight_dtype).hex()
 

@@ -21,7 +21,7 @@ __all__ = ["FAMILIES"]
 
 
 def _factors(config: Json, name: str, count: int) -> tuple[float, ...]:
-    """Return so many factors, 1 where the file has none."""
+    """Return the `count` factors of a field of config.json; all are 1 where it is absent."""
     value = config.get(name)
     if value is None:
         return (1.0,) * count

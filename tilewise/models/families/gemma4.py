@@ -239,7 +239,10 @@ _NAMES = Names(
 
 
 def _names(config: DecoderConfig) -> Names:
-    """Return the names; files may hold projections of layers that read another one's keys."""
+    """Return the tensors' names.
+
+    Projections of keys and values are ignored in layers that read those of another layer.
+    """
     unread = tuple(
         rf"model\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm)\..*"
         for i, attention in enumerate(config.attentions)

@@ -64,11 +64,11 @@ def fp8(config: Mapping[str, Any]) -> Format:
 
 
 def float8_format(name: str, extra: tuple[str, ...] = _INPUTS) -> Format:
-    """Return a format of e4m3 weights whose one tensor of scales is weight_scale.
+    """Return a format of e4m3 weights that have their scales in one tensor, weight_scale.
 
     Args:
         name: the name that a user sees.
-        extra: suffixes of tensors that are known and not needed.
+        extra: the suffixes of further tensors in such files, which are not read.
     """
 
     def read(stored: Stored) -> QuantisedWeight:

@@ -60,7 +60,8 @@ def microscaled(stored: Stored, codes: str) -> QuantisedWeight:
 
 
 def quark(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "quark": MXFP4, or e4m3 with a scale or one a row."""
+    """Return the format of `quant_method` "quark": MXFP4, or e4m3 with one scale for a weight or
+    for each of its rows."""
     whole = config.get("global_quant_config")
     weight = whole.get("weight") if isinstance(whole, Mapping) else None
     if isinstance(weight, list):

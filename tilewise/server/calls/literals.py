@@ -84,13 +84,16 @@ def as_json(text: str) -> str | None:
 def value(
     text: CallText, tell: Callable[[str], None], dialect: Dialect, depth: int = 0
 ) -> Reader[None]:
-    """Read a value up to the comma or bracket behind it, which is read again afterwards.
+    """Read a value; the comma or bracket behind it is given back to be read again.
 
     Args:
-        tell: a function of each piece of the value's JSON text.
+        text: the source of characters.
+        tell: a function that is called with each piece of the value's JSON text.
+        dialect: the way in which the model writes values.
+        depth: the number of lists and objects around the value.
 
     Raises:
-        NotACall: it is nested too deep, or no value.
+        NotACall: what follows is no value, or one that is nested too deep.
     """
     if depth > MOST_DEPTH:
         raise NotACall

@@ -21,11 +21,11 @@ SPACE = " \t\r\n"
 
 
 class NotACall(Exception):
-    """What is being read is no call, or not one any further."""
+    """Raised where the text that is read turns out to be no call."""
 
 
 class TextEnds(Exception):
-    """The text has ended: it is thrown into the reader that waits for a character."""
+    """Thrown into a reader that waits for a character when the text has ended."""
 
 
 class Call:

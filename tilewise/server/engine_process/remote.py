@@ -77,7 +77,10 @@ class _Pending:
         self.is_told = self.is_hurried = False
 
     def take(self, delta: Delta) -> None:
-        """Add a delta to the output; call `read` afterwards."""
+        """Add what the engine has generated since the last message to the output.
+
+        Call `read` afterwards.
+        """
         output = self.output
         output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:

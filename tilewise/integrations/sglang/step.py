@@ -1,0 +1,177 @@
+"""What all layers of a step of SGLang need of its batch, eager and in CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_exec, get_parallel
+from torch import Tensor
+
+from tilewise.errors import UnsupportedError
+
+__all__ = ["Step", "StepBackend"]
+
+
+@dataclass
+class Step:
+    """A batch as the kernels take it.
+
+    Attributes:
+        num_tokens: rows of the step, without those that pad it.
+        max_query_len: the longest run of new tokens.
+        edges: int32 (B + 1,), where each sequence's rows begin.
+        seq_lens: int32 (B,), tokens of each sequence with the new ones.
+        block_table: int32 (B, max_blocks), pages of the pool.
+        window_table: the same in the pool of layers with windows, where that is one of its own.
+        window_slots: int64 (T,), where those layers write.
+    """
+
+    num_tokens: int
+    max_query_len: int
+    edges: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    window_table: Tensor | None = None
+    window_slots: Tensor | None = None
+
+
+class StepBackend(AttentionBackend):  # type: ignore[misc]
+    """The half of a backend that knows batches; layers are computed by its children.
+
+    A graph of a decode step reads its lengths and tables from buffers that are filled before each
+    replay; kernels read them on the device, so nothing waits.
+    """
+
+    needs_cpu_seq_lens: ClassVar[bool] = False
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        if not runner.spec_algorithm.is_none():
+            raise UnsupportedError("speculative_algorithm must be None: drafts are not verified")
+        if runner.model_config.is_encoder_decoder:
+            raise UnsupportedError("a model must be a decoder, got one with an encoder")
+        if get_parallel().dcp_enabled:
+            raise UnsupportedError("dcp_size must be 1: a sequence is not cut over GPUs here")
+        self.device = runner.device
+        self.pool = runner.token_to_kv_pool
+        self.slots: Any = runner.req_to_token_pool.req_to_token
+        self.block_size: int = runner.page_size
+        self.max_blocks = -(-runner.model_config.context_len // self.block_size)
+        self.has_window_pool = isinstance(self.pool, SWAKVPool)
+        self.batch_invariant = bool(get_exec().deterministic.enable_deterministic_inference)
+        self.forward_metadata: Step | None = None
+        self._graph: Step | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Note a step that runs op by op, or whose pieces between attention are graphs."""
+        batch = forward_batch
+        mode = batch.forward_mode
+        if mode.is_idle():
+            self.forward_metadata = None
+            return
+        if mode.is_decode():
+            count = batch.batch_size
+            edges = torch.arange(count + 1, dtype=torch.int32, device=self.device)
+            tokens, longest = count, 1
+        elif _has_prompts(mode):
+            lengths = batch.extend_seq_lens_cpu
+            edges = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0), (1, 0)).int()
+            tokens, longest = sum(lengths), max(lengths)
+        else:
+            raise UnsupportedError(
+                f"forward_mode must be extend, mixed, decode or idle, got {mode.name}"
+            )
+        table, window_table = self._tables(batch)
+        window_slots = None
+        if self.has_window_pool:
+            window_slots = self.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
+        self.forward_metadata = Step(
+            tokens, longest, edges, batch.seq_lens.int(), table, window_table, window_slots
+        )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make the buffers that graphs of decode steps read."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        table = zeros(max_bs, self.max_blocks)
+        self._graph = Step(
+            max_bs,
+            1,
+            torch.arange(max_bs + 1, dtype=torch.int32, device=self.device),
+            zeros(max_bs),
+            table,
+            torch.zeros_like(table) if self.has_window_pool else None,
+            zeros(max_num_tokens, dtype=torch.int64) if self.has_window_pool else None,
+        )
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of rows that pad a graph: they attend to one key of the first page."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Fill the buffers of a graph, before it is captured and before each replay."""
+        batch, kept = forward_batch, self._graph
+        if kept is None or not batch.forward_mode.is_decode_or_idle():
+            raise UnsupportedError("a graph must be of decode steps, and its buffers made before")
+        count = batch.batch_size
+        table, window_table = self._tables(batch)
+        kept.seq_lens[:count].copy_(batch.seq_lens[:count])
+        kept.block_table[:count, : table.shape[1]].copy_(table)
+        step = Step(
+            count, 1, kept.edges[: count + 1], kept.seq_lens[:count], kept.block_table[:count]
+        )
+        if kept.window_table is not None and kept.window_slots is not None:
+            assert window_table is not None
+            kept.window_table[:count, : table.shape[1]].copy_(window_table)
+            slots = self.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
+            kept.window_slots[: slots.shape[0]].copy_(slots)
+            step.window_table = kept.window_table[:count]
+            step.window_slots = kept.window_slots[: slots.shape[0]]
+        self.forward_metadata = step
+
+    def _tables(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the pages of each sequence, int32 (B, blocks of the longest), and the windows'.
+
+        Where SGLang keeps no lengths on the host the tables are as wide as the longest context.
+        """
+        count, blocks = batch.batch_size, self.max_blocks
+        if batch.seq_lens_cpu is not None:
+            longest = int(batch.seq_lens_cpu[:count].max())
+            blocks = min(blocks, -(-longest // self.block_size))
+        first = self.slots[:, : blocks * self.block_size : self.block_size]
+        slots = first[batch.req_pool_indices[:count]]
+        table = slots.div(self.block_size, rounding_mode="floor").int()
+        if not self.has_window_pool:
+            return table, None
+        windows = self.pool.translate_loc_from_full_to_swa(slots.long())
+        return table, windows.div(self.block_size, rounding_mode="floor").int()
+
+    def step_of(self, layer: Any) -> Step:
+        """Return the step; a layer that is computed otherwise than a decoder's is refused."""
+        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+            raise UnsupportedError(f"attn_type must be decoder, got {layer.attn_type}")
+        if layer.xai_temperature_len > 0:
+            raise UnsupportedError("xai_temperature_len must be -1: logits are not scaled by place")
+        assert self.forward_metadata is not None
+        return self.forward_metadata
+
+    def place(self, forward_batch: Any, step: Step) -> Any:
+        """Return where a layer writes its new tokens, for the pool's writer."""
+        return KVWriteLoc.for_batch(forward_batch, swa_loc=step.window_slots)
+
+    def paged(self, buffer: Any) -> Any:
+        """Return a pool's buffer (slots, ...) as pages (num_blocks, block_size, ...)."""
+        return buffer.unflatten(0, (-1, self.block_size))
+
+
+def _has_prompts(mode: Any) -> bool:
+    """Return whether a step has runs of new tokens that nothing drafted."""
+    return bool(mode.is_extend_without_speculative() and not mode.is_dllm_extend())
