@@ -293,7 +293,7 @@ def test_a_shard_of_a_gated_delta_net_has_its_heads_of_each_part(tmp_path):
     whole = load_model(tmp_path, dtype="float64").get_submodule("layers.0.mixer")
     made = on_ranks(2, lambda group: load_shard(tmp_path, group, dtype="float64"))
     mixers = [shard.get_submodule("layers.0.mixer") for shard in made]
-    assert mixers[0].sizes.num_heads == 2
+    assert mixers[0].config.num_value_heads == 2
     parts = [mixer.qkvz_proj.weight.split(mixer.config.parts) for mixer in mixers]
     joined = torch.cat([part for pair in zip(*parts, strict=True) for part in pair])
     assert torch.equal(joined, whole.qkvz_proj.weight)

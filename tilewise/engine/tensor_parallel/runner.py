@@ -84,7 +84,7 @@ def check_tensor_parallel(
             f"torch sees, got {size}"
         )
     check_shards(config, size)
-    if swap_space_gib and config.states:
+    if swap_space_gib and any(layer.mixer is not None for layer in config.layers):
         raise ValueError(
             "swap_space_gib must be 0 with tensor_parallel_size above 1 for layers that remember "
             f"by a state, got {swap_space_gib}"
