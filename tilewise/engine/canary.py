@@ -97,7 +97,7 @@ class Canary:
             return
 
     def _is_held(self, node: PrefixNode) -> bool:
-        """Whether a block of keys and values holds a content; checkpoints of states come last."""
+        """Return whether a node of the prefix cache has a block of keys and values in any group."""
         return any(block >= 0 for block in node.blocks[: len(self.storage.parts)])
 
     def _compare(self, node: PrefixNode, wanted: tuple[int, ...], step: int) -> None:

@@ -357,13 +357,17 @@ class Engine:
             self.new_scheduler = self.store = None
 
     def use_version(self, version: str) -> None:
-        """Let blocks of requests to come be found by no request before, and the other way round."""
+        """Separate the cached blocks of earlier requests from those of later ones.
+
+        Neither finds the other's, as their weights differ.
+        """
         self.version = version
 
     def give_way(self, user: str) -> None:
-        """Stop the step that runs if a request of this user that comes should not wait for it.
+        """Stop the running step if a new request of this user should not have to wait for its end.
 
-        From any thread; see `giving_way`. Nothing happens where the runner cannot stop.
+        It may be called from any thread; see `giving_way` for the rule. A runner that cannot stop a
+        step goes on.
         """
         if number := self.giving_way.asked_by(user):
             assert self._stoppable is not None, "who cannot be stopped has no number"

@@ -286,7 +286,7 @@ class _Task:
 
 
 class _Arrival:
-    """Requests that arrive together."""
+    """Requests of one call, which the engine's thread takes or refuses together."""
 
     def __init__(self, core: _Core, generations: Sequence[Generation]) -> None:
         self.core, self.generations = core, generations

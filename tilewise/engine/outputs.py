@@ -261,17 +261,18 @@ class Generation:
             return self._copied()
 
     def show(self, reader: Callable[[RequestOutput], bool], num_seen: int) -> int:
-        """Call a function with the output itself, without a copy, if it has more tokens than that.
+        """Call `reader` with the output itself, not a copy, if tokens are new since the last call.
 
-        The engine's thread waits meanwhile, and what the function keeps of the output changes. What
-        has ended is not shown, nor best_of samples: `snapshot` has the end.
+        The engine's thread waits while `reader` runs, and changes the output afterwards. An output
+        that has ended is not shown: `snapshot` has it. Nor are samples of best_of, before the end.
 
         Args:
-            reader: returns whether it has read the output.
-            num_seen: tokens of all samples that were read before.
+            reader: a function that returns whether it has read the output.
+            num_seen: the number of tokens, of all samples, that were read before.
 
         Returns:
-            tokens of all samples that are read now; -1 where the reader has not, or it has ended.
+            The number of tokens, of all samples, that have been read now; -1 if the output has
+            ended, or `reader` has not read it.
         """
         with self._lock:
             output = self.output

@@ -56,10 +56,10 @@ def token_ids(
 
 
 def listed(name: str, values: object) -> list[Any]:
-    """Return what was given for many as a list.
+    """Return the items of an argument that holds one item for each of several requests.
 
     Raises:
-        TypeError: it is no list: it cannot be iterated over, or is one thing (a text, a dict).
+        TypeError: the argument cannot be iterated over, or is a single item (a text, a dict).
     """
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
         raise TypeError(f"{name} must be one or a list of them, got {type(values).__name__}")

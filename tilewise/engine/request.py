@@ -248,7 +248,10 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     def for_rows(self, end_ids: frozenset[int]) -> SamplingParams:
-        """Return what a runner is asked of each row of logits: this, with what the choice needs.
+        """Return the parameters that a runner gets for each row of logits.
+
+        They are these ones, with the log-probability of each token where the best of several
+        samples is chosen by them.
 
         Args:
             end_ids: tokens that end a sample of the request.

@@ -154,7 +154,8 @@ class Tokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text beside those that the model's configuration names."""
+        """The ids of end tokens that the tokenizer has, whether or not the model's config names
+        them."""
         names = () if self.special_id(_CHANNEL) is None else _CHANNEL_ENDS
         ids = (self.eos_token_id, *map(self.special_id, names))
         return tuple(dict.fromkeys(i for i in ids if i is not None))

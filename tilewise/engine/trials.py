@@ -101,7 +101,7 @@ def refusal_of(kind: str, reason: str) -> RequestError:
 
 
 def limits_of(library: Any) -> Any:
-    """Return the counts that bound a grammar's work."""
+    """Return llguidance's limits on the work that a grammar may cost."""
     return library.LLParserLimits(**LIMITS)
 
 

@@ -38,10 +38,10 @@ _CLASSES = {
 
 
 def head_activation(name: str, field: str) -> str:
-    """Return our name of an activation: of a class of torch, or as transformers names it.
+    """Return our name of an activation that a file names by torch's class or as transformers does.
 
     Raises:
-        CheckpointError: it is neither; the message names the field.
+        CheckpointError: the name is not known; the message has the field.
     """
     found = _CLASSES.get(name.rsplit(".", 1)[-1], name)
     if found not in _ACTIVATIONS:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE, Batch, Tables
 from tilewise.kernels.cpu.step.operands import (
     Buffer,
+    Growth,
     Heads,
     Held,
     Latents,
@@ -32,6 +33,7 @@ __all__ = [
     "WIDTH",
     "Batch",
     "Buffer",
+    "Growth",
     "Heads",
     "Held",
     "Latents",

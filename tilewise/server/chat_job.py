@@ -98,7 +98,10 @@ class ChatJob:
         return Reply(self._bridge, "chatcmpl", request.request_id, whole=self._whole)
 
     async def prompt(self, *, is_counted: bool = False) -> tuple[str, Prompt]:
-        """Return the chat's text and its prompt for the engine, or only the ids to be counted."""
+        """Return the chat's rendered text, and its prompt for the engine.
+
+        With `is_counted` the prompt is only to be counted: it may be longer than the context.
+        """
         request = self.request
         text = await self._bridge.in_thread(lambda: self._service.template.render(request))
         self._suit_sampling(text)
@@ -435,7 +438,8 @@ class ChatJob:
         return None
 
     def _shown_special(self, request: ChatRequest) -> dict[str, Any]:
-        """Keep special tokens in the text where marks of calls or reasoning are such tokens."""
+        """Return sampling fields that keep special tokens in the text, where the marks of calls or
+        of reasoning are such tokens; else {}."""
         form, marks = self._service.form, list[str]()
         if form.is_harmony:
             marks = [MESSAGE]

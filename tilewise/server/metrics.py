@@ -120,9 +120,10 @@ class _OneKey(Collector):
 
 
 class _EngineCollector(Collector):
-    """Report the engine's counters of the last read, so that a step pays nothing.
+    """A collector of the engine's counters, as they were when `look` last read them.
 
-    The gauge `engine_answers` is 0 while a read has begun and not ended.
+    Steps are not slowed by it. The gauge `engine_answers` is 0 while a read has begun and not
+    ended.
     """
 
     def __init__(self, model: str, stats: Any, between: SmallHistogram) -> None:
@@ -133,7 +134,7 @@ class _EngineCollector(Collector):
         self._num_open = 0
 
     def look(self) -> None:
-        """Read the counters; an engine that hangs does not answer."""
+        """Read the engine's counters; with an engine that hangs this does not return."""
         self._num_open += 1
         with suppress(EngineClosedError):  # the last values are kept
             self._told = self._stats()

@@ -92,7 +92,7 @@ class Templates:
         return text
 
     def _asked(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the worker's answer; None if the worker was ended by something other than the
+        """Return the worker's answer; None if the worker was killed from outside, not for its
         template."""
         worker = self._started()
         try:

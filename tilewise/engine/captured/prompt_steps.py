@@ -292,7 +292,8 @@ class _Pieces:
 
 
 class _Bytes:
-    """Memory of a GPU for `torch.as_tensor`, which keeps this and not the memory."""
+    """A view of a tensor's bytes on a GPU, from which `torch.as_tensor` makes a tensor that does
+    not keep the memory alive."""
 
     def __init__(self, x: Tensor) -> None:
         self.__cuda_array_interface__ = {

@@ -301,13 +301,14 @@ class DeviceRunner:
 
     @property
     def greedy_buckets(self) -> list[int]:
-        """Numbers of rows of which a step has a graph for greedy rows alone, ascending."""
+        """The numbers of rows, ascending, of steps with a graph that serves greedy rows alone."""
         if self._greedy_head is None:
             return []
         return [bucket for bucket in self.buckets if bucket >= decode_step.GREEDY_ROWS]
 
     def _is_greedy(self, batch: Batch, bucket: int) -> bool:
-        """Whether ranks draw from the largest logit of each: all rows are greedy, and many."""
+        """Whether a step draws by each rank's largest logit: all of its rows are greedy, and they
+        are many."""
         if self._greedy_head is None or bucket < decode_step.GREEDY_ROWS or not batch.is_plain:
             return False
         runs, _ = first_of(batch.sequences)

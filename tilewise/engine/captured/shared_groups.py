@@ -60,13 +60,13 @@ class SharedGroups:
     def find(
         self, table: NDArray[np.int32], lengths: NDArray[np.int64], bucket: int, least: int
     ) -> None:
-        """Look for groups anew, and send them if there are any worth it.
+        """Look for rows that begin with the same blocks, and send the groups that save enough
+        reading.
 
         Args:
-            table: (rows, max_blocks), the rows in use.
-            lengths: (rows,) tokens of each with the new one; 0 does not run.
-            bucket: rows of the step, at least `rows`.
-            least: keys that need not be read again, at least.
+            table: (rows, max_blocks), the rows in use. lengths: (rows,) the tokens of each row, its
+            new one included; 0 for a row that does not run. bucket: rows of the step, at least
+            `rows`. least: the number of keys that groups must save; with fewer saved none is sent.
         """
         self.is_stale, self.is_active = False, False
         if len(lengths) < 2 or lengths.sum() < least:  # most steps: nothing to look for

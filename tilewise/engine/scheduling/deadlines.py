@@ -61,8 +61,8 @@ class Deadlines:
         return list(over)
 
     def _concerns(self, entry: _Entry) -> bool:
-        """Return whether an entry's request is unfinished, and not admitted if only its start was
-        due."""
+        """Return whether an entry still counts: its request is unfinished and, if the entry is a
+        deadline for its start, has not been admitted."""
         family = self._roster.requests.get(entry.request_id)
         if family is None or self._roster.first_ids[entry.request_id] != entry.seq_id:
             return False

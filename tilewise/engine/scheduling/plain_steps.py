@@ -339,5 +339,6 @@ class Steady:
         return bool(seq.swap_slots) or not self.tables.refuses(seq, spare=count)
 
     def _at(self, number: int) -> Seq[int]:
-        """Return the sequences whose tokens begin a block in the step `number`."""
+        """Return the places, in the batch, of sequences whose token in step `number` begins a
+        block."""
         return self._places.get(-number % self.tables.block_size, ())

@@ -264,7 +264,7 @@ class Adjuster:
             step.biases.append(state.bias)
 
     def _run(self, logits: Tensor, step: _Step, tokens: Tensor | None) -> None:
-        """Send the step in one copy and do it."""
+        """Send all changes of a step to the device in one copy, and apply them to the logits."""
         if not step.rows and not step.cleared:
             return
         pending = np.array(step.pending, np.int64).reshape(-1, 2)

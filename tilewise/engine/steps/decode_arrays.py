@@ -108,7 +108,7 @@ class DecodeArrays:
 
     @property
     def ctx(self) -> DecodeArrays:
-        """Where the rows belong in the cache: this has it, too."""
+        """The places of the rows in the cache; this object has them as well."""
         return self
 
     @property

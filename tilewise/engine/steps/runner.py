@@ -347,7 +347,7 @@ class ModelRunner:
         self._adjuster.reset()
 
     def is_lost(self) -> bool:
-        """Whether the device can compute no more."""
+        """Return whether the device has failed, so that it can compute no more."""
         return is_device_lost(self.device)
 
     def _known(self, batch: Batch) -> Batch:

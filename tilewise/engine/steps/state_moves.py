@@ -60,12 +60,12 @@ class FixedStates:
         self.layers = layer_states(storage)
 
     def write(self, batch: Batch, rows: Sequence[int], bucket: int) -> None:
-        """Tell the device the slots of a step that decodes.
+        """Write the slots of a decode step's rows to the device.
 
         Args:
-            batch: the step, of one token of each sequence.
-            rows: the row of each of its sequences.
-            bucket: the rows of the step, those that it does not run included.
+            batch: the sequences of the step, each with one token.
+            rows: the row of each of these sequences.
+            bucket: the number of rows of the step; those without a sequence get no slot.
         """
         slots = np.full(bucket, -1, np.int64)
         slots[rows] = [run.state_slot for run in batch.sequences]

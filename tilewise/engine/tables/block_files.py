@@ -115,7 +115,7 @@ class BlockFiles:
             return digest in self._sizes or digest in self._waiting
 
     def load(self, content: Content, slot: int) -> bool:
-        """Fill a slot with exactly this content, and return whether it was there and whole."""
+        """Read the block of this content into a slot; return False if it is absent or damaged."""
         with self._lock:
             waiting = self._waiting.get(content.digest)
         if waiting is not None:

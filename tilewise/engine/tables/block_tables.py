@@ -168,9 +168,10 @@ class BlockTables(Holdings):
         return moves
 
     def end_step(self, index: int) -> None:
-        """Note that a step has finished, or never will: unfinished step `index`, 0 the oldest.
+        """Note that an unfinished step has ended, or was given up; `index` 0 is the oldest of them.
 
-        What was let go of since it began stays with the step before it, if that is unfinished.
+        Blocks that were given up since it began become free, unless an older step is unfinished:
+        they then wait for that.
         """
         for number, pool in enumerate(self.pools):
             blocks, read = pool.fences[index], pool.read[index]
@@ -486,7 +487,8 @@ class BlockTables(Holdings):
             self.states.fork(parent, child)
 
     def release(self, seq: Sequence) -> None:
-        """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
+        """Take a sequence's blocks back; those that the prefix cache lists can still be found by
+        it."""
         if seq in self.places:
             for number in range(len(self.pools)):
                 self.let_go(number, self.held(seq, number))

@@ -60,10 +60,10 @@ def spread(
 
 
 class BlockStore(Protocol):
-    """Keeps blocks that main memory has no room for, found by content."""
+    """A store of blocks that main memory has no room for; a block is found by its content."""
 
     def save(self, content: Content, slot: int) -> None:
-        """Keep what a slot holds; the slot is read before this returns. Never fails."""
+        """Store the block in a slot; the slot has been read when this returns. Never fails."""
         ...
 
     def has(self, digest: bytes) -> bool:
@@ -71,7 +71,7 @@ class BlockStore(Protocol):
         ...
 
     def load(self, content: Content, slot: int) -> bool:
-        """Fill a slot with exactly this content, and return whether it was there and whole."""
+        """Read the block of this content into a slot; return False if it is absent or damaged."""
         ...
 
     def forget(self, digest: bytes) -> None:
@@ -89,10 +89,10 @@ class SlotRoom:
 
     Attributes:
         allocator: owners of slots; a slot is `cached` while it holds a cold prefix's block.
-        going: (device block, slot) of the next batch.
-        coming: slots of the next batch by device block.
-        pins: one slot for each of these.
-        fences: the same of unfinished steps, the oldest first.
+        going: pairs (device block, slot) that the next batch copies to main memory.
+        coming: the slots that the next batch copies to the device, by device block.
+        pins: the slots of `going` and `coming`, which must not be given away before that.
+        fences: the pins of each unfinished step, the oldest first.
         node_at: the node of the prefix that each cold slot holds.
     """
 
@@ -135,7 +135,8 @@ class SwapSpace:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is kept, and nothing found, as transfers fail."""
+        """Whether transfers fail, so that no block is kept in main memory and none is found
+        there."""
         return self._is_paused
 
     @is_paused.setter
@@ -238,7 +239,8 @@ class SwapSpace:
         return True
 
     def drop(self, seq: Sequence) -> None:
-        """Let go of what is kept of a sequence: it is back, has ended, or is computed again."""
+        """Release the slots of a sequence that is back on the device, has ended, or is
+        recomputed."""
         for room, slots in zip(self.rooms, slots_of(seq), strict=False):
             room.allocator.release([slot for slot in slots if slot >= 0])
         seq.swap_slots, seq.other_swap_slots, seq.num_swapped_tokens = [], [], 0
@@ -337,5 +339,6 @@ class SwapSpace:
 
 
 def slots_of(seq: Sequence) -> list[list[int]]:
-    """Return what is kept of a sequence in each group; -1 stands for what its window passed."""
+    """Return the slots of a swapped sequence in each group; -1 for a block that its window
+    passed."""
     return [seq.swap_slots, *seq.other_swap_slots] if seq.swap_slots else []

@@ -19,7 +19,7 @@ from tilewise.models.layer_fields import Sizes, layers_that_attend
 from tilewise.models.unread_fields import must_be
 from tilewise.nn.experts import ExpertsConfig
 
-__all__ = ["FAMILIES"]
+__all__ = ["BAMBA_NAMES", "FAMILIES"]
 
 
 def _bamba(config: Json) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _block(config: Json, sizes: Sizes) -> FeedForwardConfig | ExpertsConfig:
     )
 
 
-_NAMES = LLAMA_NAMES.but(
+BAMBA_NAMES = LLAMA_NAMES.but(
     {
         **mamba2_names("mamba"),
         "mlp_norm": "pre_ff_layernorm",
@@ -112,7 +112,7 @@ _GRANITE_NAMES = LLAMA_NAMES.but(
 )
 
 FAMILIES = (
-    Family("BambaForCausalLM", "bamba", _bamba, _NAMES, harmless=TRAINING),
+    Family("BambaForCausalLM", "bamba", _bamba, BAMBA_NAMES, harmless=TRAINING),
     Family(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",

@@ -11,8 +11,9 @@ from typing import Any
 
 from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import Json, count_or, flag, number
-from tilewise.models.families.family import LLAMA_NAMES, Family
-from tilewise.models.families.mamba2 import TRAINING, mamba2_names, read_mamba2
+from tilewise.models.families.bamba import BAMBA_NAMES
+from tilewise.models.families.family import Family
+from tilewise.models.families.mamba2 import TRAINING, read_mamba2
 from tilewise.models.hf_rope import read_rope
 from tilewise.models.layer_config import LayerConfig, NormConfig
 from tilewise.models.layer_fields import Sizes
@@ -78,23 +79,12 @@ def _width(config: Json) -> int:
     return count_or(config, "mamba_d_ssm", 1024)
 
 
-_NAMES = LLAMA_NAMES.but(
-    {
-        **mamba2_names("mamba"),
-        "mlp_norm": "pre_ff_layernorm",
-        "mlp.gate_up_proj": ("feed_forward.gate_proj", "feed_forward.up_proj"),
-        "mlp.down_proj": "feed_forward.down_proj",
-    },
-    outer={**LLAMA_NAMES.outer, "norm": "model.final_layernorm"},
-    unit_dims={"mixer.conv": (1,)},
-)
-
 FAMILIES = (
     Family(
         "FalconH1ForCausalLM",
         "falcon_h1",
         _falcon_h1,
-        _NAMES,
+        BAMBA_NAMES,
         # Every layer has attention and a feed-forward block, whatever these say.
         harmless=TRAINING + " attn_layer_indices mamba_use_mlp mlp_expansion_factor",
     ),

@@ -11,7 +11,7 @@ from tilewise.models.hf_rope import read_rope, write_rope
 from tilewise.models.layer_config import FeedForwardConfig, LayerConfig, NormConfig
 from tilewise.models.layer_fields import Sizes, layer_types, types_of_windows, windows_of_types
 
-__all__ = ["FAMILIES", "write_sizes"]
+__all__ = ["FAMILIES", "write_llama_like", "write_sizes"]
 
 
 def _read(
@@ -98,13 +98,14 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _write_shared(config: DecoderConfig) -> dict[str, Any]:
-    attention, block = config.attentions[0], config.feed_forwards[0]
+def write_llama_like(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of `write_sizes`, the head dim, the activation and the rotary settings."""
+    attention = config.attentions[0]
     assert attention.rope is not None
     return {
         **write_sizes(config),
         "head_dim": attention.head_dim,
-        "hidden_act": block.activation,
+        "hidden_act": config.feed_forwards[0].activation,
         "rope_parameters": write_rope(
             attention.rope, attention.head_dim, config.max_position_embeddings
         ),
@@ -114,19 +115,19 @@ def _write_shared(config: DecoderConfig) -> dict[str, Any]:
 def _write_llama(config: DecoderConfig) -> dict[str, Any]:
     attention, block = config.attentions[0], config.feed_forwards[0]
     assert isinstance(block, FeedForwardConfig)
-    return _write_shared(config) | {
+    return write_llama_like(config) | {
         "attention_bias": attention.qkv_bias,
         "mlp_bias": block.bias,
     }
 
 
 def _write_mistral(config: DecoderConfig) -> dict[str, Any]:
-    return _write_shared(config) | {"sliding_window": config.windows[0]}
+    return write_llama_like(config) | {"sliding_window": config.windows[0]}
 
 
 def _write_qwen2(config: DecoderConfig) -> dict[str, Any]:
     return {
-        **_write_shared(config),
+        **write_llama_like(config),
         "use_sliding_window": any(config.windows),
         **types_of_windows(config.windows),
     }

@@ -21,8 +21,8 @@ from tilewise.models.config_fields import (
 )
 from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families.family import LLAMA_NAMES, Family
-from tilewise.models.families.llama import write_sizes
-from tilewise.models.hf_rope import read_rope, write_rope
+from tilewise.models.families.llama import write_llama_like
+from tilewise.models.hf_rope import read_rope
 from tilewise.models.layer_config import (
     PRE_NORM,
     SANDWICH,
@@ -249,23 +249,10 @@ def _phi3(config: Json) -> dict[str, Any]:
     )
 
 
-def _write_shared(config: DecoderConfig) -> dict[str, Any]:
-    attention, block = config.attentions[0], config.feed_forwards[0]
-    assert attention.rope is not None
-    return {
-        **write_sizes(config),
-        "head_dim": attention.head_dim,
-        "hidden_act": block.activation,
-        "rope_parameters": write_rope(
-            attention.rope, attention.head_dim, config.max_position_embeddings
-        ),
-    }
-
-
 def _write_hyperclovax(config: DecoderConfig) -> dict[str, Any]:
     attention, block = config.attentions[0], config.feed_forwards[0]
     assert isinstance(block, FeedForwardConfig)
-    return _write_shared(config) | {
+    return write_llama_like(config) | {
         "attention_bias": attention.qkv_bias,
         "mlp_bias": block.bias,
         "use_post_norm": config.layers[0].norms == SANDWICH,
@@ -277,7 +264,7 @@ def _write_hyperclovax(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_ministral3(config: DecoderConfig) -> dict[str, Any]:
-    fields, growth = _write_shared(config), config.attentions[0].query_growth
+    fields, growth = write_llama_like(config), config.attentions[0].query_growth
     if growth is not None:
         fields["rope_parameters"] |= {
             "llama_4_scaling_beta": growth.beta,

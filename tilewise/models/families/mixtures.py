@@ -27,8 +27,8 @@ from tilewise.models.config_fields import (
 )
 from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families.family import LLAMA_NAMES, Family, Names
-from tilewise.models.families.llama import write_sizes
-from tilewise.models.hf_rope import read_rope, write_rope
+from tilewise.models.families.llama import write_llama_like
+from tilewise.models.hf_rope import read_rope
 from tilewise.models.layer_config import LayerConfig, NormConfig
 from tilewise.models.layer_fields import Sizes, layer_types, windows_of_types
 from tilewise.models.unread_fields import must_be
@@ -375,19 +375,6 @@ def _granite(config: Json) -> dict[str, Any]:
     }
 
 
-def _write_shared(config: DecoderConfig) -> dict[str, Any]:
-    attention = config.attentions[0]
-    assert attention.rope is not None
-    return {
-        **write_sizes(config),
-        "head_dim": attention.head_dim,
-        "hidden_act": config.feed_forwards[0].activation,
-        "rope_parameters": write_rope(
-            attention.rope, attention.head_dim, config.max_position_embeddings
-        ),
-    }
-
-
 def _write_ernie(config: DecoderConfig) -> dict[str, Any]:
     experts, has_bias = config.experts, config.attentions[0].qkv_bias
     assert experts is not None
@@ -396,7 +383,7 @@ def _write_ernie(config: DecoderConfig) -> dict[str, Any]:
     if mixed != [i for i in range(mixed[0], mixed[-1] + 1) if (i + 1) % every == 0]:
         raise CheckpointError(f"layers with experts must follow at one distance, got {mixed}")
     dense = (x for x in config.feed_forwards if not isinstance(x, ExpertsConfig))
-    return _write_shared(config) | {
+    return write_llama_like(config) | {
         "intermediate_size": next((x.intermediate_size for x in dense), experts.intermediate_size),
         "use_bias": has_bias,
         "moe_intermediate_size": experts.intermediate_size,
@@ -412,7 +399,7 @@ def _write_ernie(config: DecoderConfig) -> dict[str, Any]:
 def _write_phi(config: DecoderConfig) -> dict[str, Any]:
     attention, experts = config.attentions[0], config.experts
     assert experts is not None
-    return _write_shared(config) | {
+    return write_llama_like(config) | {
         "intermediate_size": experts.intermediate_size,
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_active,
