@@ -100,7 +100,7 @@ def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
             f"with a norm, got {', '.join(layer.norms)}"
         )
     if layer.experts is not None and (
-        isinstance(block, ExpertsConfig) or not layer.experts.is_gated or layer.experts.latent_size
+        isinstance(block, ExpertsConfig) or not layer.experts.are_gated_tokens
     ):
         return "experts beside a feed-forward block must have gates, and that block be no mixture"
     if attention.latent is None and attention.head_dim % 2:

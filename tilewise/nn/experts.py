@@ -105,6 +105,11 @@ class ExpertsConfig:
         if not self.is_gated and (self.activation == _CLAMPED or self.is_interleaved):
             raise ValueError("is_gated must be true with clamped or interleaved rows, got false")
 
+    @property
+    def are_gated_tokens(self) -> bool:
+        """Whether experts have gates and read the tokens themselves, as most do."""
+        return self.is_gated and self.latent_size == 0
+
 
 _CLAMPED = "clamped"
 # Hugging Face's names of the activations that `ops.expert_mlp` computes, and its own.
