@@ -1,5 +1,5 @@
-"""Several devices: the shards of a model, attention and recurrences over sequences that ranks
-share."""
+"""Several devices: the shards of a model, attention and recurrences over sequences that ranks share,
+and weights from the ranks of a trainer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tilewise.distributed.recurrence import (
 )
 from tilewise.distributed.ring import ring_attention
 from tilewise.distributed.ulysses import ulysses_attention
+from tilewise.distributed.weights import receive_weights, send_weights
 
 __all__ = [
     "choose_layout",
@@ -23,7 +24,9 @@ __all__ = [
     "context_parallel_gated_delta",
     "explain",
     "gather_attention",
+    "receive_weights",
     "ring_attention",
+    "send_weights",
     "serve_app",
     "shard_sequence",
     "ulysses_attention",
