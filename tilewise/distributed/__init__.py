@@ -1,5 +1,5 @@
-"""Several devices: the shards of a model, attention and recurrences over sequences that ranks share,
-and weights from the ranks of a trainer."""
+"""Several devices: the shards of a model, attention and recurrences over sequences that ranks
+share, and weights from the ranks of a trainer."""
 
 from __future__ import annotations
 
