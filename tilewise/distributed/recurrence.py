@@ -238,9 +238,9 @@ class _Call(NamedTuple):
         num_parts: the number of parts of heads.
         cut: a function that returns a part of each tensor.
         run: a function that returns the result of a part, and the states behind it.
-        shape, dtype: those of the states of a part.
+        shape, dtype: the shape and the dtype of the states of a part.
         dims: the dimension in which each tensor is cut; empty for one part.
-        dim: that of the result.
+        dim: the dimension in which the results of parts are joined.
     """
 
     share: _Share
