@@ -686,11 +686,10 @@ MUTANTS = {
         "[s.state_slot for s in sequences]", "[s.state_slot for s in reversed(sequences)]",
         ("tests/engine/test_state_models.py", "-k", "together and qwen3_5"),
     ),
-    "a_compiled_gate_rounds_before_its_norm": Mutant(
+    "a_compiled_gated_norm_averages_over_a_whole_row": Mutant(
         "tilewise/kernels/cpu/step/gated.py", "gate_rows",
-        "x = simd.mul(x, applied(like, op[FUNCTION], gate))\nif column",
-        "x = rounded(word_like, simd.mul(x, applied(like, op[FUNCTION], gate)))\nif column",
-        (*_TEST_STATE_STEP, "mamba2"),
+        "types.float64(simd.sum_lanes(squares)) / dim",
+        "types.float64(simd.sum_lanes(squares)) / width", (*_TEST_STATE_STEP, "qwen3_5"),
     ),
     # Slots and checkpoints of states.
     "a_rollback_forgets_the_convolution": Mutant(

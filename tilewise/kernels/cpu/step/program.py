@@ -604,7 +604,7 @@ class Program:
         Args:
             factors: a function that returns a factor for each column, or None.
             other: rows of factors, or None.
-            function: f.
+            function: the name of f, see `functions.py`.
         """
         op = self._append_own(multiply_elements, source, target)
         op[INPUTS], op[FUNCTION] = columns, FUNCTIONS[function]
@@ -734,8 +734,8 @@ class Program:
             norm: the norm, of `parts` parts of a row, whose weights are those of a part or of all;
                 None for none.
             gate_first: True if the gate multiplies before the norm.
-            skipped, skip: what is added to the rows first, and a function that returns its factor
-                of each head of `head_dim` columns, float32; None for nothing.
+            skipped, skip: rows that are added to those of the source first, and a function that
+                returns their factor of each head of `head_dim` columns, float32; None for nothing.
         """
         op = self._append_own(gate_rows, source, target)
         dim = columns // parts
