@@ -3,8 +3,9 @@
     python lab/recurrent.py --device cuda --json F
 
 On a GPU the peer is flash-linear-attention (the package `fla`, where it is installed), on a CPU the
-torch code of transformers. Shapes are those of Qwen3-Next (16 key heads, 32 of values, 128 x 128)
-and of a Mamba-2 layer (1 group, 48 heads, 128 x 64). Rows: a prompt, packed prompts, a decode step
+torch code of transformers. Shapes are those of Qwen3-Next (16 key heads, 32 of values, 128 x 128),
+of a Mamba-2 layer (1 group, 48 heads, 128 x 64) and of Kimi Linear (32 heads of 128 x 128, a decay
+for each channel). Rows: a prompt, packed prompts, a decode step
 of several sequences in the middle of their chunks, and the backward pass; the same of a convolution
 of 8,192 channels. A line says "DIFFER" if
 a sequence in parts has other bits than the whole, and the exit status is 1.
@@ -34,7 +35,10 @@ from tilewise import ops
 from tilewise.bench.timing import time_call, time_together
 
 # name -> (Hk, H, K, V), whether the delta rule corrects
-SHAPES = {"delta": ((16, 32, 128, 128), True), "mamba": ((1, 48, 128, 64), False)}
+SHAPES = {
+    "delta": ((16, 32, 128, 128), True), "mamba": ((1, 48, 128, 64), False),
+    "kimi": ((32, 32, 128, 128), True),
+}  # fmt: skip
 PROMPTS = {"cuda": (4096, 16384, 65536), "cpu": (512, 2048)}
 PACKED = {"cuda": (8, 2048), "cpu": (4, 256)}  # sequences, tokens of each
 ROWS = {"cuda": (1, 8, 32, 128, 256), "cpu": (1, 8)}
@@ -52,10 +56,9 @@ def draw(shape: str, total: int, device: str) -> Rows:
         for _ in range(2)
     )
     v = torch.randn(total, heads, value_dim, device=device).bfloat16()
-    g, beta = (
-        -0.1 * torch.rand(total, heads, device=device),
-        torch.rand(total, heads, device=device),
-    )
+    channels = (key_dim,) if shape == "kimi" else ()
+    g = -0.1 * torch.rand(total, heads, *channels, device=device)
+    beta = torch.rand(total, heads, device=device)
     return q, k, v, g, beta
 
 
@@ -76,7 +79,7 @@ def slots_of(shape: str, count: int, device: str) -> ops.RecurrentStates:
     (key_heads, heads, key_dim, value_dim), _ = SHAPES[shape]
     states = ops.recurrent_states(
         count, heads, key_dim, value_dim, num_key_heads=key_heads, dtype=torch.bfloat16,
-        device=device,
+        device=device, by_channel=shape == "kimi",
     )  # fmt: skip
     for x in states:
         if x is not None:
@@ -113,10 +116,11 @@ def has_one_set_of_bits(shape: str, device: str) -> bool:
     return True
 
 
-def peer_of(device: str, is_delta: bool) -> Callable[..., Any] | None:
+def peer_of(device: str, shape: str) -> Callable[..., Any] | None:
     """Return the peer's function of dense rows (1, T, ...) and edges; None where it is missing."""
+    is_delta = SHAPES[shape][1]
     if device == "cpu":
-        if not is_delta:
+        if shape != "delta":
             return None
         from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
@@ -132,12 +136,15 @@ def peer_of(device: str, is_delta: bool) -> Callable[..., Any] | None:
     try:
         without_models()
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
         from fla.ops.simple_gla import chunk_simple_gla
     except ImportError as error:
         print(f"no peer: {error}")
         return None
 
     def of_fla(q, k, v, g, beta, edges):
+        if g.dim() == 4:
+            return chunk_kda(q, k, v, g, beta, scale=1.0, cu_seqlens=edges)[0]
         if is_delta:
             return chunk_gated_delta_rule(q, k, v, g, beta, scale=1.0, cu_seqlens=edges)[0]
         return chunk_simple_gla(q, k, v, g=g, scale=1.0, cu_seqlens=edges)[0]
@@ -172,6 +179,8 @@ def peer_rows(rows: Rows, is_delta: bool, device: str) -> Rows:
 def peer_step_of(device: str, is_delta: bool, rows: Rows) -> Callable[[], Any] | None:
     """Return the peer's decode step of a row for each sequence; None where it is missing."""
     q, k, v, g, beta = (x.unsqueeze(1) for x in rows)
+    if device == "cpu" and g.dim() == 4:
+        return None  # transformers has no model with a decay for each channel
     state = torch.zeros(len(v), v.shape[2], k.shape[3], v.shape[3], device=device)
     group = v.shape[2] // k.shape[2]
     if device == "cpu":
@@ -184,9 +193,14 @@ def peer_step_of(device: str, is_delta: bool, rows: Rows) -> Callable[[], Any] |
     try:
         without_models()
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+        from fla.ops.kda import fused_recurrent_kda
         from fla.ops.simple_gla import fused_recurrent_simple_gla
     except ImportError:
         return None
+    if g.dim() == 4:
+        return lambda: fused_recurrent_kda(
+            q, k, v, g=g, beta=beta, scale=1.0, initial_state=state, output_final_state=True
+        )
     if is_delta:
         return lambda: fused_recurrent_gated_delta_rule(
             q, k, v, g=g, beta=beta, scale=1.0, initial_state=state, output_final_state=True
@@ -222,7 +236,7 @@ def prompt_calls(shape: str, lengths: list[int], device: str) -> dict[str, Calla
         return call
 
     calls["ours with backward"] = both_passes(lambda *x: whole(x, edges, is_delta), leaves)
-    peer = peer_of(device, is_delta)
+    peer = peer_of(device, shape)
     if peer is not None:
         dense, ends = peer_rows(rows, is_delta, device), edges
         if device == "cuda":

@@ -19,6 +19,24 @@ DECODERS = [
     ("LlamaForCausalLM", {"tie_word_embeddings": False}),
     ("MistralForCausalLM", {"sliding_window": 7}),
     ("Qwen3ForCausalLM", {"head_dim": 32}),
+    (
+        "Qwen3_5ForCausalLM",
+        {
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            "rope_theta": None,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
 ]
 
 

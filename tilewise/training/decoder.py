@@ -18,7 +18,11 @@ from tilewise.models import Decoder
 from tilewise.models.config import ModelConfig
 from tilewise.models.layer_config import PRE_NORM
 from tilewise.models.native import NativeDecoder, NativeLayer
-from tilewise.nn import MLP, Attention, GatedMLP, RMSNorm
+from tilewise.nn import MLP, Attention, GatedDeltaNet, GatedMLP, RMSNorm
+from tilewise.nn.gated_norm import unit_length
+from tilewise.nn.layers import ShiftedRMSNorm
+
+_RMS = ("rms", "shifted_rms")
 
 __all__ = ["Documents", "attend", "hidden_states", "layer_norm", "linear"]
 
@@ -48,7 +52,7 @@ def hidden_states(
     """Return the last hidden states, normalised, in `dtype`; differentiable.
 
     Args:
-        model: a GPT-2 or Llama of `tilewise.models`, of float32 parameters.
+        model: a GPT-2, a Llama or a Qwen3.5 of `tilewise.models`, of float32 parameters.
         ids: int64, (T,) packed, or (B, S) where each row is one text.
         positions: int64 (T,), each document's own; None for rows.
         documents: the documents of packed ids; None for rows.
@@ -60,7 +64,7 @@ def hidden_states(
 
     Raises:
         ValueError: packed ids come without positions, or rows with them.
-        TypeError: the model computes something else than a GPT-2 or a Llama.
+        TypeError: the model computes something else than a GPT-2, a Llama or a Qwen3.5.
     """
     if (documents is None) != (positions is None):
         raise ValueError("positions and documents must come together, got one of them")
@@ -71,7 +75,7 @@ def hidden_states(
     config = model.config
     reason = _why_not(config)
     if reason is not None:
-        raise TypeError(f"model must be a GPT-2 or a Llama: {reason}")
+        raise TypeError(f"model must be a GPT-2, a Llama or a Qwen3.5: {reason}")
     forward = _gpt2 if config.norm.kind == "layer" else _llama
     return forward(model, ids, positions, documents, dtype, deterministic)
 
@@ -80,7 +84,6 @@ def _why_not(config: ModelConfig) -> str | None:
     """Say what of a model no forward pass here computes, or return None."""
     is_layer_norm = config.norm.kind == "layer"
     facts: list[tuple[str, object, object]] = [
-        ("norm", config.norm.kind, "layer" if is_layer_norm else "rms"),
         ("learned_positions", config.learned_positions is not None, is_layer_norm),
         ("embedding_scale", config.embedding_scale, 1.0),
         ("embedding_norm", config.embedding_norm, False),
@@ -88,19 +91,25 @@ def _why_not(config: ModelConfig) -> str | None:
         ("residual_scale", config.residual_scale, 1.0),
         ("ropes", len(config.ropes), 0 if is_layer_norm else 1),
     ]
+    if not is_layer_norm and config.norm.kind not in _RMS:
+        return f"norm must be layer, {' or '.join(_RMS)}, got {config.norm.kind}"
     if is_layer_norm:
         facts.append(("norm.has_bias", (config.norm.has_weight, config.norm.has_bias), (True,) * 2))
     for layer in config.layers:
         attention, block = layer.attention, layer.feed_forward
-        if attention is None or layer.mixer is not None:
-            return "layers must have attention and no state, got a state"
         facts += [
             ("norms", layer.norms, PRE_NORM),
             ("is_parallel", layer.is_parallel, False),
-            ("latent", attention.latent, None),
-            ("has_gate", attention.has_gate, False),
             ("feed_forward", type(block).__name__, "FeedForwardConfig"),
             ("is_gated", getattr(block, "is_gated", None), not is_layer_norm),
+        ]
+        if attention is None and not is_layer_norm:
+            facts.append(("mixer", type(layer.mixer).__name__, "GatedDeltaConfig"))
+            continue
+        if attention is None or layer.mixer is not None:
+            return "layers must have attention or a gated delta net, got another state"
+        facts += [
+            ("latent", attention.latent, None),
             ("has_sinks", attention.has_sinks, False),
             ("softcap", attention.softcap, 0.0),
             ("alibi_slopes", attention.alibi_slopes, ()),
@@ -110,10 +119,10 @@ def _why_not(config: ModelConfig) -> str | None:
         ]
         if attention.rope is not None:
             facts.append(("rope.interleaved", attention.rope.interleaved, False))
-            whole = attention.rope.rotary_dim == attention.head_dim
-            facts.append(("rope of whole heads", whole, True))
-        if attention.qk_norm is not None:
-            facts.append(("qk_norm", attention.qk_norm.kind, "rms"))
+        if is_layer_norm:
+            facts.append(("has_gate", attention.has_gate, False))
+        if attention.qk_norm is not None and attention.qk_norm.kind not in _RMS:
+            return f"qk_norm must be {' or '.join(_RMS)}, got {attention.qk_norm.kind}"
     for name, found, wanted in facts:
         if found != wanted:
             return f"{name} must be {wanted}, got {found}"
@@ -166,29 +175,64 @@ def _llama(
     x = model.embed_tokens(ids).to(dtype)
     for layer in model.layers:
         assert isinstance(layer, NativeLayer)
-        attention, mlp = layer.attention, layer.mlp
-        assert isinstance(attention, Attention)
+        mlp, first, second = layer.mlp, layer.attention_norm, layer.mlp_norm
         assert isinstance(mlp, GatedMLP)
-        first, second = layer.attention_norm, layer.mlp_norm
-        assert isinstance(first, RMSNorm)
-        assert isinstance(second, RMSNorm)
-        q, k, v = _split(attention, linear(_rms_norm(x, first), attention.qkv_proj))
-        if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
-            q, k = _rms_norm(q, attention.q_norm), _rms_norm(k, attention.k_norm)
-        o = attend(
-            _rotate(q, cos, sin),
-            _rotate(k, cos, sin),
-            v,
-            documents,
-            attention.softmax_scale,
-            window=attention.window,
-            deterministic=deterministic,
-        )
-        x = x + linear(o.flatten(-2), attention.o_proj)
+        h = _rms_norm(x, first)
+        if isinstance(layer.mixer, GatedDeltaNet):
+            x = x + _gated_delta_net(layer.mixer, h, documents)
+        else:
+            assert isinstance(layer.attention, Attention)
+            x = x + _rotated_attention(layer.attention, h, cos, sin, documents, deterministic)
         gate, up = linear(_rms_norm(x, second), mlp.gate_up_proj).chunk(2, dim=-1)
         x = x + linear(mlp.activation(gate) * up, mlp.down_proj)
-    assert isinstance(model.norm, RMSNorm)
     return _rms_norm(x, model.norm)
+
+
+def _rotated_attention(
+    attention: Attention,
+    h: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    documents: Documents | None,
+    deterministic: bool,
+) -> Tensor:
+    """Return what an attention with a rotation adds to the residual stream."""
+    qkv, gate = linear(h, attention.qkv_proj), None
+    if attention.has_gate:
+        width = attention.num_q_heads * attention.head_dim
+        gate, qkv = qkv.split([width, qkv.shape[-1] - width], dim=-1)
+    q, k, v = _split(attention, qkv)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        q, k = _rms_norm(q, attention.q_norm), _rms_norm(k, attention.k_norm)
+    o = attend(
+        _rotate(q, cos, sin),
+        _rotate(k, cos, sin),
+        v,
+        documents,
+        attention.softmax_scale,
+        window=attention.window,
+        deterministic=deterministic,
+    ).flatten(-2)
+    if gate is not None:
+        o = o * torch.sigmoid(gate)
+    return linear(o, attention.o_proj)
+
+
+def _gated_delta_net(net: GatedDeltaNet, h: Tensor, documents: Documents | None) -> Tensor:
+    """Return what `nn.GatedDeltaNet` adds, its products in the dtype of h."""
+    config, (*channels, width) = net.config, net.config.parts
+    edges = None if documents is None else documents.cu_seqlens
+    mixed, z = linear(h, net.qkvz_proj).split([sum(channels), width], dim=-1)
+    convolved = ops.causal_conv1d(mixed, net.conv.to(h.dtype), activation="silu", cu_seqlens=edges)
+    assert isinstance(convolved, Tensor)  # states are not asked for
+    q, k, v = convolved.split(channels, dim=-1)
+    q, k = (unit_length(part.unflatten(-1, (-1, config.key_dim))) for part in (q, k))
+    v, z = (part.unflatten(-1, (-1, config.value_dim)) for part in (v, z))
+    b, a = linear(h, net.ba_proj).chunk(2, dim=-1)
+    beta = config.beta_scale * torch.sigmoid(b)
+    g = -net.a_log.exp() * F.softplus(a.float() + net.dt_bias)
+    o = ops.gated_delta(q, k, v, g, beta, cu_seqlens=edges)
+    return linear(net.norm(o, z).flatten(-2), net.o_proj)
 
 
 def attend(
@@ -243,9 +287,12 @@ def layer_norm(x: Tensor, module: nn.LayerNorm) -> Tensor:
     return F.layer_norm(x, shape, module.weight.to(x.dtype), module.bias.to(x.dtype), module.eps)
 
 
-def _rms_norm(x: Tensor, module: RMSNorm) -> Tensor:
+def _rms_norm(x: Tensor, module: nn.Module | None) -> Tensor:
+    assert isinstance(module, RMSNorm | ShiftedRMSNorm)
     wide = x if x.dtype == torch.float64 else x.float()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
+    if isinstance(module, ShiftedRMSNorm):
+        return (y * (1 + module.weight)).to(x.dtype)
     return y.to(x.dtype) * module.weight.to(x.dtype)
 
 
@@ -257,6 +304,11 @@ def _split(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of each head, as `ops.apply_rope` does, where a compiler can fuse it."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    """Turn the halves of each head, as `ops.apply_rope` does, where a compiler can fuse it.
+
+    Channels beyond those that the cosines are of stay.
+    """
+    half = cos.shape[-1]
+    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

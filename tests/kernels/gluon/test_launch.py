@@ -192,6 +192,28 @@ def test_an_error_of_the_driver_is_raised(driver):
         _launch.launch_now(kernel, 1, *arguments()[0])
 
 
+def test_a_thread_without_a_context_gets_one(driver, monkeypatch):
+    """As autograd's threads, until they call CUDA's runtime."""
+    kernel, devices, given = Kernel(TYPES, KINDS), [], arguments()[0]
+    _launch.launch_now(kernel, 1, *given)
+    knows(driver, kernel, TYPES[:-2])
+    driver.status = 201
+
+    def zeros(*_, device):
+        devices.append(device.type)
+        driver.status = 0
+
+    monkeypatch.setattr(_launch.torch, "zeros", zeros)
+    seen = len(driver.seen)
+    _launch.launch_now(kernel, 1, *given)
+    assert devices == ["cuda"]
+    assert len(driver.seen) == seen + 2
+    driver.status = 201
+    monkeypatch.setattr(_launch.torch, "zeros", lambda *_, device: None)
+    with pytest.raises(RuntimeError, match="CUDA error 201"):
+        _launch.launch_now(kernel, 1, *given)
+
+
 def test_a_descriptor_does_not_keep_its_tensor_alive():
     import weakref
 

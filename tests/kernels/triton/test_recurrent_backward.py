@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.recurrent.problem import CASES, Case, Problem
+from tilewise import ops
 from tilewise.testing import assert_within_budget
 
 pytest.importorskip("triton")
@@ -67,3 +68,21 @@ def test_gradients_keep_the_budget(case: Case, dtype: torch.dtype, place: str) -
         # Tokens of 16 bits are multiplied with what is rounded to theirs.
         got, plain = (x.to(dtype) for x in (got, plain))
         assert_within_budget(got, want, plain, name=f"d{name}", scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_that_names_no_backend_has_the_gradients_of_the_kernels(packed: bool) -> None:
+    case = Case("called", lengths=(70, 70), heads=(1, 2, 64, 64))
+    problem = Problem.draw(case, torch.bfloat16, "cuda")
+    leaves = [x.clone().requires_grad_() for x in (*problem.rows, problem.state)]
+    rows = leaves[:5] if packed else [x.unflatten(0, (2, 70)) for x in leaves[:5]]
+    edges = problem.edges if packed else None
+    found = ops.gated_delta(
+        *rows, initial_state=leaves[5], cu_seqlens=edges, q_scale=0.5, return_state=True
+    )
+    given = tuple(torch.randn_like(x) for x in found)
+    ours = torch.autograd.grad(found, leaves, given)
+    wanted = _ours(problem, given[0].view(problem.rows[2].shape), given[1])
+    for name, x, y in zip(("q", "k", "v", "g", "beta", "state"), ours, wanted, strict=True):
+        assert torch.equal(x, y), name

@@ -40,6 +40,7 @@ __all__ = [
 Slots = Callable[[list[Any]], Sequence[Any]]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
 _MAX_CALLS = 1024
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 def launch_now(
@@ -285,11 +286,20 @@ class Prepared:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         with self.lock:
             self.pack(self.memory, 0, self.where(grid), stream, *addresses, constants)
-            status = self.submit(pointers, None)
+            self.check(self.submit(pointers, None), pointers)
         del maps  # until here the pointers lead there
+        return True
+
+    def check(self, status: int, pointers: Any) -> None:
+        """Raise unless a launch began; in a thread without a context begin it once more.
+
+        A thread of autograd's has none before its first call of CUDA's runtime.
+        """
+        if status == _NO_CONTEXT:
+            torch.zeros(1, device=torch.device("cuda", self.device))
+            status = self.submit(pointers, None)
         if status != 0:
             raise launch_error(status)
-        return True
 
 
 def _described(found: _Descriptor) -> Described:
@@ -335,9 +345,7 @@ class Addressed:
             prepared.pack(
                 prepared.memory, 0, self._where, run.stream, *self._tensors(at), self._constants
             )
-            status = prepared.submit(met[0], None)
-        if status != 0:
-            raise launch_error(status)
+            prepared.check(prepared.submit(met[0], None), met[0])
 
     def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
         """Return what a launch takes where descriptors' tensors lie at these addresses."""

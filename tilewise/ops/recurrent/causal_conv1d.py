@@ -236,6 +236,13 @@ def _fake(
     return x.new_empty(x.shape), x.new_empty(batch, weight.shape[1] - 1, x.shape[-1])
 
 
+def _has_kernels(x: Tensor, backend: str | None) -> bool:
+    """Whether a GPU's kernels compute the gradient, in place of torch."""
+    if backend not in (None, "triton") or x.device.type != "cuda":
+        return False
+    return dispatch.refusal("causal_conv1d", "triton", _spec(x)) is None
+
+
 def _backward_kernel(
     dy: Tensor,
     dstate: Tensor | None,
@@ -247,11 +254,8 @@ def _backward_kernel(
     has_silu: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and the states before.
-
-    A GPU's kernels compute them where "triton" was named: none has compared them with float64 yet.
-    """
-    if backend == "triton" and x.device.type == "cuda":
+    """Return the gradients of x, weight, bias and the states before."""
+    if _has_kernels(x, backend):
         dx, *grads = dispatch.kernel_module("causal_conv1d", "triton").gradient(
             dy.reshape(-1, x.shape[-1]),
             dstate,

@@ -83,13 +83,10 @@ def _fake(
 
 
 def _has_kernels(k: Tensor, v: Tensor, g: Tensor, backend: str | None) -> bool:
-    """Whether a GPU's kernels compute the gradient.
-
-    They do where "triton" was named: no GPU has compared them with float64 yet.
-    """
-    if backend != "triton" or v.device.type != "cuda" or g.dim() == k.dim():
+    """Whether a GPU's kernels compute the gradient, in place of chunks of torch."""
+    if backend not in (None, "triton") or v.device.type != "cuda":
         return False
-    spec = RecurrentSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1], False, None)
+    spec = RecurrentSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1], g.dim() == k.dim(), None)
     return dispatch.refusal("recurrence_bwd", "triton", spec) is None
 
 

@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels import device
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.spec import CHUNK, RecurrentSpec
 from tilewise.kernels.triton.recurrent.pairs import decays_between
@@ -45,9 +44,6 @@ def why_not(spec: RecurrentSpec) -> str | None:
     """Return why these kernels cannot compute the gradient of a call, or None if they can."""
     if spec.decays_by_channel:
         return "decays must be those of heads, got decays by channel"
-    # Seen to work on an H200 with 128 x 128 and 128 x 64; a call with 16 x 32 failed there.
-    if not device.interpreting() and (spec.key_dim % 64 or spec.value_dim % 64):
-        return f"K and V must be multiples of 64, got {spec.key_dim} and {spec.value_dim}"
     return why_not_forward(spec)
 
 
@@ -363,8 +359,6 @@ def gradient(
     if do.stride(-1) != 1:
         do = do.contiguous()
     places = (edges, edges, edges)
-    # Before its first call of the runtime a thread of autograd has no context to launch in.
-    torch.zeros(1, device=v.device)
     pairs = prepare(q, k, v, g.contiguous(), beta, None, places, is_delta)
     states = torch.empty(
         (chunks, num_heads, key_dim, value_dim), dtype=pairs.operand, device=v.device

@@ -22,7 +22,8 @@ from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.triton.elements import why_not as why_not
 
 _TILE_T, _TILE_C = 16, 128  # 16 elements of each of 128 threads
-_TILES = 8  # of rows, of a program that adds up gradients of weights
+# A program that adds up gradients of weights is one warp, whose sums over rows stay in threads.
+_SUM_ROWS, _SUM_CHANNELS, _SUM_TILES = 8, 256, 16
 
 
 @triton.jit
@@ -588,13 +589,14 @@ def gradient(
     if dy.stride(-1) != 1:
         dy = dy.contiguous()
     dz = torch.empty_like(dx)
-    programs, tiles = triton.cdiv(num_rows, _TILE_T * _TILES), triton.cdiv(channels, _TILE_C)
+    programs, tiles = triton.cdiv(num_rows, _SUM_ROWS * _SUM_TILES), triton.cdiv(channels, _TILE_C)
     sums = torch.empty(programs, width + 1, channels, dtype=torch.float32, device=x.device)
-    shape = {"CHANNELS": channels, "WIDTH": width, "TILE_C": _TILE_C}
+    sizes = {"CHANNELS": channels, "WIDTH": width}
+    shape = sizes | {"TILE_C": _TILE_C}
     before = x if initial_state is None else initial_state.contiguous()
     launch_now(
         _dz_kernel,
-        (programs, tiles),
+        (programs, triton.cdiv(channels, _SUM_CHANNELS)),
         x,
         weight,
         x if bias is None else bias.contiguous(),
@@ -607,13 +609,14 @@ def gradient(
         num_sequences,
         x.stride(0),
         dy.stride(0),
-        **shape,
-        TILE_T=_TILE_T,
-        TILES=_TILES,
+        **sizes,
+        TILE_C=_SUM_CHANNELS,
+        TILE_T=_SUM_ROWS,
+        TILES=_SUM_TILES,
         HAS_BIAS=bias is not None,
         HAS_STATES=initial_state is not None,
         HAS_SILU=has_silu,
-        num_warps=4,
+        num_warps=1,
     )
     dafter = dz if dstate is None else dstate.contiguous()
     launch_now(
