@@ -89,6 +89,8 @@ _TEST_STATES = ("tests/ops/recurrent/test_gated_delta.py", "-m", "not slow and n
 _TEST_CPU_STEP = ("tests/engine/test_cpu_step.py", "-k")
 _TEST_STATE_LAYERS = ("tests/nn/test_states.py", "-k")
 _TEST_STATE_FAMILIES = ("tests/models/test_state_families.py", "-k")
+_RECURRENCE = "tilewise/kernels/cpu/step/recurrence.py"
+_TEST_STATE_STEP = ("tests/engine/test_state_step.py", "-k")
 _TEST_TAPS = ("tests/ops/recurrent/test_causal_conv1d.py", "-k")
 
 MUTANTS = {
@@ -612,23 +614,23 @@ MUTANTS = {
     ),
     # States of layers that remember by them.
     "a_chunk_of_a_state_begins_where_the_call_does": Mutant(
-        _SCAN, "_scan", "p = start % CHUNK", "p = 0", (*_TEST_STATES, "parts and not interpreted"),
+        _SCAN, "scan", "p = start % CHUNK", "p = 0", (*_TEST_STATES, "parts and not interpreted"),
     ),
     "a_state_is_not_kept_when_its_chunk_is_full": Mutant(
-        _SCAN, "_scan", "if crossed:", "if crossed and p > 0:",
+        _SCAN, "scan", "if crossed:", "if crossed and p > 0:",
         (*_TEST_STATES, "at_chunks and not interpreted"),
     ),
     "a_slot_is_read_at_the_start_of_a_sequence": Mutant(
-        _SCAN, "_scan", "if start >= CHUNK or (not has_slots and before.size > 0):",
+        _SCAN, "scan", "if start >= CHUNK or (not has_slots and before.size > 0):",
         "if has_slots or before.size > 0:", (*_TEST_STATES, "used_again and not interpreted"),
     ),
     "an_update_is_kept_a_token_late": Mutant(
-        _SCAN, "_scan", "store_row(like, wide, updates, s * width, one, address, value_dim)",
+        _SCAN, "scan", "store_row(like, wide, updates, s * width, one, address, value_dim)",
         "store_row(like, wide, updates, max(s - 1, 0) * width, one, address, value_dim)",
         (*_TEST_STATES, "parts and not interpreted"),
     ),
     "a_kept_key_is_that_of_the_token_before": Mutant(
-        _SCAN, "_keep_keys", "(first + position - start) * k_row",
+        _SCAN, "keep_keys", "(first + position - start) * k_row",
         "(first + max(position - start - 1, 0)) * k_row",
         (*_TEST_STATES, "parts and not interpreted"),
     ),
@@ -680,11 +682,11 @@ MUTANTS = {
         (*_TEST_STATES, "gradients"),
     ),
     "a_convolution_forgets_the_tokens_before_a_step": Mutant(
-        _TAPS, "_convolve", "position >= 0", "position >= num_channels",
+        _TAPS, "convolve", "position >= 0", "position >= num_channels",
         (*_TEST_TAPS, "parts and not interpreted"),
     ),
     "a_convolutions_state_is_a_token_late": Mutant(
-        _TAPS, "_convolve", "(starts[sequence] + t) % num_kept",
+        _TAPS, "convolve", "(starts[sequence] + t) % num_kept",
         "(starts[sequence] + t + 1) % num_kept",
         (*_TEST_TAPS, "parts and not interpreted"),
     ),
@@ -695,6 +697,24 @@ MUTANTS = {
     "a_gpus_gradient_of_a_weight_is_that_of_the_tap_before": Mutant(
         _TAPS_TRITON, "_dz_kernel", "tl.where(which == tap,", "tl.where(which == tap + 1,",
         (*_TEST_TAPS, "gpus_kernels and not cuda"),
+    ),
+    "a_compiled_step_keeps_no_keys_of_open_chunks": Mutant(
+        _RECURRENCE, "keep_rows", "len(batch.state_slots)", "types.int64(0)",
+        (*_TEST_STATE_STEP, "qwen3_5"),
+    ),
+    "a_compiled_step_forgets_the_limits_of_time_steps": Mutant(
+        _RECURRENCE, "weigh_rows", "if has_limits:", "if num_rows < 0:",
+        (*_TEST_STATE_STEP, "mamba2"),
+    ),
+    "a_compiled_decodes_states_are_those_of_other_sequences": Mutant(
+        "tilewise/engine/steps/decode_arrays.py", "DecodeArrays.fill",
+        "[s.state_slot for s in sequences]", "[s.state_slot for s in reversed(sequences)]",
+        ("tests/engine/test_state_models.py", "-k", "together and qwen3_5"),
+    ),
+    "a_compiled_gated_norm_averages_over_a_whole_row": Mutant(
+        "tilewise/kernels/cpu/step/gated.py", "gate_rows",
+        "types.float64(simd.sum_lanes(squares)) / dim",
+        "types.float64(simd.sum_lanes(squares)) / width", (*_TEST_STATE_STEP, "qwen3_5"),
     ),
     # Slots and checkpoints of states.
     "a_rollback_forgets_the_convolution": Mutant(

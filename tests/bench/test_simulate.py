@@ -6,9 +6,11 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from tests.cost.test_step import HYBRID as HYBRID_CONFIG
 from tilewise import cli
 from tilewise.bench import simulate
 from tilewise.bench.contiguous import POLICIES, ContiguousTables
@@ -22,7 +24,7 @@ from tilewise.bench.trace import (
     read_trace,
     with_prefix,
 )
-from tilewise.cost import machine
+from tilewise.cost import machine, read_sizes
 from tilewise.engine.batch import SampledToken
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduling.scheduler import Scheduler
@@ -30,6 +32,40 @@ from tilewise.engine.scheduling.scheduler import Scheduler
 SMALL = Setting(
     MODELS["opt-13b"], machine("a100"), num_slots=1500, max_num_seqs=16, budget=128, max_len=256
 )
+
+
+HYBRID = Setting(
+    read_sizes(HYBRID_CONFIG), machine("h200"), num_slots=40_000, max_num_seqs=8, budget=512,
+    max_len=1024,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("num_checkpoints", [None, 40, 0])
+def test_a_prefix_of_a_hybrid_is_found_where_a_checkpoint_is(num_checkpoints):
+    setting = replace(HYBRID, num_checkpoints=num_checkpoints)
+    shared = list(range(5, 505))
+    requests = [TraceRequest(float(i), 520, 4) for i in range(4)]
+    engine = serve(
+        requests,
+        setting,
+        ids_of=lambda _, i: [*shared, *range(1000 * (i + 1), 1000 * (i + 1) + 20)],
+    )
+    found = [timing.cached_tokens for timing in engine.timings.values()]
+    assert all(timing.output_tokens == 4 for timing in engine.timings.values())
+    # The second prompt shows where the two part, and leaves a checkpoint there.
+    want = [0, 0, 448, 448]
+    assert found == ([0] * 4 if num_checkpoints == 0 else want)
+    engine.scheduler.check_integrity()
+
+
+def test_slots_of_states_take_memory_from_blocks():
+    few, many = (replace(HYBRID, num_slots=None, max_num_seqs=n).slots for n in (8, 256))
+    states = HYBRID.sizes.states
+    taken = 248 * (states.slot_bytes + states.checkpoint_bytes)
+    token = HYBRID.sizes.cache_bytes() + states.checkpoint_bytes / 1024
+    assert few - many == pytest.approx(taken / token, abs=2)
+    with pytest.raises(ValueError, match="paged or prefix for layers that keep states, got 'pow2'"):
+        serve([TraceRequest(0.0, 5, 5)], HYBRID, "pow2")
 
 
 def requests_of(seed: int, count: int = 40) -> list[TraceRequest]:

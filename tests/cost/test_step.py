@@ -279,6 +279,57 @@ def test_a_shard_has_its_part_of_every_product():
             LLAMA.shard(parallel)
 
 
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 1000, "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_layers_with_states_have_the_sizes_of_the_model_and_its_cache():
+    import torch
+
+    from tilewise.cache.states import checkpoint_bytes
+    from tilewise.engine.settings import cache_spec
+    from tilewise.models import ModelConfig
+    from tilewise.models.registry import empty_model
+
+    sizes, config = read_sizes(HYBRID), ModelConfig.from_hf(HYBRID)
+    states = sizes.states
+    assert (sizes.num_layers, states.count) == (2, 6)
+    model = empty_model(config, torch.bfloat16, "meta")
+    products = [p for n, p in model.named_parameters() if "proj" in n]
+    own = sum(p.numel() for p in products) + 512 * 1000
+    assert sizes.streamed_parameters == own
+    spec = cache_spec(config, 16, torch.bfloat16)
+    assert sizes.cache_bytes() == spec.bytes_per_token
+    slots = sum(each.slot_bytes(keeps_tokens=True) for _, each in spec.states)
+    assert states.slot_bytes == slots
+    assert states.checkpoint_bytes == checkpoint_bytes(spec.states)
+    half = sizes.shard(2)
+    assert 2 * half.states.slot_bytes == states.slot_bytes
+    assert 2 * (half.streamed_parameters - 512 * 500) == own - 512 * 1000
+    with pytest.raises(ValueError, match="must divide 4 key heads and 8 heads of states, got 8"):
+        replace(sizes, num_q_heads=8).shard(8)
+
+
+def test_a_state_is_read_once_a_step_however_long_its_text_is():
+    cost = StepCost(read_sizes(HYBRID), H200)
+    short, long = (cost(decode(32, n)).device for n in (1, 1000))
+    keys = StepCost(replace(read_sizes(HYBRID), states=None), H200)
+    without = [keys(decode(32, n)).device for n in (1, 1000)]
+    assert long - short == pytest.approx(without[1] - without[0])
+    copied = cost(decode(32, 1)._replace(state_copies=3)).device - short
+    states = cost.sizes.states
+    assert copied == pytest.approx(6 * states.checkpoint_bytes / H200.copy_bandwidth)
+    told = decode(1, 1)._replace(prompt_tokens=1000)
+    prompts = cost.states(told) - cost.states(decode(1, 1))
+    multiplied = 1000 * states.token_flops / H200.peaks("bfloat16").flops
+    assert prompts == pytest.approx(multiplied / H200.attention_efficiency)
+
+
 def test_a_shard_is_what_a_worker_loads(tmp_path):
     import torch
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed.thread_group import on_ranks
 from tests.models import test_mixtures as mixtures
+from tests.models import test_state_families as states
 from tests.models.test_families import make
 from tests.models.test_gpt_oss import save_mxfp4
 from tests.models.tiny import make_hf, save_hf
@@ -262,6 +263,40 @@ def test_plain_experts_of_gpt_oss_are_cut_anywhere_or_refused(tmp_path):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match="intermediate_size of experts 40, got 3"):
         shard_config(read_config(path), 3)
+
+
+@pytest.mark.parametrize("case", [case for case in states.CASES if case != "nemotron_h"])
+def test_layers_with_a_state_are_cut_at_their_heads(case, tmp_path):
+    save_hf(states.make(case), tmp_path)
+    want = _logits(load_model(tmp_path, dtype="float64"))
+    for got in on_ranks(2, lambda group: _logits(load_shard(tmp_path, group, dtype="float64"))):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "message"),
+    [
+        ("qwen3_5", 6, "num_kv_heads 2|num_key_heads 2, got 6"),
+        ("mamba2", 4, "heads of the recurrence 6, got 4"),
+        ("mamba2", 3, "num_groups 2, or be a multiple of it, got 3"),
+        ("nemotron_h", 2, "must be 1 for experts that read latents, got 2"),
+    ],
+)
+def test_a_state_that_a_size_does_not_divide_is_refused(case, size, message, tmp_path):
+    save_hf(states.make(case), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        check_shards(read_config(tmp_path), size)
+
+
+def test_a_shard_of_a_gated_delta_net_has_its_heads_of_each_part(tmp_path):
+    save_hf(states.make("qwen3_next"), tmp_path)  # whose rows lie by key heads
+    whole = load_model(tmp_path, dtype="float64").get_submodule("layers.0.mixer")
+    made = on_ranks(2, lambda group: load_shard(tmp_path, group, dtype="float64"))
+    mixers = [shard.get_submodule("layers.0.mixer") for shard in made]
+    assert mixers[0].config.num_value_heads == 2
+    parts = [mixer.qkvz_proj.weight.split(mixer.config.parts) for mixer in mixers]
+    joined = torch.cat([part for pair in zip(*parts, strict=True) for part in pair])
+    assert torch.equal(joined, whole.qkvz_proj.weight)
 
 
 @pytest.mark.parametrize("case", ["gemma4", "gemma4_experts"])

@@ -35,8 +35,7 @@ IN_MODULES = {
         "num_active", "scores", "norm_eps", "weight_scale", "has_correction_bias", "num_groups",
         "num_active_groups", "best_in_group", "jitter", "router_bias", "routes_in_float32",
         "router_norm_eps", "scales_experts", "weighs_input", "limit", "alpha", "has_bias",
-        "is_packed", "shared_bias", "shared_is_gated", "is_gated",
-        "latent_size", "latent_bias",  # of `are_gated_tokens`, which it reads
+        "is_packed", "shared_bias", "is_gated", "latent_bias",
     },
 }  # fmt: skip
 

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "KimiLinear",
         {
             "layer_types": _TYPES,
-            "linear_num_heads": 3,
+            "linear_num_heads": 4,
             "linear_head_dim": 16,
             "linear_conv_kernel_dim": 3,
             "kv_lora_rank": 24,
@@ -288,7 +288,7 @@ def test_lists_of_layers_and_patterns_mean_the_kinds_of_layers() -> None:
     kimi = {**_SHAPE, **CASES["kimi_linear"][1], "architectures": ["KimiLinearForCausalLM"]}
     listed = kimi | {
         "layer_types": None,
-        "linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 3,
+        "linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 4,
                                "head_dim": 16, "short_conv_kernel_size": 3},
     }  # fmt: skip
     assert ModelConfig.from_hf(listed).layers == ModelConfig.from_hf(kimi).layers

@@ -44,6 +44,7 @@ from tilewise.cost import (
 )
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.tables.state_tables import StateLimits
 from tilewise.engine.virtual import Arrival, Steps, Timing, VirtualEngine
 from tilewise.flags import Parser
 
@@ -130,6 +131,9 @@ class Setting:
         overlap: submit a step while one runs; None is what the profile says.
         scheduler_options: keywords of Scheduler, before all of the above.
         tensor_parallel: machines that hold a shard of the model each.
+        num_checkpoints: checkpoints of states that are kept, in a model whose layers keep states;
+            None is one for each sequence that runs and one for every `checkpoint_tokens`.
+        checkpoint_tokens: tokens between two checkpoints of a long text.
     """
 
     sizes: Sizes
@@ -143,6 +147,18 @@ class Setting:
     overlap: bool | None = None
     scheduler_options: Mapping[str, Any] = field(default_factory=dict)
     tensor_parallel: int = 1
+    num_checkpoints: int | None = None
+    checkpoint_tokens: int = 1024
+
+    @property
+    def states(self) -> StateLimits | None:
+        """The sizes of states; None for a model without."""
+        if self.sizes.states is None:
+            return None
+        count = self.num_checkpoints
+        if count is None:
+            count = self.max_num_seqs + -(-self.slots // self.checkpoint_tokens)
+        return StateLimits(count, self.checkpoint_tokens)
 
     @property
     def slots(self) -> int:
@@ -156,7 +172,15 @@ class Setting:
         shard = self.sizes.shard(self.tensor_parallel)
         free = self.machine.memory_bytes * MEMORY_SHARE - 2 * shard.parameters
         free -= WORKSPACE_BYTES
-        slots = int(free / shard.cache_bytes())
+        token = float(shard.cache_bytes())
+        if shard.states is not None:
+            own = shard.states.checkpoint_bytes
+            free -= self.max_num_seqs * shard.states.slot_bytes
+            if self.num_checkpoints is None:  # one for each sequence, and some for each token
+                free, token = free - self.max_num_seqs * own, token + own / self.checkpoint_tokens
+            else:
+                free -= self.num_checkpoints * own
+        slots = int(free / token)
         if slots < self.block_size:
             there, taken = self.machine.memory_bytes, 2 * shard.parameters + WORKSPACE_BYTES
             raise ValueError(
@@ -232,6 +256,14 @@ def new_engine(setting: Setting, allocator: str = "prefix") -> VirtualEngine:
         "max_model_len": setting.longest,
         "enable_prefix_caching": allocator == "prefix",
     }
+    if setting.sizes.states is not None:
+        if not is_paged:
+            raise ValueError(
+                f"allocator must be paged or prefix for layers that keep states, got {allocator!r}"
+            )
+        limits = setting.states
+        assert limits is not None
+        options["states"] = limits if allocator == "prefix" else replace(limits, num_checkpoints=0)
     options |= setting.scheduler_options
     scheduler = Scheduler(setting.slots // block_size, block_size, **options)
     slots_taken = None

@@ -7,7 +7,87 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Sizes", "read_sizes"]
+__all__ = ["CHUNK", "Sizes", "StateLayers", "read_sizes"]
+
+CHUNK = 64  # tokens of a chunk of a recurrence, see `kernels.spec`
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayers:
+    """The layers of a model whose memory is a state: gated delta nets.
+
+    Attributes:
+        count: the number of such layers.
+        products: (in, out) of each matrix product of one.
+        num_key_heads, num_heads: Hk and H, the heads of keys and of values.
+        key_dim, value_dim: K and V.
+        conv_width: W, the taps of the convolution.
+    """
+
+    count: int
+    products: tuple[tuple[int, int], ...]
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the float32 states of one sequence, in all layers: what its step reads."""
+        return 4 * self.count * self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slot of a running sequence in 16 bits: its states, the tokens of its open
+        chunk, and as many inputs of the convolution."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
+        channels = 2 * keys + values
+        kept = CHUNK * (2 * keys + 2 * values + 8 * self.num_heads)
+        return self.state_bytes + self.count * (kept + 2 * (CHUNK + self.conv_width - 1) * channels)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint in 16 bits: the states, and the last inputs of the convolution."""
+        channels = 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+        return self.state_bytes + 2 * self.count * (self.conv_width - 1) * channels
+
+    @property
+    def token_flops(self) -> int:
+        """FLOPs of the recurrences of one token of a prompt, in all layers.
+
+        Of each head: products of a key and of a query with the state and one that adds to it, K V
+        each, and with the tokens of its chunk, half a chunk on average, 2 (K + V) each.
+        """
+        pairs = CHUNK // 2 * 2 * (self.key_dim + self.value_dim)
+        head = 2 * (3 * self.key_dim * self.value_dim + pairs)
+        return self.count * self.num_heads * head
+
+    def shard(self, parallel: int) -> StateLayers:
+        """Return the part of one of `parallel` shards.
+
+        Raises:
+            ValueError: `parallel` does not divide the heads.
+        """
+        if self.num_key_heads % parallel or self.num_heads % parallel:
+            raise ValueError(
+                f"tensor_parallel must divide {self.num_key_heads} key heads and {self.num_heads} "
+                f"heads of states, got {parallel}"
+            )
+        return replace(
+            self,
+            products=_cut(self.products, parallel),
+            num_key_heads=self.num_key_heads // parallel,
+            num_heads=self.num_heads // parallel,
+        )
+
+
+def _cut(products: tuple[tuple[int, int], ...], parallel: int) -> tuple[tuple[int, int], ...]:
+    """Return a rank's part of products: outputs and inputs are cut in turn."""
+    return tuple(
+        (wide // parallel, narrow) if place % 2 else (wide, narrow // parallel)
+        for place, (wide, narrow) in enumerate(products)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +95,10 @@ class Sizes:
     """The sizes on which the bytes and FLOPs of a token depend.
 
     Attributes:
-        products: (in, out) of each matrix product of a layer; their weights are read once a step.
+        products: (in, out) of each matrix product of a layer with attention; their weights are
+            read once a step.
+        num_layers: the number of layers with attention.
+        states: the layers with a state beside those; None for none.
         head: (in, out) of the output head.
         max_len: the number of positions of the model.
         is_tied: True if the embedding table is the output head's weight.
@@ -30,6 +113,7 @@ class Sizes:
     vocab_size: int
     max_len: int
     is_tied: bool = True
+    states: StateLayers | None = None
 
     @property
     def hidden(self) -> int:
@@ -45,7 +129,9 @@ class Sizes:
     def streamed_parameters(self) -> int:
         """Number of weights that a step reads: all products and the head, not the embedding
         table."""
-        return self.num_layers * self.layer_parameters + math.prod(self.head)
+        states = self.states
+        own = 0 if states is None else states.count * sum(map(math.prod, states.products))
+        return self.num_layers * self.layer_parameters + own + math.prod(self.head)
 
     @property
     def parameters(self) -> int:
@@ -69,18 +155,15 @@ class Sizes:
                 f"or be a multiple of them, got {parallel}"
             )
         own = max(kv_heads // parallel, 1)
-        products = []
-        for place, (wide, narrow) in enumerate(self.products):
-            # q, k and v: a rank's heads; key heads are repeated if there are fewer than ranks
-            if place == 0:
-                products.append((wide, (heads // parallel + 2 * own) * self.head_dim))
-            elif place % 2:  # o and down: rows are cut, and the outputs are summed
-                products.append((wide // parallel, narrow))
-            else:
-                products.append((wide, narrow // parallel))
+        # q (and its gate), k and v: a rank's heads; key heads are repeated if there are fewer than
+        # ranks. Of o and down inputs are cut, and the outputs are summed.
+        wide, narrow = self.products[0]
+        queries = narrow - 2 * kv_heads * self.head_dim
+        first = (wide, queries // parallel + 2 * own * self.head_dim)
         return replace(
             self,
-            products=tuple(products),
+            products=(first, *_cut(self.products, parallel)[1:]),
+            states=None if self.states is None else self.states.shard(parallel),
             head=(self.head[0], -(-self.head[1] // parallel)),
             num_q_heads=heads // parallel,
             num_kv_heads=own,
@@ -95,7 +178,7 @@ class Sizes:
 
 
 def read_sizes(config: Mapping[str, Any]) -> Sizes:
-    """Return the sizes of a Hugging Face config.json, of GPT-2 or a Llama-like decoder.
+    """Return the sizes of a Hugging Face config.json: GPT-2's, Qwen3.5's, a Llama-like decoder's.
 
     Raises:
         ValueError: a size is missing, or feed-forward blocks are mixtures of experts, whose weights
@@ -109,7 +192,9 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes:
                 f"config must have dense feed-forward blocks, got {name} {config[name]}"
             )
     try:
-        return _gpt2(config) if config.get("model_type") == "gpt2" else _llama(config)
+        if config.get("model_type") == "gpt2":
+            return _gpt2(config)
+        return _qwen3_5(config) if "linear_num_value_heads" in config else _llama(config)
     except KeyError as error:
         raise ValueError(f"config must have {error.args[0]!r}, got none") from None
 
@@ -126,6 +211,33 @@ def _gpt2(config: Mapping[str, Any]) -> Sizes:
         head_dim=e // heads,
         vocab_size=config["vocab_size"],
         max_len=config["n_positions"],
+    )
+
+
+def _qwen3_5(config: Mapping[str, Any]) -> Sizes:
+    whole, every = _llama(config), config.get("full_attention_interval") or 4
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(whole.num_layers)
+    ]
+    count = sum(kind == "linear_attention" for kind in kinds)
+    e, heads = whole.hidden, config["linear_num_value_heads"]
+    key_heads = config["linear_num_key_heads"]
+    k, v = (config[f"linear_{part}_head_dim"] for part in ("key", "value"))
+    rows = 2 * key_heads * k + 2 * heads * v + 2 * heads  # q, k, v, the gate, b and a
+    (wide, narrow), o, *block = whole.products
+    return replace(
+        whole,
+        products=((wide, narrow + whole.num_q_heads * whole.head_dim), o, *block),  # with a gate
+        num_layers=whole.num_layers - count,
+        states=StateLayers(
+            count,
+            ((e, rows), (heads * v, e), *block),
+            key_heads,
+            heads,
+            k,
+            v,
+            config.get("linear_conv_kernel_dim") or 4,
+        ),
     )
 
 

@@ -3,6 +3,8 @@
     layers     each product at the slower of reading its weights and multiplying; norms, activations
                and rotations at the bandwidth of a copy
     attention  keys and values read once a sequence; prompts at the rate of products
+    states     read once a sequence; recurrences of prompts at the rate of products; copies of
+               states, as a step begins from them or keeps them
     head       a product for the rows that sample a token, whose logits are read again to sample
     kernels    a fixed time each, beside its work; one that is not captured is launched by the host
     padding    a captured step runs the next larger of a few numbers of rows (`padding.py`)
@@ -63,6 +65,8 @@ class StepWork(NamedTuple):
         copied_slots: the tokens in blocks that are copied.
         swapped_slots: the tokens in blocks that are swapped in or out before the step begins.
         is_decode: True if every sequence computes one token and samples one.
+        state_copies: the slots of states that are filled or kept, in layers that keep states.
+        prompt_tokens: the tokens in runs of more than one.
         renews: True if its rows differ from those of the step before: some sequences compute a
             prompt, have ended, or sample their second token after their prompt in the step before.
     """
@@ -77,6 +81,8 @@ class StepWork(NamedTuple):
     swapped_slots: int = 0
     is_decode: bool = False
     renews: bool = False
+    state_copies: int = 0
+    prompt_tokens: int = 0
 
 
 class StepSeconds(NamedTuple):
@@ -139,7 +145,10 @@ class StepCost:
         self._layers: dict[int, float] = {}  # seconds by number of rows
         self._heads: dict[int, float] = {}
         self._factors = {kind: _Curve(told) for kind, told in machine.factors.items()}
-        self.kernels = KERNELS_OF_A_LAYER * sizes.num_layers + KERNELS_OF_A_STEP
+        states = sizes.states
+        num_layers = sizes.num_layers + (0 if states is None else states.count)
+        self.num_layers = num_layers
+        self.kernels = KERNELS_OF_A_LAYER * num_layers + KERNELS_OF_A_STEP
 
     def __call__(self, work: StepWork) -> StepSeconds:
         """Predict a step."""
@@ -179,11 +188,23 @@ class StepCost:
             multiplying = flops / (self._flops * m.attention_efficiency)
             is_longer_one = m.overlaps and not m.attends_apart
             seconds += max(reading, multiplying) if is_longer_one else reading + multiplying
+        seconds += self.states(work)
         if work.swapped_slots:
             seconds += swap_seconds(m, work.swapped_slots * self.cache_bytes, transfers=1)
         if work.copied_slots:
             seconds += 2 * work.copied_slots * self.cache_bytes / m.copy_bandwidth
         return seconds
+
+    def states(self, work: StepWork) -> float:
+        """Predict the time of recurrences, and of copies of states: 0 without such layers."""
+        states, m = self.sizes.states, self.machine
+        if states is None:
+            return 0.0
+        reading = work.sequences * states.state_bytes / (m.read_bandwidth * m.key_efficiency)
+        flops = work.prompt_tokens * states.token_flops
+        multiplying = flops / (self._flops * m.attention_efficiency)
+        copying = 2 * work.state_copies * states.checkpoint_bytes / m.copy_bandwidth
+        return reading + multiplying + copying
 
     def by_rows(self, work: StepWork) -> float:
         """Predict the device's time without attention, sampling, sums and copies."""
@@ -210,7 +231,7 @@ class StepCost:
         if self.tensor_parallel == 1:
             return 0.0
         stream = work.tokens * self.sizes.hidden * self.itemsize
-        count = 2 * self.sizes.num_layers + 1
+        count = 2 * self.num_layers + 1
         logits = work.logits * self.sizes.vocab_size * LOGIT_BYTES
         gathered = logits * (self.tensor_parallel - 1) / self.tensor_parallel
         seconds = count * sum_seconds(self.machine, stream, self.tensor_parallel)
@@ -266,25 +287,37 @@ class StepCost:
 
     def _streams(self, rows: int) -> tuple[int, int]:
         """Return the bytes of weights that all layers read, and the FLOPs of their products."""
-        layer = [product_cost(rows, i, o, weight_itemsize=0) for i, o in self.sizes.products]
-        weights = int(self.sizes.layer_parameters * self.weight_itemsize)
-        flops = sum(product.flops for product in layer)
-        return self.sizes.num_layers * weights, self.sizes.num_layers * flops
+        weights = flops = 0
+        for count, products in self._kinds():
+            each = [product_cost(rows, i, o, weight_itemsize=0) for i, o in products]
+            parameters = sum(i * o for i, o in products)
+            weights += count * int(parameters * self.weight_itemsize)
+            flops += count * sum(product.flops for product in each)
+        return weights, flops
+
+    def _kinds(self) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+        """Return how many layers there are of each kind, and the products of one."""
+        sizes, states = self.sizes, self.sizes.states
+        kinds = [(sizes.num_layers, sizes.products)]
+        return kinds if states is None else [*kinds, (states.count, states.products)]
 
     def _element_bytes(self, rows: int, logits: int) -> int:
         """Return the bytes moved by everything but weights, keys and values."""
         return self._layer_bytes(rows) + 2 * logits * self.sizes.vocab_size * LOGIT_BYTES
 
     def _layer_bytes(self, rows: int) -> int:
-        sizes, width = self.sizes, self.itemsize
-        around = norm_cost(rows, sizes.hidden, itemsize=width).bytes * 2
-        inner = sizes.products[-1][0]
-        around += activation_cost(rows, inner, itemsize=width).bytes
-        for wide, narrow in sizes.products:
-            around += rows * (wide + narrow) * width
+        sizes, width, total = self.sizes, self.itemsize, 0
+        for count, products in self._kinds():
+            around = norm_cost(rows, sizes.hidden, itemsize=width).bytes * 2
+            around += activation_cost(rows, products[-1][0], itemsize=width).bytes
+            for wide, narrow in products:
+                around += rows * (wide + narrow) * width
+            total += count * around
         heads = (sizes.num_q_heads + sizes.num_kv_heads) * sizes.head_dim
-        around += 2 * rows * heads * width  # rotated in place
-        return sizes.num_layers * around
+        total += sizes.num_layers * 2 * rows * heads * width  # rotated in place
+        if sizes.states is not None:
+            total += sizes.states.count * 2 * rows * sizes.states.products[0][1] * width
+        return total
 
     def _product_seconds(self, rows: int) -> float:
         weights, flops = self._streams(rows)

@@ -1,5 +1,5 @@
-"""Several devices: the shards of a model, attention over sequences that ranks share,
-and weights from the ranks of a trainer."""
+"""Several devices: the shards of a model, attention and recurrences over sequences that ranks
+share, and weights from the ranks of a trainer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 from tilewise.distributed.choose import context_parallel_attention, explain
 from tilewise.distributed.gather import gather_attention
 from tilewise.distributed.layout import choose_layout, shard_sequence
+from tilewise.distributed.recurrence import (
+    context_parallel_causal_conv1d,
+    context_parallel_gated_delta,
+)
 from tilewise.distributed.ring import ring_attention
 from tilewise.distributed.ulysses import ulysses_attention
 from tilewise.distributed.weights import receive_weights, send_weights
@@ -16,6 +20,8 @@ from tilewise.distributed.weights import receive_weights, send_weights
 __all__ = [
     "choose_layout",
     "context_parallel_attention",
+    "context_parallel_causal_conv1d",
+    "context_parallel_gated_delta",
     "explain",
     "gather_attention",
     "receive_weights",

@@ -24,6 +24,9 @@ __all__ = [
     "rank_and_size",
 ]
 
+_OF_ATTENTION = (
+    "method, causal, window, softmax_scale, layout, cu_seqlens, deterministic and backend"
+)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -84,6 +87,7 @@ class Agreement:
     Args:
         group, tensors, options, problem: as `agree` takes them; an object that is no tensor is
             reported as None.
+        names: the names of the options, for a message.
     """
 
     def __init__(
@@ -92,9 +96,10 @@ class Agreement:
         tensors: dict[str, Tensor],
         options: Sequence[object],
         problem: str | None,
+        names: str = _OF_ATTENTION,
     ) -> None:
         self._rank, self._size = rank_and_size(group)
-        self._names, self._problem = tuple(tensors), problem
+        self._names, self._problem, self._options = tuple(tensors), problem, names
         self._work: Any = None
         if self._size == 1:
             return
@@ -137,9 +142,8 @@ class Agreement:
             rank = self._rank
             other = next(i for i, row in enumerate(told) if row[1] != told[rank][1])
             raise ValueError(
-                "method, causal, window, softmax_scale, layout, cu_seqlens, deterministic and "
-                f"backend must be the same on all ranks, got others on rank {other} than on rank "
-                f"{rank}"
+                f"{self._options} must be the same on all ranks, got others on rank {other} than "
+                f"on rank {rank}"
             )
 
 

@@ -5,6 +5,8 @@ o and down             columns of the weight; the ranks' outputs are summed (`Ro
 embedding and head     rows: a rank's part of the vocabulary
 experts                a rank's part of the intermediate size of every expert, and of the block that
                        all tokens use; the router is whole, and the mixture is summed once
+layers with a state    a rank's heads of the recurrence (channels of a short convolution): rows of
+                       their projections, channels of their convolution, columns of the last one
 all else               whole on every rank
 
 Experts are cut inside rather than dealt out: every rank then reads the same number of weights
@@ -20,7 +22,7 @@ are more ranks than key heads, consecutive ranks hold the same one. Source: Shoe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,15 +34,33 @@ from tilewise.distributed.shard_group import ShardGroup
 from tilewise.models.adapters import Adapter, AdapterPart
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
-from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig, LayerConfig
-from tilewise.models.native import NativeLayer, for_device
+from tilewise.models.layer_config import (
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    MixerConfig,
+)
+from tilewise.models.native import NativeLayer, for_device, rows_of_sources
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.models.weight_table import Part, Weight
 from tilewise.models.weights import load_weights, narrow
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.attention import Attention
 from tilewise.nn.experts import Experts, ExpertsConfig
-from tilewise.nn.layers import GatedMLP, Parts, RankPart, RMSNorm, project, project_in_parts
+from tilewise.nn.gated_delta_net import GatedDeltaConfig
+from tilewise.nn.gated_norm import GatedRMSNorm
+from tilewise.nn.kimi_delta import KimiDeltaConfig
+from tilewise.nn.layers import (
+    GatedMLP,
+    Parts,
+    RankPart,
+    RMSNorm,
+    activate,
+    project,
+    project_in_parts,
+)
+from tilewise.nn.mamba2 import Mamba2, Mamba2Config
+from tilewise.nn.short_conv import ShortConvConfig
 from tilewise.ops.mxfp4 import GROUP
 
 __all__ = [
@@ -64,16 +84,13 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
     """Refuse a number of shards that does not divide a model.
 
     Raises:
-        ValueError: it does not divide the heads or the intermediate size, or neither divides nor is
-            a multiple of the key heads; q and k have a norm over all heads that is no
-            `RMSNorm`; or a layer shares keys, or has a scale, inputs or a second block.
+        ValueError: it does not divide the heads, of attention or of a recurrence, or the
+            intermediate size, or neither divides nor is a multiple of the key heads, or of the
+            groups of Mamba-2; q and k have a norm over all heads that is no `RMSNorm`; experts
+            read latents; or a layer shares keys, or has a scale, inputs or a second block.
     """
     if num_shards == 1:
         return
-    if any(layer.mixer is not None for layer in config.layers):
-        raise ValueError(
-            f"tensor_parallel_size must be 1 for layers that remember by a state, got {num_shards}"
-        )
     if any(_is_of_its_own(layer) for layer in config.layers):
         raise ValueError(
             "tensor_parallel_size must be 1 for layers that share keys, or have a scale, inputs or "
@@ -88,35 +105,146 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
             )
     rule = "tensor_parallel_size must divide the model's"
     for layer in dict.fromkeys(config.layers):
-        heads, block = _blocks_of(layer)
-        sizes = {"num_q_heads": heads.num_q_heads}
+        heads, block = layer.attention, layer.feed_forward
+        sizes = {} if heads is None else {"num_q_heads": heads.num_q_heads}
+        repeated = {} if heads is None else {"num_kv_heads": heads.num_kv_heads}
         if isinstance(block, ExpertsConfig):
+            if block.latent_size:
+                raise ValueError(
+                    "tensor_parallel_size must be 1 for experts that read latents, got "
+                    f"{num_shards}"
+                )
             if block.shared_size:
                 sizes["shared_size"] = block.shared_size
             if not _may_be_padded(block):
                 sizes["intermediate_size of experts"] = block.intermediate_size
-        else:
+        elif block is not None:
             sizes["intermediate_size"] = block.intermediate_size
+        if layer.mixer is not None:
+            cut, shared = _sizes_of_mixer(layer.mixer)
+            sizes, repeated = sizes | cut, repeated | shared
         for what, value in sizes.items():
             if value % num_shards:
                 raise ValueError(f"{rule} {what} {value}, got {num_shards}")
-        kv = heads.num_kv_heads
-        if kv % num_shards and num_shards % kv:
-            raise ValueError(f"{rule} num_kv_heads {kv}, or be a multiple of it, got {num_shards}")
+        for what, value in repeated.items():
+            if value % num_shards and num_shards % value:
+                raise ValueError(f"{rule} {what} {value}, or be a multiple of it, got {num_shards}")
 
 
 def _is_of_its_own(layer: LayerConfig) -> bool:
     """Return whether a layer has something that is not cut."""
     has_more = layer.has_scale or layer.token_input_size > 0 or layer.experts is not None
     attention = layer.attention
-    return has_more or attention is None or attention.kv_parts != 2 or attention.has_gate
+    return has_more or (attention is not None and attention.kv_parts != 2)
 
 
-def _blocks_of(layer: LayerConfig) -> tuple[AttentionConfig, FeedForwardConfig | ExpertsConfig]:
-    """Return the two blocks that each layer of a model that is cut has."""
-    assert layer.attention is not None
-    assert layer.feed_forward is not None
-    return layer.attention, layer.feed_forward
+def _sizes_of_mixer(mixer: MixerConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes that ranks divide, and those of which several ranks may hold the same."""
+    if isinstance(mixer, GatedDeltaConfig):
+        return {
+            "num_key_heads": mixer.num_key_heads,
+            "num_value_heads": mixer.num_value_heads,
+        }, {}
+    if isinstance(mixer, KimiDeltaConfig):
+        return {"heads of the recurrence": mixer.num_heads}, {}
+    if isinstance(mixer, ShortConvConfig):
+        return {"width of the convolution": mixer.width}, {}
+    cut = {"heads of the recurrence": mixer.num_heads}
+    if mixer.norm_groups > 1:
+        cut["groups of the norm"] = mixer.norm_groups
+    return cut, {"num_groups": mixer.num_groups}
+
+
+def _rows_of_mixer(mixer: MixerConfig) -> dict[str, tuple[tuple[int, int, bool], ...]]:
+    """Return the parts of each parameter that is cut by rows: heads, rows of each, all ranks'.
+
+    A last True marks rows that are whole on every rank.
+    """
+    if isinstance(mixer, GatedDeltaConfig):
+        keys = (mixer.num_key_heads, mixer.key_dim, False)
+        values = (mixer.num_value_heads, mixer.value_dim, False)
+        each = (mixer.num_value_heads, 1, False)
+        return {
+            "qkvz_proj": (keys, keys, values, values),
+            "ba_proj": (each, each),
+            "conv": (keys, keys, values),
+            "a_log": (each,),
+            "dt_bias": (each,),
+        }
+    if isinstance(mixer, KimiDeltaConfig):
+        heads = (mixer.num_heads, mixer.head_dim, False)
+        each, low = (mixer.num_heads, 1, False), (1, mixer.head_dim, True)
+        return {
+            "qkv_proj": (heads,) * 3,
+            "a_proj": (each, low, low),
+            "f_proj": (heads,),
+            "z_proj": (heads,),
+            "conv": (heads,) * 3,
+            "a_log": (each,),
+            "dt_bias": (heads,),
+        }
+    if isinstance(mixer, ShortConvConfig):
+        channels = (mixer.width, 1, False)
+        return {"in_proj": (channels,) * 3, "conv": (channels,), "conv_bias": (channels,)}
+    heads, each = (mixer.num_heads, mixer.head_dim, False), (mixer.num_heads, 1, False)
+    groups = (mixer.num_groups, mixer.state_dim, False)
+    convolved = (heads, groups, groups)
+    return {
+        "in_proj": (heads, *convolved, each),
+        "conv": convolved,
+        "conv_bias": convolved,
+        "a_log": (each,),
+        "dt_bias": (each,),
+        "d": (each,),
+        "norm": (heads,),
+    }
+
+
+def _columns_of_mixer(mixer: MixerConfig) -> tuple[int, int]:
+    """Return the heads whose columns the last projection reads, and the columns of each."""
+    if isinstance(mixer, GatedDeltaConfig):
+        return mixer.num_value_heads, mixer.value_dim
+    if isinstance(mixer, ShortConvConfig):
+        return mixer.width, 1
+    return mixer.num_heads, mixer.head_dim
+
+
+def _spans(
+    parts: Sequence[tuple[int, int, bool]], rank: int, num_shards: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the rows of a rank among those of parts that follow one another."""
+    first, spans = 0, []
+    for count, width, is_whole in parts:
+        own = range(count) if is_whole else _heads_of(count, rank, num_shards)
+        spans.append((first + own.start * width, first + own.stop * width))
+        first += count * width
+    return tuple(spans)
+
+
+def _within(spans: Sequence[tuple[int, int]], first: int, end: int) -> tuple[tuple[int, int], ...]:
+    """Return what of spans lies in a source that holds the rows first ... end - 1."""
+    found = ((max(a, first) - first, min(b, end) - first) for a, b in spans)
+    return tuple((a, b) for a, b in found if a < b)
+
+
+def _shard_mixer(mixer: MixerConfig, num_shards: int) -> MixerConfig:
+    """Return the part of a mixer that each rank has."""
+    if isinstance(mixer, GatedDeltaConfig):
+        return replace(
+            mixer,
+            num_key_heads=mixer.num_key_heads // num_shards,
+            num_value_heads=mixer.num_value_heads // num_shards,
+        )
+    if isinstance(mixer, KimiDeltaConfig):
+        return replace(mixer, num_heads=mixer.num_heads // num_shards)
+    if isinstance(mixer, ShortConvConfig):
+        return replace(mixer, width=mixer.width // num_shards)
+    return replace(
+        mixer,
+        num_heads=mixer.num_heads // num_shards,
+        num_groups=max(mixer.num_groups // num_shards, 1),
+        norm_groups=mixer.norm_groups and max(mixer.norm_groups // num_shards, 1),
+    )
 
 
 def shard_config(config: ModelConfig, num_shards: int, rank: int = 0) -> ModelConfig:
@@ -136,23 +264,22 @@ def shard_config(config: ModelConfig, num_shards: int, rank: int = 0) -> ModelCo
 
 
 def _shard_layer(layer: LayerConfig, rank: int, num_shards: int) -> LayerConfig:
-    heads, block = _blocks_of(layer)
-    own = _heads_of(heads.num_q_heads, rank, num_shards)
-    inner = _inner_size(block, num_shards)
-    return replace(
-        layer,
-        attention=replace(
+    heads, block = layer.attention, layer.feed_forward
+    if heads is not None:
+        own = _heads_of(heads.num_q_heads, rank, num_shards)
+        heads = replace(
             heads,
             num_q_heads=len(own),
             num_kv_heads=max(heads.num_kv_heads // num_shards, 1),
             alibi_slopes=heads.alibi_slopes[own.start : own.stop],
-        ),
-        feed_forward=(
-            replace(block, intermediate_size=inner, shared_size=block.shared_size // num_shards)
-            if isinstance(block, ExpertsConfig)
-            else replace(block, intermediate_size=inner)
-        ),
-    )
+        )
+    if isinstance(block, ExpertsConfig):
+        inner, shared = _inner_size(block, num_shards), block.shared_size // num_shards
+        block = replace(block, intermediate_size=inner, shared_size=shared)
+    elif block is not None:
+        block = replace(block, intermediate_size=_inner_size(block, num_shards))
+    mixer = None if layer.mixer is None else _shard_mixer(layer.mixer, num_shards)
+    return replace(layer, attention=heads, feed_forward=block, mixer=mixer)
 
 
 def _may_be_padded(block: FeedForwardConfig | ExpertsConfig) -> bool:
@@ -310,15 +437,68 @@ class _Cut:
         if not module.startswith("layers."):
             return None
         layer = self.config.layers[weight.layer]
-        heads, block = _blocks_of(layer)
+        if ".mixer." in weight.name:
+            assert layer.mixer is not None
+            return self._of_mixer(weight, place, layer)
+        heads, block = layer.attention, layer.feed_forward
+        if ".mlp." in weight.name:
+            assert block is not None
+            return self._of_block(weight, name, kind, block)
+        return None if heads is None else self._of_heads(weight, place, name, kind, heads)
+
+    def _of_mixer(self, weight: Weight, place: int, layer: LayerConfig) -> Part | None:
+        """Return the part of a source of a block with a state."""
+        mixer, parameter = layer.mixer, weight.name.partition(".mixer.")[2]
+        assert mixer is not None
+        own = parameter.partition(".")[0]
+        if parameter == "o_proj.weight":
+            return self._rows(1, *_columns_of_mixer(mixer))
+        parts = _rows_of_mixer(mixer).get(own)
+        if parts is None:
+            return None
+        total = sum(count * width for count, width, _ in parts)
+        if weight.order is not None and place == 0:
+            assert isinstance(mixer, GatedDeltaConfig)
+            keys, values = map(self._heads, (mixer.num_key_heads, mixer.num_value_heads))
+            return Part(0, total, weight.order(mixer, keys, values))
+        rows = rows_of_sources(layer, weight.name, (total,))(len(weight.sources))
+        if weight.is_cut_anywhere and weight.rows is not None and sum(weight.rows) == total:
+            rows = weight.rows  # those of the files
+        first, end = sum(rows[:place]), sum(rows[: place + 1])
+        dim = 0
+        for unit in weight.unit_dims:
+            dim += unit <= dim
+        return Part(dim, end - first, _within(_spans(parts, self.rank, self.size), first, end))
+
+    def _of_block(
+        self, weight: Weight, name: str, kind: str, block: FeedForwardConfig | ExpertsConfig
+    ) -> Part | None:
+        """Return the part of a source of a feed-forward block."""
         inner = block.intermediate_size
         if isinstance(block, ExpertsConfig):
             if kind in ("up", "up_scale", "up_bias", "down", "down_scale"):
                 return self._of_experts(block, kind, len(weight.sources))
             inner = block.shared_size
+        if name == "gate_up_proj" and len(weight.sources) == 1:
+            span = self._heads(inner)
+            halves = tuple((f + span.start, f + span.stop) for f in (0, inner))
+            return Part(0, 2 * inner, halves)
+        if name in ("gate_up_proj", "up_proj"):
+            return self._rows(0, inner, 1)
+        if kind == "weight" and name == "down_proj":
+            return self._rows(1, inner, 1)
+        return None
+
+    def _of_heads(
+        self, weight: Weight, place: int, name: str, kind: str, heads: AttentionConfig
+    ) -> Part | None:
+        """Return the part of a source of attention."""
         latent, dim = heads.latent, heads.head_dim
         q, kv = self._heads(heads.num_q_heads), self._heads(heads.num_kv_heads)
         if name == "qkv_proj":
+            if heads.has_gate and place == 0:
+                assert weight.order is not None
+                return Part(0, 2 * heads.num_q_heads * dim, weight.order(heads, q, kv))
             spans = tuple((part.start * dim, part.stop * dim) for part in (q, kv, kv))
             sizes = [n * dim for n in (heads.num_q_heads, *(heads.num_kv_heads,) * 2)]
             if len(weight.sources) > 1:
@@ -336,16 +516,8 @@ class _Cut:
             return self._rows(0, heads.num_q_heads if name == "q_norm" else heads.num_kv_heads, dim)
         if kind == "sinks":
             return self._rows(0, heads.num_q_heads, 1)
-        if name == "gate_up_proj" and len(weight.sources) == 1:
-            span = self._heads(inner)
-            halves = tuple((f + span.start, f + span.stop) for f in (0, inner))
-            return Part(0, 2 * inner, halves)
-        if name in ("gate_up_proj", "up_proj"):
-            return self._rows(0, inner, 1)
         if kind == "weight" and name == "o_proj":
             return self._rows(1, heads.num_q_heads, heads.v_head_dim or dim)
-        if kind == "weight" and name == "down_proj":
-            return self._rows(1, inner, 1)
         return None
 
     def _of_experts(self, block: ExpertsConfig, kind: str, num_sources: int) -> Part:
@@ -392,27 +564,33 @@ def _own_rows(
     module: str, layer: LayerConfig, rank: int, num_shards: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the rows and the columns of a module that a rank has, in its order; None for all."""
-    heads, block = _blocks_of(layer)
 
-    def own(count: int, width: int, first: int = 0) -> Tensor:
-        part = _heads_of(count, rank, num_shards)
-        return first + torch.arange(part.start * width, part.stop * width)
+    def own(*parts: tuple[int, int]) -> Tensor:
+        spans = _spans([(*part, False) for part in parts], rank, num_shards)
+        return torch.cat([torch.arange(first, end) for first, end in spans])
 
-    name, inner, dim = module.rpartition(".")[2], block.intermediate_size, heads.head_dim
+    name, heads, block = module.rpartition(".")[2], layer.attention, layer.feed_forward
+    if ".mixer." in module:
+        assert layer.mixer is not None
+        if name == "o_proj":
+            return None, own(_columns_of_mixer(layer.mixer))
+        rows = _spans(_rows_of_mixer(layer.mixer)[name], rank, num_shards)
+        return torch.cat([torch.arange(first, end) for first, end in rows]), None
+    if ".mlp." in module:
+        assert block is not None
+        inner = (block.intermediate_size, 1)
+        if name == "gate_up_proj":
+            return own(inner, inner), None
+        return (own(inner), None) if name == "up_proj" else (None, own(inner))
+    assert heads is not None
+    q, kv = (heads.num_q_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim)
     if name == "qkv_proj":
-        counts = (heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads)
-        firsts = (0, counts[0] * dim, (counts[0] + counts[1]) * dim)
-        each = [own(count, dim, first) for count, first in zip(counts, firsts, strict=True)]
-        return torch.cat(each), None
+        return own(*[q] * (1 + heads.has_gate), kv, kv), None
     if name == "q_b_proj":
-        return own(heads.num_q_heads, dim), None
-    if name == "gate_up_proj":
-        return torch.cat([own(inner, 1), own(inner, 1, inner)]), None
-    if name == "up_proj":
-        return own(inner, 1), None
+        return own(q), None
     if name == "o_proj":
-        return None, own(heads.num_q_heads, heads.v_head_dim or dim)
-    return None, own(inner, 1) if name == "down_proj" else None
+        return None, own((heads.num_q_heads, heads.v_head_dim or heads.head_dim))
+    return None, None
 
 
 def _part_of(part: AdapterPart, rows: Tensor | None, columns: Tensor | None) -> AdapterPart:
@@ -437,6 +615,8 @@ def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
         if isinstance(module, NativeLayer) and isinstance(module.mlp, Experts):
             leaves_parts = bool(getattr(module.attention, "leaves_parts", False))
             module.mlp = SummedExperts(module.mlp, group, leaves_parts)  # type: ignore[assignment]
+        if isinstance(module, Mamba2) and module.norm is not None and _norm_is_cut(config):
+            module.norm = SplitGatedRMSNorm(module.norm, group)  # type: ignore[assignment]
         if isinstance(module, Attention) and module.norms_all_heads:
             module.q_norm, module.k_norm = (
                 _norm_of_all_ranks(norm, group) for norm in (module.q_norm, module.k_norm)
@@ -520,6 +700,37 @@ class SplitRMSNorm(nn.Module):
         squares = self.group.sum(wide.square().sum(-1, keepdim=True))
         mean = squares / (x.shape[-1] * self.group.size)
         return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
+
+
+class SplitGatedRMSNorm(nn.Module):
+    """`GatedRMSNorm` of one group of channels, of which each rank has equally many.
+
+    Args:
+        norm: the norm with the weight of the rank's channels.
+        group: the ranks with the other channels.
+    """
+
+    def __init__(self, norm: GatedRMSNorm, group: ShardGroup) -> None:
+        super().__init__()
+        self.norm, self.group = norm, group
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Map the rank's channels x (..., dim / N), whose gate has its shape."""
+        norm, wide = self.norm, x if x.dtype == torch.float64 else x.float()
+        factor = activate(norm.function, gate.to(wide.dtype), on_cpu=True)
+        if norm.gate_first:
+            wide = wide * factor
+        squares = self.group.sum(wide.square().sum(-1, keepdim=True))
+        mean = squares / (x.shape[-1] * self.group.size)
+        y = wide * torch.rsqrt(mean + norm.eps)
+        y = (y.to(x.dtype) if norm.rounds_first else y) * norm.weight
+        return (y if norm.gate_first else y * factor).to(x.dtype)
+
+
+def _norm_is_cut(config: ModelConfig) -> bool:
+    """Whether the norms behind Mamba-2 average channels of all ranks."""
+    mixers = (layer.mixer for layer in config.layers)
+    return any(isinstance(mixer, Mamba2Config) and mixer.norm_groups == 1 for mixer in mixers)
 
 
 def _norm_of_all_ranks(norm: nn.Module | None, group: ShardGroup) -> SplitRMSNorm:

@@ -133,6 +133,7 @@ def load(
             device,
             num_blocks=config.num_blocks,
             batch_invariant=is_invariant(config, device),
+            swap_space_gib=config.swap_space_gib,
         )
         model = empty_model(shape, config.dtype, "meta")
         if device.type == "cpu":  # on GPUs each worker looks at its own

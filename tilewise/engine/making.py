@@ -197,6 +197,46 @@ def assembled(
     return engine
 
 
+def state_memory(config: ResolvedConfig, spec: CacheSpec) -> StateMemory | None:
+    """Return what states take beside blocks; None for a model without."""
+    if not spec.states:
+        return None
+    return StateMemory(
+        spec,
+        config.max_num_seqs,
+        config.checkpoint_tokens,
+        config.num_checkpoints,
+        keeps_tokens=config.device.type != "cpu",
+    )
+
+
+def state_limits(
+    config: ResolvedConfig, spec: CacheSpec, num_blocks: Blocks, num_processes: int = 1
+) -> tuple[StateLimits | None, int]:
+    """Return the sizes of states, and how many sequences run at once.
+
+    Beside blocks of a given number as many run as are asked for.
+
+    Args:
+        config: the engine's config.
+        spec: the kind of the cache.
+        num_blocks: the blocks that were chosen.
+        num_processes: the processes that share a CPU's memory, each with such a cache.
+    """
+    memory = state_memory(config, spec)
+    if memory is None:
+        return None, 1
+    num_slots = config.max_num_seqs
+    if config.device.type == "cpu" and config.num_blocks is None:
+        num_slots = memory.num_slots(cpu_budget() // num_processes)
+    first = num_blocks if isinstance(num_blocks, int) else num_blocks[0]
+    num_tokens = first * spec.block_size
+    if not spec.bytes_per_block:
+        num_tokens = num_slots * memory.tokens_apart
+    count = memory.checkpoints_for(num_tokens) if config.enable_prefix_caching else 0
+    return StateLimits(count, memory.tokens_apart), num_slots
+
+
 class _Guessing(NamedTuple):
     """What guesses by a cache of its own, and the kind of that cache."""
 
@@ -249,7 +289,7 @@ class EngineMaker:
         if num_blocks is None:
             num_blocks = self._blocks_that_fit(slots, None if guessing is None else guessing.spec)
             self.start_seconds.end("memory measured")
-        limits, num_slots = self._states(num_blocks)
+        limits, num_slots = state_limits(config, self.spec, num_blocks)
         storage = allocate(
             self.spec,
             num_blocks,
@@ -280,34 +320,7 @@ class EngineMaker:
     @property
     def _memory(self) -> StateMemory | None:
         """What states take beside blocks; None for a model without."""
-        config = self.config
-        if not self.spec.states:
-            return None
-        return StateMemory(
-            self.spec,
-            config.max_num_seqs,
-            config.checkpoint_tokens,
-            config.num_checkpoints,
-            keeps_tokens=config.device.type != "cpu",
-        )
-
-    def _states(self, num_blocks: Blocks) -> tuple[StateLimits | None, int]:
-        """Return the sizes of states, and how many sequences run at once.
-
-        Beside blocks of a given number as many run as are asked for.
-        """
-        memory, config = self._memory, self.config
-        if memory is None:
-            return None, 1
-        num_slots = config.max_num_seqs
-        if config.device.type == "cpu" and config.num_blocks is None:
-            num_slots = memory.num_slots(cpu_budget())
-        first = num_blocks if isinstance(num_blocks, int) else num_blocks[0]
-        num_tokens = first * self.spec.block_size
-        if not self.spec.bytes_per_block:
-            num_tokens = num_slots * memory.tokens_apart
-        count = memory.checkpoints_for(num_tokens) if config.enable_prefix_caching else 0
-        return StateLimits(count, memory.tokens_apart), num_slots
+        return state_memory(self.config, self.spec)
 
     def _slots(self) -> AdapterSlots | None:
         """Return the memory of the device for adapters, None without them.

@@ -105,7 +105,7 @@ def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepW
         before: the batch of the step before; None counts this one as one of other sequences.
     """
     runs = batch.sequences
-    tokens = logits = samples = keys = pairs = 0
+    tokens = logits = samples = keys = pairs = prompts = 0
     is_decode = True
     renews = bool(batch.left) or before is None or not _goes_on(batch, before)
     for run in runs:
@@ -117,6 +117,7 @@ def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepW
             samples += drawn
         if n > 1:
             pairs += n * start + n * (n + 1) // 2
+            prompts += n
         if n > 1 or drawn != 1:
             is_decode = False
         elif run.num_generated == 1:
@@ -135,6 +136,8 @@ def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepW
         moved * block_size,
         is_decode,
         before is not None and (renews or not is_decode),
+        sum(map(len, batch.states)),
+        prompts,
     )
 
 

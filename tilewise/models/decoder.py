@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from tilewise.nn.layers import fuse_on_cpu
 from tilewise.nn.packed import PackedEmbedding, PackedLinear, can_pack, pack_linears
 from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.same_bits import product, use_inference_bits
+from tilewise.nn.states import LayerStates
 from tilewise.ops.panels import why_not_pack
 
 __all__ = ["Decoder"]
@@ -110,12 +111,19 @@ class Decoder(nn.Module):
         """Say why there is no `cpu_program` of this model, or return None where there is one."""
         return f"the model must be a NativeDecoder, got {type(self).__name__}"
 
-    def cpu_program(self, caches: Sequence[CacheLayer], *, batch_invariant: bool) -> CpuProgram:
+    def cpu_program(
+        self,
+        caches: Sequence[CacheLayer],
+        states: Mapping[int, LayerStates],
+        *,
+        batch_invariant: bool,
+    ) -> CpuProgram:
         """Return a step of this model as a list of operations for a CPU.
 
         Args:
-            caches: the keys and values or the latents of each layer, which the list writes and
-                reads.
+            caches: the keys and values or the latents of each layer with attention, which the list
+                writes and reads.
+            states: the slots of each layer with a state, by its number in the model; likewise.
             batch_invariant: whether the bits of a row depend neither on its place in the step nor
                 on the rows beside it.
         """

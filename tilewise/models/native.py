@@ -50,7 +50,7 @@ from tilewise.nn.packed import PackedLinear
 from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.rope import RotaryEmbedding
 from tilewise.nn.short_conv import ShortConv
-from tilewise.nn.states import StateLayer
+from tilewise.nn.states import LayerStates, StateLayer
 
 __all__ = ["NativeDecoder", "NativeLayer", "for_device", "new_norm", "rows_of_sources"]
 
@@ -490,6 +490,12 @@ class NativeDecoder(Decoder):
         assert isinstance(only, RotaryEmbedding)
         return only
 
+    def place_of(self, layer: int) -> int:
+        """Return the place of a layer with attention among those."""
+        place = self._place_of[layer]
+        assert place is not None
+        return place
+
     @property
     def begins_with_look_ups(self) -> bool:
         """Whether `through_layers` takes rows of the embedding and of one table of angles."""
@@ -726,9 +732,15 @@ class NativeDecoder(Decoder):
         """Say why there is no `cpu_program` of this model, or return None where there is one."""
         return why_no_program(self)
 
-    def cpu_program(self, caches: Sequence[CacheLayer], *, batch_invariant: bool) -> CpuProgram:
+    def cpu_program(
+        self,
+        caches: Sequence[CacheLayer],
+        states: Mapping[int, LayerStates],
+        *,
+        batch_invariant: bool,
+    ) -> CpuProgram:
         """Return a step as a list of operations for a CPU."""
-        return program_of(self, caches, batch_invariant=batch_invariant)
+        return program_of(self, caches, states, batch_invariant=batch_invariant)
 
 
 def rows_of_sources(

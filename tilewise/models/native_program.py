@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -12,10 +12,18 @@ from torch import Tensor, nn
 from tilewise.cache.spec import CacheLayer, KVLayer, LatentLayer
 from tilewise.models.cpu_program import CpuAttention, CpuProgram
 from tilewise.models.decoder_config import DecoderConfig
-from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig, LayerConfig
+from tilewise.models.layer_config import (
+    PRE_NORM,
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+)
 from tilewise.nn.attention import Attention, attention_over
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.experts import Experts, ExpertsConfig
+from tilewise.nn.gated_delta_net import GatedDeltaNet
+from tilewise.nn.gated_norm import UNIT_EPS, GatedRMSNorm
+from tilewise.nn.kimi_delta import KimiDeltaAttention
 from tilewise.nn.layers import (
     MLP,
     GatedMLP,
@@ -25,9 +33,12 @@ from tilewise.nn.layers import (
     UnitRMSNorm,
     name_of,
 )
+from tilewise.nn.mamba2 import Mamba2, Mamba2Config
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.packed import PackedEmbedding, PackedLinear
 from tilewise.nn.rope import RotaryEmbedding
+from tilewise.nn.short_conv import ShortConv
+from tilewise.nn.states import LayerStates, StateLayer
 from tilewise.ops import cpu_step as step
 from tilewise.ops.panels import Panels
 
@@ -47,22 +58,42 @@ def why_no_program(model: Any) -> str | None:
 
 
 def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
-    attention, block = layer.attention, layer.feed_forward
-    if layer.mixer is not None or attention is None or block is None:
-        return "layers must have attention and a feed-forward block, got another layer"
-    if attention.has_gate or (attention.input_scale, attention.output_scale) != (1, 1):
-        return "attention must have no gate and no factors, got one"
-    if isinstance(block, FeedForwardConfig) and (block.gate_scale, block.output_scale) != (1, 1):
-        return "feed-forward blocks must have no factors, got one"
-    if isinstance(block, ExpertsConfig) and not block.are_gated_tokens:
-        return "experts must have gates and read the tokens themselves, got others"
+    attention, block, mixer = layer.attention, layer.feed_forward, layer.mixer
+    scales = [
+        1.0 if attention is None else attention.output_scale,
+        block.output_scale if isinstance(block, FeedForwardConfig) else 1.0,
+        mixer.output_scale if isinstance(mixer, Mamba2Config) else 1.0,
+    ]
+    if any(scale != 1 for scale in scales) and (
+        config.residual_scale != 1 or layer.is_parallel or set(layer.norms) - set(PRE_NORM)
+    ):
+        return f"blocks whose output has a factor must be added as they are, got {scales}"
+    if (
+        isinstance(block, ExpertsConfig)
+        and block.latent_size
+        and (config.residual_scale != 1 or "mlp_out_norm" in layer.norms or block.shared_is_gated)
+    ):
+        return (
+            "experts that read latents must be added as they are, got "
+            f"residual_scale {config.residual_scale}, shared_is_gated {block.shared_is_gated}"
+        )
+    if (
+        mixer is not None
+        and attention is not None
+        and (config.residual_scale != 1 or layer.is_parallel or set(layer.norms) - set(PRE_NORM))
+    ):
+        return "a state beside attention must be added to it, got norms or factors between them"
+    has_own_end = layer.experts is not None or layer.has_scale or layer.token_input_size > 0
+    if attention is None or block is None:
+        if layer.is_parallel or has_own_end:
+            return "a layer without attention or a feed-forward block must have no more than one"
+        return None
     if attention.v_is_k and not attention.v_norm:
         return "keys that are values must have a norm as such, got v_norm False"
     if attention.kv_parts != 2 and attention.qk_norm_over == "heads":
         return "queries must have a norm of each head beside shared keys, got one of all heads"
     if attention.query_growth is not None and attention.latent is not None:
         return f"queries of latents must not grow, got {attention.query_growth}"
-    has_own_end = layer.experts is not None or layer.has_scale or layer.token_input_size > 0
     if has_own_end and (layer.is_parallel or "mlp_out_norm" not in layer.norms):
         return (
             "a layer with a mixture beside its block, a factor or embeddings of tokens must end "
@@ -74,7 +105,7 @@ def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
         return "experts beside a feed-forward block must have gates, and that block be no mixture"
     if attention.latent is None and attention.head_dim % 2:
         return f"head_dim must be even, got {attention.head_dim}"
-    if not layer.is_parallel:
+    if not layer.is_parallel or block is None:
         return None
     if config.residual_scale != 1:
         return f"residual_scale must be 1 in parallel blocks, got {config.residual_scale}"
@@ -86,21 +117,33 @@ def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
     return None
 
 
-def program_of(model: Any, caches: Sequence[CacheLayer], *, batch_invariant: bool) -> CpuProgram:
+def program_of(
+    model: Any,
+    caches: Sequence[CacheLayer],
+    states: Mapping[int, LayerStates],
+    *,
+    batch_invariant: bool,
+) -> CpuProgram:
     """Return a step of a `NativeDecoder` as a list of operations; see `Decoder.cpu_program`."""
-    return _Writer(model, caches, batch_invariant).write()
+    return _Writer(model, caches, states, batch_invariant).write()
 
 
 class _Writer:
     """Writes the operations of a decoder, layer by layer."""
 
-    def __init__(self, model: Any, caches: Sequence[CacheLayer], batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        caches: Sequence[CacheLayer],
+        states: Mapping[int, LayerStates],
+        batch_invariant: bool,
+    ) -> None:
         self.model, config = model, model.config
-        self.caches = [_parts_of(cache) for cache in caches]
+        self.caches, self.states = [_parts_of(cache) for cache in caches], states
         self.size = model.dtype.itemsize
-        self.program = step.new_program(
-            model.dtype, self.caches[0], batch_invariant=batch_invariant
-        )
+        # Without attention nothing is cached: any cache will do.
+        cache = self.caches[0] if self.caches else (torch.empty((0, 1, 1, 1), dtype=model.dtype),)
+        self.program = step.new_program(model.dtype, cache, batch_invariant=batch_invariant)
         rotaries = [cast(RotaryEmbedding, rotary) for rotary in model.rotaries]
         # The first column of each rotary setting among the angles of all, side by side.
         self.angles = dict[object, int]()
@@ -112,13 +155,13 @@ class _Writer:
         width, buffer = config.hidden_size, self.program.buffer
         self.x, self.h = buffer("x", width), buffer("h", width)
         self.y = buffer("y", width)  # what a block writes before it is added to x
-        self.qkv = buffer("qkv", max(map(_qkv_columns, config.attentions)))
-        self.o = buffer("o", max(map(_o_columns, config.attentions)))
+        self.qkv = buffer("qkv", max(map(_qkv_columns, config.attentions), default=1))
+        self.o = buffer("o", max(map(_o_columns, config.attentions), default=1))
         inner = [
             block.shared_size if isinstance(block, ExpertsConfig) else block.intermediate_size
             for block in config.feed_forwards
         ]
-        self.act = buffer("act", max(1, *inner))
+        self.act = buffer("act", max(inner, default=1) or 1)
         self.token_size = max(layer.token_input_size for layer in config.layers)
         self.token_inputs: step.Buffer | None = None
         self.final = buffer("final", width, is_sampled=True)
@@ -175,18 +218,14 @@ class _Writer:
     def _layer(self, layer: Any, config: LayerConfig, index: int) -> None:
         """Write one layer."""
         reads_h = layer.is_parallel and layer.mlp_norm is None
-        is_latent = isinstance(layer.attention, MultiheadLatentAttention)
-        h = self._normalised(layer.attention_norm, is_shared=reads_h or is_latent)
-        if is_latent:
-            self._latents(cast(MultiheadLatentAttention, layer.attention), h, index)
-        else:
-            assert config.attention is not None
-            self._heads(cast(Attention, layer.attention), config.attention, h, index)
-        o_proj = _panels_of(layer.attention.o_proj)
-        if layer.is_parallel:
-            self.program.product(self.o, self.y, o_proj, step.STORE)
-        else:
-            self._add(self.o, o_proj, layer.attention_out_norm)
+        h = self.x
+        if layer.attention is not None or layer.mixer is not None:
+            is_latent = isinstance(layer.attention, MultiheadLatentAttention)
+            is_shared = reads_h or is_latent or layer.mixer is not None
+            h = self._normalised(layer.attention_norm, is_shared=is_shared)
+            self._mixed(layer, config, h, index)
+        if layer.mlp is None:
+            return
         if not reads_h:
             is_mixture = isinstance(layer.mlp, Experts)
             h = self._normalised(layer.mlp_norm, is_shared=is_mixture)
@@ -204,7 +243,7 @@ class _Writer:
         elif layer.experts is not None:
             self._add_both(layer, down, scale=own)
         else:
-            self._add(self.act, down, layer.mlp_out_norm, scale=own)
+            self._add(self.act, down, layer.mlp_out_norm, layer.fed_scale, scale=own)
         self._token_block(layer, index, scale)
 
     def _add_both(self, layer: Any, down: Panels, *, scale: step.Held | None) -> None:
@@ -237,6 +276,39 @@ class _Writer:
         program.product(gated, self.y, _panels_of(layer.token_proj), step.STORE)
         self._add_normalised(self.y, layer.token_norm, scale=scale)
 
+    def _mixed(self, layer: Any, config: LayerConfig, h: step.Buffer, index: int) -> None:
+        """Write attention, the mixer or both, and the addition of what they give."""
+        program, scale = self.program, 1.0
+        if layer.mixer is not None:
+            o = self._mix(layer.mixer, h, self.states[index])
+            o_proj = _panels_of(layer.mixer.o_proj)
+            if isinstance(layer.mixer, Mamba2):
+                scale = layer.mixer.config.output_scale
+            if layer.attention is None:
+                self._add(o, o_proj, layer.attention_out_norm, scale)
+                return
+            program.product(o, self.y, o_proj, step.STORE)
+            if scale != 1:
+                program.multiply(self.y, self.y, self.model.config.hidden_size, factor=scale)
+        place = self.model.place_of(index)
+        before, behind = layer.attention_scales
+        if before != 1:
+            scaled = program.buffer("scaled", self.model.config.hidden_size)
+            program.multiply(h, scaled, self.model.config.hidden_size, factor=before)
+            h = scaled
+        if isinstance(layer.attention, MultiheadLatentAttention):
+            self._latents(layer.attention, h, index, place)
+        else:
+            assert config.attention is not None
+            self._heads(cast(Attention, layer.attention), config.attention, h, place)
+        o_proj = _panels_of(layer.attention.o_proj)
+        if layer.mixer is not None:
+            program.product(self.o, self.x, o_proj, step.ADD, factor=behind, extra=self.y)
+        elif layer.is_parallel:
+            program.product(self.o, self.y, o_proj, step.STORE)
+        else:
+            self._add(self.o, o_proj, layer.attention_out_norm, behind)
+
     def _normalised(self, norm: nn.Module | None, *, is_shared: bool) -> step.Buffer:
         """Write a norm of the residual stream; return what a block reads."""
         if norm is None:
@@ -249,12 +321,18 @@ class _Writer:
         source: step.Buffer,
         weight: Panels,
         norm: nn.Module | None,
+        factor: float = 1.0,
         *,
         scale: step.Held | None = None,
     ) -> None:
-        """Write the last product of a block, whose result is added to the residual stream."""
+        """Write the last product of a block, whose result is added to the residual stream.
+
+        Args:
+            factor: the factor of the result, 1 where there is another or a norm.
+            scale: a function that returns the factor of the stream behind the norm, or None.
+        """
         if norm is None:
-            factor = self.model.config.residual_scale
+            factor *= self.model.config.residual_scale
             self.program.product(source, self.x, weight, step.ADD, factor=factor)
             return
         self.program.product(source, self.y, weight, step.STORE)
@@ -272,8 +350,8 @@ class _Writer:
         assert isinstance(block, GatedMLP | MLP)
         function = name_of(block.activation)
         if isinstance(block, GatedMLP):
-            weight = _panels_of(block.gate_up_proj)
-            self.program.product(h, self.act, weight, step.GATE, function=function)
+            weight, factor = _panels_of(block.gate_up_proj), block.gate_scale
+            self.program.product(h, self.act, weight, step.GATE, function=function, factor=factor)
         else:
             weight = _panels_of(block.up_proj)
             self.program.product(h, self.act, weight, step.STORE, function=function)
@@ -318,6 +396,16 @@ class _Writer:
             gate = program.buffer("gate", 1)
             program.product(h, gate, _panels_of(block.shared_gate), step.STORE)
         assert block.packed is not None
+        if block.latent_proj is not None:
+            size = block.config.latent_size
+            rows, mixed = (
+                program.buffer(f"{name} of experts", size) for name in ("latents", "sums")
+            )
+            program.product(h, rows, _panels_of(block.latent_proj), step.STORE)
+            program.mix(rows, logits, mixed, block.packed, has_wide_logits=is_wide)
+            out_proj = _panels_of(block.latent_out_proj)
+            program.product(mixed, self.x, out_proj, step.ADD, extra=shared)
+            return
         program.mix(
             h,
             logits,
@@ -343,7 +431,10 @@ class _Writer:
         program, kv = self.program, self.caches[index]
         dtype, rope = self.model.dtype, own.rope
         num_q, num_kv, dim = attention.num_q_heads, attention.num_kv_heads, attention.head_dim
+        width = num_q * dim
+        first = width if attention.has_gate else 0  # the column of q, behind the gate
         options: dict[str, Any] = {
+            "first": first,
             "half": 0 if rope is None else rope.rotary_dim // 2,
             "angles": 0 if rope is None else self.angles[rope],
             "is_interleaved": rope is not None and rope.interleaved,
@@ -387,7 +478,7 @@ class _Writer:
                 is_after=attention.norms_after_rope,
                 **also,
             )
-        first = len(program)
+        begin = len(program)
         slopes = torch.tensor(own.alibi_slopes) if own.alibi_slopes else None
         program.attend(
             self.qkv,
@@ -404,7 +495,7 @@ class _Writer:
 
         def attend(ctx: AttentionContext, cache: CacheLayer, rows: int) -> None:
             buffers = program.buffers
-            q = buffers["qkv"][:rows, : num_q * dim].unflatten(-1, (num_q, dim))
+            q = buffers["qkv"][:rows, first : first + width].unflatten(-1, (num_q, dim))
             over = attention_over(
                 cast(KVLayer, cache),
                 window=own.window,
@@ -416,12 +507,194 @@ class _Writer:
             )
             buffers["o"][:rows, : num_q * v_dim] = over(q, ctx).flatten(-2)
 
-        self.attention.append(CpuAttention(first - 1, first, len(program), attend))
+        self.attention.append(CpuAttention(begin - 1, begin, len(program), attend))
         assert num_kv == heads.num_kv
+        if attention.has_gate:
+            program.multiply(self.o, self.o, num_q * v_dim, other=self.qkv, function="sigmoid")
 
-    def _latents(self, attention: MultiheadLatentAttention, h: step.Buffer, index: int) -> None:
+    def _mix(self, mixer: StateLayer, h: step.Buffer, states: LayerStates) -> step.Buffer:
+        """Write a block with a state, up to what its last projection reads."""
+        if isinstance(mixer, GatedDeltaNet):
+            return self._gated_delta(mixer, h, states)
+        if isinstance(mixer, KimiDeltaAttention):
+            return self._kimi_delta(mixer, h, states)
+        if isinstance(mixer, Mamba2):
+            return self._mamba2(mixer, h, states)
+        assert isinstance(mixer, ShortConv)
+        return self._short_conv(mixer, h, states)
+
+    def _gated_delta(
+        self, mixer: GatedDeltaNet, h: step.Buffer, states: LayerStates
+    ) -> step.Buffer:
+        program, config, size = self.program, mixer.config, self.size
+        channels, heads = sum(config.parts[:3]), config.num_value_heads
+        rows = program.buffer("projected rows", sum(config.parts))
+        ba = program.buffer("strengths and decays", 2 * heads)
+        mixed = program.buffer("convolved rows", channels)
+        program.product(h, rows, _panels_of(mixer.qkvz_proj), step.STORE)
+        program.product(h, ba, _panels_of(mixer.ba_proj), step.STORE)
+        self._convolve(mixer, rows, mixed, states, "silu")
+        self._to_unit_length(mixed, 2 * config.num_key_heads, config.key_dim)
+        recurrence = self._recurrence(states, "delta", config.key_dim**-0.5)
+        gates, betas = self._weights_of(heads, heads)
+        program.weigh(
+            ba.at(heads, size),
+            ba,
+            gates,
+            betas,
+            recurrence,
+            a_log=_parameter(mixer, "a_log"),
+            dt_bias=_parameter(mixer, "dt_bias"),
+            factor=config.beta_scale,
+        )
+        keys = config.parts[0]
+        q, k, v = (mixed.at(column, size) for column in (0, keys, 2 * keys))
+        o = program.buffer("recurrent rows", config.parts[2])
+        program.recur(q, k, v, gates, betas, o, recurrence)
+        self._gate(mixer.norm, o, rows.at(channels, size), config.parts[2])
+        return o
+
+    def _kimi_delta(
+        self, mixer: KimiDeltaAttention, h: step.Buffer, states: LayerStates
+    ) -> step.Buffer:
+        program, size = self.program, self.size
+        heads, dim = mixer.config.num_heads, mixer.config.head_dim
+        width = heads * dim
+        rows, mixed = (
+            program.buffer(name, 3 * width) for name in ("projected rows", "convolved rows")
+        )
+        low = program.buffer("strengths and low ranks", heads + 2 * dim)
+        f, z = (program.buffer(name, width) for name in ("decays of channels", "gates of channels"))
+        program.product(h, rows, _panels_of(mixer.qkv_proj), step.STORE)
+        program.product(h, low, _panels_of(mixer.a_proj), step.STORE)
+        program.product(low.at(heads, size), f, _panels_of(mixer.f_proj), step.STORE)
+        program.product(low.at(heads + dim, size), z, _panels_of(mixer.z_proj), step.STORE)
+        self._convolve(mixer, rows, mixed, states, "silu")
+        self._to_unit_length(mixed, 2 * heads, dim)
+        recurrence = self._recurrence(states, "channels", dim**-0.5)
+        gates, betas = self._weights_of(width, heads)
+        program.weigh(
+            f,
+            low,
+            gates,
+            betas,
+            recurrence,
+            a_log=_parameter(mixer, "a_log"),
+            dt_bias=_parameter(mixer, "dt_bias"),
+        )
+        q, k, v = (mixed.at(column, size) for column in (0, width, 2 * width))
+        o = program.buffer("recurrent rows", width)
+        program.recur(q, k, v, gates, betas, o, recurrence)
+        self._gate(mixer.norm, o, z, width)
+        return o
+
+    def _mamba2(self, mixer: Mamba2, h: step.Buffer, states: LayerStates) -> step.Buffer:
+        program, config, size = self.program, mixer.config, self.size
+        heads, (width, _, groups, _, _) = config.num_heads, config.parts
+        if config.input_scale != 1:
+            scaled = program.buffer("scaled", self.model.config.hidden_size)
+            program.multiply(h, scaled, self.model.config.hidden_size, factor=config.input_scale)
+            h = scaled
+        columns = sum(config.parts)
+        rows = program.buffer("projected rows", columns)
+        mixed = program.buffer("convolved rows", width + 2 * groups)
+        program.product(h, rows, _panels_of(mixer.in_proj), step.STORE)
+        if any(scale != 1 for scale in config.part_scales):
+            factors = mixer.factors_like(torch.empty(0, dtype=self.model.dtype))
+            program.multiply(rows, rows, columns, factors=lambda: factors)
+        self._convolve(mixer, rows.at(width, size), mixed, states, "silu")
+        recurrence = self._recurrence(states, "time steps", 1.0)
+        gates, betas = self._weights_of(heads, heads)
+        program.weigh(
+            rows.at(columns - heads, size),
+            None,
+            gates,
+            betas,
+            recurrence,
+            a_log=_parameter(mixer, "a_log"),
+            dt_bias=_parameter(mixer, "dt_bias"),
+            limits=config.dt_limits,
+        )
+        u, b, c = (mixed.at(column, size) for column in (0, width, width + groups))
+        o = program.buffer("recurrent rows", width)
+        program.recur(c, b, u, gates, betas, o, recurrence)
+        skip: dict[str, Any] = {"skipped": u, "skip": _parameter(mixer, "d")}
+        self._gate(mixer.norm, o, rows, width, head_dim=config.head_dim, **skip)
+        return o
+
+    def _short_conv(self, mixer: ShortConv, h: step.Buffer, states: LayerStates) -> step.Buffer:
+        program, width = self.program, mixer.config.width
+        rows = program.buffer("projected rows", 3 * width)
+        b, c, u = (rows.at(part * width, self.size) for part in range(3))
+        product, o = (program.buffer(name, width) for name in ("convolved rows", "recurrent rows"))
+        program.product(h, rows, _panels_of(mixer.in_proj), step.STORE)
+        program.multiply(b, product, width, other=u)
+        self._convolve(mixer, product, o, states, "identity")
+        program.multiply(o, o, width, other=c)
+        return o
+
+    def _convolve(
+        self,
+        mixer: Any,
+        source: step.Buffer,
+        target: step.Buffer,
+        states: LayerStates,
+        function: str,
+    ) -> None:
+        bias = getattr(mixer, "conv_bias", None)
+        self.program.convolve(
+            source,
+            target,
+            _parameter(mixer, "conv"),
+            None if bias is None else _parameter(mixer, "conv_bias"),
+            states.convolution,
+            function=function,
+        )
+
+    def _to_unit_length(self, rows: step.Buffer, num_heads: int, dim: int) -> None:
+        """Write the division of heads by their length: a norm whose weight is dim ** -0.5."""
+        zeros = torch.zeros(dim, dtype=self.model.dtype)
+        norm = step.Norm(lambda: zeros, UNIT_EPS / dim, shift=dim**-0.5)
+        self.program.norm(rows, rows, norm, parts=num_heads)
+
+    def _recurrence(self, states: LayerStates, rule: str, q_scale: float) -> step.Recurrence:
+        assert states.recurrence is not None
+        return step.Recurrence(rule, [x for x in states.recurrence if x is not None], q_scale)
+
+    def _weights_of(self, num_gates: int, num_heads: int) -> tuple[step.Buffer, step.Buffer]:
+        """Return the buffers of logs of decays and of strengths."""
+        gates = self.program.buffer("logs of decays", num_gates, torch.float32)
+        return gates, self.program.buffer("strengths", num_heads, torch.float32)
+
+    def _gate(
+        self,
+        norm: GatedRMSNorm | None,
+        o: step.Buffer,
+        gates: step.Buffer,
+        columns: int,
+        **skip: Any,
+    ) -> None:
+        """Write the norm behind a recurrence, its gate, and what is added before both."""
+        if norm is None:
+            self.program.gate(o, gates, o, columns, function="silu", **skip)
+            return
+        self.program.gate(
+            o,
+            gates,
+            o,
+            columns,
+            function=norm.activation,
+            norm=step.Norm(_weight_of(norm), norm.eps, rounds=norm.rounds_first),
+            parts=columns // norm.group_size,
+            gate_first=norm.gate_first,
+            **skip,
+        )
+
+    def _latents(
+        self, attention: MultiheadLatentAttention, h: step.Buffer, index: int, place: int
+    ) -> None:
         """Write attention over latents, up to the outputs of heads."""
-        program, dtype, kv = self.program, self.model.dtype, self.caches[index]
+        program, dtype, kv = self.program, self.model.dtype, self.caches[place]
         rank, num_heads = attention.kv_rank, attention.num_heads
         nope, rotated, v_dim = attention.nope_dim, attention.rope_dim, attention.v_head_dim
         dim, start, wide = nope + rotated, _whole(num_heads * (nope + rotated)), _whole(rank)
@@ -441,7 +714,6 @@ class _Writer:
         values = [cache[..., :rank].unsqueeze(2), *(scale[..., :1] for scale in scales)]
         parts = [part for pair in zip(keys, values, strict=True) for part in pair]
         rope = self.model.config.layers[index].attention.rope
-        assert rope is not None
         heads = step.Heads(
             parts,
             num_heads,
@@ -450,8 +722,8 @@ class _Writer:
             k_at=start + rank,
             v_at=start,
             q_step=dim,
-            half=rotated // 2,
-            angles=self.angles[rope],
+            half=0 if rope is None else rotated // 2,
+            angles=0 if rope is None else self.angles[rope],
             is_interleaved=attention.rope_interleaved,
         )
         program.rotate(self.qkv, heads)
@@ -503,7 +775,7 @@ def _whole(columns: int) -> int:
 
 
 def _qkv_columns(attention: AttentionConfig) -> int:
-    width = attention.num_q_heads * attention.head_dim
+    width = attention.num_q_heads * attention.head_dim * (1 + attention.has_gate)
     if attention.kv_layer is not None:
         return width
     if attention.latent is not None:

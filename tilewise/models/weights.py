@@ -301,12 +301,19 @@ def _targets(
     for weight in model.weight_table():
         if weight.whole is not None and weight.whole.removeprefix(prefix) in found:
             weight = replace(weight, sources=(weight.whole,), rows=None)
-        if weight.is_cut_anywhere and weight.rows is not None:
-            weight = replace(weight, rows=_rows_in_file(weight, prefix, found))
+        own = part
+        usual = weight.rows
+        if weight.is_cut_anywhere and usual is not None:
+            rows = _rows_in_file(weight, prefix, found)
+            if part is not None:
+                own = _part_of_rows(part, rows)
+                weight = replace(weight, rows=_rows_held(weight, own))
+            elif sum(rows) == sum(usual):
+                weight = replace(weight, rows=rows)
         parts = weight.parts(model.get_parameter(weight.name))
         for place, (source, target) in enumerate(parts):
             name = source.removeprefix(prefix)
-            cut = None if part is None else part(weight, place)
+            cut = None if own is None else own(weight, place)
             if name not in found and f"{name}_blocks" in found:
                 yield name, target.mT if weight.transposed else target, cut
                 continue
@@ -330,7 +337,7 @@ def _targets(
 
 
 def _rows_in_file(weight: Weight, prefix: str, found: Found) -> tuple[int, ...]:
-    """Return the rows of a weight's sources in the file, if they fill the parameter."""
+    """Return the rows of a weight's sources in the file, or those that it should have."""
     assert weight.rows is not None
     rows = []
     for source in weight.sources:
@@ -340,7 +347,24 @@ def _rows_in_file(weight: Weight, prefix: str, found: Found) -> tuple[int, ...]:
         file, reader = found[name]
         with _reading(file, name):
             rows.append(reader.get_slice(name).get_shape()[0])
-    return tuple(rows) if sum(rows) == sum(weight.rows) else weight.rows
+    return tuple(rows)
+
+
+def _part_of_rows(part: CutOf, rows: tuple[int, ...]) -> CutOf:
+    """Return what cuts a weight whose sources have other rows than is usual."""
+
+    def of_rows(weight: Weight, place: int) -> Part | None:
+        return part(replace(weight, rows=rows), place)
+
+    return of_rows
+
+
+def _rows_held(weight: Weight, part: CutOf) -> tuple[int, ...] | None:
+    """Return the rows of each source that a part holds."""
+    cuts = [part(weight, place) for place in range(len(weight.sources))]
+    if any(cut is None for cut in cuts):
+        return weight.rows
+    return tuple(sum(end - first for first, end in cut.spans) for cut in cuts if cut is not None)
 
 
 def _transposed(cut: Part, target: Tensor) -> Part:

@@ -124,5 +124,6 @@ class GatedDeltaNet(StateLayer):
         if config.beta_scale != 1:
             beta = beta * config.beta_scale
         shifted = activate(F.softplus, a.to(self.a_log.dtype) + self.dt_bias, on_cpu=True)
-        o = memory.gated_delta(q, k, v, -self.a_log.exp() * shifted, beta)
+        decay = activate(torch.exp, self.a_log, on_cpu=True)
+        o = memory.gated_delta(q, k, v, -decay * shifted, beta)
         return adapted(self.o_proj, self.norm(o, z).flatten(-2), adapters)

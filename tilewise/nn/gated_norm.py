@@ -12,10 +12,10 @@ from tilewise import ops
 from tilewise.nn.layers import activate
 from tilewise.nn.valued import valued
 
-__all__ = ["GatedRMSNorm", "unit_length"]
+__all__ = ["UNIT_EPS", "GatedRMSNorm", "unit_length"]
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
-_UNIT_EPS = 1e-6  # of Flash Linear Attention, with which models are trained
+UNIT_EPS = 1e-6  # of Flash Linear Attention, with which models are trained
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
@@ -43,7 +43,7 @@ def _widened(x: Tensor) -> Tensor:
 def unit_length(x: Tensor) -> Tensor:
     """Return x / sqrt(sum(x^2) + 1e-6) of rows (..., K), rounded once to the dtype of x."""
     dim = x.shape[-1]
-    unit: Tensor = _normalised(_widened(x), _UNIT_EPS / dim) * dim**-0.5
+    unit: Tensor = _normalised(_widened(x), UNIT_EPS / dim) * dim**-0.5
     return unit.to(x.dtype)
 
 
@@ -76,7 +76,7 @@ class GatedRMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps, self.group_size = eps, dim if group_size is None else group_size
-        self.function = _FUNCTIONS[activation]
+        self.activation, self.function = activation, _FUNCTIONS[activation]
         self.gate_first, self.rounds_first = gate_first, rounds_first
         if dim % self.group_size:
             raise ValueError(f"group_size must divide {dim} channels, got {group_size}")

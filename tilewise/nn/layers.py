@@ -65,6 +65,7 @@ _ELEMENTWISE = {
     torch.sigmoid: "sigmoid",
     torch.tanh: "tanh",
     F.softplus: "softplus",
+    torch.exp: "exp",
 }
 _NAMES = _ELEMENTWISE | {F.relu: "relu", _relu_squared: "relu_squared"}
 
@@ -91,8 +92,8 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -
     """Return function(x); on a CPU its values do not depend on an element's position.
 
     Args:
-        function: one of ACTIVATIONS, torch.sigmoid, torch.tanh or F.softplus; its gradient is
-            torch's.
+        function: one of ACTIVATIONS, torch.sigmoid, torch.tanh, F.softplus or torch.exp; its
+            gradient is torch's.
         x: (..., E), contiguous in the last dim.
         on_cpu: True to return the values of `ops.activate` on a CPU.
     """

@@ -147,7 +147,7 @@ class Mamba2(StateLayer):
             x = x * config.input_scale
         parts = project(self.in_proj, x, adapters)
         if any(scale != 1 for scale in config.part_scales):
-            parts = parts * self._factors_like(parts)
+            parts = parts * self.factors_like(parts)
         z, mixed, dt = parts.split_with_sizes((gate, sum(channels), steps), -1)
         mixed = memory.convolve(mixed, self.conv, self.conv_bias, "silu")
         u, b, c = mixed.split_with_sizes(channels, -1)
@@ -156,7 +156,8 @@ class Mamba2(StateLayer):
         dt = activate(F.softplus, dt.to(self.a_log.dtype) + self.dt_bias, on_cpu=True)
         if config.dt_limits != (0.0, math.inf):
             dt = dt.clamp(*config.dt_limits)
-        y = memory.ssd(u, dt, -self.a_log.exp(), b, c, self.d).flatten(-2)
+        decay = activate(torch.exp, self.a_log, on_cpu=True)
+        y = memory.ssd(u, dt, -decay, b, c, self.d).flatten(-2)
         if self.norm is None:
             wide = torch.promote_types(y.dtype, torch.float32)
             y = (y * activate(F.silu, z.to(wide), on_cpu=True)).to(y.dtype)
@@ -165,7 +166,7 @@ class Mamba2(StateLayer):
         out = adapted(self.o_proj, y, adapters)
         return out if config.output_scale == 1 else out * config.output_scale
 
-    def _factors_like(self, parts: Tensor) -> Tensor:
+    def factors_like(self, parts: Tensor) -> Tensor:
         """Return the factor of each channel of the projection."""
         found = self._factors
         if found is None or found.device != parts.device or found.dtype != parts.dtype:

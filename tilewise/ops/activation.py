@@ -14,7 +14,7 @@ from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.step import register_step, step
 
-FUNCTIONS = ("sigmoid", "silu", "gelu", "gelu_tanh", "tanh", "softplus")
+FUNCTIONS = ("sigmoid", "silu", "gelu", "gelu_tanh", "tanh", "softplus", "exp")
 
 
 @names
@@ -52,14 +52,15 @@ def activate(x: Tensor, function: str, *, backend: str | None = None) -> Tensor:
 
     sigmoid: 1 / (1 + exp(-x)). silu: x sigmoid(x). gelu: x Phi(x), Phi the normal distribution.
     gelu_tanh: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). tanh: itself.
-    softplus: ln(1 + exp(x)). It is computed in float32 and rounded once, as in torch; but torch's
-    functions compute the last, incomplete vector with other bits than whole vectors. Nothing is
-    differentiable.
+    softplus: ln(1 + exp(x)). exp: itself. It is computed in float32 and rounded once, as in torch;
+    but torch's functions compute the last, incomplete vector with other bits than whole vectors.
+    Nothing is differentiable.
 
     Args:
         x: (..., E), float32, float16 or bfloat16 (for the reference float64, too), last dim
             contiguous.
-        function: the name, "sigmoid", "silu", "gelu", "gelu_tanh", "tanh" or "softplus".
+        function: the name, "sigmoid", "silu", "gelu", "gelu_tanh", "tanh",
+            "softplus" or "exp".
         backend: "cpu" or "reference"; None chooses.
 
     Returns:

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE, Batch, Tables
-from tilewise.kernels.cpu.step.operands import Buffer, Growth, Heads, Held, Latents, Mixture, Norm
+from tilewise.kernels.cpu.step.operands import (
+    Buffer,
+    Growth,
+    Heads,
+    Held,
+    Latents,
+    Mixture,
+    Norm,
+    Recurrence,
+)
 from tilewise.kernels.cpu.step.panels import WIDTH
 from tilewise.ops.dispatch import kernel_module
 from tilewise.ops.panels import DTYPES
@@ -30,6 +39,7 @@ __all__ = [
     "Latents",
     "Mixture",
     "Norm",
+    "Recurrence",
     "Tables",
     "mix",
     "new_program",

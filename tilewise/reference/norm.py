@@ -45,6 +45,8 @@ def activate(x: Tensor, function: str) -> Tensor:
         y = torch.tanh(wide)
     elif function == "softplus":
         y = wide.clamp(min=0) + torch.log1p(torch.exp(-wide.abs()))
+    elif function == "exp":
+        y = torch.exp(wide)
     else:
         y = torch.sigmoid(wide)
         if function == "silu":

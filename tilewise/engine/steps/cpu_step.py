@@ -23,6 +23,7 @@ from tilewise.engine.steps.decode_arrays import DecodeArrays
 from tilewise.engine.steps.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.steps.runner import ModelRunner, Samples
 from tilewise.engine.steps.sampler import greedy_tokens, is_greedy, sample
+from tilewise.engine.steps.state_moves import begin_states, end_states
 from tilewise.engine.steps.teams import Teams
 from tilewise.models.decoder import Decoder
 from tilewise.nn.context import AttentionContext
@@ -112,12 +113,12 @@ class CompiledRunner(ModelRunner):
         )
         self._config = model.config
         self.program, self._attention, self._reserve_angles = model.cpu_program(
-            storage.layers, batch_invariant=batch_invariant
+            storage.layers, self._states or {}, batch_invariant=batch_invariant
         )
         self._segments = self._split()
         self.teams = Teams()
         self._num_angles = 0
-        self._arrays = DecodeArrays(self.block_size)
+        self._arrays = DecodeArrays(self.block_size, has_states=self._states is not None)
         # Of the last decode step: the buffer, and its rows as a tensor and as an array.
         self._logits = torch.empty(0), torch.empty(0), np.empty(0, np.float32)
 
@@ -126,6 +127,8 @@ class CompiledRunner(ModelRunner):
 
         A part begins where a layer of another group writes its keys. One group is one part.
         """
+        if not self._attention:
+            return [(0, len(self.program), 0)]
         groups = self._group_of or (0,) * len(self._attention)
         edges = [(0, groups[0])]
         for attention, group in zip(self._attention, groups, strict=True):
@@ -142,7 +145,9 @@ class CompiledRunner(ModelRunner):
         if batch.left:
             for each in (self._adjuster, self._scores, self._pools):
                 each.follow(batch, False)
+        begin_states(self.storage.states, batch)
         logits = self.forward(inputs)
+        end_states(self.storage.states, batch)
         if self.sampler is sample and is_greedy(batch.sequences):
             _, own, array = self._logits
             return greedy_tokens(array if logits is own else logits.numpy(), batch.sequences)
@@ -212,6 +217,7 @@ class CompiledRunner(ModelRunner):
             ctx.seqlens_k.numpy(),
             ctx.block_table.numpy(),
             inputs.logits_rows.numpy(),
+            *self._places(inputs),
         )
         batches = [batch]  # of each group of layers
         for other in ctx.others:
@@ -247,12 +253,23 @@ class CompiledRunner(ModelRunner):
         self._last = batch, tables
         return program.buffers["logits"][:num_sampled, : self._config.vocab_size]
 
+    def _places(self, inputs: ModelInputs) -> tuple[np.ndarray, ...]:
+        """The slots and starts of the sequences in layers with a state, and the edges of rows."""
+        if self._states is None:
+            return ()
+        states, edges = inputs.ctx.states, inputs.ctx.cu_seqlens_q.numpy().astype(np.int64)
+        if states is None:  # of a step that serves nobody
+            return np.full(len(edges) - 1, -1), np.zeros(len(edges) - 1, np.int64), edges
+        return states.slots.numpy(), states.starts.numpy(), edges
+
     def _takes_rows(self, inputs: ModelInputs) -> bool:
         """Whether the rows of a step's prompts are few enough to attend one by one.
 
         The bits are the same where the engine is batch-invariant; elsewhere a prompt keeps its own
         order of sums. Guesses that branch see other rows than those before them.
         """
+        if not self._attention:
+            return True
         if not self.batch_invariant or inputs.ctx.tree_mask is not None:
             return False
         counts, lengths = np.diff(inputs.ctx.cu_seqlens_q.numpy()), inputs.ctx.seqlens_k.numpy()

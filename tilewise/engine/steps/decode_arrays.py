@@ -25,14 +25,15 @@ class DecodeArrays:
 
     Args:
         block_size: tokens per cache block.
+        has_states: True for a model with layers that keep states.
 
     Attributes:
         rows: all of it, as a compiled list takes it; its memory is used again by the next step.
         max_len: the longest of seqlens_k.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, *, has_states: bool = False) -> None:
+        self.block_size, self.has_states = block_size, has_states
         self.max_len = 0
         self._table = np.full((0, 0), -1, np.int32)
         # What the table was made of: tables, their version, and which rows of them.
@@ -48,11 +49,11 @@ class DecodeArrays:
                 for old, new in zip(have, (count, num_columns), strict=True)
             ]
             self._table = np.full(sizes, -1, np.int32)
-            self._numbers = np.empty((3, sizes[0]), np.int64)
+            self._numbers = np.empty((4, sizes[0]), np.int64)
             self._lengths = np.empty(sizes[0], np.int32)
-            self._places = np.arange(sizes[0])
+            self._places = np.arange(sizes[0] + 1)
             self._edges = np.arange(sizes[0] + 1, dtype=np.int32)
-        ids, positions, slots = self._numbers[:, :count]
+        ids, positions, slots, state_slots = self._numbers[:, :count]
         self.rows = step.Batch(
             ids,
             positions,
@@ -61,6 +62,7 @@ class DecodeArrays:
             self._lengths[:count],
             self._table[:count],
             self._places[:count],
+            *((state_slots, positions, self._places[: count + 1]) if self.has_states else ()),
         )
 
     def fill(self, batch: Batch, tables: HostTables) -> DecodeArrays:
@@ -86,6 +88,8 @@ class DecodeArrays:
             s.block_ids[at // block_size] * block_size + at % block_size
             for s, at in zip(sequences, starts, strict=True)
         ]
+        if self.has_states:
+            rows.state_slots[:] = [s.state_slot for s in sequences]
         np.add(rows.positions, 1, out=rows.lengths, casting="unsafe")
         if held != self._held:
             tables.copy(table_rows, rows.table)

@@ -24,11 +24,12 @@ from tilewise.engine.batch import Batch
 from tilewise.engine.config import DraftModel
 from tilewise.engine.engine import Engine
 from tilewise.engine.loop import EngineLoop
-from tilewise.engine.making import assembled
+from tilewise.engine.making import assembled, state_limits, state_memory
 from tilewise.engine.settings import ResolvedConfig, plain, spec_of
 from tilewise.engine.sizing import Blocks, blocks_on_cpu
 from tilewise.engine.steps.draft_runner import Guesser, guesser_of
 from tilewise.engine.steps.runner import Drawn
+from tilewise.engine.tables.state_tables import StateLimits
 from tilewise.engine.tensor_parallel.processes import Workers
 from tilewise.engine.tensor_parallel.remote_host import RemoteHost
 from tilewise.engine.tensor_parallel.wire import BatchWriter, read_samples
@@ -48,6 +49,7 @@ def check_tensor_parallel(
     *,
     num_blocks: int | None,
     batch_invariant: bool,
+    swap_space_gib: float = 0.0,
 ) -> None:
     """Refuse a number of workers that a model, or this machine, does not have.
 
@@ -56,7 +58,7 @@ def check_tensor_parallel(
         config: the config of the whole model.
         device: the device of the workers; with a number the one GPU that they share.
         num_blocks: as `LLM` takes it.
-        batch_invariant: as `LLM` takes it.
+        batch_invariant, swap_space_gib: as `LLM` takes them.
 
     Raises:
         ValueError: one of the rules is broken.
@@ -82,6 +84,11 @@ def check_tensor_parallel(
             f"torch sees, got {size}"
         )
     check_shards(config, size)
+    if swap_space_gib and any(layer.mixer is not None for layer in config.layers):
+        raise ValueError(
+            "swap_space_gib must be 0 with tensor_parallel_size above 1 for layers that remember "
+            f"by a state, got {swap_space_gib}"
+        )
     if batch_invariant and device.type == "cuda":
         raise ValueError(
             "batch_invariant must be False with tensor_parallel_size above 1 on GPUs, where the "
@@ -97,10 +104,16 @@ class RemoteStorage:
             spec of one.
         num_blocks: the number of blocks of each worker, for every group of layers where there are
             several.
+        states: the sizes of states, None for a model without, and how many sequences run at once.
     """
 
-    def __init__(self, spec: CacheSpec, num_blocks: Blocks) -> None:
-        self.spec, self.num_blocks = spec, num_blocks
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_blocks: Blocks,
+        states: tuple[StateLimits | None, int] = (None, 1),
+    ) -> None:
+        self.spec, self.num_blocks, self.states = spec, num_blocks, states
 
 
 class _Handle:
@@ -235,8 +248,17 @@ def engine_of_workers(
                 runner.storage.spec.windows[0],
             )
         num_swap_blocks = 0 if runner.host is None else runner.host.num_blocks
-        windows = runner.storage.spec.windows
-        return assembled(config, runner, runner.identity, windows, num_blocks, num_swap_blocks)
+        windows, (limits, num_slots) = runner.storage.spec.windows, runner.storage.states
+        return assembled(
+            config,
+            runner,
+            runner.identity,
+            windows,
+            num_blocks,
+            num_swap_blocks,
+            limits,
+            None if limits is None else num_slots,
+        )
     except BaseException:
         runner.close()
         raise
@@ -259,11 +281,12 @@ def start(
     size, device, shape = config.tensor_parallel_size, config.device, model.config
     part = shard_config(shape, size)
     spec = spec_of(part, config)
-    num_swap_blocks = int(config.swap_space_gib * GIB) // (size * spec.bytes_per_block)
+    block_bytes = max(size * spec.bytes_per_block, 1)
+    num_swap_blocks = int(config.swap_space_gib * GIB) // block_bytes
     if config.swap_space_gib and num_swap_blocks < 1:
         raise ValueError(
             f"swap_space_gib must hold at least one cache block of "
-            f"{size * spec.bytes_per_block:,} bytes, got {config.swap_space_gib}"
+            f"{block_bytes:,} bytes, got {config.swap_space_gib}"
         )
     workers = Workers(
         size,
@@ -286,11 +309,17 @@ def start(
                 config.max_model_len,
                 config.max_prompt_run,
                 num_processes=size,
+                states=state_memory(config, spec),
             )
-        workers.tell(["size", num_blocks, num_swap_blocks])
+        limits, num_slots = state_limits(
+            config, spec, num_blocks, size if device.type == "cpu" else 1
+        )
+        num_checkpoints = 0 if limits is None else limits.num_checkpoints
+        workers.tell(["size", num_blocks, num_swap_blocks, num_slots, num_checkpoints])
         rates, refusals, sizes = zip(*workers.words(), strict=True)
         held = [attention.num_kv_heads * size for attention in part.attentions]
-        storage = RemoteStorage(spec_of(shape.with_kv_heads(held), config), num_blocks)
+        whole = spec_of(shape.with_kv_heads(held), config)
+        storage = RemoteStorage(whole, num_blocks, (limits, num_slots))
         host = None
         if num_swap_blocks:
             host = RemoteHost(workers, num_swap_blocks, min(rates), storage, sizes[0])

@@ -24,6 +24,7 @@ from tilewise.engine.batch import (
     PlainDraws,
     SampledToken,
     ScheduledSequence,
+    StateMoves,
     first_of,
 )
 from tilewise.engine.request import Adapted, SamplingParams
@@ -167,6 +168,7 @@ class BatchWriter:
             batch.swap_in,
             batch.other_copies,
             batch.other_moves,
+            batch.states,
             *([1] if batch.is_plain else []),
         ]
 
@@ -200,6 +202,7 @@ class BatchWriter:
             run.draft_parents,
             news,
             [(new, blocks[new:]) for blocks, new in others],
+            run.state_slot,
         ]
 
     def _asked(self, run: ScheduledSequence, asked: Asked, known: _Known) -> list[Any]:
@@ -223,7 +226,7 @@ class BatchWriter:
 
 def _is_more(batch: Batch) -> bool:
     """Whether a step is more than its runs: sequences have left, or blocks are copied or moved."""
-    copies = batch.block_copies or any(batch.other_copies)
+    copies = batch.block_copies or any(batch.other_copies) or any(batch.states)
     return bool(not batch.is_plain or batch.left or copies or batch.is_moving)
 
 
@@ -282,7 +285,7 @@ class BatchReader:
         """Return the batch that a `BatchWriter` was given."""
         if message[0] == "later":
             return Batch(self._later(*message[1:]), is_plain=True)
-        rows, copies, left, swap_out, swap_in, other_copies, other_moves, *plain = message
+        rows, copies, left, swap_out, swap_in, other_copies, other_moves, states, *plain = message
         for seq_id in left:
             self._told.pop(seq_id, None)
         self._first = ()  # where this fails, the next step goes on with none
@@ -296,6 +299,7 @@ class BatchReader:
             tuple(map(_pairs, other_copies)),
             tuple((_pairs(out), _pairs(back)) for out, back in other_moves),
             bool(plain),
+            StateMoves(*(tuple(map(tuple, moves)) for moves in states)),
         )
 
     def _later(
@@ -326,6 +330,7 @@ class BatchReader:
             draft_parents,
             news,
             others,
+            state_slot,
         ) = row
         told = self._told.get(seq_id)
         if told is None:
@@ -353,6 +358,7 @@ class BatchReader:
             draft_parents=tuple(draft_parents),
             others=tuple((told.others[i], new) for i, (new, _) in enumerate(others)),
             adapter=told.adapter,
+            state_slot=state_slot,
         )
 
     def _take(self, told: _Told, news: Mapping[str, Any]) -> None:

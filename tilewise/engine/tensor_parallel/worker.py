@@ -35,6 +35,7 @@ from tilewise.engine.captured.ahead import compile_ahead
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.prompt_steps import has_run
 from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.making import state_memory
 from tilewise.engine.memory import check_memory, free_memory
 from tilewise.engine.options import Options
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
@@ -209,7 +210,7 @@ class _Worker:
     def num_blocks(self) -> Blocks:
         """Return how many blocks this device has room for; 0 on a CPU, where the parent counts."""
         config = self.config
-        if config.has_graphs:
+        if config.has_graphs and not self.spec.states:  # `rehearsal` has no layers with states
             self._compile_ahead()
         if self.device.type != "cuda" or config.num_blocks is not None:
             return 0
@@ -224,6 +225,7 @@ class _Worker:
             has_graphs=config.has_graphs,
             captures_prompts=has_run(self.spec),
             adapters=self.slots,
+            states=state_memory(config, self.spec),
         )
 
     def _compile_ahead(self) -> None:
@@ -244,7 +246,7 @@ class _Worker:
         )
 
     def make_runner(
-        self, num_blocks: Blocks, num_swap_blocks: int
+        self, num_blocks: Blocks, num_swap_blocks: int, num_slots: int, num_checkpoints: int
     ) -> tuple[float, str | None, list[list[int]] | None]:
         """Allocate the cache and get ready.
 
@@ -253,7 +255,13 @@ class _Worker:
             each array of a block of main memory, by group, or None where they go to no files.
         """
         config, most = self.config, self.config.max_num_batched_tokens
-        storage = allocate(self.spec, num_blocks, self.device)
+        storage = allocate(
+            self.spec,
+            num_blocks,
+            self.device,
+            num_slots=num_slots,
+            num_checkpoints=num_checkpoints,
+        )
         host = HostCache(storage, num_swap_blocks) if num_swap_blocks else None
         if config.has_graphs:
             self._check_graphs()
@@ -386,8 +394,8 @@ def main(fd: int, folder: str) -> None:
     try:
         worker = _Worker(line, line.inbox.get()[1])
         line.tell("ready", (worker.num_blocks(), worker.identity))
-        _, num_blocks, num_swap_blocks = line.inbox.get()
-        line.tell("ready", worker.make_runner(num_blocks, num_swap_blocks))
+        _, *sizes = line.inbox.get()
+        line.tell("ready", worker.make_runner(*sizes))
     except Exception as error:
         traceback.print_exc()  # to the log, beside what compilers say there
         line.tell("failed", -1, *named(error))

@@ -20,11 +20,11 @@ from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, load_row, store_row, why_not_dtype
 from tilewise.kernels.cpu.machine.threads import (
     bare,
-    inner,
     keep_alive,
     kernel,
     next_task,
     run_tasks,
+    scratch,
     zero_scratch,
 )
 from tilewise.kernels.cpu.step.functions import CODES, applied
@@ -97,13 +97,13 @@ def _run(
     if y.numel() == 0 and not keeps:
         return y
     x, wide = x.detach(), float_type(x.dtype)
-    taps = weight.detach().t().to(wide).contiguous()
-    first = torch.zeros(num_channels, dtype=wide) if bias is None else bias.detach().to(wide)
+    taps = weight.detach().contiguous()
+    first = None if bias is None else bias.detach().contiguous()
     like = np.empty(0, np.float64 if wide == torch.float64 else np.float32)
     places = (t.detach().to(torch.int64).contiguous().numpy() for t in (edges, slots, starts))
     parts = -(-num_channels // CHANNELS)
     run_tasks(
-        _convolve,
+        convolve,
         (edges.shape[0] - 1) * parts,
         like,
         DTYPE_CODES[x.dtype],
@@ -111,34 +111,29 @@ def _run(
         x.data_ptr(),
         x.stride(0) * size,
         y.data_ptr(),
-        taps.view(-1).numpy(),
-        first.contiguous().numpy(),
+        num_channels * size,
+        taps.data_ptr(),
+        0 if first is None else first.data_ptr(),
         0 if states is None or states.numel() == 0 else states.data_ptr(),
         0 if states is None else states.shape[1],
         keeps,
         *places,
         num_channels,
         width,
-        parts,
         has_silu,
     )
     return y
 
 
-@inner
-def _load_part(to, start, row, at, count):
-    for column in range(count):
-        to[start + column] = row[at + column]
-
-
 @kernel
-def _convolve(
+def convolve(
     like,
     code,
     size,
     x,
     x_row,
     y,
+    y_row,
     taps,
     bias,
     states,
@@ -149,19 +144,26 @@ def _convolve(
     starts,
     num_channels,
     width,
-    parts,
     has_silu,
     counter,
     num_tasks,
 ):
+    """Convolve channels of sequences.
+
+    Args:
+        taps: the address of the weight (channels, width), in the dtype of the tokens.
+        bias: the address of the bias (channels,), or 0 for none.
+        states, num_kept: the address of the slots, or 0 for none, and the rows of each.
+        keeps: whether the new tokens are taken into the slots.
+    """
     lanes = lanes_in(like)
+    parts = (num_channels + CHANNELS - 1) // CHANNELS
     owners = (
         zero_scratch(width * CHANNELS, like),
         zero_scratch(width * CHANNELS, like),
         zero_scratch(CHANNELS, like),
         zero_scratch(CHANNELS, like),
-        taps,
-        bias,
+        scratch(width * CHANNELS, like),
     )
     weights, window, first, total = (
         bare(owners[0]),
@@ -169,6 +171,7 @@ def _convolve(
         bare(owners[2]),
         bare(owners[3]),
     )
+    given = bare(owners[4])
     row_bytes = num_channels * size
     while True:
         task = next_task(counter)
@@ -181,9 +184,12 @@ def _convolve(
             continue
         channel = part * CHANNELS
         count = min(CHANNELS, num_channels - channel)
-        _load_part(first, 0, bare(bias), channel, count)
-        for tap in range(width):
-            _load_part(weights, tap * CHANNELS, bare(taps), tap * num_channels + channel, count)
+        if bias != 0:
+            load_row(like, code, first, 0, bias + channel * size, count)
+        load_row(like, code, given, 0, taps + channel * width * size, count * width)
+        for column in range(count):
+            for tap in range(width):
+                weights[tap * CHANNELS + column] = given[column * width + tap]
         # Row (t + j) % W of the window holds the token that tap j multiplies at token t. Of a slot
         # row p % num_kept holds the token at position p.
         kept = states + slot * num_kept * row_bytes + channel * size
@@ -206,7 +212,7 @@ def _convolve(
                 if has_silu:
                     sums = applied(like, _SILU, sums)
                 simd.store(total, column, sums)
-            target = y + (begin + t) * row_bytes + channel * size
+            target = y + (begin + t) * y_row + channel * size
             store_row(like, code, total, 0, 1.0, target, count)
         if keeps and states != 0:
             for t in range(max(end - begin - num_kept, 0), end - begin):

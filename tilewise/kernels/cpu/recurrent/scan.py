@@ -158,9 +158,12 @@ def _run(
         v.stride(0) * size,
         v.stride(1) * size,
         o.data_ptr(),
+        o.stride(0) * size,
         g.view(-1).numpy(),
+        g.stride(0),
         g.dim() == 3,
         beta.view(-1).numpy(),
+        beta.stride(0),
         before.view(-1).numpy(),
         after.view(-1).numpy(),
         states is not None,
@@ -175,11 +178,11 @@ def _run(
         float(q_scale),
         is_delta,
     )
-    run_tasks(_scan, num_sequences * num_heads, *arguments)
+    run_tasks(scan, num_sequences * num_heads, *arguments)
     if states is not None:
         # After all heads have read the keys that these replace.
         run_tasks(
-            _keep_keys,
+            keep_keys,
             num_sequences,
             like,
             DTYPE_CODES[v.dtype],
@@ -360,7 +363,7 @@ def _decay_state(state, decay, whole, rows, columns, by_channel):
 
 
 @kernel
-def _scan(
+def scan(
     like,
     code,
     wide,
@@ -375,9 +378,12 @@ def _scan(
     v_row,
     v_head,
     o,
+    o_row,
     gates,
+    gate_row,
     by_channel,
     betas,
+    beta_row,
     before,
     after,
     has_slots,
@@ -494,11 +500,11 @@ def _scan(
                 )
                 if by_channel:
                     for column in range(key_dim):
-                        where = (index * num_heads + head) * key_dim + column
+                        where = index * gate_row + head * key_dim + column
                         decays[t * key_width + column] = gates[where]
                     _decays_of_row(decays, t * key_width, key_dim, key_width)
                 else:
-                    logs[t - p] = gates[index * num_heads + head]
+                    logs[t - p] = gates[index * gate_row + head]
             if not by_channel:
                 _exponentials(logs, 0, stop - p)
             for t in range(p, stop):
@@ -522,7 +528,7 @@ def _scan(
             _set(sums, 0, width, rows, width, scaled, 0, key_width, state, state_at, width, key_dim)
             for t in range(p, stop):
                 index, row = token + t - p, t * key_width
-                beta = betas[index * num_heads + head]
+                beta = betas[index * beta_row + head]
                 sum_at = (t - p) * kinds * width
                 _fill(fade, key_width, one)
                 faded_by = one
@@ -567,7 +573,7 @@ def _scan(
                     update = simd.load(updates, t * width + column)
                     total = simd.fma(by, update, simd.load(sums, sum_at + column))
                     simd.store(sums, sum_at + column, total)
-                address = o + (index * num_heads + head) * value_dim * size
+                address = o + index * o_row + head * value_dim * size
                 store_row(like, code, sums, sum_at, one, address, value_dim)
             token += stop - p
             p = stop
@@ -593,12 +599,12 @@ def _scan(
             store_row(like, wide, updates, s * width, one, address, value_dim)
             index = end - p + s
             address = kept_gates + (row * num_heads + head) * gate_dim * wide_size
-            where = (index * num_heads + head) * gate_dim
+            where = index * gate_row + head * gate_dim
             store_row(like, wide, new_gates, where, one, address, gate_dim)
 
 
 @kernel
-def _keep_keys(
+def keep_keys(
     like,
     code,
     size,

@@ -20,10 +20,9 @@ EMBED, NORM, PRODUCT, ROTATE, ATTEND, OWN_KERNEL = range(6)
  SCALE_BLOCK, SCALE_ROW, SCALE_HEAD, FUNCTION, KERNEL, CHUNK, EXTRA, EXTRA_ROW, Q_WEIGHT, Q_BIAS,
  K_WEIGHT, K_BIAS, NORM_STEP, IS_AFTER, PHASE, NUM_EXPERTS, NUM_ACTIVE, SCORES, IS_NORMALISED,
  NUM_GROUPS, ACTIVE_GROUPS, BEST_IN_GROUP, CORRECTION, EXPERT_SCALE, PLACES, ORDER, WEIGHTS,
- GATE_ROWS, GATE_STRIDE, V_WEIGHT, V_FROM, GROWTH_LENGTH, GROWTH_FIRST, CHUNK_KEYS) = range(
-    80
-)  # fmt: skip
-NUM_COLUMNS = 80
+ GATE_ROWS, GATE_STRIDE, V_WEIGHT, V_FROM, GROWTH_LENGTH, GROWTH_FIRST, CHUNK_KEYS, STATE,
+ NUM_SLOTS, KEPT_KEYS, KEPT_GATES, KEPT_UPDATES, BETA_ROWS, BETA_STRIDE) = range(87)  # fmt: skip
+NUM_COLUMNS = 87
 FRAME = WEIGHT
 # JOINS: for a norm, whether the threads of the next product may compute it themselves; for a
 # product, whether a thread may apply the rotation that follows to its own results: then the number
@@ -51,6 +50,7 @@ FRAME = WEIGHT
 # NORM_STEP of a norm of parts: the bytes from a part's weights to the next's.
 # OUTPUTS: how many columns a product may write; 0 for whole groups, which buffers have room for.
 # PHASE ... GATE_STRIDE: see `mixture.py`.
+# STATE ... BETA_STRIDE: see `recurrence.py`.
 # Layout of a weight: rows (only for an embedding table), panels, or narrow panels, of which WEIGHT
 # is a table, see `layers.multiply_task`.
 ROWS, PANELS, NARROW_PANELS = range(3)
@@ -68,6 +68,9 @@ EPS, FACTOR, SHIFT, LIMIT, ALPHA, CAP, BETA = range(7)
 NUM_NUMBERS = 7
 
 
+NO_STATES = np.empty(0, np.int64)
+
+
 class Batch(NamedTuple):
     """The tokens and sequences of a step, all as arrays on the host.
 
@@ -76,6 +79,10 @@ class Batch(NamedTuple):
         edges, lengths: (B + 1,), (B,) int32, cu_seqlens_q and seqlens_k.
         table: (B, M) int32, the block table.
         sampled: (R,) int64, the rows whose logits are needed.
+        state_slots, state_starts: (S,) int64, for layers whose memory is a state: the slot of each
+            sequence, -1 for none, and the tokens that came before the step. Empty without such
+            layers.
+        state_edges: (S + 1,) int64, the first row of each of these sequences, and the end.
     """
 
     ids: np.ndarray
@@ -85,6 +92,9 @@ class Batch(NamedTuple):
     lengths: np.ndarray
     table: np.ndarray
     sampled: np.ndarray
+    state_slots: np.ndarray = NO_STATES
+    state_starts: np.ndarray = NO_STATES
+    state_edges: np.ndarray = NO_STATES
 
 
 class Shape(NamedTuple):

@@ -1,18 +1,20 @@
 """Activation functions of a register of float32, chosen by a number that is data.
 
-What      y = f(x): sigmoid, silu, gelu, gelu by tanh, relu, its square, tanh, softplus, or x
-          itself.
+What      y = f(x): sigmoid, silu, gelu, gelu by tanh, relu, its square, tanh, softplus, exp, or
+          x itself.
 Grid      none: inlined into the epilogue of a product and into `elementwise.py`.
 One call  LANES elements.
 Traffic   none.
 Numerics  float32. 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2 u)), which does not cancel. gelu's normal
           distribution is exp(-x^2 / 2) times a polynomial of 1 / (2 + |x|), within 4e-8 of x times
           it. softplus is max(x, 0) and ln(1 + y), y = exp(-|x|), as y times a polynomial of y.
+          exp is 2^p times 1 + e ln 2, where e is what rounding took from p = x log2 e.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from decimal import Decimal
 
 from numba.extending import intrinsic
@@ -23,7 +25,7 @@ from tilewise.kernels.cpu.machine.threads import inner
 IDENTITY, SIGMOID, SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, TANH = range(8)
 # Not elementwise: gpt-oss's function of a gate and its factor, see `layers.py`.
 CLAMPED = 8
-SOFTPLUS = 9
+SOFTPLUS, EXP = 9, 10
 
 CODES = {
     "identity": IDENTITY,
@@ -35,9 +37,13 @@ CODES = {
     "relu_squared": RELU_SQUARED,
     "tanh": TANH,
     "softplus": SOFTPLUS,
+    "exp": EXP,
 }
 
 _LOG2E = 1.0 / math.log(2.0)
+# In float32, and what is left of it.
+_LOG2E_HIGH = struct.unpack("f", struct.pack("f", _LOG2E))[0]
+_LOG2E_LOW = _LOG2E - _LOG2E_HIGH
 _LARGEST = 126.0  # exponent up to which `simd.exp2` is exact; 2^-126 is 0 to any precision here
 # Of -2 u log2 e, u = sqrt(2 / pi) (x + 0.044715 x^3).
 _LINEAR = -2.0 * math.sqrt(2.0 / math.pi) * _LOG2E
@@ -101,6 +107,22 @@ def _share_below(like, x):
 
 
 @inner
+def _exponential(like, x):
+    """Return exp(x) of a register; 0 below the smallest normal number."""
+    high, zero = simd.splat(like, _LOG2E_HIGH), simd.splat(like, 0.0)
+    power = simd.mul(x, high)
+    missing = simd.fma(x, high, simd.sub(zero, power))
+    missing = simd.fma(x, simd.splat(like, _LOG2E_LOW), missing)
+    is_finite = simd.at_least(simd.splat(like, 2.0 * _LARGEST), simd.absolute(power))
+    missing = simd.select(is_finite, missing, zero)
+    limit = simd.splat(like, _LARGEST)
+    more = simd.minimum(simd.maximum(zero, simd.sub(power, limit)), limit)
+    y = simd.exp2(simd.minimum(power, limit))
+    y = simd.fma(y, simd.mul(missing, simd.splat(like, math.log(2.0))), y)
+    return simd.mul(y, simd.exp2(more))
+
+
+@inner
 def applied(like, function, x):
     """Return f(x) of a register.
 
@@ -120,6 +142,8 @@ def applied(like, function, x):
         return simd.fma(y, _log_share_at(y), simd.maximum(zero, x))
     if function == RELU:
         return simd.maximum(zero, x)
+    if function == EXP:
+        return _exponential(like, x)
     if function == RELU_SQUARED:
         positive = simd.maximum(zero, x)
         return simd.mul(positive, positive)

@@ -285,8 +285,8 @@ def _add_sums(word_like, like, c, rows, bias, target, target_row, factor, extra,
 
 
 @inner
-def _gate_sums(word_like, like, c, rows, bias, target, target_row, function, limit, alpha):
-    """target = round(round(f(gate)) * up); sums are 16 of gate, 16 of up, and so on.
+def _gate_sums(word_like, like, c, rows, bias, target, target_row, function, factor, limit, alpha):
+    """target = round(round(f(round(gate * factor))) * up); sums are 16 of gate, 16 of up, ...
 
     CLAMPED is (up + 1) (gate sigmoid(alpha gate)) of a gate of at most `limit`, and of an up of at
     most that size, each operation rounded; see `ops.expert_mlp`.
@@ -294,11 +294,13 @@ def _gate_sums(word_like, like, c, rows, bias, target, target_row, function, lim
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     one, alphas = simd.splat(like, 1.0), simd.splat(like, alpha)
     most, least = simd.splat(like, limit), simd.splat(like, -limit)
+    factors = simd.splat(like, factor)
     for row in range(rows):
         start = target + row * target_row
         for pair in range(0, WIDTH, 2 * COLUMNS):
             for column in range(0, COLUMNS, lanes):
                 gate = rounded(word_like, _with_bias(like, c, bias, row, pair + column))
+                gate = rounded(word_like, simd.mul(gate, factors))
                 up = rounded(word_like, _with_bias(like, c, bias, row, pair + COLUMNS + column))
                 if function == CLAMPED:
                     gate = simd.minimum(gate, most)
@@ -486,7 +488,19 @@ def multiply_task(
                     word_like, like, c, count, where, to, target_row, factor, other, extra_row
                 )
             elif epilogue == GATE:
-                _gate_sums(word_like, like, c, count, where, to, target_row, function, limit, alpha)
+                _gate_sums(
+                    word_like,
+                    like,
+                    c,
+                    count,
+                    where,
+                    to,
+                    target_row,
+                    function,
+                    factor,
+                    limit,
+                    alpha,
+                )
             else:
                 _store_logits(word_like, like, c, count, where, to, target_row, factor, cap)
     return shown

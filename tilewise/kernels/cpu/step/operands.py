@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.cpu.step.panels import Panels
 
-__all__ = ["Buffer", "Growth", "Heads", "Held", "Latents", "Mixture", "Norm"]
+__all__ = ["Buffer", "Growth", "Heads", "Held", "Latents", "Mixture", "Norm", "Recurrence"]
 
 Held = Callable[[], Tensor]
 """A function that returns a weight as its module holds it now."""
@@ -93,17 +93,20 @@ class Heads(NamedTuple):
     is_interleaved: bool = False
 
     @classmethod
-    def queries(cls, kv: Sequence[Tensor], num_q: int, **options: Any) -> Heads:
-        """Return the heads of a product of queries alone."""
+    def queries(cls, kv: Sequence[Tensor], num_q: int, *, first: int = 0, **options: Any) -> Heads:
+        """Return the heads of a product of queries alone, from column `first` on."""
         dim = kv[0].shape[-1]
-        return cls(kv, num_q, 0, 0, num_q * dim, num_q * dim, dim, **options)
+        end = first + num_q * dim
+        return cls(kv, num_q, 0, first, end, end, dim, **options)
 
     @classmethod
-    def side_by_side(cls, kv: Sequence[Tensor], num_q: int, **options: Any) -> Heads:
-        """Return the heads of one product: those of q, then of k, then of v."""
+    def side_by_side(
+        cls, kv: Sequence[Tensor], num_q: int, *, first: int = 0, **options: Any
+    ) -> Heads:
+        """Return the heads of one product: those of q, from column `first` on, then of k and v."""
         num_kv, dim = kv[0].shape[2:]
-        start = num_q * dim
-        return cls(kv, num_q, num_kv, 0, start, start + num_kv * dim, dim, **options)
+        start = first + num_q * dim
+        return cls(kv, num_q, num_kv, first, start, start + num_kv * dim, dim, **options)
 
     @property
     def are_side_by_side(self) -> bool:
@@ -128,6 +131,32 @@ class Latents(NamedTuple):
     num_heads: int
     rank: int
     scale: float
+
+
+class Recurrence(NamedTuple):
+    """A layer's recurrence, and the slots of its states; see `ops.gated_delta_step`.
+
+    Attributes:
+        kind: "delta", "channels" for the delta rule with a decay of each channel, or "time steps"
+            for Mamba-2.
+        states: the state, the keys, the gates and the updates of all slots.
+        q_scale: the factor of the queries.
+    """
+
+    kind: str
+    states: Sequence[Tensor]
+    q_scale: float
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The heads of values and of keys."""
+        return self.states[0].shape[1], self.states[1].shape[2]
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The channels of a key and of a value."""
+        key_dim, value_dim = self.states[0].shape[2:]
+        return key_dim, value_dim
 
 
 class Mixture(NamedTuple):

@@ -47,6 +47,8 @@ from tilewise.kernels.cpu.paged.decode import SPLIT, chunk_of
 from tilewise.kernels.cpu.paged.decode_launch import address_of_rows, key_bytes, takes_integers
 from tilewise.kernels.cpu.paged.decode_tiles import address_of_tiles
 from tilewise.kernels.cpu.paged.plan import CODES
+from tilewise.kernels.cpu.recurrent.convolution import convolve
+from tilewise.kernels.cpu.recurrent.scan import keep_keys, scan
 from tilewise.kernels.cpu.step.codes import (
     ACTIVE_GROUPS,
     ADD,
@@ -55,6 +57,8 @@ from tilewise.kernels.cpu.step.codes import (
     ATTEND,
     BEST_IN_GROUP,
     BETA,
+    BETA_ROWS,
+    BETA_STRIDE,
     BIAS,
     CAP,
     CENTRES,
@@ -97,6 +101,9 @@ from tilewise.kernels.cpu.step.codes import (
     K_ROW,
     K_SCALE,
     K_WEIGHT,
+    KEPT_GATES,
+    KEPT_KEYS,
+    KEPT_UPDATES,
     KERNEL,
     KIND,
     LAYER,
@@ -112,6 +119,7 @@ from tilewise.kernels.cpu.step.codes import (
     NUM_KV,
     NUM_NUMBERS,
     NUM_Q,
+    NUM_SLOTS,
     ORDER,
     OUTPUTS,
     OWN_KERNEL,
@@ -136,6 +144,7 @@ from tilewise.kernels.cpu.step.codes import (
     SOURCE,
     SOURCE_ROW,
     SOURCE_STEP,
+    STATE,
     STORE,
     TARGET,
     TARGET_ROW,
@@ -161,6 +170,7 @@ from tilewise.kernels.cpu.step.codes import (
 from tilewise.kernels.cpu.step.crew import SYSCALL, Crew
 from tilewise.kernels.cpu.step.functions import CLAMPED
 from tilewise.kernels.cpu.step.functions import CODES as FUNCTIONS
+from tilewise.kernels.cpu.step.gated import GATE_FIRST, NORMALISES, gate_rows, multiply_elements
 from tilewise.kernels.cpu.step.latents import (
     ATTEND_LATENTS,
     MERGE,
@@ -170,8 +180,26 @@ from tilewise.kernels.cpu.step.latents import NUM_STARTS as NUM_LATENT_STARTS
 from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
 from tilewise.kernels.cpu.step.meeting import LINE
 from tilewise.kernels.cpu.step.mixture import COMBINE, FLOATS, GATHER, ROUTE, mix_rows
-from tilewise.kernels.cpu.step.operands import Buffer, Growth, Heads, Held, Latents, Mixture, Norm
+from tilewise.kernels.cpu.step.operands import (
+    Buffer,
+    Growth,
+    Heads,
+    Held,
+    Latents,
+    Mixture,
+    Norm,
+    Recurrence,
+)
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
+from tilewise.kernels.cpu.step.recurrence import (
+    BY_CHANNEL,
+    DELTA,
+    TIME_STEPS,
+    convolve_rows,
+    keep_rows,
+    scan_rows,
+    weigh_rows,
+)
 from tilewise.kernels.cpu.step.run import (
     ASKED,
     CHUNK_BYTES,
@@ -203,6 +231,15 @@ def _find_yield() -> int:
 
 
 _GIVE_WAY = _find_yield()
+_KINDS = {"delta": DELTA, "channels": BY_CHANNEL, "time steps": TIME_STEPS}
+# What the kernels of states are called with, told apart by type.
+_PLACES = (np.empty(0, np.int64),) * 3
+_TASKS = np.empty(0, np.int64), 0
+_CONVOLVE = (REAL_LIKE, *[0] * 10, True, *_PLACES, 0, 0, True, *_TASKS)
+_HEADS = (*[0] * 4, 1.0, True)
+_ROWS = (REAL_LIKE, 0, True, REAL_LIKE, 0)
+_SCAN = (REAL_LIKE, *[0] * 14, *_ROWS, *[REAL_LIKE] * 2, True, *[0] * 3, *_PLACES, *_HEADS, *_TASKS)
+_KEEP = (REAL_LIKE, *[0] * 6, *_PLACES, 0, 0, *_TASKS)
 
 
 def _form_of(weight: Panels) -> int:
@@ -551,6 +588,174 @@ class Program:
                 self._places.append((len(self._ops) - 1, columns[0], buffer.name, buffer.start))
                 op[columns[1]] = buffer.row
 
+    def multiply(
+        self,
+        source: Buffer,
+        target: Buffer,
+        columns: int,
+        *,
+        factor: float = 1.0,
+        factors: Held | None = None,
+        other: Buffer | None = None,
+        function: str = "identity",
+    ) -> None:
+        """Target = round(source * factor), or round(source * round(f(other))), of so many columns.
+
+        Args:
+            factors: a function that returns a factor for each column, or None.
+            other: rows of factors, or None.
+            function: the name of f, see `functions.py`.
+        """
+        op = self._append_own(multiply_elements, source, target)
+        op[INPUTS], op[FUNCTION] = columns, FUNCTIONS[function]
+        self._numbers[-1][FACTOR] = factor
+        if factors is not None:
+            self._read(factors, EXTRA, padded(columns, REGISTER_BYTES // 4))
+        if other is not None:
+            self._reach(EXTRA, other, EXTRA_ROW)
+
+    def convolve(
+        self,
+        source: Buffer,
+        target: Buffer,
+        weight: Held,
+        bias: Held | None,
+        states: Tensor | None,
+        *,
+        function: str = "identity",
+    ) -> None:
+        """Target = f(causal convolution of each channel with the tokens before it).
+
+        Args:
+            weight, bias: functions that return (C, W), and (C,) or None.
+            states: the slots of the layer, (slots, R, C); None for one tap, which needs none.
+            function: f, "silu" or "identity".
+        """
+        op = self._append_own(convolve_rows, source, target)
+        op[NORM_CODE], op[FUNCTION] = self.code, FUNCTIONS[function]
+        op[INPUTS], op[FORM] = weight().shape
+        self._read(weight, WEIGHT)
+        if bias is not None:
+            self._read(bias, BIAS)
+        if states is not None:
+            assert states.is_contiguous()
+            op[STATE], op[NUM_SLOTS] = self._address(states), states.shape[1]
+        self._called.append((len(self._ops) - 1, convolve, _CONVOLVE))
+
+    def weigh(
+        self,
+        a: Buffer,
+        b: Buffer | None,
+        gates: Buffer,
+        betas: Buffer,
+        recurrence: Recurrence,
+        *,
+        a_log: Held,
+        dt_bias: Held,
+        factor: float = 1.0,
+        limits: tuple[float, float] | None = None,
+    ) -> None:
+        """Compute the logs of decays and the strengths of writes of a recurrence.
+
+        Args:
+            a, b: the projections that decays and strengths are made of; Mamba-2 has one of both.
+            gates, betas: float32, what is computed.
+            a_log, dt_bias: functions that return (H,), and (H,) or (H K,), float32.
+            factor: the largest strength.
+            limits: the least and the largest time step; None for none.
+        """
+        op = self._append_own(weigh_rows, a, gates)
+        heads, dim = recurrence.heads[0], recurrence.dims[0]
+        is_wide = recurrence.kind == "channels"
+        op[KIND], op[NUM_Q], op[DIM] = _KINDS[recurrence.kind], heads, dim if is_wide else 1
+        self._numbers[-1][FACTOR] = factor
+        if limits is not None:
+            self._numbers[-1][[ALPHA, LIMIT, CAP]] = 1.0, *limits
+        if b is not None:
+            self._reach(Q_AT, b, V_AT)
+        self._reach(BETA_ROWS, betas, BETA_STRIDE)
+        lanes = REGISTER_BYTES // 4
+        self._read(a_log, WEIGHT, padded(heads, lanes), torch.float32)
+        count = heads * dim if is_wide else heads
+        self._read(dt_bias, BIAS, padded(count, lanes) + lanes, torch.float32)
+
+    def recur(
+        self,
+        q: Buffer,
+        k: Buffer,
+        v: Buffer,
+        gates: Buffer,
+        betas: Buffer,
+        target: Buffer,
+        recurrence: Recurrence,
+    ) -> None:
+        """Target = the recurrence of rows that lie in one buffer; their slots are updated.
+
+        Two operations: the keys of open chunks are replaced once all heads have read them.
+        """
+        state, keys, kept_gates, updates = recurrence.states[:4]
+        for kernel, function, call in (
+            (scan_rows, scan, _SCAN),
+            (keep_rows, keep_keys, _KEEP),
+        ):
+            op = self._append_own(kernel, k, target)
+            op[KIND], op[NORM_CODE] = _KINDS[recurrence.kind], self.code
+            op[[NUM_Q, NUM_KV]] = recurrence.heads
+            op[[DIM, V_DIM]] = recurrence.dims
+            op[STATE], op[NUM_SLOTS] = self._address(state), state.shape[0]
+            op[KEPT_KEYS], op[KEPT_GATES] = self._address(keys), self._address(kept_gates)
+            op[KEPT_UPDATES] = self._address(updates)
+            self._numbers[-1][FACTOR] = recurrence.q_scale
+            for column, buffer in ((Q_AT, q), (V_AT, v)):
+                self._reach(column, buffer)
+            self._reach(GATE_ROWS, gates, GATE_STRIDE)
+            self._reach(BETA_ROWS, betas, BETA_STRIDE)
+            self._called.append((len(self._ops) - 1, function, call))
+
+    def gate(
+        self,
+        source: Buffer,
+        gates: Buffer,
+        target: Buffer,
+        columns: int,
+        *,
+        function: str,
+        norm: Norm | None = None,
+        parts: int = 1,
+        gate_first: bool = False,
+        skipped: Buffer | None = None,
+        skip: Held | None = None,
+        head_dim: int = 1,
+    ) -> None:
+        """Target = norm(source + skip * skipped) f(gates), see `gated.py`.
+
+        Args:
+            columns: the columns of a row.
+            norm: the norm, of `parts` parts of a row, whose weights are those of a part or of all;
+                None for none.
+            gate_first: True if the gate multiplies before the norm.
+            skipped, skip: rows that are added to those of the source first, and a function that
+                returns their factor of each head of `head_dim` columns, float32; None for nothing.
+        """
+        op = self._append_own(gate_rows, source, target)
+        dim = columns // parts
+        op[PARTS], op[INPUTS], op[FUNCTION] = parts, dim, FUNCTIONS[function]
+        op[KIND] = GATE_FIRST * gate_first
+        self._reach(GATE_ROWS, gates, GATE_STRIDE)
+        if norm is not None:
+            weight = norm.weight()
+            op[KIND] |= NORMALISES | ROUNDS * norm.rounds
+            op[NORM_STEP] = 0 if weight.numel() == dim else dim * self.size
+            self._numbers[-1][EPS] = norm.eps
+            lanes = REGISTER_BYTES // 4
+            self._read(
+                norm.weight, WEIGHT, padded(weight.numel(), lanes) + lanes * (dim % lanes > 0)
+            )
+        if skipped is not None and skip is not None:
+            op[DIM] = head_dim
+            self._reach(EXTRA, skipped, EXTRA_ROW)
+            self._read(skip, CORRECTION, skip().numel(), torch.float32)
+
     def rotate(
         self,
         qkv: Buffer,
@@ -830,6 +1035,19 @@ class Program:
         numbers[FACTOR] = 1.0
         self._numbers.append(numbers)
         return op
+
+    def _append_own(self, kernel: Any, source: Buffer, target: Buffer) -> np.ndarray:
+        """Add an operation that is a kernel of its own."""
+        op = self._append(OWN_KERNEL, source, target)
+        self._own_kernels.append((len(self._ops) - 1, kernel))
+        return op
+
+    def _reach(self, column: int, buffer: Buffer, row: int | None = None) -> None:
+        """Let a column of the last operation be the address of a buffer, and another the bytes of
+        its rows."""
+        self._places.append((len(self._ops) - 1, column, buffer.name, buffer.start))
+        if row is not None:
+            self._ops[-1][row] = buffer.row
 
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
