@@ -112,6 +112,22 @@ def main() -> None:
     worst, differing, total, memory = 0.0, 0, 0, []
     seconds = {"rollout": 0.0, "train": 0.0, "update": 0.0}
 
+    def row() -> dict[str, Any]:
+        stats = llm.engine.stats().scheduler
+        return {
+            **machine(options.device),
+            **{name: str(value) for name, value in vars(options).items()},
+            "rounds": number + 1,
+            "tokens": total,
+            "max_difference": worst,
+            "tokens_that_differ": differing,
+            "preemptions": stats.num_preemptions,
+            "swapped": stats.num_swapped,
+            "memory": memory,
+            "seconds": {name: round(value, 2) for name, value in seconds.items()},
+            "tokens_a_second": round(total / sum(seconds.values())),
+        }
+
     def lap(name: str, since: float) -> float:
         if options.device == "cuda":
             torch.cuda.synchronize()
@@ -144,25 +160,13 @@ def main() -> None:
             held = torch.cuda.memory_allocated() if options.device == "cuda" else 0
             reserved = torch.cuda.memory_reserved() if options.device == "cuda" else 0
             memory.append((number, held, reserved))
-            print(f"round {number}: {total:,} tokens, {differing} differ, {held:,} bytes")
-    stats = llm.engine.stats().scheduler
-    row = {
-        **machine(options.device),
-        **{name: str(value) for name, value in vars(options).items()},
-        "rounds": rounds,
-        "tokens": total,
-        "max_difference": worst,
-        "tokens_that_differ": differing,
-        "preemptions": stats.num_preemptions,
-        "swapped": stats.num_swapped,
-        "memory": memory,
-        "seconds": {name: round(value, 2) for name, value in seconds.items()},
-        "tokens_a_second": round(total / sum(seconds.values())),
-    }
+            print(
+                f"round {number}: {total:,} tokens, {differing} differ, {held:,} bytes", flush=True
+            )
+        if options.json is not None:  # a machine may be lent for less time than all rounds take
+            options.json.write_text(json.dumps(row(), indent=1) + "\n")
+    print(json.dumps(row()))
     llm.close()
-    print(json.dumps(row))
-    if options.json is not None:
-        options.json.write_text(json.dumps(row, indent=1) + "\n")
     grows = len(memory) > 3 and memory[-1][1] > memory[2][1]
     if not options.mismatch and (differing or grows):
         raise SystemExit(1)

@@ -85,6 +85,7 @@ _TAPS, _TAPS_TRITON = (
     f"tilewise/kernels/{backend}/recurrent/convolution.py" for backend in ("cpu", "triton")
 )
 _TEST_STATES = ("tests/ops/recurrent/test_gated_delta.py", "-m", "not slow and not gpu", "-k")
+_TEST_CPU_STEP = ("tests/engine/test_cpu_step.py", "-k")
 _TEST_STATE_LAYERS = ("tests/nn/test_states.py", "-k")
 _TEST_STATE_FAMILIES = ("tests/models/test_state_families.py", "-k")
 _TEST_TAPS = ("tests/ops/recurrent/test_causal_conv1d.py", "-k")
@@ -744,6 +745,27 @@ MUTANTS = {
     "what_decays_is_rounded_to_16_bits": Mutant(
         "tilewise/nn/states.py", "StateLayer._apply", "parameter.dtype.itemsize < 4", "False",
         (*_TEST_STATE_LAYERS, "bfloat16 and kimi"),
+    ),
+    # The compiled step of a CPU, beside the modules.
+    "a_layer_has_no_factor_in_a_compiled_step": Mutant(
+        "tilewise/models/native_program.py", "_Writer._layer",
+        "None if layer.token_gate is not None else scale", "None",
+        (*_TEST_CPU_STEP, "gemma4 and experts and float32 and bits_of"),
+    ),
+    "queries_do_not_grow_in_a_compiled_step": Mutant(
+        "tilewise/models/native_program.py", "_Writer._heads",
+        "None if growth is None else step.Growth", "None if True else step.Growth",
+        (*_TEST_CPU_STEP, "ministral3 and float32 and bits_of"),
+    ),
+    "keys_that_are_values_are_read_behind_them": Mutant(
+        "tilewise/kernels/cpu/step/program.py", "Program.rotate",
+        "op[K_AT if v_is_k else V_AT]", "op[V_AT]",
+        (*_TEST_CPU_STEP, "gemma4 and experts and float32 and bits_of"),
+    ),
+    "chunks_are_windows_in_a_compiled_step": Mutant(
+        "tilewise/kernels/cpu/step/program.py", "Program.attend",
+        "op[CHUNK_KEYS] = window", "op[CHUNK_KEYS] = 0",
+        (*_TEST_CPU_STEP, "llama4 and float32 and bits_of"),
     ),
     "experts_without_gates_have_one_on_a_gpu": Mutant(
         "tilewise/kernels/triton/experts/launch.py", "launch", "GATED=inner != outputs",

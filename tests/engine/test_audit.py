@@ -109,6 +109,50 @@ def test_requests_that_come_run_before_what_is_computed_again() -> None:
         settle(llm)
 
 
+def test_a_request_that_comes_shares_no_step_with_what_is_computed_again() -> None:
+    with make() as llm:
+        real, steps = llm.engine.runner.submit, []
+
+        def submit(batch: Any) -> Any:
+            live = llm.engine.scheduler.roster.live
+            steps.append({live[run.seq_id].request.request_id[:6] for run in batch.sequences})
+            return real(batch)
+
+        llm.engine.runner.submit = submit
+        llm.generate(PROMPTS, ASKED)
+        for _ in range(6):
+            before = len(steps)
+            while {"audit-"} not in steps[before:] and llm.loop.call(
+                lambda: bool(llm.engine.auditor._waiting) or llm.engine.auditor.is_watching
+            ):
+                time.sleep(0.001)
+            llm.generate("The", SamplingParams(max_tokens=3, ignore_eos=True))
+        stats = settle(llm)
+        llm.engine.runner.submit = real
+        assert {"audit-"} in steps
+        assert all(len(kinds) == 1 for kinds in steps)
+        assert (stats.num_audited, stats.num_audits_forgotten) == (10, 0)
+        assert not stats.num_audits_different
+
+
+def test_a_step_of_a_second_computation_that_fails_is_no_difference() -> None:
+    with make() as llm:
+        real = llm.engine.runner.submit
+
+        def submit(batch: Any) -> Any:
+            live = llm.engine.scheduler.roster.live
+            if live[batch.sequences[0].seq_id].request.request_id.startswith("audit-"):
+                raise MemoryError("too large")
+            return real(batch)
+
+        llm.engine.runner.submit = submit
+        llm.generate(PROMPTS[0], ASKED)
+        stats = settle(llm)
+        llm.engine.runner.submit = real
+        assert (stats.num_audited, stats.num_audits_forgotten) == (0, 1)
+        assert not stats.num_audits_different
+
+
 def test_other_weights_are_no_difference() -> None:
     with make() as llm:
         llm.generate(PROMPTS * 3, ASKED)

@@ -55,6 +55,14 @@ BASE = {
     "head_dim": 10,
     "max_position_embeddings": 256,
 }
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "global_head_dim": 16,
+    "final_logit_softcapping": 3.0,
+}
 MODELS = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "llama, tied, biases": {
@@ -96,6 +104,44 @@ MODELS = {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
         "sliding_window": 5,
+    },
+    "gemma4": {  # keys of other layers, embeddings of tokens for layers, factors of the stream
+        **GEMMA4,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 101,
+    },
+    "gemma4, experts": {  # beside the blocks; keys that are values
+        **GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+    },
+    "llama4": {  # chunks, queries that grow, norms without weights, weights of what enters experts
+        "architectures": ["Llama4ForCausalLM"],
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": 8,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "intermediate_size_mlp": 72,
+        "moe_layers": [1],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.3,
+            "original_max_position_embeddings": 4,
+        },
     },
 }
 ROPE = RopeConfig(rotary_dim=6, interleaved=True)
@@ -232,7 +278,9 @@ def with_noise(model, dtype):
 
 def storage_of(model, dtype=None, num_blocks=40):
     # One group of layers: what windows hide is kept.
-    config = model.config.with_windows((None,) * model.config.num_layers)
+    own = model.config.attentions
+    windows = tuple(each.window if each.is_chunked else None for each in own)
+    config = model.config.with_windows(windows)
     storage = KVStorage(cache_spec(config, BLOCK, dtype or model.dtype), num_blocks, CPU)
     for tensor in storage.whole:
         tensor.fill_(float("nan") if tensor.is_floating_point() else 99)
@@ -244,8 +292,12 @@ def texts_of(lengths=LENGTHS, more=4):
     return [torch.randint(3, 101, (n + more,), generator=draw).tolist() for n in lengths]
 
 
-def inputs_of(runs, texts):
-    """A step that computes tokens first ... end - 1 of some sequences: {sequence: (first, end)}."""
+def inputs_of(runs, texts, group_of=()):
+    """A step that computes tokens first ... end - 1 of some sequences: {sequence: (first, end)}.
+
+    All groups of layers have tables alike.
+    """
+    more = max(group_of, default=0)
     sequences = tuple(
         ScheduledSequence(
             seq_id=i,
@@ -255,25 +307,30 @@ def inputs_of(runs, texts):
             num_samples=1,
             sampling=SamplingParams(),
             seeds=(i,),
+            others=((range(10 * i, 10 * i + -(-end // BLOCK)), 0),) * more,
         )
         for i, (first, end) in runs.items()
     )
-    return build_inputs(Batch(sequences), BLOCK, CPU, batch_invariant=True)
+    batch = Batch(sequences, other_copies=((),) * more)
+    tables = [HostTables() for _ in range(more)]
+    return build_inputs(
+        batch, BLOCK, CPU, group_of=group_of, other_tables=tables, batch_invariant=True
+    )
 
 
 def run_all(runner, texts, lengths=LENGTHS, more=4):
     """Prefill, half of the prompts in two chunks, then decode; logits of every step's samples."""
-    found = []
+    found, groups = [], runner.storage.spec.group_of
     for runs in (
         {0: (0, lengths[0]), 1: (0, lengths[1])},
         {2: (0, lengths[2] // 2), 0: (lengths[0], lengths[0] + 1)},
         {2: (lengths[2] // 2, lengths[2]), 3: (0, lengths[3])},
     ):
-        found.append(runner.forward(inputs_of(runs, texts)).clone())
+        found.append(runner.forward(inputs_of(runs, texts, groups)).clone())
     for step in range(1, more):
         ends = [n + step + (i == 0) for i, n in enumerate(lengths)]  # the first is one ahead
         runs = {i: (end - 1, end) for i, end in enumerate(ends)}
-        found.append(runner.forward(inputs_of(runs, texts)).clone())
+        found.append(runner.forward(inputs_of(runs, texts, groups)).clone())
     return torch.cat(found)
 
 

@@ -676,15 +676,16 @@ def test_what_is_out_of_range_is_refused(make_it, error, message):
         make_it()
 
 
-def test_guesses_of_ranks_with_graphs_and_draft_models_on_a_gpu_are_refused():
+def test_guesses_of_ranks_with_graphs_and_draft_models_for_several_gpus_are_refused():
     gpu = torch.device("cuda")
     with pytest.raises(
         ValueError, match="where tensor_parallel_size is above 1 and steps are CUDA"
     ):
-        check_speculative(PromptLookup(), gpu, has_graphs_of_ranks=True)
-    check_speculative(PromptLookup(), gpu)
-    with pytest.raises(ValueError, match="must be PromptLookup, OwnHead or None on a GPU"):
-        check_speculative(DraftModel("story"), gpu)
+        check_speculative(PromptLookup(), gpu, num_ranks=2, has_graphs=True)
+    for speculative in (PromptLookup(), DraftModel("story")):
+        check_speculative(speculative, gpu, has_graphs=True)
+    with pytest.raises(ValueError, match="must be PromptLookup or None where GPUs share a model"):
+        check_speculative(DraftModel("story"), gpu, num_ranks=2)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.checkpoint import write_checkpoint
 from tests.engine.test_own_head import _run, write
-from tilewise.engine.config import OwnHead, PromptLookup
+from tilewise.engine.config import DraftModel, OwnHead, PromptLookup
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import ResolvedConfig
@@ -17,6 +18,7 @@ from tilewise.engine.steps.verifying import VerifyingRunner, padded_places
 
 HEAD = OwnHead(num_tokens=3, is_adaptive=False)
 LOOKUP = PromptLookup(num_tokens=4, min_ngram=1, is_adaptive=False)
+DRAFT = DraftModel("story", num_tokens=3, is_adaptive=False)
 GPU: dict[str, Any] = {"device": "cuda", "batch_invariant": True}
 
 
@@ -122,6 +124,31 @@ def story(speculative=None, **settings):
     return [o.outputs[0].token_ids for o in outputs], num_accepted
 
 
+def test_padded_passes_of_a_draft_model_give_the_tokens_without(padded):
+    """A model that drafts for itself: nearly all of its guesses are right."""
+    want, _ = story()
+    got, num_accepted = story(DRAFT)
+    assert got == want
+    assert num_accepted > 30
+    assert {width for _, width in padded} == {1, 2, 4}  # two of the draft, where all were right
+
+
+def test_padded_passes_of_an_unlike_draft_model_give_the_tokens_without(tmp_path, padded):
+    for name, case in (("one", "llama"), ("other", "gpt2")):
+        (tmp_path / name).mkdir()
+        write_checkpoint(tmp_path / name, case)
+    options: dict[str, Any] = {"device": "cpu", "num_blocks": 100, "max_model_len": 128}
+    prompts = [{"prompt_token_ids": [5, 17, 3, 88, 41][: i + 1]} for i in range(4)]
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    found = []
+    for draft in (None, DraftModel(tmp_path / "other", is_adaptive=False)):
+        with LLM(tmp_path / "one", speculative=draft, **options) as llm:
+            outputs = llm.generate(prompts, params)
+        found.append([o.outputs[0].token_ids for o in outputs])
+    assert found[0] == found[1]
+    assert padded
+
+
 def test_padded_lookups_give_the_tokens_without(padded):
     want, _ = story()
     got, num_accepted = story(LOOKUP)
@@ -142,6 +169,29 @@ def test_graphs_that_verify_a_head_give_the_tokens_without(kind, graphs, tmp_pat
     for mine, theirs in zip(close, scores, strict=True):
         assert mine == pytest.approx(theirs, abs=1e-4)
     assert share > 0.6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["off", "lazy", "auto"])
+def test_graphs_of_a_draft_model_give_the_tokens_without(graphs):
+    options = GPU | {"dtype": "float32", "max_num_seqs": 8}
+    want, _ = story(graphs="lazy", **options)
+    got, num_accepted = story(DRAFT, graphs=graphs, **options)
+    assert got == want
+    assert num_accepted > 30
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+def test_a_draft_model_and_its_cache_leave_room_on_a_gpu():
+    """The share of the memory that is asked for holds both caches and both models."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 8}
+    options |= {"graphs": "lazy", "gpu_memory_utilization": 0.5}
+    with LLM("story", speculative=DRAFT, **options) as llm:
+        free, total = torch.cuda.mem_get_info()
+        assert total - free < 0.52 * total
+        draft, own = llm.engine.runner.guesser.draft.storage, llm.engine.runner.storage
+        assert draft.num_blocks == own.num_blocks
 
 
 @pytest.mark.gpu

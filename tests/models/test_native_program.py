@@ -23,7 +23,7 @@ from tilewise.nn.mla import LatentConfig
 IN_MODULES = {
     NormConfig: {"kind", "has_weight", "has_bias"},  # RMSNorm, ShiftedRMSNorm, LayerNorm
     AttentionConfig: {  # Attention: its projections, norms and sinks
-        "qkv_bias", "o_bias", "qk_norm", "qk_norm_over", "has_sinks",
+        "qkv_bias", "o_bias", "qk_norm", "has_sinks",
     },
     FeedForwardConfig: {"is_gated"},  # MLP or GatedMLP
     DecoderConfig: {  # embeddings and the head, and what no step computes by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from tests.models.tiny import VOCAB, greedy_hf, save_hf
 from tilewise import LLM, SamplingParams
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, load_model
 from tilewise.models.native import NativeDecoder
+from tilewise.nn import Mamba2Config
 
 _SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -36,6 +39,11 @@ _EXPERTS = {
 _MAMBA = {
     "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
 }  # fmt: skip
+# Before 5.24 the gated norm of these averages over all channels, not over those of a group as the
+# checkpoints were trained.
+_HAS_GROUPS = "group_size" in inspect.signature(MambaRMSNormGated.__init__).parameters
+_GROUPS = 2 if _HAS_GROUPS else 1
+_MAMBA_GROUPS = _MAMBA | {"mamba_n_groups": _GROUPS}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _SCALES = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
@@ -86,7 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_heads": 6,
             "head_dim": 16,
             "state_size": 24,
-            "n_groups": 2,
+            "n_groups": _GROUPS,
             "conv_kernel": 3,
             "use_bias": True,
             "time_step_limit": (0.3, 2.0),
@@ -94,11 +102,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba": (
         "Bamba",
-        _MAMBA | _BIASES | {"attn_layer_indices": [1], "mamba_proj_bias": True, "mamba_d_conv": 3},
+        _MAMBA_GROUPS
+        | _BIASES
+        | {"attn_layer_indices": [1], "mamba_proj_bias": True, "mamba_d_conv": 3},
     ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
-        _MAMBA
+        _MAMBA_GROUPS
         | _SCALES
         | {
             "layer_types": _TYPES,
@@ -112,7 +122,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoehybrid_dense": (
         "GraniteMoeHybrid",
-        _MAMBA
+        _MAMBA_GROUPS
         | _SCALES
         | {
             "layer_types": _TYPES,
@@ -319,3 +329,25 @@ def test_a_convolution_of_another_width_is_refused(tmp_path: Path) -> None:
     place.write_text(json.dumps(told))
     with pytest.raises(CheckpointError, match=r"conv1d.weight of .* must have shape .*, 1, 4\), "):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Mamba2", {"num_heads": 8, "head_dim": 12, "n_groups": 4}),
+        ("Bamba", {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 4}),
+        (
+            "GraniteMoeHybrid",
+            {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 4,
+             "layer_types": ["linear_attention"] * 3},
+        ),
+    ],
+)  # fmt: skip
+def test_a_gated_norm_averages_over_the_channels_of_a_group(name: str, fields: Any) -> None:
+    """As the checkpoints were trained; transformers does so from 5.24 on."""
+    kind = getattr(transformers, f"{name}Config")
+    shape = {n: x for n, x in _SHAPE.items() if name != "Mamba2" or n not in _OF_ATTENTION}
+    told = kind(**shape | fields).to_dict() | {"architectures": [f"{name}ForCausalLM"]}
+    mixer = ModelConfig.from_hf(told).layers[0].mixer
+    assert isinstance(mixer, Mamba2Config)
+    assert mixer.norm_groups == mixer.num_groups == 4

@@ -132,9 +132,11 @@ def bamba() -> Pair:
         hidden_size=WIDTH, num_hidden_layers=1, mamba_proj_bias=True, time_step_limit=(0.4, 1.5),
         **_MAMBA,
     )  # fmt: skip
+    theirs = BambaMixer(config, 0)
     own = Mamba2Config(6, 16, 2, 24, 3, config.rms_norm_eps, has_in_bias=True, has_out_bias=True,
+                       norm_groups=96 // getattr(theirs.norm, "group_size", 96),  # from 5.24 on
                        dt_limits=(0.4, 1.5))  # fmt: skip
-    return BambaMixer(config, 0), Mamba2(WIDTH, own), _OURS_OF_MAMBA | {
+    return theirs, Mamba2(WIDTH, own), _OURS_OF_MAMBA | {
         "in_proj.bias": lambda m: m.in_proj.bias, "o_proj.bias": lambda m: m.out_proj.bias,
     }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Several devices: the shards of a model, and attention over sequences that ranks share."""
+"""Several devices: the shards of a model, attention over sequences that ranks share,
+and weights from the ranks of a trainer."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ from tilewise.distributed.gather import gather_attention
 from tilewise.distributed.layout import choose_layout, shard_sequence
 from tilewise.distributed.ring import ring_attention
 from tilewise.distributed.ulysses import ulysses_attention
+from tilewise.distributed.weights import receive_weights, send_weights
 
 __all__ = [
     "choose_layout",
     "context_parallel_attention",
     "explain",
     "gather_attention",
+    "receive_weights",
     "ring_attention",
+    "send_weights",
     "serve_app",
     "shard_sequence",
     "ulysses_attention",

@@ -3,7 +3,9 @@
 Of a share of the requests the tokens and log-probabilities are noted as they are drawn. When the
 engine has nothing else to do, such a request is computed again under a namespace of its own, so
 that it uses no cached block, and each number is compared. With batch invariance they are equal, or
-something is broken: a block was overwritten, a table was wrong, a row was another's.
+something is broken: a block was overwritten, a table was wrong, a row was another's. A request that
+comes meanwhile ends the second computation, which begins anew when the engine is idle again: the
+request waits for the step that runs, and shares none.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ class _Noted:
     neighbours: dict[str, None] = field(default_factory=dict)
     first_step: int = -1
     last_step: int = -1
+    error: Exception | None = None
 
     def add(self, event: TokenEvent) -> None:
         token = event.token
+        self.error = event.error or self.error
         if token is not None and token.logprob is not None:
             self.tokens.setdefault(event.index, []).append(token.token_id)
             self.scores.setdefault(event.index, []).append(token.logprob)
@@ -79,8 +83,8 @@ class Auditor:
     Attributes:
         num_audited: requests that were computed again.
         num_different: those of which something differed.
-        num_forgotten: noted requests that were never computed again: too many waited, or weights
-            have changed.
+        num_forgotten: noted requests that were never computed again: too many waited, weights have
+            changed, or a step of the second computation failed.
         on_difference: called with each difference.
     """
 
@@ -185,11 +189,27 @@ class Auditor:
         """The name of the second computation that runs; None for none."""
         return None if self._replay is None else self._replay[0]
 
+    def put_back(self) -> str | None:
+        """Let the second computation that runs be begun anew later, as a request has come.
+
+        Returns:
+            Its name, by which the engine is to abort it; None if none runs.
+        """
+        if self._replay is None:
+            return None
+        name, noted, _ = self._replay
+        self._replay = None
+        self._waiting.appendleft(noted)
+        return name
+
     def finish_replay(self) -> None:
         """Compare the second computation, which has ended."""
         assert self._replay is not None
         _, noted, again = self._replay
         self._replay = None
+        if again.error is not None and not isinstance(again.error, FloatingPointError):
+            self.num_forgotten += 1  # a step failed, which says nothing of what was served
+            return
         self.num_audited += 1
         text = _first_difference(noted, again)
         if text is not None:

@@ -831,8 +831,7 @@ class EngineConfig:
         metadata=option(
             Guesses(),
             "guesser of several tokens of a sequence, which one step verifies",
-            "PromptLookup(...), DraftModel(...) or OwnHead(...); what is generated stays "
-            "the same. A draft model runs on a CPU alone.",
+            "PromptLookup(...), DraftModel(...) or OwnHead(...); what is generated stays the same.",
         ),
     )
     enable_lora: bool = field(

@@ -236,6 +236,9 @@ class Engine:
         if self.asleep:
             is_broken = self.stops_at_difference and self.differences
             raise EngineClosedError(self.asleep) if is_broken else RequestError(self.asleep)
+        replay = None if self.auditor is None else self.auditor.put_back()
+        if replay is not None:  # no live request shares a step with a second computation
+            self.abort(replay)
         with self.lock:
             salt, request.salt = request.salt, versioned(request.salt, self.version)
             if self.auditor is not None:

@@ -156,7 +156,8 @@ class LLM:
             config.speculative,
             device,
             is_invariant(config, device),
-            has_graphs_of_ranks=config.tensor_parallel_size > 1 and runs_graphs(config, device),
+            num_ranks=config.tensor_parallel_size,
+            has_graphs=runs_graphs(config, device),
         )
         self.start_seconds = StartSeconds()
         texts = directory if config.tokenizer is None else model_directory(config.tokenizer)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from tilewise.engine.captured.prompt_steps import has_run
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.config import DraftModel, OwnHead
 from tilewise.engine.engine import Engine
+from tilewise.engine.memory import check_memory, free_memory
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig, cache_spec
@@ -33,7 +35,13 @@ from tilewise.engine.sizing import (
 )
 from tilewise.engine.steps.adapter_slots import AdapterSlots
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
-from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
+from tilewise.engine.steps.draft_runner import (
+    DraftingRunner,
+    captured_guesser_of,
+    draft_spec,
+    guesser_of,
+    load_draft,
+)
 from tilewise.engine.steps.encoder_runner import EncoderRunner
 from tilewise.engine.steps.head_guesser import HeadGuesser
 from tilewise.engine.steps.runner import Runner
@@ -44,7 +52,7 @@ from tilewise.engine.tables.state_tables import StateLimits
 from tilewise.models.adapters import AdapterSite
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
-from tilewise.models.multi_token_head import load_multi_token_head
+from tilewise.models.multi_token_head import MultiTokenHead, load_multi_token_head
 from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.ops.compile_ahead import tell_first_run
 
@@ -189,6 +197,13 @@ def assembled(
     return engine
 
 
+class _Guessing(NamedTuple):
+    """What guesses by a cache of its own, and the kind of that cache."""
+
+    model: Decoder | MultiTokenHead
+    spec: CacheSpec
+
+
 @dataclass(frozen=True)
 class EngineMaker:
     """Makes an engine; holds nothing of the LLM, whose end must end it.
@@ -227,12 +242,12 @@ class EngineMaker:
         torch.set_num_threads(self.num_threads)
         if self.current_device is not None:
             torch.cuda.set_device(self.current_device)
-        slots = self._slots()
+        slots, guessing = self._slots(), self._guessing()
         if config.has_graphs and not self.spec.states:  # `rehearsal` has no layers with states
             self.start_seconds.include(self._compile_ahead(slots))
         num_blocks: Blocks | None = config.num_blocks
         if num_blocks is None:
-            num_blocks = self._blocks_that_fit(slots)
+            num_blocks = self._blocks_that_fit(slots, None if guessing is None else guessing.spec)
             self.start_seconds.end("memory measured")
         limits, num_slots = self._states(num_blocks)
         storage = allocate(
@@ -244,8 +259,11 @@ class EngineMaker:
         )
         host = host_cache(storage, config.swap_space_gib)
         self.start_seconds.end("cache made")
-        make = self._on_device if config.has_graphs else self._op_by_op
-        runner = make(storage, slots)
+        runner: Runner
+        if config.has_graphs:
+            runner = self._on_device(storage, slots)
+        else:
+            runner = self._op_by_op(storage, slots, guessing)
         runner.host = host
         num_swap_blocks = 0 if host is None else host.counts
         return assembled(
@@ -315,7 +333,42 @@ class EngineMaker:
                 f"got {config.max_loras} and {config.max_lora_rank}"
             ) from error
 
-    def _blocks_that_fit(self, slots: AdapterSlots | None) -> Blocks:
+    def _guessing(self) -> _Guessing | None:
+        """Return what guesses by a cache of its own, loaded before the memory that is left is
+        measured; None for lookups, and for a draft model on a CPU.
+
+        Raises:
+            CheckpointError, ValueError: see `load_draft` and `load_multi_token_head`.
+        """
+        config, block_size = self.config, self.spec.block_size
+        if isinstance(config.speculative, OwnHead):
+            head = load_multi_token_head(
+                self.directory,
+                self.model,
+                self.model.config,
+                random_weights=config.random_weights,
+            )
+            own = cache_spec(head.config, block_size, self.model.dtype)
+            return _Guessing(head, CacheSpec(1, block_size, own.kv))
+        is_on_cpu = config.device.type == "cpu" and not config.has_verifying_graphs
+        if not isinstance(config.speculative, DraftModel) or is_on_cpu:
+            return None
+
+        def fits(model: Decoder) -> None:
+            share = config.gpu_memory_utilization if config.num_blocks is None else None
+            check_memory(model, None, config.device, free_memory(config.device, share))
+
+        draft = load_draft(
+            config.speculative,
+            config.device,
+            self.model.config.vocab_size,
+            config.max_model_len,
+            self.spec.windows[0],
+            fits,
+        )
+        return _Guessing(draft, draft_spec(draft, block_size))
+
+    def _blocks_that_fit(self, slots: AdapterSlots | None, beside: CacheSpec | None) -> Blocks:
         config = self.config
         if config.device.type == "cpu":
             return blocks_on_cpu(
@@ -337,6 +390,7 @@ class EngineMaker:
             captures_prompts=has_run(self.spec),
             adapters=slots,
             states=self._memory,
+            beside=beside,
         )
 
     def _compile_ahead(self, slots: AdapterSlots | None) -> dict[str, float]:
@@ -388,7 +442,9 @@ class EngineMaker:
         self.start_seconds.include(runner.start_seconds)
         return runner
 
-    def _op_by_op(self, storage: KVStorage, slots: AdapterSlots | None) -> Runner:
+    def _op_by_op(
+        self, storage: KVStorage, slots: AdapterSlots | None, guessing: _Guessing | None
+    ) -> Runner:
         config = self.config
         runner = self._verifying(storage) or runner_for(
             self.model,
@@ -411,6 +467,21 @@ class EngineMaker:
         self.start_seconds.end("kernels compiled")
         if isinstance(runner, VerifyingRunner):
             self._prepare(runner)
+        if isinstance(config.speculative, DraftModel) and guessing is not None:
+            assert isinstance(guessing.model, Decoder)
+            captured = captured_guesser_of(
+                guessing.model,
+                storage.num_blocks,
+                storage.spec.block_size,
+                config.max_num_batched_tokens,
+                self.spec.windows[0],
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len,
+                has_graphs=config.has_verifying_graphs,
+            )
+            assert isinstance(captured.draft, VerifyingRunner)
+            self._prepare(captured.draft)
+            return DraftingRunner(runner, captured)
         if isinstance(config.speculative, DraftModel):
             guesser = guesser_of(
                 config.speculative,
@@ -423,19 +494,13 @@ class EngineMaker:
             )
             return DraftingRunner(runner, guesser)
         if isinstance(config.speculative, OwnHead):
-            head = load_multi_token_head(
-                self.directory,
-                self.model,
-                self.model.config,
-                random_weights=config.random_weights,
-            )
-            own = cache_spec(head.config, storage.spec.block_size, self.model.dtype)
-            own = CacheSpec(1, storage.spec.block_size, own.kv)
-            cache = allocate(own, storage.num_blocks, config.device)
+            assert guessing is not None
+            assert isinstance(guessing.model, MultiTokenHead)
+            cache = allocate(guessing.spec, storage.num_blocks, config.device)
             for tensor in cache.whole:
                 tensor.zero_()  # keys of a prefix of others may be missing
-            guessing = HeadGuesser(
-                head,
+            guesses = HeadGuesser(
+                guessing.model,
                 cache,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=config.max_model_len,
@@ -443,8 +508,8 @@ class EngineMaker:
                 has_graphs=config.has_verifying_graphs,
                 batch_invariant=config.batch_invariant,
             )
-            self._prepare(guessing.draft)
-            return DraftingRunner(runner, guessing)
+            self._prepare(guesses.draft)
+            return DraftingRunner(runner, guesses)
         return runner
 
     def _verifying(self, storage: KVStorage) -> VerifyingRunner | None:

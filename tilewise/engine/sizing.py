@@ -229,6 +229,7 @@ def blocks_on_cuda(
     captures_prompts: bool = True,
     adapters: AdapterSlots | None = None,
     states: StateMemory | None = None,
+    beside: CacheSpec | None = None,
 ) -> Blocks:
     """Return blocks for what the weights, the widest step and the graphs leave of the memory.
 
@@ -241,6 +242,8 @@ def blocks_on_cuda(
             it.
         adapters: the slots of adapters, which are there already.
         states: the memory that states take of what is left; None for a model without.
+        beside: the cache of what guesses, with as many blocks as the first group of layers; None
+            without one.
 
     Raises:
         ValueError: not even one block of each group fits, or not even the step; the message has the
@@ -278,6 +281,9 @@ def blocks_on_cuda(
     budget = int(total * gpu_memory_utilization) - with_step - graphs
     if states is not None:
         budget = states.left(max(budget, 0))
+    if beside is not None:
+        own = spec.group_block_bytes(0)
+        budget = budget * own // (own + beside.bytes_per_block)
     gc.collect()
     torch.cuda.empty_cache()
     if budget < spec.bytes_per_block:

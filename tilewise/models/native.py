@@ -224,7 +224,10 @@ class NativeLayer(nn.Module):
             assert self.token_gate is not None
             assert self.token_proj is not None
             assert self.token_norm is not None
-            gate = activate(self.token_activation, self.token_gate(stream), on_cpu=False)
+            assert self.mlp is not None
+            gate = activate(
+                self.token_activation, self.token_gate(stream), on_cpu=self.mlp.fuses_on_cpu
+            )
             stream = stream + self.token_norm(self.token_proj(gate * token_input))
         return stream if self.scale is None else stream * self.scale, None
 
@@ -575,8 +578,9 @@ class NativeDecoder(Decoder):
             if positions is None:
                 positions = torch.arange(seqlen, device=device)
             steps = torch.div(positions + growth.first, growth.length, rounding_mode="floor")
-            factor = 1 + growth.beta * torch.log1p(steps.float())
-            found[growth] = factor[..., None, None]
+            # In float64 a row's bits do not depend on the place that it has among others.
+            factor = 1 + growth.beta * torch.log1p(steps.double())
+            found[growth] = factor.float()[..., None, None]
         return found
 
     def through_layers(

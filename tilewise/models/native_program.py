@@ -56,22 +56,22 @@ def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
         return "feed-forward blocks must have no factors, got one"
     if isinstance(block, ExpertsConfig) and not block.are_gated_tokens:
         return "experts must have gates and read the tokens themselves, got others"
-    if attention.kv_parts != 2 or attention.v_norm:
+    if attention.v_is_k and not attention.v_norm:
+        return "keys that are values must have a norm as such, got v_norm False"
+    if attention.kv_parts != 2 and attention.qk_norm_over == "heads":
+        return "queries must have a norm of each head beside shared keys, got one of all heads"
+    if attention.query_growth is not None and attention.latent is not None:
+        return f"queries of latents must not grow, got {attention.query_growth}"
+    has_own_end = layer.experts is not None or layer.has_scale or layer.token_input_size > 0
+    if has_own_end and (layer.is_parallel or "mlp_out_norm" not in layer.norms):
         return (
-            "keys and values must be projections that a layer has of its own, got "
-            f"kv_layer {attention.kv_layer}, v_is_k {attention.v_is_k}, v_norm {attention.v_norm}"
+            "a layer with a mixture beside its block, a factor or embeddings of tokens must end "
+            f"with a norm, got {', '.join(layer.norms)}"
         )
-    if attention.is_chunked:
-        return f"attention must not be in chunks, got chunks of {attention.window} keys"
-    if attention.query_growth is not None:
-        return f"queries must not grow with their position, got {attention.query_growth}"
-    has_inputs = bool(config.token_inputs and layer.token_input_size)
-    if layer.experts is not None or layer.has_scale or has_inputs:
-        return (
-            "a layer must add an attention and a feed-forward block, got "
-            f"experts {layer.experts is not None}, has_scale {layer.has_scale}, "
-            f"token_input_size {layer.token_input_size}"
-        )
+    if layer.experts is not None and (
+        isinstance(block, ExpertsConfig) or not layer.experts.are_gated_tokens
+    ):
+        return "experts beside a feed-forward block must have gates, and that block be no mixture"
     if attention.latent is None and attention.head_dim % 2:
         return f"head_dim must be even, got {attention.head_dim}"
     if not layer.is_parallel:
@@ -119,6 +119,8 @@ class _Writer:
             for block in config.feed_forwards
         ]
         self.act = buffer("act", max(1, *inner))
+        self.token_size = max(layer.token_input_size for layer in config.layers)
+        self.token_inputs: step.Buffer | None = None
         self.final = buffer("final", width, is_sampled=True)
         self.logits = buffer("logits", config.vocab_size, torch.float32, is_sampled=True)
         self.attention = list[CpuAttention]()
@@ -136,6 +138,8 @@ class _Writer:
             factor=scale,
             positions=None if positions is None else lambda: positions.weight[first:],
         )
+        if config.token_inputs:
+            self._token_inputs()
         if model.embed_norm is not None:
             norm_of = _norm_of(model.embed_norm, model.dtype)
             program.norm(self.x, self.x, norm_of, is_shared=True)
@@ -153,6 +157,20 @@ class _Writer:
             is_sampled=True,
         )
         return CpuProgram(program, self.attention, self.reserve_angles)
+
+    def _token_inputs(self) -> None:
+        """Write the embeddings of tokens for each layer, side by side in a row."""
+        model, config, program = self.model, self.model.config, self.program
+        size, columns = self.token_size, sum(layer.token_input_size for layer in config.layers)
+        # A product that reads the last layer's reads a whole group of columns.
+        inputs = self.token_inputs = program.buffer("inputs of tokens", columns + step.WIDTH)
+        seen = program.buffer("inputs seen", columns)
+        factor, root = torch.tensor(size**0.5).to(model.dtype), torch.tensor([2.0**-0.5])
+        program.embed(_weight_of(model.token_table), inputs, factor=float(factor))
+        weight, scale = _panels_of(model.token_model_proj), config.hidden_size**-0.5
+        program.product(self.x, seen, weight, step.STORE, factor=scale)
+        norm = _norm_of(model.token_model_norm, model.dtype)
+        program.norm(seen, inputs, norm, adds=True, parts=columns // size, scale=lambda: root)
 
     def _layer(self, layer: Any, config: LayerConfig, index: int) -> None:
         """Write one layer."""
@@ -172,15 +190,52 @@ class _Writer:
         if not reads_h:
             is_mixture = isinstance(layer.mlp, Experts)
             h = self._normalised(layer.mlp_norm, is_shared=is_mixture)
+        # The factor of the stream belongs to what is added last.
+        scale = None if layer.scale is None else _parameter(layer, "scale")
+        own = None if layer.token_gate is not None else scale
         if isinstance(layer.mlp, Experts):
-            self._experts(layer.mlp, h, layer.mlp_out_norm)
+            self._experts(layer.mlp, h, layer.mlp_out_norm, scale=own)
+            self._token_block(layer, index, scale)
             return
         self._fill_act(layer.mlp, h)
         down = _panels_of(layer.mlp.down_proj)
         if layer.is_parallel:
             self.program.product(self.act, self.x, down, step.ADD, extra=self.y)
+        elif layer.experts is not None:
+            self._add_both(layer, down, scale=own)
         else:
-            self._add(self.act, down, layer.mlp_out_norm)
+            self._add(self.act, down, layer.mlp_out_norm, scale=own)
+        self._token_block(layer, index, scale)
+
+    def _add_both(self, layer: Any, down: Panels, *, scale: step.Held | None) -> None:
+        """Write the end of a feed-forward block, the mixture beside it, and their addition."""
+        program, dtype, width = self.program, self.model.dtype, self.model.config.hidden_size
+        both = program.buffer("both blocks", width)
+        program.product(self.act, self.y, down, step.STORE)
+        norm_of = _norm_of(layer.dense_out_norm, dtype)
+        program.norm(self.y, both, norm_of, is_shared=True)
+        h = self._normalised(layer.experts_norm, is_shared=True)
+        self._experts(layer.experts, h, layer.experts_out_norm, chosen_by=self.x, into=both)
+        self._add_normalised(both, layer.mlp_out_norm, scale=scale)
+
+    def _token_block(self, layer: Any, index: int, scale: step.Held | None) -> None:
+        """Write what a layer adds by the token's embedding for it."""
+        if layer.token_gate is None:
+            return
+        program, size = self.program, self.token_size
+        assert self.token_inputs is not None
+        gated = program.buffer("gated inputs of tokens", size)
+        program.product(
+            self.x,
+            gated,
+            _panels_of(layer.token_gate),
+            step.STORE,
+            function=name_of(layer.token_activation),
+            extra=self.token_inputs.at(index * size, self.size),
+            outputs=size,
+        )
+        program.product(gated, self.y, _panels_of(layer.token_proj), step.STORE)
+        self._add_normalised(self.y, layer.token_norm, scale=scale)
 
     def _normalised(self, norm: nn.Module | None, *, is_shared: bool) -> step.Buffer:
         """Write a norm of the residual stream; return what a block reads."""
@@ -189,19 +244,28 @@ class _Writer:
         self.program.norm(self.x, self.h, _norm_of(norm, self.model.dtype), is_shared=is_shared)
         return self.h
 
-    def _add(self, source: step.Buffer, weight: Panels, norm: nn.Module | None) -> None:
+    def _add(
+        self,
+        source: step.Buffer,
+        weight: Panels,
+        norm: nn.Module | None,
+        *,
+        scale: step.Held | None = None,
+    ) -> None:
         """Write the last product of a block, whose result is added to the residual stream."""
-        scale = self.model.config.residual_scale
         if norm is None:
-            self.program.product(source, self.x, weight, step.ADD, factor=scale)
+            factor = self.model.config.residual_scale
+            self.program.product(source, self.x, weight, step.ADD, factor=factor)
             return
         self.program.product(source, self.y, weight, step.STORE)
-        self._add_normalised(norm)
+        self._add_normalised(self.y, norm, scale=scale)
 
-    def _add_normalised(self, norm: nn.Module) -> None:
-        """Write the norm of what a block has written to y, and its addition."""
-        norm_of, scale = _norm_of(norm, self.model.dtype), self.model.config.residual_scale
-        self.program.norm(self.y, self.x, norm_of, adds=True, factor=scale)
+    def _add_normalised(
+        self, source: step.Buffer, norm: nn.Module, *, scale: step.Held | None = None
+    ) -> None:
+        """Write the norm of what a block has written, its addition and the factor of the sum."""
+        norm_of, factor = _norm_of(norm, self.model.dtype), self.model.config.residual_scale
+        self.program.norm(source, self.x, norm_of, adds=True, factor=factor, scale=scale)
 
     def _fill_act(self, block: nn.Module, h: step.Buffer) -> None:
         """Write the products of a feed-forward block but for the last one."""
@@ -214,13 +278,28 @@ class _Writer:
             weight = _panels_of(block.up_proj)
             self.program.product(h, self.act, weight, step.STORE, function=function)
 
-    def _experts(self, block: Experts, h: step.Buffer, out_norm: nn.Module | None) -> None:
-        """Write a mixture of experts."""
+    def _experts(
+        self,
+        block: Experts,
+        h: step.Buffer,
+        out_norm: nn.Module | None,
+        *,
+        chosen_by: step.Buffer | None = None,
+        into: step.Buffer | None = None,
+        scale: step.Held | None = None,
+    ) -> None:
+        """Write a mixture of experts, which adds to the residual stream.
+
+        Args:
+            chosen_by: the rows that the router reads; None for h.
+            into: the rows that it adds to behind its norm; None for the residual stream.
+            scale: a function that returns the factor of the stream behind the norm, or None.
+        """
         program, dtype = self.program, self.model.dtype
-        source = h
+        source = h if chosen_by is None else chosen_by
         if block.router_norm is not None:
-            source = program.buffer("routed", self.model.config.hidden_size)
-            program.norm(h, source, _norm_of(block.router_norm, dtype), is_shared=True)
+            read, source = source, program.buffer("routed", self.model.config.hidden_size)
+            program.norm(read, source, _norm_of(block.router_norm, dtype), is_shared=True)
         router = _panels_of(block.router)
         is_wide = router.dtype != dtype
         count = block.config.num_experts
@@ -250,8 +329,12 @@ class _Writer:
             shared=shared,
             shared_gate=gate,
         )
-        if out_norm is not None:
-            self._add_normalised(out_norm)
+        if out_norm is None:
+            return
+        if into is not None:
+            program.norm(self.y, into, _norm_of(out_norm, dtype), adds=True)
+            return
+        self._add_normalised(self.y, out_norm, scale=scale)
 
     def _heads(
         self, attention: Attention, own: AttentionConfig, h: step.Buffer, index: int
@@ -260,26 +343,41 @@ class _Writer:
         program, kv = self.program, self.caches[index]
         dtype, rope = self.model.dtype, own.rope
         num_q, num_kv, dim = attention.num_q_heads, attention.num_kv_heads, attention.head_dim
-        heads = step.Heads.side_by_side(
-            kv,
-            num_q,
-            half=0 if rope is None else rope.rotary_dim // 2,
-            angles=0 if rope is None else self.angles[rope],
-            is_interleaved=rope is not None and rope.interleaved,
-        )
+        options: dict[str, Any] = {
+            "half": 0 if rope is None else rope.rotary_dim // 2,
+            "angles": 0 if rope is None else self.angles[rope],
+            "is_interleaved": rope is not None and rope.interleaved,
+        }
+        heads = step.Heads.side_by_side(kv, num_q, **options)
         program.product(h, self.qkv, _panels_of(attention.qkv_proj), step.STORE)
         q_norm, k_norm = attention.q_norm, attention.k_norm
-        if q_norm is None or k_norm is None:
-            program.rotate(self.qkv, heads)
+        growth = own.query_growth
+        also: dict[str, Any] = {
+            "v_is_k": own.v_is_k,
+            "v_norm": None if attention.v_norm is None else _norm_of(attention.v_norm, dtype),
+            "growth": None
+            if growth is None
+            else step.Growth(growth.beta, growth.length, growth.first),
+        }
+        if own.kv_layer is not None:
+            program.rotate(
+                self.qkv,
+                step.Heads.queries(kv, num_q, **options),
+                q_rounded=None if q_norm is None else _norm_of(q_norm, dtype),
+                is_after=attention.norms_after_rope,
+                **also,
+            )
+        elif q_norm is None or k_norm is None:
+            program.rotate(self.qkv, heads, **also)
         elif attention.norms_all_heads:
             places = [self.qkv.at(at, self.size) for at in (heads.q_at, heads.k_at)]
             for norm, place in zip((q_norm, k_norm), places, strict=True):
                 program.norm(place, place, _norm_of(norm, dtype), parts=1)
-            program.rotate(self.qkv, heads)
+            program.rotate(self.qkv, heads, **also)
         elif attention.norms_fuse and rope is not None:
             assert isinstance(q_norm, RMSNorm)
             held = _weight_of(q_norm), _weight_of(k_norm)
-            program.rotate(self.qkv, heads, eps=q_norm.eps, q_norm=held[0], k_norm=held[1])
+            program.rotate(self.qkv, heads, eps=q_norm.eps, q_norm=held[0], k_norm=held[1], **also)
         else:
             program.rotate(
                 self.qkv,
@@ -287,6 +385,7 @@ class _Writer:
                 q_rounded=_norm_of(q_norm, dtype),
                 k_rounded=_norm_of(k_norm, dtype),
                 is_after=attention.norms_after_rope,
+                **also,
             )
         first = len(program)
         slopes = torch.tensor(own.alibi_slopes) if own.alibi_slopes else None
@@ -296,6 +395,7 @@ class _Writer:
             heads,
             scale=own.softmax_scale,
             window=own.window,
+            is_chunked=own.is_chunked,
             softcap=own.softcap,
             sinks=None if attention.sinks is None else _parameter(attention, "sinks"),
             slopes=slopes,
@@ -312,6 +412,7 @@ class _Writer:
                 softcap=own.softcap,
                 sinks=attention.sinks,
                 alibi_slopes=slopes,
+                is_chunked=own.is_chunked,
             )
             buffers["o"][:rows, : num_q * v_dim] = over(q, ctx).flatten(-2)
 
@@ -403,6 +504,8 @@ def _whole(columns: int) -> int:
 
 def _qkv_columns(attention: AttentionConfig) -> int:
     width = attention.num_q_heads * attention.head_dim
+    if attention.kv_layer is not None:
+        return width
     if attention.latent is not None:
         return _whole(width) + attention.latent.kv_rank + attention.latent.rope_dim
     _, dim, v_dim = attention.cached_head

@@ -285,7 +285,7 @@ class Experts(nn.Module):
         Args:
             up, down: (N 2 I, E), or (N I, E) without gates, and (N E, I), perhaps on "meta";
                 columns of zeros may follow.
-            dtype: that of the model.
+            dtype: the dtype of the model.
         """
         for name, weight in (("up", up), ("down", down)):
             delattr(self, name)

@@ -282,10 +282,13 @@ class UnitRMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
-        self.dim, self.eps = dim, eps
+        self.dim, self.eps, self.fuses_on_cpu = dim, eps, False
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
+        if self.fuses_on_cpu and _fuses(x, on_cpu=True):
+            ones = torch.ones(self.dim, dtype=x.dtype)
+            return cpu_step.normalise(x, ones, None, self.eps, 0.0, centres=False)
         return F.rms_norm(x, (self.dim,), None, self.eps)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -430,5 +433,5 @@ class MLP(nn.Module):
         return adapted(self.down_proj, y, adapters)
 
 
-FUSED_MODULES = (RMSNorm, ShiftedRMSNorm, LayerNorm, GatedMLP, MLP)
+FUSED_MODULES = (RMSNorm, UnitRMSNorm, ShiftedRMSNorm, LayerNorm, GatedMLP, MLP)
 """The modules with a `fuses_on_cpu`, see `fuse_on_cpu`."""

@@ -31,6 +31,7 @@ from tilewise.nn.layers import (
     RankPart,
     RMSNorm,
     ShiftedRMSNorm,
+    UnitRMSNorm,
     activate,
 )
 from tilewise.nn.mla import MultiheadLatentAttention
@@ -117,6 +118,14 @@ class _ShiftedRMSNorm(ShiftedRMSNorm):
         return valued(super().forward(x), value)
 
 
+class _UnitRMSNorm(UnitRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of x (..., dim)."""
+        with torch.no_grad():
+            value = super().forward(x)
+        return valued(super().forward(x), value)
+
+
 class _LayerNorm(LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dim of input (..., dim)."""
@@ -133,6 +142,7 @@ _VALUED: dict[type[nn.Module], type[nn.Module]] = {
 # What a CPU's engine computes by kernels of its own, and a GPU's by torch's operations.
 _VALUED_ON_CPU: dict[type[nn.Module], type[nn.Module]] = {
     ShiftedRMSNorm: _ShiftedRMSNorm,
+    UnitRMSNorm: _UnitRMSNorm,
     LayerNorm: _LayerNorm,
 }
 

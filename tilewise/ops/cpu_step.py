@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu.step.codes import ADD, GATE, LOGITS, STORE, Batch, Tables
-from tilewise.kernels.cpu.step.operands import Buffer, Heads, Held, Latents, Mixture, Norm
+from tilewise.kernels.cpu.step.operands import Buffer, Growth, Heads, Held, Latents, Mixture, Norm
 from tilewise.kernels.cpu.step.panels import WIDTH
 from tilewise.ops.dispatch import kernel_module
 from tilewise.ops.panels import DTYPES
@@ -24,6 +24,7 @@ __all__ = [
     "WIDTH",
     "Batch",
     "Buffer",
+    "Growth",
     "Heads",
     "Held",
     "Latents",

@@ -60,7 +60,7 @@ def quantised_expert_mlp(
         up: the experts' rows one below another, (N 2 I, E), or (N I, E) without gates; columns of
             zeros may follow, see `QuantisedWeight.padded`.
         down: likewise (N E, I).
-        inner_size: I.
+        inner_size: I, the channels between both products.
         up_bias, down_bias: (N, 2 I) and (N, E), the dtype of x, contiguous; None is 0.
         backend: "gluon" or "reference"; None chooses.
 
@@ -136,7 +136,7 @@ def placed_experts(
     Args:
         up, down: as of `quantised_expert_mlp`; on "meta" for the answer alone.
         width, inner_size: E and I.
-        dtype: that of the tokens.
+        dtype: the dtype of the tokens.
     """
     up, down = (weight if weight.in_lanes else weight.padded() for weight in (up, down))
     row = torch.empty((1, width), dtype=dtype, device="meta")

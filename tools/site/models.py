@@ -40,12 +40,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 # What a refusal says, and what a family needs.
 _NEEDS = {
     "cache_params": "a recurrence keeps a state",
-    "has_previous_state": "a recurrence keeps a state",
-    "conv_states": "a convolution keeps a state",
+    "get_linear_cache": "a recurrence keeps a state",
+    "get_conv_state": "a convolution keeps a state",
     "indexer": "an indexer chooses the keys",
-    "past_key_values.layers": "compressed keys are cached beside the others",
+    "cache.layers": "compressed keys are cached beside the others",
     "its mask is one of its own": "a mask is computed by the keys",
-    "reads past_key_values": "something is computed by what the cache holds",
     "reads cache": "something is computed by what the cache holds",
     "attend by themselves": "layers attend by themselves and call no attention function",
     "no causal language model of that name": "transformers names no class for texts",

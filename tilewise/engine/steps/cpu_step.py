@@ -52,6 +52,10 @@ def why_not(model: Decoder, storage: KVStorage) -> str | None:
     device = storage.device
     if device.type != "cpu":
         return f"device must be cpu, got {device}"
+    block_size = storage.spec.block_size
+    for attention in model.config.attentions if model.config.is_native else ():
+        if attention.is_chunked and attention.window is not None and attention.window % block_size:
+            return f"block_size must divide the chunks of {attention.window} keys, got {block_size}"
     return model.why_no_cpu_program() or step.why_not(model.dtype, storage.spec.kv.dtype)
 
 

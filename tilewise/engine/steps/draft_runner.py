@@ -8,6 +8,7 @@ model verifies each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,11 +25,20 @@ from tilewise.engine.sizing import allocate
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.steps.head_guesser import HeadGuesser
 from tilewise.engine.steps.runner import Finished, ModelRunner
+from tilewise.engine.steps.verifying import VerifyingRunner
 from tilewise.engine.tables.host_cache import HostCache
 from tilewise.models import Decoder, load_model
 from tilewise.nn import Attention
 
-__all__ = ["DraftingRunner", "Guesser", "check_speculative", "guesser_of"]
+__all__ = [
+    "DraftingRunner",
+    "Guesser",
+    "captured_guesser_of",
+    "check_speculative",
+    "draft_spec",
+    "guesser_of",
+    "load_draft",
+]
 
 
 def check_speculative(
@@ -36,14 +46,22 @@ def check_speculative(
     device: torch.device,
     batch_invariant: bool = False,
     *,
-    has_graphs_of_ranks: bool = False,
+    num_ranks: int = 1,
+    has_graphs: bool = False,
 ) -> None:
     """Refuse what cannot guess, or where nothing can be verified.
 
+    Args:
+        speculative: the way to guess tokens that the config names.
+        device: the device of the model.
+        batch_invariant: whether a row's bits must not depend on others.
+        num_ranks: the number of devices that share the model.
+        has_graphs: whether steps are CUDA graphs.
+
     Raises:
         TypeError: it is something else.
-        ValueError: ranks share a model whose steps are CUDA graphs, a draft model would be on a
-            GPU, or guesses are trees where a row's bits must not depend on them.
+        ValueError: ranks share a model whose steps are CUDA graphs, a draft model would guess for
+            several GPUs, or guesses are trees where a row's bits must not depend on them.
     """
     if speculative is None:
         return
@@ -51,14 +69,15 @@ def check_speculative(
         raise TypeError(
             f"speculative must be PromptLookup, DraftModel, OwnHead or None, got {speculative!r}"
         )
-    if has_graphs_of_ranks:
+    if num_ranks > 1 and has_graphs:
         raise ValueError(
             "speculative must be None where tensor_parallel_size is above 1 and steps are CUDA "
             f"graphs (graphs='off' computes them op by op), got {speculative!r}"
         )
-    if isinstance(speculative, DraftModel) and device.type != "cpu":
+    if isinstance(speculative, DraftModel) and device.type != "cpu" and num_ranks > 1:
         raise ValueError(
-            f"speculative must be PromptLookup, OwnHead or None on a GPU, got {speculative!r}"
+            "speculative must be PromptLookup or None where GPUs share a model, "
+            f"got {speculative!r}"
         )
     if batch_invariant and getattr(speculative, "num_branches", 1) > 1:
         raise ValueError(
@@ -76,18 +95,16 @@ def guesser_of(
     max_chunk: int,
     window: int | None = None,
 ) -> Guesser:
-    """Load a draft model, with a cache of as many blocks as the model's.
+    """Load a draft model on the CPU, with a cache of as many blocks as the model's.
 
     Args:
         speculative: the way to guess tokens that the config names.
         num_blocks, block_size: the sizes of the cache of the model's first group of layers.
-        vocab_size, max_model_len: the sizes of the model.
+        vocab_size, max_model_len, window: see `load_draft`.
         max_chunk: see `Guesser`.
-        window: the window of that group; the draft model does not see the keys behind it either.
 
     Raises:
-        CheckpointError: its directory is incomplete or wrong.
-        ValueError: its vocabulary is another, or it has fewer positions than sequences may have.
+        CheckpointError, ValueError: see `load_draft`; or there is no memory for the cache.
     """
     device = torch.device("cpu")
 
@@ -95,8 +112,91 @@ def guesser_of(
         spec = cache_spec(model.config, block_size, model.dtype)
         check_memory(model, spec, device, free_memory(device), num_blocks=num_blocks)
 
+    model = load_draft(speculative, device, vocab_size, max_model_len, window, fits)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.pack_for_inference(is_int8=False)
+    storage = _storage_of(model, num_blocks, block_size, window)
+    runner = runner_for(model, storage, num_parameters=num_parameters)
+    if isinstance(runner, CompiledRunner):
+        runner.warm_up()
+    return Guesser(runner, max_chunk, window)
+
+
+def captured_guesser_of(
+    model: Decoder,
+    num_blocks: int,
+    block_size: int,
+    max_chunk: int,
+    window: int | None,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    has_graphs: bool,
+) -> Guesser:
+    """Return the guesser of a draft model whose short runs are CUDA graphs.
+
+    A run has the last token that was drawn, or with the guess before it, which the model has found
+    right and the draft model has not read: one row or two.
+
+    Args:
+        model: the draft model, on its device.
+        num_blocks, block_size, max_chunk, window: see `guesser_of`.
+        max_num_seqs, max_model_len: see `VerifyingRunner`.
+        has_graphs: whether its steps are captured, or run op by op.
+
+    Raises:
+        ValueError: there is no memory for the cache.
+    """
+    runner = VerifyingRunner(
+        model,
+        _storage_of(model, num_blocks, block_size, window),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        num_drafts=1,
+        pads=has_graphs,
+    )
+    return Guesser(runner, max_chunk, window)
+
+
+def draft_spec(model: Decoder, block_size: int) -> CacheSpec:
+    """Return the kind of a draft model's cache: one group of layers, which keep every token as the
+    model's first tables do."""
+    spec = cache_spec(model.config, block_size, model.dtype)
+    return CacheSpec(spec.num_layers, block_size, spec.kv, sources=spec.sources)
+
+
+def _storage_of(model: Decoder, num_blocks: int, block_size: int, window: int | None) -> KVStorage:
+    device = next(iter(model.parameters())).device
+    storage = allocate(draft_spec(model, block_size), num_blocks, device)
+    for tensor in storage.whole if window is not None else ():
+        tensor.zero_()  # the first tokens behind a window see keys that were never written
+    return storage
+
+
+def load_draft(
+    speculative: DraftModel,
+    device: torch.device,
+    vocab_size: int,
+    max_model_len: int,
+    window: int | None,
+    before: Callable[[Decoder], None],
+) -> Decoder:
+    """Load a draft model.
+
+    Args:
+        speculative: the way to guess tokens that the config names.
+        device: the device that it computes on.
+        vocab_size, max_model_len: the sizes of the model.
+        window: the window of the model's first group of layers; the draft model does not see the
+            keys behind it either.
+        before: see `load_model`.
+
+    Raises:
+        CheckpointError: its directory is incomplete or wrong.
+        ValueError: its vocabulary is another, or it has fewer positions than sequences may have.
+    """
     model = load_model(
-        model_directory(speculative.model), dtype=speculative.dtype, device=device, before=fits
+        model_directory(speculative.model), dtype=speculative.dtype, device=device, before=before
     )
     config = model.config
     if config.vocab_size != vocab_size:
@@ -111,19 +211,7 @@ def guesser_of(
         )
     if window is not None:
         narrow_windows(model, window)
-        config = model.config
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    model.pack_for_inference(is_int8=False)
-    # Blocks by the model's first tables, which keep every token: so does this cache.
-    spec = cache_spec(config, block_size, model.dtype)
-    spec = CacheSpec(spec.num_layers, block_size, spec.kv, sources=spec.sources)
-    storage = allocate(spec, num_blocks, device)
-    for tensor in storage.whole if window is not None else ():
-        tensor.zero_()  # the first tokens behind a window see keys that were never written
-    runner = runner_for(model, storage, num_parameters=num_parameters)
-    if isinstance(runner, CompiledRunner):
-        runner.warm_up()
-    return Guesser(runner, max_chunk, window)
+    return model
 
 
 def narrow_windows(model: Decoder, window: int) -> None:

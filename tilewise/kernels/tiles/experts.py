@@ -96,9 +96,9 @@ class NarrowTile(NamedTuple):
 
     Attributes:
         rows: rows of a tile: 8 or 16 by mma.sync, 32, 64 or 128 by WGMMA.
-        source: which rows the tile of an expert reads, of `gluon.quantised.experts`.
-        warpgroups: that multiply, each for 64 outputs: 1, of up to 16 rows; 2 or 4.
-        parts: of the channels between both products, that items of the second take.
+        source: the rows that the tile of an expert reads, one of `gluon.quantised.experts`.
+        warpgroups: the warpgroups that multiply, each for 64 outputs: 1 up to 16 rows, else 2 or 4.
+        parts: the parts of the channels of the second product, one of which an item takes.
         ctas: the CTAs of a multiprocessor, among which its memory and registers are divided.
     """
 
@@ -132,7 +132,7 @@ def narrow_tile(
     """Choose the tile of both products.
 
     Args:
-        tokens, active, num_experts: of the call; each token has `active` experts.
+        tokens, active, num_experts: the sizes of the call; each token has `active` experts.
         batch_invariant: a row's sums in one order, whatever the number of rows.
     """
     each = tokens * active / num_experts
@@ -154,7 +154,7 @@ def narrow_stages(tile: NarrowTile, channels: int, code_bytes: int) -> int:
     """Return how many stages fit shared memory.
 
     Args:
-        tile: how the product is cut.
+        tile: the cut of the product.
         channels: the channels of a stage.
         code_bytes: the bytes of a row of codes in a stage.
     """

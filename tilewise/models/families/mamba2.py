@@ -72,11 +72,12 @@ def read_mamba2(
         raise CheckpointError(
             f"mamba_n_heads times mamba_d_head must be {width}, got {heads} times {dim}"
         )
+    groups = count_or(config, "mamba_n_groups", 1)
     return mixer_of(
         Mamba2Config,
         heads,
         dim,
-        count_or(config, "mamba_n_groups", 1),
+        groups,
         count_or(config, "mamba_d_state", 256),
         count_or(config, "mamba_d_conv", 4),
         sizes.eps,
@@ -85,6 +86,7 @@ def read_mamba2(
             "has_in_bias": flag(config, "mamba_proj_bias", False),
             "has_out_bias": flag(config, "mamba_proj_bias", False),
             "dt_limits": step_limits(config),
+            "norm_groups": groups,
             **options,
         },
     )
@@ -112,12 +114,12 @@ def _mamba2(config: Json) -> dict[str, Any]:
         raise CheckpointError(
             f"num_heads times head_dim must be expand times hidden_size, got {heads} times {dim}"
         )
-    has_bias = flag(config, "use_bias", False)
+    has_bias, groups = flag(config, "use_bias", False), count_or(config, "n_groups", 8)
     mixer = mixer_of(
         Mamba2Config,
         heads,
         dim,
-        count_or(config, "n_groups", 8),
+        groups,
         count_or(config, "state_size", 128),
         count_or(config, "conv_kernel", 4),
         eps,
@@ -125,6 +127,7 @@ def _mamba2(config: Json) -> dict[str, Any]:
         has_in_bias=has_bias,
         has_out_bias=has_bias,
         dt_limits=step_limits(config),
+        norm_groups=groups,
     )
     layer = LayerConfig(None, None, ("attention_norm",), mixer=mixer)
     return {

@@ -20,8 +20,10 @@ EMBED, NORM, PRODUCT, ROTATE, ATTEND, OWN_KERNEL = range(6)
  SCALE_BLOCK, SCALE_ROW, SCALE_HEAD, FUNCTION, KERNEL, CHUNK, EXTRA, EXTRA_ROW, Q_WEIGHT, Q_BIAS,
  K_WEIGHT, K_BIAS, NORM_STEP, IS_AFTER, PHASE, NUM_EXPERTS, NUM_ACTIVE, SCORES, IS_NORMALISED,
  NUM_GROUPS, ACTIVE_GROUPS, BEST_IN_GROUP, CORRECTION, EXPERT_SCALE, PLACES, ORDER, WEIGHTS,
- GATE_ROWS, GATE_STRIDE) = range(75)  # fmt: skip
-NUM_COLUMNS = 75
+ GATE_ROWS, GATE_STRIDE, V_WEIGHT, V_FROM, GROWTH_LENGTH, GROWTH_FIRST, CHUNK_KEYS) = range(
+    80
+)  # fmt: skip
+NUM_COLUMNS = 80
 FRAME = WEIGHT
 # JOINS: for a norm, whether the threads of the next product may compute it themselves; for a
 # product, whether a thread may apply the rotation that follows to its own results: then the number
@@ -33,9 +35,15 @@ FRAME = WEIGHT
 # Q_WEIGHT, Q_BIAS, K_WEIGHT, K_BIAS: the addresses of weights and biases of norms of heads that
 # round, of the kind KIND; NORM_STEP: the bytes from head to head of them; IS_AFTER: whether they
 # follow the rotation.
+# V_WEIGHT: the address of the weight of the values' norm, which is computed before that of the
+# keys, from the columns V_FROM on; 0 without.
+# GROWTH_LENGTH, GROWTH_FIRST: the tokens of a step of the queries' growth, 0 without growth, and
+# the term of the position; BETA is its factor.
+# CHUNK_KEYS: the keys of a chunk, for attention that begins anew with each, or 0.
 # Q_AT, K_AT, V_AT: where q, k and v begin in a row; Q_STEP: from a query head to the next.
 # BIAS of an embedding: the address of a table whose rows are added by position.
-# EXTRA: the address of rows that are added to the sums of ADD before the target is, or 0.
+# EXTRA: the address of rows that are added to the sums of ADD before the target is, or that
+# multiply what STORE stores, or 0; of a norm that adds, that of the sum's factor, float32, or 0.
 # COPIES: how many rows there are for each token; PARTS: how many products or norms of equal size
 # lie side by side in a row, SOURCE_STEP and TARGET_STEP apart; PIECES: the address of the runs of
 # rows of each expert, see `mixture.py`.
@@ -53,11 +61,11 @@ STORE, ADD, GATE, LOGITS = range(4)
 # Bits of KIND, of a norm: the quotient is rounded before the weight multiplies it; the mean is
 # subtracted first; the row is a part of a wider one.
 ROUNDS, CENTRES, IS_PART = 1, 2, 4
-# Columns of the numbers of an operation: epsilon; the factor of an embedding, of what is added to
-# the target, or of logits; what is added to the weight of a norm; the bound and the factor of
-# gpt-oss's gate; the softcap of logits.
-EPS, FACTOR, SHIFT, LIMIT, ALPHA, CAP = range(6)
-NUM_NUMBERS = 6
+# Columns of the numbers of an operation: epsilon; the factor of an embedding, of what is stored or
+# added to the target, or of logits; what is added to the weight of a norm; the bound and the factor
+# of gpt-oss's gate; the softcap of logits; the factor of the logarithm of the queries' growth.
+EPS, FACTOR, SHIFT, LIMIT, ALPHA, CAP, BETA = range(7)
+NUM_NUMBERS = 7
 
 
 class Batch(NamedTuple):

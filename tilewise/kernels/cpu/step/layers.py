@@ -151,7 +151,20 @@ def _get_some(word_like, like, address, column, count):
 
 @inner
 def normalise_row(
-    word_like, like, source, target, weight, bias, dim, eps, shift, factor, kind, adds, spare
+    word_like,
+    like,
+    source,
+    target,
+    weight,
+    bias,
+    dim,
+    eps,
+    shift,
+    factor,
+    kind,
+    adds,
+    scale,
+    spare,
 ):
     """target = (x - mean) / sqrt(mean((x - mean)^2) + eps) (shift + weight) + bias of a row.
 
@@ -162,6 +175,7 @@ def normalise_row(
         weight, bias: addresses, followed by zeros up to whole registers; bias may be 0 for none.
         kind: the bits ROUNDS, CENTRES and IS_PART.
         adds: True if the target is increased by the rounded result, rounded again times `factor`.
+        scale: the factor of that sum, which is rounded before; 1 for none.
         spare: the address of scratch for a register of words.
     """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
@@ -181,7 +195,7 @@ def normalise_row(
         squares = simd.fma(x, x, squares)
     inverse = types.float32(1.0 / math.sqrt(types.float64(simd.sum_lanes(squares)) / dim + eps))
     inverses, shifts = simd.splat(like, inverse), simd.splat(like, shift)
-    factors = simd.splat(like, factor)
+    factors, scales = simd.splat(like, factor), simd.splat(like, scale)
     for column in range(0, dim, lanes):
         x = simd.mul(simd.sub(_get_some(word_like, like, source, column, dim), mean), inverses)
         if kind & ROUNDS:
@@ -192,7 +206,7 @@ def normalise_row(
         at = target + column * size
         if adds:
             x = rounded(word_like, simd.mul(rounded(word_like, x), factors))
-            x = simd.add(get(word_like, at), x)
+            x = simd.mul(rounded(word_like, simd.add(get(word_like, at), x)), scales)
         if column + lanes <= dim:
             put(word_like, at, x)
         elif kind & IS_PART:
@@ -211,13 +225,36 @@ def _with_bias(like, c, bias, row, column):
 
 
 @inner
-def _store_sums(word_like, like, c, rows, bias, target, target_row, function, outputs):
-    """target = round(f(round(sums + bias))), of the first `outputs` columns."""
+def _store_sums(
+    word_like,
+    like,
+    c,
+    rows,
+    bias,
+    target,
+    target_row,
+    function,
+    factor,
+    extra,
+    extra_row,
+    outputs,
+):
+    """target = f(sums + bias) * factor * extra of the first `outputs` columns, each rounded.
+
+    Args:
+        extra: the address of rows, or 0 for none.
+    """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
+    factors = simd.splat(like, factor)
     for row in range(rows):
         start = target + row * target_row
         for column in range(0, WIDTH, lanes):
             x = applied(like, function, rounded(word_like, _with_bias(like, c, bias, row, column)))
+            if factor != 1.0:
+                x = simd.mul(rounded(word_like, x), factors)
+            if extra != 0:
+                other = get(word_like, extra + row * extra_row + column * size)
+                x = simd.mul(rounded(word_like, x), other)
             if column + lanes <= outputs:
                 put(word_like, start + column * size, x)
             elif column < outputs:
@@ -371,7 +408,8 @@ def multiply_task(
         function: the number of the function of STORE or GATE.
         factor, limit, alpha, cap: the numbers of the epilogue, see `codes.py`.
         outputs: the columns to be written of STORE, or 0 for all of the groups.
-        extra, extra_row: the address and the bytes of rows that ADD adds as well; 0 for none.
+        extra, extra_row: the address and the bytes of rows that ADD adds as well, or by which STORE
+            multiplies; 0 for none.
         is_narrow: True if `weight` is the address of a table: of each group its address, and that
             of how it is stored, 0 for words; see `narrow.py`.
         c: the address of scratch for 32 x 64 sums, twice.
@@ -425,12 +463,25 @@ def multiply_task(
             else:
                 multiply_rows(word_like, c, count, at, lda, start, inputs, False)
             to = target + row * target_row + out
+            other = extra
+            if extra != 0:
+                other += row * extra_row + out
             if epilogue == STORE:
-                _store_sums(word_like, like, c, count, where, to, target_row, function, columns)
+                _store_sums(
+                    word_like,
+                    like,
+                    c,
+                    count,
+                    where,
+                    to,
+                    target_row,
+                    function,
+                    factor,
+                    other,
+                    extra_row,
+                    columns,
+                )
             elif epilogue == ADD:
-                other = extra
-                if extra != 0:
-                    other += row * extra_row + out
                 _add_sums(
                     word_like, like, c, count, where, to, target_row, factor, other, extra_row
                 )

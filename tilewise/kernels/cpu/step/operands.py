@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.cpu.step.panels import Panels
 
-__all__ = ["Buffer", "Heads", "Held", "Latents", "Mixture", "Norm"]
+__all__ = ["Buffer", "Growth", "Heads", "Held", "Latents", "Mixture", "Norm"]
 
 Held = Callable[[], Tensor]
 """A function that returns a weight as its module holds it now."""
@@ -53,13 +53,27 @@ class Norm(NamedTuple):
     centres: bool = False
 
 
+class Growth(NamedTuple):
+    """The growth of queries with their position p: 1 + beta ln(1 + floor((p + first) / length)).
+
+    Attributes:
+        beta: the factor of the logarithm.
+        length: the tokens of a step of the growth.
+        first: the term that is added to a position.
+    """
+
+    beta: float
+    length: int
+    first: int
+
+
 class Heads(NamedTuple):
     """How a layer's queries, keys and values lie in rows and in the cache.
 
     Attributes:
         kv: the layer's cache: keys (N, P, Hk, D), values (N, P, Hk, Dv) and, with 8 bits, their
             scales (N, P, Hk).
-        num_q, num_kv: Hq and Hk.
+        num_q, num_kv: Hq and Hk; Hk is 0 for queries alone.
         q_at, k_at, v_at: the columns at which they begin.
         q_step: the columns from a query head to the next.
         half: the pairs of channels that rotate; 0 for none.
@@ -77,6 +91,12 @@ class Heads(NamedTuple):
     half: int = 0
     angles: int = 0
     is_interleaved: bool = False
+
+    @classmethod
+    def queries(cls, kv: Sequence[Tensor], num_q: int, **options: Any) -> Heads:
+        """Return the heads of a product of queries alone."""
+        dim = kv[0].shape[-1]
+        return cls(kv, num_q, 0, 0, num_q * dim, num_q * dim, dim, **options)
 
     @classmethod
     def side_by_side(cls, kv: Sequence[Tensor], num_q: int, **options: Any) -> Heads:

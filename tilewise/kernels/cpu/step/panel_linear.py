@@ -121,7 +121,7 @@ def _multiply(
             bias,
             STORE,
             IDENTITY,
-            none,
+            1.0,
             none,
             none,
             none,

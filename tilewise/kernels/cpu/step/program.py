@@ -54,10 +54,12 @@ from tilewise.kernels.cpu.step.codes import (
     ANGLES,
     ATTEND,
     BEST_IN_GROUP,
+    BETA,
     BIAS,
     CAP,
     CENTRES,
     CHUNK,
+    CHUNK_KEYS,
     CODE,
     COPIES,
     CORRECTION,
@@ -76,6 +78,8 @@ from tilewise.kernels.cpu.step.codes import (
     GATE_ROWS,
     GATE_STRIDE,
     GROUPS,
+    GROWTH_FIRST,
+    GROWTH_LENGTH,
     HALF,
     INPUTS,
     IS_AFTER,
@@ -140,9 +144,11 @@ from tilewise.kernels.cpu.step.codes import (
     V_BLOCK,
     V_CACHE,
     V_DIM,
+    V_FROM,
     V_HEAD,
     V_ROW,
     V_SCALE,
+    V_WEIGHT,
     WEIGHT,
     WEIGHTS,
     WINDOW,
@@ -164,7 +170,7 @@ from tilewise.kernels.cpu.step.latents import NUM_STARTS as NUM_LATENT_STARTS
 from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
 from tilewise.kernels.cpu.step.meeting import LINE
 from tilewise.kernels.cpu.step.mixture import COMBINE, FLOATS, GATHER, ROUTE, mix_rows
-from tilewise.kernels.cpu.step.operands import Buffer, Heads, Held, Latents, Mixture, Norm
+from tilewise.kernels.cpu.step.operands import Buffer, Growth, Heads, Held, Latents, Mixture, Norm
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
 from tilewise.kernels.cpu.step.run import (
     ASKED,
@@ -346,10 +352,12 @@ class Program:
         is_shared: bool = False,
         is_sampled: bool = False,
         parts: int = 0,
+        scale: Held | None = None,
     ) -> None:
         """Target = norm(source), or target += norm(source) * factor if `adds`.
 
         Args:
+            scale: a function that returns the factor (1,) of the sum, which is rounded before.
             is_shared: True if several operations read the target.
             is_sampled: True for the sampled rows only.
             parts: the number of parts of equal width of a row, each normalised by itself; 0 for the
@@ -368,6 +376,9 @@ class Program:
         self._read(norm.weight, WEIGHT, count)
         if norm.bias is not None:
             self._read(norm.bias, BIAS, count)
+        if scale is not None:
+            assert adds
+            self._read(scale, EXTRA, 1, torch.float32)
         self._may_join = not (adds or is_shared or parts)
         if self._may_join:
             self._private.add(target.name)
@@ -385,6 +396,7 @@ class Program:
         alpha: float = 0.0,
         cap: float = 0.0,
         extra: Buffer | None = None,
+        outputs: int = 0,
         is_sampled: bool = False,
     ) -> None:
         """Target = source weight.T + bias, stored, added, used as gate and factor, or as logits.
@@ -392,16 +404,17 @@ class Program:
         Args:
             function: the name of the function of what is stored, or of the gate; "clamped" with
                 `limit` and `alpha`, see `layers.py`.
-            factor: multiplies what is added, or logits.
+            factor: multiplies what is stored or added, or logits.
             cap: c of c tanh(logits / c), 0 for none.
-            extra: rows that are added to what is added.
+            extra: rows that are added to what is added, or multiply what is stored.
+            outputs: the columns that may be stored; 0 for whole groups of 64.
         """
         assert weight.dtype == self.dtype
         op = self._append(PRODUCT, source, target)
         op[WEIGHT], op[BIAS] = self._words(weight), self._address(weight.bias)
         op[INPUTS], op[FORM] = weight.padded_inputs, _form_of(weight)
         op[GROUPS] = weight.padded_outputs // WIDTH
-        op[EPILOGUE], op[IS_SAMPLED] = epilogue, is_sampled
+        op[EPILOGUE], op[IS_SAMPLED], op[OUTPUTS] = epilogue, is_sampled, outputs
         op[FUNCTION] = CLAMPED if function == "clamped" else FUNCTIONS[function]
         self._numbers[-1][[FACTOR, LIMIT, ALPHA, CAP]] = factor, limit, alpha, cap
         if extra is not None:
@@ -442,11 +455,10 @@ class Program:
             source_step, target_step: the columns from a head to the next.
             outputs: the columns of a head that may be written; 0 for whole groups of 64.
         """
-        self.product(source, target, weights[0], STORE)
+        self.product(source, target, weights[0], STORE, outputs=outputs)
         op = self._ops[-1]
         self._with_parts(op, weights)
         op[SOURCE_STEP], op[TARGET_STEP] = source_step * self.size, target_step * self.size
-        op[OUTPUTS] = outputs
 
     def _with_parts(self, op: np.ndarray, weights: Sequence[Panels]) -> None:
         """Let a product have a weight of its own for each part."""
@@ -550,6 +562,9 @@ class Program:
         q_rounded: Norm | None = None,
         k_rounded: Norm | None = None,
         is_after: bool = False,
+        v_norm: Norm | None = None,
+        v_is_k: bool = False,
+        growth: Growth | None = None,
     ) -> None:
         """Rotate q and k in place in `qkv`, with their norms if given, and write k and v to the
         cache.
@@ -560,12 +575,17 @@ class Program:
             q_rounded, k_rounded: norms of heads, of weights (D,) or (H, D), which round; those of
                 q and k differ in their weights only.
             is_after: True if these follow the rotation.
+            v_norm: the norm of the values of a head; its eps is that of the others.
+            v_is_k: True if the columns of the keys, before their norm, are the values' too; those
+                of the values are written.
+            growth: the growth of queries with their position, or None.
         """
         before, dim = self._ops[-1], heads.kv[0].shape[-1]
         if (
             before[CODE] == PRODUCT
             and self._places[-1][1:3] == (TARGET, qkv.name)
             and heads.are_side_by_side
+            and not v_is_k
             and (WIDTH % dim == 0 or dim % WIDTH == 0)
         ):
             before[JOINS] = max(1, dim // WIDTH)
@@ -577,7 +597,13 @@ class Program:
                 weight = held()
                 op[NORM_CODE] = DTYPE_CODES[weight.dtype]
                 self._read(held, column, len(weight), weight.dtype)
-        op[IS_AFTER] = is_after
+        op[IS_AFTER], op[V_FROM] = is_after, op[K_AT if v_is_k else V_AT]
+        if growth is not None:
+            op[GROWTH_LENGTH], op[GROWTH_FIRST] = growth.length, growth.first
+            self._numbers[-1][BETA] = growth.beta
+        if v_norm is not None:
+            self._numbers[-1][EPS] = v_norm.eps
+            self._read(v_norm.weight, V_WEIGHT, padded(int(op[V_DIM]), REGISTER_BYTES // 4))
         columns = (Q_WEIGHT, Q_BIAS), (K_WEIGHT, K_BIAS)
         for norm, (weights, biases) in zip((q_rounded, k_rounded), columns, strict=True):
             if norm is None:
@@ -599,14 +625,21 @@ class Program:
         *,
         scale: float,
         window: int | None = None,
+        is_chunked: bool = False,
         softcap: float = 0.0,
         sinks: Held | None = None,
         slopes: Tensor | None = None,
     ) -> None:
-        """Attend to the cache from one row of each sequence; see `ops.paged_attention`."""
+        """Attend to the cache from one row of each sequence; see `ops.paged_attention`.
+
+        With `is_chunked` the window begins anew at each multiple of its size, which blocks divide.
+        """
         op = self._append(ATTEND, q, o)
         self._with_cache(op, heads)
         op[WINDOW] = -1 if window is None else window - 1
+        if is_chunked and window is not None:
+            assert window % self.block_size == 0
+            op[CHUNK_KEYS] = window
         op[LAYER] = self._num_kv_heads
         sink_logits = np.full(heads.num_q, -np.inf, np.float32)
         slope_of = np.zeros(heads.num_q, np.float32)

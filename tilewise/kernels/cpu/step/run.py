@@ -12,13 +12,16 @@ Numerics  those of `layers.py`, `paged/rope_write.py` and `paged/decode.py`. The
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import types
 
 from tilewise.kernels.cpu.attention.frame import FRAME_WORDS, moved_frame, read_problem
-from tilewise.kernels.cpu.attention.problem import NUM_STARTS
-from tilewise.kernels.cpu.machine import amx
+from tilewise.kernels.cpu.attention.problem import K_LEN, NUM_STARTS
+from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.calls import call_at, empty_of
+from tilewise.kernels.cpu.machine.frame import array_at
 from tilewise.kernels.cpu.machine.rows import load_row
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
@@ -36,9 +39,11 @@ from tilewise.kernels.cpu.step.codes import (
     ALPHA,
     ANGLES,
     ATTEND,
+    BETA,
     BIAS,
     CAP,
     CHUNK,
+    CHUNK_KEYS,
     CODE,
     COPIES,
     DIM,
@@ -51,6 +56,8 @@ from tilewise.kernels.cpu.step.codes import (
     FRAME,
     FUNCTION,
     GROUPS,
+    GROWTH_FIRST,
+    GROWTH_LENGTH,
     HALF,
     INPUTS,
     IS_AFTER,
@@ -102,9 +109,11 @@ from tilewise.kernels.cpu.step.codes import (
     V_BLOCK,
     V_CACHE,
     V_DIM,
+    V_FROM,
     V_HEAD,
     V_ROW,
     V_SCALE,
+    V_WEIGHT,
     WEIGHT,
     WINDOW,
 )
@@ -120,6 +129,7 @@ from tilewise.kernels.cpu.step.crew import (
 from tilewise.kernels.cpu.step.layers import (
     BLOCK_ROWS,
     bytes_of_group,
+    copy_words,
     embed_row,
     multiply_task,
     normalise_row,
@@ -137,6 +147,7 @@ from tilewise.kernels.cpu.step.meeting import (
 )
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
+from tilewise.kernels.cpu.step.words import get, put
 
 # Rows that are multiplied by a block of weights before the next: they fit half of a 2 MiB L2 cache.
 CHUNK_BYTES = 1 << 20
@@ -200,8 +211,47 @@ def _normalise_heads(word_like, like, op, numbers, weight, bias, start, step, fi
             1.0,
             op[KIND] | IS_PART,
             False,
+            1.0,
             spare,
         )
+
+
+@inner
+def _normalise_values(word_like, like, op, numbers, source, first, end, spare):
+    """Write norms of the values of heads first ... end - 1, of which `source` is the row."""
+    head = op[V_DIM] * word_like.itemsize
+    for number in range(first, end):
+        normalise_row(
+            word_like,
+            like,
+            source + op[V_FROM] + number * head,
+            source + op[V_AT] + number * head,
+            op[V_WEIGHT],
+            types.int64(0),
+            op[V_DIM],
+            numbers[EPS],
+            0.0,
+            1.0,
+            types.int64(IS_PART),
+            False,
+            1.0,
+            spare,
+        )
+
+
+@inner
+def _grow(word_like, like, row, dim, factor, spare):
+    """row = round(row * factor) of `dim` words; `spare` is scratch for a register of words."""
+    size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
+    factors = simd.splat(like, factor)
+    for column in range(0, dim, lanes):
+        at = row + column * size
+        if column + lanes <= dim:
+            put(word_like, at, simd.mul(get(word_like, at), factors))
+            continue
+        copy_words(word_like, spare, at, dim - column)  # another head begins within the register
+        put(word_like, spare, simd.mul(get(word_like, spare), factors))
+        copy_words(word_like, at, spare, dim - column)
 
 
 @inner
@@ -227,6 +277,9 @@ def _rotate(
     low, high = max(first - num_q, 0), min(end - num_q, num_kv)
     is_after = op[IS_AFTER] == 1
     q_at, k_at = source + op[Q_AT], source + op[K_AT]
+    low_v, high_v = max(first - num_q - num_kv, 0), min(end - num_q - num_kv, num_kv)
+    if op[V_WEIGHT] != 0 and low_v < high_v:
+        _normalise_values(word_like, like, op, numbers, source, low_v, high_v, spare)
     if not is_after:
         _normalise_heads(
             word_like,
@@ -330,6 +383,12 @@ def _rotate(
         _normalise_heads(
             word_like, like, op, numbers, op[K_WEIGHT], op[K_BIAS], k_at, head, low, high, spare
         )
+    if op[GROWTH_LENGTH] != 0 and first_q < end_q:
+        steps = (batch.positions[token] + op[GROWTH_FIRST]) // op[GROWTH_LENGTH]
+        if steps > 0:
+            factor = types.float32(1.0 + numbers[BETA] * math.log1p(types.float64(steps)))
+            for of in range(first_q, end_q):
+                _grow(word_like, like, q_at + of * op[Q_STEP], dim, factor, spare)
     slot = batch.slots[token]
     if slot < 0:
         return
@@ -367,22 +426,21 @@ def _rotate(
             half,
             is_interleaved,
         )
-    low, high = max(first - num_q - num_kv, 0), min(end - num_q - num_kv, num_kv)
-    if low < high:
+    if low_v < high_v:
         head = op[V_DIM] * size
         values = Rows(
-            source + op[V_AT] + low * head,
+            source + op[V_AT] + low_v * head,
             none,
             head,
-            high - low,
+            high_v - low_v,
             op[V_DIM],
             shape.code,
-            op[V_CACHE] + low * op[V_HEAD],
+            op[V_CACHE] + low_v * op[V_HEAD],
             op[V_BLOCK],
             op[V_ROW],
             op[V_HEAD],
             shape.cache_code,
-            op[V_SCALE] + low * op[SCALE_HEAD],
+            op[V_SCALE] + low_v * op[SCALE_HEAD],
             op[SCALE_BLOCK],
             op[SCALE_ROW],
             op[SCALE_HEAD],
@@ -394,7 +452,7 @@ def _rotate(
 
 
 @inner
-def _attend(op, batch, work, likes, num_threads, starts, splits, frame, counter):
+def _attend(op, batch, work, likes, num_threads, starts, splits, frame, block_size, counter):
     """Attend from every sequence's one row, as `paged/decode_launch.py` would.
 
     The kernel of attention is called by address: inlined, it would be compiled again for each kind
@@ -404,7 +462,10 @@ def _attend(op, batch, work, likes, num_threads, starts, splits, frame, counter)
         frame: scratch for the operation's frame, into which this thread's `starts` are written.
     """
     num_sequences, num_kv_heads = len(starts), op[NUM_KV]
-    moved_frame(op[FRAME], starts, batch.table, frame)
+    table = batch.table
+    if op[CHUNK_KEYS] != 0 and table.shape[1] * block_size > op[CHUNK_KEYS]:
+        table = _enter_chunks(starts, table, op[CHUNK_KEYS], block_size)
+    moved_frame(op[FRAME], starts, table, frame)
     like = likes.real
     if likes.in_tiles == 1:
         problem = read_problem(frame, like, empty_of(likes.packed_size))
@@ -416,6 +477,7 @@ def _attend(op, batch, work, likes, num_threads, starts, splits, frame, counter)
         )
         if has_tiles(likes.word):
             amx.configure()  # the kernel releases its own
+        keep_alive(table)
         return
     num_slots = plan_decode(starts, op[WINDOW], num_kv_heads, splits)
     heads = num_kv_heads
@@ -446,11 +508,33 @@ def _attend(op, batch, work, likes, num_threads, starts, splits, frame, counter)
             num_slots // heads,
         ),
     )
+    keep_alive(table)
+
+
+@inner
+def _enter_chunks(starts, table, size, block_size):
+    """Let sequences begin with the chunk of `size` keys that holds their last one.
+
+    Returns:
+        Their block table; `starts` have the number of keys from there on.
+    """
+    width, blocks = size // block_size, table.shape[1]
+    own = np.empty((len(starts), max(min(width, blocks), 1)), table.dtype)
+    for sequence in range(len(starts)):
+        chunk = max(starts[sequence, K_LEN] - 1, 0) // size
+        starts[sequence, K_LEN] -= chunk * size
+        needed = (starts[sequence, K_LEN] + block_size - 1) // block_size
+        for block in range(min(needed, own.shape[1])):
+            own[sequence, block] = table[sequence, chunk * width + block]
+    return own
 
 
 @inner
 def _normalise(word_like, like, op, numbers, batch, begin, end, target, spare):
     """Write norms of rows begin ... end - 1 to rows at address `target`."""
+    scale = 1.0
+    if op[EXTRA] != 0:
+        scale = types.float64(array_at(op[EXTRA], 1, like)[0])
     for row in range(begin, end):
         source = batch.sampled[row] if op[IS_SAMPLED] == 1 else row
         for part in range(op[PARTS]):
@@ -470,6 +554,7 @@ def _normalise(word_like, like, op, numbers, batch, begin, end, target, spare):
                 numbers[FACTOR],
                 op[KIND],
                 op[EPILOGUE] == ADD,
+                scale,
                 spare,
             )
 
@@ -700,6 +785,7 @@ def _walk(
                 starts,
                 splits,
                 frame,
+                shape.block_size,
                 meeting[place : place + 1],
             )
         elif code >= OWN_KERNEL:

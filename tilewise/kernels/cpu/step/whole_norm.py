@@ -121,6 +121,7 @@ def _normalise(
                 1.0,
                 kind | IS_PART,
                 False,
+                1.0,
                 spare_at,
             )
     keep_alive((row, spare))

@@ -111,18 +111,46 @@ def launch(
     is_gated = inner != outputs
     pairs = (ALTERNATING if interleaved else HALVES) if is_gated else SINGLE
     _product(
-        source, up, up_bias, weights, a, lists, tile, tokens=tokens, num_experts=num_experts,
-        row_tiles=row_tiles, source_rows=tile.source, pairs=pairs.value, activation=activation,
-        limit=limit, alpha=alpha, weighed=weighs_input, parts=1,
-    )  # fmt: skip
+        source,
+        up,
+        up_bias,
+        weights,
+        a,
+        lists,
+        tile,
+        tokens=tokens,
+        num_experts=num_experts,
+        row_tiles=row_tiles,
+        source_rows=tile.source,
+        pairs=pairs.value,
+        activation=activation,
+        limit=limit,
+        alpha=alpha,
+        weighed=weighs_input,
+        parts=1,
+    )
     parts = tile.parts
     dtype = x.dtype if parts == 1 else torch.float32
     o = torch.empty((parts, rows, width), dtype=dtype, device=x.device)
     _product(
-        a, down, down_bias, weights, o, lists, tile, tokens=tokens, num_experts=num_experts,
-        row_tiles=row_tiles, source_rows=SORTED.value if is_sorted else tile.source,
-        pairs=SINGLE.value, activation="", limit=limit, alpha=alpha, weighed=False, parts=parts,
-    )  # fmt: skip
+        a,
+        down,
+        down_bias,
+        weights,
+        o,
+        lists,
+        tile,
+        tokens=tokens,
+        num_experts=num_experts,
+        row_tiles=row_tiles,
+        source_rows=SORTED.value if is_sorted else tile.source,
+        pairs=SINGLE.value,
+        activation="",
+        limit=limit,
+        alpha=alpha,
+        weighed=False,
+        parts=parts,
+    )
     combine(
         o, weights, chosen, place, y, num_experts, is_sorted=is_sorted, weighed=not weighs_input
     )

@@ -1,0 +1,1 @@
+"""Clients, network, server, engine and ranks on one clock, by one seed; see `world`."""
