@@ -56,6 +56,7 @@ _TEST_GROUPS = ("tests/engine/test_group_simulation.py", "-k", "any_schedule")
 _TEST_LOGPROBS = ("tests/engine/test_device_runner.py", "-k", "same or late")
 _OP, _ARGUMENTS = "tilewise/ops/attention/op.py", "tilewise/ops/attention/arguments.py"
 _CALL = "tilewise/ops/call.py"
+_STEP_OP, _TEST_STEP_OP = "tilewise/ops/step.py", "tests/ops/test_step.py"
 _TEST_RECORDED, _TEST_ATTENTION = (
     "tests/ops/attention/test_recorded.py",
     "tests/ops/attention/test_api.py",
@@ -256,6 +257,30 @@ MUTANTS = {
     ),
     "a_call_of_other_numbers_is_taken_for_the_latest_one": Mutant(
         _CALL, "repeat", "or not all(map(is_, rest, latest.rest))", "", (_TEST_RECORDED,),
+    ),
+    "a_step_is_known_without_the_strides_of_its_tensors": Mutant(
+        _STEP_OP, "_key", "key += (x.shape, x.stride(), x.dtype, x.device)",
+        "key += (x.shape, x.dtype, x.device)", (_TEST_STEP_OP,),
+    ),
+    "a_step_is_known_without_what_begins_early": Mutant(
+        _STEP_OP, "_key", "[name, early.chosen()]", "[name]", (_TEST_STEP_OP,),
+    ),
+    "a_step_is_known_without_where_its_tensors_begin": Mutant(
+        _STEP_OP, "_key", "if odd & 15:", "if False:", (_TEST_STEP_OP,),
+    ),
+    "a_step_at_odd_addresses_is_taken_for_another": Mutant(
+        _STEP_OP, "step.call", "odd & 15 or (each.learns and torch.is_grad_enabled())",
+        "each.learns and torch.is_grad_enabled()", (_TEST_STEP_OP,),
+    ),
+    "a_step_that_is_watched_is_repeated": Mutant(
+        _STEP_OP, "step.call", "and unseen()", "", (_TEST_STEP_OP,),
+    ),
+    "a_step_whose_gradient_is_wanted_is_repeated": Mutant(
+        _STEP_OP, "step.call", "odd & 15 or (each.learns and torch.is_grad_enabled())", "odd & 15",
+        (_TEST_STEP_OP,),
+    ),
+    "a_tensor_that_a_step_is_given_twice_is_one": Mutant(
+        _STEP_OP, "_planned", "x = each[place] = x.detach()", "pass", (_TEST_STEP_OP,),
     ),
     "a_gradient_of_a_gradient_is_taken_for_the_last_one": Mutant(
         "tilewise/ops/attention/recorded.py", "_Node.backward",

@@ -65,6 +65,15 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
     "kernels/gluon/test_max_logits.py": {
         "test_a_mistake_is_seen": "(?!of_hidden_keys).*",
     },
+    # Devices of compute capability 8.9 have other tiles: every day three calls of theirs, all of
+    # those of 8.0. Of mistakes a race, an end that is passed, and an order that is lost stay.
+    "kernels/gluon/test_mma_bwd.py": {
+        "test_gradients_match_float64": "(?!plain|window|groups).*-89",
+        "test_an_ordered_gradient_has_the_bits_of_any_schedule": "plain|causal|d128",
+        "test_a_mistake_is_seen": (
+            "(?!queries_multiplied|queries_past|dk_past|dq_added|a_turn_ends).*"
+        ),
+    },
     "kernels/gluon/test_mla.py": {
         "test_every_mistake_with_small_blocks_is_seen": "(?!rows_of_no_key).*",
         "test_every_mistake_is_seen": "(?!slots_behind).*",

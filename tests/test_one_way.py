@@ -94,28 +94,55 @@ def test_a_line_that_the_formatter_skips_is_seen(source, is_fine):
     assert all(map(is_for_layout, skipped(source))) == is_fine
 
 
-def launched(source: str) -> list[tuple[str, str]]:
-    """Return kernels that a module starts by Triton's `kernel[grid](...)`, and how else."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-            name = node.func.value
-            if isinstance(name, ast.Name) and name.id.endswith("_kernel"):
-                found.append(("subscript", name.id))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "launch_now":
-            found.append(("launch_now", getattr(node.args[0], "id", "")))
-    return found
+def way_of(node: ast.AST) -> str | None:
+    """Return how a call starts a kernel: "subscript", "now" or "plan"; None for other calls."""
+    if not isinstance(node, ast.Call):
+        return None
+    if isinstance(node.func, ast.Subscript):
+        name = node.func.value
+        return "subscript" if getattr(name, "id", "").endswith("_kernel") else None
+    if getattr(node.func, "id", "") == "launch_now":
+        return "now"
+    is_makers = getattr(getattr(node.func, "value", None), "id", "") == "maker"
+    return "plan" if is_makers and getattr(node.func, "attr", "") == "launch" else None
 
 
-def test_kernels_are_launched_by_the_host_alone():
+def launched(source: str) -> list[str]:
+    """Return how a module starts its kernels."""
+    return [way for node in ast.walk(ast.parse(source)) if (way := way_of(node)) is not None]
+
+
+def test_kernels_are_launched_by_plans_alone():
     found = {
         path.relative_to(PACKAGE).as_posix(): launched(path.read_text())
         for path in sorted((PACKAGE / "kernels").rglob("*.py"))
     }
-    ways = [way for launches in found.values() for way, _ in launches]
+    ways = [way for launches in found.values() for way in launches]
     assert "subscript" not in ways, found
-    assert ways.count("launch_now") > 20
-    assert launched("_norm_kernel[(3,)](x)") == [("subscript", "_norm_kernel")]
+    assert ways.count("plan") > 40
+    assert {name for name, launches in found.items() if "now" in launches} == AT_ONCE
+
+
+# Where `launch_now` is called: for the first launch of a plan, and by recurrences.
+AT_ONCE = {
+    "kernels/host/plan.py",
+    "kernels/triton/recurrent/backward.py",
+    "kernels/triton/recurrent/convolution.py",
+    "kernels/triton/recurrent/scan.py",
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "way"),
+    [
+        ("_norm_kernel[(3,)](x)", "subscript"),
+        ("launch_now(_norm_kernel, 3, x)", "now"),
+        ("maker.launch(_norm_kernel, 3, x)", "plan"),
+    ],
+)
+def test_a_launch_is_seen(source, way):
+    assert launched(source) == [way]
+    assert launched("kernels[0](x)\nrun(x)\nself.launch(x)") == []
 
 
 def test_what_a_launch_names_is_a_constant_of_its_kernel():
@@ -132,7 +159,7 @@ def test_what_a_launch_names_is_a_constant_of_its_kernel():
             if isinstance(node, ast.FunctionDef)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "launch_now":
+            if isinstance(node, ast.Call) and way_of(node) in ("now", "plan"):
                 constants = kernels.get(getattr(node.args[0], "id", ""))
                 names = {each.arg for each in node.keywords if each.arg} - OPTIONS
                 assert constants is None or names <= constants, (path.name, names - constants)

@@ -189,6 +189,7 @@ _MODULES = frozenset(
         "models",
         "nn",
         "ops",
+        "progress",
         "reference",
         "server",
         "testing",

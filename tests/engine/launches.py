@@ -117,19 +117,26 @@ def _begins_and_finishes(patch: pytest.MonkeyPatch) -> None:
 
     def draw_and_finish(logits: Tensor, *rest: Any) -> None:
         drawn, is_finite = draw(logits, *rest)
+        drawn, is_finite = _drawn(logits, rest[4], rest[5].counter, drawn, is_finite)
         reference_rows.finish(drawn, is_finite, *rest[-1])
 
     patch.setattr(triton_rows, "draw", draw_and_finish)
+
+
+def _drawn(
+    logits: Tensor, seeds: Tensor, counters: Tensor, tokens: Tensor, is_finite: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return some token of each row, which a kernel that was only noted did not draw."""
+    return tokens.copy_((31 * seeds + counters) % logits.shape[1]), is_finite.fill_(True)
 
 
 def _draws(patch: pytest.MonkeyPatch) -> None:
     original = triton_sampling.sample_tokens
 
     def sample(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        tokens, is_finite = original(logits, *rest)
-        seeds, counters = rest[4:6]
-        return tokens.copy_((31 * seeds + counters) % logits.shape[1]), is_finite.fill_(True)
+        return _drawn(logits, *rest[4:6], *original(logits, *rest))
 
+    sample.write = original.write  # type: ignore[attr-defined]
     patch.setattr(triton_sampling, "sample_tokens", sample)
 
 

@@ -19,6 +19,14 @@ from tilewise.kernels.spec import (
     PagedTensors,
 )
 
+_empty = torch.empty
+
+
+def poisoned(size: int | tuple[int, ...], **options: Any) -> Tensor:
+    """Return memory as torch.empty does, with NaN where numbers are floats."""
+    x = _empty(size, **options)
+    return x.fill_(float("nan")) if x.is_floating_point() else x
+
 
 def serving_spec(**changes: object) -> PagedSpec:
     """Return a decode step of 16 sequences of up to 32,768 tokens, 32 heads on 8 of 128."""

@@ -22,6 +22,7 @@ from tilewise.models import load_model
 from tilewise.models.hub import (
     ADAPTER_FILES,
     HubName,
+    _bars,
     adapter_folder,
     checkpoint_folder,
     fetch,
@@ -321,3 +322,18 @@ def test_several_gguf_files_are_named_and_a_missing_one_says_what_there_is(gguf_
     assert gguf_hub.asked == []
     gguf_hub.files = {"only.gguf": b"GGUF"}
     assert fetch(HubName("owner/model", None)).name == "only.gguf"
+
+
+def test_a_download_tells_its_bytes_and_draws_nothing(capfd):
+    told = []
+    bars = _bars(lambda *given: told.append(given), "downloading a/b", 2_000_000_000)
+    with bars(total=3, unit="it", desc="Fetching 3 files") as files:
+        files.update(1)
+    assert told == []
+    with bars(total=0, unit="B", unit_scale=True) as received:
+        received.total = 2_000_000_000
+        received.update(1_000_000_000)
+        assert told[-1] == ("downloading a/b, 1.00 of 2.00 GB", 0.5)
+        received.update(1_100_000_000)  # more than was announced
+    assert told[-1] == ("downloading a/b, 2.00 of 2.00 GB", 1.0)
+    assert capfd.readouterr() == ("", "")

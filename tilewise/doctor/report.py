@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from tilewise.doctor.packages import Package, packages
+from tilewise.progress import is_wanted, say, writes_over
 from tilewise.version import __version__
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ def examine(seconds: float | None = None) -> Report:
 
 def _say(line: str) -> None:
     """Tell of progress on a terminal; a pipe gets the report alone."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
+    if is_wanted() and writes_over(sys.stderr):
+        say(line)
 
 
 def _of_packages(found: list[Package] | None) -> Iterator[str]:

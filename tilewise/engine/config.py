@@ -822,8 +822,8 @@ class EngineConfig:
         default=None,
         metadata=option(
             Boolean(or_none=True),
-            "line of progress on stderr while graphs are captured",
-            "None writes one to a terminal.",
+            "progress on stderr while a model is loaded, kernels compiled and graphs captured",
+            "None writes a line over on a terminal, and elsewhere one now and then.",
         ),
     )
     speculative: PromptLookup | DraftModel | OwnHead | None = field(

@@ -20,7 +20,7 @@ from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.recipe import options_of_recipe
 from tilewise.engine.record.trace import write_trace
-from tilewise.engine.report import Progress, cache_report, stats_line, stats_record, terminal
+from tilewise.engine.report import cache_report, stats_line, stats_record
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.settings import cache_dtype, cache_spec, compute_device, model_directory
 from tilewise.errors import CheckpointError, RequestError
@@ -29,6 +29,7 @@ from tilewise.nn.packed import quantisation_error
 from tilewise.ops import explain
 from tilewise.ops import precompile as _precompile
 from tilewise.ops.compile_ahead import check_triton, take
+from tilewise.progress import Progress, is_wanted
 
 __all__ = [
     "explain_attention",
@@ -75,13 +76,10 @@ def generate(
     if trace is not None:
         with open(trace, "a"):  # else hours of text end in a file that cannot be written
             pass
-    progress = Progress(terminal())
-    progress.show(f"loading {model} ...")
     max_num_seqs = min(len(prompts) * params.n, MAX_NUM_SEQS)
-    try:
+    with Progress() as progress:
+        progress.show(f"loading {model} ...")
         llm = LLM(model, max_num_seqs=max_num_seqs, **settings)
-    finally:
-        progress.close()
     errors = quantisation_error(llm.model)
     if errors and sys.stderr is not None:
         worst = max(errors, key=errors.__getitem__)
@@ -93,7 +91,7 @@ def generate(
     if len(prompts) == 1 and params.n == 1 and not as_json:
         _stream(llm, prompts[0], params, echoes_prompt)
     else:
-        outputs = llm.generate(prompts, params, use_progress=terminal() is not None)
+        outputs = llm.generate(prompts, params, use_progress=is_wanted())
         if as_json:
             _print_json(llm, outputs)
         else:
@@ -158,7 +156,7 @@ def precompile(*, dtypes: Sequence[str], **choice: Any) -> int:
         choice: the other arguments of `ops.precompile`.
     """
     dtypes_of = [getattr(torch, name) for name in dtypes]
-    done = _precompile(dtypes=dtypes_of, shows_progress=terminal() is not None, **choice)
+    done = _precompile(dtypes=dtypes_of, shows_progress=is_wanted(), **choice)
     for failure in done.failures:
         print(failure, file=sys.stderr)
     print(
@@ -293,12 +291,9 @@ def verify(
     settings = options_of_recipe(recipe)
     if lora_modules:
         settings |= {"enable_lora": True, "lora_modules": list(lora_modules)}
-    progress = Progress(terminal())
-    progress.show(f"loading {model} ...")
-    try:
+    with Progress() as progress:
+        progress.show(f"loading {model} ...")
         llm = LLM(model, device=device, batch_invariant=True, graphs="lazy", **settings)
-    finally:
-        progress.close()
     with llm:
         found = llm.verify(recipe)
     print(json.dumps(asdict(found)) if as_json else found)

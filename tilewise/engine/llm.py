@@ -45,7 +45,6 @@ from tilewise.engine.recipe import (
     sampling_of,
     verdict_of,
 )
-from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.sampling_defaults import sampling_defaults
 from tilewise.engine.scoring import (
@@ -98,6 +97,7 @@ from tilewise.models.registry import empty_model
 from tilewise.models.sharing import move, refill, shapes_of, why_not_refill
 from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.models.vector_head import VectorHead
+from tilewise.progress import Progress
 
 __all__ = ["LLM", "packaged_model"]
 
@@ -360,7 +360,7 @@ class LLM:
             RequestTerms.given_to(LLM.generate, terms),
         )
         waiter = Waiter(mine)
-        progress = Progress(terminal(use_progress))
+        progress = Progress(use_progress)
         if progress.is_shown:
             waiter.notice_changes()
         try:

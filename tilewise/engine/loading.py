@@ -27,6 +27,7 @@ from tilewise.models.sharing import sharing
 from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.models.vector_head import VectorHead
 from tilewise.models.weights import read_tensor
+from tilewise.progress import Progress
 
 __all__ = ["Loaded", "load", "load_encoder_of", "read_head"]
 
@@ -104,14 +105,16 @@ def load(
         if device.type == "cpu":  # which packs copies; a GPU's engine uses what is there
             fits(model)
     elif size == 1:
-        model = load_model(
-            directory,
-            dtype=config.dtype,
-            device=device,
-            random_weights=config.random_weights,
-            before=fits,
-            model_impl=config.model_impl,
-        )
+        with Progress(config.use_progress) as progress:
+            model = load_model(
+                directory,
+                dtype=config.dtype,
+                device=device,
+                random_weights=config.random_weights,
+                before=fits,
+                model_impl=config.model_impl,
+                show=progress.show,
+            )
     else:
         if config.model_impl == "transformers":
             raise ValueError(

@@ -21,7 +21,6 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.config import DraftModel, OwnHead
 from tilewise.engine.engine import Engine
 from tilewise.engine.memory import check_memory, free_memory
-from tilewise.engine.report import Progress, terminal
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig, cache_spec
 from tilewise.engine.sizing import (
@@ -55,6 +54,7 @@ from tilewise.models.encoder import Encoder
 from tilewise.models.multi_token_head import MultiTokenHead, load_multi_token_head
 from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.ops.compile_ahead import tell_first_run
+from tilewise.progress import Progress
 
 __all__ = [
     "EncoderMaker",
@@ -396,8 +396,7 @@ class EngineMaker:
     def _compile_ahead(self, slots: AdapterSlots | None) -> dict[str, float]:
         """Let the kernels of the start be compiled side by side; return what took how long."""
         config = self.config
-        progress = Progress(terminal(config.use_progress))
-        try:
+        with Progress(config.use_progress) as progress:
             return compile_ahead(
                 self.model,
                 self.spec,
@@ -412,8 +411,6 @@ class EngineMaker:
                 adapters=slots,
                 show=progress.show,
             )
-        finally:
-            progress.close()
 
     def _on_device(self, storage: KVStorage, slots: AdapterSlots | None) -> Runner:
         config = self.config
@@ -427,16 +424,13 @@ class EngineMaker:
             batch_invariant=config.batch_invariant,
             adapters=slots,
         )
-        progress = Progress(terminal(config.use_progress))
-        try:
+        with Progress(config.use_progress) as progress:
             prepare(
                 runner,
                 max_num_batched_tokens=most,
                 is_lazy=config.graphs == "lazy",
                 show=progress.show,
             )
-        finally:
-            progress.close()
         tell_first_run()
         settle_memory(config.max_num_seqs)
         self.start_seconds.include(runner.start_seconds)
@@ -530,11 +524,8 @@ class EngineMaker:
         """Capture the steps of a runner now, unless the config puts it off."""
         if self.config.graphs == "lazy":
             return
-        progress = Progress(terminal(self.config.use_progress))
-        try:
+        with Progress(self.config.use_progress) as progress:
             runner.prepare(progress.show)
-        finally:
-            progress.close()
         self.start_seconds.end("steps captured")
 
 

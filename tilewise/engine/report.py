@@ -1,12 +1,9 @@
-"""Numbers for people: the closing line of a run, the size of a cache, progress on a terminal."""
+"""Numbers for people: the closing line of a run, the size of a cache."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import Any
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
 from tilewise.cache.states import checkpoint_bytes
@@ -14,9 +11,7 @@ from tilewise.engine.engine import EngineStats
 from tilewise.engine.sizing import StateMemory
 from tilewise.engine.tables.admission import window_blocks
 
-_SOON = 2.0  # seconds of work before the time left says anything
-
-__all__ = ["Progress", "cache_report", "stats_line", "stats_record"]
+__all__ = ["cache_report", "stats_line", "stats_record"]
 
 
 def stats_line(stats: EngineStats) -> str:
@@ -107,83 +102,6 @@ def _kept(kind: KVSpec | LatentSpec) -> str:
     if kind.is_quantised:
         text = f"({text} + {kind.scale_bytes} of scales)"
     return f"{heads}{text} ({dtype})"
-
-
-class Progress:
-    """A line on a terminal that is written over as work goes on, and wiped at the end.
-
-    A text that is longer than the terminal is wide is cut: a line that wraps could not be wiped.
-
-    Args:
-        stream: the stream to write to; None writes nothing.
-        interval: seconds between two lines at least.
-    """
-
-    def __init__(self, stream: TextIO | None, interval: float = 0.1) -> None:
-        self._stream = stream
-        self._interval = interval
-        self._due = 0.0
-        self._began = time.monotonic()
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether anything is written."""
-        return self._stream is not None
-
-    def show(self, text: str, share: float | None = None) -> None:
-        """Write `text` over the line, unless one was written a moment ago.
-
-        Args:
-            text: the words to show, on one line.
-            share: the part of the work that is done, from which the time left follows.
-        """
-        now = time.monotonic()
-        if self._stream is not None and now >= self._due:
-            left = _time_left(now - self._began, share)
-            self._stream.write(f"\r\x1b[K{_cut(text + left, self._stream)}")
-            self._stream.flush()
-            self._due = now + self._interval
-
-    def close(self) -> None:
-        """Wipe the line."""
-        if self._stream is not None and self._due:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._due = 0.0
-
-
-def terminal(wanted: bool | None = None) -> TextIO | None:
-    """Return stderr, if there is one and progress is wanted there.
-
-    By default it is wanted on a terminal, but on none that cannot write over a line (TERM=dumb).
-    """
-    if sys.stderr is None:
-        return None
-    if wanted is None:
-        wanted = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return sys.stderr if wanted else None
-
-
-def _time_left(seconds: float, share: float | None) -> str:
-    """Return e.g. ", 2 min left" of work whose first `share` took `seconds`."""
-    if not share or share >= 1.0 or seconds < _SOON:
-        return ""
-    left = seconds * (1.0 - share) / share
-    if left < 100:
-        return f", {left:.0f} s left"
-    if left < 6000:
-        return f", {left / 60:.0f} min left"
-    return f", {left / 3600:.0f} h left"
-
-
-def _cut(text: str, stream: TextIO) -> str:
-    """Return as much of a text as fits on one line of the terminal behind a stream."""
-    try:
-        columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):  # a stream that is no terminal has no width
-        return text
-    # The last column is left free, as a terminal may wrap when it is written; 0 is of no terminal.
-    return text if columns < 2 or len(text) < columns else f"{text[: columns - 2]}…"
 
 
 def _rate(tokens_per_second: float) -> str:

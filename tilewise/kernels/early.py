@@ -15,7 +15,17 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["AFTER", "CHOSEN", "CHOSEN_LARGE", "FIRST", "LARGE", "OFF", "launching", "mode"]
+__all__ = [
+    "AFTER",
+    "CHOSEN",
+    "CHOSEN_LARGE",
+    "FIRST",
+    "LARGE",
+    "OFF",
+    "chosen",
+    "launching",
+    "mode",
+]
 
 # When a kernel lets the next one be launched: never before its own end, as soon as all of its
 # programs run, or when they have seen the end of the kernel before.
@@ -43,6 +53,7 @@ CHOSEN_LARGE: Mapping[str, int] = dict.fromkeys(CHOSEN, AFTER)
 
 class _State(threading.local):
     modes: Mapping[str, int] = {}
+    chosen: tuple[tuple[str, int], ...] = ()
 
 
 _state = _State()
@@ -56,12 +67,18 @@ def launching(modes: Mapping[str, int] | None = None) -> Iterator[None]:
     its table, its lengths and its slots. Those are to be written before, and after them there must
     be a kernel that is not launched early (torch launches none so).
     """
-    before = _state.modes
+    before = _state.modes, _state.chosen
     _state.modes = CHOSEN if modes is None else modes
+    _state.chosen = tuple(sorted(_state.modes.items()))
     try:
         yield
     finally:
-        _state.modes = before
+        _state.modes, _state.chosen = before
+
+
+def chosen() -> tuple[tuple[str, int], ...]:
+    """Return the kinds of kernels of this thread that begin early, and how."""
+    return _state.chosen
 
 
 def mode(kind: str) -> int:

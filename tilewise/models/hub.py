@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import fnmatch
 import glob
+import io
 import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import huggingface_hub as hub
 from huggingface_hub import constants, errors
+from tqdm.std import tqdm
 
 from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import read_object
@@ -20,6 +22,7 @@ from tilewise.models.gguf.file import parts_of
 from tilewise.models.gguf.folder import gguf_choices, gguf_folder
 from tilewise.models.mistral_files import has_mistral_files, mistral_folder
 from tilewise.models.naming import like
+from tilewise.progress import Progress, Show
 
 __all__ = ["ADAPTER_FILES", "HubName", "adapter_folder", "checkpoint_folder", "fetch", "hub_name"]
 
@@ -181,15 +184,43 @@ def _downloaded(kind: str, name: HubName, choose: Callable[[list[str]], list[str
         info = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         wanted = choose(list(sizes))
-        _check_disk(name, sum(sizes[file] for file in wanted))
-        folder = hub.snapshot_download(
-            name.repo, revision=name.revision, allow_patterns=[glob.escape(x) for x in wanted]
-        )
+        total = sum(sizes[file] for file in wanted)
+        _check_disk(name, total)
+        with Progress() as progress:
+            folder = hub.snapshot_download(
+                name.repo,
+                revision=name.revision,
+                allow_patterns=[glob.escape(x) for x in wanted],
+                tqdm_class=_bars(progress.show, f"downloading {name}", total),
+            )
     except CheckpointError:
         raise
     except Exception as error:  # of huggingface_hub, of its HTTP library or of the disk
         raise CheckpointError(_reason(name, error)) from error
     return Path(folder)
+
+
+def _bars(show: Show, what: str, total: int) -> type[Any]:
+    """Return a class for huggingface_hub's bars, which draw nothing and tell `show` of their bytes.
+
+    Args:
+        show: a function that takes lines of progress.
+        what: the words before the sizes.
+        total: bytes that are downloaded in all, those that lie here already among them.
+    """
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """One of several: files, bytes that came and bytes that were written."""
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options | {"file": io.StringIO(), "mininterval": 0.0})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if self.unit == "B" and total:
+                done = min(int(self.n), total)
+                show(f"{what}, {done / 1e9:.2f} of {total / 1e9:.2f} GB", done / total)
+
+    return Bar
 
 
 def _only(where: str, choices: list[str], before: str) -> str:

@@ -29,6 +29,7 @@ from tilewise.models.transformers_encoder import (
     why_no_encoder,
 )
 from tilewise.models.weights import check_weights, has_own_head, load_weights, narrow
+from tilewise.progress import Show, silent
 
 __all__ = [
     "allocated",
@@ -50,6 +51,7 @@ def load_model(
     random_weights: bool = False,
     before: Callable[[Decoder], None] | None = None,
     model_impl: str = "auto",
+    show: Show = silent,
 ) -> Decoder:
     """Load a Hugging Face checkpoint directory, ready for inference.
 
@@ -65,6 +67,7 @@ def load_model(
             allocated.
         model_impl: "tilewise" for a decoder of this package, "transformers" for the modules of
             transformers over the paged cache; "auto" takes the first that knows the checkpoint.
+        show: a function that takes lines of progress.
 
     Returns:
         The decoder in eval mode; its parameters do require gradients.
@@ -97,7 +100,7 @@ def load_model(
     if random_weights:
         model.init_weights(generator=torch.Generator(device).manual_seed(0))
     else:
-        load_weights(model, path)
+        load_weights(model, path, show=show)
     return model.eval()
 
 

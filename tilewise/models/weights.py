@@ -39,6 +39,7 @@ from tilewise.nn.experts import Experts
 from tilewise.nn.quantised import QuantisedEmbedding, QuantisedLinear
 from tilewise.ops import QuantisedWeight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
+from tilewise.progress import Show, silent
 
 __all__ = [
     "check_weights",
@@ -152,7 +153,11 @@ def narrow(
 
 @torch.no_grad()
 def load_weights(
-    model: Decoder | Encoder, directory: str | Path, *, part: CutOf | None = None
+    model: Decoder | Encoder,
+    directory: str | Path,
+    *,
+    part: CutOf | None = None,
+    show: Show = silent,
 ) -> None:
     """Fill the parameters of `model` from model.safetensors or its shards.
 
@@ -161,6 +166,7 @@ def load_weights(
         directory: the directory of the checkpoint.
         part: a function of a weight and the index of one of its sources, which returns the part of
             the source that is read; None reads all.
+        show: a function that takes lines of progress.
 
     Raises:
         CheckpointError: a file or tensor is missing, truncated, of the wrong shape or dtype, or
@@ -170,7 +176,13 @@ def load_weights(
         found = _open_checkpoint(Path(directory), stack, model.weight_renames)
         modules = _modules(model, directory, found)
         _check(model, found, part, modules)
+        done, total = 0, sum(parameter.numel() for parameter in model.parameters())
         for name, target, cut in _targets(model, found, part, modules):
+            show(
+                f"loading {done / 1e9:.2f} of {total / 1e9:.2f} billion weights",
+                done / max(1, total),
+            )
+            done += target.numel()
             if modules.has(name):
                 wide = _cut_narrow(modules.weight(name), cut).dequantise()
                 target[: wide.shape[0], : wide.shape[1]].copy_(wide)
@@ -178,7 +190,9 @@ def load_weights(
                 _unpack(name, found, target, cut)
             else:
                 _copy(name, *found[name], target, cut)
-        for name, linear in _narrow_linears(model):
+        linears = _narrow_linears(model)
+        for place, (name, linear) in enumerate(linears):
+            show(f"loading {place} of {len(linears)} quantised weights", place / len(linears))
             assert isinstance(model, Decoder)
             weight = model.source_of(f"{name}.weight", linear)
             weights = [modules.weight(source) for source in _names_of(model, weight, found)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from tilewise.kernels.spec import ElementSpec
 from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean, refuse_gradient
-from tilewise.ops.library import register
+from tilewise.ops.derivatives import refuse_gradient
+from tilewise.ops.step import register_step, step
 
 FUNCTIONS = ("sigmoid", "silu", "gelu", "gelu_tanh", "tanh", "softplus")
 
@@ -42,11 +43,6 @@ def silu_mul(gate_up: Tensor, *, backend: str | None = None, **unknown: Never) -
     """
     if unknown:
         raise unknown_keyword(silu_mul, unknown)
-    checks.check_float("gate_up", gate_up)
-    if gate_up.dim() < 1 or gate_up.shape[-1] < 2 or gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up must be (..., 2 I), got shape {tuple(gate_up.shape)}")
-    checks.check_last_dim_contiguous("gate_up", gate_up)
-    dispatch.check_backend_name(backend)
     y: Tensor = _silu_mul(gate_up, backend)
     return y
 
@@ -78,6 +74,11 @@ def activate(x: Tensor, function: str, *, backend: str | None = None) -> Tensor:
     Example:
         >>> y = activate(torch.randn(3, 3072), "gelu_tanh")
     """
+    y: Tensor = _activate(x, function, backend)
+    return y
+
+
+def _check_activate(x: Tensor, function: str, backend: str | None) -> None:
     checks.check_float("x", x)
     if x.dim() < 1:
         raise ValueError(f"x must be (..., E), got shape {tuple(x.shape)}")
@@ -85,24 +86,28 @@ def activate(x: Tensor, function: str, *, backend: str | None = None) -> Tensor:
     if function not in FUNCTIONS:
         raise ValueError(f"function must be one of {', '.join(FUNCTIONS)}, got {function!r}")
     dispatch.check_backend_name(backend)
-    y: Tensor = _activate(x, function, backend)
-    return y
 
 
-def _activate_kernel(x: Tensor, function: str, backend: str | None) -> Tensor:
+def _chosen_activate(x: Tensor, function: str, backend: str | None) -> partial[Tensor]:
     name = dispatch.choose("elementwise", ElementSpec(x.device.type, x.dtype), backend)
-    y: Tensor = dispatch.kernel_module("elementwise", name).activate(x, function)
-    return y
+    return partial(dispatch.kernel_module("elementwise", name).activate, x, function)
 
 
 def _activate_fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _kernel(gate_up: Tensor, backend: str | None) -> Tensor:
+def _check(gate_up: Tensor, backend: str | None) -> None:
+    checks.check_float("gate_up", gate_up)
+    if gate_up.dim() < 1 or gate_up.shape[-1] < 2 or gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up must be (..., 2 I), got shape {tuple(gate_up.shape)}")
+    checks.check_last_dim_contiguous("gate_up", gate_up)
+    dispatch.check_backend_name(backend)
+
+
+def _chosen(gate_up: Tensor, backend: str | None) -> partial[Tensor]:
     name = dispatch.choose("activation", ElementSpec(gate_up.device.type, gate_up.dtype), backend)
-    y: Tensor = dispatch.kernel_module("activation", name).silu_mul(gate_up)
-    return y
+    return partial(dispatch.kernel_module("activation", name).silu_mul, gate_up)
 
 
 def _fake(gate_up: Tensor, *_: Any) -> Tensor:
@@ -110,12 +115,12 @@ def _fake(gate_up: Tensor, *_: Any) -> Tensor:
     return torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
 
 
-register("silu_mul(Tensor gate_up, str? backend) -> Tensor", _kernel, _fake)
+register_step("silu_mul(Tensor gate_up, str? backend) -> Tensor", _chosen, _fake)
 refuse_gradient("silu_mul")
-_silu_mul = lean("silu_mul")
+_silu_mul = step("silu_mul", _check)
 
-register(
-    "activate(Tensor x, str function, str? backend) -> Tensor", _activate_kernel, _activate_fake
+register_step(
+    "activate(Tensor x, str function, str? backend) -> Tensor", _chosen_activate, _activate_fake
 )
 refuse_gradient("activate")
-_activate = lean("activate")
+_activate = step("activate", _check_activate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Never
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tilewise.kernels.spec import ElementSpec
 from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
-from tilewise.ops.library import register
+from tilewise.ops.step import register_step, step
 
 __all__ = ["adjust_logits", "words_of"]
 
@@ -71,6 +72,34 @@ def adjust_logits(
     """
     if unknown:
         raise unknown_keyword(adjust_logits, unknown)
+    _adjust_logits(
+        logits,
+        rows,
+        mask,
+        mask_of,
+        bias_rows,
+        bias_ids,
+        bias,
+        counts,
+        counts_of,
+        penalties,
+        backend,
+    )
+
+
+def _check(
+    logits: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    mask_of: Tensor | None,
+    bias_rows: Tensor | None,
+    bias_ids: Tensor | None,
+    bias: Tensor | None,
+    counts: Tensor | None,
+    counts_of: Tensor | None,
+    penalties: Tensor | None,
+    backend: str | None,
+) -> None:
     checks.check_same_dtype("logits", logits, torch.float32)
     checks.check_dims("logits", logits, "(R, V)")
     checks.check_last_dim_contiguous("logits", logits)
@@ -119,19 +148,6 @@ def adjust_logits(
                 f"penalties must be contiguous, got strides {tuple(penalties.stride())}"
             )
     dispatch.check_backend_name(backend)
-    _adjust_logits(
-        logits,
-        rows,
-        mask,
-        mask_of,
-        bias_rows,
-        bias_ids,
-        bias,
-        counts,
-        counts_of,
-        penalties,
-        backend,
-    )
 
 
 def words_of(vocab: int) -> int:
@@ -139,22 +155,23 @@ def words_of(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def _kernel(logits: Tensor, rows: Tensor, *arguments: object) -> None:
+def _chosen(logits: Tensor, rows: Tensor, *arguments: object) -> partial[None]:
     *tensors, backend = arguments
     assert backend is None or isinstance(backend, str)
     spec = ElementSpec(logits.device.type, logits.dtype)
     name = dispatch.choose("adjust_logits", spec, backend)
-    dispatch.kernel_module("adjust_logits", name).launch(logits, rows, *tensors)
+    return partial(dispatch.kernel_module("adjust_logits", name).launch, logits, rows, *tensors)
 
 
 def _fake(logits: Tensor, *_: object) -> None:
     return None
 
 
-_adjust_logits = register(
+register_step(
     "adjust_logits(Tensor(a!) logits, Tensor rows, Tensor? mask, Tensor? mask_of, "
     "Tensor? bias_rows, Tensor? bias_ids, Tensor? bias, Tensor? counts, Tensor? counts_of, "
     "Tensor? penalties, str? backend) -> ()",
-    _kernel,
+    _chosen,
     _fake,
 )
+_adjust_logits = step("adjust_logits", _check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean, refuse_gradient
-from tilewise.ops.library import register
+from tilewise.ops.derivatives import refuse_gradient
+from tilewise.ops.step import register_step, step
 
 __all__ = ["MOST_ACTIVE", "MOST_EXPERTS", "MOST_GROUPS", "Scores", "choose_experts"]
 
@@ -78,6 +79,37 @@ def choose_experts(
     Example:
         >>> chosen, weights = choose_experts(router(x), 8, scores="sigmoid", correction_bias=bias)
     """
+    found: tuple[Tensor, Tensor] = _choose_experts(
+        logits,
+        correction_bias,
+        num_active,
+        scores,
+        normalised,
+        float(norm_eps),
+        float(scale),
+        num_groups,
+        num_active_groups,
+        best_in_group,
+        float(jitter),
+        backend,
+    )
+    return found
+
+
+def _check(
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    num_active: int,
+    scores: str,
+    normalised: bool,
+    norm_eps: float,
+    scale: float,
+    num_groups: int,
+    num_active_groups: int,
+    best_in_group: int,
+    jitter: float,
+    backend: str | None,
+) -> None:
     checks.check_float("logits", logits)
     checks.check_dims("logits", logits, "(T, N)")
     checks.check_last_dim_contiguous("logits", logits)
@@ -97,21 +129,6 @@ def choose_experts(
         checks.check_device("correction_bias", correction_bias, logits.device)
         checks.check_last_dim_contiguous("correction_bias", correction_bias)
     dispatch.check_backend_name(backend)
-    found: tuple[Tensor, Tensor] = _choose_experts(
-        logits,
-        correction_bias,
-        num_active,
-        scores,
-        normalised,
-        float(norm_eps),
-        float(scale),
-        num_groups,
-        num_active_groups,
-        best_in_group,
-        float(jitter),
-        backend,
-    )
-    return found
 
 
 def check_choice(
@@ -158,14 +175,13 @@ def check_choice(
         )
 
 
-def _kernel(
+def _chosen(
     logits: Tensor, correction_bias: Tensor | None, num_active: int, *options: Any
-) -> tuple[Tensor, Tensor]:
+) -> partial[tuple[Tensor, Tensor]]:
     *rest, backend = options
     name = dispatch.choose("choose_experts", ElementSpec(logits.device.type, logits.dtype), backend)
     launch = dispatch.kernel_module("choose_experts", name).launch
-    found: tuple[Tensor, Tensor] = launch(logits, correction_bias, num_active, *rest)
-    return found
+    return partial(launch, logits, correction_bias, num_active, *rest)
 
 
 def _fake(
@@ -178,12 +194,12 @@ def _fake(
     )
 
 
-register(
+register_step(
     "choose_experts(Tensor logits, Tensor? correction_bias, int num_active, str scores, "
     "bool normalised, float norm_eps, float scale, int num_groups, int num_active_groups, "
     "int best_in_group, float jitter, str? backend) -> (Tensor, Tensor)",
-    _kernel,
+    _chosen,
     _fake,
 )
 refuse_gradient("choose_experts")
-_choose_experts = lean("choose_experts")
+_choose_experts = step("choose_experts", _check)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise.ops import checks, dispatch
 from tilewise.ops.sampling import sample_tokens
+from tilewise.ops.step import launched
 
 __all__ = ["begin_decode", "draw_decode", "finish_decode", "start_decode"]
 
@@ -47,7 +48,8 @@ def begin_decode(
         seqlens_k: (B,) int32, written.
         backend: "triton" or "reference"; None chooses by the device.
     """
-    _module(position, backend).begin(
+    launched(
+        _module(position, backend).begin,
         position,
         active,
         fresh,
@@ -90,7 +92,8 @@ def start_decode(
     Returns:
         embedding[token] (B, E) and angles[positions] (B, R), new contiguous tensors.
     """
-    x, found = _module(position, backend).start(
+    x, found = launched(
+        _module(position, backend).start,
         position,
         active,
         fresh,
@@ -131,9 +134,8 @@ def finish_decode(
         results: (ring, at least B, 2) int64; token and is_finite of all rows, written at `place`.
         backend: "triton" or "reference"; None chooses by the device.
     """
-    _module(token, backend).finish(
-        drawn, is_finite, token, position, counter, active, place, results
-    )
+    finish = _module(token, backend).finish
+    launched(finish, drawn, is_finite, token, position, counter, active, place, results)
 
 
 def draw_decode(
@@ -163,7 +165,8 @@ def draw_decode(
     rows = (token, position, counter, active, place, results)
     if hasattr(module, "draw"):
         checks.check_dims("logits", logits, "(R, V)")
-        module.draw(logits, temperature, top_k, top_p, min_p, seeds, module.Moved(*rows))
+        moved = module.Moved(*rows)
+        launched(module.draw, logits, temperature, top_k, top_p, min_p, seeds, moved)
         return
     drawn, is_finite = sample_tokens(
         logits,
@@ -175,7 +178,7 @@ def draw_decode(
         counters=counter if temperature is not None else None,
         backend=backend,
     )
-    module.finish(drawn, is_finite, *rows)
+    launched(module.finish, drawn, is_finite, *rows)
 
 
 def _module(rows: Tensor, backend: str | None) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import checks, dispatch, values
 from tilewise.ops.choose_experts import MOST_ACTIVE, MOST_EXPERTS
-from tilewise.ops.derivatives import lean, refuse_gradient
-from tilewise.ops.library import register
+from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.mxfp4 import GROUP
+from tilewise.ops.step import register_step, step
 
 __all__ = ["ExpertActivation", "expert_mlp"]
 
@@ -81,11 +82,6 @@ def expert_mlp(
     Example:
         >>> y = expert_mlp(x, *choose_experts(router(x), 8), up, down)
     """
-    _check(x, chosen, weights, up, up_scale, up_bias, down, down_scale, down_bias)
-    check_activation(activation, has_gates=_has_gates(up, down, down_scale))
-    dispatch.check_backend_name(backend)
-    if values.WAITS:
-        values.check_ids("chosen", chosen, 0, up.shape[0] - 1)
     y: Tensor = _expert_mlp(
         x,
         chosen,
@@ -108,6 +104,31 @@ def expert_mlp(
 
 
 def _check(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    up_scale: Tensor | None,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    weighs_input: bool,
+    batch_invariant: bool,
+    backend: str | None,
+) -> None:
+    _check_tensors(x, chosen, weights, up, up_scale, up_bias, down, down_scale, down_bias)
+    check_activation(activation, has_gates=_has_gates(up, down, down_scale))
+    dispatch.check_backend_name(backend)
+    if values.WAITS:
+        values.check_ids("chosen", chosen, 0, up.shape[0] - 1)
+
+
+def _check_tensors(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
@@ -191,7 +212,7 @@ def _has_gates(up: Tensor, down: Tensor, down_scale: Tensor | None) -> bool:
     return up.shape[1] != down.shape[2] * (1 if down_scale is None else GROUP)
 
 
-def _kernel(
+def _chosen(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
@@ -208,9 +229,10 @@ def _kernel(
     weighs_input: bool,
     batch_invariant: bool,
     backend: str | None,
-) -> Tensor:
+) -> partial[Tensor]:
     name = dispatch.choose("expert_mlp", ElementSpec(x.device.type, x.dtype), backend)
-    y: Tensor = dispatch.kernel_module("expert_mlp", name).launch(
+    return partial(
+        dispatch.kernel_module("expert_mlp", name).launch,
         x,
         chosen,
         weights,
@@ -227,20 +249,19 @@ def _kernel(
         weighs_input=weighs_input,
         batch_invariant=batch_invariant,
     )
-    return y
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-register(
+register_step(
     "expert_mlp(Tensor x, Tensor chosen, Tensor weights, Tensor up, Tensor? up_scale, "
     "Tensor? up_bias, Tensor down, Tensor? down_scale, Tensor? down_bias, str activation, "
     "bool interleaved, float limit, float alpha, bool weighs_input, bool batch_invariant, "
     "str? backend) -> Tensor",
-    _kernel,
+    _chosen,
     _fake,
 )
 refuse_gradient("expert_mlp")
-_expert_mlp = lean("expert_mlp")
+_expert_mlp = step("expert_mlp", _check)

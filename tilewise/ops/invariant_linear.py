@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from tilewise.kernels.tiles import linear_rows
 from tilewise.ops import dispatch
-from tilewise.ops.derivatives import lean, refuse_gradient
-from tilewise.ops.library import register
+from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.linear import check_product, fake_product, spec_of
+from tilewise.ops.step import register_step, step
 
 
 def invariant_linear(
@@ -39,8 +41,6 @@ def invariant_linear(
     Example:
         >>> y = invariant_linear(x, layer.weight)  # x (4096, 1024) on a GPU
     """
-    check_product(x, weight, bias)
-    dispatch.check_backend_name(backend)
     y: Tensor = _invariant_linear(x, weight, bias, backend)
     return y
 
@@ -58,17 +58,20 @@ def invariant_linear_leaves_parts(weight: Tensor) -> bool:
     return dispatch.refusal("invariant_linear", "gluon", spec_of(weight)) is None
 
 
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
-    spec = spec_of(weight)
-    name = dispatch.choose("invariant_linear", spec, backend)
-    y: Tensor = dispatch.kernel_module("invariant_linear", name).launch(x, weight, bias)
-    return y
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> None:
+    check_product(x, weight, bias)
+    dispatch.check_backend_name(backend)
 
 
-register(
+def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> partial[Tensor]:
+    name = dispatch.choose("invariant_linear", spec_of(weight), backend)
+    return partial(dispatch.kernel_module("invariant_linear", name).launch, x, weight, bias)
+
+
+register_step(
     "invariant_linear(Tensor x, Tensor weight, Tensor? bias, str? backend) -> Tensor",
-    _kernel,
+    _chosen,
     fake_product,
 )
 refuse_gradient("invariant_linear")
-_invariant_linear = lean("invariant_linear")
+_invariant_linear = step("invariant_linear", _check)

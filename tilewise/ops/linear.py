@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import invariant_many, linear_rows
 from tilewise.kernels.tiles.linear import MOST_ROWS, pays
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean, refuse_gradient
-from tilewise.ops.library import register
+from tilewise.ops.derivatives import refuse_gradient
+from tilewise.ops.step import register_step, step
 
 MOST_LINEAR_ROWS = MOST_ROWS
 
@@ -73,8 +74,6 @@ def linear(
     Example:
         >>> y = linear(x, layer.weight)  # x (4, 1024) on a GPU
     """
-    check_product(x, weight, bias, MOST_LINEAR_ROWS)
-    dispatch.check_backend_name(backend)
     y: Tensor = _linear(x, weight, bias, backend)
     return y
 
@@ -99,10 +98,6 @@ def linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Te
     Example:
         >>> parts = linear_parts(x, layer.weight)  # x (4, 2048) on a GPU
     """
-    check_product(x, weight, None, most_linear_parts_rows())
-    dispatch.check_backend_name(backend)
-    if backend not in (None, "gluon", "reference"):
-        raise UnsupportedError(f"linear_parts must run on gluon or reference, got {backend}")
     parts: Tensor = _linear_parts(x, weight, backend)
     return parts
 
@@ -151,22 +146,32 @@ def _backend_of(spec: LinearSpec, backend: str | None) -> str | None:
     return "gluon" if _by_rows(spec) else "triton"
 
 
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> None:
+    check_product(x, weight, bias, MOST_LINEAR_ROWS)
+    dispatch.check_backend_name(backend)
+
+
+def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> partial[Tensor]:
     spec = spec_of(weight)
     name = dispatch.choose("linear", spec, _backend_of(spec, backend))
-    y: Tensor = dispatch.kernel_module("linear", name).launch(x, weight, bias)
-    return y
+    return partial(dispatch.kernel_module("linear", name).launch, x, weight, bias)
 
 
-register(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str? backend) -> Tensor", _kernel, fake_product
+register_step(
+    "linear(Tensor x, Tensor weight, Tensor? bias, str? backend) -> Tensor", _chosen, fake_product
 )
 
 
-def _parts_kernel(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
+def _check_parts(x: Tensor, weight: Tensor, backend: str | None) -> None:
+    check_product(x, weight, None, most_linear_parts_rows())
+    dispatch.check_backend_name(backend)
+    if backend not in (None, "gluon", "reference"):
+        raise UnsupportedError(f"linear_parts must run on gluon or reference, got {backend}")
+
+
+def _chosen_parts(x: Tensor, weight: Tensor, backend: str | None) -> partial[Tensor]:
     name = dispatch.choose("linear", spec_of(weight), backend or "gluon")
-    parts: Tensor = dispatch.kernel_module("linear", name).launch_parts(x, weight)
-    return parts
+    return partial(dispatch.kernel_module("linear", name).launch_parts, x, weight)
 
 
 def _fake_parts(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
@@ -177,9 +182,9 @@ def _fake_parts(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
     return x.new_empty((count, *x.shape[:-1], outputs), dtype=torch.float32)
 
 
-register(
-    "linear_parts(Tensor x, Tensor weight, str? backend) -> Tensor", _parts_kernel, _fake_parts
+register_step(
+    "linear_parts(Tensor x, Tensor weight, str? backend) -> Tensor", _chosen_parts, _fake_parts
 )
 refuse_gradient("linear")
 refuse_gradient("linear_parts")
-_linear, _linear_parts = lean("linear"), lean("linear_parts")
+_linear, _linear_parts = step("linear", _check), step("linear_parts", _check_parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from tilewise.kernels.low_rank import TILE, LowRank, RowTiles
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean
-from tilewise.ops.library import refuse_vmap, register
+from tilewise.ops.library import refuse_vmap
+from tilewise.ops.step import register_step, step
 
 __all__ = ["add_low_rank"]
 
@@ -44,9 +45,36 @@ def add_low_rank(
         >>> y = linear(x)
         >>> add_low_rank(y, x, weights, tiles)
     """
+    _add_low_rank(
+        y,
+        x,
+        weights.a,
+        weights.b,
+        weights.scale,
+        weights.ranks,
+        weights.edges,
+        tiles.slots,
+        tiles.rows,
+        backend,
+    )
+
+
+def _check(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    ranks: Tensor,
+    edges: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+    backend: str | None,
+) -> None:
+    weights, tiles = LowRank(a, b, scale, ranks, edges), RowTiles(slots, rows)
     checks.check_float("x", x)
     checks.check_last_dim_contiguous("x", x)
-    slots, total, channels = weights.a.shape
+    num_slots, total, channels = weights.a.shape
     rank, outputs = weights.b.shape[1:]
     if x.dim() < 1 or x.shape[-1] != channels:
         raise ValueError(f"x must be (..., {channels}), got shape {tuple(x.shape)}")
@@ -62,10 +90,10 @@ def add_low_rank(
             f"weights.a must have {parts} parts of {rank} rows, a multiple of {TILE}, got {total}"
         )
     for name, shape, dtype in (
-        ("a", (slots, total, channels), x.dtype),
-        ("b", (slots, rank, outputs), x.dtype),
-        ("scale", (slots, parts), torch.float32),
-        ("ranks", (slots, parts), torch.int32),
+        ("a", (num_slots, total, channels), x.dtype),
+        ("b", (num_slots, rank, outputs), x.dtype),
+        ("scale", (num_slots, parts), torch.float32),
+        ("ranks", (num_slots, parts), torch.int32),
         ("edges", (parts + 1,), torch.int32),
     ):
         tensor = getattr(weights, name)
@@ -77,21 +105,9 @@ def add_low_rank(
     checks.check_int32("tiles.slots", tiles.slots, (len(tiles.slots),), x.device)
     checks.check_int32("tiles.rows", tiles.rows, (len(tiles.slots), TILE), x.device)
     dispatch.check_backend_name(backend)
-    _add_low_rank(
-        y,
-        x,
-        weights.a,
-        weights.b,
-        weights.scale,
-        weights.ranks,
-        weights.edges,
-        tiles.slots,
-        tiles.rows,
-        backend,
-    )
 
 
-def _kernel(
+def _chosen(
     y: Tensor,
     x: Tensor,
     a: Tensor,
@@ -102,27 +118,27 @@ def _kernel(
     slots: Tensor,
     rows: Tensor,
     backend: str | None,
-) -> None:
+) -> partial[None]:
     if not (x.numel() and len(slots)):
-        return
+        return partial(_fake)
     name = dispatch.choose("low_rank", ElementSpec(x.device.type, x.dtype), backend)
-    dispatch.kernel_module("low_rank", name).launch(
-        y.view(-1, y.shape[-1]),
-        x.reshape(-1, x.shape[-1]),
-        LowRank(a, b, scale, ranks, edges),
-        RowTiles(slots, rows),
-    )
+    launch = dispatch.kernel_module("low_rank", name).launch
+    weights, tiles = LowRank(a, b, scale, ranks, edges), RowTiles(slots, rows)
+    if name == "triton":
+        return partial(launch, y, x, weights, tiles)
+    flat = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+    return partial(launch, *flat, weights, tiles)
 
 
 def _fake(*_: Any) -> None:
     return None
 
 
-register(
+register_step(
     "add_low_rank(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor scale, Tensor ranks, "
     "Tensor edges, Tensor slots, Tensor rows, str? backend) -> ()",
-    _kernel,
+    _chosen,
     _fake,
 )
 refuse_vmap("add_low_rank")
-_add_low_rank = lean("add_low_rank")
+_add_low_rank = step("add_low_rank", _check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -11,7 +12,8 @@ from tilewise.kernels.spec import ElementSpec
 from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import register_gradient, save
-from tilewise.ops.library import register, register_vmap
+from tilewise.ops.library import register_vmap
+from tilewise.ops.step import register_step, step
 
 
 @names
@@ -49,6 +51,11 @@ def merge_states(
     """
     if unknown:
         raise unknown_keyword(merge_states, unknown)
+    o, lse = _merge(o_a, lse_a, o_b, lse_b, backend)
+    return o, lse
+
+
+def _check(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, backend: str | None) -> None:
     checks.check_float("o_a", o_a)
     checks.check_same_dtype("o_b", o_b, o_a.dtype)
     if o_a.dim() not in (3, 4):
@@ -62,26 +69,23 @@ def merge_states(
     for name, tensor in (("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
         checks.check_device(name, tensor, o_a.device)
     dispatch.check_backend_name(backend)
-    o, lse = _merge(o_a, lse_a, o_b, lse_b, backend)
-    return o, lse
 
 
-def _kernel(
+def _chosen(
     o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, backend: str | None
-) -> tuple[Tensor, Tensor]:
+) -> partial[tuple[Tensor, Tensor]]:
     name = dispatch.choose("merge", ElementSpec(o_a.device.type, o_a.dtype), backend)
-    o, lse = dispatch.kernel_module("merge", name).launch(o_a, lse_a, o_b, lse_b)
-    return o.contiguous(), lse.contiguous()
+    return partial(dispatch.kernel_module("merge", name).launch, o_a, lse_a, o_b, lse_b)
 
 
 def _fake(o_a: Tensor, lse_a: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-_merge = register(
+register_step(
     "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, str? backend) "
     "-> (Tensor, Tensor)",
-    _kernel,
+    _chosen,
     _fake,
 )
 
@@ -151,4 +155,5 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, 
 
 
 register_gradient("merge_states", _backward, _save, _jvp)
+_merge = step("merge_states", _check)
 register_vmap("merge_states", _vmap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from tilewise.kernels.spec import ElementSpec
 from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean, refuse_gradient
-from tilewise.ops.library import register
+from tilewise.ops.derivatives import refuse_gradient
+from tilewise.ops.step import register_step, step
 
 
 @names
@@ -45,8 +46,6 @@ def rms_norm(
     """
     if unknown:
         raise unknown_keyword(rms_norm, unknown)
-    _check(x, weight)
-    dispatch.check_backend_name(backend)
     y: Tensor = _rms_norm(x, weight, eps, backend)
     return y
 
@@ -83,12 +82,6 @@ def add_rms_norm(
     """
     if unknown:
         raise unknown_keyword(add_rms_norm, unknown)
-    _check(x, weight)
-    checks.check_same_dtype("residual", residual, x.dtype)
-    checks.check_shape("residual", residual, tuple(x.shape))
-    checks.check_device("residual", residual, x.device)
-    checks.check_last_dim_contiguous("residual", residual)
-    dispatch.check_backend_name(backend)
     y, new_residual = _add_rms_norm(x, residual, weight, eps, backend)
     return y, new_residual
 
@@ -117,21 +110,11 @@ def add_parts_rms_norm(
     Example:
         >>> y, residual = add_parts_rms_norm(torch.randn(4, 3, 64), residual, torch.ones(64), 1e-6)
     """
-    _check(residual, weight)
-    if parts.dtype != torch.float32:
-        raise TypeError(f"parts must be float32, got {parts.dtype}")
-    if parts.dim() < 1 or len(parts) < 1:
-        raise ValueError(f"parts must be (P, ..., E) with P at least 1, got {tuple(parts.shape)}")
-    checks.check_shape("parts", parts, (len(parts), *residual.shape))
-    checks.check_device("parts", parts, residual.device)
-    if not parts.is_contiguous():
-        raise ValueError(f"parts must be contiguous, got strides {parts.stride()}")
-    dispatch.check_backend_name(backend)
     y, new_residual = _add_parts_rms_norm(parts, residual, weight, eps, backend)
     return y, new_residual
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _check_rows(x: Tensor, weight: Tensor) -> None:
     checks.check_float("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must be (..., E) with E at least 1, got shape {tuple(x.shape)}")
@@ -142,35 +125,62 @@ def _check(x: Tensor, weight: Tensor) -> None:
     checks.check_last_dim_contiguous("weight", weight)
 
 
+def _check(x: Tensor, weight: Tensor, eps: float, backend: str | None) -> None:
+    _check_rows(x, weight)
+    dispatch.check_backend_name(backend)
+
+
+def _check_add(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
+) -> None:
+    _check_rows(x, weight)
+    checks.check_same_dtype("residual", residual, x.dtype)
+    checks.check_shape("residual", residual, tuple(x.shape))
+    checks.check_device("residual", residual, x.device)
+    checks.check_last_dim_contiguous("residual", residual)
+    dispatch.check_backend_name(backend)
+
+
+def _check_add_parts(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
+) -> None:
+    _check_rows(residual, weight)
+    if parts.dtype != torch.float32:
+        raise TypeError(f"parts must be float32, got {parts.dtype}")
+    if parts.dim() < 1 or len(parts) < 1:
+        raise ValueError(f"parts must be (P, ..., E) with P at least 1, got {tuple(parts.shape)}")
+    checks.check_shape("parts", parts, (len(parts), *residual.shape))
+    checks.check_device("parts", parts, residual.device)
+    if not parts.is_contiguous():
+        raise ValueError(f"parts must be contiguous, got strides {parts.stride()}")
+    dispatch.check_backend_name(backend)
+
+
 def _module(x: Tensor, backend: str | None) -> Any:
     name = dispatch.choose("norm", ElementSpec(x.device.type, x.dtype), backend)
     return dispatch.kernel_module("norm", name)
 
 
-def _rms_norm_kernel(x: Tensor, weight: Tensor, eps: float, backend: str | None) -> Tensor:
-    y: Tensor = _module(x, backend).rms_norm(x, weight, eps)
-    return y
+def _chosen(x: Tensor, weight: Tensor, eps: float, backend: str | None) -> partial[Any]:
+    return partial(_module(x, backend).rms_norm, x, weight, eps)
 
 
-def _add_rms_norm_kernel(
+def _chosen_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    y, new_residual = _module(x, backend).add_rms_norm(x, residual, weight, eps)
-    return y, new_residual
+) -> partial[Any]:
+    return partial(_module(x, backend).add_rms_norm, x, residual, weight, eps)
 
 
-def _add_parts_rms_norm_kernel(
+def _chosen_add_parts(
     parts: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
-) -> tuple[Tensor, Tensor]:
+) -> partial[Any]:
     module = _module(residual, backend)
     if hasattr(module, "add_parts_rms_norm"):
-        y, new_residual = module.add_parts_rms_norm(parts, residual, weight, eps)
-        return y, new_residual
+        return partial(module.add_parts_rms_norm, parts, residual, weight, eps)
     x = parts[0]
     for part in parts[1:]:
         x = x + part
-    y, new_residual = module.add_rms_norm(x.to(residual.dtype), residual, weight, eps)
-    return y, new_residual
+    return partial(module.add_rms_norm, x.to(residual.dtype), residual, weight, eps)
 
 
 def _one_like(x: Tensor, *_: Any) -> Tensor:
@@ -181,24 +191,24 @@ def _two_like(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _one_like(x), _one_like(x)
 
 
-register(
+register_step(
     "rms_norm(Tensor x, Tensor weight, float eps, str? backend) -> Tensor",
-    _rms_norm_kernel,
+    _chosen,
     _one_like,
 )
-register(
+register_step(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str? backend) "
     "-> (Tensor, Tensor)",
-    _add_rms_norm_kernel,
+    _chosen_add,
     _two_like,
 )
-register(
+register_step(
     "add_parts_rms_norm(Tensor parts, Tensor residual, Tensor weight, float eps, str? backend) "
     "-> (Tensor, Tensor)",
-    _add_parts_rms_norm_kernel,
+    _chosen_add_parts,
     lambda parts, residual, *_: _two_like(residual),
 )
 for _name in ("rms_norm", "add_rms_norm", "add_parts_rms_norm"):
     refuse_gradient(_name)
-_rms_norm, _add_rms_norm = lean("rms_norm"), lean("add_rms_norm")
-_add_parts_rms_norm = lean("add_parts_rms_norm")
+_rms_norm, _add_rms_norm = step("rms_norm", _check), step("add_rms_norm", _check_add)
+_add_parts_rms_norm = step("add_parts_rms_norm", _check_add_parts)

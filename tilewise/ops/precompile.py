@@ -10,7 +10,6 @@ import functools
 import itertools
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from tilewise.ops.latent.api import mla_decode, write_latent_cache
 from tilewise.ops.paged.api import paged_attention, plan_paged_attention
 from tilewise.ops.paged.cache import write_kv_cache
 from tilewise.ops.paged.shared_prefixes import shared_prefixes
+from tilewise.progress import Progress
 
 __all__ = ["USUAL_HEAD_DIMS", "Precompiled", "attention_calls", "precompile"]
 
@@ -78,7 +78,7 @@ def precompile(
         device: the device, "cuda" or "cpu"; None takes a GPU if there is one.
         needs_backward: True to compile also the gradients of dense and packed attention.
         workers: the number of compiling processes; None is one a core, at most 16.
-        shows_progress: True to write lines of progress to standard error.
+        shows_progress: True to write progress to standard error.
 
     Raises:
         ValueError: head_dims, dtypes or workers is empty or not positive.
@@ -134,13 +134,11 @@ def _run(jobs: list[_Job], device: str, workers: int, shows_progress: bool) -> l
 
 def _collect(outcomes: Iterable[str | None], total: int, shows_progress: bool) -> list[str]:
     failures = []
-    for number, failure in enumerate(outcomes, 1):
-        if failure is not None:
-            failures.append(failure)
-        if shows_progress and sys.stderr is not None:
-            print(f"\rcompiled {number} of {total} calls", end="", file=sys.stderr, flush=True)
-    if shows_progress and sys.stderr is not None:
-        print(file=sys.stderr)
+    with Progress(shows_progress) as progress:
+        for number, failure in enumerate(outcomes, 1):
+            if failure is not None:
+                failures.append(failure)
+            progress.show(f"compiled {number} of {total} calls", number / total)
     return failures
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,13 @@ from torch import Tensor
 from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.kernels.spec import QuantisedExpertsSpec
 from tilewise.ops import checks, dispatch, values
-from tilewise.ops.derivatives import lean, refuse_gradient
+from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.expert_mlp import (
     ExpertActivation,
     check_activation,
     check_choices,
     check_tokens,
 )
-from tilewise.ops.library import register
 from tilewise.ops.quantised_linear import (
     NUM_ARGUMENTS,
     arguments_of,
@@ -27,6 +27,7 @@ from tilewise.ops.quantised_linear import (
     spec_of,
     weight_of,
 )
+from tilewise.ops.step import register_step, step
 
 __all__ = ["placed_experts", "quantised_expert_mlp"]
 
@@ -74,40 +75,6 @@ def quantised_expert_mlp(
     Example:
         >>> y = quantised_expert_mlp(x, *choose_experts(router(x), 8), up, down, inner_size=768)
     """
-    width = check_tokens(x, chosen)
-    if width == 0 or down.shape[0] % width:
-        raise ValueError(f"down must have a multiple of {width} rows, got {down.shape[0]}")
-    num_experts = down.shape[0] // width
-    check_choices(len(x), chosen, weights, num_experts)
-    if inner_size < 1 or up.shape[0] not in (
-        num_experts * inner_size,
-        num_experts * 2 * inner_size,
-    ):
-        raise ValueError(
-            f"up must have {num_experts} times {inner_size} or {2 * inner_size} rows, "
-            f"got {up.shape[0]}"
-        )
-    outputs = up.shape[0] // num_experts
-    given = {"chosen": chosen, "weights": weights}
-    for name, weight, columns in (("up", up, width), ("down", down, inner_size)):
-        weight.check(name)
-        padded = weight.shape[1]
-        if not columns <= padded < columns + 128:
-            raise ValueError(f"{name} must have {columns} columns, got {padded}")
-        given |= {f"{name}.{part}": tensor for part, tensor in weight.tensors().items()}
-    for name, bias, rows in (("up_bias", up_bias, outputs), ("down_bias", down_bias, width)):
-        if bias is not None:
-            checks.check_same_dtype(name, bias, x.dtype)
-            checks.check_shape(name, bias, (num_experts, rows))
-            given[name] = bias
-    for name, tensor in given.items():
-        checks.check_device(name, tensor, x.device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    check_activation(activation, has_gates=outputs != inner_size)
-    dispatch.check_backend_name(backend)
-    if values.WAITS:
-        values.check_ids("chosen", chosen, 0, num_experts - 1)
     y: Tensor = _quantised_expert_mlp(
         x,
         chosen,
@@ -157,14 +124,54 @@ def _spec_of(
     )
 
 
-def _kernel(x: Tensor, chosen: Tensor, weights: Tensor, *given: Any) -> Tensor:
+def _check(x: Tensor, chosen: Tensor, weights: Tensor, *given: Any) -> None:
+    up = weight_of(*given[:NUM_ARGUMENTS])
+    down = weight_of(*given[NUM_ARGUMENTS : 2 * NUM_ARGUMENTS])
+    up_bias, down_bias, inner_size, activation, *_, backend = given[2 * NUM_ARGUMENTS :]
+    width = check_tokens(x, chosen)
+    if width == 0 or down.shape[0] % width:
+        raise ValueError(f"down must have a multiple of {width} rows, got {down.shape[0]}")
+    num_experts = down.shape[0] // width
+    check_choices(len(x), chosen, weights, num_experts)
+    if inner_size < 1 or up.shape[0] not in (
+        num_experts * inner_size,
+        num_experts * 2 * inner_size,
+    ):
+        raise ValueError(
+            f"up must have {num_experts} times {inner_size} or {2 * inner_size} rows, "
+            f"got {up.shape[0]}"
+        )
+    outputs = up.shape[0] // num_experts
+    tensors = {"chosen": chosen, "weights": weights}
+    for name, weight, columns in (("up", up, width), ("down", down, inner_size)):
+        weight.check(name)
+        padded = weight.shape[1]
+        if not columns <= padded < columns + 128:
+            raise ValueError(f"{name} must have {columns} columns, got {padded}")
+        tensors |= {f"{name}.{part}": tensor for part, tensor in weight.tensors().items()}
+    for name, bias, rows in (("up_bias", up_bias, outputs), ("down_bias", down_bias, width)):
+        if bias is not None:
+            checks.check_same_dtype(name, bias, x.dtype)
+            checks.check_shape(name, bias, (num_experts, rows))
+            tensors[name] = bias
+    for name, tensor in tensors.items():
+        checks.check_device(name, tensor, x.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    check_activation(activation, has_gates=outputs != inner_size)
+    dispatch.check_backend_name(backend)
+    if values.WAITS:
+        values.check_ids("chosen", chosen, 0, num_experts - 1)
+
+
+def _chosen(x: Tensor, chosen: Tensor, weights: Tensor, *given: Any) -> partial[Tensor]:
     up = weight_of(*given[:NUM_ARGUMENTS])
     down = weight_of(*given[NUM_ARGUMENTS : 2 * NUM_ARGUMENTS])
     up_bias, down_bias, inner_size, *options, backend = given[2 * NUM_ARGUMENTS :]
     names = ("activation", "interleaved", "limit", "alpha", "weighs_input", "batch_invariant")
-    spec = _spec_of(x, up, down, inner_size)
-    name = dispatch.choose("quantised_expert_mlp", spec, backend)
-    y: Tensor = dispatch.kernel_module("quantised_expert_mlp", name).launch(
+    name = dispatch.choose("quantised_expert_mlp", _spec_of(x, up, down, inner_size), backend)
+    return partial(
+        dispatch.kernel_module("quantised_expert_mlp", name).launch,
         x,
         chosen,
         weights,
@@ -175,20 +182,19 @@ def _kernel(x: Tensor, chosen: Tensor, weights: Tensor, *given: Any) -> Tensor:
         inner=inner_size,
         **dict(zip(names, options, strict=True)),
     )
-    return y
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-register(
+register_step(
     f"quantised_expert_mlp(Tensor x, Tensor chosen, Tensor weights, {schema_of('up_')}, "
     f"{schema_of('down_')}, Tensor? up_bias, Tensor? down_bias, int inner_size, str activation, "
     "bool interleaved, float limit, float alpha, bool weighs_input, bool batch_invariant, "
     "str? backend) -> Tensor",
-    _kernel,
+    _chosen,
     _fake,
 )
 refuse_gradient("quantised_expert_mlp")
-_quantised_expert_mlp = lean("quantised_expert_mlp")
+_quantised_expert_mlp = step("quantised_expert_mlp", _check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from tilewise.kernels.quantised_weight import QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean, refuse_gradient
-from tilewise.ops.library import register
+from tilewise.ops.derivatives import refuse_gradient
+from tilewise.ops.step import register_step, step
 
 __all__ = ["placed", "quantised_linear", "spec_of"]
 
@@ -48,21 +49,6 @@ def quantised_linear(
     Example:
         >>> y = quantised_linear(x, weight)  # x (4, 1024), weight.shape (4096, 1024)
     """
-    checks.check_float("x", x)
-    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x must be (..., {weight.shape[1]}), got shape {tuple(x.shape)}")
-    checks.check_last_dim_contiguous("x", x)
-    weight.check()
-    for name, tensor in weight.tensors().items():
-        checks.check_device(f"weight.{name}", tensor, x.device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"weight.{name} must be contiguous, got strides {tensor.stride()}")
-    if bias is not None:
-        checks.check_same_dtype("bias", bias, x.dtype)
-        checks.check_shape("bias", bias, (weight.shape[0],))
-        checks.check_device("bias", bias, x.device)
-        checks.check_last_dim_contiguous("bias", bias)
-    dispatch.check_backend_name(backend)
     y: Tensor = _quantised_linear(x, *arguments_of(weight), bias, batch_invariant, backend)
     return y
 
@@ -136,7 +122,7 @@ def weight_of(
 def spec_of(
     x: Tensor, weight: QuantisedWeight, *, batch_invariant: bool = False
 ) -> QuantisedLinearSpec:
-    """Return the specification of a product of rows x (T, K) with a weight."""
+    """Return the specification of a product of x (..., K) with a weight."""
     zeros, minimums = (None if t is None else t.dtype for t in (weight.zeros, weight.minimums))
     return QuantisedLinearSpec(
         x.device.type,
@@ -152,7 +138,7 @@ def spec_of(
         has_outer=weight.outer is not None,
         has_outer_minimums=weight.outer_minimums is not None,
         has_permutation=weight.permutation is not None,
-        rows=1 << max(len(x) - 1, 0).bit_length(),
+        rows=1 << max(x.shape[:-1].numel() - 1, 0).bit_length(),
         batch_invariant=batch_invariant,
         in_lanes=weight.in_lanes,
     )
@@ -181,27 +167,44 @@ def has_huge_scales(weight: QuantisedWeight) -> bool:
 _MOST_EXPONENT = 127 + 65
 
 
-def _kernel(x: Tensor, *given: Any) -> Tensor:
-    bias, batch_invariant, backend = given[NUM_ARGUMENTS:]
-    weight = weight_of(*given[:NUM_ARGUMENTS])
-    flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    spec = spec_of(flat, weight, batch_invariant=batch_invariant)
+def _check(x: Tensor, *arguments: Any) -> None:
+    *of_weight, bias, _, backend = arguments
+    weight = weight_of(*of_weight)
+    checks.check_float("x", x)
+    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must be (..., {weight.shape[1]}), got shape {tuple(x.shape)}")
+    checks.check_last_dim_contiguous("x", x)
+    weight.check()
+    for name, tensor in weight.tensors().items():
+        checks.check_device(f"weight.{name}", tensor, x.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"weight.{name} must be contiguous, got strides {tensor.stride()}")
+    if bias is not None:
+        checks.check_same_dtype("bias", bias, x.dtype)
+        checks.check_shape("bias", bias, (weight.shape[0],))
+        checks.check_device("bias", bias, x.device)
+        checks.check_last_dim_contiguous("bias", bias)
+    dispatch.check_backend_name(backend)
+
+
+def _chosen(x: Tensor, *arguments: Any) -> partial[Tensor]:
+    *of_weight, bias, batch_invariant, backend = arguments
+    weight = weight_of(*of_weight)
+    spec = spec_of(x, weight, batch_invariant=batch_invariant)
     name = dispatch.choose("quantised_linear", spec, backend)
-    y: Tensor = dispatch.kernel_module("quantised_linear", name).launch(
-        flat, weight, bias, batch_invariant
-    )
-    return y.view(*x.shape[:-1], y.shape[-1])
+    launch = dispatch.kernel_module("quantised_linear", name).launch
+    return partial(launch, x, weight, bias, batch_invariant)
 
 
 def _fake(x: Tensor, codes: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
-register(
+register_step(
     f"quantised_linear(Tensor x, {schema_of()}, Tensor? bias, bool batch_invariant, "
     "str? backend) -> Tensor",
-    _kernel,
+    _chosen,
     _fake,
 )
 refuse_gradient("quantised_linear")
-_quantised_linear = lean("quantised_linear")
+_quantised_linear = step("quantised_linear", _check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -11,7 +12,7 @@ from tilewise.kernels.spec import ElementSpec
 from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import register_gradient, save
-from tilewise.ops.library import register
+from tilewise.ops.step import register_step, step
 
 
 @names
@@ -50,6 +51,11 @@ def apply_rope(
     """
     if unknown:
         raise unknown_keyword(apply_rope, unknown)
+    rotated: Tensor = _rope(x, cos, sin, interleaved, backend)
+    return rotated
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backend: str | None) -> None:
     checks.check_float("x", x)
     if x.dim() not in (3, 4):
         raise ValueError(f"x must be (T, H, D) or (B, S, H, D), got shape {tuple(x.shape)}")
@@ -69,25 +75,24 @@ def apply_rope(
             f"cos must have at most D / 2 = {x.shape[-1] // 2} columns, got {cos.shape[-1]}"
         )
     dispatch.check_backend_name(backend)
-    rotated: Tensor = _rope(x, cos, sin, interleaved, backend)
-    return rotated
 
 
-def _kernel(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backend: str | None) -> Tensor:
+def _chosen(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backend: str | None
+) -> partial[Tensor]:
     name = dispatch.choose("rope", ElementSpec(x.device.type, x.dtype), backend)
     if cos.shape[-1] == 0:
-        return x.detach().clone(memory_format=torch.contiguous_format)
-    out: Tensor = dispatch.kernel_module("rope", name).launch(x, cos, sin, interleaved)
-    return out.contiguous()
+        return partial(torch.clone, x.detach(), memory_format=torch.contiguous_format)
+    return partial(dispatch.kernel_module("rope", name).launch, x, cos, sin, interleaved)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_rope = register(
+register_step(
     "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, str? backend) -> Tensor",
-    _kernel,
+    _chosen,
     _fake,
 )
 
@@ -116,3 +121,4 @@ def _jvp(
 
 
 register_gradient("rope", _gradient, _save, _jvp)
+_rope = step("rope", _check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean, refuse_gradient
-from tilewise.ops.library import register
+from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.linear import check_product, spec_of
+from tilewise.ops.step import register_step, step
 
 # The largest weight of a layer that was measured (Llama-3.2-1B). Microseconds of a captured step of
 # one row, 1,024 tokens of context, products apart and in one (H200, 2026-11-29,
@@ -61,19 +62,6 @@ def add_rms_norm_linear(
     Example:
         >>> y, residual = add_rms_norm_linear(x, residual, norm.weight, 1e-6, qkv.weight)
     """
-    _check_row("residual", residual)
-    check_product(residual, weight, bias)
-    width = residual.shape[-1]
-    if width > _MOST_CHANNELS:
-        raise ValueError(f"residual must have at most {_MOST_CHANNELS} channels, got {width}")
-    checks.check_same_dtype("norm_weight", norm_weight, residual.dtype)
-    checks.check_shape("norm_weight", norm_weight, (width,))
-    checks.check_device("norm_weight", norm_weight, residual.device)
-    checks.check_last_dim_contiguous("norm_weight", norm_weight)
-    if is_gated and len(weight) % 2:
-        raise ValueError(f"weight must have an even number of rows if is_gated, got {len(weight)}")
-    _check_stream(x, residual)
-    dispatch.check_backend_name(backend)
     y, total = _add_rms_norm_linear(x, residual, norm_weight, eps, weight, bias, is_gated, backend)
     return y, total
 
@@ -95,9 +83,6 @@ def row_linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -
     Example:
         >>> parts = row_linear_parts(x, layer.weight)  # x (1, 2048) on a GPU
     """
-    _check_row("x", x)
-    check_product(x, weight, None)
-    dispatch.check_backend_name(backend)
     parts: Tensor = _row_linear_parts(x, weight, backend)
     return parts
 
@@ -107,6 +92,37 @@ def row_linear_pays(weight: Tensor) -> bool:
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
     return weight.numel() <= _MOST_ELEMENTS and device.arch_of(weight.device) == 90
+
+
+def _check(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_gated: bool,
+    backend: str | None,
+) -> None:
+    _check_row("residual", residual)
+    check_product(residual, weight, bias)
+    width = residual.shape[-1]
+    if width > _MOST_CHANNELS:
+        raise ValueError(f"residual must have at most {_MOST_CHANNELS} channels, got {width}")
+    checks.check_same_dtype("norm_weight", norm_weight, residual.dtype)
+    checks.check_shape("norm_weight", norm_weight, (width,))
+    checks.check_device("norm_weight", norm_weight, residual.device)
+    checks.check_last_dim_contiguous("norm_weight", norm_weight)
+    if is_gated and len(weight) % 2:
+        raise ValueError(f"weight must have an even number of rows if is_gated, got {len(weight)}")
+    _check_stream(x, residual)
+    dispatch.check_backend_name(backend)
+
+
+def _check_parts(x: Tensor, weight: Tensor, backend: str | None) -> None:
+    _check_row("x", x)
+    check_product(x, weight, None)
+    dispatch.check_backend_name(backend)
 
 
 def _check_row(name: str, x: Tensor) -> None:
@@ -142,7 +158,7 @@ def _default(weight: Tensor) -> str | None:
     return "triton" if weight.is_cuda else None
 
 
-def _kernel(
+def _chosen(
     x: Tensor,
     residual: Tensor,
     norm_weight: Tensor,
@@ -151,10 +167,9 @@ def _kernel(
     bias: Tensor | None,
     is_gated: bool,
     backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    module = _module(weight, backend)
-    y, total = module.add_rms_norm_linear(x, residual, norm_weight, eps, weight, bias, is_gated)
-    return y, total
+) -> partial[Any]:
+    launch = _module(weight, backend).add_rms_norm_linear
+    return partial(launch, x, residual, norm_weight, eps, weight, bias, is_gated)
 
 
 def _fake(
@@ -171,9 +186,8 @@ def _fake(
     return residual.new_empty((*residual.shape[:-1], outputs)), residual.new_empty(residual.shape)
 
 
-def _parts_kernel(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
-    parts: Tensor = _module(weight, backend).row_linear_parts(x, weight)
-    return parts
+def _chosen_parts(x: Tensor, weight: Tensor, backend: str | None) -> partial[Any]:
+    return partial(_module(weight, backend).row_linear_parts, x, weight)
 
 
 def _fake_parts(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
@@ -184,15 +198,16 @@ def _fake_parts(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
     return x.new_empty((count, *x.shape[:-1], outputs), dtype=torch.float32)
 
 
-register(
+register_step(
     "add_rms_norm_linear(Tensor x, Tensor residual, Tensor norm_weight, float eps, Tensor weight, "
     "Tensor? bias, bool is_gated, str? backend) -> (Tensor, Tensor)",
-    _kernel,
+    _chosen,
     _fake,
 )
-register(
-    "row_linear_parts(Tensor x, Tensor weight, str? backend) -> Tensor", _parts_kernel, _fake_parts
+register_step(
+    "row_linear_parts(Tensor x, Tensor weight, str? backend) -> Tensor", _chosen_parts, _fake_parts
 )
 refuse_gradient("add_rms_norm_linear")
 refuse_gradient("row_linear_parts")
-_add_rms_norm_linear, _row_linear_parts = lean("add_rms_norm_linear"), lean("row_linear_parts")
+_add_rms_norm_linear = step("add_rms_norm_linear", _check)
+_row_linear_parts = step("row_linear_parts", _check_parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -10,8 +11,7 @@ from torch import Tensor
 from tilewise.kernels.spec import ElementSpec
 from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean
-from tilewise.ops.library import register
+from tilewise.ops.step import register_step, step
 
 MOST_LOGPROBS = 20
 MOST_TOKENS = 1 << 20  # largest vocabulary: more would not fit a sum of integer weights
@@ -72,31 +72,6 @@ def sample_tokens(
     """
     if unknown:
         raise unknown_keyword(sample_tokens, unknown)
-    if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(
-            "logits must have dtype float32, float16 or bfloat16, "
-            f"got {checks.dtype_name(logits.dtype)}"
-        )
-    _check_logits(logits)
-    rows = (logits.shape[0],)
-    for name, numbers, dtype in (
-        ("temperature", temperature, torch.float32),
-        ("top_k", top_k, torch.int32),
-        ("top_p", top_p, torch.float32),
-        ("min_p", min_p, torch.float32),
-        ("seeds", seeds, torch.int64),
-        ("counters", counters, torch.int64),
-    ):
-        if numbers is not None:
-            checks.check_same_dtype(name, numbers, dtype)
-            checks.check_shape(name, numbers, rows)
-            checks.check_device(name, numbers, logits.device)
-            checks.check_last_dim_contiguous(name, numbers)
-    if temperature is not None:
-        for name, numbers in (("seeds", seeds), ("counters", counters)):
-            if numbers is None:
-                raise ValueError(f"{name} must be given with a temperature, got None")
-    dispatch.check_backend_name(backend)
     tokens, is_finite = _sample_tokens(
         logits, temperature, top_k, top_p, min_p, seeds, counters, backend
     )
@@ -133,6 +108,48 @@ def token_logprobs(
     """
     if unknown:
         raise unknown_keyword(token_logprobs, unknown)
+    own, ids, values = _token_logprobs(logits, token_ids, count, backend)
+    return own, ids, values
+
+
+def _check(
+    logits: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor | None,
+    counters: Tensor | None,
+    backend: str | None,
+) -> None:
+    if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(
+            "logits must have dtype float32, float16 or bfloat16, "
+            f"got {checks.dtype_name(logits.dtype)}"
+        )
+    _check_logits(logits)
+    rows = (logits.shape[0],)
+    for name, numbers, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+        ("seeds", seeds, torch.int64),
+        ("counters", counters, torch.int64),
+    ):
+        if numbers is not None:
+            checks.check_same_dtype(name, numbers, dtype)
+            checks.check_shape(name, numbers, rows)
+            checks.check_device(name, numbers, logits.device)
+            checks.check_last_dim_contiguous(name, numbers)
+    if temperature is not None:
+        for name, numbers in (("seeds", seeds), ("counters", counters)):
+            if numbers is None:
+                raise ValueError(f"{name} must be given with a temperature, got None")
+    dispatch.check_backend_name(backend)
+
+
+def _check_logprobs(logits: Tensor, token_ids: Tensor, count: int, backend: str | None) -> None:
     checks.check_same_dtype("logits", logits, torch.float32)
     _check_logits(logits)
     checks.check_same_dtype("token_ids", token_ids, torch.int64)
@@ -144,8 +161,6 @@ def token_logprobs(
             f"count must be in 0 ... {min(MOST_LOGPROBS, logits.shape[1])}, got {count}"
         )
     dispatch.check_backend_name(backend)
-    own, ids, values = _token_logprobs(logits, token_ids, count, backend)
-    return own, ids, values
 
 
 def _check_logits(logits: Tensor) -> None:
@@ -159,12 +174,11 @@ def _name_of(logits: Tensor, backend: str | None) -> str:
     return dispatch.choose("sampling", ElementSpec(logits.device.type, torch.float32), backend)
 
 
-def _sample_kernel(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _chosen(logits: Tensor, *arguments: Any) -> partial[tuple[Tensor, Tensor]]:
     *numbers, backend = arguments
     name = _name_of(logits, backend)
     wide = logits if name == "triton" else logits.float()  # triton's kernels convert what they read
-    tokens, is_finite = dispatch.kernel_module("sampling", name).sample_tokens(wide, *numbers)
-    return tokens, is_finite
+    return partial(dispatch.kernel_module("sampling", name).sample_tokens, wide, *numbers)
 
 
 def _sample_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -172,12 +186,11 @@ def _sample_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.bool)
 
 
-def _logprobs_kernel(
+def _chosen_logprobs(
     logits: Tensor, token_ids: Tensor, count: int, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> partial[tuple[Tensor, Tensor, Tensor]]:
     module = dispatch.kernel_module("sampling", _name_of(logits, backend))
-    own, ids, values = module.token_logprobs(logits, token_ids, count)
-    return own, ids, values
+    return partial(module.token_logprobs, logits, token_ids, count)
 
 
 def _logprobs_fake(
@@ -188,16 +201,17 @@ def _logprobs_fake(
     return own, logits.new_empty((rows, count), dtype=torch.int64), logits.new_empty((rows, count))
 
 
-register(
+register_step(
     "sample_tokens(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, "
     "Tensor? min_p, Tensor? seeds, Tensor? counters, str? backend) -> (Tensor, Tensor)",
-    _sample_kernel,
+    _chosen,
     _sample_fake,
 )
-register(
+register_step(
     "token_logprobs(Tensor logits, Tensor token_ids, int count, str? backend) "
     "-> (Tensor, Tensor, Tensor)",
-    _logprobs_kernel,
+    _chosen_logprobs,
     _logprobs_fake,
 )
-_sample_tokens, _token_logprobs = lean("sample_tokens"), lean("token_logprobs")
+_sample_tokens = step("sample_tokens", _check)
+_token_logprobs = step("token_logprobs", _check_logprobs)

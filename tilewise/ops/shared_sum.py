@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.ops.step import launched
 
 __all__ = ["add_up", "add_up_flagged", "flagged_words", "why_not"]
 
@@ -37,7 +38,8 @@ def add_up(
 
     # On a CPU Triton's interpreter stores words without the required order.
     is_strong = x.device.type == "cuda"
-    shared_sum.launch(x, residual, weight, eps, y, total, is_strong=is_strong, **options)
+    given = (x, residual, weight, eps, y, total)
+    launched(shared_sum.launch, *given, is_strong=is_strong, **options)
 
 
 def add_up_flagged(
@@ -53,7 +55,8 @@ def add_up_flagged(
     from tilewise.kernels.triton.step import flagged_sum
 
     is_strong = x.device.type == "cuda"
-    flagged_sum.launch(x, residual, weight, eps, y, total, is_strong=is_strong, **options)
+    given = (x, residual, weight, eps, y, total)
+    launched(flagged_sum.launch, *given, is_strong=is_strong, **options)
 
 
 def flagged_words(dim: int, itemsize: int, most_rows: int) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tilewise.training.terminal import say
+from tilewise.progress import say
 
 __all__ = ["END", "Corpus", "load_tokenizer", "prepare", "train_tokenizer"]
 

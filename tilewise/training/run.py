@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from tilewise.progress import Progress, say, time_left
 from tilewise.training.flops import peak_of
 from tilewise.training.packing import Batch, Packer, prefetch
-from tilewise.training.terminal import interrupts, say
+from tilewise.training.terminal import interrupts
 from tilewise.training.trainer import Trainer, learning_rate
 
 __all__ = ["Plan", "draw", "read_log", "run"]
@@ -108,8 +109,9 @@ def run(
     if plan.stop_after is not None:
         last = min(last, plan.stop_after)
     clock = _Clock(trainer.device)
+    begin, since = trainer.steps, time.monotonic()
     try:
-        with interrupts(_INTERRUPTED) as interrupted:
+        with interrupts(_INTERRUPTED) as interrupted, Progress() as progress:
             while trainer.steps < last:
                 step = list(islice(batches, plan.accumulate))
                 loss = trainer.step(step)
@@ -118,6 +120,10 @@ def run(
                 done = trainer.steps
                 first = clock.steps_in_all == 1
                 ends = done == last or interrupted.signal is not None
+                if first:  # it compiled: the time left is that of the others
+                    since = time.monotonic()
+                share = None if first else (done - begin - 1) / max(1, last - begin - 1)
+                progress.show(f"step {done} of {last}", share)
                 if first or ends or _is_due(plan.log_every, done):
                     trainer.check_finite()  # waits for the device
                     record = {"kind": "train", "step": done, "loss": float(loss)}
@@ -126,7 +132,7 @@ def run(
                     if first:  # it compiled
                         record.pop("mfu", None)
                         record.pop("tokens_per_s")
-                    log.write(record)
+                    log.write(record, time_left(time.monotonic() - since, share))
                 if held_out is not None and (_is_due(plan.evaluate_every, done) or done == last):
                     loss_there = _evaluate(trainer, held_out, plan.evaluation_batches, change)
                     log.write({"kind": "held_out", "step": done, "loss": loss_there})
@@ -232,7 +238,8 @@ class _Log:
         kept.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any], left: str = "") -> None:
+        """Keep a record, and say it with the time that is left."""
         self.records.append(record)
         self._file.write(_line(record))
         self._file.flush()
@@ -245,6 +252,8 @@ class _Log:
             parts.append(f"MFU {record['mfu']:.1%}")
         if "peak_gib" in record:
             parts.append(f"{record['peak_gib']:.1f} GiB")
+        if left:
+            parts.append(left)
         say("  ".join(parts))
 
     def close(self) -> None:

@@ -10,13 +10,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupts", "interrupts", "run_script", "say"]
+from tilewise.progress import say
 
-
-def say(line: str) -> None:
-    """Print one line on standard error, if the process has it."""
-    if sys.stderr is not None:
-        print(line, file=sys.stderr, flush=True)
+__all__ = ["Interrupts", "interrupts", "run_script"]
 
 
 def run_script(name: str, main: Callable[[], None]) -> None:

@@ -30,6 +30,7 @@ PAGES = {
 BOOSTS = {"guide": 1.4, "reference": 1.2, "design": 0.8, "results": 0.6, "source": 0.2}
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 # A section of the navigation, named by an element that is empty where the section has a page.
+_SEARCH = 'data-md-component="search" role="dialog" aria-label="Search"'
 _SECTION = re.compile(
     r'(<nav class="md-nav" data-md-level="\d" )aria-labelledby="\w+"([^>]*>)'
     r"(\s*<label[^>]*>\s*<span[^>]*></span>\s*)([^<]*?)(?=\s*</label>)"
@@ -119,7 +120,8 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Return a page whose sections of the navigation have names."""
+    """Return a page whose sections of the navigation, and whose search, have names."""
+    output = output.replace('data-md-component="search" role="dialog"', _SEARCH)
     return _SECTION.sub(r'\1aria-label="Section \4"\2\3\4', output)
 
 

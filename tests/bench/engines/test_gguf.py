@@ -88,7 +88,32 @@ def test_q_rotated_in_pairs_is_q_rotated_in_halves(written, checkpoint):
     assert not torch.allclose(ours, theirs)
 
 
+def test_a_gemma_has_its_norms_with_their_1_and_its_rows_as_they_are(written, tmp_path):
+    small = {name: SMALL[name] for name in (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "vocab_size",
+    )}  # fmt: skip
+    shape = SHAPES["gemma-3-1b"] | small | {"num_hidden_layers": 6}
+    model = build_model(ModelConfig.from_hf(shape), dtype="bfloat16")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(torch.randn(parameter.shape))
+    save_model(model, tmp_path)
+    write_gguf(tmp_path, tmp_path / "x.gguf", "bf16")
+    assert written.said["architecture"] == "gemma3"
+    assert written.said["add_sliding_window"] == (512,)
+    assert written.said["add_rope_freq_base"] == (1_000_000.0,)
+    assert len(written.tensors) == 2 + 6 * 13
+    for theirs, ours in (("attn_k_norm", "attention.k_norm"), ("post_ffw_norm", "mlp_out_norm")):
+        weight = model.get_parameter(f"layers.5.{ours}.weight").detach().float().numpy()
+        assert np.array_equal(written.tensors[f"blk.5.{theirs}.weight"], weight + 1)
+    q = written.tensors["blk.0.attn_q.weight"].view(np.uint16)
+    own = model.layers[0].attention.qkv_proj.weight[:32].detach().view(torch.int16).numpy()
+    assert np.array_equal(q, own.view(np.uint16))
+
+
 def test_other_models_are_refused(written, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
-    with pytest.raises(ValueError, match="must be a Llama with a plain rope"):
+    with pytest.raises(ValueError, match="must be a Llama or a Gemma 3 with a plain rope"):
         write_gguf(tmp_path, tmp_path / "x.gguf", "bf16")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.gluon.test_linear import make_product
+from tests.kernels.planned import poisoned
 from tilewise.kernels import device, early
 from tilewise.kernels.gluon.step import invariant_linear, linear
 from tilewise.kernels.spec import LinearSpec
@@ -31,16 +31,12 @@ TILES = {
 }
 
 
-def poisoned(size: int | tuple[int, ...], **options: Any) -> Tensor:
-    return torch.full(size if isinstance(size, tuple) else (size,), float("nan"), **options)
-
-
 def run_emulated(
     x: Tensor, weight: Tensor, bias: Tensor | None, tile: ManyTile, seed: int = 0, sms: int = 2
 ) -> Tensor:
     """Return y on so many multiprocessors; what was not written of it is NaN."""
     with (
-        mock.patch.object(invariant_linear.torch, "empty", poisoned),
+        mock.patch.object(torch, "empty", poisoned),
         mock.patch.object(device, "sm_count_of", return_value=sms),
         emulated(seed) as names,
     ):
@@ -223,13 +219,16 @@ def test_rows_choose_the_kernel_and_the_weight_says_how_it_is_summed():
     assert tiles.many_tile(65, 4096, 1024, False) is not None
     for rows in (65, 257, 1024, 8192):
         assert tiles.many_tile(rows, 1024, 2048, True) in tiles.candidates(True)
+    few, many = linear.launch, invariant_linear.launch_many
     with (
-        mock.patch.object(invariant_linear.linear, "launch", return_value="few"),
-        mock.patch.object(invariant_linear, "launch_many", return_value="many"),
+        mock.patch.object(few, "write", wraps=few.write) as of_few,
+        mock.patch.object(many, "write", wraps=many.write) as of_many,
     ):
         x, weight, bias = make_product(513, 64, 40)
-        assert invariant_linear.launch(x[:64], weight, bias) == "few"
-        assert invariant_linear.launch(x, weight, bias) == "many"
+        invariant_linear.launch.plan(x[:64], weight, bias)
+        assert (of_few.call_count, of_many.call_count) == (1, 0)
+        invariant_linear.launch.plan(x, weight, bias)
+        assert (of_few.call_count, of_many.call_count) == (1, 1)
 
 
 def test_views_and_no_rows():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels.planned import poisoned
 from tilewise.kernels import early
 from tilewise.kernels.gluon.step import linear
 from tilewise.kernels.host import lasting
@@ -55,7 +56,7 @@ def run_emulated(
     counted = torch.zeros(1000, dtype=torch.int32)
     most = tiles.MOST_STAGES if stages is None else stages
     with (
-        mock.patch.object(linear.torch, "empty", _poisoned),
+        mock.patch.object(torch, "empty", poisoned),
         mock.patch.object(linear, "zeros_of_stream", return_value=counted),
         mock.patch.object(tiles, "MOST_STAGES", most),
         emulated(seed, program=program, resident=resident) as names,
@@ -64,10 +65,6 @@ def run_emulated(
     assert names == ["linear_rows_kernel"]
     assert not counted.any(), "arrivals must be zero again"
     return y
-
-
-def _poisoned(size: int | tuple[int, ...], **options: Any) -> Tensor:
-    return torch.full(size if isinstance(size, tuple) else (size,), float("nan"), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -105,7 +102,7 @@ def test_parts_that_are_left_add_up_to_the_product_bit_for_bit(tile):
     for rows, channels, outputs in ((1, 200, 40), (20, 1024, 130), (33, 776, 200)):
         x, weight, _ = make_product(rows, channels, outputs)
         wanted = run_emulated(x, weight, None, TILES[tile])
-        with mock.patch.object(linear.torch, "empty", _poisoned), emulated(rows) as names:
+        with mock.patch.object(torch, "empty", poisoned), emulated(rows) as names:
             parts = linear.launch_parts(x, weight, TILES[tile])
         assert names == ["linear_rows_kernel"]
         assert parts.shape == (tiles.parts_of(TILES[tile], channels), rows, outputs)

@@ -20,6 +20,7 @@ from tilewise.kernels import device, early
 from tilewise.kernels.gluon.paged import plan as gluon
 from tilewise.kernels.gluon.paged.plan import why_not_decode
 from tilewise.kernels.host.descriptors import descriptor
+from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.ops import call
 from tilewise.reference import paged as reference
@@ -273,7 +274,7 @@ def run_emulated(
     ):
         if has_plan:
             gluon._fill(
-                gluon.launch_now,
+                launch_now,
                 records,
                 spec,
                 options["seqlens_k"],

@@ -1,10 +1,10 @@
-"""A Llama checkpoint as a GGUF file for llama.cpp, without a tokenizer.
+"""A checkpoint of Llama or Gemma 3 as a GGUF file for llama.cpp, without a tokenizer.
 
     python -m tilewise.bench.engines.gguf DIRECTORY FILE bf16|f16
 
 Runs in llama.cpp's environment: it needs numpy and the package gguf, neither torch nor safetensors.
-The products keep 16 bits, norms become float32, and the rows of q and k are reordered from Hugging
-Face's rotary halves to llama.cpp's pairs.
+The products keep 16 bits and norms become float32. Llama's rows of q and k are reordered from
+Hugging Face's rotary halves to llama.cpp's pairs; Gemma's norms get the 1 that is added to them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,17 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_OWN = {
+    "llama": {},
+    "gemma3": {
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+}
+_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Gemma3ForCausalLM": "gemma3"}
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -37,7 +48,7 @@ _OUTER = {
 
 
 def write_gguf(directory: Path, file: Path, dtype: str) -> None:
-    """Write a GGUF file of a LlamaForCausalLM checkpoint in model.safetensors.
+    """Write a GGUF file of a LlamaForCausalLM or Gemma3ForCausalLM checkpoint in model.safetensors.
 
     Args:
         directory: holds config.json and model.safetensors, in bfloat16, float16 or float32.
@@ -45,7 +56,8 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
 
     Raises:
         ImportError: gguf or numpy is missing.
-        ValueError: the checkpoint is of another model, or has a scaled rope.
+        ValueError: the checkpoint is of another model, or has a scaled rope that llama.cpp reads
+            from no field written here.
     """
     try:
         import gguf
@@ -53,12 +65,19 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
     except ImportError as error:
         raise ImportError("writing GGUF needs: pip install gguf numpy") from error
     config = json.loads((directory / "config.json").read_text())
+    architecture = _ARCHITECTURES.get(config["architectures"][0], "")
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10_000.0)}
-    if config["architectures"] != ["LlamaForCausalLM"] or rope.get("rope_type") == "llama3":
-        raise ValueError("the checkpoint must be a Llama with a plain rope to become GGUF")
+    rope = rope.get("full_attention", rope)
+    if not architecture or rope.get("rope_type", "default") != "default":
+        raise ValueError(
+            "the checkpoint must be a Llama or a Gemma 3 with a plain rope to become GGUF, "
+            f"got {config['architectures'][0]}"
+        )
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or config["hidden_size"] // heads
-    writer: Any = gguf.GGUFWriter(str(file), "llama")
+    writer: Any = gguf.GGUFWriter(str(file), architecture)
+    if architecture == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -74,15 +93,15 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
     writer.add_tokenizer_model("no_vocab")
     kinds = gguf.GGMLQuantizationType
     for name, values in _tensors(directory / "model.safetensors", np):
-        theirs = _name(name)
+        theirs = _name(name, _LAYER | _OWN[architecture])
         if theirs is None or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
             continue
-        if "q_proj" in name or "k_proj" in name:
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             count = heads if "q_proj" in name else kv_heads
             halves = values.reshape(count, 2, d // 2, -1)
             values = halves.swapaxes(1, 2).reshape(values.shape)
         if values.ndim == 1:
-            writer.add_tensor(theirs, values)
+            writer.add_tensor(theirs, values + 1 if architecture == "gemma3" else values)
         elif dtype == "f16":
             writer.add_tensor(theirs, values.astype(np.float16))
         else:
@@ -97,14 +116,14 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
     writer.close()
 
 
-def _name(name: str) -> str | None:
+def _name(name: str, layer_names: dict[str, str]) -> str | None:
     """Return llama.cpp's name of a tensor; None for one that it computes itself."""
     if name in _OUTER:
         return _OUTER[name]
     if name.endswith("inv_freq"):
         return None
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_LAYER[rest.removesuffix('.weight')]}.weight"
+    return f"blk.{layer}.{layer_names[rest.removesuffix('.weight')]}.weight"
 
 
 def _tensors(path: Path, np: Any) -> Iterator[tuple[str, Any]]:

@@ -102,6 +102,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": _LLAMA_32_ROPE | {"rope_theta": 500_000.0},
         "rope_parameters": _LLAMA_32_ROPE | {"rope_theta": 500_000.0},
     },
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262_144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "max_position_embeddings": 32_768,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "dtype": "bfloat16",
+    },
     # For a CPU; no published model's. 0.39 B parameters, all of which a token reads.
     "llama-0.4b": _LLAMA
     | {

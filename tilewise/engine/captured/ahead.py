@@ -30,6 +30,7 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.memory import available_memory
 from tilewise.models.decoder import Decoder
 from tilewise.ops import compile_ahead as compiling
+from tilewise.progress import Show, silent
 
 if TYPE_CHECKING:
     from tilewise.distributed.shard_group import ShardGroup
@@ -76,7 +77,7 @@ def compile_ahead(
     num_blocks: int | tuple[int, ...] | None = None,
     group: ShardGroup | None = None,
     adapters: AdapterSlots | None = None,
-    show: Callable[[str], None] = lambda _: None,
+    show: Show = silent,
 ) -> dict[str, float]:
     """Let what a start compiles lie on disk before it is asked for.
 
@@ -87,7 +88,7 @@ def compile_ahead(
         num_blocks: the number of the cache's blocks, where it is known.
         group: the group of the ranks that hold the model's shards.
         adapters: the slots of adapters.
-        show: takes a line of progress.
+        show: a function that takes lines of progress.
 
     Returns:
         The seconds of its parts, by name; nothing where nothing was to be done.
@@ -146,7 +147,7 @@ def _compile(
     count: int,
     stamp: Path,
     group: ShardGroup | None,
-    show: Callable[[str], None],
+    show: Show,
 ) -> dict[str, float]:
     began = time.perf_counter()
     missing: list[Request] = []
@@ -164,7 +165,9 @@ def _compile(
         outcome = processes.compile(
             slowest_first(missing),
             seconds=SECONDS,
-            show=lambda done, total: show(f"compiling kernels, {done} of {total}"),
+            show=lambda done, total: show(
+                f"compiling kernels, {done} of {total}", done / max(1, total)
+            ),
         )
     missing = [request for request in missing if not request.is_on_disk]
     if missing:

@@ -34,6 +34,7 @@ from tilewise.models.registry import empty_model
 from tilewise.ops import absent_gpu
 from tilewise.ops import compile_ahead as compiling
 from tilewise.ops.precompile import attention_calls
+from tilewise.progress import Progress
 
 __all__ = ["SM_COUNTS", "Outcome", "Task", "compile_for"]
 
@@ -143,7 +144,14 @@ def _run(task: Task) -> Outcome:
     missing = [request for request in requests if not request.is_on_disk]
     with compiling.compilers(count) as processes:
         processes.begin()
-        outcome = processes.compile(slowest_first(missing), seconds=_SECONDS, show=_show)
+        with Progress() as progress:
+            outcome = processes.compile(
+                slowest_first(missing),
+                seconds=_SECONDS,
+                show=lambda done, total: progress.show(
+                    f"compiled {done} of {total} kernels", done / max(1, total)
+                ),
+            )
     failures += outcome.failures
     manifest = compiling.pack(Path(task.to), requests, arch=task.arch, about=task.about)
     return Outcome(len(manifest.kernels), len(requests) - len(missing), failures)
@@ -173,12 +181,6 @@ def _rehearse(options: dict[str, Any]) -> None:
         num_blocks=config.num_blocks,
     )
     rehearse(runner, max_num_batched_tokens=most, is_lazy=config.graphs == "lazy")
-
-
-def _show(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        print(f"\rcompiled {done} of {total} kernels", end=end, file=sys.stderr, flush=True)
 
 
 def main(text: str) -> None:

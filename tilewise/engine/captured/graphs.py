@@ -20,6 +20,7 @@ from tilewise.engine.batch import Asked, Batch, ScheduledSequence
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.compilations import Compilations
+from tilewise.progress import Show, silent
 
 __all__ = ["capture_steps", "prepare", "sizes_of_kinds", "warm_up_batches"]
 
@@ -70,7 +71,7 @@ def prepare(
     *,
     max_num_batched_tokens: int,
     is_lazy: bool,
-    show: Callable[[str], None] = lambda _: None,
+    show: Show = silent,
 ) -> None:
     """Compile what steps need and capture the decode steps, or let them be captured when they run.
 
@@ -78,7 +79,7 @@ def prepare(
         runner: it has no sequences.
         max_num_batched_tokens: tokens of one step.
         is_lazy: capture a step when it first runs, but for decode steps of a few sizes.
-        show: takes a line of progress.
+        show: a function that takes lines of progress.
     """
     # Before the steps, which then launch little beside attention.
     capture_steps(runner, is_lazy=is_lazy, show=show)
@@ -86,7 +87,7 @@ def prepare(
     batches = warm_up_batches(runner, max_num_batched_tokens)
     threshold = runner.sharing_tokens
     for i, (batch, shares) in enumerate(batches):
-        show(f"compiling kernels, step {i + 1} of {len(batches)}")
+        show(f"compiling kernels, step {i + 1} of {len(batches)}", i / len(batches))
         # The sequences of all steps lie in the same blocks, most of which are not to be shared.
         runner.sharing_tokens = 1 if shares and threshold is not None else None
         runner.submit(batch).result()  # keys that no step has written may be anything
@@ -97,16 +98,14 @@ def prepare(
     runner.compilations = Compilations()
 
 
-def capture_steps(
-    runner: DeviceRunner, *, is_lazy: bool, show: Callable[[str], None] = lambda _: None
-) -> None:
+def capture_steps(runner: DeviceRunner, *, is_lazy: bool, show: Show = silent) -> None:
     """Capture decode steps and steps with prompts, the largest first.
 
     Args:
         runner: on a CPU nothing is captured, and a step op by op has other kernels: none begins
             early in a lazy start.
         is_lazy: capture a decode step of every kind only; others launch the same kernels.
-        show: takes a line of progress.
+        show: a function that takes lines of progress.
     """
     if is_lazy and runner.device.type != "cuda":
         return
@@ -129,7 +128,7 @@ def capture_steps(
             continue
         began = time.perf_counter()
         for i, size in enumerate(reversed(sizes)):
-            show(f"capturing {kind}, {i + 1} of {len(sizes)}")
+            show(f"capturing {kind}, {i + 1} of {len(sizes)}", i / len(sizes))
             capture(size)
         torch.cuda.synchronize(runner.device)
         runner.start_seconds[f"capturing {kind}"] = time.perf_counter() - began

@@ -28,6 +28,7 @@ from tilewise.engine.batch import Batch
 from tilewise.engine.steps.inputs import ModelInputs, send
 from tilewise.engine.steps.runner import CausalModel, ModelRunner, Samples, largest_weight
 from tilewise.nn.context import AttentionContext, StepPlans
+from tilewise.progress import Show, silent
 
 __all__ = ["VerifyingRunner", "padded_places"]
 
@@ -193,11 +194,11 @@ class VerifyingRunner(ModelRunner):
         for x, before in zip(kept, state, strict=True):
             x.copy_(before)
 
-    def prepare(self, show: Callable[[str], None] = lambda _: None) -> None:
+    def prepare(self, show: Show = silent) -> None:
         """Capture every step, the largest first; on a CPU do nothing.
 
         Args:
-            show: takes a line of progress.
+            show: a function that takes lines of progress.
         """
         if not (self.pads and self.captures):
             return
@@ -205,7 +206,9 @@ class VerifyingRunner(ModelRunner):
         sizes.sort(key=lambda size: size[0] * size[1], reverse=True)
         with torch.inference_mode():
             for i, (count, width) in enumerate(sizes):
-                show(f"capturing steps that verify guesses, {i + 1} of {len(sizes)}")
+                show(
+                    f"capturing steps that verify guesses, {i + 1} of {len(sizes)}", i / len(sizes)
+                )
                 self._step_of(count, width)
         torch.cuda.synchronize(self.device)
 

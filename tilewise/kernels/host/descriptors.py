@@ -184,27 +184,21 @@ def at(found: Described, address: int) -> TensorDescriptor:
     return made
 
 
-def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return the descriptor of (rows, columns) tiles of a matrix, as WGMMA wants them.
-
-    No plan has one: that of a tensor on "meta" has the address 0.
-    """
+def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
+    """Return the descriptor of (rows, columns) tiles of a matrix, as WGMMA wants them."""
     # TMA wants a multiple of 16 bytes even where there is only one row.
     strides = (tensor.stride(0) if tensor.shape[0] > 1 else columns, 1)
     form = _form_of_matrix(tensor.dtype, rows, columns)
-    return at(Described(tensor, tuple(tensor.shape), strides, form), tensor.data_ptr())
+    return _of(tensor, tuple(tensor.shape), strides, form)
 
 
-def chunk_descriptor(tensor: Tensor, chunks: int, rows: int, width: int) -> TensorDescriptor:
-    """Return the descriptor of (chunks, rows, width) boxes of a matrix: its columns in chunks.
-
-    No plan has one, as of a matrix.
-    """
+def chunk_descriptor(tensor: Tensor, chunks: int, rows: int, width: int) -> Any:
+    """Return the descriptor of (chunks, rows, width) boxes of a matrix: its columns in chunks."""
     form = _form_of_chunks(tensor.dtype, chunks, rows, width)
     count, columns = tensor.shape
     stride = tensor.stride(0) if count > 1 else columns
     shape = (-(-columns // width), count, width)
-    return at(Described(tensor, shape, (width, stride, 1), form), tensor.data_ptr())
+    return _of(tensor, shape, (width, stride, 1), form)
 
 
 def row_descriptor(tensor: Tensor, count: int) -> Any:

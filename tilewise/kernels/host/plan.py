@@ -410,7 +410,7 @@ class Maker(plan.Maker):
             if not isinstance(argument, tuple):
                 leaves[index] = places.get(id(argument)) or self.placed(argument)
                 continue
-            if any(isinstance(field, int) for field in argument):
+            if any(isinstance(field, int | tuple) for field in argument):
                 given = self.placed(arguments)
                 self._actions.append(NestedLaunch(kernel, grid, given, options))
                 return

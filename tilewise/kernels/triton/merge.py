@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.attention.tile import LN2, LOG2E
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -118,13 +119,16 @@ def _merge_kernel(
     tl.store(o_row + offs, o.to(o_ptr.dtype.element_ty), mask=inside)
 
 
-def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+@planned
+def launch(
+    maker: Maker, o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return o in the dtype of o_a and lse float32 of the union of two sets of keys.
 
     o_a, o_b (T, H, Dv) with lse (H, T), or (B, S, H, Dv) with lse (B, H, S).
     """
-    o = torch.empty(o_a.shape, dtype=o_a.dtype, device=o_a.device)
-    lse = torch.empty(lse_a.shape, dtype=torch.float32, device=o_a.device)
+    o = maker.empty(o_a.shape, o_a.dtype)
+    lse = maker.empty(lse_a.shape, torch.float32)
     if lse.numel() == 0:
         return o, lse
     outs = [t if t.dim() == 4 else t.unsqueeze(0) for t in (o_a, o_b, o)]
@@ -132,7 +136,7 @@ def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tens
     _, seqlen, num_heads, v_head_dim = outs[0].shape
     tile_dv = triton.next_power_of_2(v_head_dim)
     tile_r = max(1, TILE_ELEMENTS // tile_dv)
-    launch_now(
+    maker.launch(
         _merge_kernel,
         triton.cdiv(lse.numel(), tile_r),
         o_a,

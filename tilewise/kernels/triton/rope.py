@@ -9,12 +9,12 @@ numerics float32, rounded once to the dtype of x
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.elements import why_not as why_not
 
 TILE_PAIRS = 1024  # channel pairs of a tile: 8 a thread of four warps, one 16-byte load a half
@@ -78,25 +78,24 @@ def _rope_kernel(
         tl.store(out_row + rest, tl.load(x_row + rest, mask=inside), mask=inside)
 
 
-def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+@planned
+def launch(maker: Maker, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x (T, H, D) or (B, S, H, D) with its first R channels rotated, as a new tensor.
 
     cos and sin (T, R / 2), (S, R / 2) or (B, S, R / 2), float32.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = cos.shape[-1]
+    out = maker.empty(x.shape, x.dtype)
     if x.numel() == 0:
         return out
     batched, result = (t if t.dim() == 4 else t.unsqueeze(0) for t in (x, out))
     batch, seqlen, num_heads, head_dim = batched.shape
     cos, sin = (t.expand(batch, *t.shape[-2:]) for t in (cos, sin))  # a table without B: stride 0
-    half = cos.shape[-1]
-    if half == 0:
-        return out.copy_(x)
     # A batch of one has a stride that depends on the number of rows and may be a multiple of 16.
     by_batch = [t.stride(0) if batch > 1 else 0 for t in (batched, result, cos, sin)]
     tile_half = triton.next_power_of_2(half)
     tile_h = min(triton.next_power_of_2(num_heads), max(1, TILE_PAIRS // tile_half))
-    launch_now(
+    maker.launch(
         _rope_kernel,
         (batch * seqlen, triton.cdiv(num_heads, tile_h)),
         batched,

@@ -17,6 +17,7 @@ from tilewise.ops import dispatch
 from tilewise.ops.call import Bound, plan_of
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import refuse_vmap, register
+from tilewise.ops.step import launched
 
 
 class MlaOptions(NamedTuple):
@@ -101,7 +102,8 @@ def _write_kernel(
     name = dispatch.choose("cache_ops", spec, backend)
     rank = latent.shape[1]
     z_scale, rope_scale = (None, None) if latent_scale is None else latent_scale.split(1, dim=2)
-    dispatch.kernel_module("cache_ops", name).write_kv_cache(
+    launched(
+        dispatch.kernel_module("cache_ops", name).write_kv_cache,
         latent.unsqueeze(1),
         k_rope.unsqueeze(1),
         latent_cache[..., :rank].unsqueeze(2),

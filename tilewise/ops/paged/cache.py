@@ -11,6 +11,7 @@ from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch, values
 from tilewise.ops.paged import cache_op
 from tilewise.ops.paged.arguments import check_cache_pair, check_scales
+from tilewise.ops.step import step
 
 
 @names
@@ -57,8 +58,8 @@ def write_kv_cache(
     """
     if unknown:
         raise unknown_keyword(write_kv_cache, unknown)
-    slots = _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
-    cache_op.write_kv_cache(k, v, k_cache, v_cache, k_scale, v_scale, slots, backend)
+    slots = _widened(slot_mapping)
+    _write_kv_cache(k, v, k_cache, v_cache, k_scale, v_scale, slots, backend)
 
 
 @names
@@ -109,30 +110,7 @@ def rope_write_kv_cache(
     """
     if unknown:
         raise unknown_keyword(rope_write_kv_cache, unknown)
-    slots = _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
-    num_tokens, head_dim = k.shape[0], k.shape[2]
-    checks.check_same_dtype("q", q, k.dtype)
-    checks.check_dims("q", q, "(T, Hq, D)")
-    checks.check_shape("q", q, (num_tokens, q.shape[1], head_dim))
-    checks.check_device("q", q, k.device)
-    checks.check_last_dim_contiguous("q", q)
-    for name, table in (("cos", cos), ("sin", sin)):
-        checks.check_same_dtype(name, table, torch.float32)
-        checks.check_dims(name, table, "(T, R / 2)")
-        checks.check_shape(name, table, (num_tokens, cos.shape[1]))
-        checks.check_device(name, table, k.device)
-    if 2 * cos.shape[1] > head_dim:
-        raise ValueError(
-            f"cos must have at most D / 2 = {head_dim // 2} columns, got {cos.shape[1]}"
-        )
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm must come together, got only one of them")
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if weight is not None:
-            checks.check_float(name, weight)
-            checks.check_shape(name, weight, (head_dim,))
-            checks.check_device(name, weight, k.device)
-    rotated: Tensor = cache_op.rope_write_kv_cache(
+    rotated: Tensor = _rope_write_kv_cache(
         q,
         k,
         v,
@@ -140,7 +118,7 @@ def rope_write_kv_cache(
         v_cache,
         k_scale,
         v_scale,
-        slots,
+        _widened(slot_mapping),
         cos,
         sin,
         q_norm,
@@ -182,16 +160,72 @@ def copy_blocks(
     """
     if unknown:
         raise unknown_keyword(copy_blocks, unknown)
+    _copy_blocks(k_cache, v_cache, k_scale, v_scale, _widened(block_pairs), backend)
+
+
+def _widened(ids: Tensor) -> Tensor:
+    """Return int32 as int64, as kernels read it, and what else was given unchanged."""
+    return ids.long() if ids.dtype is torch.int32 else ids
+
+
+def _check_copy(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    block_pairs: Tensor,
+    backend: str | None,
+) -> None:
     check_cache_pair(k_cache, v_cache)
     check_scales(k_cache, k_scale, v_scale)
     checks.check_integers("block_pairs", block_pairs, tuple(block_pairs.shape), k_cache.device)
     if block_pairs.dim() != 2 or block_pairs.shape[1] != 2:
         raise ValueError(f"block_pairs must be (n, 2), got shape {tuple(block_pairs.shape)}")
     dispatch.check_backend_name(backend)
-    pairs = checks.as_int64(block_pairs)
     if values.WAITS:
-        values.check_ids("block_pairs", pairs, 0, k_cache.shape[0] - 1)
-    cache_op.copy_blocks(k_cache, v_cache, k_scale, v_scale, pairs, backend)
+        values.check_ids("block_pairs", block_pairs, 0, k_cache.shape[0] - 1)
+
+
+def _check_rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    slot_mapping: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    interleaved: bool,
+    backend: str | None,
+) -> None:
+    _check_write(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, backend)
+    num_tokens, head_dim = k.shape[0], k.shape[2]
+    checks.check_same_dtype("q", q, k.dtype)
+    checks.check_dims("q", q, "(T, Hq, D)")
+    checks.check_shape("q", q, (num_tokens, q.shape[1], head_dim))
+    checks.check_device("q", q, k.device)
+    checks.check_last_dim_contiguous("q", q)
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.check_same_dtype(name, table, torch.float32)
+        checks.check_dims(name, table, "(T, R / 2)")
+        checks.check_shape(name, table, (num_tokens, cos.shape[1]))
+        checks.check_device(name, table, k.device)
+    if 2 * cos.shape[1] > head_dim:
+        raise ValueError(
+            f"cos must have at most D / 2 = {head_dim // 2} columns, got {cos.shape[1]}"
+        )
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm must come together, got only one of them")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            checks.check_float(name, weight)
+            checks.check_shape(name, weight, (head_dim,))
+            checks.check_device(name, weight, k.device)
 
 
 def _check_write(
@@ -199,12 +233,11 @@ def _check_write(
     v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    slot_mapping: Tensor,
     backend: str | None,
-) -> Tensor:
-    """Return slot_mapping as kernels read it."""
+) -> None:
     check_cache_pair(k_cache, v_cache)
     check_scales(k_cache, k_scale, v_scale)
     for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
@@ -215,8 +248,11 @@ def _check_write(
     checks.check_dims("slot_mapping", slot_mapping, "(T)")
     checks.check_integers("slot_mapping", slot_mapping, tuple(slot_mapping.shape), k_cache.device)
     dispatch.check_backend_name(backend)
-    slots = checks.as_int64(slot_mapping)
     if values.WAITS:
         num_slots = k_cache.shape[0] * k_cache.shape[1]
-        values.check_ids("slot_mapping", slots, -1, num_slots - 1)
-    return slots
+        values.check_ids("slot_mapping", slot_mapping, -1, num_slots - 1)
+
+
+_write_kv_cache = step(cache_op.WRITE, _check_write)
+_rope_write_kv_cache = step(cache_op.ROPE_WRITE, _check_rope_write)
+_copy_blocks = step(cache_op.COPY, _check_copy)

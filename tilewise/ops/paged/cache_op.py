@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import dispatch
-from tilewise.ops.library import refuse_vmap, register
+from tilewise.ops.library import refuse_vmap
+from tilewise.ops.step import register_step
+
+WRITE, ROPE_WRITE, COPY = "write_kv_cache", "rope_write_kv_cache", "copy_blocks"
 
 
 def _module(op: str, cache: Tensor, backend: str | None) -> ModuleType:
@@ -17,7 +21,7 @@ def _module(op: str, cache: Tensor, backend: str | None) -> ModuleType:
     return dispatch.kernel_module(op, name)
 
 
-def _write_kernel(
+def _chosen_write(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
@@ -26,12 +30,12 @@ def _write_kernel(
     v_scale: Tensor | None,
     slot_mapping: Tensor,
     backend: str | None,
-) -> None:
+) -> partial[None]:
     write = _module("cache_ops", k_cache, backend).write_kv_cache
-    write(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    return partial(write, k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
-def _rope_write_kernel(
+def _chosen_rope_write(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,8 +51,9 @@ def _rope_write_kernel(
     norm_eps: float,
     interleaved: bool,
     backend: str | None,
-) -> Tensor:
-    rotated: Tensor = _module("rope_write", k_cache, backend).launch(
+) -> partial[Tensor]:
+    return partial(
+        _module("rope_write", k_cache, backend).launch,
         q,
         k,
         v,
@@ -64,47 +69,46 @@ def _rope_write_kernel(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return rotated
 
 
 def _rotated_like(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _copy_kernel(
+def _chosen_copy(
     k_cache: Tensor,
     v_cache: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     block_pairs: Tensor,
     backend: str | None,
-) -> None:
+) -> partial[None]:
     copy = _module("cache_ops", k_cache, backend).copy_blocks
-    copy(k_cache, v_cache, block_pairs, k_scale=k_scale, v_scale=v_scale)
+    return partial(copy, k_cache, v_cache, block_pairs, k_scale=k_scale, v_scale=v_scale)
 
 
 def _no_output(*_: Any) -> None:
     return None
 
 
-write_kv_cache = register(
+register_step(
     "write_kv_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slot_mapping, str? backend) -> ()",
-    _write_kernel,
+    _chosen_write,
     _no_output,
 )
-rope_write_kv_cache = register(
+register_step(
     "rope_write_kv_cache(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slot_mapping, Tensor cos, Tensor sin, "
     "Tensor? q_norm, Tensor? k_norm, float norm_eps, bool interleaved, str? backend) -> Tensor",
-    _rope_write_kernel,
+    _chosen_rope_write,
     _rotated_like,
 )
-copy_blocks = register(
+register_step(
     "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, "
     "Tensor(d!)? v_scale, Tensor block_pairs, str? backend) -> ()",
-    _copy_kernel,
+    _chosen_copy,
     _no_output,
 )
-for _name in ("write_kv_cache", "rope_write_kv_cache", "copy_blocks"):
+for _name in (WRITE, ROPE_WRITE, COPY):
     refuse_vmap(_name)

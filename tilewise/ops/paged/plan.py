@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.kernels.spec import PagedSpec
 from tilewise.ops import checks, dispatch
 from tilewise.ops.call import Last
+from tilewise.ops.step import launched
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,8 @@ class PagedPlan:
         checks.check_integers("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), where)
         if len(self.records) > 0:
             module = dispatch.kernel_module("paged_attention", self.backend)
-            module.fill_plan(
+            launched(
+                module.fill_plan,
                 self.records,
                 self.spec,
                 checks.with_packed_rows(checks.as_int32(seqlens_k)),

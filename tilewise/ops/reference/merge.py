@@ -16,4 +16,4 @@ def why_not(spec: ElementSpec) -> str | None:
 def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the merged state, computed in float64 and rounded to the dtypes given."""
     o, lse = merge.merge_states(o_a.double(), lse_a.double(), o_b.double(), lse_b.double())
-    return o.to(o_a.dtype), lse.to(lse_a.dtype)
+    return o.to(o_a.dtype).contiguous(), lse.to(lse_a.dtype).contiguous()

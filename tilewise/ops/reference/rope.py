@@ -15,6 +15,5 @@ def why_not(spec: ElementSpec) -> str | None:
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x rotated in float64, rounded to x's dtype."""
-    return rope.apply_rope(x.double(), cos.double(), sin.double(), interleaved=interleaved).to(
-        x.dtype
-    )
+    turned = rope.apply_rope(x.double(), cos.double(), sin.double(), interleaved=interleaved)
+    return turned.to(x.dtype).contiguous()

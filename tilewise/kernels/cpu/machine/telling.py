@@ -7,11 +7,11 @@ disables it.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from tilewise.progress import is_wanted, say
 
 LINE = "tilewise: compiling kernels for this CPU, once on this machine: 5 to 15 s ..."
 MOMENT_S = 1.0  # a pause that no user wonders about
@@ -20,20 +20,14 @@ _has_told = False
 
 
 def _is_wanted() -> bool:
-    silent = os.environ.get("TILEWISE_PROGRESS", "").lower() in ("0", "false", "off", "no")
-    return not (_has_told or silent or sys.stderr is None)  # None: a process without it
+    return not _has_told and is_wanted()
 
 
 def _tell() -> None:
     global _has_told
     if _is_wanted():
         _has_told = True
-        # Standard error is closed, its reader has gone, or it was replaced by an object that can
-        # only write.
-        with suppress(OSError, ValueError, AttributeError):
-            # A line of progress may stand on a terminal.
-            wipe = "\r\x1b[K" if getattr(sys.stderr, "isatty", bool)() else ""
-            print(f"{wipe}{LINE}", file=sys.stderr, flush=True)
+        say(LINE)
 
 
 @contextmanager

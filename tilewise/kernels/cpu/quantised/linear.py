@@ -28,12 +28,13 @@ def why_not(spec: QuantisedLinearSpec) -> str | None:
 def launch(
     x: Tensor, weight: QuantisedWeight, bias: Tensor | None, batch_invariant: bool
 ) -> Tensor:
-    """Return y (T, N) of x (T, K), a weight (N, K) and bias (N,)."""
+    """Return y (..., N) of x (..., K), a weight (N, K) and bias (N,)."""
     rows, columns = weight.shape
+    shape, x = x.shape[:-1], x.reshape(x.shape[:-1].numel(), columns)
     y = torch.empty((len(x), rows), dtype=x.dtype)
     each = max(1, _AT_ONCE // columns)
     for first in range(0, rows, each):
         end = min(first + each, rows)
         values = weight.cut((first, end), (0, columns)).dequantise().to(x.dtype)
         y[:, first:end] = F.linear(x, values, None if bias is None else bias[first:end])
-    return y
+    return y.view(*shape, rows)

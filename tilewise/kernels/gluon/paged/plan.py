@@ -17,8 +17,8 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
 from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
-from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.plan import LaunchPlan, Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors
 from tilewise.kernels.tiles import paged as tiles
@@ -285,10 +285,13 @@ def _seats(spec: PagedSpec, sm_count: int) -> int:
     return seats if spec.num_seqs * spec.num_kv_heads >= WAVES * seats else 0
 
 
-def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
+@planned
+def fill_plan(
+    maker: Maker, records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor
+) -> None:
     """Write the records of these lengths, as many as `plan_pairs` says."""
-    _, splits = tiles.byte_decode_plan(_short(spec), device.sm_count_of(records.device))
-    _fill(launch_now, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
+    _, splits = tiles.byte_decode_plan(_short(spec), device.sm_count_of(maker.device))
+    _fill(maker.launch, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
 
 
 def _fill(

@@ -24,14 +24,15 @@ from tilewise.kernels.gluon.quantised.operands import (
 from tilewise.kernels.gluon.quantised.ring import Shape as RingShape
 from tilewise.kernels.gluon.quantised.ring import quantised_ring_kernel
 from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
-from tilewise.kernels.host.descriptors import addressable, chunk_descriptor, matrix_descriptor
-from tilewise.kernels.host.lasting import zeros_of_stream
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.gluon.step.linear import counters
+from tilewise.kernels.host.descriptors import chunk_descriptor, matrix_descriptor
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.quantised_weight import E2M1, LANES_BLOCK, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles import quantised_rows as tiles
 from tilewise.kernels.tiles.quantised_rows import RING_ROWS, FewTile, QuantisedTile, RingTile
-from tilewise.kernels.triton.quantised.linear import kind_of, raw
+from tilewise.kernels.triton.quantised.linear import kind_of, permuted, raw
 
 __all__ = ["launch", "why_not"]
 
@@ -77,37 +78,38 @@ def step_of(block: tuple[int, int], channels: int, bits: int) -> int:
     return math.gcd(shared, 512 // bits)
 
 
+@planned
 def launch(
+    maker: Maker,
     x: Tensor,
     weight: QuantisedWeight,
     bias: Tensor | None,
     batch_invariant: bool = False,
     tile: QuantisedTile | RingTile | FewTile | None = None,
 ) -> Tensor:
-    """Return y (T, N) of x (T, K), a weight (N, K) and bias (N,).
+    """Return y (..., N) of x (..., K), a weight (N, K) and bias (N,).
 
     Args:
         batch_invariant: True for sums whose order the number of rows does not change.
         tile: instead of the table's, for tuning and tests.
     """
     outputs, channels = weight.shape
-    rows = len(x)
-    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:
         return y
-    if weight.permutation is not None:
-        x = x.index_select(1, weight.permutation)
+    x = permuted(maker, rows_of(maker, x), weight)
+    rows = len(x)
     if weight.in_lanes:
         is_few = tile is None and rows <= tiles.FEW_ROWS and not batch_invariant
         if is_few or isinstance(tile, FewTile):
-            _launch_few(x, weight, bias, y, tile)
+            _launch_few(maker, x, weight, bias, y, tile)
         else:
             assert not isinstance(tile, QuantisedTile)
             if tile is None:
                 row_tiles = 1 if batch_invariant else -(-rows // RING_ROWS[-1])
                 blocks = weight.codes.shape[1] // LANES_BLOCK
                 tile = tiles.ring_tile_of(outputs, blocks, row_tiles)
-            _launch_ring(x, weight, bias, y, tile)
+            _launch_ring(maker, x, weight, bias, y, tile)
         return y
     assert not isinstance(tile, RingTile | FewTile)
     if tile is None:
@@ -136,7 +138,7 @@ def launch(
     words = weight.codes.view(torch.int32)
     outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
-    launch_now(
+    maker.launch(
         quantised_rows_kernel,
         (-(-outputs // (16 * tile.tiles * tile.warps_n)), -(-rows // tile.rows)),
         x,
@@ -167,7 +169,12 @@ def launch(
 
 
 def _launch_ring(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, y: Tensor, tile: RingTile
+    maker: Maker,
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    y: Tensor,
+    tile: RingTile,
 ) -> None:
     """Compute y (T, N), with codes in the order of lanes."""
     outputs, channels = weight.shape
@@ -187,8 +194,8 @@ def _launch_ring(
     sums = arrived = y  # never touched
     if parts > 1:
         size = num_tiles * parts * tile.tile_n * padded
-        sums = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrived = zeros_of_stream(num_tiles * tile.tile_n // 64, x.device)
+        sums = maker.empty((size,), torch.float32)
+        arrived = counters(maker, num_tiles * tile.tile_n // 64)
     kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
     at_start, registers = tiles.ring_registers(tile, padded)
     groups = 1 if folds else of_stage // summed
@@ -218,11 +225,11 @@ def _launch_ring(
         tile.fetches,
         folds=folds,
     )
-    x = addressable(x)
+    x = maker.addressable(x)
     words = weight.codes.view(torch.int32)
     outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
-    launch_now(
+    maker.launch(
         quantised_ring_kernel,
         num_tiles * parts,
         matrix_descriptor(words, 64, blocks * LANES_BLOCK // 4),
@@ -255,7 +262,12 @@ def _launch_ring(
 
 
 def _launch_few(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, y: Tensor, tile: FewTile | None
+    maker: Maker,
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    y: Tensor,
+    tile: FewTile | None,
 ) -> None:
     """Compute y (T, N) of up to 16 rows, with codes in the order of lanes."""
     outputs, channels = weight.shape
@@ -274,8 +286,8 @@ def _launch_few(
     sums = arrived = y  # never touched
     if parts > 1:
         size = num_tiles * parts * tile.tile_n * padded
-        sums = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrived = zeros_of_stream(num_tiles, x.device)
+        sums = maker.empty((size,), torch.float32)
+        arrived = counters(maker, num_tiles)
     kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
     at_start, _ = tiles.ring_registers(tile, padded)
     scales, grid = read_scales(weight, y, folds=folds)
@@ -301,11 +313,11 @@ def _launch_few(
         early.mode("rows"),
         folds=folds,
     )
-    x = addressable(x)
+    x = maker.addressable(x)
     words = weight.codes.view(torch.int32)
     outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
-    launch_now(
+    maker.launch(
         quantised_few_kernel,
         num_tiles * parts,
         matrix_descriptor(words, tile.tile_n, blocks * LANES_BLOCK // 4),

@@ -29,8 +29,9 @@ from tilewise.kernels.gluon.quantised.operands import (
     MAGIC_WORDS,
     SINGLE,
 )
-from tilewise.kernels.host.descriptors import addressable, chunk_descriptor, matrix_descriptor
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.descriptors import chunk_descriptor, matrix_descriptor
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.quantised_weight import LANES_BLOCK, QuantisedWeight
 from tilewise.kernels.spec import QuantisedExpertsSpec
 from tilewise.kernels.tiles.experts import NarrowTile, most_row_tiles, narrow_stages, narrow_tile
@@ -64,7 +65,9 @@ def why_not(spec: QuantisedExpertsSpec) -> str | None:
     return None
 
 
+@planned
 def launch(
+    maker: Maker,
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
@@ -89,7 +92,7 @@ def launch(
         inner: the channels between both.
         tile: instead of the table's, for tuning and tests.
     """
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = maker.empty(x.shape, x.dtype)
     if y.numel() == 0:
         return y
     tokens, width = x.shape
@@ -102,15 +105,16 @@ def launch(
     row_tiles = rows
     if is_sorted:
         row_tiles = most_row_tiles(rows, num_experts, tile.rows)
-        table, place, row = placed(chosen, num_experts, tile.rows, row_tiles)
-    source = addressable(x)
+        table, place, row = placed(maker, chosen, num_experts, tile.rows, row_tiles)
+    source = maker.addressable(x)
     if tile.source == SORTED.value:
-        source = gather(x, chosen, place, num_experts)
+        source = gather(maker, x, chosen, place, num_experts)
     lists = (table, chosen, place, row)
-    a = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
+    a = maker.empty((rows, inner), x.dtype)
     is_gated = inner != outputs
     pairs = (ALTERNATING if interleaved else HALVES) if is_gated else SINGLE
     _product(
+        maker,
         source,
         up,
         up_bias,
@@ -131,8 +135,9 @@ def launch(
     )
     parts = tile.parts
     dtype = x.dtype if parts == 1 else torch.float32
-    o = torch.empty((parts, rows, width), dtype=dtype, device=x.device)
+    o = maker.empty((parts, rows, width), dtype)
     _product(
+        maker,
         a,
         down,
         down_bias,
@@ -152,12 +157,21 @@ def launch(
         parts=parts,
     )
     combine(
-        o, weights, chosen, place, y, num_experts, is_sorted=is_sorted, weighed=not weighs_input
+        maker,
+        o,
+        weights,
+        chosen,
+        place,
+        y,
+        num_experts,
+        is_sorted=is_sorted,
+        weighed=not weighs_input,
     )
     return y
 
 
 def _product(
+    maker: Maker,
     x: Tensor,
     weight: QuantisedWeight,
     bias: Tensor | None,
@@ -232,9 +246,9 @@ def _product(
     outer = weight.outer_minimums if weight.outer is None else weight.outer
     most = row_tiles * columns * parts
     options = {"launch_pdl": True} if shape.early else {}
-    launch_now(
+    maker.launch(
         experts_kernel,
-        min(most, device.sm_count_of(x.device) * tile.ctas),
+        min(most, device.sm_count_of(maker.device) * tile.ctas),
         matrix_descriptor(words, high, blocks * LANES_BLOCK // 4),
         read,
         scales,

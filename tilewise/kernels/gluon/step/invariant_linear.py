@@ -6,18 +6,14 @@ for any number of rows, and the order of its sums is that of `kernels.gluon.step
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tilewise.kernels import device, early
 from tilewise.kernels.gluon.step import linear
 from tilewise.kernels.gluon.step.many import STEP, Shape, linear_many_kernel
-from tilewise.kernels.host.descriptors import (
-    addressable,
-    matrix_descriptor,
-    why_no_descriptor,
-)
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.descriptors import matrix_descriptor
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles.invariant_many import ManyTile, cut, many_tile
 from tilewise.kernels.tiles.linear_rows import channels_of_part, parts_of, tile_of
@@ -37,30 +33,33 @@ def why_not_product(spec: LinearSpec) -> str | None:
     return linear.why_not_product(spec)
 
 
-def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@planned
+def launch(maker: Maker, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return y (..., N) of x (..., K), weight (N, K) and bias (N,)."""
     outputs, channels = weight.shape
     rows = x.numel() // channels
     in_tiles = cut(rows, outputs, channels)
     if in_tiles is not None:
-        return linear.launch(x, weight, bias, in_tiles._replace(early=early.mode("rows")))
+        in_tiles = in_tiles._replace(early=early.mode("rows"))
+        return linear.launch.write(maker, x, weight, bias, in_tiles)
     has_parts = parts_of(tile_of(outputs, channels), channels) > 1
     tile = many_tile(rows, outputs, channels, has_parts)
     if tile is None:
-        return linear.launch(x, weight, bias)
-    return launch_many(x, weight, bias, tile)
+        return linear.launch.write(maker, x, weight, bias)
+    return launch_many.write(maker, x, weight, bias, tile)
 
 
-def launch_many(x: Tensor, weight: Tensor, bias: Tensor | None, tile: ManyTile) -> Tensor:
+@planned
+def launch_many(
+    maker: Maker, x: Tensor, weight: Tensor, bias: Tensor | None, tile: ManyTile
+) -> Tensor:
     """Return what `launch` does, by the kernel of many rows in this tile."""
     outputs, channels = weight.shape
-    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:
         return y
-    reason = why_no_descriptor(weight)
-    if reason is not None:
-        raise ValueError(f"weight must be addressable by TMA: {reason}")
-    x = addressable(x.reshape(-1, channels))
+    linear.check_weight(maker, weight)
+    x = maker.addressable(rows_of(maker, x))
     rows = x.shape[0]
     few = tile_of(outputs, channels)
     has_parts = parts_of(few, channels) > 1
@@ -75,9 +74,9 @@ def launch_many(x: Tensor, weight: Tensor, bias: Tensor | None, tile: ManyTile) 
         has_parts,
         bias is not None,
     )
-    launch_now(
+    maker.launch(
         linear_many_kernel,
-        min(tiles, tile.ctas * device.sm_count_of(x.device)),
+        min(tiles, tile.ctas * device.sm_count_of(maker.device)),
         matrix_descriptor(x, tile.tile_m, STEP.value),
         matrix_descriptor(weight, tile.tile_n, STEP.value),
         y if bias is None else bias,

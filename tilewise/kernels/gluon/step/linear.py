@@ -10,13 +10,10 @@ from torch import Tensor
 
 from tilewise.kernels import device, early
 from tilewise.kernels.gluon.step.rows import Shape, linear_rows_kernel
-from tilewise.kernels.host.descriptors import (
-    addressable,
-    matrix_descriptor,
-    why_no_descriptor,
-)
+from tilewise.kernels.host.descriptors import matrix_descriptor, why_no_descriptor
 from tilewise.kernels.host.lasting import zeros_of_stream
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
 from tilewise.kernels.tiles.invariant_many import cut
@@ -43,7 +40,10 @@ def why_not_product(spec: LinearSpec) -> str | None:
     return None
 
 
-def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None = None) -> Tensor:
+@planned
+def launch(
+    maker: Maker, x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None = None
+) -> Tensor:
     """Return y (..., N) of x (..., K), weight (N, K) and bias (N,).
 
     As many rows as fit a tile, or any number where the tile says how they are cut.
@@ -52,16 +52,17 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None
         tile: instead of the table's, for tuning and tests.
     """
     outputs, channels = weight.shape
-    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:
         return y
     if tile is None:
         tile = tiles.tile_of(outputs, channels)._replace(early=early.mode("rows"))
-    _run(_readable(x, weight), weight, bias, y, tile)
+    _run(maker, _readable(maker, x, weight), weight, bias, y, tile)
     return y
 
 
-def launch_parts(x: Tensor, weight: Tensor, tile: RowsTile | None = None) -> Tensor:
+@planned
+def launch_parts(maker: Maker, x: Tensor, weight: Tensor, tile: RowsTile | None = None) -> Tensor:
     """Return float32 (parts, ..., N): added in this order and rounded once, what `launch` gives.
 
     Args:
@@ -73,21 +74,29 @@ def launch_parts(x: Tensor, weight: Tensor, tile: RowsTile | None = None) -> Ten
         tile = cut(rows, outputs, channels, leaves=True) or tiles.tile_of(outputs, channels)
         tile = tile._replace(early=early.mode("rows"))
     shape = (tiles.parts_of(tile, channels), *x.shape[:-1], outputs)
-    sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+    sums = maker.empty(shape, torch.float32)
     if sums.numel() > 0:
-        _run(_readable(x, weight), weight, None, sums, tile, keeps_parts=True)
+        _run(maker, _readable(maker, x, weight), weight, None, sums, tile, keeps_parts=True)
     return sums
 
 
-def _readable(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x as rows that TMA can read; a copy lives until the kernel is launched."""
+def _readable(maker: Maker, x: Tensor, weight: Tensor) -> Tensor:
+    """Return x as rows that TMA can read."""
+    check_weight(maker, weight)
+    return maker.addressable(rows_of(maker, x))
+
+
+def check_weight(maker: Maker, weight: Tensor) -> None:
+    """Raise ValueError unless TMA can read a weight where it lies."""
     reason = why_no_descriptor(weight)
+    if reason is None and not maker.is_aligned(weight):
+        reason = "tensors must start on a 16-byte boundary"
     if reason is not None:
         raise ValueError(f"weight must be addressable by TMA: {reason}")
-    return addressable(x.reshape(-1, weight.shape[1]))
 
 
 def _run(
+    maker: Maker,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -114,8 +123,8 @@ def _run(
     sums = arrived = y  # never touched
     if parts > 1 and not keeps_parts:
         size = num_tiles * parts * tile.tile_n * padded
-        sums = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrived = zeros_of_stream(num_tiles, x.device)
+        sums = maker.empty((size,), torch.float32)
+        arrived = counters(maker, num_tiles)
     shape = Shape(
         padded,
         tile.tile_n,
@@ -129,7 +138,7 @@ def _run(
         tile.rows > 0,
     )
     options = {"launch_pdl": True} if tile.early else {}
-    launch_now(
+    maker.launch(
         linear_rows_kernel,
         num_tiles * parts,
         matrix_descriptor(weight, tile.tile_n, tile.tile_k),
@@ -146,3 +155,12 @@ def _run(
         num_warps=tile.num_warps,
         **options,
     )
+
+
+def counters(maker: Maker, count: int) -> Tensor:
+    """Return zeros that the launches of a plan count with, and leave as zeros."""
+
+    def make(_: int) -> Tensor:
+        return zeros_of_stream(count, maker.device)
+
+    return maker.ask(make, torch.empty(count, dtype=torch.int32, device="meta"))

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.elements import why_not as why_not
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparse_mixer": 2}
@@ -137,7 +138,9 @@ def choose_kernel(
     tl.store(weight_ptr + to, weight, mask=slot < ACTIVE)
 
 
+@planned
 def launch(
+    maker: Maker,
     logits: Tensor,
     correction_bias: Tensor | None,
     num_active: int,
@@ -152,12 +155,12 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Return chosen and weights (T, k); see `ops.choose_experts`."""
     tokens, num_experts = logits.shape
-    chosen = torch.empty((tokens, num_active), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, num_active), dtype=torch.float32, device=logits.device)
+    chosen = maker.empty((tokens, num_active), torch.int32)
+    weights = maker.empty((tokens, num_active), torch.float32)
     if tokens == 0:
         return chosen, weights
     experts = triton.next_power_of_2(num_experts)
-    launch_now(
+    maker.launch(
         choose_kernel,
         tokens,
         logits,

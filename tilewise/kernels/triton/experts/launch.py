@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.tiles.experts import (
     CHUNK,
     COUNTED_CHOICES,
@@ -29,7 +30,9 @@ GROUP = 32  # channels of a scale of MXFP4
 COMBINED = 1024  # channels of a program that adds up or copies a token's rows
 
 
+@planned
 def launch(
+    maker: Maker,
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
@@ -48,7 +51,7 @@ def launch(
     batch_invariant: bool,
 ) -> Tensor:
     """Return y (T, E) of x (T, E), chosen and weights (T, k); see `ops.expert_mlp`."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = maker.empty(x.shape, x.dtype)
     (tokens, width), (num_experts, outputs) = x.shape, up.shape[:2]
     if y.numel() == 0:
         return y
@@ -63,7 +66,7 @@ def launch(
     table, place, row, row_tiles = chosen, chosen, chosen, rows
     if is_sorted:
         row_tiles = most_row_tiles(rows, num_experts, tile.tile_m)
-        table, place, row = placed(chosen, num_experts, tile.tile_m, row_tiles)
+        table, place, row = placed(maker, chosen, num_experts, tile.tile_m, row_tiles)
     # bfloat16 is unpacked by instructions for two numbers, which only NVIDIA's GPUs know.
     in_pairs = x.dtype == torch.bfloat16 and device.runs_ptx()
     sizes = {
@@ -77,9 +80,9 @@ def launch(
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    a = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
+    a = maker.empty((rows, inner), x.dtype)
     columns = triton.cdiv(outputs, tile.tile_n)
-    launch_now(
+    maker.launch(
         up_kernel,
         row_tiles * columns,
         x,
@@ -107,9 +110,9 @@ def launch(
         PACKED=up_scale is not None,
         **sizes,
     )
-    o = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    o = maker.empty((rows, width), x.dtype)
     columns = triton.cdiv(width, tile.tile_n)
-    launch_now(
+    maker.launch(
         down_kernel,
         row_tiles * columns,
         a,
@@ -130,12 +133,21 @@ def launch(
         **sizes,
     )
     combine(
-        o, weights, chosen, place, y, num_experts, is_sorted=is_sorted, weighed=not weighs_input
+        maker,
+        o,
+        weights,
+        chosen,
+        place,
+        y,
+        num_experts,
+        is_sorted=is_sorted,
+        weighed=not weighs_input,
     )
     return y
 
 
 def combine(
+    maker: Maker,
     o: Tensor,
     weights: Tensor,
     chosen: Tensor,
@@ -156,7 +168,7 @@ def combine(
     tokens, width = y.shape
     part = min(COMBINED, triton.next_power_of_2(width))
     parts = triton.cdiv(width, part)
-    launch_now(
+    maker.launch(
         combine_kernel,
         tokens * parts,
         o,
@@ -177,13 +189,13 @@ def combine(
     )
 
 
-def gather(x: Tensor, chosen: Tensor, place: Tensor, num_experts: int) -> Tensor:
+def gather(maker: Maker, x: Tensor, chosen: Tensor, place: Tensor, num_experts: int) -> Tensor:
     """Return rows of x (T, E) at the places of their choices, (T k, E)."""
     tokens, width = x.shape
-    rows = torch.empty((chosen.numel(), width), dtype=x.dtype, device=x.device)
+    rows = maker.empty((chosen.numel(), width), x.dtype)
     part = min(COMBINED, triton.next_power_of_2(width))
     parts = triton.cdiv(width, part)
-    launch_now(
+    maker.launch(
         gather_kernel,
         tokens * parts,
         x,
@@ -202,7 +214,7 @@ def gather(x: Tensor, chosen: Tensor, place: Tensor, num_experts: int) -> Tensor
 
 
 def placed(
-    chosen: Tensor, num_experts: int, tile_m: int, row_tiles: int
+    maker: Maker, chosen: Tensor, num_experts: int, tile_m: int, row_tiles: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the table of tiles, the place of each choice, and the choice of each place."""
     tokens, active = chosen.shape
@@ -212,12 +224,12 @@ def placed(
     tiles, rows = triton.cdiv(tokens, each), tokens * active
     is_counted = rows > COUNTED_CHOICES
     split = (1 + 3 * row_tiles, rows, rows, tiles * experts if is_counted else 0)
-    ints = torch.empty(sum(split), dtype=torch.int32, device=chosen.device)
+    ints = maker.empty((sum(split),), torch.int32)
     table, place, row, counts = ints.split(split)
     sizes = {"ACTIVE": active, "TOKENS": each, "EXPERTS": experts, "SLOTS": slots}
     if is_counted:
-        launch_now(count_kernel, tiles, chosen, counts, tokens, num_experts, **sizes, num_warps=4)
-    launch_now(
+        maker.launch(count_kernel, tiles, chosen, counts, tokens, num_experts, **sizes, num_warps=4)
+    maker.launch(
         place_kernel,
         tiles,
         chosen,

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.paged import rope_write
 from tilewise.kernels.triton.paged.quantise import as_bytes
 
@@ -227,7 +228,9 @@ def _tile_rows(rows: int, width: int) -> int:
     return min(triton.next_power_of_2(rows), most)
 
 
+@planned
 def write_kv_cache(
+    maker: Maker,
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
@@ -242,21 +245,23 @@ def write_kv_cache(
     k_scale, v_scale: of an 8-bit cache, (N, P, Hk), written too, or (Hk,), read only.
     """
     if k_scale is not None and v_scale is not None:
-        rope_write.write_quantised(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        rope_write.write_quantised.write(
+            maker, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale
+        )
         return
     num_tokens, num_heads, head_dim = k.shape
     v_head_dim = v.shape[2]
     if num_tokens == 0:
         return
     tile_h = _tile_rows(num_heads, max(head_dim, v_head_dim))
-    launch_now(
+    maker.launch(
         _write_kernel,
         (num_tokens, triton.cdiv(num_heads, tile_h)),
         k,
         v,
         k_cache,
         v_cache,
-        slot_mapping.contiguous(),
+        maker.dense(slot_mapping),
         k.stride(0),
         k.stride(1),
         v.stride(0),
@@ -275,7 +280,9 @@ def write_kv_cache(
     )
 
 
+@planned
 def copy_blocks(
+    maker: Maker,
     k_cache: Tensor,
     v_cache: Tensor,
     block_pairs: Tensor,
@@ -300,7 +307,7 @@ def copy_blocks(
         assert k_scale is not None
         assert v_scale is not None
         scales, strides = (k_scale, v_scale), [*k_scale.stride(), *v_scale.stride()]
-    launch_now(
+    maker.launch(
         _copy_kernel,
         (num_pairs, triton.cdiv(num_rows, tile_r)),
         *map(as_bytes, (k_cache, v_cache, *scales)),

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.host.plan import Maker as AddressedMaker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.plan import Call, LaunchPlan, Maker, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedKeys
 from tilewise.kernels.tiles import paged as tiles
@@ -184,12 +184,15 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
     )
 
 
-def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
+@planned
+def fill_plan(
+    maker: Maker, records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor
+) -> None:
     """Write the records of these lengths into the first rows; the counters after them stay 0."""
-    sm_count = device.sm_count_of(records.device)
-    work = tiles.planned_work(spec, device.arch_of(records.device), sm_count)
+    sm_count = device.sm_count_of(maker.device)
+    work = tiles.planned_work(spec, device.arch_of(maker.device), sm_count)
     launch_plan(
-        launch_now,
+        maker.launch,
         seqlens_k,
         cu_seqlens_q,
         records,
@@ -218,7 +221,7 @@ def launch_plan(
     """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows.
 
     Args:
-        start: the `launch` method of a maker, or `launch_now` outside of a plan.
+        start: the `launch` method of a maker.
         num_tokens, max_keys: the largest numbers of rows, and of keys of a sequence.
     """
     start(

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.spec import ElementSpec, scale_per_slot
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.paged.quantise import (
@@ -271,7 +272,9 @@ def why_not(spec: ElementSpec) -> str | None:
     return None
 
 
+@planned
 def launch(
+    maker: Maker,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -292,7 +295,7 @@ def launch(
 
     cos, sin (T, R / 2); q_norm, k_norm (D,); scales (N, P, Hk), written, or (Hk,), read only.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = maker.empty(q.shape, q.dtype)
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, v_dim = v.shape[1:]
     if num_tokens == 0:
@@ -325,7 +328,7 @@ def launch(
         kind,
         owns_scale,
     )
-    launch_now(
+    maker.launch(
         _prepare_kernel,
         (num_tokens, q_tiles + 2 * kv_tiles),
         q,
@@ -335,7 +338,7 @@ def launch(
         as_bytes(k_cache),
         as_bytes(v_cache),
         *scales,
-        slot_mapping.contiguous(),
+        maker.dense(slot_mapping),
         cos,
         sin,
         q_norm if q_norm is not None else out,
@@ -358,7 +361,9 @@ def launch(
     return out
 
 
+@planned
 def write_quantised(
+    maker: Maker,
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
@@ -369,8 +374,9 @@ def write_quantised(
 ) -> None:
     """Quantise k and v and write them to an 8-bit cache, without norm and rotation."""
     num_tokens = k.shape[0]
-    angles = torch.empty((num_tokens, 0), dtype=torch.float32, device=k.device)
-    launch(
+    angles = maker.empty((num_tokens, 0), torch.float32)
+    launch.write(
+        maker,
         k[:, :0],
         k,
         v,

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.quantised_weight import E2M1, NIBBLES, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.triton.quantised import values
@@ -40,40 +41,67 @@ def why_not(spec: QuantisedLinearSpec) -> str | None:
     return None
 
 
+@planned
 def launch(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, batch_invariant: bool = False
+    maker: Maker,
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """Return y (T, N) of x (T, K), a weight (N, K) and bias (N,)."""
+    """Return y (..., N) of x (..., K), a weight (N, K) and bias (N,)."""
     outputs, channels = weight.shape
-    y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:
         return y
-    if weight.permutation is not None:
-        x = x.index_select(1, weight.permutation)
+    x = permuted(maker, rows_of(maker, x), weight)
     each = max(_UNIT, _AT_ONCE // channels // _UNIT * _UNIT)
     for first in range(0, outputs, each):
         end = min(first + each, outputs)
-        part = values_of(weight, first, end, x.dtype)
-        own = None if bias is None else bias[first:end]
+        part = values_of.write(maker, weight, first, end, x.dtype)
+        own = () if bias is None else (bias[first:end],)
+        goal = y.view(-1, outputs)[:, first:end]
         if batch_invariant:
-            y[:, first:end] = invariant_linear.launch(x, part, own)
-        elif outputs <= each:
-            return F.linear(x, part, own)
+            few = invariant_linear.launch.write(maker, x, part, *own or (None,))
+            maker.compute(_copied, goal, few, like=goal)
         else:
-            y[:, first:end] = F.linear(x, part, own)
+            maker.compute(_multiplied, goal, x, part, *own, like=goal)
     return y
 
 
-def values_of(weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype) -> Tensor:
+def permuted(maker: Maker, x: Tensor, weight: QuantisedWeight) -> Tensor:
+    """Return the columns of x (T, K) in the order of a weight's codes."""
+    if weight.permutation is None:
+        return x
+    like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return maker.compute(_selected, x, weight.permutation, like=like)
+
+
+def _selected(x: Tensor, columns: Tensor) -> Tensor:
+    return x.index_select(1, columns)
+
+
+def _copied(goal: Tensor, source: Tensor) -> Tensor:
+    return goal.copy_(source)
+
+
+def _multiplied(goal: Tensor, *operands: Tensor) -> Tensor:
+    return goal.copy_(F.linear(*operands))
+
+
+@planned
+def values_of(
+    maker: Maker, weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype
+) -> Tensor:
     """Return rows first ... end - 1 of W in a dtype, their columns in the order of the codes."""
     columns = weight.shape[1]
-    w = torch.empty((end - first, columns), dtype=dtype, device=weight.device)
+    w = maker.empty((end - first, columns), dtype)
     outer = weight.outer if weight.outer is not None else weight.outer_minimums
     blocks = (
         _columns(weight.block, columns),
         _columns(weight.outer_block, columns) if weight.has_outer else _WHOLE,
     )
-    launch_now(
+    maker.launch(
         values_kernel,
         (-(-(end - first) // _TILE_N), -(-columns // _TILE_K)),
         raw(weight.codes, w),

@@ -9,12 +9,12 @@ numerics float32; rounded where torch's separate operations round
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -39,16 +39,17 @@ def _silu_mul_kernel(
     tl.store(y_ptr + row * dim + channel, (activated * up).to(dtype), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+@planned
+def silu_mul(maker: Maker, gate_up: Tensor) -> Tensor:
     """Return y (..., I) of gate_up (..., 2 I)."""
     dim = gate_up.shape[-1] // 2
-    y = torch.empty((*gate_up.shape[:-1], dim), dtype=gate_up.dtype, device=gate_up.device)
+    y = maker.empty((*gate_up.shape[:-1], dim), gate_up.dtype)
     if y.numel() == 0:
         return y
-    rows = gate_up.reshape(-1, 2 * dim)
+    rows = rows_of(maker, gate_up)
     tile = min(TILE, triton.next_power_of_2(dim))
     tiles = triton.cdiv(dim, tile)
-    launch_now(
+    maker.launch(
         _silu_mul_kernel,
         rows.shape[0] * tiles,
         rows,

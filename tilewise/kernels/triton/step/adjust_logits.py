@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.spec import ElementSpec
 
 TILE = 1024
@@ -90,7 +91,9 @@ def why_not(spec: ElementSpec) -> str | None:
     return None
 
 
+@planned
 def launch(
+    maker: Maker,
     logits: Tensor,
     rows: Tensor,
     mask: Tensor | None,
@@ -105,7 +108,7 @@ def launch(
     """Change `rows` of logits (R, V) in place; see `ops.adjust_logits`."""
     vocab = logits.shape[1]
     if bias is not None and len(bias):
-        launch_now(
+        maker.launch(
             _bias_kernel,
             triton.cdiv(len(bias), TILE_BIASES),
             logits,
@@ -126,7 +129,7 @@ def launch(
     def given(x: Tensor | None) -> Tensor:
         return rows if x is None else x
 
-    launch_now(
+    maker.launch(
         _adjust_kernel,
         len(rows) * chunks,
         logits,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 CHUNK = 2048
@@ -131,7 +131,7 @@ def _chunk_kernel(
 class Parts:
     """The results of `_chunk_kernel` for R rows: sizes and tensors."""
 
-    def __init__(self, logits: Tensor, needs_peaks: bool) -> None:
+    def __init__(self, maker: Maker, logits: Tensor, needs_peaks: bool) -> None:
         rows, vocab = logits.shape
         self.group = GROUP
         while triton.cdiv(vocab, self.group) > MOST_GROUPS:
@@ -139,16 +139,22 @@ class Parts:
         self.chunks, self.groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, self.group)
         self.tile_chunks = triton.next_power_of_2(self.chunks)
         self.tile_groups = triton.next_power_of_2(self.groups)
-        new = logits.new_empty
-        self.top = new((rows, self.chunks), dtype=torch.float32)
-        self.mass = new((rows, self.chunks), dtype=torch.int64)
-        self.peak = new((rows, self.groups), dtype=torch.float32) if needs_peaks else self.top
+        self.top = maker.empty((rows, self.chunks), torch.float32)
+        self.mass = maker.empty((rows, self.chunks), torch.int64)
+        self.peak = maker.empty((rows, self.groups), torch.float32) if needs_peaks else self.top
 
     def fill(
-        self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
+        self,
+        maker: Maker,
+        logits: Tensor,
+        temperature: Tensor | None,
+        *,
+        has_mass: bool,
+        has_peaks: bool,
     ) -> None:
+        """Write down the launch that fills them."""
         rows, vocab = logits.shape
-        launch_now(
+        maker.launch(
             _chunk_kernel,
             rows * self.chunks,
             logits,

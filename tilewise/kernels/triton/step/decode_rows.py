@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import early
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.step import sampling
 from tilewise.kernels.triton.step.sampling import Moved
@@ -148,7 +149,9 @@ def _finish_kernel(
     tl.store(result + 1, finite.to(tl.int64), mask=inside)
 
 
+@planned
 def begin(
+    maker: Maker,
     position: Tensor,
     active: Tensor,
     fresh: Tensor,
@@ -163,7 +166,7 @@ def begin(
 ) -> None:
     """See `ops.decode_rows.begin_decode`."""
     num_rows = len(positions)
-    launch_now(
+    maker.launch(
         _begin_kernel,
         triton.cdiv(num_rows, TILE_B),
         position,
@@ -183,7 +186,9 @@ def begin(
     )
 
 
+@planned
 def start(
+    maker: Maker,
     position: Tensor,
     active: Tensor,
     fresh: Tensor,
@@ -201,10 +206,10 @@ def start(
 ) -> tuple[Tensor, Tensor]:
     """See `ops.decode_rows.start_decode`."""
     num_rows, width, num_angles = len(positions), embedding.shape[1], angles.shape[1]
-    x = torch.empty((num_rows, width), dtype=embedding.dtype, device=embedding.device)
-    found = torch.empty((num_rows, num_angles), dtype=angles.dtype, device=angles.device)
+    x = maker.empty((num_rows, width), embedding.dtype)
+    found = maker.empty((num_rows, num_angles), angles.dtype)
     tile = triton.next_power_of_2(width)
-    launch_now(
+    maker.launch(
         _start_kernel,
         num_rows,
         position,
@@ -233,7 +238,9 @@ def start(
     return x, found
 
 
+@planned
 def finish(
+    maker: Maker,
     drawn: Tensor,
     is_finite: Tensor,
     token: Tensor,
@@ -247,7 +254,7 @@ def finish(
     num_rows = len(drawn)
     if is_finite.dtype == torch.bool:
         is_finite = is_finite.view(torch.uint8)
-    launch_now(
+    maker.launch(
         _finish_kernel,
         triton.cdiv(num_rows, TILE_B),
         drawn,
@@ -266,7 +273,9 @@ def finish(
     )
 
 
+@planned
 def draw(
+    maker: Maker,
     logits: Tensor,
     temperature: Tensor | None,
     top_k: Tensor | None,
@@ -277,6 +286,6 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """See `ops.decode_rows.draw_decode`; returns the sampled tokens and whether logits were
     finite."""
-    return sampling.sample_tokens(
-        logits, temperature, top_k, top_p, min_p, seeds, rows.counter, rows
+    return sampling.sample_tokens.write(
+        maker, logits, temperature, top_k, top_p, min_p, seeds, rows.counter, rows
     )

@@ -45,7 +45,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 BYTES_PER_WARP = 512  # 16 a thread, of each rank
@@ -296,7 +297,9 @@ def _flagged_sum_kernel(
     tl.store(epochs_ptr + group, epoch)
 
 
+@planned
 def launch(
+    maker: Maker,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -326,7 +329,7 @@ def launch(
     rows, dim = total.shape
     tile = triton.next_power_of_2(dim)
     added = total if residual is None else residual
-    launch_now(
+    maker.launch(
         _flagged_sum_kernel,
         triton.cdiv(rows, size),
         x,

@@ -12,13 +12,13 @@ numerics sums in float32 along K, in an order that depends on the dtype alone, s
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.tiles.invariant_linear import InvariantTile, invariant_tile
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -58,20 +58,25 @@ def _invariant_linear_kernel(
     tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
+@planned
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tile: InvariantTile | None = None
+    maker: Maker,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: InvariantTile | None = None,
 ) -> Tensor:
     """Return y (..., N) of x (..., K), weight (N, K) and bias (N,); None chooses the tile."""
     outputs, channels = weight.shape
-    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:
         return y
-    x = x.reshape(-1, channels)
+    x = rows_of(maker, x)
     rows = x.shape[0]
     if tile is None:
-        tile = invariant_tile(rows, outputs, x.itemsize, device.arch_of(x.device))
+        tile = invariant_tile(rows, outputs, x.itemsize, device.arch_of(maker.device))
     tile_m, tile_n, tile_k, num_warps, num_stages = tile
-    launch_now(
+    maker.launch(
         _invariant_linear_kernel,
         triton.cdiv(rows, tile_m) * triton.cdiv(outputs, tile_n),
         x,

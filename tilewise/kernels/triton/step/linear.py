@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.tiles.linear import LinearTile, tile_of
 from tilewise.kernels.triton.early import RUN, await_previous, begin_next, options, prefetch
@@ -127,15 +128,20 @@ def why_not(spec: ElementSpec) -> str | None:
     return None
 
 
+@planned
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile | None = None
+    maker: Maker,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: LinearTile | None = None,
 ) -> Tensor:
     """Return y (..., N) of x (..., K) with up to 32 rows, weight (N, K) and bias (N,)."""
     outputs, channels = weight.shape
-    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:
         return y
-    x = x.reshape(-1, channels)
+    x = rows_of(maker, x)
     rows = x.shape[0]
     tile = tile_of(outputs, channels) if tile is None else tile
     slices = triton.cdiv(channels, tile.tile_k * tile.ways)
@@ -143,12 +149,13 @@ def launch(
     parts = triton.cdiv(slices, per_part)
     target = y
     if parts > 1:
-        target = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
+        target = maker.empty((parts, rows, outputs), torch.float32)
     given = y if bias is None else bias
     early, runs = options("linear"), 0
-    if early["EARLY"] and (weight.data_ptr() | 2 * weight.stride(0) | 2 * channels) % 16 == 0:
+    are_runs = maker.is_aligned(weight) and (2 * weight.stride(0) | 2 * channels) % 16 == 0
+    if early["EARLY"] and are_runs:
         runs = triton.next_power_of_2(triton.cdiv(per_part * tile.tile_k * tile.ways, RUN))
-    launch_now(
+    maker.launch(
         _linear_kernel,
         (triton.cdiv(outputs, tile.tile_n), parts),
         x,
@@ -173,7 +180,7 @@ def launch(
         **early,
     )
     if parts > 1:
-        launch_now(
+        maker.launch(
             _merge_kernel,
             triton.cdiv(y.numel(), MERGE_TILE),
             target,

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.low_rank import TILE, LowRank, RowTiles
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.elements import why_not as why_not
@@ -121,16 +122,18 @@ def _expand_kernel(
         tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
-    """Add to y (T, N) what the adapters of the rows x (T, K) add."""
+@planned
+def launch(maker: Maker, y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
+    """Add to y (..., N), contiguous, what the adapters of the rows x (..., K) add."""
+    y, x = rows_of(maker, y), rows_of(maker, x)
     parts, rank, count = weights.parts, weights.rank, len(tiles.slots)
     channels, outputs = x.shape[1], y.shape[1]
     splits = max(1, min(MOST_SPLITS, channels // CHANNELS))
     per_split = triton.cdiv(triton.cdiv(channels, splits), TILE_K) * TILE_K
     splits = triton.cdiv(channels, per_split)
-    h = torch.empty((splits, count, TILE, parts * rank), dtype=torch.float32, device=x.device)
+    h = maker.empty((splits, count, TILE, parts * rank), torch.float32)
     early = options("linear")
-    launch_now(
+    maker.launch(
         _shrink_kernel,
         (count, parts * rank // TILE, splits),
         x,
@@ -150,7 +153,7 @@ def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
         num_stages=3,
         **early,
     )
-    launch_now(
+    maker.launch(
         _expand_kernel,
         (count, triton.cdiv(outputs, TILE_N)),
         y,

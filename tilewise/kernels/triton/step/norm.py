@@ -10,12 +10,12 @@ numerics float32; rounded where torch's separate operations round
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.elements import why_not as why_not
 
@@ -64,32 +64,36 @@ def _norm_kernel(
     tl.store(y_ptr + row * DIM + column, (scaled.to(tl.float32) * weight).to(dtype), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@planned
+def rms_norm(maker: Maker, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return y (..., E) of x (..., E)."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, eps, y, y)
+    y = maker.empty(x.shape, x.dtype)
+    _launch(maker, x, None, weight, eps, y, y)
     return y
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@planned
+def add_rms_norm(
+    maker: Maker, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return y and the new residual, both (..., E)."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, eps, y, total)
+    y, total = maker.empty(x.shape, x.dtype), maker.empty(x.shape, x.dtype)
+    _launch(maker, x, residual, weight, eps, y, total)
     return y, total
 
 
+@planned
 def add_parts_rms_norm(
-    parts: Tensor, residual: Tensor, weight: Tensor, eps: float
+    maker: Maker, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return y and the new residual, both (..., E), of parts (P, ..., E) float32 of x."""
-    y = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    _launch(parts[0], residual, weight, eps, y, total, parts)
+    y, total = (maker.empty(residual.shape, residual.dtype) for _ in range(2))
+    _launch(maker, parts[0], residual, weight, eps, y, total, parts)
     return y, total
 
 
 def _launch(
+    maker: Maker,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -102,10 +106,10 @@ def _launch(
     if x.numel() == 0:
         return
     dim = x.shape[-1]
-    rows = x.reshape(-1, dim)
-    added = rows if residual is None else residual.reshape(-1, dim)
+    rows = rows_of(maker, x)
+    added = rows if residual is None else rows_of(maker, residual)
     tile = triton.next_power_of_2(dim)
-    launch_now(
+    maker.launch(
         _norm_kernel,
         rows.shape[0],
         rows,

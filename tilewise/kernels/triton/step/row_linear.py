@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 from tilewise.kernels.triton.step.linear import why_not as why_not
 
@@ -100,7 +101,9 @@ def parts_of(channels: int) -> int:
     return triton.cdiv(channels, tile_k(channels))
 
 
+@planned
 def add_rms_norm_linear(
+    maker: Maker,
     x: Tensor,
     residual: Tensor,
     norm_weight: Tensor,
@@ -112,12 +115,12 @@ def add_rms_norm_linear(
     """Return y (..., N) and the new residual (..., E) of one row x, or of its parts (P, ..., E)."""
     outputs, channels = weight.shape
     outputs //= 1 + is_gated
-    y = torch.empty((*residual.shape[:-1], outputs), dtype=weight.dtype, device=weight.device)
-    total = torch.empty(residual.shape, dtype=weight.dtype, device=weight.device)
+    y = maker.empty((*residual.shape[:-1], outputs), weight.dtype)
+    total = maker.empty(residual.shape, weight.dtype)
     if y.numel() == 0:
         return y, total
     rows = ROWS // (1 + is_gated)
-    launch_now(
+    maker.launch(
         _row_kernel,
         (triton.cdiv(outputs, rows), 1),
         x,
@@ -143,14 +146,15 @@ def add_rms_norm_linear(
     return y, total
 
 
-def row_linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+@planned
+def row_linear_parts(maker: Maker, x: Tensor, weight: Tensor) -> Tensor:
     """Return the partial sums (P, ..., N) float32 of one row x (..., K)."""
     outputs, channels = weight.shape
     parts = parts_of(channels)
-    y = torch.empty((parts, *x.shape[:-1], outputs), dtype=torch.float32, device=x.device)
+    y = maker.empty((parts, *x.shape[:-1], outputs), torch.float32)
     if y.numel() == 0:
         return y
-    launch_now(
+    maker.launch(
         _row_kernel,
         (triton.cdiv(outputs, ROWS_OF_PART), parts),
         x,

@@ -27,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.host.requests import is_recording
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
@@ -644,7 +645,9 @@ class Moved(NamedTuple):
     results: Tensor
 
 
+@planned
 def sample_tokens(
+    maker: Maker,
     logits: Tensor,
     temperature: Tensor | None,
     top_k: Tensor | None,
@@ -660,22 +663,26 @@ def sample_tokens(
         moved: the rows that the same launch advances, each by its sampled token; None for none.
     """
     rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    is_finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    is_finite = maker.empty((rows,), torch.bool)
     if rows == 0:
-        return tokens, is_finite
-    if is_recording():  # nothing is sampled during recording, and token 0 is valid for look-ups
-        tokens.zero_()
+        return maker.empty((0,), torch.int64), is_finite
+
+    def make(_: int) -> Tensor:
+        # Nothing is sampled during recording, and token 0 is valid for look-ups.
+        make = torch.zeros if is_recording() else torch.empty
+        return make(rows, dtype=torch.int64, device=maker.device)
+
+    tokens = maker.ask(make, torch.empty(rows, dtype=torch.int64, device="meta"))
     truncates = temperature is not None and not (top_k is None and top_p is None and min_p is None)
-    parts = Parts(logits, truncates)
-    parts.fill(logits, temperature, has_mass=temperature is not None, has_peaks=truncates)
+    parts = Parts(maker, logits, truncates)
+    parts.fill(maker, logits, temperature, has_mass=temperature is not None, has_peaks=truncates)
     list_stride = parts.groups + 2 * CANDIDATES
-    lists = tokens if not truncates else logits.new_empty((rows, list_stride), dtype=torch.int32)
+    lists = tokens if not truncates else maker.empty((rows, list_stride), torch.int32)
 
     def given(x: Tensor | None) -> Tensor:
         return tokens if x is None else x
 
-    launch_now(
+    maker.launch(
         _draw_kernel,
         rows,
         logits,
@@ -716,17 +723,20 @@ def sample_tokens(
     return tokens, is_finite
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+@planned
+def token_logprobs(
+    maker: Maker, logits: Tensor, tokens: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return log_softmax (R,) of one token a row, and the `count` largest: ids and values."""
     rows, vocab = logits.shape
-    own = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    ids = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
-    values = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
+    own = maker.empty((rows,), torch.float32)
+    ids = maker.empty((rows, count), torch.int64)
+    values = maker.empty((rows, count), torch.float32)
     if rows == 0:
         return own, ids, values
-    parts = Parts(logits, count > 0)
-    parts.fill(logits, None, has_mass=True, has_peaks=count > 0)
-    launch_now(
+    parts = Parts(maker, logits, count > 0)
+    parts.fill(maker, logits, None, has_mass=True, has_peaks=count > 0)
+    maker.launch(
         _logprob_kernel,
         rows,
         logits,

@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 # Most programs of a launch. Those of one number on different GPUs wait for one another, so all of a
@@ -324,7 +325,9 @@ def inbox_words(dim: int, itemsize: int, size: int, most_rows: int) -> int:
     return 2 * most_rows * (size + 1) * words_of(dim, itemsize)
 
 
+@planned
 def launch(
+    maker: Maker,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -360,7 +363,7 @@ def launch(
     words = words_of(dim, total.itemsize)
     tile = triton.next_power_of_2(words)
     added = total if residual is None else residual
-    launch_now(
+    maker.launch(
         _sum_kernel,
         min(rows, MOST_PROGRAMS),
         x,
