@@ -318,7 +318,7 @@ def test_two_places_remember_calls_and_launches():
 # Functions of few values that remember what they returned: facts, and what is made of a type.
 REMEMBERED = {
     "kernels/device.py": {"has_triton", "capability", "sm_count", "l2_bytes"},
-    "kernels/gluon/quantised/linear.py": {"_kind"},
+    "kernels/gluon/quantised/linear.py": {"kind_and_table"},
     "kernels/host/descriptors.py": {
         "tile_layout",
         "_form_of_tiles",

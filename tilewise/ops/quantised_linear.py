@@ -49,8 +49,13 @@ def quantised_linear(
     Example:
         >>> y = quantised_linear(x, weight)  # x (4, 1024), weight.shape (4096, 1024)
     """
-    y: Tensor = _quantised_linear(
-        x,
+    y: Tensor = _quantised_linear(x, *arguments_of(weight), bias, batch_invariant, backend)
+    return y
+
+
+def arguments_of(weight: QuantisedWeight) -> tuple[Any, ...]:
+    """Return a weight as arguments of an operator, see `schema_of`."""
+    return (
         weight.codes,
         weight.scales,
         *weight.block,
@@ -63,11 +68,55 @@ def quantised_linear(
         weight.permutation,
         str(weight.computed).removeprefix("torch."),
         weight.in_lanes,
-        bias,
-        batch_invariant,
-        backend,
     )
-    return y
+
+
+def schema_of(prefix: str = "") -> str:
+    """Return the schema of a weight's arguments, the names of which begin with a prefix."""
+    kinds = (
+        "Tensor codes, Tensor scales, int rows, int columns, float[]? table, Tensor? zeros, "
+        "Tensor? minimums, Tensor? outer, Tensor? outer_minimums, int outer_rows, "
+        "int outer_columns, Tensor? permutation, str computed, bool in_lanes"
+    )
+    named = (argument.rsplit(" ", 1) for argument in kinds.split(", "))
+    return ", ".join(f"{kind} {prefix}{name}" for kind, name in named)
+
+
+NUM_ARGUMENTS = schema_of().count(",") + 1
+"""The arguments of a weight."""
+
+
+def weight_of(
+    codes: Tensor,
+    scales: Tensor,
+    rows: int,
+    columns: int,
+    table: Sequence[float] | None,
+    zeros: Tensor | None,
+    minimums: Tensor | None,
+    outer: Tensor | None,
+    outer_minimums: Tensor | None,
+    outer_rows: int,
+    outer_columns: int,
+    permutation: Tensor | None,
+    computed: str,
+    in_lanes: bool,
+) -> QuantisedWeight:
+    """Return the weight of `arguments_of`."""
+    return QuantisedWeight(
+        codes,
+        scales,
+        (rows, columns),
+        None if table is None else tuple(table),
+        zeros,
+        minimums,
+        outer,
+        outer_minimums,
+        (outer_rows, outer_columns),
+        permutation,
+        getattr(torch, computed),
+        in_lanes,
+    )
 
 
 def spec_of(
@@ -101,44 +150,26 @@ def placed(weight: QuantisedWeight) -> QuantisedWeight:
         return weight.columns()
     row = torch.empty((1, weight.shape[1]), dtype=torch.bfloat16, device="meta")
     spec = replace(spec_of(row, weight), device_type="cuda", in_lanes=True)
-    return weight.lanes() if dispatch.refusal("quantised_linear", "gluon", spec) is None else weight
+    if dispatch.refusal("quantised_linear", "gluon", spec) is not None or has_huge_scales(weight):
+        return weight
+    return weight.lanes()
 
 
-def _weight_of(
-    codes: Tensor,
-    scales: Tensor,
-    rows: int,
-    columns: int,
-    table: Sequence[float] | None,
-    zeros: Tensor | None,
-    minimums: Tensor | None,
-    outer: Tensor | None,
-    outer_minimums: Tensor | None,
-    outer_rows: int,
-    outer_columns: int,
-    permutation: Tensor | None,
-    computed: str,
-    in_lanes: bool,
-) -> QuantisedWeight:
-    return QuantisedWeight(
-        codes,
-        scales,
-        (rows, columns),
-        None if table is None else tuple(table),
-        zeros,
-        minimums,
-        outer,
-        outer_minimums,
-        (outer_rows, outer_columns),
-        permutation,
-        getattr(torch, computed),
-        in_lanes,
-    )
+def has_huge_scales(weight: QuantisedWeight) -> bool:
+    """Return whether powers of two are too large to be multiplied into operands, of whose
+    exponents 64 are left."""
+    scales = weight.scales
+    if scales.dtype != torch.float8_e8m0fnu or scales.is_meta or scales.numel() == 0:
+        return False
+    return bool(scales.view(torch.uint8).max() > _MOST_EXPONENT)
+
+
+_MOST_EXPONENT = 127 + 65
 
 
 def _check(x: Tensor, *arguments: Any) -> None:
     *of_weight, bias, _, backend = arguments
-    weight = _weight_of(*of_weight)
+    weight = weight_of(*of_weight)
     checks.check_float("x", x)
     if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x must be (..., {weight.shape[1]}), got shape {tuple(x.shape)}")
@@ -158,7 +189,7 @@ def _check(x: Tensor, *arguments: Any) -> None:
 
 def _chosen(x: Tensor, *arguments: Any) -> partial[Tensor]:
     *of_weight, bias, batch_invariant, backend = arguments
-    weight = _weight_of(*of_weight)
+    weight = weight_of(*of_weight)
     spec = spec_of(x, weight, batch_invariant=batch_invariant)
     name = dispatch.choose("quantised_linear", spec, backend)
     launch = dispatch.kernel_module("quantised_linear", name).launch
@@ -170,10 +201,8 @@ def _fake(x: Tensor, codes: Tensor, *_: object) -> Tensor:
 
 
 register_step(
-    "quantised_linear(Tensor x, Tensor codes, Tensor scales, int rows, int columns, "
-    "float[]? table, Tensor? zeros, Tensor? minimums, Tensor? outer, Tensor? outer_minimums, "
-    "int outer_rows, int outer_columns, Tensor? permutation, str computed, "
-    "bool in_lanes, Tensor? bias, bool batch_invariant, str? backend) -> Tensor",
+    f"quantised_linear(Tensor x, {schema_of()}, Tensor? bias, bool batch_invariant, "
+    "str? backend) -> Tensor",
     _chosen,
     _fake,
 )

@@ -3,16 +3,20 @@
 Measured on an H200 (2026-11-29, torch 2.11, triton 3.6; lab/results/experts_h200.json): a layer's
 choice and both products, microseconds, and the share of the read of the experts that are hit.
 
-    rows     Qwen3-30B-A3B, bfloat16     gpt-oss-20b, MXFP4
-       1        29     58 %                77    15 %
-      32       254     93 %               421    22 %
-     256       307     88 %               332    29 %
-   4,096       765     35 %, 41 % of 990 TFLOP/s; torch's grouped_mm 1,516
+    rows     Qwen3-30B-A3B, bfloat16   int4         e4m3         gpt-oss-20b, MXFP4; in blocks
+       1        29     58 %          20   22 %     27   32 %     36   33 %        76   16 %
+      32       259     91 %         103   60 %    167   71 %    182   50 %       422   22 %
+     256       317     85 %         145   49 %    202   67 %    258   37 %       339   28 %
+   4,096       891     30 %         777    9 %  1,021   13 %  1,742    5 %
+
+"In blocks" is the portable kernel, which other GPUs run; the other narrow ones are `NarrowTile`s.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from tilewise.kernels.tiles.linear_rows import SHARED
 
 RANKED = 16384
 """Numbers in the table, of choices by experts, in which a program ranks choices: 64 a thread of
@@ -82,3 +86,80 @@ def most_row_tiles(assignments: int, num_experts: int, tile_m: int) -> int:
     """Return how many tiles of rows there are at most, however rows fall to experts."""
     hit = min(num_experts, assignments)
     return hit + (assignments - hit) // tile_m
+
+
+_MOST_STAGES = 12  # of a ring
+
+
+class NarrowTile(NamedTuple):
+    """How products by experts are cut on Hopper, whose weights are of 8 or 4 bits.
+
+    Attributes:
+        rows: rows of a tile: 8 or 16 by mma.sync, 32, 64 or 128 by WGMMA.
+        source: the rows that the tile of an expert reads, one of `gluon.quantised.experts`.
+        warpgroups: the warpgroups that multiply, each for 64 outputs: 1 up to 16 rows, else 2 or 4.
+        parts: the parts of the channels of the second product, one of which an item takes.
+        ctas: the CTAs of a multiprocessor, among which its memory and registers are divided.
+    """
+
+    rows: int
+    source: int
+    warpgroups: int
+    parts: int
+    ctas: int
+
+    @property
+    def is_few(self) -> bool:
+        """Whether mma.sync multiplies."""
+        return self.rows <= 16
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that multiplies, and of each when a CTA begins."""
+        multiply = 128 * self.warpgroups
+        threads = multiply + 128  # the warp that copies has room for four
+        at_start = min(65536 // (threads * self.ctas) // 8 * 8, 248)
+        return min((at_start * threads - 40 * 128) // multiply // 8 * 8, 240), at_start
+
+
+_SORTED, _TOKENS, _TOKEN = 0, 1, 2  # see `gluon.quantised.experts`
+_FEW_TOKENS = 8  # more are sorted, so that an expert multiplies its own
+
+
+def narrow_tile(
+    tokens: int, active: int, num_experts: int, *, batch_invariant: bool = False
+) -> NarrowTile:
+    """Choose the tile of both products.
+
+    Args:
+        tokens, active, num_experts: the sizes of the call; each token has `active` experts.
+        batch_invariant: a row's sums in one order, whatever the number of rows.
+    """
+    each = tokens * active / num_experts
+    rows = next((size for size in (32, 64) if 1.5 * each <= size), 128)
+    if batch_invariant:
+        return NarrowTile(rows, _SORTED, 2, 1, 1)
+    if tokens == 1:
+        return NarrowTile(8, _TOKEN, 1, 2, 4)
+    if tokens <= _FEW_TOKENS:
+        return NarrowTile(8, _TOKENS, 1, 1, 4)
+    if each <= 12:
+        return NarrowTile(8 if each <= 5 else 16, _SORTED, 1, 1, 4)
+    if rows == 64:
+        return NarrowTile(64, _SORTED, 4, 1, 1)
+    return NarrowTile(rows, _SORTED, 2, 1, 2 if rows == 32 else 1)
+
+
+def narrow_stages(tile: NarrowTile, channels: int, code_bytes: int) -> int:
+    """Return how many stages fit shared memory.
+
+    Args:
+        tile: the cut of the product.
+        channels: the channels of a stage.
+        code_bytes: the bytes of a row of codes in a stage.
+    """
+    # Beside the ring: barriers, and where results are turned around.
+    beside = 4096 + tile.warpgroups * 64 * tile.rows * 2
+    room = min(SHARED // tile.ctas, SHARED - 1024) - 1024 - beside
+    stage = code_bytes * 64 * tile.warpgroups + 2 * tile.rows * channels
+    return max(1, min(room // stage, _MOST_STAGES))

@@ -114,7 +114,7 @@ def launch(
     assert not isinstance(tile, RingTile | FewTile)
     if tile is None:
         tile = tiles.tile_of(outputs, channels, rows, batch_invariant=batch_invariant)
-    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
     minimum = -1 if weight.minimums is None else kind_of(weight.minimums)
     step = step_of(weight.block, channels, weight.bits)
     shape = Shape(
@@ -125,8 +125,8 @@ def launch(
         tile.warps_k,
         tile.holds_inputs,
         step,
-        _steps(weight.block, channels, step),
-        _steps(weight.outer_block, channels, step),
+        steps_of(weight.block, channels, step),
+        steps_of(weight.outer_block, channels, step),
         kind_of(weight.scales),
         weight.outer is not None,
         weight.zeros is not None,
@@ -180,9 +180,10 @@ def _launch_ring(
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
-    blocks = _blocks(weight, len(x), summed)
+    folds = folds_scales(weight, x.dtype)
+    blocks = _blocks(weight, len(x), summed, folds=folds)
     of_stage = blocks * LANES_BLOCK * 8 // weight.bits
-    stages = channels // of_stage
+    stages = -(-channels // of_stage)
     padded = next((size for size in RING_ROWS if rows <= size), RING_ROWS[-1])
     # The channels of a part do not depend on the rows: a multiple of two blocks, if K is one.
     unit = max(1, 2 * LANES_BLOCK * 8 // weight.bits // of_stage)
@@ -195,9 +196,10 @@ def _launch_ring(
         size = num_tiles * parts * tile.tile_n * padded
         sums = maker.empty((size,), torch.float32)
         arrived = counters(maker, num_tiles * tile.tile_n // 64)
-    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
     at_start, registers = tiles.ring_registers(tile, padded)
-    groups = of_stage // summed
+    groups = 1 if folds else of_stage // summed
+    scales, grid = read_scales(weight, y, folds=folds)
     is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
     shape = RingShape(
         kind,
@@ -210,8 +212,8 @@ def _launch_ring(
         parts,
         blocks,
         groups,
-        _steps(weight.block, channels, summed),
-        _steps(weight.outer_block, channels, summed),
+        steps_of(weight.block, channels, summed),
+        steps_of(weight.outer_block, channels, summed),
         kind_of(weight.scales),
         weight.outer is not None,
         weight.zeros is not None,
@@ -221,6 +223,7 @@ def _launch_ring(
         bias is not None,
         early.mode("rows"),
         tile.fetches,
+        folds=folds,
     )
     x = maker.addressable(x)
     words = weight.codes.view(torch.int32)
@@ -232,7 +235,7 @@ def _launch_ring(
         matrix_descriptor(words, 64, blocks * LANES_BLOCK // 4),
         words,
         matrix_descriptor(x, padded, of_stage // groups),
-        raw(weight.scales, y),
+        scales,
         raw(weight.zeros, y),
         raw(weight.minimums, y),
         raw(weight.outer, y),
@@ -247,7 +250,7 @@ def _launch_ring(
         outputs,
         stages,
         part_stages,
-        weight.scales.shape[1],
+        grid,
         1 if outer is None else outer.shape[1],
         weight.block[0],
         weight.outer_block[0],
@@ -270,9 +273,10 @@ def _launch_few(
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
-    blocks = _blocks(weight, rows, summed)
+    folds = folds_scales(weight, x.dtype)
+    blocks = _blocks(weight, rows, summed, folds=folds)
     of_stage = blocks * LANES_BLOCK * 8 // weight.bits
-    stages = channels // of_stage
+    stages = -(-channels // of_stage)
     if tile is None:
         tile = tiles.few_tile_of(outputs, weight.codes.shape[1] // LANES_BLOCK)
     padded = 8 if rows <= 8 else 16
@@ -284,8 +288,9 @@ def _launch_few(
         size = num_tiles * parts * tile.tile_n * padded
         sums = maker.empty((size,), torch.float32)
         arrived = counters(maker, num_tiles)
-    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
     at_start, _ = tiles.ring_registers(tile, padded)
+    scales, grid = read_scales(weight, y, folds=folds)
     is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
     shape = FewShape(
         kind,
@@ -295,9 +300,9 @@ def _launch_few(
         tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
         parts,
         blocks,
-        of_stage // summed,
-        _steps(weight.block, channels, summed),
-        _steps(weight.outer_block, channels, summed),
+        1 if folds else of_stage // summed,
+        steps_of(weight.block, channels, summed),
+        steps_of(weight.outer_block, channels, summed),
         kind_of(weight.scales),
         weight.outer is not None,
         weight.zeros is not None,
@@ -306,6 +311,7 @@ def _launch_few(
         weight.outer_minimums is not None,
         bias is not None,
         early.mode("rows"),
+        folds=folds,
     )
     x = maker.addressable(x)
     words = weight.codes.view(torch.int32)
@@ -316,7 +322,7 @@ def _launch_few(
         num_tiles * parts,
         matrix_descriptor(words, tile.tile_n, blocks * LANES_BLOCK // 4),
         chunk_descriptor(x, of_stage // CHUNK.value, padded, CHUNK.value),
-        raw(weight.scales, y),
+        scales,
         raw(weight.zeros, y),
         raw(weight.minimums, y),
         raw(weight.outer, y),
@@ -331,7 +337,7 @@ def _launch_few(
         outputs,
         stages,
         part_stages,
-        weight.scales.shape[1],
+        grid,
         1 if outer is None else outer.shape[1],
         weight.block[0],
         weight.outer_block[0],
@@ -342,8 +348,31 @@ def _launch_few(
     )
 
 
-def _blocks(weight: QuantisedWeight, rows: int, summed: int) -> int:
+def folds_scales(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Return whether scales are multiplied into operands: those of MXFP4, into bfloat16."""
+    return (
+        weight.table == E2M1
+        and weight.scales.dtype == torch.float8_e8m0fnu
+        and weight.block == (1, 32)
+        and dtype == torch.bfloat16
+        and weight.zeros is None
+        and weight.minimums is None
+        and not weight.has_outer
+    )
+
+
+def read_scales(weight: QuantisedWeight, y: Tensor, *, folds: bool) -> tuple[Tensor, int]:
+    """Return a weight's scales as kernels read them, and their columns."""
+    scales = raw(weight.scales, y)
+    if folds:
+        scales = scales.view(torch.int32)
+    return scales, scales.shape[1]
+
+
+def _blocks(weight: QuantisedWeight, rows: int, summed: int, *, folds: bool) -> int:
     """Return the blocks of lanes of a stage: two for few rows and at most four sums."""
+    if folds:
+        return 2 if rows <= 16 else 1
     both = 2 * LANES_BLOCK * 8 // weight.bits
     return 2 if rows <= 32 and weight.shape[1] % both == 0 and both // summed <= 4 else 1
 
@@ -372,13 +401,13 @@ def _why_no_ring(spec: QuantisedLinearSpec) -> str | None:
     return reason
 
 
-def _steps(block: tuple[int, int], channels: int, step: int) -> int:
+def steps_of(block: tuple[int, int], channels: int, step: int) -> int:
     """Return how many steps share a scale; 0 for all of a row."""
     return 0 if block[1] >= channels else block[1] // step
 
 
 @functools.cache
-def _kind(
+def kind_and_table(
     codes: torch.dtype, table: tuple[float, ...] | None, dtype: torch.dtype
 ) -> tuple[int, tuple[int, ...]]:
     """Return the kind of codes, and a general table as eight words of bytes, see `operands`."""
