@@ -298,6 +298,7 @@ class Experts(nn.Module):
             return
         assert self.up_scale is not None
         assert self.down_scale is not None
+        assert isinstance(self.down, Tensor)
         up, down = mxfp4_rows(self.up, self.up_scale), mxfp4_rows(self.down, self.down_scale)
         dtype = self.router.weight.dtype if self.up_bias is None else self.up_bias.dtype
         placed = ops.placed_experts(up, down, up.shape[1], down.shape[1], dtype)
@@ -421,6 +422,7 @@ class Experts(nn.Module):
                 inner_size=config.intermediate_size,
             )
         else:
+            assert isinstance(self.down, Tensor)
             call = functools.partial(
                 ops.expert_mlp,
                 up=self.up,

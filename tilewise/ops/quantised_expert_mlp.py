@@ -118,9 +118,10 @@ def _spec_of(
     x: Tensor, up: QuantisedWeight, down: QuantisedWeight, inner_size: int, **changed: Any
 ) -> QuantisedExpertsSpec:
     num_experts = down.shape[0] // x.shape[1]
-    both = [replace(spec_of(x, weight), **changed) for weight in (up, down)]
+    first, second = (replace(spec_of(x, weight), **changed) for weight in (up, down))
+    outputs = up.shape[0] // num_experts
     return QuantisedExpertsSpec(
-        both[0].device_type, x.dtype, *both, up.shape[0] // num_experts, x.shape[1], inner_size
+        first.device_type, x.dtype, first, second, outputs, x.shape[1], inner_size
     )
 
 

@@ -56,14 +56,14 @@ def signs(size: int) -> Tensor:
 def rotate(x: Tensor) -> Tensor:
     """Return x (..., D), each group of channels rotated, in x's dtype."""
     size = rotated_channels(x.shape[-1])
-    groups = x.unflatten(-1, (-1, size)) * signs(size).to(x)
+    groups: Tensor = x.unflatten(-1, (-1, size)) * signs(size).to(x)
     return (groups @ hadamard_matrix(size).to(x)).flatten(-2)
 
 
 def rotate_back(x: Tensor) -> Tensor:
     """Return what `rotate` made x (..., D) of."""
     size = rotated_channels(x.shape[-1])
-    groups = x.unflatten(-1, (-1, size)) @ hadamard_matrix(size).to(x)
+    groups: Tensor = x.unflatten(-1, (-1, size)) @ hadamard_matrix(size).to(x)
     return (groups * signs(size).to(x)).flatten(-2)
 
 

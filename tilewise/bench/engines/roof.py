@@ -36,7 +36,7 @@ class Roof:
     read_bytes: float
     flops: float
     weight_bytes: float = 2
-    cache_bytes: int = 2
+    cache_bytes: float = 2
 
     def step(self, rows: int, cached_tokens: float) -> float:
         """Return seconds of one decode step.
