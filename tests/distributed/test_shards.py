@@ -274,16 +274,18 @@ def test_layers_with_a_state_are_cut_at_their_heads(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "size", "message"),
+    ("case", "changes", "size", "message"),
     [
-        ("qwen3_5", 6, "num_kv_heads 2|num_key_heads 2, got 6"),
-        ("mamba2", 4, "heads of the recurrence 6, got 4"),
-        ("mamba2", 3, "num_groups 2, or be a multiple of it, got 3"),
-        ("nemotron_h", 2, "must be 1 for experts that read latents, got 2"),
+        ("qwen3_5", {"intermediate_size": 48}, 6, "num_kv_heads 2|num_key_heads 2, got 6"),
+        ("mamba2", {}, 4, "heads of the recurrence 6, got 4"),
+        ("mamba2", {"n_groups": 2}, 3, "groups of the norm 2, got 3"),
+        ("nemotron_h", {}, 2, "must be 1 for experts that read latents, got 2"),
     ],
 )
-def test_a_state_that_a_size_does_not_divide_is_refused(case, size, message, tmp_path):
+def test_a_state_that_a_size_does_not_divide_is_refused(case, changes, size, message, tmp_path):
     save_hf(states.make(case), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ValueError, match=message):
         check_shards(read_config(tmp_path), size)
 

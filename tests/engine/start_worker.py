@@ -187,7 +187,7 @@ class Both:
         """Rehearse, and compile in so many processes."""
         ahead._compile(
             self.new_runner, self._tokens, self._start.is_lazy, processes, stamp, self._group,
-            lambda line: print(line, file=sys.stderr),
+            lambda line, share=None: print(line, file=sys.stderr),
         )  # fmt: skip
 
     def prepare(self) -> None:

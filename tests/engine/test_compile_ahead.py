@@ -96,7 +96,7 @@ def test_a_start_captures_a_step_of_every_kind_or_every_step(monkeypatch, is_laz
         capture_prompts=lambda size: captured.append((size, "prompts")),
         capture=lambda size, **more: captured.append((size, more)),
     )  # fmt: skip
-    graphs.capture_steps(runner, is_lazy=is_lazy, show=lines.append)
+    graphs.capture_steps(runner, is_lazy=is_lazy, show=lambda line, share=None: lines.append(line))
     greedy, kinds = {"is_greedy": True}, ["decode steps", "greedy steps"]
     if is_lazy:
         assert captured == [(24, {}), (16, {}), (2, {}), (1, {}), (24, greedy)]

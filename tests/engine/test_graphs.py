@@ -200,7 +200,12 @@ def test_compilations_are_counted_from_when_the_runner_is_ready(directory):
 
     compile_one("before")
     lines = []
-    prepare(runner, max_num_batched_tokens=40, is_lazy=True, show=lines.append)
+    prepare(
+        runner,
+        max_num_batched_tokens=40,
+        is_lazy=True,
+        show=lambda line, share=None: lines.append(line),
+    )
     assert lines[0].startswith("compiling kernels, step 1 of")
     assert not runner.captures  # there is no graph on a CPU
     engine = Engine(new_scheduler(runner), runner)

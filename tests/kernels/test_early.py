@@ -40,14 +40,13 @@ def test_nothing_is_written_and_no_program_ends_before_it_has_waited(mode):
 def test_products_of_quantised_weights_write_nothing_before_they_have_waited(mode):
     name = f"sm_90-quantised-early-{mode}"
     reports = run_cases([name])[name]
-    names = {report["kernel"] for report in reports}
-    assert names == {"quantised_few_kernel", "quantised_ring_kernel"}
-    for report in reports:
-        assert report["effects_before_waiting"] == [], report["kernel"]
-        assert report["waits"] >= 2, report[
-            "kernel"
-        ]  # the warp that copies, and those that multiply
-        assert report["lets_go"] == 1, report["kernel"]
+    early_ones = {r["kernel"]: r for r in reports if r["waits"] or r["lets_go"]}
+    assert early_ones.keys() >= {"quantised_few_kernel", "quantised_ring_kernel"}
+    for name, report in early_ones.items():
+        assert report["effects_before_waiting"] == [], name
+        # Of products the warp that copies waits, and those that multiply.
+        assert report["waits"] >= (2 if name.startswith("quantised") else 1), name
+        assert report["lets_go"] == 1, name
 
 
 def test_what_is_late_does_not_wait():

@@ -173,7 +173,10 @@ class Widths(NamedTuple):
         return self.head_dim
 
 
-def test_heads_of_a_task_keep_threads_busy_and_tiles_in_cache() -> None:
+def test_heads_of_a_task_keep_threads_busy_and_tiles_in_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_tiles, "_L2", 2 << 20)
     heads_of = decode_tiles.heads_of_task.py_func
     small = Widths(num_kv_heads=8, head_dim=32, k_size=2)
     assert heads_of(small, 64, 2) == 8
