@@ -30,6 +30,7 @@ from tilewise import LLM, SamplingParams, ops
 from tilewise.engine.config import RequestTerms
 from tilewise.engine.waiter import Waiter, raise_first
 from tilewise.models.adapters import AdapterSite
+from tilewise.nn import adapted as nn_adapted
 
 WANTED = {"none": 1.0, "one": 0.94, "many": 0.88}  # of the engine without adapters
 FILES = 2  # adapters that are written; others are loaded from the same files, to slots of their own
@@ -215,10 +216,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--in-turn", action="store_true", help="no product beside another")
     parser.add_argument("--kernels", action="store_true", help="the op alone")
     parser.add_argument("--forms", action="store_true", help="with --kernels: other constants, too")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    nn_adapted.IS_BESIDE = not options.in_turn
     told: dict[str, Any] = {"options": vars(options), "machine": machine(options.device)}
     if options.kernels:
         told["kernels"] = []

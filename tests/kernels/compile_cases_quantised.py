@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from tests.kernels.compile_cases import Case, meta
-from tilewise.kernels.gluon.quantised import linear
+from tilewise.kernels.gluon.quantised import linear, mixture
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
+from tilewise.kernels.tiles.experts import NarrowTile
 from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile
 
 ARCHITECTURES = (80, 86, 90, 120)
@@ -103,6 +104,56 @@ def launch_few(name: str) -> None:
     linear.launch(x, replace(weight, in_lanes=True), None, tile=FewTile(*tile))
 
 
+# Experts of gpt-oss and Qwen3-30B-A3B: weights of both products, tokens.
+def _experts(kind: str, experts: int, width: int, inner: int):
+    def one(rows: int, columns: int) -> QuantisedWeight:
+        if kind == "mxfp4":
+            blocks = -(-columns // 128)
+            return QuantisedWeight(
+                meta(rows, blocks * 64, dtype=_BYTE),
+                meta(rows, blocks * 4, dtype=torch.float8_e8m0fnu), (1, 32), table=E2M1,
+                in_lanes=True,
+            )  # fmt: skip
+        if kind == "int4":
+            grid = (rows, columns // 128)
+            return QuantisedWeight(
+                meta(rows, columns // 2, dtype=_BYTE), meta(*grid, dtype=_HALF), (1, 128),
+                zeros=meta(*grid, dtype=_BYTE), in_lanes=True,
+            )  # fmt: skip
+        return QuantisedWeight(
+            meta(rows, columns, dtype=torch.float8_e4m3fn),
+            meta(rows // 128, columns // 128, dtype=_WIDE), (128, 128), in_lanes=True,
+        )  # fmt: skip
+
+    return one(experts * 2 * inner, width), one(experts * width, inner)
+
+
+_EXPERTS = {
+    f"{kind}-{tokens}": (kind, sizes, tokens)
+    for kind, sizes in (
+        ("mxfp4", (32, 4, 2880, 2880)), ("int4", (128, 8, 2048, 768)),
+        ("fp8-blocks", (128, 8, 2048, 768)),
+    )
+    for tokens in (1, 16, 32, 256, 1024)
+}  # fmt: skip
+
+
+def launch_experts(name: str, tile: NarrowTile | None = None) -> None:
+    """Call the launcher of a mixture's products."""
+
+    kind, (experts, active, width, inner), tokens = _EXPERTS[name]
+    up, down = _experts(kind, experts, width, inner)
+    is_gpt = kind == "mxfp4"
+    bias = [meta(experts, rows, dtype=torch.bfloat16) for rows in (2 * inner, width)]
+    mixture.launch(
+        meta(tokens, width, dtype=torch.bfloat16),
+        meta(tokens, active, dtype=torch.int32), meta(tokens, active, dtype=_WIDE),
+        up, bias[0] if is_gpt else None, down, bias[1] if is_gpt else None, inner=inner,
+        activation="clamped" if is_gpt else "silu", interleaved=is_gpt, limit=7.0, alpha=1.702,
+        weighs_input=False, batch_invariant=False, tile=tile,
+    )  # fmt: skip
+
+
 def launch_early(mode: int) -> None:
     """Call Hopper's products as a decode step launches them."""
     from tilewise.kernels import early
@@ -110,6 +161,8 @@ def launch_early(mode: int) -> None:
     with early.launching({"rows": mode}):
         launch_few("int4")
         launch_ring("int4-many")
+        launch_experts("mxfp4-1")
+        launch_experts("int4-256")
 
 
 def cases() -> Iterator[Case]:
@@ -140,6 +193,25 @@ def cases() -> Iterator[Case]:
             slow=True,  # every day they are compiled as they begin early
             mma="mma.sync",
         )
+    for name in _EXPERTS:
+        yield Case(
+            f"sm_90-quantised-experts-{name}",
+            90,
+            lambda name=name: launch_experts(name),  # type: ignore[misc]
+            slow=True,
+        )
+    yield Case(
+        "sm_90-quantised-experts-four",
+        90,
+        lambda: launch_experts("mxfp4-256", NarrowTile(64, 0, 4, 1, 1)),
+        slow=True,
+    )
+    yield Case(
+        "sm_90-quantised-experts-two-ctas",
+        90,
+        lambda: launch_experts("mxfp4-256", NarrowTile(64, 0, 2, 1, 2)),
+        slow=True,
+    )
     for name in _RINGS:
         yield Case(
             f"sm_90-quantised-ring-{name}",

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from tests.models.quantised_files import FORMATS, quantise, torchao_int4, torchao_tiles
 from tilewise import LLM, SamplingParams
 from tilewise.errors import CheckpointError
-from tilewise.models import ModelConfig, build_model, load_model
+from tilewise.models import ModelConfig, build_model, load_model, weights
 from tilewise.models.quantised import Stored
 from tilewise.models.quantised.torchao import torchao
+from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.nn.packed import PackedLinear
 from tilewise.nn.quantised import QuantisedLinear
 from tilewise.ops.panels import why_not_pack
@@ -27,7 +28,7 @@ _CONFIG = {
 _QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}  # with biases
 _MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 2, "intermediate_size": 256,
 }  # fmt: skip
 
 
@@ -86,6 +87,28 @@ def test_values_are_those_of_the_layout_bit_for_bit(name, plain, tmp_path):
             most = 5.1 if is_narrow and name != "torchao-intx4" else 8.6
             assert module.nbytes * 8 <= most * wanted.numel() * (1 + 0.35)
     assert isinstance(model.lm_head, torch.nn.Linear)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "fp8-blocks"])
+def test_experts_are_held_as_they_are_stored_where_a_kernel_reads_them(name, plain, tmp_path):
+    """Two quantised experts' weights become one; values stay those of the layout."""
+    quantise(plain("mixtral"), tmp_path, name)
+    config = read_checkpoint(tmp_path / "narrow")
+    models = []
+    for holds in (True, False):
+        model = empty_model(config, "bfloat16", "meta")
+        weights.narrow(model, tmp_path / "narrow", holds_experts=holds)
+        model = allocated(model, "cpu")
+        weights.load_weights(model, tmp_path / "narrow")
+        models.append(model.eval())
+    held, wide = (model.layers[0].mlp for model in models)
+    assert isinstance(held.up, QuantisedLinear)
+    x = torch.randn(5, 128).bfloat16()
+    for kind in ("up", "down"):
+        for e in range(4):
+            assert torch.equal(held._plain(kind, e), getattr(wide, kind)[e])
+    with torch.no_grad():
+        assert torch.equal(held(x), wide(x))
 
 
 def test_tiles_of_torchao_are_taken_apart():

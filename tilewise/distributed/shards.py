@@ -219,7 +219,7 @@ def load_shard(
     model = empty_model(own, dtype, "meta")
     cut = _Cut(config, group)
     if not random_weights:
-        narrow(model, path, part=cut)
+        narrow(model, path, part=cut, holds_experts=group.device.type == "cuda")
     if before is not None:
         before(model)
     model = allocated(model, group.device)
@@ -236,6 +236,8 @@ def load_shard(
     if read is not None:
         read(model)
     model.pack_for_inference(is_int8=is_int8)
+    if group.device.type == "cuda":
+        model.place_on_gpu()
     _join(model, config, group)
     group.open_inbox(config.hidden_size, model.dtype, deals=_always_normalises(model))
     return model

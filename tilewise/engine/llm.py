@@ -264,6 +264,8 @@ class LLM:
         is_cuda = config.device.type == "cuda"
         if config.batch_invariant and is_cuda:
             model.use_invariant_linears()
+        elif is_cuda:
+            model.place_on_gpu()
         return EngineMaker(
             config,
             directory,

@@ -216,6 +216,26 @@ class QuantisedWeight:
             raise ValueError(f"codes must have a multiple of {LANES_BLOCK} bytes, got {width}")
         return self if self.in_lanes else self._reordered(True)
 
+    def padded(self) -> QuantisedWeight:
+        """Return the weight with columns of zeros behind its own, to a multiple of 64 bytes of
+        codes."""
+        missing = -self.codes.shape[1] % LANES_BLOCK
+        if missing == 0:
+            return self
+        rows, columns = self.codes.shape[0], self.shape[1]
+        raw = self.codes.view(torch.uint8)
+        codes = torch.cat((raw, raw.new_zeros(rows, missing)), 1).view(self.codes.dtype)
+        found = {"codes": codes}
+        padded = codes.shape[1] * (8 // self.bits)
+        for names, size in ((_INNER, self.block[1]), (_OUTER, self.outer_block[1])):
+            for name in self.tensors().keys() & names if columns > size else ():
+                tensor = getattr(self, name)
+                more = -(-padded // size) - tensor.shape[1]
+                found[name] = torch.nn.functional.pad(
+                    tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor, (0, more)
+                ).view(tensor.dtype)
+        return replace(self, **found)  # type: ignore[arg-type]
+
     def columns(self) -> QuantisedWeight:
         """Return the weight with codes in the order of their columns: what `lanes` undoes."""
         return self._reordered(False) if self.in_lanes else self

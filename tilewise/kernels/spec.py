@@ -463,6 +463,23 @@ class QuantisedLinearSpec(ElementSpec):
         return 4 if self.codes == torch.uint8 else 8
 
 
+@dataclass(frozen=True, slots=True)
+class QuantisedExpertsSpec(ElementSpec):
+    """Both products of a mixture of experts with weights of 8 or 4 bits, see `ops.expert_mlp`.
+
+    Attributes:
+        up, down: each product, with the weights of all experts one below another.
+        outputs: the rows of `up` of an expert, those of gates among them.
+        width, inner: the channels of the tokens, and those between both products.
+    """
+
+    up: QuantisedLinearSpec
+    down: QuantisedLinearSpec
+    outputs: int
+    width: int
+    inner: int
+
+
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:
     """View the scales of an 8-bit cache, per slot or per head, as (num_blocks, block_size, Hk)."""
     return scale.expand(cache.shape[:3])

@@ -172,6 +172,10 @@ class Decoder(nn.Module):
         if self.lm_head is None and isinstance(self.packed_head, PackedLinear):
             self.embed_tokens = PackedEmbedding(self.packed_head)
 
+    def place_on_gpu(self) -> None:
+        """Lay weights of few bits, which are parameters until then, as this GPU's kernels read
+        them; others stay as they are."""
+
     def use_invariant_linears(self) -> None:
         """Compute all projections in tiles of one size, so that a row's bits do not depend on
         others.

@@ -661,6 +661,13 @@ class NativeDecoder(Decoder):
         super().pack_for_inference(is_int8=is_int8)
 
     @torch.no_grad()
+    def place_on_gpu(self) -> None:
+        """Lay the weights of experts as this GPU's kernels read them; see `Decoder`."""
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.place_on_gpu()
+
+    @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Draw random weights as `Decoder.init_weights`.
 
@@ -702,6 +709,9 @@ class NativeDecoder(Decoder):
 
     def source_of(self, name: str, linear: QuantisedLinear) -> Weight:
         """Return the sources of a quantised weight; see `Decoder.source_of`."""
+        above = name.removesuffix(".weight").rpartition(".")[0]
+        if isinstance(self.get_submodule(above), Experts):
+            name = name.removesuffix(".weight")
         shape = (linear.out_features, linear.in_features)
         return self.names.weight(name, self._rows_of(name, shape), self._sources_of(name))
 

@@ -89,7 +89,8 @@ def load_model(
         return _through_transformers(path, dtype, device, random_weights, before, error)
     model = empty_model(for_device(config, torch.device(device)), dtype, "meta")
     if not random_weights:
-        narrow(model, path, holds_tables=torch.device(device).type == "cpu")
+        is_cpu = torch.device(device).type == "cpu"
+        narrow(model, path, holds_tables=is_cpu, holds_experts=not is_cpu)
     if before is not None:
         before(model)
     model = allocated(model, device)

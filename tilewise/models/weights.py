@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tilewise import ops
 from tilewise.errors import CheckpointError
 from tilewise.models.causal_body import CLASSIFIER
 from tilewise.models.config_fields import read_object
@@ -33,6 +35,7 @@ from tilewise.models.quantised import QuantisedModules, quantisation_of
 from tilewise.models.text_part import renamed, text_architecture
 from tilewise.models.weight_files import INDEX, SINGLE, open_weights, some, weight_files
 from tilewise.models.weight_table import Part, Weight
+from tilewise.nn.experts import Experts
 from tilewise.nn.quantised import QuantisedEmbedding, QuantisedLinear
 from tilewise.ops import QuantisedWeight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
@@ -103,16 +106,19 @@ def narrow(
     *,
     part: CutOf | None = None,
     holds_tables: bool = False,
+    holds_experts: bool = False,
 ) -> None:
     """Put a `QuantisedLinear` in the place of each projection that a checkpoint stores quantised,
     and check the checkpoint as `check_weights` does.
 
     The model's parameters are on "meta", and so are the weights; `load_weights` reads them. Other
-    quantised weights (of experts, of most embeddings) are dequantised when they are read.
+    quantised weights (of most embeddings, of experts that no kernel reads so) are dequantised when
+    they are read.
 
     Args:
         model, directory, part: as of `load_weights`.
         holds_tables: True to hold an embedding that is the output head, too, as it is stored.
+        holds_experts: True to hold experts so where a GPU of this machine has a kernel for them.
 
     Raises:
         CheckpointError: as of `load_weights`.
@@ -120,9 +126,12 @@ def narrow(
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack, model.weight_renames)
         modules = _modules(model, directory, found)
+        of_experts: dict[str, dict[str, Weight]] = defaultdict(dict)
         for weight in () if modules.format is None else model.weight_table():
             name, _, kind = weight.name.rpartition(".")
             linear = model.get_submodule(name)
+            if isinstance(linear, Experts) and kind in ("up", "down") and holds_experts:
+                of_experts[name][kind] = weight
             if holds_tables and linear is model.embed_tokens and model.lm_head is None:
                 _narrow_table(model, weight, found, modules)
             if kind != "weight" or type(linear) is not nn.Linear or weight.transposed:
@@ -136,6 +145,8 @@ def narrow(
             made = QuantisedLinear(parts, linear.bias, linear.weight.dtype)
             _check_size(name, made, linear)
             setattr(model.get_submodule(place), own, made)
+        for name, both in of_experts.items():
+            _narrow_experts(model, name, both, found, modules, part)
         _check(model, found, part, modules)
 
 
@@ -223,6 +234,38 @@ def _narrow_table(model: Decoder, weight: Weight, found: Found, modules: Quantis
     if (head.out_features, head.in_features) == tuple(table.shape):
         model.embed_tokens = QuantisedEmbedding(parts, table.dtype)
         model.packed_head = head
+
+
+def _narrow_experts(
+    model: Decoder,
+    name: str,
+    both: Mapping[str, Weight],
+    found: Found,
+    modules: QuantisedModules,
+    part: CutOf | None,
+) -> None:
+    """Hold the weights of experts as a checkpoint stores them, if a kernel reads both so."""
+    experts = model.get_submodule(name)
+    assert isinstance(experts, Experts)
+    held: dict[str, QuantisedWeight] = {}
+    for kind, weight in both.items():
+        sources = _names_of(model, weight, found)
+        if weight.transposed or not all(modules.has(source) for source in sources):
+            return
+        weights = [modules.weight(source, is_meta=True) for source in sources]
+        try:
+            parts = _cut_all(model, weight, weights, part)
+        except ValueError:  # ranks cut a group
+            return
+        whole = QuantisedWeight.concatenate(parts)
+        if whole is None or whole.padded() is not whole:
+            return
+        held[kind] = whole
+    (_, _, width), (_, _, inner) = (getattr(experts, kind).shape for kind in ("up", "down"))
+    dtype = experts.up.dtype
+    if isinstance(ops.placed_experts(held["up"], held["down"], width, inner, dtype), str):
+        return
+    experts.hold(held["up"], held["down"], dtype)
 
 
 def _narrow_linears(model: nn.Module) -> list[tuple[str, QuantisedLinear]]:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, RMSNorm, activate, name_of, project
 from tilewise.nn.packed import PackedLinear, can_pack
+from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.valued import valued
-from tilewise.ops import cpu_step, panels
+from tilewise.ops import QuantisedWeight, cpu_step, panels
 from tilewise.ops.choose_experts import Scores, check_choice
 from tilewise.ops.expert_mlp import ExpertActivation
-from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
+from tilewise.ops.mxfp4 import GROUP, mxfp4_rows, unpack_mxfp4
 
 __all__ = ["Experts", "ExpertsConfig"]
 
@@ -147,8 +148,8 @@ class Experts(nn.Module):
         correction_bias: float32 (N,), see `ExpertsConfig.has_correction_bias`; or None.
         expert_scale: (N,), see `ExpertsConfig.scales_experts`; or None.
         up: (N, 2 I, E), or (N, I, E) without gates; MXFP4's blocks (N, 2 I, E / 32, 16) with
-            `up_scale`.
-        down: (N, E, I), or MXFP4's blocks with `down_scale`.
+            `up_scale`; or all experts' rows as a `QuantisedLinear` holds them, see `hold`.
+        down: (N, E, I), or MXFP4's blocks with `down_scale`, or likewise.
         shared, shared_gate: the block that all tokens use and the projection to its gate, or None.
         latent_proj, latent_out_proj: the projections to what experts read and back, or None.
         is_invariant: True if a token's bits must not depend on other tokens, also on a GPU.
@@ -157,9 +158,9 @@ class Experts(nn.Module):
         fuses_on_cpu: True if the activation on a CPU returns the values of packed inference.
     """
 
-    up: nn.Parameter
+    up: nn.Parameter | QuantisedLinear
     up_bias: nn.Parameter | None
-    down: nn.Parameter
+    down: nn.Parameter | QuantisedLinear
     down_bias: nn.Parameter | None
     up_scale: nn.Parameter | None
     down_scale: nn.Parameter | None
@@ -180,7 +181,8 @@ class Experts(nn.Module):
             nn.Parameter(term, requires_grad=False) if config.has_correction_bias else None
         )
         self.expert_scale = nn.Parameter(factor) if config.scales_experts else None
-        width, rows_of_up = config.latent_size or hidden_size, inner * (1 + config.is_gated)
+        self._width = config.latent_size or hidden_size
+        width, rows_of_up = self._width, inner * (1 + config.is_gated)
         shapes = {"up": (count, rows_of_up, width), "down": (count, width, inner)}
         for name, (_, rows, columns) in shapes.items():
             bias = nn.Parameter(torch.zeros(count, rows)) if config.has_bias else None
@@ -264,6 +266,8 @@ class Experts(nn.Module):
         Raises:
             ValueError: `is_int8` with a weight that is not finite.
         """
+        if isinstance(self.up, QuantisedLinear):
+            return
         if any(panels.why_not_pack(self._plain(name, 0)) is not None for name in ("up", "down")):
             return
 
@@ -273,6 +277,32 @@ class Experts(nn.Module):
             delattr(self, name)
         if can_pack(self.router.weight):
             self.router = PackedLinear(self.router.weight, self.router.bias)  # type: ignore[assignment]
+
+    def hold(self, up: QuantisedWeight, down: QuantisedWeight, dtype: torch.dtype) -> None:
+        """Take the weights of all experts in the place of the parameters `up` and `down`, as narrow
+        as a checkpoint stores them.
+
+        Args:
+            up, down: (N 2 I, E), or (N I, E) without gates, and (N E, I), perhaps on "meta";
+                columns of zeros may follow.
+            dtype: that of the model.
+        """
+        for name, weight in (("up", up), ("down", down)):
+            delattr(self, name)
+            self.register_parameter(f"{name}_scale", None)
+            setattr(self, name, QuantisedLinear([weight], None, dtype))
+
+    def place_on_gpu(self) -> None:
+        """Lay weights in MXFP4 as the kernels of this GPU read them, if there are such."""
+        if not self.config.is_packed or isinstance(self.up, QuantisedLinear):
+            return
+        assert self.up_scale is not None
+        assert self.down_scale is not None
+        up, down = mxfp4_rows(self.up, self.up_scale), mxfp4_rows(self.down, self.down_scale)
+        dtype = self.router.weight.dtype if self.up_bias is None else self.up_bias.dtype
+        placed = ops.placed_experts(up, down, up.shape[1], down.shape[1], dtype)
+        if not isinstance(placed, str):
+            self.hold(*placed, dtype)
 
     def refill(self, given: Mapping[str, Tensor]) -> None:
         """Write other weights, by the names of the parameters before `pack_for_inference`, where
@@ -382,16 +412,28 @@ class Experts(nn.Module):
         )
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[chosen]
-        return ops.expert_mlp(
+        if isinstance(self.up, QuantisedLinear):
+            assert isinstance(self.down, QuantisedLinear)
+            call = functools.partial(
+                ops.quantised_expert_mlp,
+                up=self.up.parts[0],
+                down=self.down.parts[0],
+                inner_size=config.intermediate_size,
+            )
+        else:
+            call = functools.partial(
+                ops.expert_mlp,
+                up=self.up,
+                down=self.down,
+                up_scale=self.up_scale,
+                down_scale=self.down_scale,
+            )
+        return call(
             x,
             chosen,
             weights.float(),
-            self.up,
-            self.down,
             up_bias=self.up_bias,
             down_bias=self.down_bias,
-            up_scale=self.up_scale,
-            down_scale=self.down_scale,
             activation=cast(ExpertActivation, ACTIVATION_OF.get(config.activation, _CLAMPED)),
             interleaved=config.is_interleaved,
             limit=config.limit,
@@ -502,7 +544,13 @@ class Experts(nn.Module):
 
     def _plain(self, name: str, e: int) -> Tensor:
         """Return the unpacked weight of an expert, (rows, columns)."""
-        weight, scale = getattr(self, name)[e], getattr(self, f"{name}_scale")
+        held = getattr(self, name)
+        if isinstance(held, QuantisedLinear):
+            rows, columns = held.out_features // self.config.num_experts, held.in_features
+            part = held.parts[0].cut((e * rows, (e + 1) * rows), (0, columns))
+            own = self.config.intermediate_size if name == "down" else self._width
+            return part.dequantise().to(held.dtype)[:, :own]
+        weight, scale = held[e], getattr(self, f"{name}_scale")
         if scale is None:
             return cast(Tensor, weight)
         held = self.router.weight if self.up_bias is None else self.up_bias

@@ -131,8 +131,9 @@ def project(linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None) 
         return _product(linear, x)
     if hasattr(linear, "leave_sum"):
         return adapted(linear, x, adapters)
+    begun = adapters.begin(linear, x)
     y = _product(linear, x)
-    adapters.add(linear, x, y)
+    adapters.add(linear, x, y, begun)
     return y
 
 
@@ -158,9 +159,10 @@ def project_in_parts(
     if leave_sum is not None:
         part: RankPart | None = leave_sum(x, adapters)
         return project(linear, x, adapters) if part is None else part
+    begun = None if adapters is None else adapters.begin(linear, x)
     y = _product_in_parts(linear, x)
     if adapters is not None:
-        adapters.add(linear, x, y.sums[0] if isinstance(y, Parts) else y)
+        adapters.add(linear, x, y.sums[0] if isinstance(y, Parts) else y, begun)
     return y
 
 
@@ -187,9 +189,10 @@ def adapted(linear: nn.Module, x: Tensor, adapters: StepAdapters | None) -> Tens
     if adapters is not None and hasattr(linear, "leave_sum"):  # of a rank: added before the sum
         y = linear(x, adapters)
         return y
+    begun = None if adapters is None else adapters.begin(linear, x)
     y = linear(x)
     if adapters is not None:
-        adapters.add(linear, x, y)
+        adapters.add(linear, x, y, begun)
     return y
 
 

@@ -38,7 +38,7 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         if not parts:
             raise ValueError("parts must have at least one weight, got none")
-        self.parts = tuple(map(placed, _joined(parts)))
+        self.parts = tuple(map(placed, joined_parts(parts)))
         self.in_features = self.parts[0].shape[1]
         self.out_features = sum(part.shape[0] for part in self.parts)
         self.dtype, self.device = dtype, self.parts[0].device
@@ -80,7 +80,7 @@ class QuantisedLinear(nn.Module):
         Raises:
             ValueError: the shape is another.
         """
-        joined = _joined(parts)
+        joined = joined_parts(parts)
         found = sum(part.shape[0] for part in joined), joined[0].shape[1]
         if found != (self.out_features, self.in_features):
             wanted = self.out_features, self.in_features
@@ -119,7 +119,7 @@ class QuantisedEmbedding(nn.Module):
         Raises:
             ValueError: the parts are quantised in unlike ways.
         """
-        joined = _joined(parts)
+        joined = joined_parts(parts)
         if len(joined) != 1:
             raise ValueError(f"parts must be alike in an embedding, got {len(joined)} kinds")
         self.table = joined[0]
@@ -138,7 +138,10 @@ class QuantisedEmbedding(nn.Module):
         return self
 
 
-def _joined(parts: Sequence[QuantisedWeight]) -> tuple[QuantisedWeight, ...]:
+def joined_parts(parts: Sequence[QuantisedWeight]) -> tuple[QuantisedWeight, ...]:
+    whole = QuantisedWeight.concatenate(parts)  # of many parts, each is copied once
+    if whole is not None:
+        return (whole,)
     joined: list[QuantisedWeight] = []
     for part in parts:
         both = QuantisedWeight.concatenate([joined[-1], part]) if joined else None

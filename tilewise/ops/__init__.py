@@ -23,7 +23,7 @@ from tilewise.ops.linear import (
     linear_pays,
     most_linear_parts_rows,
 )
-from tilewise.ops.low_rank import add_low_rank
+from tilewise.ops.low_rank import add_low_rank, low_rank_inner
 from tilewise.ops.merge import merge_states
 from tilewise.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from tilewise.ops.paged.api import paged_attention, plan_paged_attention
@@ -33,6 +33,7 @@ from tilewise.ops.paged.shared_prefixes import SharedPrefixes, shared_prefixes
 from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
 from tilewise.ops.paged.tree import tree_mask_from_parents
 from tilewise.ops.precompile import Precompiled, precompile
+from tilewise.ops.quantised_expert_mlp import placed_experts, quantised_expert_mlp
 from tilewise.ops.quantised_linear import quantised_linear
 from tilewise.ops.recurrent.arguments import recurrent_states
 from tilewise.ops.recurrent.causal_conv1d import causal_conv1d, causal_conv1d_step
@@ -80,6 +81,7 @@ __all__ = [
     "linear_leaves_parts",
     "linear_parts",
     "linear_pays",
+    "low_rank_inner",
     "merge_states",
     "mla_attention",
     "mla_decode",
@@ -87,8 +89,10 @@ __all__ = [
     "most_linear_parts_rows",
     "most_tiles",
     "paged_attention",
+    "placed_experts",
     "plan_paged_attention",
     "precompile",
+    "quantised_expert_mlp",
     "quantised_linear",
     "quantize_heads",
     "quantize_tokens",

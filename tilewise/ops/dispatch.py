@@ -47,6 +47,7 @@ _MODULES = {
     "low_rank": "step.low_rank",
     "choose_experts": "experts.choose",
     "expert_mlp": "experts.launch",
+    "quantised_expert_mlp": "quantised.mixture",
     "adjust_logits": "step.adjust_logits",
     "sampling": "step.sampling",
     "decode_rows": "step.decode_rows",

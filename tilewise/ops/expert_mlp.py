@@ -82,11 +82,7 @@ def expert_mlp(
         >>> y = expert_mlp(x, *choose_experts(router(x), 8), up, down)
     """
     _check(x, chosen, weights, up, up_scale, up_bias, down, down_scale, down_bias)
-    if activation not in get_args(ExpertActivation):
-        names = ", ".join(get_args(ExpertActivation))
-        raise ValueError(f"activation must be one of {names}, got {activation!r}")
-    if activation == "clamped" and not _has_gates(up, down, down_scale):
-        raise ValueError("activation must not be clamped without gates, got clamped")
+    check_activation(activation, has_gates=_has_gates(up, down, down_scale))
     dispatch.check_backend_name(backend)
     if values.WAITS:
         values.check_ids("chosen", chosen, 0, up.shape[0] - 1)
@@ -122,25 +118,12 @@ def _check(
     down_scale: Tensor | None,
     down_bias: Tensor | None,
 ) -> None:
-    checks.check_float("x", x)
-    checks.check_dims("x", x, "(T, E)")
-    checks.check_last_dim_contiguous("x", x)
-    checks.check_dims("chosen", chosen, "(T, k)")
-    if chosen.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"chosen must be int32 or int64, got {chosen.dtype}")
-    (tokens, width), num_active = x.shape, chosen.shape[1]
+    width = check_tokens(x, chosen)
     num_experts, outputs = up.shape[0], up.shape[1] if up.dim() > 1 else 0
     inner = down.shape[2] * (GROUP if down_scale is not None else 1) if down.dim() > 2 else 0
     if outputs != inner and (outputs < 2 or outputs % 2):
         raise ValueError(f"up must be (N, 2 I, E), got shape {tuple(up.shape)}")
-    if not 1 <= num_experts <= MOST_EXPERTS:
-        raise ValueError(f"experts must be 1 to {MOST_EXPERTS}, got {num_experts}")
-    most = min(num_experts, MOST_ACTIVE)
-    if not 1 <= num_active <= most:
-        raise ValueError(f"chosen must have 1 to {most} columns, got {num_active}")
-    checks.check_shape("chosen", chosen, (tokens, num_active))
-    checks.check_shape("weights", weights, (tokens, num_active))
-    checks.check_same_dtype("weights", weights, torch.float32)
+    check_choices(len(x), chosen, weights, num_experts)
     given = {"chosen": chosen, "weights": weights, "up": up, "down": down}
     for name, weight, scale, rows, columns in (
         ("up", up, up_scale, outputs, width),
@@ -170,6 +153,38 @@ def _check(
         checks.check_device(name, tensor, x.device)
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def check_tokens(x: Tensor, chosen: Tensor) -> int:
+    """Check the tokens (T, E) and the dims and dtype of their choices; return E."""
+    checks.check_float("x", x)
+    checks.check_dims("x", x, "(T, E)")
+    checks.check_last_dim_contiguous("x", x)
+    checks.check_dims("chosen", chosen, "(T, k)")
+    if chosen.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"chosen must be int32 or int64, got {chosen.dtype}")
+    return x.shape[1]
+
+
+def check_choices(tokens: int, chosen: Tensor, weights: Tensor, num_experts: int) -> None:
+    """Check the choices of tokens and their weights, (T, k)."""
+    if not 1 <= num_experts <= MOST_EXPERTS:
+        raise ValueError(f"experts must be 1 to {MOST_EXPERTS}, got {num_experts}")
+    most, num_active = min(num_experts, MOST_ACTIVE), chosen.shape[1]
+    if not 1 <= num_active <= most:
+        raise ValueError(f"chosen must have 1 to {most} columns, got {num_active}")
+    checks.check_shape("chosen", chosen, (tokens, num_active))
+    checks.check_shape("weights", weights, (tokens, num_active))
+    checks.check_same_dtype("weights", weights, torch.float32)
+
+
+def check_activation(activation: str, *, has_gates: bool) -> None:
+    """Check the name of an activation of experts with or without gates."""
+    if activation not in get_args(ExpertActivation):
+        names = ", ".join(get_args(ExpertActivation))
+        raise ValueError(f"activation must be one of {names}, got {activation!r}")
+    if activation == "clamped" and not has_gates:
+        raise ValueError("activation must not be clamped without gates, got clamped")
 
 
 def _has_gates(up: Tensor, down: Tensor, down_scale: Tensor | None) -> bool:

@@ -13,11 +13,17 @@ from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean
 from tilewise.ops.library import refuse_vmap, register
 
-__all__ = ["add_low_rank"]
+__all__ = ["add_low_rank", "low_rank_inner"]
 
 
 def add_low_rank(
-    y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles, *, backend: str | None = None
+    y: Tensor,
+    x: Tensor,
+    weights: LowRank,
+    tiles: RowTiles,
+    *,
+    inner: Tensor | None = None,
+    backend: str | None = None,
 ) -> None:
     """Add what each row's adapter adds to a product: y[t] += scale (x[t] A^T) B, in place.
 
@@ -32,6 +38,8 @@ def add_low_rank(
         x: (..., K), T rows, float32, float16 or bfloat16, last dim contiguous.
         weights: A, B and scales, of x's dtype and on its device.
         tiles: the slots of the rows.
+        inner: what `low_rank_inner` returns for x, if it was asked for before; the bits are those
+            without.
         backend: "triton", "cpu" or "reference"; None chooses by the device.
 
     Raises:
@@ -87,8 +95,34 @@ def add_low_rank(
         weights.edges,
         tiles.slots,
         tiles.rows,
+        inner,
         backend,
     )
+
+
+def low_rank_inner(x: Tensor, weights: LowRank, tiles: RowTiles) -> Tensor:
+    """Return x A^T of `add_low_rank`, as its kernel for GPUs takes it: that product needs no y, and
+    may be computed beside it.
+
+    Args:
+        x, weights, tiles: as of `add_low_rank`, which checks them; on a GPU.
+    """
+    y: Tensor = _low_rank_inner(x, weights.a, weights.ranks, tiles.slots, tiles.rows)
+    return y
+
+
+def _inner(x: Tensor, a: Tensor, ranks: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    name = dispatch.choose("low_rank", ElementSpec(x.device.type, x.dtype), "triton")
+    found: Tensor = dispatch.kernel_module("low_rank", name).shrink(
+        x.reshape(-1, x.shape[-1]), a, ranks, RowTiles(slots, rows), is_beside=True
+    )
+    return found
+
+
+def _fake_inner(x: Tensor, a: Tensor, ranks: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    module = dispatch.kernel_module("low_rank", "triton")
+    found: Tensor = module.empty_inner(x, a, len(slots))
+    return found
 
 
 def _kernel(
@@ -101,16 +135,19 @@ def _kernel(
     edges: Tensor,
     slots: Tensor,
     rows: Tensor,
+    inner: Tensor | None,
     backend: str | None,
 ) -> None:
     if not (x.numel() and len(slots)):
         return
     name = dispatch.choose("low_rank", ElementSpec(x.device.type, x.dtype), backend)
+    more = () if inner is None else (inner,)
     dispatch.kernel_module("low_rank", name).launch(
         y.view(-1, y.shape[-1]),
         x.reshape(-1, x.shape[-1]),
         LowRank(a, b, scale, ranks, edges),
         RowTiles(slots, rows),
+        *more,
     )
 
 
@@ -120,9 +157,16 @@ def _fake(*_: Any) -> None:
 
 register(
     "add_low_rank(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor scale, Tensor ranks, "
-    "Tensor edges, Tensor slots, Tensor rows, str? backend) -> ()",
+    "Tensor edges, Tensor slots, Tensor rows, Tensor? inner, str? backend) -> ()",
     _kernel,
     _fake,
 )
+register(
+    "low_rank_inner(Tensor x, Tensor a, Tensor ranks, Tensor slots, Tensor rows) -> Tensor",
+    _inner,
+    _fake_inner,
+)
 refuse_vmap("add_low_rank")
+refuse_vmap("low_rank_inner")
 _add_low_rank = lean("add_low_rank")
+_low_rank_inner = lean("low_rank_inner")

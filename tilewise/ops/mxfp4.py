@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "pack_mxfp4", "unpack_mxfp4"]
+from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
+
+__all__ = ["GROUP", "mxfp4_rows", "pack_mxfp4", "unpack_mxfp4"]
 
 GROUP = 32
 """Numbers that share a scale. Source: OCP Microscaling Formats 1.0 (2023), section 5.4."""
@@ -42,6 +44,14 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     pairs = torch.stack([table[(b).int()] for b in (blocks & 15, blocks >> 4)], dim=-1)
     wide = torch.ldexp(pairs.flatten(-2), (scales.int() - _BIAS).unsqueeze(-1))
     return wide.flatten(-2).to(dtype)
+
+
+def mxfp4_rows(blocks: Tensor, scales: Tensor) -> QuantisedWeight:
+    """Return the weight (rows, 32 G) of blocks (..., G, 16) and scales (..., G), whose other dims
+    become rows."""
+    codes = blocks.flatten(-2).flatten(0, -2)
+    exponents = scales.flatten(0, -2).view(torch.float8_e8m0fnu)
+    return QuantisedWeight(codes, exponents, (1, GROUP), E2M1)
 
 
 def pack_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:

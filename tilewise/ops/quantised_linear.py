@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,13 @@ def quantised_linear(
         checks.check_device("bias", bias, x.device)
         checks.check_last_dim_contiguous("bias", bias)
     dispatch.check_backend_name(backend)
-    y: Tensor = _quantised_linear(
-        x,
+    y: Tensor = _quantised_linear(x, *arguments_of(weight), bias, batch_invariant, backend)
+    return y
+
+
+def arguments_of(weight: QuantisedWeight) -> tuple[Any, ...]:
+    """Return a weight as arguments of an operator, see `schema_of`."""
+    return (
         weight.codes,
         weight.scales,
         *weight.block,
@@ -76,11 +82,55 @@ def quantised_linear(
         weight.permutation,
         str(weight.computed).removeprefix("torch."),
         weight.in_lanes,
-        bias,
-        batch_invariant,
-        backend,
     )
-    return y
+
+
+def schema_of(prefix: str = "") -> str:
+    """Return the schema of a weight's arguments, the names of which begin with a prefix."""
+    kinds = (
+        "Tensor codes, Tensor scales, int rows, int columns, float[]? table, Tensor? zeros, "
+        "Tensor? minimums, Tensor? outer, Tensor? outer_minimums, int outer_rows, "
+        "int outer_columns, Tensor? permutation, str computed, bool in_lanes"
+    )
+    named = (argument.rsplit(" ", 1) for argument in kinds.split(", "))
+    return ", ".join(f"{kind} {prefix}{name}" for kind, name in named)
+
+
+NUM_ARGUMENTS = schema_of().count(",") + 1
+"""The arguments of a weight."""
+
+
+def weight_of(
+    codes: Tensor,
+    scales: Tensor,
+    rows: int,
+    columns: int,
+    table: Sequence[float] | None,
+    zeros: Tensor | None,
+    minimums: Tensor | None,
+    outer: Tensor | None,
+    outer_minimums: Tensor | None,
+    outer_rows: int,
+    outer_columns: int,
+    permutation: Tensor | None,
+    computed: str,
+    in_lanes: bool,
+) -> QuantisedWeight:
+    """Return the weight of `arguments_of`."""
+    return QuantisedWeight(
+        codes,
+        scales,
+        (rows, columns),
+        None if table is None else tuple(table),
+        zeros,
+        minimums,
+        outer,
+        outer_minimums,
+        (outer_rows, outer_columns),
+        permutation,
+        getattr(torch, computed),
+        in_lanes,
+    )
 
 
 def spec_of(
@@ -114,43 +164,26 @@ def placed(weight: QuantisedWeight) -> QuantisedWeight:
         return weight.columns()
     row = torch.empty((1, weight.shape[1]), dtype=torch.bfloat16, device="meta")
     spec = replace(spec_of(row, weight), device_type="cuda", in_lanes=True)
-    return weight.lanes() if dispatch.refusal("quantised_linear", "gluon", spec) is None else weight
+    if dispatch.refusal("quantised_linear", "gluon", spec) is not None or has_huge_scales(weight):
+        return weight
+    return weight.lanes()
 
 
-def _kernel(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    rows: int,
-    columns: int,
-    table: Sequence[float] | None,
-    zeros: Tensor | None,
-    minimums: Tensor | None,
-    outer: Tensor | None,
-    outer_minimums: Tensor | None,
-    outer_rows: int,
-    outer_columns: int,
-    permutation: Tensor | None,
-    computed: str,
-    in_lanes: bool,
-    bias: Tensor | None,
-    batch_invariant: bool,
-    backend: str | None,
-) -> Tensor:
-    weight = QuantisedWeight(
-        codes,
-        scales,
-        (rows, columns),
-        None if table is None else tuple(table),
-        zeros,
-        minimums,
-        outer,
-        outer_minimums,
-        (outer_rows, outer_columns),
-        permutation,
-        getattr(torch, computed),
-        in_lanes,
-    )
+def has_huge_scales(weight: QuantisedWeight) -> bool:
+    """Return whether powers of two are too large to be multiplied into operands, of whose
+    exponents 64 are left."""
+    scales = weight.scales
+    if scales.dtype != torch.float8_e8m0fnu or scales.is_meta or scales.numel() == 0:
+        return False
+    return bool(scales.view(torch.uint8).max() > _MOST_EXPONENT)
+
+
+_MOST_EXPONENT = 127 + 65
+
+
+def _kernel(x: Tensor, *given: Any) -> Tensor:
+    bias, batch_invariant, backend = given[NUM_ARGUMENTS:]
+    weight = weight_of(*given[:NUM_ARGUMENTS])
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     spec = spec_of(flat, weight, batch_invariant=batch_invariant)
     name = dispatch.choose("quantised_linear", spec, backend)
@@ -165,10 +198,8 @@ def _fake(x: Tensor, codes: Tensor, *_: object) -> Tensor:
 
 
 register(
-    "quantised_linear(Tensor x, Tensor codes, Tensor scales, int rows, int columns, "
-    "float[]? table, Tensor? zeros, Tensor? minimums, Tensor? outer, Tensor? outer_minimums, "
-    "int outer_rows, int outer_columns, Tensor? permutation, str computed, "
-    "bool in_lanes, Tensor? bias, bool batch_invariant, str? backend) -> Tensor",
+    f"quantised_linear(Tensor x, {schema_of()}, Tensor? bias, bool batch_invariant, "
+    "str? backend) -> Tensor",
     _kernel,
     _fake,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -255,6 +256,7 @@ def _float_function(name: str, function: Callable[[np.ndarray], np.ndarray]) -> 
 for _name in ("exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "floor", "ceil"):
     _float_function(_name, getattr(np, _name))
 _float_function("sqrt_rn", np.sqrt)
+_float_function("erf", np.vectorize(math.erf, otypes=[np.float64]))
 _float_function("rsqrt", lambda x: 1 / np.sqrt(x))
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tilewise.kernels.tiles.linear_rows import SHARED
+
 RANKED = 16384
 """Numbers in the table, of choices by experts, in which a program ranks choices: 64 a thread of
 eight warps."""
@@ -82,3 +84,79 @@ def most_row_tiles(assignments: int, num_experts: int, tile_m: int) -> int:
     """Return how many tiles of rows there are at most, however rows fall to experts."""
     hit = min(num_experts, assignments)
     return hit + (assignments - hit) // tile_m
+
+
+_MOST_STAGES = 12  # of a ring
+
+
+class NarrowTile(NamedTuple):
+    """How products by experts are cut on Hopper, whose weights are of 8 or 4 bits.
+
+    Attributes:
+        rows: rows of a tile: 8 or 16 by mma.sync, 32, 64 or 128 by WGMMA.
+        source: which rows the tile of an expert reads, of `gluon.quantised.experts`.
+        warpgroups: that multiply, each for 64 outputs: 1, of up to 16 rows; 2 or 4.
+        parts: of the channels between both products, that items of the second take.
+        ctas: the CTAs of a multiprocessor, among which its memory and registers are divided.
+    """
+
+    rows: int
+    source: int
+    warpgroups: int
+    parts: int
+    ctas: int
+
+    @property
+    def is_few(self) -> bool:
+        """Whether mma.sync multiplies."""
+        return self.rows <= 16
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that multiplies, and of each when a CTA begins."""
+        multiply = 128 * self.warpgroups
+        threads = multiply + 128  # the warp that copies has room for four
+        at_start = min(65536 // (threads * self.ctas) // 8 * 8, 248)
+        return min((at_start * threads - 40 * 128) // multiply // 8 * 8, 240), at_start
+
+
+_SORTED, _TOKENS, _TOKEN = 0, 1, 2  # see `gluon.quantised.experts`
+_FEW_TOKENS = 16
+
+
+def narrow_tile(
+    tokens: int, active: int, num_experts: int, *, batch_invariant: bool = False
+) -> NarrowTile:
+    """Choose the tile of both products.
+
+    Args:
+        tokens, active, num_experts: of the call; each token has `active` experts.
+        batch_invariant: a row's sums in one order, whatever the number of rows.
+    """
+    each = tokens * active / num_experts
+    if batch_invariant:
+        rows = next((size for size in (32, 64) if 1.5 * each <= size), 128)
+        return NarrowTile(rows, _SORTED, 2, 1, 1)
+    if tokens == 1:
+        return NarrowTile(8, _TOKEN, 1, 3, 4)
+    if tokens <= _FEW_TOKENS:
+        return NarrowTile(8 if tokens <= 8 else 16, _TOKENS, 1, 1, 4)
+    if each <= 12:
+        return NarrowTile(8 if each <= 5 else 16, _SORTED, 1, 1, 4)
+    rows = next((size for size in (32, 64) if 1.5 * each <= size), 128)
+    return NarrowTile(rows, _SORTED, 2, 1, 2 if rows == 32 else 1)
+
+
+def narrow_stages(tile: NarrowTile, channels: int, code_bytes: int) -> int:
+    """Return how many stages fit shared memory.
+
+    Args:
+        tile: how the product is cut.
+        channels: the channels of a stage.
+        code_bytes: the bytes of a row of codes in a stage.
+    """
+    # Beside the ring: barriers, and where results are turned around.
+    beside = 4096 + tile.warpgroups * 64 * tile.rows * 2
+    room = min(SHARED // tile.ctas, SHARED - 1024) - 1024 - beside
+    stage = code_bytes * 64 * tile.warpgroups + 2 * tile.rows * channels
+    return max(1, min(room // stage, _MOST_STAGES))

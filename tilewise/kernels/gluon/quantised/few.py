@@ -27,17 +27,18 @@ from tilewise.kernels.gluon.device.early import await_previous, begin_next
 from tilewise.kernels.gluon.quantised.operands import (
     BLOCK_WORDS,
     bits_of,
-    lanes_layout,
+    folded_registers,
     lanes_operand,
     lanes_registers,
+    lanes_words,
 )
-from tilewise.kernels.gluon.quantised.ring import columns, words_of
+from tilewise.kernels.gluon.quantised.ring import columns, scaled_last, words_of
 from tilewise.kernels.gluon.quantised.scales import (
     base_of,
     has_offset,
     negated_zeros,
-    raw_scales,
     scale_and_offset,
+    stage_scales,
 )
 from tilewise.kernels.gluon.step.rows import finish, finish_parts
 
@@ -67,6 +68,9 @@ class Shape(NamedTuple):
     has_outer_minimums: bool
     has_bias: bool
     early: int  # mode of `kernels.early`: codes are loaded while the kernel before runs
+    pairs: int = 0  # how outputs lie among the weight's rows, of `operands`
+    folds: bool = False  # scales are multiplied into operands, see `folded_registers`
+    scales_last: bool = False  # a row has one scale, which multiplies its whole sum
 
 
 class Ring(NamedTuple):
@@ -80,7 +84,7 @@ class Ring(NamedTuple):
 
 
 @gluon.constexpr_function
-def _sum_layout():
+def few_layout():
     return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 
 
@@ -167,28 +171,47 @@ def _rights(x, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _right(x):
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, _sum_layout(), 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, few_layout(), 2)
     return gl.convert_layout(x.permute((1, 0)), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
-def _added(acc, ring, step, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
+def added(acc, ring, step, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return the sums (outputs, rows) with those of a step, when its copies are here.
 
     raw: what `raw_scales` has loaded for the step.
     """
-    MMA: gl.constexpr = _sum_layout()
-    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    GROUPS: gl.constexpr = shape.groups
+    MMA: gl.constexpr = few_layout()
     CHANNELS: gl.constexpr = _chunks(shape) * CHUNK
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     stage = step % shape.stages
     mbarrier.wait(ring.full.index(stage), (step // shape.stages) & 1)
-    words = ring.codes.index(stage).load(lanes_layout(shape.num_warps, shape.blocks))
-    words = words.reshape([shape.tile_n, shape.blocks, 4, 4])
-    words = words.permute((0, 2, 1, 3)).reshape([shape.tile_n, 4, 4 * shape.blocks])
+    words = lanes_words(ring.codes, stage, shape.blocks, shape.pairs)
     x = ring.x.index(stage).load(_inputs_layout(shape)).permute((1, 0, 2))
-    rights = _rights(x.reshape([shape.rows, CHANNELS]), GROUPS)
+    inputs = x.reshape([shape.rows, CHANNELS])
+    if shape.folds:
+        left = lanes_operand(folded_registers(words, raw[0]), shape.kind, DTYPE, LEFT)
+        acc = mma_v2(left, _right(inputs), acc)
+    elif shape.scales_last:
+        WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
+        zeros = columns(negated_zeros(raw, shape, DTYPE), 1, WORDS)[0]
+        registers = lanes_registers(words, zeros, constants, shape.kind, DTYPE)
+        left = lanes_operand(registers, shape.kind, DTYPE, LEFT)
+        acc = mma_v2(left, _right(inputs), acc)
+    else:
+        acc = _added_groups(acc, words, inputs, raw, constants, shape, DTYPE)
+    return acc
+
+
+@gluon.jit
+def _added_groups(acc, words, inputs, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the sums with those of a step's words and rows of x, scaled group by group."""
+    MMA: gl.constexpr = few_layout()
+    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    GROUPS: gl.constexpr = shape.groups
+    CHANNELS: gl.constexpr = _chunks(shape) * CHUNK
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    rights = _rights(inputs, GROUPS)
     pieces = words_of(words, GROUPS)
     scale, offset = scale_and_offset(raw, shape, DTYPE)
     scales = columns(scale, GROUPS, ROWS)
@@ -217,14 +240,15 @@ def _multiply_stages(given, shape: gl.constexpr):
     bases = base_of(output, outputs, grid, outer_grid, block_rows, outer_rows, shape)
     last = steps - 1
     size: gl.constexpr = [shape.tile_n, shape.rows]
-    acc = gl.zeros(size, gl.float32, _sum_layout())
-    raw = raw_scales(tensors, bases, first, shape)
-    ahead = raw_scales(tensors, bases, first + gl.minimum(1, last), shape)
+    acc = gl.zeros(size, gl.float32, few_layout())
+    raw = stage_scales(tensors, bases, first, grid, shape)
+    ahead = stage_scales(tensors, bases, first + gl.minimum(1, last), grid, shape)
     for step in range(steps):
-        acc = _added(acc, ring, step, raw, constants, shape, DTYPE)
+        acc = added(acc, ring, step, raw, constants, shape, DTYPE)
         release_loaded(ring.empty.index(step % shape.stages))
         raw = ahead
-        ahead = raw_scales(tensors, bases, first + gl.minimum(step + 2, last), shape)
+        ahead = stage_scales(tensors, bases, first + gl.minimum(step + 2, last), grid, shape)
+    acc = scaled_last(acc, raw, shape, DTYPE)
     if shape.early:
         await_previous(shape.num_warps)
     row = output * 0
@@ -233,8 +257,8 @@ def _multiply_stages(given, shape: gl.constexpr):
     else:
         share = gl.program_id(0)
         tile = share // shape.parts
-        out = gl.arange(0, shape.tile_n, gl.SliceLayout(1, _sum_layout()))
-        column = gl.arange(0, shape.rows, gl.SliceLayout(0, _sum_layout()))
+        out = gl.arange(0, shape.tile_n, gl.SliceLayout(1, few_layout()))
+        column = gl.arange(0, shape.rows, gl.SliceLayout(0, few_layout()))
         place = gl.expand_dims(out * shape.rows, 1) + gl.expand_dims(column, 0)
         finish_parts(
             acc, place, tile, share, sums, arrived, bias, y, output, row, rows, outputs, shape

@@ -112,7 +112,7 @@ def launch(
     assert not isinstance(tile, RingTile | FewTile)
     if tile is None:
         tile = tiles.tile_of(outputs, channels, rows, batch_invariant=batch_invariant)
-    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
     minimum = -1 if weight.minimums is None else kind_of(weight.minimums)
     step = step_of(weight.block, channels, weight.bits)
     shape = Shape(
@@ -123,8 +123,8 @@ def launch(
         tile.warps_k,
         tile.holds_inputs,
         step,
-        _steps(weight.block, channels, step),
-        _steps(weight.outer_block, channels, step),
+        steps_of(weight.block, channels, step),
+        steps_of(weight.outer_block, channels, step),
         kind_of(weight.scales),
         weight.outer is not None,
         weight.zeros is not None,
@@ -173,9 +173,11 @@ def _launch_ring(
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
-    blocks = _blocks(weight, len(x), summed)
+    folds = folds_scales(weight, x.dtype)
+    last = scales_last(weight)
+    blocks = _blocks(weight, len(x), summed, in_chains=folds or last)
     of_stage = blocks * LANES_BLOCK * 8 // weight.bits
-    stages = channels // of_stage
+    stages = -(-channels // of_stage)
     padded = next((size for size in RING_ROWS if rows <= size), RING_ROWS[-1])
     # The channels of a part do not depend on the rows: a multiple of two blocks, if K is one.
     unit = max(1, 2 * LANES_BLOCK * 8 // weight.bits // of_stage)
@@ -188,9 +190,10 @@ def _launch_ring(
         size = num_tiles * parts * tile.tile_n * padded
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
         arrived = zeros_of_stream(num_tiles * tile.tile_n // 64, x.device)
-    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
     at_start, registers = tiles.ring_registers(tile, padded)
-    groups = of_stage // summed
+    groups = 1 if folds or last else of_stage // summed
+    scales, grid = read_scales(weight, y, folds=folds)
     is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
     shape = RingShape(
         kind,
@@ -203,8 +206,8 @@ def _launch_ring(
         parts,
         blocks,
         groups,
-        _steps(weight.block, channels, summed),
-        _steps(weight.outer_block, channels, summed),
+        steps_of(weight.block, channels, summed),
+        steps_of(weight.outer_block, channels, summed),
         kind_of(weight.scales),
         weight.outer is not None,
         weight.zeros is not None,
@@ -214,6 +217,8 @@ def _launch_ring(
         bias is not None,
         early.mode("rows"),
         tile.fetches,
+        folds=folds,
+        scales_last=last,
     )
     x = addressable(x)
     words = weight.codes.view(torch.int32)
@@ -225,7 +230,7 @@ def _launch_ring(
         matrix_descriptor(words, 64, blocks * LANES_BLOCK // 4),
         words,
         matrix_descriptor(x, padded, of_stage // groups),
-        raw(weight.scales, y),
+        scales,
         raw(weight.zeros, y),
         raw(weight.minimums, y),
         raw(weight.outer, y),
@@ -240,7 +245,7 @@ def _launch_ring(
         outputs,
         stages,
         part_stages,
-        weight.scales.shape[1],
+        grid,
         1 if outer is None else outer.shape[1],
         weight.block[0],
         weight.outer_block[0],
@@ -258,9 +263,11 @@ def _launch_few(
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
-    blocks = _blocks(weight, rows, summed)
+    folds = folds_scales(weight, x.dtype)
+    last = scales_last(weight)
+    blocks = _blocks(weight, rows, summed, in_chains=folds or last)
     of_stage = blocks * LANES_BLOCK * 8 // weight.bits
-    stages = channels // of_stage
+    stages = -(-channels // of_stage)
     if tile is None:
         tile = tiles.few_tile_of(outputs, weight.codes.shape[1] // LANES_BLOCK)
     padded = 8 if rows <= 8 else 16
@@ -272,8 +279,9 @@ def _launch_few(
         size = num_tiles * parts * tile.tile_n * padded
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
         arrived = zeros_of_stream(num_tiles, x.device)
-    kind, table = _kind(weight.codes.dtype, weight.table, x.dtype)
+    kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
     at_start, _ = tiles.ring_registers(tile, padded)
+    scales, grid = read_scales(weight, y, folds=folds)
     is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
     shape = FewShape(
         kind,
@@ -283,9 +291,9 @@ def _launch_few(
         tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
         parts,
         blocks,
-        of_stage // summed,
-        _steps(weight.block, channels, summed),
-        _steps(weight.outer_block, channels, summed),
+        1 if folds or last else of_stage // summed,
+        steps_of(weight.block, channels, summed),
+        steps_of(weight.outer_block, channels, summed),
         kind_of(weight.scales),
         weight.outer is not None,
         weight.zeros is not None,
@@ -294,6 +302,8 @@ def _launch_few(
         weight.outer_minimums is not None,
         bias is not None,
         early.mode("rows"),
+        folds=folds,
+        scales_last=last,
     )
     x = addressable(x)
     words = weight.codes.view(torch.int32)
@@ -304,7 +314,7 @@ def _launch_few(
         num_tiles * parts,
         matrix_descriptor(words, tile.tile_n, blocks * LANES_BLOCK // 4),
         chunk_descriptor(x, of_stage // CHUNK.value, padded, CHUNK.value),
-        raw(weight.scales, y),
+        scales,
         raw(weight.zeros, y),
         raw(weight.minimums, y),
         raw(weight.outer, y),
@@ -319,7 +329,7 @@ def _launch_few(
         outputs,
         stages,
         part_stages,
-        weight.scales.shape[1],
+        grid,
         1 if outer is None else outer.shape[1],
         weight.block[0],
         weight.outer_block[0],
@@ -330,8 +340,42 @@ def _launch_few(
     )
 
 
-def _blocks(weight: QuantisedWeight, rows: int, summed: int) -> int:
+def folds_scales(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Return whether scales are multiplied into operands: those of MXFP4, into bfloat16."""
+    return (
+        weight.table == E2M1
+        and weight.scales.dtype == torch.float8_e8m0fnu
+        and weight.block == (1, 32)
+        and dtype == torch.bfloat16
+        and weight.zeros is None
+        and weight.minimums is None
+        and not weight.has_outer
+    )
+
+
+def scales_last(weight: QuantisedWeight) -> bool:
+    """Return whether a row has one scale, and nothing else, which may multiply its sum."""
+    channels = weight.shape[1]
+    return (
+        weight.block[1] >= channels
+        and (weight.outer is None or weight.outer_block[1] >= channels)
+        and weight.zeros is None
+        and weight.minimums is None
+    )
+
+
+def read_scales(weight: QuantisedWeight, y: Tensor, *, folds: bool) -> tuple[Tensor, int]:
+    """Return a weight's scales as kernels read them, and their columns."""
+    scales = raw(weight.scales, y)
+    if folds:
+        scales = scales.view(torch.int32)
+    return scales, scales.shape[1]
+
+
+def _blocks(weight: QuantisedWeight, rows: int, summed: int, *, in_chains: bool) -> int:
     """Return the blocks of lanes of a stage: two for few rows and at most four sums."""
+    if in_chains:
+        return 2 if rows <= 16 else 1
     both = 2 * LANES_BLOCK * 8 // weight.bits
     return 2 if rows <= 32 and weight.shape[1] % both == 0 and both // summed <= 4 else 1
 
@@ -360,13 +404,13 @@ def _why_no_ring(spec: QuantisedLinearSpec) -> str | None:
     return reason
 
 
-def _steps(block: tuple[int, int], channels: int, step: int) -> int:
+def steps_of(block: tuple[int, int], channels: int, step: int) -> int:
     """Return how many steps share a scale; 0 for all of a row."""
     return 0 if block[1] >= channels else block[1] // step
 
 
 @functools.cache
-def _kind(
+def kind_and_table(
     codes: torch.dtype, table: tuple[float, ...] | None, dtype: torch.dtype
 ) -> tuple[int, tuple[int, ...]]:
     """Return the kind of codes, and a general table as eight words of bytes, see `operands`."""

@@ -312,6 +312,61 @@ def lanes_layout(num_warps, blocks):
     return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
 
 
+SINGLE, HALVES, ALTERNATING = (gl.constexpr(i) for i in range(3))
+"""How the 64 outputs of a tile lie among the rows of a weight: as they are; or as 32 gates and the
+32 products that they gate, of each warp eight and eight: those among the first half of the rows and
+these among the second, or in turns."""
+
+
+@gluon.jit
+def rows_in_weight(first, half, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the rows of a weight of 2 * half rows that the 64 outputs from `first` on are."""
+    output = gl.arange(0, 64, LAYOUT)
+    channel = first // 2 + output // 16 * 8 + output % 8
+    if PAIRS == SINGLE:
+        row = first + output
+    elif PAIRS == HALVES:
+        row = channel + output // 8 % 2 * half
+    else:
+        row = 2 * channel + output // 8 % 2
+    return row
+
+
+@gluon.jit
+def lanes_words(codes, at, BLOCKS: gl.constexpr, PAIRS: gl.constexpr):
+    """Load words (64, 4, n) of codes in the order of lanes from tile `at` of shared memory."""
+    N: gl.constexpr = 4 * BLOCKS
+    if PAIRS == HALVES:
+        layout: gl.constexpr = half_layout(BLOCKS)
+        words = gl.join(codes.index(2 * at).load(layout), codes.index(2 * at + 1).load(layout))
+        words = words.reshape([4, 8, BLOCKS, 4, 4, 2]).permute((0, 5, 1, 3, 2, 4))
+    elif PAIRS == ALTERNATING:
+        words = codes.index(at).load(alternating_layout(BLOCKS))
+        words = words.reshape([4, 8, 2, BLOCKS, 4, 4]).permute((0, 2, 1, 4, 3, 5))
+    else:
+        words = codes.index(at).load(lanes_layout(4, BLOCKS))
+        words = words.reshape([64, BLOCKS, 4, 4]).permute((0, 2, 1, 3))
+    return words.reshape([64, 4, N])
+
+
+@gluon.constexpr_function
+def half_layout(blocks):
+    """Return `lanes_layout` of 32 rows, eight of each of four warps."""
+    registers = [[0, 1], [0, 2], *([[0, 16]] if blocks == 2 else [])]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    shape = [32, blocks * BLOCK_WORDS.value]
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], shape)
+
+
+@gluon.constexpr_function
+def alternating_layout(blocks):
+    """Return `lanes_layout` of 64 rows of which a lane has two neighbours."""
+    registers = [[0, 1], [0, 2], *([[0, 16]] if blocks == 2 else []), [1, 0]]
+    lanes = [[0, 4], [0, 8], [2, 0], [4, 0], [8, 0]]
+    shape = [64, blocks * BLOCK_WORDS.value]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], shape)
+
+
 @gluon.constexpr_function
 def scales_layout(num_warps, groups):
     """Return how warps take (outputs, groups) scales of the rows of `lanes_layout`."""
@@ -375,6 +430,46 @@ def _less_registers(words, negated, DTYPE: gl.constexpr):
     words, negated = gl.broadcast(words, negated)
     a, b, c, d = gl.inline_asm_elementwise(
         asm, "=r,=r,=r,=r,r,r", [words, negated],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.join(gl.join(a, b), gl.join(c, d))
+
+
+# Codes of FP4 times the scales of their groups, whose factors of two are FOLDED too small, so that
+# they and 2 ** 126 fit one factor: one rounding less, and none but of weights below FOLDED.
+_FOLDED_ASM = gl.constexpr(_e2m1(6, 0, "fma.rn.bf16x2").replace("a, g, d", "a, $5, d"))
+FOLDED = gl.constexpr(2.0**64)
+_FOLDED_BIAS = gl.constexpr(0x3E3E3E3E)  # of exponents: 126 - 64
+
+
+@gluon.jit
+def _folded_factor(exponents, BYTE: gl.constexpr):
+    """Return pairs of the bfloat16 numbers with the exponents in a byte of each word."""
+    return gl.inline_asm_elementwise(
+        f"{{ .reg .b32 a; prmt.b32 a, $1, 0, 0x4{BYTE}4{BYTE}; shl.b32 $0, a, 7; }}",
+        "=r,r", [exponents], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def folded_registers(words, scales):
+    """Return the registers of words (outputs, 4, n) of FP4, see `_registers`, times their scales
+    and 1 / FOLDED, as bfloat16.
+
+    scales: int32 (outputs, n / 4) of four exponents each, of E8M0, at most 192: of 32 channels, a
+    word of each lane of four.
+    """
+    M: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[2]
+    rows: gl.constexpr = gl.SliceLayout(1, words.type.layout)
+    scales += _FOLDED_BIAS
+    even = gl.join(_folded_factor(scales, 0), _folded_factor(scales, 2))
+    odd = gl.join(_folded_factor(scales, 1), _folded_factor(scales, 3))
+    factor = gl.convert_layout(gl.join(even, odd).reshape([M, N]), rows, assert_trivial=True)
+    words, factor = gl.broadcast(words, gl.expand_dims(factor, 1))
+    asm: gl.constexpr = _FOLDED_ASM
+    a, b, c, d = gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,r,r", [words, factor],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return gl.join(gl.join(a, b), gl.join(c, d))

@@ -37,17 +37,19 @@ from tilewise.kernels.gluon.device.prefetch import prefetch
 from tilewise.kernels.gluon.device.warpgroup import sum_layout
 from tilewise.kernels.gluon.quantised.operands import (
     BLOCK_WORDS,
+    FOLDED,
     bits_of,
-    lanes_layout,
+    folded_registers,
     lanes_operand,
     lanes_registers,
+    lanes_words,
 )
 from tilewise.kernels.gluon.quantised.scales import (
     base_of,
     has_offset,
     negated_zeros,
-    raw_scales,
     scale_and_offset,
+    stage_scales,
 )
 from tilewise.kernels.gluon.step.rows import finish, finish_parts, places
 
@@ -79,6 +81,9 @@ class Shape(NamedTuple):
     has_bias: bool
     early: int  # mode of `kernels.early`: codes are loaded while the kernel before runs
     fetches: bool  # all codes of a part are fetched into L2 at once
+    pairs: int = 0  # how outputs lie among the weight's rows, of `operands`
+    folds: bool = False  # scales are multiplied into operands, see `folded_registers`
+    scales_last: bool = False  # a row has one scale, which multiplies its whole sum
 
 
 class Ring(NamedTuple):
@@ -199,17 +204,24 @@ def columns(numbers, GROUPS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _registers(ring, step, group, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
+def registers_of_step(ring, step, group, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return a step's operands, of each group, as registers of two numbers, when it has come.
 
     raw: what `raw_scales` has loaded for the step.
     """
     stage = step % shape.stages
     mbarrier.wait(ring.full.index(stage), (step // shape.stages) & 1)
-    LAYOUT: gl.constexpr = lanes_layout(shape.num_warps, shape.blocks)
-    memory = ring.codes.index(stage * shape.warpgroups + group)
-    words = memory.load(LAYOUT).reshape([shape.tile_n, shape.blocks, 4, 4])
-    words = words.permute((0, 2, 1, 3)).reshape([shape.tile_n, 4, 4 * shape.blocks])
+    at = stage * shape.warpgroups + group
+    words = lanes_words(ring.codes, at, shape.blocks, shape.pairs)
+    if shape.folds:
+        return (folded_registers(words, raw[0]),)
+    else:
+        return _group_registers(words, raw, constants, shape, DTYPE)
+
+
+@gluon.jit
+def _group_registers(words, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Return a step's operands of each group, which are not scaled."""
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
     pieces = words_of(words, shape.groups)
     zeros = columns(negated_zeros(raw, shape, DTYPE), shape.groups, ROWS)
@@ -254,7 +266,7 @@ def _added(acc, part, row_sum, scale, offset, shape: gl.constexpr):
 
 
 @gluon.jit
-def _waited(products, shape: gl.constexpr):
+def wait_for_products(products, shape: gl.constexpr):
     """Wait for a step's products."""
     first = _held(products[0], shape)
     if shape.groups == 1:
@@ -280,7 +292,7 @@ def _held(product, shape: gl.constexpr):
 
 
 @gluon.jit
-def _summed(acc, products, raw, shape: gl.constexpr, DTYPE: gl.constexpr):
+def added_products(acc, products, raw, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return the sums with a step's products, which have been waited for."""
     ROWS: gl.constexpr = gl.SliceLayout(1, sum_layout(shape.rows, shape.num_warps))
     scale, offset = scale_and_offset(raw, shape, DTYPE)
@@ -294,7 +306,38 @@ def _summed(acc, products, raw, shape: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _products(ring, step, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
+def start_operand(acc, ring, step, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Start the product of a step's operand, of all of its channels."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, sum_layout(shape.rows, shape.num_warps), 2)
+    left = lanes_operand(registers, shape.kind, DTYPE, LEFT)
+    right = ring.x.index(step % shape.stages).permute((1, 0))
+    return warpgroup_mma(left, right, acc, is_async=True)
+
+
+@gluon.jit
+def added_operand(acc, ring, step, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the sums with the product of a step's operand, of all of its channels."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, sum_layout(shape.rows, shape.num_warps), 2)
+    left = lanes_operand(registers, shape.kind, DTYPE, LEFT)
+    right = ring.x.index(step % shape.stages).permute((1, 0))
+    acc = warpgroup_mma(left, right, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=(acc,))
+
+
+@gluon.jit
+def scaled_last(acc, raw, shape: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the sums times what multiplies them as a whole."""
+    if shape.folds:
+        acc = acc * FOLDED
+    elif shape.scales_last:
+        ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        scale, _ = scale_and_offset(raw, shape, DTYPE)
+        acc = acc * gl.expand_dims(columns(scale, 1, ROWS)[0], 1)
+    return acc
+
+
+@gluon.jit
+def start_products(ring, step, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Start the products of a step's groups."""
     first = _product(ring, step, 0, registers[0], shape, DTYPE)
     if shape.groups == 1:
@@ -309,24 +352,29 @@ def _products(ring, step, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(tensors, bases, ring, first, steps, group, constants, shape: gl.constexpr):
+def _multiply(tensors, bases, ring, first, steps, group, grid, constants, shape: gl.constexpr):
     """Return the float32 sums (outputs, rows) of `steps` stages of channels from stage `first`."""
     DTYPE: gl.constexpr = ring.x.dtype
     last = steps - 1
     size: gl.constexpr = [shape.tile_n, shape.rows]
     acc = gl.zeros(size, gl.float32, sum_layout(shape.rows, shape.num_warps))
-    raw = raw_scales(tensors, bases, first, shape)
-    ahead = raw_scales(tensors, bases, first + gl.minimum(1, last), shape)
+    raw = stage_scales(tensors, bases, first, grid, shape)
+    ahead = stage_scales(tensors, bases, first + gl.minimum(1, last), grid, shape)
     for step in range(steps):
-        registers = _registers(ring, step, group, raw, constants, shape, DTYPE)
-        products = _products(ring, step, registers, shape, DTYPE)
-        coming = raw_scales(tensors, bases, first + gl.minimum(step + 2, last), shape)
-        products = _waited(products, shape)
-        release_loaded(ring.empty.index(step % shape.stages))
-        acc = _summed(acc, products, raw, shape, DTYPE)
+        registers = registers_of_step(ring, step, group, raw, constants, shape, DTYPE)
+        if shape.folds or shape.scales_last:
+            coming = stage_scales(tensors, bases, first + gl.minimum(step + 2, last), grid, shape)
+            acc = added_operand(acc, ring, step, registers[0], shape, DTYPE)
+            release_loaded(ring.empty.index(step % shape.stages))
+        else:
+            products = start_products(ring, step, registers, shape, DTYPE)
+            coming = stage_scales(tensors, bases, first + gl.minimum(step + 2, last), grid, shape)
+            products = wait_for_products(products, shape)
+            release_loaded(ring.empty.index(step % shape.stages))
+            acc = added_products(acc, products, raw, shape, DTYPE)
         raw = ahead
         ahead = coming
-    return acc
+    return scaled_last(acc, raw, shape, DTYPE)
 
 
 @gluon.jit
@@ -336,7 +384,7 @@ def _multiply_stages(given, group: gl.constexpr, shape: gl.constexpr):
     output, row, first, steps, rows, outputs, grid, outer_grid, block_rows, outer_rows = at
     output += group * shape.tile_n
     bases = base_of(output, outputs, grid, outer_grid, block_rows, outer_rows, shape)
-    acc = _multiply(tensors, bases, ring, first, steps, group, constants, shape)
+    acc = _multiply(tensors, bases, ring, first, steps, group, grid, constants, shape)
     if shape.early:
         await_previous(shape.num_warps)
     if shape.parts == 1:

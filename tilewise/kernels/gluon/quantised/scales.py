@@ -21,10 +21,17 @@ def has_offset(shape):
     return (shape.has_zeros and not shape.subtracts) or shape.minimum_kind >= 0
 
 
+@gluon.constexpr_function
+def bases_layout(shape):
+    """Return the layout of the rows of a tile's scales."""
+    columns = shape.blocks if shape.folds else shape.groups
+    return gl.SliceLayout(1, scales_layout(shape.num_warps, columns))
+
+
 @gluon.jit
 def base_of(first, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr):
     """Return where the scales and outer scales of a tile's outputs begin."""
-    layout: gl.constexpr = gl.SliceLayout(1, scales_layout(shape.num_warps, shape.groups))
+    layout: gl.constexpr = bases_layout(shape)
     row = gl.minimum(first + gl.arange(0, shape.tile_n, layout), outputs - 1)
     scale = gl.expand_dims(row // block_rows * grid, 1)
     return scale, gl.expand_dims(row // outer_rows * outer_grid, 1)
@@ -63,6 +70,20 @@ def raw_scales(tensors, base, stage, shape: gl.constexpr):
     if shape.has_outer_minimums:
         minimum_factor = gl.load(outer_minimums + outer_at)
     return scale, zero, minimum, factor, minimum_factor
+
+
+@gluon.jit
+def stage_scales(tensors, base, stage, grid, shape: gl.constexpr):
+    """Load what `raw_scales` does, or of operands that scales are folded into words of four
+    exponents (outputs, blocks)."""
+    if shape.folds:
+        layout: gl.constexpr = scales_layout(shape.num_warps, shape.blocks)
+        column = stage * shape.blocks + gl.arange(0, shape.blocks, gl.SliceLayout(0, layout))
+        at = base[0] + gl.expand_dims(gl.minimum(column, grid - 1), 0)
+        scale = gl.load(tensors[0] + at)
+        return scale, scale, scale, scale, scale
+    else:
+        return raw_scales(tensors, base, stage, shape)
 
 
 @gluon.jit

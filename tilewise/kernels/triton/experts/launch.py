@@ -18,10 +18,15 @@ from tilewise.kernels.tiles.experts import (
 )
 from tilewise.kernels.triton.elements import why_not as why_not
 from tilewise.kernels.triton.experts.place import count_kernel, place_kernel
-from tilewise.kernels.triton.experts.products import combine_kernel, down_kernel, up_kernel
+from tilewise.kernels.triton.experts.products import (
+    combine_kernel,
+    down_kernel,
+    gather_kernel,
+    up_kernel,
+)
 
 GROUP = 32  # channels of a scale of MXFP4
-COMBINED = 1024  # channels of a program that adds up a token's experts
+COMBINED = 1024  # channels of a program that adds up or copies a token's rows
 
 
 def launch(
@@ -58,7 +63,7 @@ def launch(
     table, place, row, row_tiles = chosen, chosen, chosen, rows
     if is_sorted:
         row_tiles = most_row_tiles(rows, num_experts, tile.tile_m)
-        table, place, row = _placed(chosen, num_experts, tile.tile_m, row_tiles)
+        table, place, row = placed(chosen, num_experts, tile.tile_m, row_tiles)
     # bfloat16 is unpacked by instructions for two numbers, which only NVIDIA's GPUs know.
     in_pairs = x.dtype == torch.bfloat16 and device.runs_ptx()
     sizes = {
@@ -124,6 +129,31 @@ def launch(
         PACKED=down_scale is not None,
         **sizes,
     )
+    combine(
+        o, weights, chosen, place, y, num_experts, is_sorted=is_sorted, weighed=not weighs_input
+    )
+    return y
+
+
+def combine(
+    o: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    place: Tensor,
+    y: Tensor,
+    num_experts: int,
+    *,
+    is_sorted: bool,
+    weighed: bool,
+) -> None:
+    """Add up the rows of each token's experts in y (T, E).
+
+    Args:
+        o: the rows (places, E), or (parts, places, E) whose parts are to be added.
+        place: the place of each choice, if `is_sorted`; else it is the choice itself.
+        weighed: whether rows are multiplied by their weights.
+    """
+    tokens, width = y.shape
     part = min(COMBINED, triton.next_power_of_2(width))
     parts = triton.cdiv(width, part)
     launch_now(
@@ -137,16 +167,41 @@ def launch(
         num_experts,
         width,
         parts,
-        WEIGHED=not weighs_input,
+        o.shape[-2],
+        WEIGHED=weighed,
         SORTED=is_sorted,
-        ACTIVE=active,
+        ACTIVE=chosen.shape[1],
+        PARTS=1 if o.dim() == 2 else o.shape[0],
         TILE=part,
         num_warps=4,
     )
-    return y
 
 
-def _placed(
+def gather(x: Tensor, chosen: Tensor, place: Tensor, num_experts: int) -> Tensor:
+    """Return rows of x (T, E) at the places of their choices, (T k, E)."""
+    tokens, width = x.shape
+    rows = torch.empty((chosen.numel(), width), dtype=x.dtype, device=x.device)
+    part = min(COMBINED, triton.next_power_of_2(width))
+    parts = triton.cdiv(width, part)
+    launch_now(
+        gather_kernel,
+        tokens * parts,
+        x,
+        chosen,
+        place,
+        rows,
+        num_experts,
+        width,
+        parts,
+        x.stride(0),
+        ACTIVE=chosen.shape[1],
+        TILE=part,
+        num_warps=4,
+    )
+    return rows
+
+
+def placed(
     chosen: Tensor, num_experts: int, tile_m: int, row_tiles: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the table of tiles, the place of each choice, and the choice of each place."""

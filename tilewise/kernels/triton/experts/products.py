@@ -2,14 +2,15 @@
 
 what     up: a = act([gate, u]), [gate, u] = x W1[e]^T + b1[e], where the gate's rows of W1 are
          every second one or the first half, or a = act(u) without gates; down: a W2[e]^T + b2[e];
-         combine: y = sum over a token's experts of weight * row
+         combine: y = sum over a token's experts of weight * row; gather: rows of x at their places
 grid     (tiles of rows x tiles of outputs,), a row's outputs one after another, so that rows and
          weights of neighbours meet in the L2 cache. The tiles of rows are as many as there may be,
          since the host knows no counts. SORTED: their table is `place_kernel`'s, and a program
          behind its last leaves. Otherwise there are at most TILE_M tokens, and a tile for each of
          their choices, which leaves if a choice before it has the same expert: all tokens that
          have it are the rows. A choice of no expert has no row, and adds nothing
-program  TILE_M rows of one expert x TILE_N outputs over all of K; combine: a token's channels
+program  TILE_M rows of one expert x TILE_N outputs over all of K; combine, gather: a token's
+         channels
 traffic  the weights of the experts that are hit, once for each of their tiles of rows: 4.25 bits an
          element where they are MXFP4, unpacked in registers
 numerics sums in float32 along K; an MXFP4 weight is exact in 16 bits, so packed and unpacked ones
@@ -350,7 +351,7 @@ def down_kernel(
         tl.store(to, acc.to(dtype), mask=is_row[:, None] & is_output[None, :])
 
 
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["experts", "places"])
 def combine_kernel(
     o_ptr,
     weight_ptr,
@@ -360,9 +361,11 @@ def combine_kernel(
     experts,
     channels,
     tiles,
+    places,
     WEIGHED: tl.constexpr,
     SORTED: tl.constexpr,
     ACTIVE: tl.constexpr,
+    PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     token = (tl.program_id(0) // tiles).to(tl.int64)
@@ -376,6 +379,35 @@ def combine_kernel(
         weight = tl.load(weight_ptr + place, mask=is_expert, other=0.0) if WEIGHED else 1.0
         if SORTED:
             place = tl.load(place_ptr + place, mask=is_expert, other=0).to(tl.int64)
-        row = tl.load(o_ptr + place * channels + channel, mask=inside & is_expert, other=0.0)
-        acc += weight * row.to(tl.float32)
+        at = o_ptr + place * channels + channel
+        row = tl.load(at, mask=inside & is_expert, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            more = part * places.to(tl.int64) * channels
+            row += tl.load(at + more, mask=inside & is_expert, other=0.0).to(tl.float32)
+        acc += weight * row
     tl.store(y_ptr + token * channels + channel, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["experts"])
+def gather_kernel(
+    x_ptr,
+    chosen_ptr,
+    place_ptr,
+    sorted_ptr,
+    experts,
+    channels,
+    tiles,
+    stride_x,
+    ACTIVE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    channel = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    inside = channel < channels
+    x = tl.load(x_ptr + token * stride_x + channel, mask=inside, other=0.0)
+    for j in tl.static_range(ACTIVE):
+        choice = token * ACTIVE + j
+        expert = tl.load(chosen_ptr + choice)
+        is_expert = (expert >= 0) & (expert < experts)
+        place = tl.load(place_ptr + choice, mask=is_expert, other=0).to(tl.int64)
+        tl.store(sorted_ptr + place * channels + channel, x, mask=inside & is_expert)

@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.early import OFF
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.low_rank import TILE, LowRank, RowTiles
-from tilewise.kernels.triton.early import await_previous, begin_next, options
+from tilewise.kernels.triton.early import await_previous, begin_next, options, options_of
 from tilewise.kernels.triton.elements import why_not as why_not
 
 TILE_K = 256  # channels of a step of shrink, of 16 bits: 8 KB each of x and of A
@@ -121,38 +122,67 @@ def _expand_kernel(
         tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
-    """Add to y (T, N) what the adapters of the rows x (T, K) add."""
-    parts, rank, count = weights.parts, weights.rank, len(tiles.slots)
-    channels, outputs = x.shape[1], y.shape[1]
-    splits = max(1, min(MOST_SPLITS, channels // CHANNELS))
-    per_split = triton.cdiv(triton.cdiv(channels, splits), TILE_K) * TILE_K
-    splits = triton.cdiv(channels, per_split)
-    h = torch.empty((splits, count, TILE, parts * rank), dtype=torch.float32, device=x.device)
-    early = options("linear")
+def shrink(x: Tensor, a: Tensor, ranks: Tensor, tiles: RowTiles, *, is_beside: bool) -> Tensor:
+    """Return x A^T in splits of K, float32 (splits, tiles, TILE, parts * rank).
+
+    Args:
+        is_beside: whether the launch is on a stream of its own, where none begins early.
+    """
+    total, channels = a.shape[1:]
+    count, parts = len(tiles.slots), ranks.shape[1]
+    h = empty_inner(x, a, count)
+    splits, per_split = _splits(channels)
     launch_now(
         _shrink_kernel,
-        (count, parts * rank // TILE, splits),
+        (count, total // TILE, splits),
         x,
-        weights.a,
+        a,
         h,
-        weights.ranks,
+        ranks,
         tiles.slots,
         tiles.rows,
         channels,
         x.stride(0),
         per_split,
         PARTS=parts,
-        RANK=rank,
+        RANK=total // parts,
         TILE=TILE,
         TILE_K=TILE_K,
         num_warps=4,
         num_stages=3,
-        **early,
+        **(options_of(OFF) if is_beside else options("linear")),
     )
+    return h
+
+
+def empty_inner(x: Tensor, a: Tensor, tiles: int) -> Tensor:
+    """Return memory for the result of `shrink`."""
+    total, channels = a.shape[1:]
+    shape = (_splits(channels)[0], tiles, TILE, total)
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _splits(channels: int) -> tuple[int, int]:
+    """Return into how many splits K is cut, and the channels of one."""
+    splits = max(1, min(MOST_SPLITS, channels // CHANNELS))
+    per_split = triton.cdiv(triton.cdiv(channels, splits), TILE_K) * TILE_K
+    return triton.cdiv(channels, per_split), per_split
+
+
+def launch(
+    y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles, inner: Tensor | None = None
+) -> None:
+    """Add to y (T, N) what the adapters of the rows x (T, K) add.
+
+    Args:
+        inner: what `shrink` has returned, on a stream of its own; None to compute it.
+    """
+    is_beside = inner is not None
+    h = shrink(x, weights.a, weights.ranks, tiles, is_beside=False) if inner is None else inner
+    outputs = y.shape[1]
     launch_now(
         _expand_kernel,
-        (count, triton.cdiv(outputs, TILE_N)),
+        (len(tiles.slots), triton.cdiv(outputs, TILE_N)),
         y,
         h,
         weights.b,
@@ -162,11 +192,12 @@ def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
         tiles.slots,
         tiles.rows,
         outputs,
-        splits,
-        PARTS=parts,
-        RANK=rank,
+        h.shape[0],
+        PARTS=weights.parts,
+        RANK=weights.rank,
         TILE=TILE,
         TILE_N=TILE_N,
         num_warps=4,
-        **early,
+        # It waits for two streams, which a launch that begins early does not know.
+        **(options_of(OFF) if is_beside else options("linear")),
     )

@@ -1,0 +1,255 @@
+"""The products of a mixture of experts with weights of 8 or 4 bits on Hopper: which calls take this
+kernel, and its launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import device, early
+from tilewise.kernels.gluon.quantised.experts import (
+    ACTIVATIONS,
+    SORTED,
+    TOKEN,
+    Shape,
+    experts_kernel,
+)
+from tilewise.kernels.gluon.quantised.few import CHUNK
+from tilewise.kernels.gluon.quantised.linear import (
+    folds_scales,
+    kind_and_table,
+    read_scales,
+    scales_last,
+    steps_of,
+    why_no_lanes,
+)
+from tilewise.kernels.gluon.quantised.operands import (
+    ALTERNATING,
+    HALVES,
+    INT4,
+    MAGIC_WORDS,
+    SINGLE,
+)
+from tilewise.kernels.host.descriptors import addressable, chunk_descriptor, matrix_descriptor
+from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.quantised_weight import LANES_BLOCK, QuantisedWeight
+from tilewise.kernels.spec import QuantisedExpertsSpec
+from tilewise.kernels.tiles.experts import NarrowTile, most_row_tiles, narrow_stages, narrow_tile
+from tilewise.kernels.triton.experts.launch import combine, gather, placed
+from tilewise.kernels.triton.quantised.linear import kind_of, raw
+
+__all__ = ["launch", "why_not"]
+
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def why_not(spec: QuantisedExpertsSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    reason = device.why_not_hopper(spec.up.device_type)
+    if reason is not None:
+        return reason
+    if spec.up.dtype not in _DTYPES:
+        return f"dtype must be float16 or bfloat16, got {spec.up.dtype}"
+    for name, weight, rows in (("up", spec.up, spec.outputs), ("down", spec.down, spec.width)):
+        reason = why_no_lanes(weight)
+        if reason is not None:
+            return f"{name}: {reason}"
+        if weight.has_permutation:
+            return f"{name} must have no permutation of its columns"
+        for block in (weight.block, weight.outer_block if weight.has_outer else (1, 1)):
+            if rows % block[0]:
+                return f"{name} must have experts of whole blocks of {block[0]} rows, got {rows}"
+    for size in (spec.width, spec.inner):
+        if size % CHUNK.value:
+            return f"channels must be a multiple of {CHUNK.value}, got {size}"
+    return None
+
+
+def launch(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    up: QuantisedWeight,
+    up_bias: Tensor | None,
+    down: QuantisedWeight,
+    down_bias: Tensor | None,
+    *,
+    inner: int,
+    activation: str,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    weighs_input: bool,
+    batch_invariant: bool,
+    tile: NarrowTile | None = None,
+) -> Tensor:
+    """Return y (T, E) of x (T, E), chosen and weights (T, k); see `ops.expert_mlp`.
+
+    Args:
+        up, down: the experts' weights one below another, with codes in the order of lanes.
+        inner: the channels between both.
+        tile: instead of the table's, for tuning and tests.
+    """
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    tokens, width = x.shape
+    num_experts, active = down.shape[0] // width, chosen.shape[1]
+    outputs, rows = up.shape[0] // num_experts, tokens * active
+    if tile is None:
+        tile = narrow_tile(tokens, active, num_experts, batch_invariant=batch_invariant)
+    is_sorted = tile.source != TOKEN.value
+    table, place, row = chosen, chosen, chosen
+    row_tiles = rows
+    if is_sorted:
+        row_tiles = most_row_tiles(rows, num_experts, tile.rows)
+        table, place, row = placed(chosen, num_experts, tile.rows, row_tiles)
+    source = addressable(x)
+    if tile.source == SORTED.value:
+        source = gather(x, chosen, place, num_experts)
+    lists = (table, chosen, place, row)
+    a = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
+    is_gated = inner != outputs
+    pairs = (ALTERNATING if interleaved else HALVES) if is_gated else SINGLE
+    _product(
+        source, up, up_bias, weights, a, lists, tile, tokens=tokens, num_experts=num_experts,
+        row_tiles=row_tiles, source_rows=tile.source, pairs=pairs.value, activation=activation,
+        limit=limit, alpha=alpha, weighed=weighs_input, parts=1,
+    )  # fmt: skip
+    parts = tile.parts
+    dtype = x.dtype if parts == 1 else torch.float32
+    o = torch.empty((parts, rows, width), dtype=dtype, device=x.device)
+    _product(
+        a, down, down_bias, weights, o, lists, tile, tokens=tokens, num_experts=num_experts,
+        row_tiles=row_tiles, source_rows=SORTED.value if is_sorted else tile.source,
+        pairs=SINGLE.value, activation="", limit=limit, alpha=alpha, weighed=False, parts=parts,
+    )  # fmt: skip
+    combine(
+        o, weights, chosen, place, y, num_experts, is_sorted=is_sorted, weighed=not weighs_input
+    )
+    return y
+
+
+def _product(
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    weights: Tensor,
+    y: Tensor,
+    lists: tuple[Tensor, Tensor, Tensor, Tensor],
+    tile: NarrowTile,
+    *,
+    tokens: int,
+    num_experts: int,
+    row_tiles: int,
+    source_rows: int,
+    pairs: int,
+    activation: str,
+    limit: float,
+    alpha: float,
+    weighed: bool,
+    parts: int,
+) -> None:
+    """Compute the rows of one of both products, y (places, channels), or that for each part."""
+    table, chosen, place, row = lists
+    outputs, channels = weight.shape[0] // num_experts, weight.shape[1]
+    kind, values = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
+    folds, last = folds_scales(weight, x.dtype), scales_last(weight)
+    of_block = LANES_BLOCK * 8 // weight.bits
+    summed = min(of_block, weight.block[1])  # channels of a sum
+    blocks = _blocks(channels, of_block, summed, tile.rows, in_chains=folds or last)
+    of_stage = blocks * of_block
+    stages = -(-channels // of_stage)
+    part_stages = -(-stages // parts)
+    groups = 1 if folds or last else of_stage // summed
+    is_few = tile.is_few
+    registers, at_start = tile.registers
+    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
+    shape = Shape(
+        kind=kind,
+        rows=tile.rows,
+        few=is_few,
+        warpgroups=tile.warpgroups,
+        tile_n=64,
+        num_warps=4,
+        registers=registers,
+        stages=narrow_stages(tile, of_stage, blocks * LANES_BLOCK),
+        parts=parts,
+        blocks=blocks,
+        groups=groups,
+        shared=steps_of(weight.block, channels, summed),
+        outer_shared=steps_of(weight.outer_block, channels, summed),
+        scale_kind=kind_of(weight.scales),
+        has_outer=weight.outer is not None,
+        has_zeros=weight.zeros is not None,
+        subtracts=is_whole and kind == INT4.value,
+        minimum_kind=-1 if weight.minimums is None else kind_of(weight.minimums),
+        has_outer_minimums=weight.outer_minimums is not None,
+        has_bias=bias is not None,
+        early=early.mode("rows"),
+        pairs=pairs,
+        folds=folds,
+        scales_last=last,
+        source=source_rows,
+        activation=ACTIVATIONS.index(activation),
+        weighed=weighed,
+        active=chosen.shape[1],
+    )
+    columns = -(-outputs // (64 * tile.warpgroups))
+    words = weight.codes.view(torch.int32)
+    high = 32 if pairs == HALVES.value else 64
+    if is_few:
+        read = chunk_descriptor(x, of_stage // CHUNK.value, tile.rows, CHUNK.value)
+    else:
+        read = matrix_descriptor(x, tile.rows, of_stage // groups)
+    scales, grid = read_scales(weight, y, folds=folds)
+    outer = weight.outer_minimums if weight.outer is None else weight.outer
+    most = row_tiles * columns * parts
+    options = {"launch_pdl": True} if shape.early else {}
+    launch_now(
+        experts_kernel,
+        min(most, device.sm_count_of(x.device) * tile.ctas),
+        matrix_descriptor(words, high, blocks * LANES_BLOCK // 4),
+        read,
+        scales,
+        raw(weight.zeros, y),
+        raw(weight.minimums, y),
+        raw(weight.outer, y),
+        raw(weight.outer_minimums, y),
+        *values,
+        y if bias is None else bias,
+        weights,
+        table,
+        chosen,
+        place,
+        row,
+        y,
+        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"],
+        tokens,
+        num_experts,
+        outputs,
+        outputs // 2,
+        columns,
+        y.shape[-2],
+        stages,
+        part_stages,
+        grid,
+        1 if outer is None else outer.shape[1],
+        weight.block[0],
+        weight.outer_block[0],
+        limit,
+        alpha,
+        shape=shape,
+        num_warps=4,
+        maxnreg=at_start,
+        **options,
+    )
+
+
+def _blocks(channels: int, of_block: int, summed: int, rows: int, *, in_chains: bool) -> int:
+    """Return the blocks of lanes of a stage: two for few rows and at most four sums."""
+    if rows > 16:  # of WGMMA's operands no more fit the registers
+        return 1
+    if in_chains:
+        return 2
+    return 2 if channels % (2 * of_block) == 0 and 2 * of_block // summed <= 4 else 1
