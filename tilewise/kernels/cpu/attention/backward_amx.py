@@ -108,6 +108,7 @@ class _Scores(NamedTuple):
     ones: np.ndarray
     keep: np.ndarray
     stage: np.ndarray
+    block: np.ndarray
 
 
 class _Shape(NamedTuple):
@@ -162,6 +163,7 @@ def _new_scratch(like, packed, words_like, shape):
         zero_scratch(TILE_M, like),
         scratch(WORDS, words_like),
         zero_scratch(TILE_N * widest, like),
+        scratch(SIDE * SIDE, like),
     )
     scores.ones[:] = 1
     return keys, queries, scores
@@ -341,7 +343,7 @@ def _union(seen, first, count):
 
 
 @inner
-def _multiply_rows(c, top, begin, end, rows, first, ld, panels, area, shape):
+def _multiply_rows(c, top, begin, end, rows, first, ld, panels, area, shape, block):
     """C = rows panels^T for SIDE rows of a tile and keys begin ... end."""
     multiply_tiles(
         c,
@@ -361,6 +363,7 @@ def _multiply_rows(c, top, begin, end, rows, first, ld, panels, area, shape):
         ld // 32,
         shape.parts,
         False,
+        block,
     )
 
 
@@ -387,6 +390,7 @@ def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
             (end - begin) // 32,
             parts,
             True,
+            scores.block,
         )
 
 
@@ -425,10 +429,30 @@ def _backward_tile(call, place, keys, queries, scores, seen, shape, first_row, f
     for top in range(0, TILE_M, SIDE):
         low, high = _union(seen, top // BLOCK, SIDE // BLOCK)
         _multiply_rows(
-            scores.s, top, low, high, queries.q_rows, first, shape.ld, keys.k_panels, area, shape
+            scores.s,
+            top,
+            low,
+            high,
+            queries.q_rows,
+            first,
+            shape.ld,
+            keys.k_panels,
+            area,
+            shape,
+            scores.block,
         )
         _multiply_rows(
-            scores.dp, top, low, high, queries.do_rows, first, shape.ldv, keys.v_panels, area, shape
+            scores.dp,
+            top,
+            low,
+            high,
+            queries.do_rows,
+            first,
+            shape.ldv,
+            keys.v_panels,
+            area,
+            shape,
+            scores.block,
         )
         differentiate_rows(call, place, seen, scores, row, rows, low, high, top, top + SIDE)
         pack_scores(
@@ -481,7 +505,7 @@ def _backward_tile(call, place, keys, queries, scores, seen, shape, first_row, f
 
 
 @inner
-def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, begin, end):
+def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, begin, end, block):
     """c^T += operand^T words over the strip's rows first ... last, for keys begin ... end."""
     multiply_tiles(
         c,
@@ -501,6 +525,7 @@ def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, be
         (last - first) // 32,
         shape.parts,
         True,
+        block,
     )
 
 
@@ -540,6 +565,7 @@ def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first
             last,
             begin,
             end,
+            scores.block,
         )
         _add_key_gradient(
             keys.dk,
@@ -553,6 +579,7 @@ def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first
             last,
             begin,
             end,
+            scores.block,
         )
 
 
