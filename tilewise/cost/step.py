@@ -376,7 +376,10 @@ def recompute_seconds(cost: Callable[[StepWork], StepSeconds], tokens: int, chun
         n = min(chunk, tokens - start)
         is_last = start + n == tokens
         pairs = n * start + n * (n + 1) // 2
-        step = cost(StepWork(n, 1, int(is_last), int(is_last), start + n, pairs))
+        prompts = n if n > 1 else 0
+        step = cost(
+            StepWork(n, 1, int(is_last), int(is_last), start + n, pairs, prompt_tokens=prompts)
+        )
         seconds += max(step.launching, step.device)
     return seconds
 

@@ -206,7 +206,14 @@ class _Counted:
             return None
         is_decode = not runs and logits == sequences
         return StepWork(
-            event["num_tokens"], sequences, logits, logits, keys, pairs, is_decode=is_decode
+            event["num_tokens"],
+            sequences,
+            logits,
+            logits,
+            keys,
+            pairs,
+            is_decode=is_decode,
+            prompt_tokens=sum(runs.values()),
         )
 
 
