@@ -464,6 +464,7 @@ class QuantisedLinearSpec(ElementSpec):
 
 
 FOUR_BITS = torch.uint8  # dtype of a cache with two codes of 4 bits in a byte
+MOST_ROTATED = 128  # channels of such a cache that are rotated together, see `reference.four_bits`
 
 
 def channel_bytes(dtype: torch.dtype) -> float:

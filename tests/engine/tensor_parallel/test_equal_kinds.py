@@ -83,9 +83,14 @@ def test_mixtures_give_the_tokens_and_log_probabilities_of_one_process(name, tmp
     [long] = _prompts(33)
     common = [{"prompt_token_ids": [*long["prompt_token_ids"], i]} for i in range(2)]
     runs = [(_prompts(20, 61, 3, 24, 25, 30), 14), (common, 6)]
+    assert_two_give_what_one_gives(path, SETTINGS, runs)
+
+
+def assert_two_give_what_one_gives(path, settings, runs):
+    """Compare tokens and log-probabilities of runs of prompts, each with its number of tokens."""
     found = []
     for size in (1, 2):
-        with LLM(path, tensor_parallel_size=size, **SETTINGS) as llm:
+        with LLM(path, tensor_parallel_size=size, **settings) as llm:
             found.append([_run(llm, p, _greedy(n, logprobs=1)) for p, n in runs])
     for (want, _, one), (got, counts, two) in zip(*found, strict=True):
         assert got == want

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.tensor_parallel.test_equal import _greedy, _prompts, _run
-from tests.engine.tensor_parallel.test_equal_kinds import _logprobs
+from tests.engine.tensor_parallel.test_equal import _prompts
+from tests.engine.tensor_parallel.test_equal_kinds import assert_two_give_what_one_gives
 from tests.models.test_state_families import make
 from tests.models.tiny import VOCAB, save_hf
 from tilewise.engine.llm import LLM
@@ -32,16 +32,7 @@ def test_states_are_cut_and_give_the_tokens_of_one_process(case, tmp_path):
     common = [{"prompt_token_ids": [*long["prompt_token_ids"], i]} for i in range(3)]
     for prompt in (*prompts, *common):
         prompt["prompt_token_ids"] = [3 + i % (VOCAB - 3) for i in prompt["prompt_token_ids"]]
-    found = []
-    for size in (1, 2):
-        with LLM(path, tensor_parallel_size=size, **SETTINGS) as llm:
-            runs = [_run(llm, p, _greedy(n, logprobs=1)) for p, n in ((prompts, 30), (common, 8))]
-            found.append(runs)
-    for (want, _, one), (got, counts, two) in zip(*found, strict=True):
-        assert got == want
-        assert counts["num_preemptions"] + counts["prefix_hit_tokens"] > 0
-        for mine, theirs in zip(_logprobs(two), _logprobs(one), strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-5)
+    assert_two_give_what_one_gives(path, SETTINGS, [(prompts, 30), (common, 8)])
 
 
 def test_main_memory_for_states_is_refused(tmp_path):

@@ -16,6 +16,7 @@ from tilewise.ops.paged.op import PagedOptions
 from tilewise.ops.paged.shared_prefixes import SharedPrefixes
 
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+_SCALED_DTYPES = (*QUANTISED_DTYPES, FOUR_BITS)
 
 
 class PagedSignature(NamedTuple):
@@ -185,7 +186,7 @@ def check_cache_pair(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def _check_cache_dtype(name: str, cache: Tensor) -> None:
-    known = (*checks.FLOAT_DTYPES, *QUANTISED_DTYPES, FOUR_BITS)
+    known = (*checks.FLOAT_DTYPES, *_SCALED_DTYPES)
     if cache.dtype not in known:
         wanted = ", ".join(map(checks.dtype_name, known))
         raise TypeError(f"{name} must be one of {wanted}, got {checks.dtype_name(cache.dtype)}")
@@ -196,9 +197,12 @@ def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
     and head, and any other cache none."""
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     dtype = checks.dtype_name(k_cache.dtype)
+    shapes: list[tuple[int, ...]] = [(num_blocks, block_size, num_kv_heads)]
+    if k_cache.dtype != FOUR_BITS:
+        shapes.append((num_kv_heads,))
     kinds = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if k_cache.dtype not in (*QUANTISED_DTYPES, FOUR_BITS):
+        if k_cache.dtype not in _SCALED_DTYPES:
             if scale is not None:
                 raise ValueError(f"{name} must be None for a {dtype} cache, got a tensor")
             continue
@@ -207,13 +211,9 @@ def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
         checks.check_same_dtype(name, scale, torch.float32)
         checks.check_device(name, scale, k_cache.device)
         kinds.append(scale.dim())
-        if k_cache.dtype == FOUR_BITS:
-            checks.check_shape(name, scale, (num_blocks, block_size, num_kv_heads))
-        if tuple(scale.shape) not in ((num_blocks, block_size, num_kv_heads), (num_kv_heads,)):
-            raise ValueError(
-                f"{name} must have shape {(num_blocks, block_size, num_kv_heads)} or "
-                f"{(num_kv_heads,)}, got {tuple(scale.shape)}"
-            )
+        if tuple(scale.shape) not in shapes:
+            wanted = " or ".join(map(str, shapes))
+            raise ValueError(f"{name} must have shape {wanted}, got {tuple(scale.shape)}")
     if len(set(kinds)) > 1:
         raise ValueError(
             "v_scale must be of the kind of k_scale, each token's or each head's, got "

@@ -21,9 +21,9 @@ from torch import Tensor
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import write_f32
 from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task, run_tasks
+from tilewise.kernels.spec import MOST_ROTATED
 
 INT4 = 6  # dtype code beside those of `rows` and `quantise`
-WIDEST = 128  # channels that are rotated together, at most
 TOP = 15  # the largest code
 SMALLEST_SCALE = 2.0**-126  # below this 1 / scale exceeds float32: such rows become 0
 ROWS_PER_TASK = 256
@@ -45,7 +45,7 @@ def _sign_row(row, start, count, size):
 @inner
 def rotate_row(row, start, count, back):
     """Rotate each group of channels of row[start : start + count], or rotate it back."""
-    size = min(WIDEST, count & -count)
+    size = min(MOST_ROTATED, count & -count)
     if not back:
         _sign_row(row, start, count, size)
     half = 1

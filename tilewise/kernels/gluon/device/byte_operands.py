@@ -112,7 +112,7 @@ def value_pairs(x, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _halves(pairs):
+def halves(pairs):
     """Return what two registers' halves hold; costs no instruction."""
     return gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
@@ -124,7 +124,7 @@ def _halves(pairs):
 def values_operand(pairs):
     """Return the left operand (4, width, 16) of v^T p^T of pairs (32, width)."""
     width: gl.constexpr = pairs.shape[1]
-    even, odd = _halves(pairs)
+    even, odd = halves(pairs)
     keys = gl.join(even, odd).permute((0, 2, 1)).reshape([4, 16, 8, width // 8])
     keys = keys.permute((0, 3, 2, 1)).reshape([4, width, 16])
     layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
@@ -145,7 +145,7 @@ def probabilities_operand(p):
         "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
     # Lane 4 g + t has the keys 2 t, 2 t + 1 of row g now; its place says key g, rows 2 t, 2 t + 1.
-    even, odd = _halves(turned.reshape([4, 2, 8, rows // 8, 4]))
+    even, odd = halves(turned.reshape([4, 2, 8, rows // 8, 4]))
     pairs = gl.join(even, odd).permute((0, 1, 4, 5, 3, 2)).reshape([4, 16, rows])
     layout: gl.constexpr = gl.DotOperandLayout(1, sum_layout(), 2)
     return gl.convert_layout(pairs, layout, assert_trivial=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.byte_operands import KEYS, sum_layout
+from tilewise.kernels.gluon.device.byte_operands import KEYS, halves, sum_layout
 
 INT4 = gl.constexpr(4)  # as in `triton.paged.quantise`
 SCALE = gl.constexpr(2.0**24)  # what products of codes are divided by
@@ -43,9 +43,15 @@ _VALUES = gl.constexpr(
 
 
 @gluon.constexpr_function
+def _words_of_a_lane(width):
+    """Return the neighbouring words of a key that one lane has: 2, or 4 in one piece or in two."""
+    return min(4, width // 32)
+
+
+@gluon.constexpr_function
 def nibble_keys_layout(width):
     """Return how a warp takes its 16 of the keys (64, width / 2 bytes): 8 or 16 bytes a lane."""
-    run = min(16, width // 8)  # neighbours in memory that one lane has
+    run = 4 * _words_of_a_lane(width)
     registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
     registers += [[0, 64]] * (width == 256)
     lanes = [[0, run], [0, 2 * run], [1, 0], [2, 0], [4, 0]]
@@ -78,29 +84,20 @@ def nibble_key_order(x):
     """Put the channels of (rows, width) into the order in which keys are multiplied."""
     rows: gl.constexpr = x.shape[0]
     width: gl.constexpr = x.shape[1]
-    words: gl.constexpr = width // 32 if width < 256 else 4  # neighbours that one lane has
+    words: gl.constexpr = _words_of_a_lane(width)
     parts = x.reshape([rows, width // (32 * words), 4, words, 2, 2, 2])
     return parts.permute((0, 1, 3, 5, 6, 2, 4)).reshape([rows, width])
-
-
-@gluon.jit
-def _halves(pairs):
-    """Return what two registers' halves hold; costs no instruction."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
-        dtype=(gl.float16, gl.float16), is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
 def nibble_keys_operand(x):
     """Return the left operand (4, 16, width) of c q^T of the bytes int8 (64, width / 2)."""
     width: gl.constexpr = 2 * x.shape[1]
-    words: gl.constexpr = width // 32 if width < 256 else 4
+    words: gl.constexpr = _words_of_a_lane(width)
     pairs = gl.inline_asm_elementwise(
         _KEYS, "=r,=r,=r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=4
     )
-    low, high = _halves(pairs)
+    low, high = halves(pairs)
     parts = gl.join(low, high).reshape([4, 16, width // (32 * words), 4, words, 2, 2, 2])
     parts = parts.permute((0, 1, 2, 4, 5, 6, 3, 7)).reshape([4, 16, width])
     layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
@@ -123,8 +120,8 @@ def nibble_value_pairs(x):
 def nibble_values_operand(first, second):
     """Return the left operand (4, width, 16) of c^T p^T of `nibble_value_pairs`."""
     width: gl.constexpr = 2 * first.shape[1]
-    first_even, first_odd = _halves(first)
-    second_even, second_odd = _halves(second)
+    first_even, first_odd = halves(first)
+    second_even, second_odd = halves(second)
     keys = gl.join(gl.join(first_even, first_odd), gl.join(second_even, second_odd))
     keys = keys.reshape([4, 8, 8, width // 64, 4, 2, 2]).permute((0, 3, 6, 4, 2, 1, 5))
     layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)

@@ -215,8 +215,9 @@ def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
     bits = largest.to(gl.int32, bitcast=True) & 0x7F800000
     power = gl.maximum(bits, 0x00800000).to(gl.float32, bitcast=True)
     x = (x / gl.expand_dims(power, 1)).to(gl.float16)
-    total = gl.sum(x.to(gl.float32), 1)
+    total = power
     if shape.kind == INT4:
+        total = gl.sum(x.to(gl.float32), 1)
         x = nibble_key_order(divide_odd(x)).permute((1, 0))
     else:
         x = key_order(x).permute((1, 0))

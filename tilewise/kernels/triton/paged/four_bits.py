@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.spec import MOST_ROTATED
 from tilewise.kernels.triton.paged.quantise import SMALLEST_SCALE, inverse_of
 
-WIDEST = 128  # channels that are rotated together, at most
 TOP = tl.constexpr(15.0)  # the largest code
 ZERO_BITS = tl.constexpr(15)  # of a scale's bits, those that hold the zero
 # Four bytes, and -(128 + zero) of each, to twice two words of two bfloat16: the even channels', and
@@ -40,7 +40,7 @@ fma.rn.bf16x2 $3, w3, one, $6;
 
 def log_of_rotated(width: int) -> int:
     """Return the binary logarithm of the channels that are rotated together in rows of `width`."""
-    return min(WIDEST, width & -width).bit_length() - 1
+    return min(MOST_ROTATED, width & -width).bit_length() - 1
 
 
 @triton.jit
@@ -116,7 +116,6 @@ def widen_codes(x, scale, dtype: tl.constexpr, PTX: tl.constexpr):
     """
     zero = (scale.to(tl.int32, bitcast=True) & ZERO_BITS).to(tl.int16)[:, None]
     # Floats of so few bits subtract exactly; integers would be converted at a quarter of the speed.
-    start = (zero | 0x4300).to(tl.bfloat16, bitcast=True)
     if PTX:
         minus = tl.broadcast_to((zero | -0x3D00).to(tl.bfloat16, bitcast=True), x.shape)
         even, odd = tl.inline_asm_elementwise(
@@ -124,10 +123,11 @@ def widen_codes(x, scale, dtype: tl.constexpr, PTX: tl.constexpr):
             is_pure=True, pack=4,
         )  # fmt: skip
     else:
+        start = (zero | 0x4300).to(tl.bfloat16, bitcast=True).to(tl.float32)
         bits = x.to(tl.int16)
         even = ((bits & 15) | 0x4300).to(tl.bfloat16, bitcast=True).to(tl.float32)
         odd = (((bits >> 4) & 15) | 0x4300).to(tl.bfloat16, bitcast=True).to(tl.float32)
-        even, odd = even - start.to(tl.float32), odd - start.to(tl.float32)
+        even, odd = even - start, odd - start
     return even.to(dtype), odd.to(dtype)
 
 
