@@ -37,7 +37,7 @@ import importlib, pkgutil, tilewise
 from tilewise.kernels import device
 assert not device.has_triton()
 needs = ("tilewise.kernels.triton", "tilewise.kernels.gluon", "tilewise.kernels.host")
-optional = ("ray", "matplotlib", "flash_attn", "vllm", "datasets")
+optional = ("ray", "matplotlib", "flash_attn", "vllm", "sglang", "datasets")
 count = 0
 for found in pkgutil.walk_packages(tilewise.__path__, "tilewise.", onerror=lambda name: None):
     if found.name.startswith(needs) or found.name.endswith("__main__"):

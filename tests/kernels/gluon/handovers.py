@@ -220,8 +220,8 @@ OTHERS = {
         "paged_decode",
     ),
     "the_scales_of_a_page_not_waited_for": Mutation(
-        "paged/decode:_load_tile", "2 * KEYS * shape.width + scale_bytes",
-        "2 * KEYS * shape.width", "paged_decode",
+        "paged/decode:_load_tile", "2 * KEYS * shape.row + scale_bytes",
+        "2 * KEYS * shape.row", "paged_decode",
     ),
     "the_scales_of_a_page_announced_before_they_are_stored": Mutation(
         "paged/decode:_load_tiles",

@@ -286,12 +286,13 @@ class Prepared:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         with self.lock:
             self.pack(self.memory, 0, self.where(grid), stream, *addresses, constants)
-            self.check(self.submit(pointers, None), pointers)
+            if status := self.submit(pointers, None):
+                self.submit_again(status, pointers)
         del maps  # until here the pointers lead there
         return True
 
-    def check(self, status: int, pointers: Any) -> None:
-        """Raise unless a launch began; in a thread without a context begin it once more.
+    def submit_again(self, status: int, pointers: Any) -> None:
+        """Launch once more where the thread had no context, else raise what the launch failed with.
 
         A thread of autograd's has none before its first call of CUDA's runtime.
         """
@@ -345,7 +346,8 @@ class Addressed:
             prepared.pack(
                 prepared.memory, 0, self._where, run.stream, *self._tensors(at), self._constants
             )
-            prepared.check(prepared.submit(met[0], None), met[0])
+            if status := prepared.submit(met[0], None):
+                prepared.submit_again(status, met[0])
 
     def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
         """Return what a launch takes where descriptors' tensors lie at these addresses."""
