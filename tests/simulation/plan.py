@@ -76,10 +76,12 @@ def plan_of(seed: int) -> Plan:
     num_ranks = rng.choice([1, 1, 1, 2, 3])
     process = num_ranks == 1 and rng.random() < 0.4
     room = rng.choice([0, 2, 6, 30])
+    block_size = rng.choice([2, 3, 4, 8])
+    one = MAX_MODEL_LEN // block_size + 1  # blocks with which one long sequence makes others wait
     settings = {
-        "num_blocks": rng.choice([6, 9, 13, 30]),
-        "block_size": rng.choice([2, 3, 4, 8]),
-        "max_num_seqs": rng.choice([1, 2, 3, 8]),
+        "num_blocks": rng.choice([6, 9, 13, 30, one, one, one]),
+        "block_size": block_size,
+        "max_num_seqs": rng.choice([1, 3, 8, 8]),
         "max_num_batched_tokens": rng.choice([8, 16, 64]),
         "max_model_len": MAX_MODEL_LEN,
         "long_prefill_token_threshold": rng.choice([None, None, 1, 7]),
@@ -98,8 +100,9 @@ def plan_of(seed: int) -> Plan:
     settings["max_num_batched_tokens"] = max(
         settings["max_num_batched_tokens"], settings["max_num_seqs"]
     )
-    count = rng.choice([2, 3, 5, 8])
-    clients = tuple(_client(seed, i, rng.choice([0.02, 0.2, 1.0])) for i in range(count))
+    count = rng.choice([2, 3, 5, 8, 12])
+    spread = rng.choice([0.02, 0.2, 1.0])
+    clients = tuple(_client(seed, i, spread) for i in range(count))
     kinds = ["step fails", "pause", "reset", "abort all", "stall"]
     kinds += ["rank dies", "rank is silent", "rank fails", "all ranks fail"] * (num_ranks > 1)
     kinds += ["update", "update aborts"] * (num_ranks == 1)

@@ -125,7 +125,7 @@ class Rank:
                 continue
             self.calls += 1
             batch = self.reader.read(message)
-            error = self.group.why_fails(self.rank, batch)
+            error = self.group.why_fails(self.rank, number, batch)
             self.part = number, batch, error or self._parts(batch)
 
     def _parts(self, batch: Batch) -> list[int]:
@@ -164,7 +164,7 @@ class Group:
         sizes: dict[str, int],
         events: Events,
         draw: random.Random,
-        why_fails: Callable[[int, Batch], Exception | None],
+        why_fails: Callable[[int, int, Batch], Exception | None],
     ) -> None:
         self.events, self.draw, self.why_fails = events, draw, why_fails
         self.ranks = [Rank(self, rank, sizes) for rank in range(size)]

@@ -180,6 +180,7 @@ class World:
         self.log: list[str] = []
         self.broken: BaseException | None = None
         self.counts: dict[str, int] = {}
+        self._newest_step = self._failing_step = 0
         self._fails_left = 0
         self._extra_s = 0.0
         self._damages = False
@@ -387,14 +388,16 @@ class World:
             return RuntimeError(f"{INJECTED}: a step fails")
         return None
 
-    def _rank_fails(self, rank: int, batch: Batch) -> Exception | None:
+    def _rank_fails(self, rank: int, number: int, batch: Batch) -> Exception | None:
         if self.counts.get(f"rank {rank} fails", 0):
             self.counts[f"rank {rank} fails"] -= 1
             return MemoryError(f"{INJECTED}: one rank fails")
-        if self.counts.get("all ranks fail", 0):
-            self.counts["all ranks fail"] -= 1 / self.plan.num_ranks
-            if self.counts["all ranks fail"] < 0.5 / self.plan.num_ranks:
-                self.counts["all ranks fail"] = 0
+        if number > self._newest_step:  # the first rank that comes to a step decides for all
+            self._newest_step = number
+            if self.counts.get("all ranks fail", 0):
+                self.counts["all ranks fail"] -= 1
+                self._failing_step = number
+        if number == self._failing_step:
             return MemoryError(f"{INJECTED}: all ranks fail")
         for run in batch.sequences:
             seq = self.engine.scheduler.roster.live.get(run.seq_id)
