@@ -421,12 +421,12 @@ class TokenEvent(NamedTuple):
 
 
 class PlainEvents(Sequence[TokenEvent]):
-    """The events of a plain step in which nothing ended, made when they are read.
+    """The token events of a plain step in which no sample ended, made when they are first read.
 
     Attributes:
-        request_ids, indices, cached: lists with the fields of each TokenEvent; the step before may
-            have the same lists.
-        draws: the drawn tokens of the events.
+        request_ids, indices, cached: lists of each event's request, sample and number of cached
+            prompt tokens. The events of another step may have the same lists: do not change them.
+        draws: the drawn token of each event.
     """
 
     __slots__ = ("_made", "cached", "draws", "indices", "request_ids")

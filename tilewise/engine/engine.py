@@ -610,11 +610,13 @@ class Engine:
             return explain(self.scheduler, request_id)
 
     def trace(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return what was decided of late, see `tilewise.engine.record.trace`; any thread may ask.
+        """Return recent events of the scheduler (admissions, preemptions, steps ...), oldest first.
+
+        `tilewise.engine.record.trace` describes their fields. Any thread may call this.
 
         Args:
-            since: number of the first event wanted; older ones may be forgotten. The number of the
-                last event known, plus 1, asks for what is new.
+            since: the number of the first event to return; the last number seen plus 1 returns only
+                new events. Old events may have been dropped from the ring.
         """
         with self.lock:
             return self.scheduler.trace.since(since)

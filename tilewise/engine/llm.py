@@ -627,18 +627,19 @@ class LLM:
         request_id: str | None = None,
         pooling: str | None = None,
     ) -> Generation:
-        """Return a request for `loop.submit()`, checked; nothing has changed.
+        """Check a request and return it for `loop.submit()`; the engine is not changed.
 
         Args:
-            prompt: see generate().
+            prompt: the text or token ids, as for `generate`.
             sampling: the parameters with which the prompt is continued.
-            terms: see generate().
+            terms: the request's user, priority, time limits, cache salt and adapter.
             request_id: a name that is unique among unfinished requests; None makes one.
-            pooling: one of `embedding.POOLINGS` for an embedding; None is for a text.
+            pooling: one of `embedding.POOLINGS` to return an embedding; None to generate text.
 
         Raises:
-            RequestError: it can never be served.
-            TypeError: sampling is something else.
+            RequestError: the engine can never serve the request, for example because it is too
+                long.
+            TypeError: sampling is not SamplingParams.
         """
         if not isinstance(sampling, SamplingParams):
             raise TypeError(
@@ -914,20 +915,20 @@ class LLM:
         return self._named(adapter).get(adapter).fingerprint if adapter else ""
 
     def sleep(self, level: int = 1, *, running: str = "wait") -> None:
-        """Give the memory of the cache back, and that of the weights, until `wake`.
+        """Free the memory of the cache and of the weights until `wake` is called.
 
-        Requests that come meanwhile are refused. Cached prefixes are forgotten, but for those in
-        files. What a model of this process holds stays as it is.
+        Requests that come meanwhile are refused. Cached prefixes are lost, except those in files. A
+        model that was passed as an object of this process keeps its weights where they are.
 
         Args:
-            level: 1 frees the cache, and moves the weights on a GPU to main memory; 2 drops them,
-                too, and `wake` reads them again.
-            running: see `update_weights`; "keep" is refused.
+            level: 1 frees the cache, and moves weights from a GPU to main memory; 2 frees the
+                weights as well, and `wake` reads them again from the checkpoint.
+            running: the fate of running requests: "wait" lets them end first, "abort" ends them.
 
         Raises:
-            UnsupportedError: the engine has other processes, or runs an encoder.
-            ValueError: an argument is something else.
-            RuntimeError: the engine sleeps.
+            UnsupportedError: the engine has several processes, or its model is an encoder.
+            ValueError: level or running is none of these values.
+            RuntimeError: the engine sleeps already.
         """
         if type(level) is not int or level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {shown(level)}")

@@ -286,7 +286,8 @@ class _Task:
 
 
 class _Arrival:
-    """Requests of one call, which the engine's thread takes or refuses together."""
+    """The requests of one call on their way to the engine's thread, which admits all or refuses
+    all."""
 
     def __init__(self, core: _Core, generations: Sequence[Generation]) -> None:
         self.core, self.generations = core, generations

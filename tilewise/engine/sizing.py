@@ -193,13 +193,16 @@ def blocks_on_cpu(
     num_processes: int = 1,
     states: StateMemory | None = None,
 ) -> Blocks:
-    """Return blocks for max_num_seqs sequences of max_model_len tokens, in a quarter of the memory.
+    """Return how many cache blocks a CPU engine allocates, for each group of layers.
+
+    There are blocks for max_num_seqs sequences of max_model_len tokens, but no more than fit in a
+    fixed share of the free memory (`cpu_budget`).
 
     Args:
-        max_run: tokens of one sequence in a step, of which a group with a window keeps blocks; None
-            is max_model_len.
+        max_run: the largest number of tokens of one sequence in a step; a group with a window needs
+            blocks for them and the window. None stands for max_model_len.
         num_processes: the number of processes that share this memory, each with a cache of its own.
-        states: the memory that states take of it; None for a model without.
+        states: the recurrent states, whose memory is taken from the share first; None without.
 
     Raises:
         ValueError: not even one block of each group fits.

@@ -174,7 +174,17 @@ def adapter_folder(given: str | Path) -> Path:
 
 
 def _downloaded(kind: str, name: HubName, choose: Callable[[list[str]], list[str]]) -> Path:
-    """Return the folder of a repository behind the download of the files that `choose` takes."""
+    """Download the files of a repository that `choose` takes, and return their folder in the cache.
+
+    Args:
+        kind: the noun for messages, such as "model".
+        name: the repository and its revision.
+        choose: a function from the names of all files to those that are wanted.
+
+    Raises:
+        CheckpointError: HF_HUB_OFFLINE is set, the repository cannot be read, or the disk is too
+            small.
+    """
     if constants.HF_HUB_OFFLINE:
         raise CheckpointError(
             f"{kind} {str(name)!r} must be in the cache where HF_HUB_OFFLINE is set, got none "

@@ -100,7 +100,10 @@ def refusal(op: str, backend: str, spec: Spec) -> str | None:
 
 
 def plan_by(op: str, call: Call, backend: str) -> Plan | Refusal:
-    """Return the plan by which `backend` runs a call of `op`, or its refusal."""
+    """Return the plan by which `backend` runs a call of `op`, or a Refusal with the reason.
+
+    A backend that does not exist, or has not this op, gives a Refusal too.
+    """
     module = _module_or_reason(op, backend)
     if isinstance(module, str):
         return Refusal(module)

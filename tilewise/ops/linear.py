@@ -109,7 +109,10 @@ def most_linear_parts_rows() -> int:
 
 
 def linear_leaves_parts(weight: Tensor) -> bool:
-    """Return whether `linear_parts` is faster than `linear` if the caller can add the parts."""
+    """Return whether `linear_parts` is faster than `linear` for a few rows times this weight.
+
+    It is faster only if the next op, such as `add_parts_rms_norm`, adds the partial sums itself.
+    """
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
     return linear_rows.leaves_parts(*weight.shape) and _by_rows(spec_of(weight))

@@ -159,7 +159,7 @@ class DeviceRunner:
 
     @property
     def num_compilations(self) -> int:
-        """Kernels that were compiled since the runner was ready, see `start`."""
+        """Return how many kernels were compiled since warm-up ended; each has delayed a step."""
         return self.compilations.count
 
     def step_of(
@@ -170,7 +170,14 @@ class DeviceRunner:
         is_greedy: bool = False,
         adapted: bool = False,
     ) -> DecodeStep:
-        """Return the decode step of so many rows, made when it is first asked for."""
+        """Return the decode step for `bucket` rows; it is made on first use and kept.
+
+        Args:
+            shares: True for a step that reads shared prefixes once.
+            is_greedy: True for a step that draws the most likely tokens itself; ignored with
+                shares.
+            adapted: True for a step with adapters of low rank, before the other two.
+        """
         steps = self.shared_steps if shares else self.greedy_steps if is_greedy else self.steps
         if adapted:
             steps = self.adapted_steps

@@ -214,7 +214,12 @@ class _Ended(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A beam of the next logical step: a parent's sequence and the token that follows it."""
+    """A beam after the next step of the search: an existing sequence and a token appended to it.
+
+    Attributes:
+        parent: the sequence of the beam that is continued; several branches may have the same one.
+        token_id: the appended token.
+    """
 
     parent: Sequence
     token_id: int

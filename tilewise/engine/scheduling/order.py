@@ -65,7 +65,7 @@ class Order:
         """Record that a sequence waits for the first time."""
 
     def leave(self, seq: Sequence) -> None:
-        """Record that a sequence no longer waits for the first time: it is admitted, or has
+        """Record that a new sequence waits no longer: it is admitted for the first time, or has
         ended."""
 
     def admitted_rank(self, seq: Sequence) -> Rank:

@@ -63,10 +63,21 @@ def count_lacking(tables: Holdings, hits: list[PrefixNode]) -> int:
 def take(
     tables: Holdings, number: int, nodes: list[PrefixNode], count: int
 ) -> tuple[list[int], list[int]]:
-    """Own the blocks of nodes in a group, brought from main memory if need be, and new ones.
+    """Share the blocks of prefix nodes in a group of layers, and allocate `count` more.
+
+    A block that is in main memory only is copied back to a fresh one.
+
+    Args:
+        tables: the block tables.
+        number: the index of the group of layers.
+        nodes: the nodes of the prefix cache, in the order of their tokens.
+        count: the number of further blocks.
 
     Returns:
         A block for each node, and `count` new ones.
+
+    Raises:
+        CacheFullError: the pool has too few free blocks.
     """
     pool, found = tables.allocator_of(number), [node.blocks[number] for node in nodes]
     pool.share([block for block in found if block >= 0])

@@ -102,7 +102,10 @@ class FrameReader:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[list[Any]]:
-        """Return the messages whose frames `data` completes; keep the bytes of a begun frame."""
+        """Return the messages that `data` completes, in order, each a list that was sent as JSON.
+
+        The bytes of an incomplete last frame are kept for the next call.
+        """
         have, frames = self._bytes, []
         have += data
         while len(have) >= _LENGTH.size:

@@ -397,7 +397,15 @@ class Maker(plan.Maker):
         return found._replace(slot=slot)
 
     def launch(self, kernel: Any, grid: int | plan.Grid, *arguments: Any, **options: Any) -> None:
-        """Start `kernel` on `grid` programs; options: num_warps and constants, by name."""
+        """Note a launch of `kernel` in the plan; nothing starts until the plan runs.
+
+        Args:
+            kernel: a kernel of Triton or Gluon.
+            grid: the number of programs; a tuple for several dimensions.
+            arguments: the arguments by position: numbers, None, tensors that the maker knows,
+                descriptors, and tuples of them.
+            options: constexpr arguments by name, and num_warps and other options of the compiler.
+        """
         leaves, tuples = list(arguments), list[tuple[int, type, int]]()
         places = self._places
         for index in _visited(tuple(map(type, arguments))):
@@ -434,6 +442,9 @@ class Maker(plan.Maker):
 
 @functools.cache
 def _visited(types: tuple[type, ...]) -> list[int]:
-    """Return which arguments are no numbers, the last first: a tuple may take several places."""
+    """Return the indices of a launch's arguments that are no numbers and not None, the last first.
+
+    From the last to the first, because a tuple is replaced by its fields and shifts what follows.
+    """
     numbers = (int, float, bool, type(None))
     return [index for index in reversed(range(len(types))) if types[index] not in numbers]

@@ -172,7 +172,12 @@ class AttentionSignature(NamedTuple):
         return batch, (self.q.shape[1], self.k.shape[1])
 
     def _check_packed(self) -> tuple[int, tuple[int, int]]:
-        """Return how many sequences there are, and the longest lengths."""
+        """Check cu_seqlens and max_seqlen; return B, the number of sequences, and both max_seqlen.
+
+        Raises:
+            ValueError, TypeError: cu_seqlens_q and cu_seqlens_k are not integers (B + 1,) on q's
+                device, or a max_seqlen is no integer of at least 0.
+        """
         edges = self.cu_seqlens_q
         assert edges is not None
         checks.check_dims("cu_seqlens_q", edges, "(B + 1)")

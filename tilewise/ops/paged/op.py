@@ -104,7 +104,10 @@ def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
 
 
 def describe_plan(spec: PagedSpec, backend: str) -> str:
-    """Name every fact that calls of one plan have in common, in a form that a graph can hold."""
+    """Return a text of the backend and of all that calls of one plan share.
+
+    A compiled graph of torch holds it as a constant, and a call checks its plan against it.
+    """
     key = ("what a plan is for", spec, backend)
     found: str | None = recall(key)
     if found is None:

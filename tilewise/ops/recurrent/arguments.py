@@ -92,7 +92,16 @@ def check_places(
 
 
 def check_states(states: RecurrentStates, k: Tensor, v: Tensor, by_channel: bool) -> None:
-    """Raise unless slots have room for tokens with rows k (T, Hk, K) and v (T, H, V)."""
+    """Check the shapes and dtypes of all buffers of slots against k (T, Hk, K) and v (T, H, V).
+
+    Args:
+        states: the states (slots, H, K, V), and the keys, gates, values and betas of up to CHUNK
+            tokens that each slot keeps beside its state.
+        by_channel: True if a gate is a vector (H, K) and not one number of each head.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device or stride is another; the message names it.
+    """
     wide, num_slots = state_dtype(v.dtype), states.state.shape[0]
     (key_heads, key_dim), (num_heads, value_dim) = k.shape[1:], v.shape[1:]
     gates = (num_heads, key_dim) if by_channel else (num_heads,)

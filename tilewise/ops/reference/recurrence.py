@@ -104,7 +104,15 @@ def _state_of(states: RecurrentStates, slot: int, start: int, is_delta: bool) ->
 def _left(
     before: Tensor, k: Tensor, v: Tensor, logs: Tensor, beta: Tensor, is_delta: bool
 ) -> Tensor:
-    """Return beta (v - S^T k) with the state S (H, K, V) before a chunk; `logs` since then."""
+    """Return beta (v - S^T k) for each token of a chunk, (T, H, V); without is_delta beta v.
+
+    S is `before`, the state (H, K, V) before the chunk, times exp(logs).
+
+    Args:
+        k, v: (T, Hk, K) and (T, H, V).
+        logs: the sum of log decays from the chunk's start to each token.
+        beta: (T, H).
+    """
     if is_delta:
         v = v - torch.einsum("hkv,thk->thv", before, _per_head(k, v) * logs.exp())
     return beta.unsqueeze(-1) * v

@@ -55,10 +55,10 @@ def list_in(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def mapping_in(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return an object in a schema, an empty one if there is none.
+    """Return the object at `key` of a JSON schema; a missing key or null gives an empty one.
 
     Raises:
-        ValueError: something else is there.
+        ValueError: the value at `key` is not an object.
     """
     found = schema.get(key)
     if found is None or isinstance(found, dict):

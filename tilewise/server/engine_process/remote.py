@@ -77,10 +77,7 @@ class _Pending:
         self.is_told = self.is_hurried = False
 
     def take(self, delta: Delta) -> None:
-        """Add what the engine has generated since the last message to the output.
-
-        Call `read` afterwards.
-        """
+        """Append new tokens and text to the output; the caller then hands it on with `read`."""
         output = self.output
         output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
