@@ -89,6 +89,9 @@ _TEST_STATES = ("tests/ops/recurrent/test_gated_delta.py", "-m", "not slow and n
 _TEST_CPU_STEP = ("tests/engine/test_cpu_step.py", "-k")
 _TEST_STATE_LAYERS = ("tests/nn/test_states.py", "-k")
 _TEST_STATE_FAMILIES = ("tests/models/test_state_families.py", "-k")
+_WIRE = "tilewise/engine/tensor_parallel/wire.py"
+_TEST_WIRE = ("tests/engine/tensor_parallel/test_wire.py",)
+_TEST_CUT_STATES = ("tests/distributed/test_shards.py", "-m", "not gpu", "-k")
 _RECURRENCE = "tilewise/kernels/cpu/step/recurrence.py"
 _TEST_STATE_STEP = ("tests/engine/test_state_step.py", "-k")
 _TEST_TAPS = ("tests/ops/recurrent/test_causal_conv1d.py", "-k")
@@ -709,7 +712,7 @@ MUTANTS = {
     "a_compiled_decodes_states_are_those_of_other_sequences": Mutant(
         "tilewise/engine/steps/decode_arrays.py", "DecodeArrays.fill",
         "[s.state_slot for s in sequences]", "[s.state_slot for s in reversed(sequences)]",
-        ("tests/engine/test_state_models.py", "-k", "together and qwen3_5"),
+        ("tests/engine/test_state_models.py", "-m", "not gpu", "-k", "together and qwen3_5"),
     ),
     "a_compiled_gated_norm_averages_over_a_whole_row": Mutant(
         "tilewise/kernels/cpu/step/gated.py", "gate_rows",
@@ -755,6 +758,26 @@ MUTANTS = {
         "slots = np.full(bucket, -1, np.int64)", "slots = self.slots[:bucket].numpy().copy()",
         ("tests/engine/test_state_moves.py", "-k", "rows"),
     ),
+    # States of several processes.
+    "copies_of_states_are_not_told_to_workers": Mutant(
+        _WIRE, "BatchReader.read", "StateMoves(*(tuple(map(tuple, moves)) for moves in states))",
+        "StateMoves()", _TEST_WIRE,
+    ),
+    "workers_count_on_where_a_checkpoint_is_kept": Mutant(
+        _WIRE, "_is_more", "any(batch.other_copies) or any(batch.states)",
+        "any(batch.other_copies)", _TEST_WIRE,
+    ),
+    "workers_have_the_slots_of_the_step_before": Mutant(
+        _WIRE, "BatchWriter._row", "run.state_slot", "-1", _TEST_WIRE,
+    ),
+    "a_rank_has_the_gates_of_mamba_in_place_of_its_values": Mutant(
+        "tilewise/distributed/shards.py", "_rows_of_mixer", '"in_proj": (heads, *convolved, each)',
+        '"in_proj": (*convolved, heads, each)', (*_TEST_CUT_STATES, "mamba2"),
+    ),
+    "a_rank_skips_by_all_heads_of_mamba": Mutant(
+        "tilewise/distributed/shards.py", "_rows_of_mixer", '"d": (each,),',
+        '"d": ((mixer.num_heads, 1, True),),', (*_TEST_CUT_STATES, "mamba2"),
+    ),
     # Layers with states in models.
     "a_gate_is_read_as_the_query": Mutant(
         "tilewise/models/weight_table.py", "gate_rows", "for which in (1, 0)",
@@ -782,6 +805,27 @@ MUTANTS = {
     "a_norm_is_before_the_gate_of_mamba": Mutant(
         "tilewise/nn/gated_norm.py", "GatedRMSNorm.forward", "if self.gate_first:", "if False:",
         (*_TEST_STATE_LAYERS, "transformers and bamba"),
+    ),
+    "a_shared_block_is_added_to_the_stream": Mutant(
+        "tilewise/models/native.py", "NativeLayer._after_shared",
+        "self._written(self._mixed(h, None, ctx, None, {}), None), stream",
+        "self._written(self._mixed(h, None, ctx, None, {}), None), stream + beside",
+        (*_TEST_STATE_FAMILIES, "probabilities and zamba2"),
+    ),
+    "a_shared_block_reads_the_stream_alone": Mutant(
+        "tilewise/models/shared_block.py", "SharedBlock.forward",
+        "torch.cat((stream, embedded), dim=-1)", "torch.cat((stream, stream), dim=-1)",
+        (*_TEST_STATE_FAMILIES, "probabilities and zamba2"),
+    ),
+    "keys_of_a_shared_block_have_no_adapters": Mutant(
+        "tilewise/models/shared_block.py", "SharedBlockTurn.of_heads",
+        "(self.k_up, k)", "(self.k_up, 0 * k)", (*_TEST_STATE_FAMILIES, "probabilities and zamba2"),
+    ),
+    "attention_of_a_shared_block_has_no_adapters": Mutant(
+        "tilewise/models/native.py", "NativeLayer.__init__",
+        "config.hidden_size, own.shared, own.attention, own.feed_forward",
+        "config.hidden_size, replace(own.shared, has_attention_adapters=False), own.attention,"
+        " own.feed_forward", (*_TEST_STATE_FAMILIES, "probabilities and zamba2"),
     ),
     "time_steps_have_no_limits": Mutant(
         "tilewise/nn/mamba2.py", "Mamba2.mix", "config.dt_limits != (0.0, math.inf)", "False",

@@ -18,8 +18,8 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.scheduling.beams import BeamSearchParams
 
 # One of each kind of layer: gated delta beside attention, a state beside attention in one layer,
-# latents beside Kimi's, a convolution alone, and no attention.
-CASES = ("qwen3_5", "falcon_h1", "kimi_linear", "lfm2", "mamba2")
+# latents beside Kimi's, a convolution alone, no attention, and blocks that layers share.
+CASES = ("qwen3_5", "falcon_h1", "kimi_linear", "lfm2", "mamba2", "zamba2")
 ROOM = {"max_model_len": 256, "device": "cpu", "max_num_seqs": 6}
 
 

@@ -151,6 +151,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronH",
         _NEMOTRON | {"n_group": 4, "topk_group": 2, "use_bias": True, "time_step_min": 0.3},
     ),
+    "zamba2": (
+        "Zamba2",
+        {
+            "num_hidden_layers": 6,
+            "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid"],
+            "num_key_value_heads": 6,
+            "n_mamba_heads": 6,
+            "mamba_d_state": 24,
+            "mamba_d_conv": 3,
+            "mamba_ngroups": 2,
+            "num_mem_blocks": 2,
+            "adapter_rank": 5,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "add_bias_linear": True,
+        },
+    ),
+    "zamba2_one_block": (
+        "Zamba2",
+        {
+            "layers_block_type": ["mamba", "hybrid", "hybrid"],
+            "n_mamba_heads": 6,
+            "mamba_d_state": 24,
+            "adapter_rank": 7,
+            "num_key_value_heads": 3,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {
@@ -225,7 +252,9 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(pair: tuple[A
     assert all(p.grad is not None for p in ours.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "kimi_linear", "falcon_h1", "nemotron_h", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_5", "kimi_linear", "falcon_h1", "nemotron_h", "lfm2_moe", "zamba2"]
+)
 def test_an_engine_serves_texts_in_chunks_and_finds_their_prefixes(
     case: str, tmp_path: Path
 ) -> None:
@@ -295,6 +324,11 @@ def test_lists_of_layers_and_patterns_mean_the_kinds_of_layers() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "blocks that are not shared": ("zamba2", {"tie_word_embeddings": False},
+                                   "tie_word_embeddings must be true, got false"),
+    "layers without a kind": ("zamba2", {"layers_block_type": ["hybrid"]},
+                              r"layers_block_type must have one of .* per layer \(6\)"),
+    "no rank": ("zamba2", {"adapter_rank": 0}, "adapter_rank must be a positive integer, got 0"),
     "an unknown kind": ("qwen3_5", {"layer_types": ["linear_attention", "full_attention", "x"]},
                         "layer_types must be among linear_attention, full_attention, got 'x'"),
     "heads": ("qwen3_5", {"linear_num_value_heads": 5},

@@ -87,14 +87,15 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
         ValueError: it does not divide the heads, of attention or of a recurrence, or the
             intermediate size, or neither divides nor is a multiple of the key heads, or of the
             groups of Mamba-2; q and k have a norm over all heads that is no `RMSNorm`; experts
-            read latents; or a layer shares keys, or has a scale, inputs or a second block.
+            read latents; or a layer shares keys or blocks, or has a scale, inputs or a second
+            block.
     """
     if num_shards == 1:
         return
     if any(_is_of_its_own(layer) for layer in config.layers):
         raise ValueError(
-            "tensor_parallel_size must be 1 for layers that share keys, or have a scale, inputs or "
-            f"a second block of their own, got {num_shards}"
+            "tensor_parallel_size must be 1 for layers that share keys or blocks, or have a scale, "
+            f"inputs or a second block of their own, got {num_shards}"
         )
     norms = [a.qk_norm for a in config.attentions if a.qk_norm_over == "heads"]
     for norm in norms:
@@ -134,6 +135,7 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
 def _is_of_its_own(layer: LayerConfig) -> bool:
     """Return whether a layer has something that is not cut."""
     has_more = layer.has_scale or layer.token_input_size > 0 or layer.experts is not None
+    has_more = has_more or layer.shared is not None
     attention = layer.attention
     return has_more or (attention is not None and attention.kv_parts != 2)
 

@@ -26,6 +26,7 @@ __all__ = [
     "MixerConfig",
     "NormConfig",
     "QueryGrowth",
+    "SharedBlockConfig",
 ]
 
 NORM_KINDS = ("rms", "shifted_rms", "layer", "shifted_layer")
@@ -213,6 +214,25 @@ class FeedForwardConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBlockConfig:
+    """The place of a layer among those that share their attention and feed-forward block.
+
+    Attributes:
+        index: the number of the shared block, of all that the model has.
+        rank: the rank of the layer's own adapters.
+        has_attention_adapters: whether queries, keys and values have adapters, too.
+    """
+
+    index: int
+    rank: int
+    has_attention_adapters: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise CheckpointError(f"adapter_rank must be a positive integer, got {self.rank!r}")
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer: attention, a state or both, and a feed-forward block, added to the residual
     stream.
@@ -232,6 +252,9 @@ class LayerConfig:
             what is added behind the blocks; 0 for none. See `DecoderConfig.token_inputs`.
         mixer: the block that remembers by a state; it reads what attention reads, where there are
             both, and their outputs are added. None for none.
+        shared: says that attention and feed-forward block are those of several layers, before the
+            mixer, which reads what they give besides the stream; see `models.shared_block`. None
+            for blocks of the layer's own.
     """
 
     attention: AttentionConfig | None
@@ -242,6 +265,7 @@ class LayerConfig:
     has_scale: bool = False
     token_input_size: int = 0
     mixer: MixerConfig | None = None
+    shared: SharedBlockConfig | None = None
 
     def __post_init__(self) -> None:
         if self.attention is None and self.mixer is None and self.feed_forward is None:

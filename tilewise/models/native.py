@@ -25,6 +25,7 @@ from tilewise.models.layer_config import (
     QueryGrowth,
 )
 from tilewise.models.native_program import program_of, why_no_program
+from tilewise.models.shared_block import SharedBlock, SharedBlockTurn
 from tilewise.models.weight_table import Weight
 from tilewise.nn.attention import Attention, KeysAndValues
 from tilewise.nn.context import AttentionContext
@@ -96,6 +97,8 @@ class NativeLayer(nn.Module):
         scale: (1,), the factor of the residual stream behind the layer; None without.
         mixer: the block that remembers by a state, beside attention or in place of it; None
             without.
+        shared, turn: attention and feed-forward block of several layers, and what this one has of
+            its own beside them; None without.
     """
 
     attention: Attention | MultiheadLatentAttention | None
@@ -107,9 +110,17 @@ class NativeLayer(nn.Module):
     mlp_out_norm: Norm | None
     scale: nn.Parameter | None
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, shared: SharedBlock | None = None) -> None:
         super().__init__()
         own = config.layers[layer]
+        self.shared, self.turn = shared, None
+        if own.shared is not None:
+            assert own.attention is not None
+            assert isinstance(own.feed_forward, FeedForwardConfig)
+            self.turn = SharedBlockTurn(
+                config.hidden_size, own.shared, own.attention, own.feed_forward
+            )
+            own = replace(own, attention=None, feed_forward=None, shared=None)
         self.is_parallel, self.residual_scale = own.is_parallel, config.residual_scale
         self.layer = layer
         norms = {
@@ -168,6 +179,7 @@ class NativeLayer(nn.Module):
         growth: Tensor | None = None,
         token_input: Tensor | None = None,
         read: KeysAndValues | None = None,
+        embedded: Tensor | None = None,
     ) -> tuple[Tensor | Parts | RankPart, Tensor | None]:
         """Map the residual stream x + residual (..., E) to itself; residual is None in the first
         layer.
@@ -176,6 +188,7 @@ class NativeLayer(nn.Module):
             x, residual: the residual stream.
             rope, ctx, kv, growth, read: see `nn.Attention`.
             token_input: (..., size), the embedding of the token for this layer.
+            embedded: (..., E), the embedded tokens, which a shared block reads.
 
         Returns the two terms, not yet added: the output of the feed-forward block, and the rest,
         None where they are added.
@@ -194,6 +207,8 @@ class NativeLayer(nn.Module):
             assert self.mlp is not None
             h, residual = _read_stream(self.mlp_norm, x, residual)
             return self._written(self._fed(h, ctx), self.mlp_out_norm), residual
+        if self.shared is not None:
+            return self._after_shared(x, residual, rope, ctx, kv, embedded, read)
         h, residual = _read_stream(self.attention_norm, x, residual)
         options: dict[str, Any] = {}
         if growth is not None or read is not None:
@@ -230,6 +245,27 @@ class NativeLayer(nn.Module):
             )
             stream = stream + self.token_norm(self.token_proj(gate * token_input))
         return stream if self.scale is None else stream * self.scale, None
+
+    def _after_shared(
+        self,
+        x: Tensor | Parts | RankPart,
+        residual: Tensor | None,
+        rope: tuple[Tensor, Tensor] | None,
+        ctx: AttentionContext | None,
+        kv: CacheLayer | None,
+        embedded: Tensor | None,
+        read: KeysAndValues | None,
+    ) -> tuple[Tensor | Parts | RankPart, Tensor]:
+        """Do as `forward` where the mixer reads what a shared block gives besides the stream."""
+        assert self.shared is not None
+        assert self.turn is not None
+        assert self.attention_norm is not None
+        assert embedded is not None
+        assert not isinstance(kv, Tensor)
+        _, stream = _read_stream(None, x, residual)
+        beside = self.shared(stream, embedded, self.turn, rope, ctx, kv, read)
+        h = self.attention_norm(stream + beside)
+        return self._written(self._mixed(h, None, ctx, None, {}), None), stream
 
     def _mixed(
         self,
@@ -438,6 +474,19 @@ def _feed_forward(config: ModelConfig, own: LayerConfig) -> GatedMLP | MLP | Exp
     return gated
 
 
+def _shared_blocks(config: ModelConfig) -> dict[int, SharedBlock]:
+    """Return the blocks that layers share, by their numbers."""
+    found = {}
+    for layer in config.layers:
+        if layer.shared is not None and layer.shared.index not in found:
+            assert layer.attention is not None
+            assert isinstance(layer.feed_forward, FeedForwardConfig)
+            found[layer.shared.index] = SharedBlock(
+                config.hidden_size, config.norm.eps, layer.attention, layer.feed_forward
+            )
+    return found
+
+
 class NativeDecoder(Decoder):
     """Embedded tokens through the layers of a `ModelConfig`, and a last norm."""
 
@@ -480,7 +529,12 @@ class NativeDecoder(Decoder):
         has_keys = [layer.attention is not None for layer in config.layers]
         # The place of each layer with attention among those: of its keys, values and their group.
         self._place_of = [sum(has_keys[:i]) if has else None for i, has in enumerate(has_keys)]
-        self.layers = nn.ModuleList(NativeLayer(config, i) for i in range(config.num_layers))
+        shared = _shared_blocks(config)
+        self.has_shared = bool(shared)
+        self.layers = nn.ModuleList(
+            NativeLayer(config, i, None if own.shared is None else shared[own.shared.index])
+            for i, own in enumerate(config.layers)
+        )
         self.norm = new_norm(config.norm, config.hidden_size)
 
     @property
@@ -609,14 +663,14 @@ class NativeDecoder(Decoder):
             growths: the factors of the rows' queries by the layers' growths with position.
             token_inputs: (..., layers, size), the embeddings of the tokens for the layers.
         """
-        residual = None
+        residual, embedded = None, x
         read: KeysAndValues | None = {} if self.reads_keys and kv is None else None
         for i, layer in enumerate(self.layers):
             place, turn = self._place_of[i], self._rope_of[i]
             own = ctx if ctx is None or place is None else ctx.of_layer(place)
             rope = None if turn is None else ropes[turn]
             cache = None if kv is None or place is None else kv[place]
-            if not growths and token_inputs is None and read is None:
+            if not (growths or self.has_shared) and token_inputs is None and read is None:
                 x, residual = layer(x, residual, rope, own, cache)
                 continue
             attention = self.config.layers[i].attention
@@ -630,6 +684,7 @@ class NativeDecoder(Decoder):
                 growth=None if growth is None or not growths else growths.get(growth),
                 token_input=None if token_inputs is None else token_inputs[..., i, :],
                 read=read,
+                embedded=embedded,
             )
         y: Tensor = self.norm(x) if residual is None else self.norm.add(x, residual)[0]
         return y

@@ -59,6 +59,8 @@ def why_no_program(model: Any) -> str | None:
 
 def _why_not_layer(config: DecoderConfig, layer: LayerConfig) -> str | None:
     attention, block, mixer = layer.attention, layer.feed_forward, layer.mixer
+    if layer.shared is not None:
+        return "attention and feed-forward block must be the layer's own, got shared ones"
     scales = [
         1.0 if attention is None else attention.output_scale,
         block.output_scale if isinstance(block, FeedForwardConfig) else 1.0,

@@ -131,6 +131,7 @@ class Attention(nn.Module):
         on_max_logits: OnMaxLogits | None = None,
         growth: Tensor | None = None,
         read: KeysAndValues | None = None,
+        added: Tensor | None = None,
     ) -> Tensor | Parts | RankPart:
         """Attend within each sequence of a dense batch, or over a paged cache when given one.
 
@@ -146,6 +147,8 @@ class Attention(nn.Module):
             growth: the factors of the rows' queries, float32 (..., 1, 1); None for none.
             read: the keys and values of a dense batch by layer, which a layer whose own are read
                 adds to; None if all layers read their own.
+            added: (..., (Hq + 2 Hk) D), what is added to the queries, keys and values of rows as
+                they are projected; None for nothing.
 
         Returns:
             Same shape as x; with `leaves_parts` its parts, where they are best added by a norm.
@@ -159,6 +162,8 @@ class Attention(nn.Module):
             raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
         adapters = None if ctx is None else ctx.adapters
         heads, gate = self._heads(x, adapters)
+        if added is not None:
+            heads = heads + added.unflatten(-1, heads.shape[-2:])
         if ctx is not None and kv is not None:
             o = self._attend_cache(heads, rope, ctx, kv, growth)
         elif self.attends_as_cached and heads.numel():

@@ -401,9 +401,19 @@ class GatedMLP(nn.Module):
         self.leaves_parts = False  # for `RMSNorm.add`
         self.gate_scale = 1.0
 
-    def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor | Parts | RankPart:
-        """Map x (..., E) to (..., E)."""
+    def forward(
+        self, x: Tensor, adapters: StepAdapters | None = None, added: Tensor | None = None
+    ) -> Tensor | Parts | RankPart:
+        """Map x (..., E) to (..., E).
+
+        Args:
+            x: the rows.
+            adapters: what requests add to the products.
+            added: (..., 2 I), what is added to gate and up as they are projected; None for nothing.
+        """
         gate_up = project(self.gate_up_proj, x, adapters)
+        if added is not None:
+            gate_up = gate_up + added
         is_plain = self.activation is F.silu and self.gate_scale == 1
         if is_plain and _fuses(gate_up, on_cpu=self.fuses_on_cpu):
             down = project_in_parts if self.leaves_parts else project

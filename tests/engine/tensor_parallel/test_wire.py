@@ -17,6 +17,7 @@ from tilewise.engine.batch import (
     PlainDraws,
     SampledToken,
     ScheduledSequence,
+    StateMoves,
 )
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
@@ -62,12 +63,15 @@ def _same(got: ScheduledSequence, want: ScheduledSequence) -> None:
 def test_a_step_arrives_as_it_was():
     wire = _Wire()
     others = {"other_copies": (((8, 9),), ()), "other_moves": ((((1, 0),), ((2, 3),)), ((), ()))}
-    batch = Batch((_run(seeds=(2**63 - 1,)),), ((1, 2),), (5,), ((3, 4),), ((6, 7),), **others)
+    states = StateMoves(((3, 1, 64),), ((1, 2),), ((0, 5, 128), (1, 4, 64)))
+    run = _run(seeds=(2**63 - 1,), state_slot=2)
+    batch = Batch((run,), ((1, 2),), (5,), ((3, 4),), ((6, 7),), states=states, **others)
     got = wire.pass_on(batch)
     _same(got.sequences[0], batch.sequences[0])
     assert (got.block_copies, got.left) == (batch.block_copies, batch.left)
     assert (got.swap_out, got.swap_in) == (batch.swap_out, batch.swap_in)
     assert (got.other_copies, got.other_moves) == (batch.other_copies, batch.other_moves)
+    assert got.states == states
 
 
 def test_only_what_is_new_travels():
@@ -149,7 +153,9 @@ def test_of_a_step_that_goes_on_only_new_blocks_travel(is_drawn):
             assert len(json.dumps(wire.message)) < 100
 
 
-@pytest.mark.parametrize("between", ["left", "copy", "gap", "reset", "other step", "not plain"])
+@pytest.mark.parametrize(
+    "between", ["left", "copy", "state", "gap", "reset", "other step", "not plain"]
+)
 def test_a_step_that_does_not_go_on_is_told_whole(between):
     wire, (first, tables) = _Wire(), _plain_step(4)
     wire.pass_on(first)
@@ -159,6 +165,8 @@ def test_a_step_that_does_not_go_on_is_told_whole(between):
         more["left"] = (77,)
     elif between == "copy":
         more["block_copies"] = ((1, 2),)
+    elif between == "state":
+        more["states"] = StateMoves(saves=((0, 5, 128),))
     elif between == "gap":
         number = 3
     elif between == "reset":
@@ -172,6 +180,7 @@ def test_a_step_that_does_not_go_on_is_told_whole(between):
     got = wire.pass_on(batch)
     assert wire.message[0] != "later"
     assert (got.left, got.block_copies) == (batch.left, batch.block_copies)
+    assert got.states == batch.states
     if between != "reset":  # where all tables are told anew
         _assert_same_step(got, batch)
     # What follows is counted from there.
@@ -300,8 +309,8 @@ def test_adapters_travel_by_their_numbers():
 
 
 def test_every_field_of_a_step_travels():
-    # `known` is read by draft models only, `token_type_ids` by encoders only, `state_slot` and
-    # `states` by models with states only, which other processes do not have.
+    # `known` is read by draft models only, `token_type_ids` by encoders only, which other processes
+    # do not have.
     told = {
         "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
         "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",

@@ -22,6 +22,7 @@ from tilewise.models.families import (
     olmo_hybrid,
     post_norm,
     qwen3_next,
+    zamba2,
 )
 from tilewise.models.families.family import Family
 
@@ -49,6 +50,7 @@ _MODULES = (
     falcon_h1,
     lfm2,
     nemotron_h,
+    zamba2,
 )
 FAMILIES: dict[str, Family] = {
     family.architecture: family for module in _MODULES for family in module.FAMILIES

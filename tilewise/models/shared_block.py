@@ -1,0 +1,131 @@
+"""A block of attention and a feed-forward block that several layers of a decoder share.
+
+It reads the residual stream beside the embedding of the token, and what a layer of its own projects
+from its output is added to what that layer's mixer reads; to the stream it adds nothing. Each layer
+has adapters of low rank beside the products that it shares.
+Source: Zyphra, 2024, "The Zamba2 suite", section 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.cache.spec import KVLayer
+from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig, SharedBlockConfig
+from tilewise.nn.attention import Attention, KeysAndValues
+from tilewise.nn.context import AttentionContext
+from tilewise.nn.layers import GatedMLP, RMSNorm, project
+
+__all__ = ["SharedBlock", "SharedBlockTurn"]
+
+
+class SharedBlock(nn.Module):
+    """What the layers have in common: norm, attention, norm, feed-forward block.
+
+    Args:
+        hidden_size: the width E of the model.
+        eps: the epsilon of the norms.
+        attention: its attention, which reads 2 E channels and gives E.
+        feed_forward: its feed-forward block.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        attention: AttentionConfig,
+        feed_forward: FeedForwardConfig,
+    ) -> None:
+        super().__init__()
+        self.norm = RMSNorm(2 * hidden_size, eps)
+        self.attention = Attention(
+            2 * hidden_size,
+            attention.num_q_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            softmax_scale=attention.softmax_scale,
+        )
+        self.attention.o_proj = nn.Linear(
+            attention.num_q_heads * attention.head_dim, hidden_size, bias=False
+        )
+        self.mlp_norm = RMSNorm(hidden_size, eps)
+        self.mlp = GatedMLP(
+            hidden_size,
+            feed_forward.intermediate_size,
+            feed_forward.activation,
+            bias=feed_forward.bias,
+        )
+
+    def forward(
+        self,
+        stream: Tensor,
+        embedded: Tensor,
+        turn: SharedBlockTurn,
+        rope: tuple[Tensor, Tensor] | None,
+        ctx: AttentionContext | None,
+        kv: KVLayer | None,
+        read: KeysAndValues | None = None,
+    ) -> Tensor:
+        """Return what a layer's mixer reads besides the residual stream (..., E).
+
+        Args:
+            stream, embedded: (..., E), the residual stream and the embedded tokens.
+            turn: what the layer has of its own.
+            rope, ctx, kv, read: see `nn.Attention`.
+
+        Raises:
+            ValueError: adapters of a request, which a shared product has not.
+        """
+        if ctx is not None and ctx.adapters is not None:
+            raise ValueError("adapters must be None for blocks that layers share, got some")
+        x = self.norm(torch.cat((stream, embedded), dim=-1))
+        o = self.attention(x, rope, ctx=ctx, kv=kv, read=read, added=turn.of_heads(x))
+        assert isinstance(o, Tensor)
+        h = self.mlp_norm(o)
+        fed = self.mlp(h, added=turn.of_gate_up(h))
+        assert isinstance(fed, Tensor)
+        return project(turn.proj, fed)
+
+
+class SharedBlockTurn(nn.Module):
+    """What one of the layers has of its own: adapters, and the projection of the output.
+
+    Args:
+        hidden_size: the width E of the model.
+        config: which block, and the rank of the adapters.
+        attention, feed_forward: those of the block.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: SharedBlockConfig,
+        attention: AttentionConfig,
+        feed_forward: FeedForwardConfig,
+    ) -> None:
+        super().__init__()
+        rank, inner = config.rank, 2 * feed_forward.intermediate_size
+        self.rank = rank
+        self.proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.gate_up_down = nn.Linear(hidden_size, rank, bias=False)
+        self.gate_up_up = nn.Linear(rank, inner, bias=False)
+        self.qkv_down: nn.Linear | None = None
+        if config.has_attention_adapters:
+            heads = (attention.num_q_heads, attention.num_kv_heads, attention.num_kv_heads)
+            self.qkv_down = nn.Linear(2 * hidden_size, 3 * rank, bias=False)
+            self.q_up, self.k_up, self.v_up = (
+                nn.Linear(rank, count * attention.head_dim, bias=False) for count in heads
+            )
+
+    def of_heads(self, x: Tensor) -> Tensor | None:
+        """Return what is added to queries, keys and values (..., (Hq + 2 Hk) D), if anything."""
+        if self.qkv_down is None:
+            return None
+        q, k, v = project(self.qkv_down, x).split_with_sizes((self.rank,) * 3, -1)
+        up = ((self.q_up, q), (self.k_up, k), (self.v_up, v))
+        return torch.cat([project(linear, part.contiguous()) for linear, part in up], dim=-1)
+
+    def of_gate_up(self, h: Tensor) -> Tensor:
+        """Return what is added to gate and up (..., 2 I)."""
+        return project(self.gate_up_up, project(self.gate_up_down, h))
