@@ -105,7 +105,8 @@ class Auditor:
         self._numbers = itertools.count()
 
     def prepare(self, request: Request) -> None:
-        """Let a request that comes have its log-probabilities, if it is one of the share."""
+        """Choose at random whether a new request is audited; if so, make it compute
+        log-probabilities."""
         if not _can_repeat(request) or self._draw.random() >= self.share:
             return
         if request.row_sampling.logprobs is None:

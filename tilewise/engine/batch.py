@@ -60,8 +60,13 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, token_ids: Sequence[int], num_prompt_tokens: int) -> Asked | None:
-        """Return what a runner must know of a sequence of `request`; None if its logits are neither
-        changed nor read."""
+        """Return the facts of a sequence whose logits are changed or returned, else None.
+
+        Args:
+            request: the sequence's request.
+            token_ids: the sequence's tokens, which grow with it.
+            num_prompt_tokens: the number of tokens of the prompt.
+        """
         is_read = request.sampling.prompt_logprobs is not None or request.pooling is not None
         if not request.adjusts and not is_read:
             return None

@@ -256,7 +256,15 @@ class LLM:
         spec: CacheSpec,
         sites: Mapping[str, AdapterSite],
     ) -> EngineMaker:
-        """Get the weights of this process ready; return what makes an engine of them."""
+        """Pack the weights of this process; return the object that makes engines with them.
+
+        Args:
+            config: the resolved config.
+            directory: the checkpoint's folder.
+            model: the model, with its weights.
+            spec: the spec of its cache.
+            sites: the layers to which adapters may be added.
+        """
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         has_files = config.offload_dir is not None
         identity = fingerprint(model, spec, config.weight_dtype) if has_files else b""
@@ -558,7 +566,7 @@ class LLM:
     def _pooled(
         self, prompts: Prompt | Iterable[Prompt], pooling: str, terms: RequestTerms
     ) -> list[EmbeddingOutput]:
-        """Return what the states of prompts come to, behind the head."""
+        """Compute the embeddings of prompts, with the model's head if it has one."""
         mine = self._generations(prompts, EMBEDDING_PARAMS, terms, pooling)
         waiter = Waiter(mine)
         try:
@@ -654,8 +662,14 @@ class LLM:
         terms: RequestTerms,
         pooling: str | None = None,
     ) -> list[Generation]:
-        """Return a generation for each prompt, with its parameters; all are checked and none is
-        started."""
+        """Return a checked generation for each prompt; none is started.
+
+        Args:
+            prompts: one prompt or several.
+            params: the sampling parameters of all prompts, or of each; None for the defaults.
+            terms: the terms of each request.
+            pooling: one of POOLINGS for embeddings; None to generate text.
+        """
         is_alone = isinstance(prompts, (str, bytes, Mapping))
         many = listed("prompts", [prompts] if is_alone else prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -687,7 +701,12 @@ class LLM:
         pooling: str | None,
         request_id: str | None = None,
     ) -> Generation:
-        """Return a request that may be submitted, checked."""
+        """Return a checked generation for one prompt, to be submitted.
+
+        Raises:
+            RequestError: the request can never be served.
+            RuntimeError: the model's parameters were changed without `update_weights`.
+        """
         if self._live is not None and self._live.has_changed:
             raise RuntimeError(
                 "update_weights() must follow a change of the model's parameters, got none since"

@@ -205,7 +205,8 @@ class StopMatcher:
         return pending[:shown], None
 
     def flush(self) -> str:
-        """Return the text that was held back: no more is coming, so it is no stop string."""
+        """Return the text that was held back as a possible beginning of a stop string; no more
+        text comes."""
         held, self._held = self._held, ""
         return held
 

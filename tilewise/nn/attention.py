@@ -192,7 +192,16 @@ class Attention(nn.Module):
         growth: Tensor | None = None,
         read: KeysAndValues | None = None,
     ) -> Tensor:
-        """Attend within each sequence of (B, S, Hq + 2 Hk, D); return o (B, S, Hq, D)."""
+        """Attend within each sequence of a dense batch; return o (B, S, Hq, D).
+
+        Args:
+            heads: (B, S, Hq + 2 Hk, D), the projections to queries, keys and values.
+            rope: cosines and sines, None for no rotation.
+            on_max_logits: a function that is given the largest logit of each head; None for none.
+            growth: factors of the queries, broadcastable to them; None for 1.
+            read: keys and values by layer, from which a layer without own ones reads, and to which
+                a layer that others read writes.
+        """
         if self.kv_layer is None:
             q, k, v = self._rotated(heads, rope)
         else:
@@ -263,7 +272,15 @@ class Attention(nn.Module):
         kv: KVLayer,
         growth: Tensor | None = None,
     ) -> Tensor:
-        """Write the new keys and values of (T, Hq + 2 Hk, D) projections; return o (T, Hq, D)."""
+        """Write new keys and values to the paged cache, and attend over it; return o (T, Hq, D).
+
+        Args:
+            heads: (T, Hq + 2 Hk, D), the projections to queries, keys and values.
+            rope: cosines and sines, None for no rotation.
+            ctx: the sequences and slots of the rows.
+            kv: the layer's cache tensors, and its scales if it is an 8-bit one.
+            growth: factors of the queries, broadcastable to them; None for 1.
+        """
         k_cache, v_cache, *rest = kv
         k_scale, v_scale = rest or (None, None)
         if self.kv_layer is not None:
@@ -434,7 +451,8 @@ def _in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def _from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
-    """Return chunks, whose padding comes last, as the dense batch (B, S, H, D)."""
+    """Join chunks of a window's length to the dense batch (B, S, H, D), without the padding at
+    its end."""
     whole: Tensor = x.reshape(batch, -1, *x.shape[2:])
     return whole[:, :length]
 

@@ -161,7 +161,16 @@ def choose_for(op: str, call: Call, backend: str | None) -> str:
 def _first(
     op: str, device_type: str, backend: str | None, ask: Callable[[str], T | Refusal]
 ) -> tuple[str, T]:
-    """Return the first backend that does not refuse, and its answer."""
+    """Return the name of the first backend that does not refuse, and what `ask` returned for it.
+
+    Args:
+        op, device_type: the op and the device, which decide the order of backends.
+        backend: the only backend to ask; None for all.
+        ask: a function from a backend's name to a plan or a Refusal.
+
+    Raises:
+        UnsupportedError: all refuse; the message has their reasons.
+    """
     names = (backend,) if backend is not None else _AUTOMATIC.get(device_type, ())
     if backend is None and op in _WITHOUT_KERNELS:
         names = (*names, "reference")

@@ -143,7 +143,10 @@ def _by_rows(spec: LinearSpec) -> bool:
 
 
 def _backend_of(spec: LinearSpec, backend: str | None) -> str | None:
-    """Return the named backend, or the one that tables choose on a GPU."""
+    """Return the backend that the caller named, or None for the first that does not refuse.
+
+    On a GPU the tables of sizes name one.
+    """
     if backend is not None or spec.device_type != "cuda":
         return backend
     return "gluon" if _by_rows(spec) else "triton"

@@ -102,7 +102,8 @@ def weight_of(
     computed: str,
     in_lanes: bool,
 ) -> QuantisedWeight:
-    """Return the weight of `arguments_of`."""
+    """Return the QuantisedWeight that `arguments_of` has taken apart; the inverse of that
+    function."""
     return QuantisedWeight(
         codes,
         scales,

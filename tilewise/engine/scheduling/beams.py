@@ -128,7 +128,10 @@ class BeamSearchParams(SamplingParams):
 
     @staticmethod
     def _check_others(others: Mapping[str, object]) -> None:
-        """Refuse what a search is not asked; dataclasses.replace() gives it all as it is."""
+        """Raise for a sampling argument that no beam search has, unless it has its default.
+
+        dataclasses.replace() passes all of them.
+        """
         known = {f.name: f.default for f in fields(SamplingParams)} | {"temperature": 0.0}
         for name, value in others.items():
             if name not in known:
@@ -263,7 +266,7 @@ class BeamSearch:
         return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
 
     def choose(self) -> list[Branch]:
-        """Return the branches that the search goes on with, the best first; none if it is done.
+        """Return the branches with which the search continues, the best first, or none.
 
         The next tokens of all beams must be known. Call `follow` with the sequences of these
         branches afterwards.

@@ -303,7 +303,13 @@ class Pace:
         return self._kinds.setdefault(num_sequences.bit_length(), _Kind()).is_on
 
     def record(self, num_sequences: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:
-        """Record the number of tokens of a step and its time."""
+        """Record a step's tokens and time, by which drafts are switched on and off.
+
+        Args:
+            num_sequences: the sequences of the step.
+            has_drafts: whether it verified drafts.
+            num_tokens: the tokens that it generated.
+        """
         kind = self._kinds.setdefault(num_sequences.bit_length(), _Kind())
         steps = kind.steps[has_drafts]
         steps.append((num_tokens, seconds))

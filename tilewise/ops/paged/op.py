@@ -97,7 +97,7 @@ _FACTS = [field.name for field in fields(PagedSpec)]
 
 
 def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
-    """What decides how keys are dealt out: all but what a logit is worth."""
+    """Return the spec without the facts that leave a plan as it is, such as softmax_scale."""
     return replace(
         spec, softmax_scale=1.0, has_sinks=False, shared_rows=(1,) * spec.has_shared, early=0
     )

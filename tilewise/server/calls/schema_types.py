@@ -25,7 +25,8 @@ _UNIONS = ("anyOf", "oneOf")
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return a schema, or the one of the same document that it refers to."""
+    """Return a schema with "$ref" followed within the document `root`; True for a foreign
+    reference."""
     for _ in range(MOST):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
