@@ -109,6 +109,8 @@ class NativeLayer(nn.Module):
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
     scale: nn.Parameter | None
+    shared: SharedBlock | None
+    turn: SharedBlockTurn | None
 
     def __init__(self, config: ModelConfig, layer: int, shared: SharedBlock | None = None) -> None:
         super().__init__()
