@@ -71,7 +71,7 @@ class SharedBlock(nn.Module):
 
         Args:
             stream, embedded: (..., E), the residual stream and the embedded tokens.
-            turn: what the layer has of its own.
+            turn: the parts that the layer has of its own.
             rope, ctx, kv, read: see `nn.Attention`.
 
         Raises:
@@ -93,7 +93,7 @@ class SharedBlockTurn(nn.Module):
 
     Args:
         hidden_size: the width E of the model.
-        config: which block, and the rank of the adapters.
+        config: the number of the block, and the rank of the adapters.
         attention, feed_forward: those of the block.
     """
 
