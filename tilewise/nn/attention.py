@@ -147,8 +147,8 @@ class Attention(nn.Module):
             growth: the factors of the rows' queries, float32 (..., 1, 1); None for none.
             read: the keys and values of a dense batch by layer, which a layer whose own are read
                 adds to; None if all layers read their own.
-            added: (..., (Hq + 2 Hk) D), what is added to the queries, keys and values of rows as
-                they are projected; None for nothing.
+            added: (..., (Hq + 2 Hk) D), the sum that queries, keys and values of rows get as
+                they are projected; None for none.
 
         Returns:
             Same shape as x; with `leaves_parts` its parts, where they are best added by a norm.

@@ -407,9 +407,9 @@ class GatedMLP(nn.Module):
         """Map x (..., E) to (..., E).
 
         Args:
-            x: the rows.
-            adapters: what requests add to the products.
-            added: (..., 2 I), what is added to gate and up as they are projected; None for nothing.
+            x: the rows of the batch.
+            adapters: the adapters of requests, which add to the products.
+            added: (..., 2 I), the sum that gate and up get as they are projected; None for none.
         """
         gate_up = project(self.gate_up_proj, x, adapters)
         if added is not None:
