@@ -29,7 +29,8 @@ def key_at(rows, length_q, length_k):
 
 @gluon.jit
 def keys_of_rows(rows, length_q, length_k, window_left, window_right, variant: gl.constexpr):
-    """Return per row (the key that stands where it does, begin and end of the keys it sees)."""
+    """Return for each row the key on its diagonal, and the begin and end of the keys that it
+    sees."""
     diagonal = key_at(rows, length_q, length_k)
     begin = diagonal * 0
     end = begin + length_k
@@ -88,7 +89,7 @@ def last_key_of_row(row, length_q, length_k, window_right):
 
 @gluon.jit
 def first_query(keys, first_row, length_q, length_k, window_right):
-    """Return per key the first query that sees it, counted from query `first_row`."""
+    """Return for each key the first query that sees it, counted from `first_row`."""
     return keys - (length_k - length_q) - first_row - window_right
 
 
@@ -96,7 +97,11 @@ def first_query(keys, first_row, length_q, length_k, window_right):
 def queries_of_keys(
     keys, first_row, length_q, length_k, window_left, window_right, variant: gl.constexpr
 ):
-    """Return per key the range of queries that see it, counted from `first_row` of a tile."""
+    """Return for each key the begin and end of the queries of a tile that see it.
+
+    Args:
+        first_row: the tile's first query, from which they are counted.
+    """
     begin = gl.full_like(keys, 0)
     end = begin + variant.tile_m
     if variant.right:
@@ -343,9 +348,10 @@ def first_entry(entries, begin, end, tile):
 
 @gluon.jit
 def first_entry_of_few_gaps(entries, begin, end, tile):
-    """Return the `first_entry` of a list, looked for between those that its ends leave in question.
+    """Return the first entry of a sorted list that is `tile` or later, within begin ... end.
 
-    The forward pass takes the plain search: there this is 416 instructions more (sm_90, D 64).
+    The ends of the list narrow the search: without gaps nothing is left of it. The forward pass
+    takes the plain `first_entry`, since this one is 416 instructions more (sm_90, D 64).
     """
     if begin < end:
         # No two are alike, so they ascend by 1 at least: in a list without gaps nothing is left.

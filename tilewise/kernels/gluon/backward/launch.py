@@ -53,7 +53,7 @@ _LOG2E = math.log2(math.e)
 
 
 class Parts(NamedTuple):
-    """What the kernels of a backward pass read and write."""
+    """The tensors that the kernels of a backward pass read and write."""
 
     do: Tensor
     q: Tensor
@@ -144,7 +144,12 @@ def add_around(
 
 
 def rows_before(maker: Maker, x: Parts, variant: BwdVariant, *, has_sums: bool) -> Rows:
-    """Add what comes before the kernels of a backward pass; see `steps.launch_before`."""
+    """Note the launches before the main kernels, which compute delta and lse in base 2.
+
+    Args:
+        x: the tensors of the pass.
+        has_sums: True to zero a float32 sum of dq, too.
+    """
     return launch_before(
         maker, x.q, x.o, x.do, x.lse, x.dlse, x.spec, x.sequences, variant, has_sums=has_sums
     )

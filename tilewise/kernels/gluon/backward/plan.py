@@ -331,7 +331,12 @@ _ONE_EACH = Turns(1, 0, _OTHERS.behind)
 
 
 def turns_of(spec: AttentionSpec, variant: BwdVariant, section: int, num_sms: int) -> Turns:
-    """Return the Turns of a call: as many heads take several as give full waves of CTAs."""
+    """Return how CTAs share tiles of keys: in full waves a CTA takes several, in the last one each.
+
+    Args:
+        section: the heads whose tiles are interleaved.
+        num_sms: the multiprocessors of the GPU.
+    """
     if not variant.several:
         return _ONE_EACH
     heads, num_tiles = spec.batch * spec.num_kv_heads, cdiv(spec.max_seqlen_k, KEYS)

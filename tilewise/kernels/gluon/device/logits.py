@@ -21,7 +21,7 @@ from tilewise.kernels.gluon.visible import keys_of_rows
 
 
 class Extras(NamedTuple):
-    """What a call adds to plain logits, flat; None where it does not."""
+    """The further tensors and numbers of a call's logits, flat; None for absent ones."""
 
     softmax_scale: object
     softcap: object
@@ -35,7 +35,7 @@ class Extras(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What the logits of one tile of rows of one head are made of."""
+    """The numbers from which the logits of one tile of rows of one head are computed."""
 
     key_begin: object  # int32 (64,): the keys that each row sees
     key_end: object

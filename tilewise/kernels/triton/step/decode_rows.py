@@ -250,7 +250,10 @@ def finish(
     place: Tensor,
     results: Tensor,
 ) -> None:
-    """See `ops.decode_rows.finish_decode`."""
+    """Note the launch that advances active rows and writes their tokens to `results`.
+
+    The arguments are those of `ops.decode_rows.finish_decode`.
+    """
     num_rows = len(drawn)
     if is_finite.dtype == torch.bool:
         is_finite = is_finite.view(torch.uint8)
