@@ -43,10 +43,10 @@ def keys_of_rows(rows, length_q, length_k, window_left, window_right, variant: g
 
 @gluon.jit
 def keys_of_tile(first, last, length_q, length_k, window_left, window_right, variant: gl.constexpr):
-    """Return what rows first ... last see: (seen_begin, full_begin, full_end, seen_end).
+    """Return the keys that rows first ... last see: (seen_begin, full_begin, full_end, seen_end).
 
-    No row sees a key outside [seen_begin, seen_end), and every row sees all of
-    [full_begin, full_end).
+    No row sees a key outside [seen_begin, seen_end), and every row sees all of [full_begin,
+    full_end).
     """
     shift = length_k - length_q
     seen_begin = length_k * 0
@@ -199,11 +199,12 @@ def byte_tiles(first_row, length_q, keys, left, right, C: gl.constexpr):
 
 @gluon.jit
 def byte_columns(row, row0, first, count, length_q, keys, left, right, C: gl.constexpr):
-    """Return what the 64 e4m3 queries from row0 see of tiles [first, first + count), last first.
+    """Return the columns that the 64 e4m3 queries from row0 see in tiles [first, first + count).
 
-    Returns (begin, end, skipped, masked_until, whole_until): the columns of the last tile that each
-    row sees, and of the steps: how many show nothing, then the end of those that a row does not see
-    to their right end, and of those that every row sees from their left one.
+    The last tile comes first. Returns (begin, end, skipped, masked_until, whole_until): the columns
+    of the last tile that each row sees, and of the steps: how many show nothing, then the end of
+    those that a row does not see to their right end, and of those that every row sees from their
+    left one.
     """
     TILE_N: gl.constexpr = C.TILE_N
     offset = keys - length_q
@@ -300,7 +301,7 @@ def listed_tiles(
     TILE: gl.constexpr,
     RULED: gl.constexpr,
 ):
-    """Return what list `number` of a block mask leaves of tiles [begin, end), as places.
+    """Return the entries of list `number` of a block mask within tiles [begin, end), as places.
 
     TILE: rows of a tile; RULED: a rule sees [begin, end), of them [full_begin, full_end) whole.
     Returns (first partial entry, first full one, place past the partial ones, and of the places

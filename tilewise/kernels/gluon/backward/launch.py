@@ -180,9 +180,10 @@ def _add_kernels(maker: Maker, x: Parts) -> Rows:
 def scores_of(
     spec: AttentionSpec, extras: Extras, *, by_rows: bool = False
 ) -> tuple[BwdScores, tuple[int, ...]]:
-    """Return what the logits are made of, and the numbers of `logits.Places`.
+    """Return the `BwdScores` of a call, and the numbers of its `logits.Places`.
 
-    by_rows: with the mask's lists of tiles of queries, not of keys.
+    Args:
+        by_rows: True for the block mask's lists of tiles of queries instead of tiles of keys.
     """
     lists = extras.mask_columns, extras.mask_column_entries
     all_tiles, tiles = extras.mask_all_column_tiles, extras.mask_column_tiles

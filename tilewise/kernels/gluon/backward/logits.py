@@ -126,7 +126,8 @@ def drop_gradients(dp, words, scale, delta):
 
 @gluon.jit
 def masks_of_pairs(pairs, words):
-    """Return what `kept_pairs` does, of words of `words_of_pairs`."""
+    """Return the masks of pairs of 16-bit numbers that dropout keeps, from words of
+    `words_of_pairs`."""
     n: gl.constexpr = pairs.shape[1] * 2
     layout: gl.constexpr = pairs.type.layout
     l5: gl.constexpr = pairs.reshape([2, 2, 2, 8, n // 2]).type.layout

@@ -176,7 +176,8 @@ def _add_right(
 
 @gluon.jit
 def _end(slot, phase, shared, o):
-    """Return what rows of o are multiplied by, their part, the first of them, and how many."""
+    """Return the factor (ROWS,) of the sums o, the number of their part, their first row and
+    their number."""
     mbarrier.wait(shared.scale_full.index(slot), phase)
     scale = shared.scale.index(slot).load(gl.SliceLayout(1, o.type.layout))
     part, row, rows = read(shared, slot, PART), read(shared, slot, ROW), read(shared, slot, COUNT)

@@ -89,7 +89,7 @@ def _before_silu(
     HAS_BIAS: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
-    """Return what f is taken of, (rows, channels)."""
+    """Return the convolution plus the bias, before silu, (rows, channels) in float32."""
     total = tl.zeros((position.shape[0], channel.shape[0]), tl.float32)
     if HAS_BIAS:
         total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]

@@ -125,7 +125,8 @@ def notes_of(w: gl.constexpr, visit, C: gl.constexpr):
 
 @gluon.jit
 def read_note(notes, index):
-    """Return what the producer wrote for this tile; a consumer's four warps read it."""
+    """Return the integer that the producer noted for this tile; four warps of a consumer read
+    it."""
     return gl.max(notes.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
