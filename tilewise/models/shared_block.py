@@ -67,7 +67,7 @@ class SharedBlock(nn.Module):
         kv: KVLayer | None,
         read: KeysAndValues | None = None,
     ) -> Tensor:
-        """Return what a layer's mixer reads besides the residual stream (..., E).
+        """Return the rows (..., E) that a layer's mixer reads besides the residual stream.
 
         Args:
             stream, embedded: (..., E), the residual stream and the embedded tokens.
@@ -119,7 +119,7 @@ class SharedBlockTurn(nn.Module):
             )
 
     def of_heads(self, x: Tensor) -> Tensor | None:
-        """Return what is added to queries, keys and values (..., (Hq + 2 Hk) D), if anything."""
+        """Return the sum (..., (Hq + 2 Hk) D) that queries, keys and values get; None for none."""
         if self.qkv_down is None:
             return None
         q, k, v = project(self.qkv_down, x).split_with_sizes((self.rank,) * 3, -1)
@@ -127,5 +127,5 @@ class SharedBlockTurn(nn.Module):
         return torch.cat([project(linear, part.contiguous()) for linear, part in up], dim=-1)
 
     def of_gate_up(self, h: Tensor) -> Tensor:
-        """Return what is added to gate and up (..., 2 I)."""
+        """Return the sum (..., 2 I) that gate and up get."""
         return project(self.gate_up_up, project(self.gate_up_down, h))
