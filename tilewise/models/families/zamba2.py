@@ -22,8 +22,10 @@ from tilewise.nn.mamba2 import Mamba2Config
 __all__ = ["FAMILIES"]
 
 _KINDS = {
-    "mamba": False, "linear_attention": False, "hybrid": True,
-}  # fmt: skip
+    "mamba": False,
+    "linear_attention": False,
+    "hybrid": True,
+}
 # Of 54 layers, the ninth of each of seven groups, and two more.
 _USUAL = [6 * i for i in range(1, 8)] + [47, 51]
 _EPS_OF_GATED_NORM = 1e-5  # whatever the file says
