@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.nn.adapted import StepAdapters
+from tilewise.nn.adapted_linear import AdaptedLinear
 from tilewise.nn.attention import Attention, attend_as_steps
 from tilewise.nn.experts import Experts
 from tilewise.nn.layers import (
@@ -75,6 +76,12 @@ class _Linear(nn.Linear):
         return product(input, self.weight, self.bias)
 
 
+class _AdaptedLinear(AdaptedLinear):
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return the product without the adapter."""
+        return product(x, self.weight, self.bias)
+
+
 class _RMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
@@ -96,7 +103,7 @@ class _RMSNorm(RMSNorm):
 class _GatedMLP(GatedMLP):
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Map x (..., E) to (..., E)."""
-        assert adapters is None  # what is differentiated has none
+        assert adapters is None  # those that are trained are part of the products
         gate_up = self.gate_up_proj(x)
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate if self.gate_scale == 1 else gate * self.gate_scale
@@ -136,6 +143,7 @@ class _LayerNorm(LayerNorm):
 
 _VALUED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _Linear,
+    AdaptedLinear: _AdaptedLinear,
     RMSNorm: _RMSNorm,
     GatedMLP: _GatedMLP,
 }
