@@ -12,6 +12,7 @@ alone. The kinds take turns, so that however many run, each kind has its share:
     trees    guesses in trees                                           test_speculative
     whole    all of these at once                                       test_whole_simulation
     states   the same over layers that keep states                      test_state_simulation
+    short    that with few requests, which takes an eighth of the time  test_state_simulation
 
     python lab/random_schedules.py --count 100000 --processes 2 --json F
 
@@ -94,6 +95,11 @@ def play_states(seed: int) -> None:
     test_state_simulation.play(seed)
 
 
+def play_short(seed: int) -> None:
+    """Play one schedule."""
+    test_state_simulation.play(seed, test_state_simulation.ShortStory)
+
+
 KINDS = {
     "plain": play_plain,
     "tiers": play_tiers,
@@ -103,6 +109,7 @@ KINDS = {
     "trees": play_trees,
     "whole": play_whole,
     "states": play_states,
+    "short": play_short,
 }
 
 

@@ -139,7 +139,15 @@ def _tell_of_variables() -> None:
 def _unknown(
     options: argparse.Namespace, command: argparse.ArgumentParser, unknown: Sequence[str]
 ) -> str:
-    """Return a message about an unknown option, with the most similar known one."""
+    """Return the error message for arguments that the parser does not know.
+
+    It names the first of them, and the most similar option of the command.
+
+    Args:
+        options: the parsed options, of which `run` tells the command.
+        command: the parser of the command.
+        unknown: the arguments that were left over.
+    """
     if options.run in (_serve, _deploy) and unknown[0].startswith("-"):
         from tilewise.server.options import nearest
 

@@ -73,7 +73,7 @@ class WorkerLostError(DeviceLostError):
 
 
 class StepStoppedError(TilewiseError, RuntimeError):
-    """A step was stopped early on request; its results are discarded and it is repeated."""
+    """Raised by a step that another thread asked to stop; the engine discards it and repeats it."""
 
 
 class ReplicaLostError(TilewiseError, RuntimeError):

@@ -114,7 +114,7 @@ class VirtualModel:
             if block not in still_read:
                 self.slots[block] = [None] * self.block_size
         for group, host in enumerate(self.hosts):
-            for _, slot in batch.of_group(group).swap_out:
+            for _, slot in step.of_group(group).swap_out:
                 host[slot] = [None] * self.block_size
 
     def result(self, batch: Batch) -> list[list[SampledToken]]:
@@ -124,7 +124,7 @@ class VirtualModel:
         for seq_id in batch.left:
             self.drawn.pop(seq_id, None)
         for group, (pool, host) in enumerate(zip(self.pools, self.hosts, strict=True)):
-            part = batch.of_group(group)
+            part = step.of_group(group)
             for block, slot in part.swap_out:
                 host[slot] = list(pool[block])
             for slot, block in part.swap_in:
@@ -185,7 +185,7 @@ class VirtualModel:
             blocks = {block for _, block in part.swap_in}
             slots = {slot for _, slot in part.swap_out}
             for step in self.unfinished[place:]:
-                later = step.batch.of_group(group)
+                later = step.of_group(group)
                 slots |= {slot for block, slot in later.swap_out if block in blocks}
                 blocks |= {block for slot, block in later.swap_in if slot in slots}
                 blocks |= {copy for source, copy in later.block_copies if source in blocks}
@@ -215,7 +215,7 @@ class VirtualModel:
 
     def _check_transfers(self, group: int) -> None:
         """What moves has one target each, and nothing that is read is written meanwhile."""
-        *before, batch = (step.batch.of_group(group) for step in self.unfinished)
+        *before, batch = (step.of_group(group) for step in self.unfinished)
         outs, ins = [s for _, s in batch.swap_out], [b for _, b in batch.swap_in]
         assert len(set(outs)) == len(outs), "one transfer per slot"
         assert len(set(ins)) == len(ins), "one transfer per block"
@@ -277,7 +277,7 @@ class VirtualModel:
                     assert allocator.ref_count(block) == 1, "exclusive writer"
                     assert slot not in written, "one writer per slot"
                     written.add(slot)
-            unfinished = [s.batch.of_group(group) for s in self.unfinished]
+            unfinished = [s.of_group(group) for s in self.unfinished]
             still_read = {block for batch in unfinished for block, _ in batch.swap_out}
             for block, place in written:
                 if block not in still_read:
@@ -352,6 +352,13 @@ class Step:
         self.others: list[list[list[int]]] = []  # of each run, its blocks in groups 1, 2, ...
         self.spoilt: set[int] = set()
         self.salts: dict[int, str] = {}
+        self._of_group: dict[int, Batch] = {}
+
+    def of_group(self, group: int) -> Batch:
+        """Return the batch as a group of layers sees it."""
+        if group not in self._of_group:
+            self._of_group[group] = self.batch.of_group(group)
+        return self._of_group[group]
 
 
 class VirtualStore:

@@ -15,7 +15,7 @@ from typing import Any
 from tests.engine.beam_model import BeamModel
 from tests.engine.simulator import Step, VirtualStore, fingerprints
 from tilewise.cache.contents import Content
-from tilewise.engine.batch import Batch
+from tilewise.engine.batch import BROKEN, Batch, SampledToken
 
 TAPS = 3  # of the convolution: two tokens before its own
 
@@ -38,6 +38,11 @@ class Slot:
 def state_at(prefix: list[int], position: int) -> tuple[int, int]:
     """Return the state behind the first tokens of a text."""
     return position, prefix[position - 1] if position else 0
+
+
+def logprob_after(fingerprint: int, token_id: int) -> float:
+    """Return the log-probability of a token behind the text of a fingerprint."""
+    return -(abs(hash((fingerprint, token_id, 1))) % 9973) / 997
 
 
 class StateModel(BeamModel):
@@ -66,9 +71,9 @@ class StateModel(BeamModel):
         assert not {source for source, _ in moves.forks} & set(targets), "a source is no target"
         if self.rooms:
             self._check_transfers(self.group)
-        part = batch.of_group(self.group)
+        part = self.unfinished[-1].of_group(self.group)
         still_read = {
-            block for s in self.unfinished for block, _ in s.batch.of_group(self.group).swap_out
+            block for s in self.unfinished for block, _ in s.of_group(self.group).swap_out
         }
         for checkpoint in (*(each[1] for each in moves.saves), *(b for _, b in part.swap_in)):
             if checkpoint not in still_read:
@@ -78,7 +83,7 @@ class StateModel(BeamModel):
 
     def begin_states(self, step: Step) -> None:
         """Fill slots and checkpoints."""
-        part = step.batch.of_group(self.group)
+        part = step.of_group(self.group)
         for checkpoint, slot in part.swap_out:
             self.state_host[slot] = self.checkpoints[checkpoint]
         for slot, checkpoint in part.swap_in:
@@ -130,6 +135,19 @@ class StateModel(BeamModel):
             tap = slot.ring[position % len(slot.ring)]
             assert tap == prefix[position], f"{what} convolves a wrong token"
 
+    def _read_and_draw(self, run, tables, prefix: list[int]) -> list[SampledToken]:
+        """Give every drawn token its log-probability, which beams have already."""
+        drawn = super()._read_and_draw(run, tables, prefix)
+        first = len(prefix) - 1 - run.num_drafts
+        return [
+            token
+            if token is BROKEN or token.logprob is not None
+            else token._replace(
+                logprob=logprob_after(prefix[first + i * (run.num_drafts > 0)], token.token_id)
+            )
+            for i, token in enumerate(drawn)
+        ]
+
     def drop(self, batch: Batch) -> None:
         """Let a step fail: what it should have filled is spoilt for the steps behind it."""
         place = next(i for i, step in enumerate(self.unfinished) if step.batch is batch)
@@ -139,7 +157,7 @@ class StateModel(BeamModel):
         slots = {slot for _, slot in batch.of_group(self.group).swap_out}
         super().drop(batch)
         for step in later:
-            part = step.batch.of_group(self.group)
+            part = step.of_group(self.group)
             slots |= {slot for checkpoint, slot in part.swap_out if checkpoint in lost}
             lost |= {checkpoint for slot, checkpoint in part.swap_in if slot in slots}
             for checkpoint, slot, _ in step.batch.states.restores:

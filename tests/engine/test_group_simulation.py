@@ -58,6 +58,40 @@ def random_groups(
     return scheduler
 
 
+def owned_damage(story, batch) -> list[tuple[str, set[int]]]:
+    """Return for the sequences of each request what of theirs is damaged, before a result."""
+    tables = story.scheduler.tables
+    # What a later step, scheduled already, will write is still somebody else's.
+    written = {run.seq_id: run.start + len(run.token_ids) for run in batch.sequences}
+    owned = []
+    for seq in story.scheduler.roster.live.values():
+        if seq not in tables.places:
+            continue
+        for group, pool in enumerate(story.model.pools):
+            first = tables.places[seq].gone[group] * story.model.block_size
+            slots = [v for b in tables.held(seq, group) for v in pool[b]]
+            end = written.get(seq.seq_id, seq.num_computed_tokens)
+            computed = slots[: max(end - first, 0)]
+            damage = {v for v in computed if v is not None and v < 0}
+            owned.append((seq.request.request_id, damage))
+    return owned
+
+
+def check_damage(story) -> None:
+    """Refuse damage that can be found."""
+    tables = story.scheduler.tables
+    for pool, slots in zip(tables.pools, story.model.pools, strict=True):
+        findable = [b for b in range(pool.allocator.num_blocks) if pool.allocator.is_cached(b)]
+        found = {value for b in findable for value in slots[b]}
+        assert not story.known_damage & found, "known damage is never found"
+    for room, host in zip(story.model.rooms, story.model.hosts, strict=False):
+        kept = {value for slot in room.node_at for value in host[slot]}
+        assert not story.known_damage & kept, "nor in main memory"
+    for store in story.stores:
+        kept = {v for _, values in store.files.values() for v in values}
+        assert not story.known_damage & kept, "nor in files"
+
+
 class GroupStory(Story):
     """A random run over groups of layers; all else is as in Story."""
 
@@ -81,38 +115,16 @@ class GroupStory(Story):
 
     def update(self, batch) -> None:
         """Take a step's results; what is known to be damaged then must not be findable."""
-        tables = self.scheduler.tables
         samples = self.model.result(batch)
-        # What a later step, scheduled already, will write is still somebody else's.
-        written = {run.seq_id: run.start + len(run.token_ids) for run in batch.sequences}
-        owned = []
-        for seq in self.scheduler.roster.live.values():
-            if seq not in tables.places:
-                continue
-            for group, pool in enumerate(self.model.pools):
-                first = tables.places[seq].gone[group] * self.model.block_size
-                slots = [v for b in tables.held(seq, group) for v in pool[b]]
-                end = written.get(seq.seq_id, seq.num_computed_tokens)
-                computed = slots[: max(end - first, 0)]
-                damage = {v for v in computed if v is not None and v < 0}
-                owned.append((seq.request.request_id, damage))
+        has_damage = self.model.num_damages > 0
+        owned = owned_damage(self, batch) if has_damage else []
         events = self.scheduler.update(batch, samples)
         self.outputs.add(events)
         failed = {event.request_id for event in events if event.error is not None}
         self.failed |= failed
-        for request_id, damage in owned:
-            if request_id in failed:
-                self.known_damage |= damage
-        for pool, slots in zip(tables.pools, self.model.pools, strict=True):
-            findable = [b for b in range(pool.allocator.num_blocks) if pool.allocator.is_cached(b)]
-            found = {value for b in findable for value in slots[b]}
-            assert not self.known_damage & found, "known damage is never found"
-        for room, host in zip(self.model.rooms, self.model.hosts, strict=False):
-            kept = {value for slot in room.node_at for value in host[slot]}
-            assert not self.known_damage & kept, "nor in main memory"
-        for store in self.stores:
-            kept = {v for _, values in store.files.values() for v in values}
-            assert not self.known_damage & kept, "nor in files"
+        if has_damage:
+            self.known_damage |= {v for r, damage in owned if r in failed for v in damage}
+            check_damage(self)
 
     def arrive(self, request_id: str) -> None:
         """Beside main memory several at once, so that blocks are short."""

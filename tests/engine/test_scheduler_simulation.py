@@ -71,7 +71,12 @@ class Story:
     """One random run with arrivals, aborts, outside stops and failures, between and during steps.
 
     With overlap a step is scheduled while another is unfinished, mostly.
+
+    Attributes:
+        most_arrivals: how often at most somebody arrives.
     """
+
+    most_arrivals = 11
 
     def __init__(
         self, seed: int, *, overlap: bool = False, fails: bool = False, damages: bool = False
@@ -141,7 +146,7 @@ class Story:
 
     def play(self) -> None:
         """Run until all has ended and the pool is empty."""
-        arrivals = self.rng.randrange(1, 12)
+        arrivals = self.rng.randrange(1, self.most_arrivals + 1)
         meddles = self.rng.random() < 0.4
         steps = 0
         unfinished = []

@@ -11,10 +11,13 @@ from unittest import mock
 
 import pytest
 
-from tests.engine.state_model import StateModel
+from tests.engine.simulator import fingerprints
+from tests.engine.state_model import StateModel, logprob_after
+from tests.engine.test_beams import is_search
 from tests.engine.test_whole_simulation import WholeStory
 from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.scheduling import newcomers
+from tilewise.engine.scheduling.results import Results
 from tilewise.engine.scheduling.withdrawal import pause_transfers, withdraw
 from tilewise.engine.tables import block_tables
 from tilewise.engine.tables.state_tables import StateLimits, StateTables
@@ -54,9 +57,44 @@ class StateStory(WholeStory):
             return
         super().discard(unfinished)
 
+    def judge(self) -> None:
+        super().judge()
+        for request_id, request in self.requests.items():
+            if is_search(request):
+                continue
+            beginning = fingerprints(request.prompt_token_ids, request.salt)[-1]
+            for index in range(request.sampling.n):
+                key, total, value = (request_id, index), 0.0, beginning
+                for token in self.outputs.tokens.get(key, ()):
+                    total += logprob_after(value, token)
+                    value = abs(hash((value, token)))
+                assert self.sums.get(key, 0.0) == total, "log-probabilities are those of the text"
 
-def play(seed: int) -> StateStory:
-    story = StateStory(seed)
+
+class ShortStory(StateStory):
+    """A few requests over a small cache: a hundred thousand take some twenty minutes of a core.
+
+    Reads, writes and what comes out are judged in all; what the tables say after each step in one
+    of ten, after the last in all.
+    """
+
+    most_arrivals, crowds = 3, (1, 2, 3)
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.is_checked_often = seed % 10 == 0
+        if not self.is_checked_often:
+            self.scheduler.check_integrity = lambda: None
+
+    def judge(self) -> None:
+        if not self.is_checked_often:
+            del self.scheduler.check_integrity
+        self.scheduler.check_integrity()
+        super().judge()
+
+
+def play(seed: int, kind: type[StateStory] = StateStory) -> StateStory:
+    story = kind(seed)
     with mock.patch.object(newcomers, "FLOOD", 2):  # so few blocks hold no real one
         story.play()
     story.judge()
@@ -69,11 +107,23 @@ def test_any_schedule_of_states_gives_the_beams_and_tokens_of_a_request_alone(pa
         play(seed)
 
 
+def test_any_short_schedule_of_states_gives_what_a_request_gets_alone():
+    for seed in range(50):
+        play(seed, ShortStory)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
 def test_thousands_of_schedules_of_states_give_what_a_request_gets_alone(part: int):
     for seed in range(10_000 + part * 1000, 10_000 + (part + 1) * 1000):
         play(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(50))
+def test_a_hundred_thousand_short_schedules_of_states_give_what_a_request_gets_alone(part: int):
+    for seed in range(1_000_000 + part * 2000, 1_000_000 + (part + 1) * 2000):
+        play(seed, ShortStory)
 
 
 def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
@@ -303,7 +353,12 @@ def fork_and_know_more(tables, parent, child):
     tables._held[child].slot = tables._held[parent].slot
 
 
-EVICT = PrefixCache._evict
+def tell_the_probability_of_the_first(results, seq, tokens, events):
+    """Right guesses come with the log-probability of the token before them."""
+    APPEND_ALL(results, seq, [t._replace(logprob=tokens[0].logprob) for t in tokens], events)
+
+
+EVICT, APPEND_ALL = PrefixCache._evict, Results.append_all
 
 MISTAKES = {
     "a state is a token late": (StateTables, "admit", begin_a_token_late),
@@ -336,4 +391,7 @@ MISTAKES = {
         StateTables, "has_passed", lambda tables, seq: False,
     ),
     "a fork writes to its parent's slot": (StateTables, "fork", fork_and_know_more),
+    "a guess has another token's log-probability": (
+        Results, "append_all", tell_the_probability_of_the_first,
+    ),
 }  # fmt: skip

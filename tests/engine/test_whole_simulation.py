@@ -32,7 +32,13 @@ KINDS = ((None,), (None,), (7,), (None, 5), (None, 3, 12), (16, 2))
 
 
 class WholeStory(BeamStory):
-    """A random run with everything in it; a clock that goes one second a step."""
+    """A random run with everything in it; a clock that goes one second a step.
+
+    Attributes:
+        crowds: how many arrive together.
+    """
+
+    crowds: tuple[int, ...] = (1, 1, 2, 3, 9)
 
     end_who_is_late, note_expiry = TierStory.end_who_is_late, TierStory.note_expiry
     model_type = BeamModel
@@ -148,7 +154,7 @@ class WholeStory(BeamStory):
         self.requests[request_id] = request
 
     def arrive(self, request_id: str) -> None:
-        for i in range(self.rng.choice([1, 1, 2, 3, 9])):
+        for i in range(self.rng.choice(self.crowds)):
             self.arrive_alone(f"{request_id} {i}")
 
     def update(self, batch) -> None:

@@ -67,9 +67,9 @@ _TINY = ([128], 1024)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the rows that the options ask for; return 0, or 1 where one failed.
+    """Measure the configurations that the options select, one row of the table each.
 
-    Being out of memory is a result, no failure.
+    Returns 0, or 1 if a row failed; being out of memory is a result, not a failure.
     """
     options = _parse(argv)
     groups = _groups(options)

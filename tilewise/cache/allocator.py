@@ -129,7 +129,7 @@ class BlockAllocator:
             self._link(block_id)
 
     def free_order(self) -> list[int]:
-        """Return the free blocks, the one to be reused next first."""
+        """Return the free blocks in the order in which they will be allocated."""
         order: list[int] = []
         block = self._next[self.num_blocks]
         while block != self.num_blocks and len(order) <= self.num_blocks:

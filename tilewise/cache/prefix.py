@@ -198,10 +198,14 @@ class PrefixCache:
     def find_again(
         self, token_ids: Sequence[int], salt: str, before: list[PrefixNode], *, in_slots: bool
     ) -> list[PrefixNode]:
-        """Return the result of find(), given its earlier result for the same tokens.
+        """Return what find() returns now, given its earlier result for the same tokens and salt.
 
-        In a cache of whole prefixes only the part that may have changed is searched. If nothing
-        has, the result is `before`.
+        In a cache of whole prefixes only the part that may have changed is searched again; without
+        a change the result is the list `before` itself.
+
+        Args:
+            before: the earlier result.
+            in_slots: True to count nodes whose block is in main memory only, as in find().
         """
         if not self.is_whole:
             return self.find(token_ids, salt, in_slots=in_slots)
@@ -244,7 +248,7 @@ class PrefixCache:
     def register(
         self, parent: PrefixNode | None, salt: str, tokens: Sequence[int], blocks: list[int]
     ) -> PrefixNode:
-        """Return the node of a block after its parent, and record the used blocks that hold it.
+        """Record that blocks hold the tokens after `parent`; return the node of these tokens.
 
         If a group has an older block of equal content, the node lists that one: the caller shares
         it, releases its own and uses the older in its place.
@@ -318,7 +322,7 @@ class PrefixCache:
         return self._roots.get(salt)
 
     def put(self, node: PrefixNode, group: int, block: int) -> int:
-        """Record that a used block holds a node's content; return the block that stands for it.
+        """Record that a used block has a node's content; return the block that the node lists.
 
         If there is an older block of equal content, it is returned: the caller shares it, releases
         its own and uses the older in its place.
@@ -344,8 +348,9 @@ class PrefixCache:
                 self.prune(node)
 
     def forget(self, token_ids: Sequence[int], salt: str) -> list[set[int]]:
-        """Make everything that begins with the first block of these tokens unfindable, owned or
-        not.
+        """Make every prefix that begins with the first block of these tokens unfindable.
+
+        Blocks that sequences own are forgotten, too; they stay allocated.
 
         Returns:
             The blocks of each group.
@@ -409,7 +414,7 @@ class PrefixCache:
         self.num_hit_tokens += num_hit_tokens
 
     def reset(self) -> None:
-        """Forget everything; no sequence holds blocks."""
+        """Forget all prefixes; the caller has made sure that no sequence owns a block."""
         if self.keeper is not None:
             for node in self._all():
                 for group in range(len(self.allocators)):

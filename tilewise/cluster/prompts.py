@@ -32,12 +32,14 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def asked_of(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
-    """Return the properties of a request that decide its route; an invalid body has no pieces.
+    """Return the properties of a request by which the router chooses a replica.
+
+    A body that is no JSON object has no prompt pieces; the replica will refuse it.
 
     Args:
-        path: the path of the route.
+        path: the path of the URL.
         headers: the headers, with names in lower case.
-        body: the body as it was received; the replica validates it.
+        body: the body as it was received.
     """
     try:
         if len(body) > SHORT:

@@ -227,7 +227,7 @@ class StepCost:
         return rows, rows if work.is_decode else work.logits
 
     def sums(self, work: StepWork) -> float:
-        """Predict the time of the sums between shards: 0 for one shard."""
+        """Predict a step's seconds of sums over ranks and of gathered logits; 0 for one rank."""
         if self.tensor_parallel == 1:
             return 0.0
         stream = work.tokens * self.sizes.hidden * self.itemsize

@@ -167,7 +167,8 @@ def prepare(
 
 
 class SharedAttention(Protocol):
-    """The signature of attention over a shared sequence, for type checkers."""
+    """The type, for type checkers, of functions such as `ring_attention`: the sequence is split
+    over ranks."""
 
     @overload
     def __call__(

@@ -307,7 +307,15 @@ def _method_of(
     layout: str,
     rates: Rates | None,
 ) -> str:
-    """Return the fastest method; for invalid arguments any method, which will refuse them."""
+    """Return the name of the method that is predicted to be fastest, such as "ring".
+
+    Invalid arguments give "ring" as well, whose own checks then raise on every rank.
+
+    Args:
+        q, k, v: this rank's part of each tensor.
+        size: the number of ranks.
+        rates: the speeds of the machine; None for an H200's.
+    """
     try:
         return explain(
             q,

@@ -296,7 +296,16 @@ def bounds(causal: bool, window: int | tuple[int | None, int | None] | None) -> 
 
 
 def order_of(tokens: int, size: int, layout: str, edges: tuple[int, ...] | None) -> Tensor:
-    """Return the positions of the tokens in the concatenation of the ranks' parts."""
+    """Return which token stands at each place of the concatenation of all ranks' parts.
+
+    The order is int64 (tokens,): entry j is the position in the sequence of the j-th token of the
+    concatenation, so that the concatenation is whole[order].
+
+    Args:
+        size: the number of ranks.
+        layout: the order of tokens on ranks, one of LAYOUTS.
+        edges: the edges of packed sequences, each of which is split over all ranks; None for one.
+    """
     edges = edges or (0, tokens)
     pieces = [p for own in _all_pieces(size, layout, edges) for p in own]
     runs = [torch.arange(piece.first, piece.last) for piece in pieces]

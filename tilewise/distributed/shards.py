@@ -684,12 +684,12 @@ class SummedExperts(nn.Module):
 
 
 class SplitRMSNorm(nn.Module):
-    """`RMSNorm` of channels of which each rank has equally many: the ranks sum their squares.
+    """RMSNorm whose channels are split evenly over ranks: squares are summed over the group.
 
     Args:
-        norm: the weight of the rank's channels.
-        group: the ranks with the other channels, or with the same ones where key heads are
-            repeated, all equally often.
+        norm: the norm with this rank's part of the weight; its eps is taken as well.
+        group: the ranks that together have all channels. Where key heads are repeated on several
+            ranks, each channel must be there equally often, so that the mean stays the same.
     """
 
     def __init__(self, norm: RMSNorm, group: ShardGroup) -> None:

@@ -41,9 +41,10 @@ def devices() -> list[str]:
 
 
 def support() -> list[Support]:
-    """Ask the planners of every op that explains itself, on a CPU and on a GPU where there is one.
+    """Return the backend that each op with an `explain` chooses, on the CPU and on a GPU.
 
-    The calls are bfloat16, causal and of the usual heads; nothing is computed or compiled.
+    The example calls are bfloat16 and causal, with heads of usual sizes. They are only planned:
+    nothing is computed or compiled.
     """
     found = []
     for where in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:

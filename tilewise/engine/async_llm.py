@@ -209,11 +209,17 @@ class AsyncLLM:
         return self.llm.engine.stats()
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Say what a request waits for and what it has cost, see `Engine.explain`."""
+        """Return what a request waits for and what it has cost so far.
+
+        `Engine.explain` describes the fields.
+        """
         return self.llm.engine.explain(request_id)
 
     def trace(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return what the engine decided of late, see `Engine.trace`."""
+        """Return recent events of the scheduler, from number `since` on.
+
+        `Engine.trace` describes their fields.
+        """
         return self.llm.engine.trace(since)
 
     def picture(self) -> dict[str, Any]:
@@ -230,7 +236,8 @@ class AsyncLLM:
         return await asyncio.wrap_future(reset)
 
     async def aclose(self) -> None:
-        """Take no more requests, end those of this object and wait until they hold nothing."""
+        """Refuse new requests, end those of this object, and wait until they own no cache
+        blocks."""
         self._is_closed = True
         for generation in list(self._live.values()):
             self.llm.loop.drop_soon(generation)
@@ -290,7 +297,7 @@ class AsyncLLM:
         self.llm.unload_lora_adapter(name)
 
     async def _caught_up(self) -> None:
-        """Wait until the engine's thread has done what it was asked for before."""
+        """Wait until the engine's thread has done all tasks that were posted before."""
         with suppress(EngineClosedError):
             await asyncio.wrap_future(self.llm.loop.post(lambda: None))
 
@@ -317,14 +324,14 @@ def _nobody_reads() -> None:
 
 
 class _Reader:
-    """One task that waits for one request, and the sink that takes outputs for it.
+    """The task that waits for one request's outputs, and the sink that takes outputs for it.
 
     Attributes:
-        changed: the task is to look.
+        changed: the event by which the task is woken.
         failure: the exception that the sink raised, or None.
-        num_seen: tokens of the outputs that were read.
-        is_told: it is in the mailbox.
-        is_hurried: it is among those that wait for nothing.
+        num_seen: the number of tokens in the outputs that were read.
+        is_told: True while the reader is in the mailbox.
+        is_hurried: True while the reader is among those that are served without a delay.
     """
 
     def __init__(self, mailbox: Mailbox, generation: Generation, sink: Sink | None) -> None:

@@ -30,7 +30,8 @@ MOST_NEIGHBOURS = 64  # names that a difference has
 
 @dataclass(slots=True)
 class _Noted:
-    """A request, and what each of its samples has drawn."""
+    """A request under audit, with the tokens and logprobs that each of its samples has drawn so
+    far."""
 
     request: Request
     seed: int
@@ -104,7 +105,8 @@ class Auditor:
         self._numbers = itertools.count()
 
     def prepare(self, request: Request) -> None:
-        """Let a request that comes have its log-probabilities, if it is one of the share."""
+        """Choose at random whether a new request is audited; if so, make it compute
+        log-probabilities."""
         if not _can_repeat(request) or self._draw.random() >= self.share:
             return
         if request.row_sampling.logprobs is None:
@@ -258,7 +260,11 @@ def _first_difference(noted: _Noted, again: _Noted) -> str | None:
 
 
 def _replayable(noted: _Noted) -> dict[str, Any]:
-    """Return what computes an answer again: the prompt, the seed of its draws, what was served."""
+    """Return the part of an audit record by which an answer can be computed again and compared.
+
+    The fields are prompt_token_ids, drawn_seed, temperature, and for each sample the token ids and
+    logprobs that were served.
+    """
     return {
         "prompt_token_ids": noted.request.prompt_token_ids,
         "drawn_seed": noted.seed,

@@ -60,8 +60,13 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, token_ids: Sequence[int], num_prompt_tokens: int) -> Asked | None:
-        """Return what a runner must know of a sequence of `request`; None if its logits are neither
-        changed nor read."""
+        """Return the facts of a sequence whose logits are changed or returned, else None.
+
+        Args:
+            request: the sequence's request.
+            token_ids: the sequence's tokens, which grow with it.
+            num_prompt_tokens: the number of tokens of the prompt.
+        """
         is_read = request.sampling.prompt_logprobs is not None or request.pooling is not None
         if not request.adjusts and not is_read:
             return None
@@ -421,12 +426,12 @@ class TokenEvent(NamedTuple):
 
 
 class PlainEvents(Sequence[TokenEvent]):
-    """The events of a plain step in which nothing ended, made when they are read.
+    """The token events of a plain step in which no sample ended, made when they are first read.
 
     Attributes:
-        request_ids, indices, cached: lists with the fields of each TokenEvent; the step before may
-            have the same lists.
-        draws: the drawn tokens of the events.
+        request_ids, indices, cached: lists of each event's request, sample and number of cached
+            prompt tokens. The events of another step may have the same lists: do not change them.
+        draws: the drawn token of each event.
     """
 
     __slots__ = ("_made", "cached", "draws", "indices", "request_ids")

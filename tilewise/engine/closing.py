@@ -71,10 +71,14 @@ class Closers:
         return [token for token in ids if state.validate_tokens([token]) == 1]
 
     def _end(self, state: Any, most: int, left: list[int]) -> list[int] | None:
-        """Return at most so many tokens that make a text whole: none where it is, None if unknown.
+        """Return tokens, at most `most`, that complete a text by its grammar.
 
         Args:
-            left: a list of one number: how many more tokens may be tried.
+            state: the state of the grammar.
+            left: a list of one number, the tokens that may still be tried.
+
+        Returns:
+            The tokens, none for a complete text; None if they were not found.
         """
         if state.is_accepting():
             return []

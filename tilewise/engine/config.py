@@ -465,13 +465,21 @@ def option(
     flag: str | None = None,
     metavar: str | None = None,
 ) -> dict[str, Option]:
-    """Return the metadata of a field of a config, see `Option`."""
+    """Return the metadata of a field of a config.
+
+    Args:
+        rule: the rule that checks a value.
+        text: the text of the flag's help.
+        more: the text that only the documentation adds.
+        flag: the flag without its dashes, with _ for -; None for no flag.
+        metavar: the name of the value in the help; None for a bool.
+    """
     return {"option": Option(text, more, rule, flag, metavar)}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine shall be made: what `LLM` takes. What is None or "auto" is decided later.
+    """The arguments of `LLM`; a value that is None or "auto" is decided when the engine is made.
 
     Raises:
         TypeError: a value is not of its type.
@@ -966,11 +974,15 @@ class RequestTerms:
 
     @classmethod
     def given_to(cls, function: Callable[..., Any], terms: Terms) -> RequestTerms:
-        """Return the terms that a function was given as its further keywords.
+        """Return the terms that the caller of a public function passed as further keywords.
+
+        Args:
+            function: the public function, for the message.
+            terms: the caller's keywords.
 
         Raises:
             TypeError: the function has no such keyword.
-            RequestError: see the class.
+            RequestError: a value is wrong, see the class.
         """
         unknown = terms.keys() - cls.__dataclass_fields__.keys()
         if unknown:
@@ -1011,7 +1023,8 @@ def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> N
 
 
 def check_policy(policy: str, user_weights: Mapping[str, float] | None) -> None:
-    """Raise ValueError if there is no such policy, or users have weights that it does not know."""
+    """Raise ValueError for an unknown policy, or for user weights under a policy other than
+    "fair"."""
     Choice(POLICIES).check("scheduling_policy", policy)
     if user_weights and policy != "fair":
         raise ValueError(f"user_weights must be None unless the policy is fair, got {policy!r}")

@@ -124,7 +124,13 @@ def explain_attention(
 
 
 def explain_cache(model: str, block_size: int, dtype: str) -> None:
-    """Print what the keys and values of a model cost in memory; reads its config.json only."""
+    """Print the bytes that the cache of a model needs; only its config.json is read.
+
+    Args:
+        model: the checkpoint or hub name.
+        block_size: the tokens of a block.
+        dtype: the dtype of the cache, or "auto".
+    """
     directory = model_directory(model)
     latents = read_latent_shape(directory)
     if latents is not None and not _has_states(directory):

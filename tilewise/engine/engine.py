@@ -221,7 +221,7 @@ class Engine:
             self._drop_oldest()
 
     def _drop_oldest(self) -> Batch:
-        """Wait for the oldest unfinished step, whatever comes of it; return what it was."""
+        """Wait until the oldest unfinished step has ended or failed, and return its batch."""
         batch, handle = self._unfinished.popleft()
         with suppress(Exception):
             handle.result()
@@ -494,7 +494,7 @@ class Engine:
         return events
 
     def _withdraw(self, error: Exception) -> None:
-        """Take back all steps that are unfinished in the scheduler; what they lost is recomputed.
+        """Undo all unfinished steps after an error; their tokens are computed again.
 
         Raises:
             DeviceLostError: the runner can compute no more.
@@ -610,11 +610,13 @@ class Engine:
             return explain(self.scheduler, request_id)
 
     def trace(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return what was decided of late, see `tilewise.engine.record.trace`; any thread may ask.
+        """Return recent events of the scheduler (admissions, preemptions, steps ...), oldest first.
+
+        `tilewise.engine.record.trace` describes their fields. Any thread may call this.
 
         Args:
-            since: number of the first event wanted; older ones may be forgotten. The number of the
-                last event known, plus 1, asks for what is new.
+            since: the number of the first event to return; the last number seen plus 1 returns only
+                new events. Old events may have been dropped from the ring.
         """
         with self.lock:
             return self.scheduler.trace.since(since)
@@ -630,7 +632,11 @@ class Engine:
             return self.scheduler.insight.line(most)
 
     def _record(self, batch: Batch, samples: Drawn | None, seconds: float) -> None:
-        """Note what a step took; without samples it was run again, in parts."""
+        """Add a step's tokens and seconds to the engine's statistics.
+
+        Args:
+            samples: the drawn tokens; None for a step that was run again in parts.
+        """
         runs = batch.sequences
         decodes = batch.is_plain or all(
             len(s.token_ids) == 1 + s.num_drafts and s.num_generated > 0 for s in runs

@@ -53,10 +53,10 @@ def facts_of(model: nn.Module, config: ResolvedConfig, directory: Path) -> Facts
 
 
 def order_of(config: ResolvedConfig) -> dict[str, str]:
-    """Return the facts on which the order of sums, and so the bits of an answer, depends, by name.
+    """Return the facts that decide the order of sums, and so the bits of an answer: name to value.
 
-    The number of threads, other requests and the length of a context are not among them: see
-    docs/guide/exact.md.
+    They are the versions, the kind of device, the dtypes and the block size. The number of threads,
+    other requests and the length of a context change no bits (docs/guide/exact.md).
     """
     library = "triton" if config.device.type == "cuda" else "numba"
     told = {

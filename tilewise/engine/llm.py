@@ -267,7 +267,15 @@ class LLM:
         spec: CacheSpec,
         sites: Mapping[str, AdapterSite],
     ) -> EngineMaker:
-        """Get the weights of this process ready; return what makes an engine of them."""
+        """Pack the weights of this process; return the object that makes engines with them.
+
+        Args:
+            config: the resolved config.
+            directory: the checkpoint's folder.
+            model: the model, with its weights.
+            spec: the spec of its cache.
+            sites: the layers to which adapters may be added.
+        """
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         has_files = config.offload_dir is not None
         identity = fingerprint(model, spec, config.weight_dtype) if has_files else b""
@@ -570,7 +578,7 @@ class LLM:
     def _pooled(
         self, prompts: Prompt | Iterable[Prompt], pooling: str, terms: RequestTerms
     ) -> list[EmbeddingOutput]:
-        """Return what the states of prompts come to, behind the head."""
+        """Compute the embeddings of prompts, with the model's head if it has one."""
         mine = self._generations(prompts, EMBEDDING_PARAMS, terms, pooling)
         waiter = Waiter(mine)
         try:
@@ -639,18 +647,19 @@ class LLM:
         request_id: str | None = None,
         pooling: str | None = None,
     ) -> Generation:
-        """Return a request for `loop.submit()`, checked; nothing has changed.
+        """Check a request and return it for `loop.submit()`; the engine is not changed.
 
         Args:
-            prompt: see generate().
+            prompt: the text or token ids, as for `generate`.
             sampling: the parameters with which the prompt is continued.
-            terms: see generate().
+            terms: the request's user, priority, time limits, cache salt and adapter.
             request_id: a name that is unique among unfinished requests; None makes one.
-            pooling: one of `embedding.POOLINGS` for an embedding; None is for a text.
+            pooling: one of `embedding.POOLINGS` to return an embedding; None to generate text.
 
         Raises:
-            RequestError: it can never be served.
-            TypeError: sampling is something else.
+            RequestError: the engine can never serve the request, for example because it is too
+                long.
+            TypeError: sampling is not SamplingParams.
         """
         if not isinstance(sampling, SamplingParams):
             raise TypeError(
@@ -665,8 +674,14 @@ class LLM:
         terms: RequestTerms,
         pooling: str | None = None,
     ) -> list[Generation]:
-        """Return a generation for each prompt, with its parameters; all are checked and none is
-        started."""
+        """Return a checked generation for each prompt; none is started.
+
+        Args:
+            prompts: one prompt or several.
+            params: the sampling parameters of all prompts, or of each; None for the defaults.
+            terms: the terms of each request.
+            pooling: one of POOLINGS for embeddings; None to generate text.
+        """
         is_alone = isinstance(prompts, (str, bytes, Mapping))
         many = listed("prompts", [prompts] if is_alone else prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -698,7 +713,12 @@ class LLM:
         pooling: str | None,
         request_id: str | None = None,
     ) -> Generation:
-        """Return a request that may be submitted, checked."""
+        """Return a checked generation for one prompt, to be submitted.
+
+        Raises:
+            RequestError: the request can never be served.
+            RuntimeError: the model's parameters were changed without `update_weights`.
+        """
         adapter: Adapted | None = self._live_adapter
         has_changed = self._live_adapter is not None and self._live_adapter.has_changed
         if self._live is not None and (has_changed or self._live.has_changed):
@@ -940,20 +960,20 @@ class LLM:
         return "" if self._live_adapter is None else self._live_adapter.digest()
 
     def sleep(self, level: int = 1, *, running: str = "wait") -> None:
-        """Give the memory of the cache back, and that of the weights, until `wake`.
+        """Free the memory of the cache and of the weights until `wake` is called.
 
-        Requests that come meanwhile are refused. Cached prefixes are forgotten, but for those in
-        files. What a model of this process holds stays as it is.
+        Requests that come meanwhile are refused. Cached prefixes are lost, except those in files. A
+        model that was passed as an object of this process keeps its weights where they are.
 
         Args:
-            level: 1 frees the cache, and moves the weights on a GPU to main memory; 2 drops them,
-                too, and `wake` reads them again.
-            running: see `update_weights`; "keep" is refused.
+            level: 1 frees the cache, and moves weights from a GPU to main memory; 2 frees the
+                weights as well, and `wake` reads them again from the checkpoint.
+            running: the fate of running requests: "wait" lets them end first, "abort" ends them.
 
         Raises:
-            UnsupportedError: the engine has other processes, or runs an encoder.
-            ValueError: an argument is something else.
-            RuntimeError: the engine sleeps.
+            UnsupportedError: the engine has several processes, or its model is an encoder.
+            ValueError: level or running is none of these values.
+            RuntimeError: the engine sleeps already.
         """
         if type(level) is not int or level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {shown(level)}")

@@ -161,10 +161,10 @@ class EngineLoop:
         self._soon(functools.partial(self._core.drop, [generation]))
 
     def drop(self, generations: Sequence[Generation]) -> None:
-        """End those of these that have not finished, and wait until they hold nothing.
+        """End those of these requests that are unfinished, and wait until they own no cache blocks.
 
-        It waits PATIENCE seconds at most, and on the engine's own thread not at all: a garbage
-        collection may have called it, of an iterator, in the middle of anything.
+        It waits at most PATIENCE seconds, and not at all on the engine's own thread, where the
+        garbage collection of an iterator may call it at any moment.
         """
         if self._core.is_own_thread:
             self._soon(functools.partial(self._core.drop, generations))
@@ -286,7 +286,8 @@ class _Task:
 
 
 class _Arrival:
-    """Requests of one call, which the engine's thread takes or refuses together."""
+    """The requests of one call on their way to the engine's thread, which admits all or refuses
+    all."""
 
     def __init__(self, core: _Core, generations: Sequence[Generation]) -> None:
         self.core, self.generations = core, generations
@@ -422,7 +423,11 @@ class _Core:
         return None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
 
     def _take_tasks(self) -> bool:
-        """Do what has come; without other work, wait for it. False ends the thread."""
+        """Run the posted tasks; if the engine has no other work, wait for one.
+
+        Returns:
+            False if the thread shall end.
+        """
         while self.reason is None:
             if self.idle_tasks and not self.live:
                 self._do_idle_tasks()
@@ -444,7 +449,11 @@ class _Core:
         return False
 
     def _step(self, step: Callable[[], Sequence[TokenEvent]]) -> None:
-        """Do a step, or what ends requests without one, and give its events to their readers."""
+        """Call `step`, and give its events to their requests; an error ends requests or the loop.
+
+        Args:
+            step: a step of the engine, or a function that ends requests without one.
+        """
         try:
             events = step()
         except DeviceLostError as error:
@@ -558,7 +567,8 @@ class _Core:
             self.add(generation)
 
     def _audit(self) -> None:
-        """Compute a request again while nothing else is to be done; end where that is wanted."""
+        """Compute an audited request again while the engine is idle; stop at a difference if
+        configured."""
         if not hasattr(self, "engine"):
             return
         self.engine.audit_next()

@@ -247,19 +247,18 @@ class _Guessing(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineMaker:
-    """Makes an engine; holds nothing of the LLM, whose end must end it.
+    """Makes an engine; it keeps no reference to the LLM, so that an unused LLM can be freed.
 
     Attributes:
         config: the engine's config.
         directory: the directory of the checkpoint.
         model: the model, on the device.
-        spec: the kind of its cache.
+        spec: the spec of its cache.
         identity: the fingerprint of the model and its cache, for blocks in files; b"" without any.
-        num_parameters: numbers that the model has learnt.
+        num_parameters: the number of the model's parameters.
         num_threads: torch's threads on the thread of the LLM.
         start_seconds: a stopwatch, which notes the parts of the start.
         current_device: the GPU that was current on the thread of the LLM; None on a CPU.
-        sites: the linear layers that may have adapters; empty without them.
         live: the adapter that is trained beside a model of this process; None without.
     """
 
@@ -352,8 +351,12 @@ class EngineMaker:
         return AdapterSlots(self.model, slots)
 
     def _guessing(self) -> _Guessing | None:
-        """Return what guesses by a cache of its own, loaded before the memory that is left is
-        measured; None for lookups, and for a draft model on a CPU.
+        """Load the head or draft model that guesses tokens with a cache of its own.
+
+        It must be loaded before the free memory is measured.
+
+        Returns:
+            None for guesses by lookup, and for a draft model on a CPU.
 
         Raises:
             CheckpointError, ValueError: see `load_draft` and `load_multi_token_head`.

@@ -127,7 +127,8 @@ def _refuse(
 
 
 def _left_in_groups() -> Iterator[int | None]:
-    """Yield what each limit leaves that holds for this process's control group, by v2 and by v1."""
+    """Yield the bytes that each memory limit of this process's control groups leaves, None for
+    no limit."""
     own = {"": "/", "memory": "/"}
     for line in _lines(Path("/proc/self/cgroup")):
         _, kinds, path = line.split(":", 2)

@@ -74,7 +74,13 @@ class Options:
     def start_of(
         self, outputs: StructuredOutputs, *, user: str = "", is_tried: bool = False
     ) -> Any:
-        """Compile a description, see `Grammars.compile`; return what makes a matcher of it."""
+        """Compile a description of structured output; return a function that makes its matchers.
+
+        Args:
+            outputs: the user's description.
+            user: the user, whose grammars are counted.
+            is_tried: True if another process has compiled it already.
+        """
         assert self.tokenizer is not None
         if not self.end_ids:
             raise RequestError("structured must be None for a model without end token, got one")

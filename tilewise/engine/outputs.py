@@ -329,8 +329,11 @@ class Generation:
         return self._streams[completion.index].text
 
     def settle(self, account: Account | None) -> None:
-        """Copy the history of a request that has ended to its output; None, for one without a
-        history, changes nothing."""
+        """Copy the preemptions, lost tokens and admission time of an ended request to its output.
+
+        Args:
+            account: the request's account; None leaves the output as it is.
+        """
         if account is not None:
             self.output.num_preemptions = account.num_preemptions
             self.output.num_tokens_lost = account.num_lost

@@ -15,7 +15,7 @@ __all__ = ["cache_report", "stats_line", "stats_record"]
 
 
 def stats_line(stats: EngineStats) -> str:
-    """Return one line that says how fast a run was and what its cache held."""
+    """Return one line with the rates, cache use, prefix hits and preemptions of a run."""
     scheduler = stats.scheduler
     parts = [
         f"prefill {_rate(stats.prefill_rate)}",
@@ -73,7 +73,7 @@ def cache_report(spec: CacheSpec, max_model_len: int) -> str:
 
 
 def _states(spec: CacheSpec) -> list[tuple[str, str]]:
-    """Say what the states of a model take, if it has any."""
+    """Return lines, as (name, text), about the memory of recurrent states; none without states."""
     if not spec.states:
         return []
     slots = {

@@ -178,7 +178,7 @@ class SamplingParams:
             )
 
     def _check_types(self) -> None:
-        """Refuse what would fail, or quietly mean something else, deep inside a step."""
+        """Raise TypeError for values that would fail, or be misunderstood, deep inside a step."""
         maybe = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
         for name in ("n", "top_k", "min_tokens", *maybe):
             value = getattr(self, name)
@@ -197,7 +197,7 @@ class SamplingParams:
         self._check_stops()
 
     def _check_options(self) -> None:
-        """Refuse what is asked of logits beside temperature and truncation, out of its range."""
+        """Check penalties, lengths, biases, allowed tokens, bad words and structured outputs."""
         check_penalties(self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         check_lengths(self.min_tokens, self.max_tokens)
         for name in ("include_stop_str_in_output", "skip_special_tokens"):

@@ -341,10 +341,10 @@ def end_tokens(config: ModelConfig | EncoderShape, tokenizer: Tokenizer | None) 
 
 
 def context_length(wanted: int | None, config: ModelConfig | EncoderShape) -> int:
-    """Return max_model_len: what is wanted, or all positions that the model has.
+    """Return max_model_len: `wanted`, or by default the number of positions of the model.
 
     Raises:
-        ValueError: the model has fewer, or it is below 2.
+        ValueError: the model has fewer positions, or wanted is below 2.
     """
     longest = config.context_length
     if wanted is None:

@@ -47,7 +47,11 @@ Blocks = int | tuple[int, ...]  # of the only group of layers, or of each
 
 
 def _demands(spec: CacheSpec, num_tokens: int, max_run: int) -> list[int]:
-    """Return the blocks of each group that a sequence of so many tokens takes at most at a time."""
+    """Return the most blocks of each group that a sequence of num_tokens owns at a time.
+
+    Args:
+        max_run: the largest number of its tokens in one step.
+    """
     total = -(-num_tokens // spec.block_size)
     return [
         total if window is None else min(total, window_blocks(window, max_run, spec.block_size))
@@ -180,7 +184,7 @@ def allocate(
 
 
 def cpu_budget() -> int:
-    """Return the bytes of main memory that a cache takes unless told."""
+    """Return the bytes of main memory for a cache whose size the user did not choose."""
     return int(available_memory() * CPU_FRACTION)
 
 
@@ -193,13 +197,16 @@ def blocks_on_cpu(
     num_processes: int = 1,
     states: StateMemory | None = None,
 ) -> Blocks:
-    """Return blocks for max_num_seqs sequences of max_model_len tokens, in a quarter of the memory.
+    """Return how many cache blocks a CPU engine allocates, for each group of layers.
+
+    There are blocks for max_num_seqs sequences of max_model_len tokens, but no more than fit in a
+    fixed share of the free memory (`cpu_budget`).
 
     Args:
-        max_run: tokens of one sequence in a step, of which a group with a window keeps blocks; None
-            is max_model_len.
+        max_run: the largest number of tokens of one sequence in a step; a group with a window needs
+            blocks for them and the window. None stands for max_model_len.
         num_processes: the number of processes that share this memory, each with a cache of its own.
-        states: the memory that states take of it; None for a model without.
+        states: the recurrent states, whose memory is taken from the share first; None without.
 
     Raises:
         ValueError: not even one block of each group fits.
@@ -375,9 +382,9 @@ def bytes_to_come(sizes: Sequence[int], kept: int, nodes: int, *, count: int = 1
 def widest_batch(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
 ) -> Batch:
-    """Return a step of all the tokens and all the samples that the limits allow.
+    """Return a batch of as many tokens and samples as the limits allow, to measure its memory.
 
-    Its sequences share their blocks, which no real step does: only its memory matters.
+    Its sequences share their blocks, which no real step does.
     """
     num_seqs = min(max_num_seqs, max_num_batched_tokens)
     shorter, longer = divmod(min(max_num_batched_tokens, num_seqs * max_model_len), num_seqs)
@@ -407,7 +414,7 @@ def run_once(
     *,
     batch_invariant: bool = False,
 ) -> None:
-    """Run a step over a throw-away cache."""
+    """Run one step over a cache that is thrown away."""
     storage = KVStorage(spec, _blocks_of(batch), device)
     ModelRunner(model, storage, batch_invariant=batch_invariant).submit(batch)
 

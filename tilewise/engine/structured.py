@@ -73,7 +73,7 @@ class GrammarMatcher:
         self._check("a rollback")
 
     def copy(self) -> GrammarMatcher:
-        """Return a matcher in the same state that goes its own way."""
+        """Return an independent matcher in the same state."""
         return GrammarMatcher(self._state.deep_copy(), self._closers)
 
     def _check(self, what: str) -> None:

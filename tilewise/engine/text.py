@@ -24,18 +24,20 @@ MAX_WINDOW, KEPT_WINDOW = 32, 8
 
 
 class Detokenizer:
-    """Turns the token ids of one sample into text as they come; O(1) decoded tokens per token.
+    """Turns the token ids of one sample into text as they come, by O(1) decoded tokens a token.
 
-    The window is [context | new]: context starts and ends between characters and is already out.
-    New text is what decode(context + new) adds; once it ends between characters, new becomes the
-    context. (The prefix-offset technique of incremental decoding.)
+    The window is [context | new]: the text of the context has been returned, and ends between
+    characters. New text is what decode(context + new) adds; once it ends between characters, new
+    becomes the context. (The prefix-offset technique of incremental decoding.)
 
     Args:
-        decode: ids to text, any decoder of the `tokenizers` library.
+        decode: a function from ids to text, such as `decode` of a `tokenizers` tokenizer.
         special_ids: tokens without text.
-        prompt_token_ids: the tokens before the first one, which decide about its leading space.
-        open_end: the number of characters at the end of a text, beside unfinished ones, that
-            `decode` may change once it has more tokens; None is none.
+        prompt_token_ids: the prompt's tokens, by whose end the first token's leading space is
+            decided.
+        open_end: a function from a text to the number of its last characters that `decode` may
+            change when more tokens come, besides incomplete UTF-8; None if there are no such
+            characters.
     """
 
     def __init__(
@@ -203,7 +205,8 @@ class StopMatcher:
         return pending[:shown], None
 
     def flush(self) -> str:
-        """Return the text that was held back: no more is coming, so it is no stop string."""
+        """Return the text that was held back as a possible beginning of a stop string; no more
+        text comes."""
         held, self._held = self._held, ""
         return held
 

@@ -211,7 +211,13 @@ class _Declared(NamedTuple):
 def _declared(
     directory: Path, config: Mapping[str, Any], library: tokenizers.Tokenizer, *, is_whole: bool
 ) -> _Declared:
-    """Return what the files declare; of tokenizer.json (`is_whole`) what the library has of it."""
+    """Return the tokens and settings that the tokenizer's files declare.
+
+    Args:
+        config: the object of tokenizer_config.json.
+        library: the tokenizer of the `tokenizers` library.
+        is_whole: True if that was read from tokenizer.json, and is asked for its tokens.
+    """
     import tokenizers
 
     fields = dict(config)

@@ -99,10 +99,10 @@ class Steps:
 
 
 def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepWork:
-    """Return the counts of a batch that decide how long its step takes.
+    """Return the counts of a batch from which the cost model predicts a step's time.
 
     Args:
-        before: the batch of the step before; None counts this one as one of other sequences.
+        before: the batch of the step before; None if it had other sequences.
     """
     runs = batch.sequences
     tokens = logits = samples = keys = pairs = prompts = 0

@@ -62,7 +62,8 @@ class RowTiles:
 
 
 def most_tiles(rows: int, slots: int) -> int:
-    """Return the tiles that so many rows take at most, whichever slots they use."""
+    """Return the largest number of tiles that `rows` rows need with any choice among `slots`
+    adapters."""
     return (rows + (TILE - 1) * min(rows, slots)) // TILE
 
 

@@ -126,7 +126,11 @@ class Refusal(NamedTuple):
 def run_once(
     planner: Callable[[Call], Plan | Refusal], spec: AttentionSpec, tensors: AttentionTensors
 ) -> Results:
-    """Plan a forward pass and run it, where the call is part of another."""
+    """Plan a forward pass and run it once, as a part of another plan's run.
+
+    Raises:
+        UnsupportedError: the planner refuses.
+    """
     plan = planner(Call.of(spec, tensors))
     if isinstance(plan, Refusal):
         raise UnsupportedError(plan.reason)
@@ -350,7 +354,8 @@ class LaunchPlan:
         return run
 
     def launcher(self, tensors: Sequence[Tensor | None]) -> Callable[[], None]:
-        """Return what only starts the steps, into memory allocated here: it is to be measured."""
+        """Return a function that only launches the steps, to be measured; all memory is
+        allocated here."""
         self.run(*tensors)
         run = self._begin(tensors)
 

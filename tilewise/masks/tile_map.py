@@ -47,7 +47,11 @@ class TileMap(NamedTuple):
 
 
 class BitTiles:
-    """A set of distinct bit tiles under construction: equal tiles get the same number."""
+    """The distinct bit tiles of a mask that is being built: equal tiles get the same number.
+
+    Args:
+        tile: the queries and keys of a tile.
+    """
 
     def __init__(self, tile: tuple[int, int]) -> None:
         self.tile = tile

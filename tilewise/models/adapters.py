@@ -218,7 +218,8 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:
-    """Refuse what is no sum of a layer and a product of low rank."""
+    """Raise CheckpointError unless an adapter adds products of low rank to layers, and nothing
+    else."""
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"peft_type must be LORA, got {shown(config.get('peft_type'))}")
     refused = (

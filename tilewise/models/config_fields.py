@@ -18,7 +18,7 @@ _MOST_LAYERS = 10_000  # ten times DeepNet's (2022); a wrong number must not bui
 
 
 class UnknownModelError(CheckpointError):
-    """A checkpoint that no decoder of this package can be made of, but perhaps another one's."""
+    """Raised for a checkpoint that has no decoder in this package; transformers may run it."""
 
 
 def with_fields(config: Json, **fields: Any) -> Json:

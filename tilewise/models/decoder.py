@@ -99,11 +99,11 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def source_of(self, name: str, linear: QuantisedLinear) -> Weight:
-        """Return what a quantised weight is made of in a Hugging Face checkpoint.
+        """Return the weight of a Hugging Face checkpoint from which a quantised weight was made.
 
         Args:
             name: the name that the parameter of a linear layer would have.
-            linear: the layer that holds the weight.
+            linear: the layer that has the weight.
         """
         raise NotImplementedError
 

@@ -117,12 +117,12 @@ class DecoderConfig:
 
     @property
     def num_q_heads(self) -> int:
-        """The query heads of a layer, of the one with the most; 0 without attention."""
+        """The largest number of query heads of a layer; 0 without attention."""
         return max((attention.num_q_heads for attention in self.attentions), default=0)
 
     @property
     def num_kv_heads(self) -> int:
-        """The key heads of a layer, of the one with the most; 0 without attention."""
+        """The largest number of key heads of a layer; 0 without attention."""
         return max((attention.num_kv_heads for attention in self.attentions), default=0)
 
     @property

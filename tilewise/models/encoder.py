@@ -236,7 +236,14 @@ class EncoderLayer(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, packed: Packed, bias: Tensor | None
     ) -> Tensor:
-        """Map the residual stream (T, E) to itself."""
+        """Return the residual stream (T, E) after the layer.
+
+        Args:
+            x: the residual stream (T, E).
+            rope: cosines and sines, None for no rotation.
+            packed: the edges of the sequences.
+            bias: an additive bias of the logits, or None.
+        """
         y: Tensor
         if self.is_post_norm:
             x = self.attention_norm(x + self.attention(x, rope, packed, bias))

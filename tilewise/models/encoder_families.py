@@ -65,7 +65,8 @@ _KINDS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
 
 
 def encoder_family(config: Json) -> tuple[str, str] | None:
-    """Return the family of a config.json and the kind of its class; None for what is no encoder."""
+    """Return the family of a config.json and the kind of its class; None if it is not an
+    encoder."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if name is None:
@@ -229,7 +230,13 @@ def _layer_types(config: Json, num_layers: int, default: list[str]) -> list[str]
 def _by_type(
     config: Json, head_dim: int, positions: int, types: list[str], bases: dict[str, float]
 ) -> tuple[RopeConfig, ...]:
-    """Return the rotary settings of each layer, of one kind for each type of layer."""
+    """Return the rotary settings of each layer, by whether it has full or local attention.
+
+    Args:
+        positions: the largest number of positions.
+        types: each layer's entry in layer_types.
+        bases: the config's key of theta and its default, for full and then for local attention.
+    """
     full, local = (
         read_gemma_rope(config, head_dim, positions, kind, base, theta)
         for (base, theta), kind in zip(
@@ -442,7 +449,12 @@ def _scored(config: Json, num_labels: int) -> Classifier:
 def _bert_names(
     layer: str, q: str, o: str, attention_norm: str, up: str, down: str, mlp_norm: str
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of a family with BERT's embeddings, from those below a layer."""
+    """Return the names of the weights of a family with BERT's embeddings.
+
+    Args:
+        layer: the prefix of a layer.
+        q, o, attention_norm, up, down, mlp_norm: the names of a layer's parts in the checkpoint.
+    """
     parts = {
         "attention.qkv_proj": tuple(q.format(x) for x in _QKV[q]),
         "attention.o_proj": (o,),

@@ -83,7 +83,7 @@ class HubName(NamedTuple):
 
 
 def hub_name(given: str | Path) -> HubName | None:
-    """Return the name on the hub that a string is, or None where it is a path or no such name.
+    """Parse a model's name on the hub; return None for a path or anything that is no such name.
 
     Args:
         given: the model as the user wrote it; "owner/model" or "owner/model@revision" are names,
@@ -99,13 +99,13 @@ def hub_name(given: str | Path) -> HubName | None:
 
 
 def checkpoint_folder(given: str | Path) -> Path:
-    """Return the folder of a checkpoint: the given path, or where a name on the hub lies here.
+    """Return the local folder of a checkpoint; a name on the hub is downloaded if need be.
 
-    Of a GGUF file, or of a folder with one and no config.json, it is the folder that the file
-    stands for.
+    For a GGUF file, or a folder with one and no config.json, return the folder that `gguf_folder`
+    makes of it.
 
     Raises:
-        CheckpointError: see `fetch` and `gguf_folder`; or a folder has several GGUF files.
+        CheckpointError: the download fails, a file is damaged, or a folder has several GGUF files.
     """
     name = hub_name(given)
     path = Path(given) if name is None else fetch(name)
@@ -121,12 +121,12 @@ def checkpoint_folder(given: str | Path) -> Path:
 
 
 def fetch(name: HubName) -> Path:
-    """Return the folder of a model of the hub, downloading what the cache on this machine lacks;
-    of a repository of GGUF files, the one file, or the first part of a split one.
+    """Return the folder of a model of the hub, and download what the cache on this machine lacks.
 
-    A whole copy in the cache is taken as it is, without a question to the hub. The variables
-    HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to
-    `huggingface_hub`, which downloads, shows the progress, and resumes what was cut.
+    For a repository of GGUF files return the file, the first part if it is split. A complete copy
+    in the cache is used without a request to the hub. The variables HF_HOME, HF_HUB_CACHE,
+    HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE have their meaning in `huggingface_hub`, which
+    downloads, shows the progress, and resumes.
 
     Raises:
         CheckpointError: the hub does not know the name or the revision, asks for permission, cannot
@@ -148,10 +148,10 @@ def fetch(name: HubName) -> Path:
 
 
 def adapter_folder(given: str | Path) -> Path:
-    """Return the folder of an adapter: the given path, or where a name on the hub lies here.
+    """Return the local folder of an adapter; a name on the hub is downloaded if need be.
 
     Raises:
-        CheckpointError: see `fetch`; or the repository holds no adapter with safetensors.
+        CheckpointError: the download fails, or the repository has no adapter with safetensors.
     """
     name = hub_name(given)
     if name is None:
@@ -174,7 +174,17 @@ def adapter_folder(given: str | Path) -> Path:
 
 
 def _downloaded(kind: str, name: HubName, choose: Callable[[list[str]], list[str]]) -> Path:
-    """Return the folder of a repository behind the download of the files that `choose` takes."""
+    """Download the files of a repository that `choose` takes, and return their folder in the cache.
+
+    Args:
+        kind: the noun for messages, such as "model".
+        name: the repository and its revision.
+        choose: a function from the names of all files to those that are wanted.
+
+    Raises:
+        CheckpointError: HF_HUB_OFFLINE is set, the repository cannot be read, or the disk is too
+            small.
+    """
     if constants.HF_HUB_OFFLINE:
         raise CheckpointError(
             f"{kind} {str(name)!r} must be in the cache where HF_HUB_OFFLINE is set, got none "
@@ -201,12 +211,12 @@ def _downloaded(kind: str, name: HubName, choose: Callable[[list[str]], list[str
 
 
 def _bars(show: Show, what: str, total: int) -> type[Any]:
-    """Return a class for huggingface_hub's bars, which draw nothing and tell `show` of their bytes.
+    """Return a class of progress bars for huggingface_hub that only report bytes to `show`.
 
     Args:
         show: a function that takes lines of progress.
         what: the words before the sizes.
-        total: bytes that are downloaded in all, those that lie here already among them.
+        total: bytes that are downloaded in all, including those in the cache already.
     """
 
     class Bar(tqdm):  # type: ignore[misc]
@@ -224,10 +234,14 @@ def _bars(show: Show, what: str, total: int) -> type[Any]:
 
 
 def _only(where: str, choices: list[str], before: str) -> str:
-    """Return the one GGUF file that is meant.
+    """Return the only one of several GGUF files, or ask the user to choose.
+
+    Args:
+        where: the checkpoint, for the message.
+        before: the text before each choice in the message.
 
     Raises:
-        CheckpointError: there are several.
+        CheckpointError: there are several choices.
     """
     if len(choices) > 1:
         shown = ", ".join(f"{before}{x}" for x in choices[:_SHOWN])
@@ -237,10 +251,13 @@ def _only(where: str, choices: list[str], before: str) -> str:
 
 
 def _gguf_of(name: HubName, files: list[str]) -> str | None:
-    """Return the GGUF file of a repository that a name means; None if it means a checkpoint.
+    """Return the GGUF file to which a name refers; None if it refers to an ordinary checkpoint.
+
+    Args:
+        files: the files of the repository.
 
     Raises:
-        CheckpointError: there is none such, or there are several.
+        CheckpointError: no file matches, or several do.
     """
     choices = gguf_choices(files)
     if not name.part:
@@ -281,7 +298,8 @@ def _cached(name: HubName) -> Path | None:
 
 
 def _cached_gguf(name: HubName) -> Path | None:
-    """Return the GGUF file that a name means, if exactly one in the cache is such and whole."""
+    """Return the GGUF file in the cache to which a name refers, if exactly one matches and is
+    complete."""
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
     revision = name.revision or "main"
     named = repo / "refs" / revision
@@ -330,7 +348,7 @@ def _wanted(name: HubName, files: Iterable[str]) -> list[str]:
 
 
 def _kind(files: list[str]) -> str:
-    """Say what a repository holds that is no checkpoint."""
+    """Return the words of a message for what a repository without a checkpoint has instead."""
     if "model_index.json" in files:
         return "a pipeline of a diffusion model"
     if "adapter_config.json" in files:
@@ -341,7 +359,7 @@ def _kind(files: list[str]) -> str:
 
 
 def _check_disk(name: HubName, wanted: int) -> None:
-    """Raise CheckpointError if the disk of the cache has no room for so many bytes."""
+    """Raise CheckpointError if the cache's disk has no room for `wanted` bytes."""
     cache = Path(constants.HF_HUB_CACHE)
     at = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(at).free

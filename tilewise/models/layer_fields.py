@@ -105,7 +105,7 @@ class Sizes:
         return {"hidden_size": self.hidden_size, "max_position_embeddings": self.positions}
 
     def wider(self, factor: int) -> Sizes:
-        """Return the sizes with feed-forward blocks that are so many times as wide."""
+        """Return the sizes with feed-forward blocks that are `factor` times as wide."""
         return replace(self, intermediate_size=factor * self.intermediate_size)
 
     def attention(self, **options: Any) -> AttentionConfig:
@@ -167,7 +167,11 @@ def mixer_of(kind: type[_Mixer], *sizes: Any, **options: Any) -> _Mixer:
 
 
 def layer_types(config: Json, num_layers: int, default: list[str] | None = None) -> list[str]:
-    """Return the kind of each layer, from `layer_types` or as given."""
+    """Return the type of each layer, from the config's layer_types or from `default`.
+
+    Raises:
+        CheckpointError: there is no list with an entry for each layer.
+    """
     types = config.get("layer_types")
     types = default if types is None else types
     if not isinstance(types, list):

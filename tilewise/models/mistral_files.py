@@ -154,7 +154,7 @@ class MistralTensors:
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
     def get_slice(self, name: str) -> Any:
-        """Return a tensor as something to cut from."""
+        """Return a tensor whose rows and columns can be read by slicing, without the rest."""
         source, heads = self._sources[name]
         part = self._reader.get_slice(source)
         return _Reordered(self, name, part) if heads else part

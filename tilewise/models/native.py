@@ -61,7 +61,7 @@ Norm = RMSNorm | UnitRMSNorm | ShiftedRMSNorm | LayerNorm
 
 
 def new_norm(config: NormConfig, dim: int) -> Norm:
-    """Return the norm of so many channels."""
+    """Return a new norm of `dim` channels."""
     if config.kind == "rms":
         return RMSNorm(dim, config.eps) if config.has_weight else UnitRMSNorm(dim, config.eps)
     if config.kind == "shifted_rms":
@@ -239,7 +239,14 @@ class NativeLayer(nn.Module):
         kv: CacheLayer | None,
         options: dict[str, Any],
     ) -> Tensor | Parts | RankPart:
-        """Return the output of attention, of the mixer, or the sum of both."""
+        """Return the output of attention, of the recurrent mixer, or the sum of both.
+
+        Args:
+            h: the normalised input (B, S, E) or (T, E).
+            rope: cosines and sines, None for no rotation.
+            ctx, kv: the context and the layer's cache or states; None for a dense batch.
+            options: further arguments of the attention layer.
+        """
         mixed: Tensor | None = None
         if self.mixer is not None and ctx is None:
             mixed = self.mixer(h)
@@ -305,7 +312,11 @@ class NativeLayer(nn.Module):
         ctx: AttentionContext,
         kv: CacheLayer,
     ) -> tuple[Parts, Tensor]:
-        """Do as `forward`, each product with the norm before it or the activation behind it."""
+        """Compute `forward` for one token, with norms and activations fused into the products.
+
+        Returns:
+            The parts of the output, whose sum is still to be added, and the residual stream.
+        """
         attention, mlp = self.attention, self.mlp
         assert isinstance(attention, Attention)
         assert isinstance(mlp, GatedMLP)
@@ -337,7 +348,7 @@ class NativeLayer(nn.Module):
     def _written(
         self, x: Tensor | Parts | RankPart, norm: Norm | None
     ) -> Tensor | Parts | RankPart:
-        """Return what a block's output adds to the residual stream."""
+        """Return a block's output as it is added to the residual stream: normalised and scaled."""
         if norm is None and self.residual_scale == 1:
             return x
         assert isinstance(x, Tensor)  # a block leaves parts for a norm right behind it alone
@@ -348,7 +359,8 @@ class NativeLayer(nn.Module):
 def _read_stream(
     norm: Norm | None, x: Tensor | Parts | RankPart, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what a block reads of the stream x + residual, and the stream."""
+    """Add x to the residual stream; return the norm of the sum, which a block reads, and the
+    sum."""
     if residual is not None and norm is not None:
         return norm.add(x, residual)
     assert isinstance(x, Tensor)
@@ -520,7 +532,13 @@ class NativeDecoder(Decoder):
         ctx: AttentionContext | None = None,
         kv: Sequence[CacheLayer] | None = None,
     ) -> Tensor:
-        """Return the last hidden states, normalised; see `Decoder.forward`."""
+        """Return the last hidden states, after the final norm.
+
+        Args:
+            ids: token ids, (B, S) dense or (T,) with ctx and kv.
+            positions: the position of each token; None counts them from 0.
+            ctx, kv: the context and each layer's cache; None for a dense batch.
+        """
         seqlen = self.dense_length(ids, ctx) if positions is None else 0
         ropes: list[tuple[Tensor, Tensor]] = []
         for rotary in self.rotaries:
@@ -573,8 +591,10 @@ class NativeDecoder(Decoder):
         ctx: AttentionContext | None,
         kv: Sequence[CacheLayer] | None,
     ) -> dict[QueryGrowth, Tensor]:
-        """Return the factors (..., 1, 1) of the rows' queries by the layers' growths, but those
-        that are 1 for all positions of a cache."""
+        """Return the factors (..., 1, 1) of queries by their position, for each such rule.
+
+        A rule is left out if its factors are 1 for every position that the cache can hold.
+        """
         found = {}
         for growth in self.growths:
             if ctx is not None and kv is not None:

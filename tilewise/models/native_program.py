@@ -124,7 +124,14 @@ def program_of(
     *,
     batch_invariant: bool,
 ) -> CpuProgram:
-    """Return a step of a `NativeDecoder` as a list of operations; see `Decoder.cpu_program`."""
+    """Return a step of a `NativeDecoder` on the CPU as a program.
+
+    Args:
+        model: the decoder, packed.
+        caches: each layer's cache tensors.
+        states: the states of recurrent layers, by the layer's number.
+        batch_invariant: True if a token's bits may not depend on the batch.
+    """
     return _Writer(model, caches, states, batch_invariant).write()
 
 
@@ -247,7 +254,8 @@ class _Writer:
         self._token_block(layer, index, scale)
 
     def _add_both(self, layer: Any, down: Panels, *, scale: step.Held | None) -> None:
-        """Write the end of a feed-forward block, the mixture beside it, and their addition."""
+        """Write the last product of a feed-forward block, the mixture of experts beside it, and
+        their sum."""
         program, dtype, width = self.program, self.model.dtype, self.model.config.hidden_size
         both = program.buffer("both blocks", width)
         program.product(self.act, self.y, down, step.STORE)
@@ -258,7 +266,7 @@ class _Writer:
         self._add_normalised(both, layer.mlp_out_norm, scale=scale)
 
     def _token_block(self, layer: Any, index: int, scale: step.Held | None) -> None:
-        """Write what a layer adds by the token's embedding for it."""
+        """Write the block that adds a projection of the token's own embedding for this layer."""
         if layer.token_gate is None:
             return
         program, size = self.program, self.token_size
@@ -277,7 +285,13 @@ class _Writer:
         self._add_normalised(self.y, layer.token_norm, scale=scale)
 
     def _mixed(self, layer: Any, config: LayerConfig, h: step.Buffer, index: int) -> None:
-        """Write attention, the mixer or both, and the addition of what they give."""
+        """Write attention, the recurrent mixer or both, and the addition of their outputs.
+
+        Args:
+            layer, config: the layer and its config.
+            h: the normalised input.
+            index: the number of the layer.
+        """
         program, scale = self.program, 1.0
         if layer.mixer is not None:
             o = self._mix(layer.mixer, h, self.states[index])
@@ -310,7 +324,7 @@ class _Writer:
             self._add(self.o, o_proj, layer.attention_out_norm, behind)
 
     def _normalised(self, norm: nn.Module | None, *, is_shared: bool) -> step.Buffer:
-        """Write a norm of the residual stream; return what a block reads."""
+        """Write a norm of the residual stream, and return the buffer with its result."""
         if norm is None:
             return self.x
         self.program.norm(self.x, self.h, _norm_of(norm, self.model.dtype), is_shared=is_shared)
@@ -341,7 +355,7 @@ class _Writer:
     def _add_normalised(
         self, source: step.Buffer, norm: nn.Module, *, scale: step.Held | None = None
     ) -> None:
-        """Write the norm of what a block has written, its addition and the factor of the sum."""
+        """Write: normalise a block's output, add it to the residual stream, and scale the sum."""
         norm_of, factor = _norm_of(norm, self.model.dtype), self.model.config.residual_scale
         self.program.norm(source, self.x, norm_of, adds=True, factor=factor, scale=scale)
 
@@ -513,7 +527,7 @@ class _Writer:
             program.multiply(self.o, self.o, num_q * v_dim, other=self.qkv, function="sigmoid")
 
     def _mix(self, mixer: StateLayer, h: step.Buffer, states: LayerStates) -> step.Buffer:
-        """Write a block with a state, up to what its last projection reads."""
+        """Write a recurrent layer up to its last projection; return that projection's input."""
         if isinstance(mixer, GatedDeltaNet):
             return self._gated_delta(mixer, h, states)
         if isinstance(mixer, KimiDeltaAttention):
@@ -674,7 +688,14 @@ class _Writer:
         columns: int,
         **skip: Any,
     ) -> None:
-        """Write the norm behind a recurrence, its gate, and what is added before both."""
+        """Write the gated norm of a recurrence's output `o`, in place.
+
+        Args:
+            norm: the norm; None multiplies by silu(gates) only.
+            gates: the gates, which go through silu.
+            columns: the channels of a row.
+            skip: the term that is added to o first, if any.
+        """
         if norm is None:
             self.program.gate(o, gates, o, columns, function="silu", **skip)
             return
@@ -812,7 +833,7 @@ def _angles_of(
 
 
 def _norm_of(module: nn.Module | None, dtype: torch.dtype) -> step.Norm:
-    """Return a norm as the list takes it."""
+    """Return a norm module as the program's operation."""
     if isinstance(module, UnitRMSNorm):
         ones = torch.ones(module.dim, dtype=dtype)
         return step.Norm(lambda: ones, module.eps, rounds=True)

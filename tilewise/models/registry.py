@@ -113,9 +113,9 @@ def load_encoder(
     before: Callable[[nn.Module], None] | None = None,
     model_impl: str = "auto",
 ) -> Encoder | TransformersEncoder:
-    """Load the encoder of a checkpoint directory; without a head, but for one of transformers.
+    """Load the encoder of a checkpoint directory, without a head unless transformers runs it.
 
-    Args, Raises: as of `load_model`.
+    The arguments and errors are those of `load_model`.
 
     Returns:
         The encoder in eval mode.
@@ -162,7 +162,12 @@ def _through_transformers(
     before: Callable[[Decoder], None] | None,
     error: CheckpointError | None = None,
 ) -> Decoder:
-    """Load a checkpoint that transformers runs; `error` is why no decoder here does."""
+    """Load a checkpoint whose layers transformers runs.
+
+    Args:
+        error: the error by which no decoder of this package could be made of it; None if it was
+            asked for.
+    """
     config = as_causal(read_object(Path(path) / "config.json"))
     names = config.get("architectures") or [None]
     reason = can_run(str(names[0]))
@@ -245,10 +250,10 @@ def allocated(model: Decoder, device: str | torch.device) -> Decoder:
 
 
 class _PlainMeta(TorchFunctionMode):
-    """A mode in which, on meta tensors, nn.init does nothing and empty_like allocates directly.
+    """A mode for meta tensors in which nn.init does nothing and empty_like allocates directly.
 
-    torch's own versions are Python code that imports torch._dynamo and sympy: 1.7 of 4.2 seconds
-    until the first word of a story (two cores, torch 2.13, 2026-11).
+    torch's own versions import torch._dynamo and sympy: 1.7 of 4.2 seconds until the first word of
+    a story (two cores, torch 2.13, 2026-11).
     """
 
     def __torch_function__(

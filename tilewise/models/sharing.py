@@ -100,7 +100,7 @@ def why_not_refill(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def refill(model: Decoder, names: Iterable[str], held: Callable[[str], Tensor]) -> None:
-    """Write all weights of a decoder anew, where they lie; what is shared already is left alone.
+    """Overwrite the weights of a decoder in place; weights shared already stay as they are.
 
     Args:
         model: the decoder, packed or with products of fixed tiles; `why_not_refill` is None.

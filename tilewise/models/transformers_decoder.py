@@ -220,7 +220,8 @@ class TransformersDecoder(Decoder):
 
     @property
     def hands_attention_over(self) -> bool:  # type: ignore[override]
-        """Whether each layer calls its attention once, so that no output takes another's place."""
+        """Return whether each layer calls attention once, so that outputs can be written in
+        place."""
         return len({call.module for call in self.calls}) == len(self.calls)
 
     @property
@@ -236,7 +237,10 @@ class TransformersDecoder(Decoder):
         ctx: AttentionContext | None = None,
         kv: Sequence[CacheLayer] | None = None,
     ) -> Tensor:
-        """Return the last hidden states, see `Decoder.forward`."""
+        """Return the last hidden states, (B, S, E) dense or (T, E) with ctx and kv.
+
+        The arguments are those of `Decoder.forward`.
+        """
         if (ctx is None) != (kv is None):
             raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
         if positions is None:
@@ -365,7 +369,7 @@ class _PassedThrough:
 
 
 class _Output:
-    """What a model's layers return: their last states, and nothing else."""
+    """The output of a model's layers: their last hidden states only."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -574,7 +578,8 @@ def _window(name: str, pattern: Pattern | None) -> int | None:
 
 
 def _refuse_cache_readers(inner: Any) -> None:
-    """Refuse a model one of whose layers computes something by what its cache holds."""
+    """Raise UnsupportedError if the code of one of the model's layers reads transformers' own
+    cache."""
     for name, module in inner.base_model.named_modules():
         kind = type(module)
         is_whole = "inputs_embeds" in inspect.signature(kind.forward).parameters
@@ -595,7 +600,8 @@ def _described_mask(
     mask_function: Any = None,
     **_: Any,
 ) -> Tensor:
-    """Return a mask that says what transformers described it by."""
+    """Return a mask of ones that carries the Pattern of the mask function which transformers
+    passed."""
     mask = torch.ones(batch_size, 1, q_length or _SURVEY_ROWS, kv_length, dtype=torch.bool)
     mask.pattern = Pattern.of(mask_function)  # type: ignore[attr-defined]
     return mask
@@ -693,7 +699,13 @@ def _inner(
     device: torch.device,
     random_weights: bool,
 ) -> Any:
-    """Return the model with its weights on the device."""
+    """Return transformers' model with its weights on the device.
+
+    Args:
+        path: the checkpoint's folder.
+        kind, theirs: the class and config of transformers.
+        random_weights: True to draw weights instead of reading them.
+    """
     if random_weights:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(0)
@@ -738,7 +750,14 @@ def _config(
     *,
     can_be_captured: bool,
 ) -> ModelConfig:
-    """Return what the engine reads of a model."""
+    """Return the ModelConfig by which the engine knows a model that transformers runs.
+
+    Args:
+        theirs: the config of transformers.
+        architecture: the name of the model's class.
+        calls: the calls of attention, in order.
+        can_be_captured: True if a step can be recorded in a CUDA graph.
+    """
     text = theirs.get_text_config()
     ends = text.eos_token_id
     positions = getattr(text, "max_position_embeddings", None)

@@ -124,9 +124,9 @@ def load_transformers_encoder(
     random_weights: bool,
     before: Callable[[nn.Module], None] | None,
 ) -> TransformersEncoder:
-    """Load the encoder of a checkpoint as transformers does.
+    """Load an encoder through transformers.
 
-    Args, Raises: as of `models.registry.load_encoder`.
+    The arguments and errors are those of `models.registry.load_encoder`.
     """
     config = read_object(Path(path) / "config.json")
     reason = why_no_encoder(config)
@@ -177,7 +177,8 @@ def load_transformers_encoder(
 
 
 def _shape(name: str, theirs: Any, empty: nn.Module, dtype: torch.dtype) -> EncoderShape:
-    """Return what an engine asks of a model's configuration."""
+    """Return the sizes of an encoder that an engine needs: architecture, vocabulary, width,
+    positions ..."""
     longest = getattr(theirs, "max_position_embeddings", None)
     if type(longest) is not int or longest < 1:
         raise CheckpointError(f"max_position_embeddings must be a positive integer, got {longest}")

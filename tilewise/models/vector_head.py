@@ -177,7 +177,13 @@ def _random(
     name: str,
     rows: tuple[int, ...] | None,
 ) -> Tensor:
-    """Return a random tensor for a stage of a model whose weights are drawn."""
+    """Return a random tensor of a stage: zeros for a bias, ones for a norm, else normal numbers.
+
+    Args:
+        size: the channels of the stage's input.
+        name: the name of the tensor.
+        rows: the rows that are kept; None for all.
+    """
     num_rows = len(rows) if rows is not None else stage.size or size
     if name == stage.bias:
         return torch.zeros(num_rows)

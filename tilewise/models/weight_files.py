@@ -137,7 +137,7 @@ class PickledTensors:
         return self._held[name]
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Return a tensor as something to cut from."""
+        """Return a tensor whose rows and columns can be read by slicing."""
         return TensorSlice(self._held[name])
 
 
@@ -178,7 +178,7 @@ def _named(directory: Path, suffix: str, begin: str = "") -> list[Path]:
 
 
 def _check_all(files: list[Path]) -> None:
-    """Refuse shards whose names say that there are more of them."""
+    """Raise CheckpointError if shards are missing, as the names of the others ("-of-N") say."""
     names = {file.name for file in files}
     for file in files:
         found = _SHARD.fullmatch(file.name)

@@ -91,9 +91,10 @@ class Part(NamedTuple):
 def grouped_rows(
     attention: AttentionConfig, q_heads: range, kv_heads: range
 ) -> tuple[tuple[int, int], ...]:
-    """Return the rows of heads in a source that holds, group by group, queries, a key and a value.
+    """Return the ranges of rows of the given heads: queries, then keys, then values.
 
-    A group is a key head with the query heads that read it. Source: GPT-NeoX, with groups of one.
+    The source has for each key head the queries that read it, then the key, then the value. Source:
+    GPT-NeoX, with one query for each key.
     """
     dim = attention.head_dim
     group = attention.num_q_heads // attention.num_kv_heads
@@ -106,8 +107,9 @@ def grouped_rows(
 def gate_rows(
     attention: AttentionConfig, q_heads: range, kv_heads: range
 ) -> tuple[tuple[int, int], ...]:
-    """Return the rows of gates, then of queries, in a source that holds, head by head, a query and
-    a gate. Source: Qwen3-Next.
+    """Return the ranges of rows of the given heads: gates, then queries.
+
+    The source has for each head its query and then its gate. Source: Qwen3-Next.
     """
     dim = attention.head_dim
     places = [2 * head + which for which in (1, 0) for head in q_heads]

@@ -238,7 +238,7 @@ def _modules(model: Decoder | Encoder, directory: str | Path, found: Found) -> Q
 
 
 def _narrow_table(model: Decoder, weight: Weight, found: Found, modules: QuantisedModules) -> None:
-    """Hold the embedding of a model, which is its output head, as a checkpoint stores it."""
+    """Replace a tied embedding by a quantised one, if the checkpoint stores it quantised."""
     (source,) = _names_of(model, weight, found)
     if not modules.has(source):
         return
@@ -258,7 +258,15 @@ def _narrow_experts(
     modules: QuantisedModules,
     part: CutOf | None,
 ) -> None:
-    """Hold the weights of experts as a checkpoint stores them, if a kernel reads both so."""
+    """Replace the weights of a mixture by quantised ones, if a kernel can read both of them.
+
+    Args:
+        name: the name of the mixture in the model.
+        both: the up and the down weights.
+        found: the tensors of the checkpoint.
+        modules: the quantised modules of the checkpoint.
+        part: the rank's part of each weight; None for all.
+    """
     experts = model.get_submodule(name)
     assert isinstance(experts, Experts)
     held: dict[str, QuantisedWeight] = {}
@@ -283,7 +291,8 @@ def _narrow_experts(
 
 
 def _narrow_linears(model: nn.Module) -> list[tuple[str, QuantisedLinear]]:
-    """Return the quantised weights of a model, and their names; of a table that of its rows."""
+    """Return the quantised linear layers of a model with their names; a tied head has the
+    embedding's."""
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantisedLinear)]
     return [("embed_tokens" if n == "packed_head" else n, m) for n, m in linears]
 
@@ -302,7 +311,8 @@ def _names_of(model: Decoder, weight: Weight, found: Found) -> list[str]:
 def _cut_all(
     model: Decoder, weight: Weight, sources: Sequence[QuantisedWeight], part: CutOf | None
 ) -> list[QuantisedWeight]:
-    """Return the parts of quantised sources that a model holds, in the order of its rows."""
+    """Return the part of each quantised source that this rank's model has, in the order of its
+    rows."""
     cuts = [None if part is None else part(weight, place) for place in range(len(sources))]
     if weight.order is not None:
         cuts = [
@@ -335,7 +345,7 @@ def _check_size(name: str, made: QuantisedLinear, linear: nn.Linear) -> None:
 def _targets(
     model: Decoder | Encoder, found: Found, part: CutOf | None, modules: QuantisedModules
 ) -> Iterator[tuple[str, Tensor, Part | None]]:
-    """Yield each tensor's name, its view of a parameter, and the part of the tensor to read.
+    """Yield each tensor's name, the view of a parameter to fill, and the part to read.
 
     A name that is not in the file belongs to experts in MXFP4, which are stored as blocks and
     scales.
@@ -380,7 +390,7 @@ def _targets(
 
 
 def _rows_in_file(weight: Weight, prefix: str, found: Found) -> tuple[int, ...]:
-    """Return the rows of a weight's sources in the file, or those that it should have."""
+    """Return the number of rows of each source of a weight in the file, or the expected ones."""
     assert weight.rows is not None
     rows = []
     for source in weight.sources:
@@ -508,7 +518,13 @@ def _copy(name: str, file: Path, reader: Any, target: Tensor, part: Part | None)
 
 
 def _unpack(name: str, found: Found, target: Tensor, part: Part | None) -> None:
-    """Fill a parameter from MXFP4, a matrix at a time: float32 takes 8 times its size."""
+    """Fill a parameter from MXFP4 blocks, one matrix at a time: float32 takes 8 times the size.
+
+    Args:
+        name: the name of the tensor, without "_blocks" and "_scales".
+        target: the view of the parameter.
+        part: the rank's part of it; None for all.
+    """
     if part is None:
         part = Part(1, target.shape[1], ((0, target.shape[1]),))
     spans = part.spans
@@ -536,9 +552,12 @@ def _unpack(name: str, found: Found, target: Tensor, part: Part | None) -> None:
 
 
 def _cut(source: Any, part: Part, *before: int) -> Tensor:
-    """Return the part of a file's tensor that `part` names, read without the rest.
+    """Read a part of a file's tensor without the rest.
 
-    `before` are indices into its first dimensions.
+    Args:
+        source: the tensor in the file.
+        part: the rows or columns.
+        before: indices into its first dimensions.
     """
     index = (*before, *(slice(None),) * (part.dim - len(before)))
     spans = [source[*index, a:b] for a, b in part.spans]
@@ -548,7 +567,12 @@ def _cut(source: Any, part: Part, *before: int) -> Tensor:
 def _open_checkpoint(
     directory: Path, stack: ExitStack, renames: Sequence[tuple[str, str]] = ()
 ) -> Found:
-    """Map each tensor name to its file and the open reader of that file."""
+    """Map each tensor's name to its file and the open reader of that file.
+
+    Args:
+        stack: the stack that closes the files.
+        renames: pairs of a regular expression and its replacement, for tensors' names.
+    """
     found = _open_files(directory, stack)
     for rule, to in renames:
         for old in [name for name in found if re.search(rule, name)]:
@@ -599,7 +623,7 @@ class _Renamed:
         self._reader, self._name = reader, name
 
     def get_slice(self, _: str) -> Any:
-        """Return the tensor as something to cut from."""
+        """Return the tensor, under its old name, for reading by slices."""
         return self._reader.get_slice(self._name)
 
     def get_tensor(self, _: str) -> Tensor:

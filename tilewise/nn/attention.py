@@ -35,36 +35,38 @@ class Attention(nn.Module):
     """Project to heads, rotate, attend causally, project back.
 
     q, k and v come from one matrix product: rows of qkv_proj.weight are the Hq query heads, then
-    the Hk key heads, then the Hk value heads, D rows each.
+    the Hk key heads, then the Hk value heads, D rows each; with has_gate the Hq gates come first.
 
     Args:
         hidden_size: the width E of x.
         num_q_heads, num_kv_heads: Hq and Hk; Hq is a multiple of Hk.
         head_dim: D; Hq * D need not be E.
         qkv_bias, o_bias: whether the projections add a bias.
-        qk_norm_eps: normalise each head of q and k before the rotation (Qwen3); None does not.
-        window: keys that a query sees, its own included; None is all before it.
-        softmax_scale: multiplies q . k; D ** -0.5 when None.
+        qk_norm_eps: the epsilon of an RMS norm of each head of q and k (Qwen3); None is no norm.
+        window: keys that a query sees, its own included; None is no bound.
+        softmax_scale: the factor of q . k; None is D ** -0.5.
         has_sinks: one learned logit a head in the denominator only (gpt-oss).
         softcap: c of the softcap c tanh(logits / c); 0 is off (Gemma 2).
-        rope_interleaved: rotate channels in pairs (2i, 2i + 1), not (i, i + R / 2).
-        alibi_slopes: the slope of each query head, by which logits fall with the distance of the
-            key (Press et al., 2021); empty is off.
-        kv_parts: see Attributes.
-        has_gate: multiply the output of each head by the sigmoid of a projection (Qwen3-Next), of
-            Hq D rows before those of q.
+        rope_interleaved: True to rotate channels in pairs (2i, 2i + 1), False in pairs (i, i + R /
+            2) of the R rotated ones.
+        alibi_slopes: the slope of each query head; slope times distance is subtracted from a logit
+            (Press et al., 2021). Empty is off.
+        kv_parts: the number of projections for keys and values: 2, 1 if keys are the values too, or
+            0 if another layer's keys and values are read.
+        has_gate: True to multiply the output of each head by the sigmoid of a further projection of
+            x (Qwen3-Next).
 
     Attributes:
-        q_norm, k_norm: the norms of q and k, of each head's D channels or, with `norms_all_heads`,
-            of the channels of all heads at once (OLMo 2); None for none.
-        norms_after_rope: True if they come after the rotation.
-        kv_parts: 2 for projections to keys and to values, 1 for one of both, 0 for none, where
-            another layer's keys and values are read.
+        q_norm, k_norm: the norms of q and k, of each head's D channels or, where norms_all_heads is
+            True, of the channels of all heads at once (OLMo 2); None for none.
+        norms_after_rope: True if the norms follow the rotation.
         v_norm: the norm of the values of a head; None for none.
-        layer, kv_layer, is_read: the number of this layer, that of the layer whose keys and values
-            it reads in place of own ones or None, and whether another layer reads this one's.
+        layer: the number of this layer.
+        kv_layer: the number of the layer whose keys and values are read instead of own ones, or
+            None.
+        is_read: True if another layer reads this one's keys and values.
         is_chunked: True if the window begins anew at each multiple of its size.
-        attends_as_cached: a dense batch has the values that a batch-invariant engine computes over
+        attends_as_cached: True if a dense batch must give the bits of a batch-invariant engine with
             a cache, see `nn.dense_cache`; gradients stay those of dense attention.
     """
 
@@ -185,7 +187,16 @@ class Attention(nn.Module):
         growth: Tensor | None = None,
         read: KeysAndValues | None = None,
     ) -> Tensor:
-        """Attend within each sequence of (B, S, Hq + 2 Hk, D); return o (B, S, Hq, D)."""
+        """Attend within each sequence of a dense batch; return o (B, S, Hq, D).
+
+        Args:
+            heads: (B, S, Hq + 2 Hk, D), the projections to queries, keys and values.
+            rope: cosines and sines, None for no rotation.
+            on_max_logits: a function that is given the largest logit of each head; None for none.
+            growth: factors of the queries, broadcastable to them; None for 1.
+            read: keys and values by layer, from which a layer without own ones reads, and to which
+                a layer that others read writes.
+        """
         if self.kv_layer is None:
             q, k, v = self._rotated(heads, rope)
         else:
@@ -256,7 +267,15 @@ class Attention(nn.Module):
         kv: KVLayer,
         growth: Tensor | None = None,
     ) -> Tensor:
-        """Write the new keys and values of (T, Hq + 2 Hk, D) projections; return o (T, Hq, D)."""
+        """Write new keys and values to the paged cache, and attend over it; return o (T, Hq, D).
+
+        Args:
+            heads: (T, Hq + 2 Hk, D), the projections to queries, keys and values.
+            rope: cosines and sines, None for no rotation.
+            ctx: the sequences and slots of the rows.
+            kv: the layer's cache tensors, and its scales if it is an 8-bit one.
+            growth: factors of the queries, broadcastable to them; None for 1.
+        """
         k_cache, v_cache, *rest = kv
         k_scale, v_scale = rest or (None, None)
         if self.kv_layer is not None:
@@ -427,7 +446,8 @@ def _in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def _from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
-    """Return chunks, whose padding comes last, as the dense batch (B, S, H, D)."""
+    """Join chunks of a window's length to the dense batch (B, S, H, D), without the padding at
+    its end."""
     whole: Tensor = x.reshape(batch, -1, *x.shape[2:])
     return whole[:, :length]
 

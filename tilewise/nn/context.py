@@ -116,7 +116,8 @@ class AttentionContext:
         return replace(self, others=others, adapters=adapters)
 
     def of_layer(self, layer: int) -> AttentionContext:
-        """Return the context of a layer of the model: that of its group."""
+        """Return the context with the block tables and slots of the group to which a layer
+        belongs."""
         group = self.group_of[layer] if self.group_of else 0
         return self.others[group - 1] if group else self
 

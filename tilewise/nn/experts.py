@@ -215,7 +215,8 @@ class Experts(nn.Module):
         self.packed: cpu_step.Mixture | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
-        """Move or convert all tensors, but keep float32 what is float32 in a model of 16 bits."""
+        """Apply `fn` to all tensors as Module._apply does, but leave those that must stay
+        float32."""
         held: list[Tensor | None] = [self.correction_bias]
         if self.config.routes_in_float32 and isinstance(self.router, nn.Linear):
             held += [self.router.weight, self.router.bias]
@@ -293,7 +294,8 @@ class Experts(nn.Module):
             setattr(self, name, QuantisedLinear([weight], None, dtype))
 
     def place_on_gpu(self) -> None:
-        """Lay weights in MXFP4 as the kernels of this GPU read them, if there are such."""
+        """Rearrange MXFP4 weights as the kernels of this GPU read them; without such kernels do
+        nothing."""
         if not self.config.is_packed or isinstance(self.up, QuantisedLinear):
             return
         assert self.up_scale is not None
@@ -488,8 +490,12 @@ class Experts(nn.Module):
         return scores.argsort(dim=1, descending=True, stable=True)[:, : config.num_active]
 
     def _by_expert(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return y (T, E), computed expert by expert; a token's experts are added in the order of
-        its choices."""
+        """Compute y (T, E) expert by expert; a token's results are added in the order of choice.
+
+        Args:
+            x: (T, E).
+            chosen, weights: (T, k), the experts of each token and their weights.
+        """
         active, (tokens, width) = self.config.num_active, x.shape
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.config.num_experts).tolist()

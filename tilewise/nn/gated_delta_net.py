@@ -64,7 +64,7 @@ class GatedDeltaConfig:
         return {"qkvz_proj": self.parts, "conv": self.parts[:3]}.get(name)
 
     def state(self, dtype: torch.dtype) -> StateSpec:
-        """Return what a layer keeps of a sequence whose tokens have this dtype."""
+        """Return the spec of the state of one sequence in a layer whose tokens have this dtype."""
         return StateSpec(
             sum(self.parts[:3]),
             self.conv_width,

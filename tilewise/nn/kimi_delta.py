@@ -44,7 +44,7 @@ class KimiDeltaConfig:
         return (heads, dim, dim) if name == "a_proj" else None
 
     def state(self, dtype: torch.dtype) -> StateSpec:
-        """Return what a layer keeps of a sequence whose tokens have this dtype."""
+        """Return the spec of the state of one sequence in a layer whose tokens have this dtype."""
         heads, dim = self.num_heads, self.head_dim
         return StateSpec(3 * heads * dim, self.conv_width, heads, heads, dim, dim, True, dtype)
 

@@ -82,7 +82,7 @@ class Mamba2Config:
         return None
 
     def state(self, dtype: torch.dtype) -> StateSpec:
-        """Return what a layer keeps of a sequence whose tokens have this dtype."""
+        """Return the spec of the state of one sequence in a layer whose tokens have this dtype."""
         return StateSpec(
             sum(self.parts[1:4]),
             self.conv_width,

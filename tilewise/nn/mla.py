@@ -276,7 +276,13 @@ class MultiheadLatentAttention(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         adapters: StepAdapters | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the parts (..., Hq, Dn) and (..., Hq, Dr) of the queries, the second rotated."""
+        """Project c_q to the queries' parts (..., Hq, Dn), not rotated, and (..., Hq, Dr), rotated.
+
+        Args:
+            c_q: the latent of the queries, normalised; the hidden states where the model has none.
+            rope: cosines and sines that rotate the second part; None leaves it as it is.
+            adapters: the adapters of low rank that this step uses; None for none.
+        """
         q = adapted(self.q_b_proj, c_q, adapters).unflatten(-1, (self.num_heads, -1))
         q_nope, q_rope = q.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
         return q_nope, self._turned(q_rope, rope)

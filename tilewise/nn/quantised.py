@@ -114,10 +114,11 @@ class QuantisedEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = self.table.shape
 
     def hold(self, parts: Sequence[QuantisedWeight]) -> None:
-        """Take another table.
+        """Replace the table by the rows of all parts, in their order.
 
         Raises:
-            ValueError: the parts are quantised in unlike ways.
+            ValueError: the parts differ in format (bits, group size, scales), so that they are no
+                table.
         """
         joined = joined_parts(parts)
         if len(joined) != 1:

@@ -122,7 +122,7 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
     original = config.original_max_positions or config.max_positions
 
     def channel_of(turns: float) -> float:
-        """Return the (fractional) channel pair that makes so many rotations over the original
+        """Return the fractional index of the channel pair that rotates `turns` times over the
         context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 

@@ -40,7 +40,7 @@ class ShortConvConfig:
         return None
 
     def state(self, dtype: torch.dtype) -> StateSpec:
-        """Return what a layer keeps of a sequence whose tokens have this dtype."""
+        """Return the spec of the state of one sequence in a layer whose tokens have this dtype."""
         return StateSpec(self.width, self.conv_width, dtype=dtype)
 
 

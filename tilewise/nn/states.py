@@ -38,12 +38,13 @@ class StateConfig(Protocol):
 
 
 class Memory:
-    """Where the tokens of a layer find those before them: whole sequences start from nothing.
+    """The tokens that came before those of a call, by which a recurrent layer continues.
 
     Args:
         cu_seqlens: int32 (N + 1,), the edges of packed sequences; None for a dense batch.
-        states: the slots of running sequences; None for whole sequences.
-        slots, starts: see `ops.gated_delta_step`.
+        states: the slots of running sequences; None for whole sequences, which start from nothing.
+        slots: int64 or int32 (N,), the slot of each sequence, -1 for one without.
+        starts: int64 or int32 (N,), the tokens of each sequence before this call.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Memory:
         return stepped
 
     def gated_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return `ops.gated_delta` of the rows."""
+        """Compute `ops.gated_delta` of whole sequences, or `ops.gated_delta_step` of those with
+        states."""
         if self.states is None or self.slots is None or self.starts is None:
             o = ops.gated_delta(q, k, v, g, beta, cu_seqlens=self.cu_seqlens)
             assert isinstance(o, Tensor)  # states are not asked for
@@ -103,7 +105,7 @@ class Memory:
         return stepped
 
     def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-        """Return `ops.ssd` of the rows."""
+        """Compute `ops.ssd` of whole sequences, or `ops.ssd_step` of those with states."""
         if self.states is None or self.slots is None or self.starts is None:
             y = ops.ssd(x, dt, a, b, c, d=d, cu_seqlens=self.cu_seqlens)
             assert isinstance(y, Tensor)  # states are not asked for
@@ -234,7 +236,8 @@ class StateLayer(nn.Module):
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StateLayer:
-        """Move or convert all tensors, but keep float32 what is float32 in a model of 16 bits."""
+        """Apply `fn` to all tensors as Module._apply does, but leave those that must stay
+        float32."""
         before = {name: self.get_parameter(name).data for name in self.wide}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, data in before.items():

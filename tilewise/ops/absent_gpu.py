@@ -78,7 +78,7 @@ class _OnGpu(Tensor):
         return self
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing runs that the memory could be taken from."""
+        """Do nothing: no kernel runs that could still read the memory."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
@@ -91,7 +91,8 @@ class _OnGpu(Tensor):
 
 
 def _of_key(key: Any, where: torch.device) -> Any:
-    """Return an index whose tensors lie where those that they index do."""
+    """Return an index with its tensors moved to `where`, the device of the tensor that is
+    indexed."""
 
     def own(x: Tensor) -> Tensor:
         return (x.own if isinstance(x, _OnGpu) else x).to(where)
@@ -135,7 +136,8 @@ def _are_on(leaves: list[Any], kind: str) -> bool:
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do to sizes what an op does, and to integers, too."""
+    """Run an op on a GPU that is not there: integers are computed on the CPU, floats only in
+    shape."""
     if func.namespace == library.LIBRARY.ns:
         with _Mode():  # which was left for this op
             results = library.kernel_of(func._opname)(*args, **kwargs)
@@ -177,7 +179,12 @@ def _makes_floats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 def _on(
     where: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[int, Tensor]]:
-    """Run an op on a device that is here; return what it returns, and whose each argument was."""
+    """Run an op on the device `where`, for tensors that claim to be on a GPU.
+
+    Returns:
+        The results, and a dict from the id of each tensor that the op was given to the tensor of
+            the caller.
+    """
     names, kept = dict[int, Tensor](), list[Tensor]()
 
     def own(x: Any) -> Any:
@@ -297,7 +304,7 @@ class _Event:
 
 
 class _Stream(_Event):
-    """A stream on which nothing waits."""
+    """A CUDA stream whose methods do nothing, since no work is in flight."""
 
     cuda_stream = 0
 

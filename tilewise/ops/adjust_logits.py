@@ -36,13 +36,12 @@ def adjust_logits(
 
     In this order, each operation rounded to float32:
 
-    1. logits[bias_rows[e], bias_ids[e]] += bias[e]; 2. the logit of a token whose mask bit is 0
-    becomes -inf; 3. the logit of a token that occurs in the prompt or the output (its count is not
-    0) is divided by
-       the repetition penalty if it is positive, otherwise multiplied by it;
+    1. logits[bias_rows[e], bias_ids[e]] += bias[e];
+    2. the logit of a token whose mask bit is 0 becomes -inf;
+    3. the logit of a token that occurs in the prompt or the output (its count is not 0) is divided
+       by the repetition penalty if it is positive, otherwise multiplied by it;
     4. the logit of a token that occurs in the output loses count * frequency penalty, then the
-    presence
-       penalty.
+       presence penalty.
 
     Args:
         logits: (R, V) float32, last dim contiguous.

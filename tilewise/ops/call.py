@@ -271,7 +271,15 @@ def run(
 
 
 def _find(given: Signature, tensors: Tensors, present: Sequence[Tensor]) -> Bound | None:
-    """Return what runs a call that nothing watches; None where the dispatcher must see it."""
+    """Return the planned call that can run without torch's dispatcher, or None if that must see it.
+
+    Modes, subclasses, transforms and unusual arguments need the dispatcher.
+
+    Args:
+        given: the call's arguments.
+        tensors: its tensors, None for absent ones.
+        present: those that are not None.
+    """
     if not are_plain(*present) or not (present[0].is_cuda or present[0].is_cpu):
         return None
     try:
@@ -315,7 +323,11 @@ def plan_of(op: str, spec: Any, tensors: Tensors, backend: str | None) -> Bound:
 
 
 def key_of(op: str | type[Signature], tensors: Tensors, numbers: Key) -> Key:
-    """Return the op, numbers and their types, and how each tensor lies in memory."""
+    """Return the key under which a planned call is kept.
+
+    It holds the op, the numbers with their types, and each tensor's dtype, device, sizes, strides
+    and alignment.
+    """
     key: list[object] = [op, *numbers, *map(type, numbers)]
     odd = 0
     for x in tensors:
@@ -390,7 +402,7 @@ class Last:
         return Last, ()  # a copy has had no call
 
     def forget(self) -> None:
-        """Repeat nothing until a call has run; the buffers of the last one are freed."""
+        """Forget the last call, and free its buffers; the next call is looked up again."""
         self._check: Callable[..., bool] = never
         self._numbers: Key = ()
         self._types: list[type] = []  # of all tensors and numbers
@@ -399,7 +411,13 @@ class Last:
         self._again: Again | None = None
 
     def follow(self, bound: Bound, given: Signature, out: Tensor) -> None:
-        """Take note of a call that has run."""
+        """Remember a call that has just run, so that an equal call can repeat its launch.
+
+        Args:
+            bound: the planned call.
+            given: the call's arguments.
+            out: the call's result.
+        """
         self.forget()
         tensors, numbers = given.tensors(), given.numbers()
         present = [x for x in (*tensors, out) if x is not None]

@@ -235,8 +235,13 @@ def window_bounds(
 ) -> tuple[int, int]:
     """Convert the user's `causal` and `window` to (left, right) numbers of keys; -1 is unlimited.
 
-    An int w is the last w keys, the query's own included, and implies causal. A pair is keys
-    i - left ... i + right as flash-attn counts them.
+    An integer w is the last w keys, the query's own included: (w - 1, 0). A pair (left, right) does
+    not count the query's own key, as in flash-attn; None in it is unlimited. causal sets right to
+    0.
+
+    Raises:
+        ValueError, TypeError: window is no integer of at least 1 and no pair of numbers of at least
+            -1.
     """
     if window is None:
         left, right = -1, -1

@@ -140,7 +140,7 @@ def check_choice(
     num_active_groups: int,
     best_in_group: int,
 ) -> None:
-    """Raise ValueError unless tokens can choose experts so."""
+    """Raise ValueError unless the options of `choose_experts` go together."""
     if not 1 <= num_experts <= MOST_EXPERTS:
         raise ValueError(f"num_experts must be in 1 ... {MOST_EXPERTS}, got {num_experts}")
     most = min(num_experts, MOST_ACTIVE)

@@ -40,7 +40,8 @@ __all__ = [
 
 
 def listen(told: Callable[..., None]) -> None:
-    """Have Triton, if there is one, tell of every kernel that it compiles or fetches."""
+    """Call `told` for every kernel that Triton compiles or loads from its cache; without Triton
+    never."""
     from tilewise.kernels.host.first_run import listen as listen_to_triton
 
     listen_to_triton(told)
@@ -94,7 +95,14 @@ def check_triton() -> None:
 
 
 def pack(path: Path, requests: Iterable[Request], *, arch: int, about: str) -> Manifest:
-    """Write compiled kernels to one file, see `kernels.host.kernel_file`."""
+    """Write the compiled kernels of `requests` to one file, and return what it contains.
+
+    Args:
+        path: the file to write.
+        requests: the launches whose kernels are wanted.
+        arch: the compute capability of the GPU, such as 90.
+        about: a line of text about their origin.
+    """
     from tilewise.kernels.host.kernel_file import pack
 
     return pack(path, requests, arch=arch, about=about)

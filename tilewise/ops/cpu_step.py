@@ -49,7 +49,8 @@ __all__ = [
 
 
 def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
-    """Return why a list cannot compute in `dtype` over such a cache, or None if it can."""
+    """Return why a program cannot compute in `dtype` with a cache of cache_dtype, or None if it
+    can."""
     if dtype not in DTYPES:
         return f"dtype must be float32, float16 or bfloat16, got {dtype}"
     why_not_dtype = kernel_module("machine.rows", "cpu").why_not_dtype
@@ -88,12 +89,15 @@ def normalise(
 
 
 def mix(x: Tensor, logits: Tensor, mixture: Mixture) -> Tensor:
-    """Return what a mixture of experts makes of rows, with the bits of a step.
+    """Compute a mixture of experts for rows x; a step of the program gives the same bits.
 
     Args:
         x: (T, E) float32, float16 or bfloat16, on a CPU: the dtype of the mixture.
         logits: (T, N) of the experts, in x's dtype or float32.
         mixture: the packed experts, and how they are chosen.
+
+    Returns:
+        (T, E) in x's dtype.
     """
     y: Tensor = kernel_module("step.mixed_rows", "cpu").launch(x, logits, mixture)
     return y

@@ -79,10 +79,10 @@ def _forward_mode_active(x: Tensor | None) -> bool:
 
 
 def lean(name: str) -> Callable[..., Any]:
-    """Return the op `name` as a function that goes past the dispatcher where no mode watches it.
+    """Return a function that calls the op `name` without torch's dispatcher where no mode needs it.
 
-    The dispatcher takes 15 to 30 us of host time to pass 24 arguments through Python twice, as
-    much as all else of a short call on a GPU.
+    The dispatcher takes 15 to 30 us of host time to pass 24 arguments through Python twice, as much
+    as all else of a short call on a GPU.
     """
     op, kernel = getattr(torch.ops.tilewise, name).default, kernel_of(name)
     types = [_UNCHANGED[str(argument.type)] for argument in op._schema.arguments]
@@ -109,7 +109,7 @@ def unwatched() -> bool:
 
 
 def records(*args: Any) -> bool:
-    """Whether a gradient of what is computed from these will be wanted."""
+    """Return whether autograd would record an op with these arguments."""
     return torch.is_grad_enabled() and _any_requires_grad(*args)
 
 
@@ -151,12 +151,12 @@ def never(*tensors: Tensor) -> bool:
 
 
 def check_of(*tensors: Tensor) -> Callable[..., bool]:
-    """Return what says of other tensors whether all that torch would treat otherwise is the same.
+    """Return a function that says whether other tensors would be dispatched as these are.
 
-    Class, dtype, device, sizes, strides, whether a gradient is wanted, and the dispatcher's keys,
-    those of modes and transforms of the moment too: it is the guard of torch's own compiler, and
-    takes a sixth of what it takes Python to ask for all that. It holds no tensor, and says no where
-    one is given twice. What no key tells of, `unseen` does.
+    It compares class, dtype, device, sizes, strides, requires_grad and dispatch keys, those of
+    current modes and transforms included: the guards of torch's compiler, in a sixth of the time of
+    the same questions in Python. The function keeps no tensor alive, and returns False if one
+    tensor is given twice. What no dispatch key shows, `unseen` finds.
     """
     if TensorGuards is None:
         return never
@@ -171,7 +171,8 @@ def check_of(*tensors: Tensor) -> Callable[..., bool]:
 
 
 def unseen() -> bool:
-    """Whether nothing watches ops that a check of `check_of` would not see."""
+    """Return whether no function mode, profiler or forward gradient is active: `check_of` sees
+    none."""
     return (
         not (_len_torch_function_stack() or _profiler_enabled()) and forward_ad._current_level < 0
     )
@@ -183,9 +184,11 @@ def autocasts() -> bool:
 
 
 def _would_pass(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool:
-    """Whether the dispatcher would pass on all arguments as they are; `types` is what they may be.
+    """Return whether the dispatcher would pass all arguments unchanged; it converts some numbers.
 
-    It converts some numbers, too.
+    Args:
+        args: the op's arguments.
+        types: the Python types, for each argument, that stay as they are.
     """
     if not (args[0].is_cuda or args[0].is_cpu):
         return False

@@ -100,7 +100,10 @@ def refusal(op: str, backend: str, spec: Spec) -> str | None:
 
 
 def plan_by(op: str, call: Call, backend: str) -> Plan | Refusal:
-    """Return the plan by which `backend` runs a call of `op`, or its refusal."""
+    """Return the plan by which `backend` runs a call of `op`, or a Refusal with the reason.
+
+    A backend that does not exist, or has not this op, gives a Refusal too.
+    """
     module = _module_or_reason(op, backend)
     if isinstance(module, str):
         return Refusal(module)
@@ -158,7 +161,16 @@ def choose_for(op: str, call: Call, backend: str | None) -> str:
 def _first(
     op: str, device_type: str, backend: str | None, ask: Callable[[str], T | Refusal]
 ) -> tuple[str, T]:
-    """Return the first backend that does not refuse, and its answer."""
+    """Return the name of the first backend that does not refuse, and what `ask` returned for it.
+
+    Args:
+        op, device_type: the op and the device, which decide the order of backends.
+        backend: the only backend to ask; None for all.
+        ask: a function from a backend's name to a plan or a Refusal.
+
+    Raises:
+        UnsupportedError: all refuse; the message has their reasons.
+    """
     names = (backend,) if backend is not None else _AUTOMATIC.get(device_type, ())
     if backend is None and op in _WITHOUT_KERNELS:
         names = (*names, "reference")

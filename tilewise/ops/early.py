@@ -35,10 +35,10 @@ def launching_early(where: torch.device, *, largest_weight: int = 0) -> Iterator
 
 
 def settle(where: torch.device) -> None:
-    """Let what was launched before be read early from here on, where kernels begin early.
+    """Launch a small kernel that does not begin early; later ones may then read earlier results.
 
-    A kernel that begins early may read what was written two kernels before, the later of which is
-    not launched early. This launches one such kernel, of a few bytes.
+    A kernel that begins early may read what was written two kernels before, if the later of the two
+    is not launched early. Does nothing where kernels do not begin early.
     """
     if early.mode("attention") != early.OFF:
         torch.empty(1, dtype=torch.int32, device=where).fill_(0)

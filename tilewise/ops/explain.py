@@ -91,7 +91,10 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
 def _chosen(
     op: str, call: Call, named: str | None
 ) -> tuple[str | None, Plan | None, dict[str, str]]:
-    """Return the backend that would run a call, how it would, and why the others would not."""
+    """Return the backend that would run a call, its plan, and the reasons of the others.
+
+    Backend and plan are None if all refuse.
+    """
     plans = {name: dispatch.plan_by(op, call, name) for name in dispatch.BACKENDS}
     reasons = {
         name: plan.reason if isinstance(plan, Refusal) else None for name, plan in plans.items()

@@ -109,7 +109,10 @@ def most_linear_parts_rows() -> int:
 
 
 def linear_leaves_parts(weight: Tensor) -> bool:
-    """Return whether `linear_parts` is faster than `linear` if the caller can add the parts."""
+    """Return whether `linear_parts` is faster than `linear` for a few rows times this weight.
+
+    It is faster only if the next op, such as `add_parts_rms_norm`, adds the partial sums itself.
+    """
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
     return linear_rows.leaves_parts(*weight.shape) and _by_rows(spec_of(weight))
@@ -140,7 +143,10 @@ def _by_rows(spec: LinearSpec) -> bool:
 
 
 def _backend_of(spec: LinearSpec, backend: str | None) -> str | None:
-    """Return the named backend, or the one that tables choose on a GPU."""
+    """Return the backend that the caller named, or None for the first that does not refuse.
+
+    On a GPU the tables of sizes name one.
+    """
     if backend is not None or spec.device_type != "cuda":
         return backend
     return "gluon" if _by_rows(spec) else "triton"

@@ -37,7 +37,7 @@ _LATENT = (16, 512, 64, 64)  # heads, R and Dr of DeepSeek's models, tokens of a
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One call that compiles kernels."""
+    """One call of an op, which compiles the kernels that it launches."""
 
     kind: str  # "dense", "packed", "paged" or "latent"
     head_dim: int

@@ -102,7 +102,8 @@ def weight_of(
     computed: str,
     in_lanes: bool,
 ) -> QuantisedWeight:
-    """Return the weight of `arguments_of`."""
+    """Return the QuantisedWeight that `arguments_of` has taken apart; the inverse of that
+    function."""
     return QuantisedWeight(
         codes,
         scales,
@@ -122,7 +123,13 @@ def weight_of(
 def spec_of(
     x: Tensor, weight: QuantisedWeight, *, batch_invariant: bool = False
 ) -> QuantisedLinearSpec:
-    """Return the specification of a product of x (..., K) with a weight."""
+    """Return the hashable description of x (..., K) times a quantised weight (N, K).
+
+    The number of rows is rounded up to a power of two.
+
+    Args:
+        batch_invariant: True if a row's bits may not depend on the number of rows.
+    """
     zeros, minimums = (None if t is None else t.dtype for t in (weight.zeros, weight.minimums))
     return QuantisedLinearSpec(
         x.device.type,

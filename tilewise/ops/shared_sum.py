@@ -14,7 +14,7 @@ __all__ = ["add_up", "add_up_flagged", "flagged_words", "why_not"]
 
 
 def why_not(row_words: int) -> str | None:
-    """Return why no kernel can add up rows of so many words of all ranks, or None if one can."""
+    """Return why no kernel can add rows of `row_words` words over ranks, or None if one can."""
     if not device.has_triton():
         return "triton is not installed"
     from tilewise.kernels.triton.step import shared_sum
@@ -33,7 +33,13 @@ def add_up(
     total: Tensor,
     **options: Any,
 ) -> None:
-    """Write y and total (rows, E) of all ranks' x: see `kernels.triton.step.shared_sum.launch`."""
+    """Write the sum of all ranks' x plus the residual to `total`, and its RMS norm to y, (rows, E).
+
+    Args:
+        x: this rank's rows.
+        residual, weight: None for a plain sum.
+        options: the further arguments of `kernels.triton.step.shared_sum.launch`.
+    """
     from tilewise.kernels.triton.step import shared_sum
 
     # On a CPU Triton's interpreter stores words without the required order.
@@ -51,7 +57,10 @@ def add_up_flagged(
     total: Tensor,
     **options: Any,
 ) -> None:
-    """Do the same for more rows: see `kernels.triton.step.flagged_sum.launch`."""
+    """Do what `add_up` does with a kernel for more rows.
+
+    The options are those of `kernels.triton.step.flagged_sum.launch`.
+    """
     from tilewise.kernels.triton.step import flagged_sum
 
     is_strong = x.device.type == "cuda"

@@ -53,7 +53,8 @@ class _Bound:
         self._pick = pick
 
     def run(self, args: tuple[Any, ...]) -> Any:
-        """Run the plan for the arguments of a call like the one that was planned."""
+        """Run the plan with the arguments of another call whose tensors are like the planned
+        one's."""
         results = self._run(*self._pick(args))
         return results[0] if self._is_one else results or None
 
@@ -224,7 +225,14 @@ def _remember(
     tensors: list[Tensor],
     full: tuple[object, ...] | None,
 ) -> None:
-    """Let calls like one that has run be known by a check of their tensors, if it was planned."""
+    """Remember a planned call, so that calls with like tensors are found without a full key.
+
+    Args:
+        key: the short key, without the tensors.
+        alike: the calls that are remembered under it; the oldest is dropped.
+        tensors: the tensors of the call.
+        full: the key under which its plan is kept; None if it has none.
+    """
     bound = None if full is None or not unwatched() else memory.recall(full)
     if bound is None or any(x.data_ptr() & 15 for x in tensors):
         return

@@ -76,7 +76,14 @@ def visible_keys(
 
 
 def _row_products(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
-    """Return a_i . b_j where query i sees key j and 0 elsewhere; (B, H, Sq, Sk)."""
+    """Return a_i . b_j (B, H, Sq, Sk) where query i sees key j, and 0 elsewhere.
+
+    Infinities and NaN of an invisible b_j change nothing.
+
+    Args:
+        a, b: (B, H, Sq, D) and (B, H, Sk, D).
+        visible: bool, broadcastable to the result.
+    """
     if bool(b.isfinite().all()):
         return torch.where(visible, a @ b.transpose(-1, -2), 0.0)
     own = torch.where(visible.unsqueeze(-1), b.unsqueeze(-3), 0.0)  # (B, H, Sq, Sk, D)

@@ -102,7 +102,7 @@ class Delta:
 
 
 class Deltas:
-    """Compute what is new in outputs that contain everything so far.
+    """Compute the new part of each output of the engine, which has all text so far.
 
     Args:
         samples: the number of choices of each prompt.
@@ -193,8 +193,8 @@ def chat_logprobs(
 
 
 def width_of(token: int, tokenizer: Tokenizer | None, shows_special: bool) -> int:
-    """Return the number of characters that begin in a token; of a split one, the first token has
-    it."""
+    """Return the number of characters of which a token has the first byte; 0 for a hidden
+    special one."""
     if tokenizer is None or (token in tokenizer.special_ids and not shows_special):
         return 0
     return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
@@ -391,7 +391,13 @@ class CompletionAnswer:
         echoed: dict[str, Any] | None,
         offset: int,
     ) -> tuple[dict[str, Any], int]:
-        """Return log-probabilities, after those of the prompt if they are given.
+        """Return the log-probabilities of tokens in the API's form.
+
+        Args:
+            ids: the generated tokens.
+            entries: the log-probabilities of each, by token.
+            echoed: the prompt's, to which these are appended; None without.
+            offset: the text offset of the first token.
 
         Returns:
             The log-probabilities, and the text offset of the next token.

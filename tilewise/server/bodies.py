@@ -111,14 +111,14 @@ def _too_long(limit: int, size: int) -> ApiError:
 
 
 def refuse_crowded(body: bytes, most_entries: int = MOST_ENTRIES) -> None:
-    """Refuse a body that has so many parts that parsing it would take long; texts are not counted.
+    """Refuse a body with so many names, lists, texts or commas that parsing it would take long.
 
     Args:
         body: the body, which need not be valid JSON.
         most_entries: the largest number of commas; lists of token ids have one between two ids.
 
     Raises:
-        ApiError: 400, there are too many names, brackets, texts or entries.
+        ApiError: 400, there are too many of them.
     """
     bounds = (
         ("names", b":", MOST_NAMES),

@@ -75,9 +75,14 @@ class AsyncEngine(Protocol):
         sink: Callable[[RequestOutput], bool] | None = None,
         **terms: Unpack[Terms],
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs that contain everything so far, until one is finished.
+        """Yield one prompt's output, with all text so far, each time it has grown.
 
-        All outputs but the last go to `sink` while it returns True.
+        Args:
+            prompt: the text or token ids.
+            sampling_params: the sampling parameters; None for the defaults.
+            request_id: a unique name; None makes one.
+            sink: a function that takes outputs instead, all but the last, while it returns True.
+            terms: the fields of `RequestTerms`.
         """
         ...
 
@@ -348,7 +353,12 @@ class Bridge:
         return await asyncio.wrap_future(future)
 
     def check_prompt(self, caller: Caller, ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Refuse a prompt that can never be served, before it takes room in the queue.
+        """Refuse a prompt that is too long for the model, the server or the key.
+
+        Args:
+            caller: the key's owner, with its limits.
+            ids: the prompt's tokens.
+            sampling: the sampling parameters, for max_tokens.
 
         Raises:
             ApiError: 400, with the sizes.
@@ -500,8 +510,13 @@ class Bridge:
         priority: int,
         timeout: float | None,
     ) -> Iterator[tuple[Ticket, Terms]]:
-        """Hold a place in the queue during the block; yield the ticket and the engine's
-        arguments."""
+        """Keep a place in the queue during the block; yield its ticket and the request's terms.
+
+        Args:
+            job: the HTTP request.
+            prompts, sampling: the engine's prompts and their sampling parameters.
+            user, cache_salt, adapter, priority, timeout: the request's terms.
+        """
         caller = job.caller
         tokens = sum(len(prompt.ids) for prompt in prompts)
         self.limits.check_told(sampling, tokens)
@@ -580,7 +595,14 @@ class Bridge:
     def _sink(
         self, job: Job, ticket: Ticket, place: int, most: int | None, sink: Sink
     ) -> Callable[[RequestOutput], bool]:
-        """Return the function that the engine calls with the outputs of one prompt."""
+        """Return the function to which the engine gives the outputs of one prompt.
+
+        Args:
+            job, ticket: the HTTP request and its place in the queue.
+            place: the number of the prompt.
+            most: the largest number of samples to return; None for all.
+            sink: the receiver of the outputs.
+        """
 
         def take(output: RequestOutput) -> bool:
             if not sink.is_open():

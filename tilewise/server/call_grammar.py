@@ -106,10 +106,15 @@ def text_with_calls(
 
 
 def _calls_at_start(rules: Rules, syntax: Syntax, is_one: bool) -> None:
-    """Add the rules of an answer that is a call if it begins with a bracket.
+    """Add the grammar rules of an answer that is a call if it begins with a bracket.
 
-    A mark may stand anywhere, and a bracket behind it begins a call as well. Llama's calls may
+    A mark may stand anywhere, and a bracket after it begins a call as well. Llama's calls may
     follow one another.
+
+    Args:
+        rules: the rules, to be extended.
+        syntax: the syntax of the model's calls.
+        is_one: True if the answer may have one call only.
     """
     call = syntax.section(rules, "", is_one)
     follows = isinstance(syntax, JsonCalls) and not syntax.is_listed

@@ -156,10 +156,11 @@ class ChatTemplate:
         return self.source
 
     def render(self, request: ChatRequest | TokenizeRequest) -> str:
-        """Return the prompt of a chat.
+        """Return the prompt that the chat template makes of a request's messages and tools.
 
         Raises:
-            ApiError: 400, messages or template are at fault.
+            ApiError: 400, the template does not accept the messages, or the request's own template
+                or its arguments are invalid.
         """
         source = self._source_of(request)
         given = dict(request.chat_template_kwargs or {})
@@ -481,7 +482,8 @@ def named_templates(directory: Path) -> dict[str, str]:
 
 
 def added_tokens(directory: Path) -> frozenset[str]:
-    """Return the tokens that were added to a checkpoint's vocabulary, as its configuration says."""
+    """Return the texts of the tokens that tokenizer_config.json adds to a checkpoint's
+    vocabulary."""
     config = _tokenizer_config(directory)
     decoder = config.get("added_tokens_decoder")
     entries = list(decoder.values()) if isinstance(decoder, dict) else []

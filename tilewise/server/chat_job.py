@@ -216,7 +216,13 @@ class ChatJob:
     async def outputs(
         self, job: Job, prompt: Prompt, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs that `sink` does not take."""
+        """Yield the engine's outputs for a chat, but those that `sink` takes.
+
+        Args:
+            job: the HTTP request.
+            prompt: the rendered prompt.
+            sink: the receiver of streamed outputs; None yields all.
+        """
         request = self.request
         try:
             async with contextlib.aclosing(

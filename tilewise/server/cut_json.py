@@ -21,10 +21,10 @@ _SPACE = " \t\r\n"
 
 
 def completed(text: str) -> Any:
-    """Return the value of a JSON text, or of one that was cut off within its first value.
+    """Return the value of a JSON text, or of the beginning of one.
 
     Incomplete parts at the end (a key without its value, half an escape, a comma) are dropped; a
-    string ends where it was cut.
+    string ends where it was cut, and open arrays and objects are closed.
 
     Raises:
         ValueError: the text is not the beginning of any JSON.

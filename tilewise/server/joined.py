@@ -62,7 +62,7 @@ class Joined:
             self._transport.write(data)
 
     def flush(self) -> None:
-        """Write everything that is held back."""
+        """Write the buffered parts to the transport, joined."""
         if self._parts:
             data, self._parts, self._size = b"".join(self._parts), [], 0
             self._transport.write(data)

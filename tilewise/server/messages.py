@@ -226,7 +226,13 @@ def _messages(request: CountRequest) -> list[dict[str, Any]]:
 
 
 def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
-    """Return the messages that content blocks stand for; a tool result becomes its own message."""
+    """Convert the content blocks of one message to messages; a tool result becomes its own message.
+
+    Args:
+        where: the path of the content, for errors.
+        role: the role of the message.
+        blocks: the content blocks of the Messages API.
+    """
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []

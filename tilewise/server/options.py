@@ -205,7 +205,10 @@ ELSEWHERE = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser; options that are not given are absent from its result."""
+    """Add all options of the server to a parser.
+
+    Options that the user leaves out are absent from the parsed result.
+    """
     groups: dict[str, Any] = {}
     for flag in FLAGS:
         if flag.group not in groups:

@@ -322,7 +322,8 @@ def parse(kind: type[M], body: bytes, ignored: list[str] | None = None) -> M:
 
 
 def _many(kind: type[BaseModel], body: bytes, count: int) -> ApiError:
-    """Return the error for a body with so many errors that they are not listed."""
+    """Return the error for a body with `count` faults, too many to list: the first unknown name,
+    if any."""
     for name in pydantic_core.from_json(body):
         if name not in kind.model_fields and name not in _NEUTRAL:
             return unknown(name)
@@ -402,10 +403,10 @@ def _beginning(value: object, left: list[int]) -> object:
 
 
 def tokens_asked(request: GenerationRequest) -> int | None:
-    """Return the largest number of tokens that a request wants; None if it does not say.
+    """Return a request's max_tokens or max_completion_tokens; None if it has neither.
 
     Raises:
-        ApiError: 400: max_tokens and max_completion_tokens disagree.
+        ApiError: 400, the two disagree.
     """
     older, newer = request.max_tokens, request.max_completion_tokens
     if older is not None and newer is not None and older != newer:  # some clients send both

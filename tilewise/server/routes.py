@@ -115,7 +115,7 @@ def admin_router(service: Service) -> APIRouter:
         first: int = 0,
         last: int | None = None,
     ) -> Response:
-        """Return the same for several requests, without those that have ended."""
+        """Return the explanations of several requests, but those that have ended."""
         if len(request_id) > MOST_EXPLAINED:
             raise invalid(
                 f"request_id must be given at most {MOST_EXPLAINED} times, got {len(request_id)}",

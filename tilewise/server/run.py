@@ -295,7 +295,8 @@ class Server(uvicorn.Server):
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that running requests still have, after the server was told to stop."""
+        """Return the seconds until running requests are aborted: shutdown_timeout_s until the
+        stop, then less."""
         since = 0.0 if self._stopped is None else time.monotonic() - self._stopped
         return max(0.0, self._options.shutdown_timeout_s - since)
 

@@ -201,7 +201,7 @@ class Service:
         adds_special_tokens: bool,
         max_tokens: int | None = None,
     ) -> list[Prompt]:
-        """Return several prompts, see `prompt`; other tasks run between two of them."""
+        """Return several prompts as ids, as `prompt` does; other tasks run between two of them."""
         pace, found = Pace(), list[Prompt]()
         for one in given:
             found.append(

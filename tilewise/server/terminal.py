@@ -237,7 +237,12 @@ def _as_typed(error: ValueError, settings: dict[str, Any]) -> str:
 
 
 def _obey(conversation: Conversation, text: str, out: TextIO) -> bool:
-    """Run a command that begins with a slash; return False if it ends the conversation."""
+    """Run a command such as /reset; return False if it ends the conversation.
+
+    Args:
+        text: the command, which begins with a slash.
+        out: the stream for replies.
+    """
     command, _, argument = text.partition(" ")
     if command in ("/exit", "/quit"):
         return False

@@ -27,7 +27,13 @@ class Ledger:
     def add(
         self, name: str, *, prompt: int, cached: int, generated: int, preempted: int, refused: int
     ) -> None:
-        """Add one request to a key's account."""
+        """Add one request to the account of a key.
+
+        Args:
+            name: the name of the key.
+            prompt, cached, generated: its numbers of tokens.
+            preempted, refused: its numbers of preemptions and refusals.
+        """
         account = self._accounts.setdefault(name, _Account())
         account.requests += 1
         account.prompt_tokens += prompt

@@ -246,7 +246,15 @@ def attend(
     window: int | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Attend within documents (T, H, D), or within rows (B, S, H, D) where there are none."""
+    """Compute attention within each packed document, or within each row of a batch.
+
+    Args:
+        q, k, v: (T, H, D) with documents, (B, S, H, D) without.
+        documents: cu_seqlens and the longest length, in tokens; None for a batch of equal rows.
+        softmax_scale: the factor of q . k; None is D ** -0.5.
+        window: the number of keys that a query sees, its own included; None is no bound.
+        deterministic: True for gradients with the same bits in each run.
+    """
     if documents is None:
         o: Tensor = ops.attention(
             q,

@@ -166,9 +166,12 @@ class Bench:
         return max(1.0, min(self._timeout, self._end - time.monotonic()))
 
     def run(self, session: Session, *, in_turns: bool) -> None:
-        """Measure a session: its engines in turns within each workload, or one after the other.
+        """Run all workloads of a session with all of its engines, and write the rows down.
 
-        Engines that share a GPU cannot both hold most of its memory, so there each runs alone.
+        Args:
+            session: the engines and workloads.
+            in_turns: True to keep all engines loaded and to alternate them within each workload;
+                False to run one engine after the other, for a GPU whose memory cannot hold two.
         """
         if not in_turns:
             for competitor in session.competitors:

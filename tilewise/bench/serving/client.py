@@ -208,16 +208,16 @@ async def load(url: str, asked: Sequence[Asked], *, concurrency: int | None = No
 
 
 def summary(answers: Sequence[Answer], goodput: dict[str, float] | None = None) -> dict[str, Any]:
-    """Return rates, percentiles in milliseconds, goodput and Jain's index of fairness over keys.
+    """Return the statistics of answers: rates, percentiles in milliseconds, goodput and fairness.
 
-    TTFT is from when a request should have been sent to its first text, TPOT the mean time between
-    two tokens of a sample, ITL the times between two events, E2E to the end of the answer. Jain's
-    index of x is sum(x)^2 / (n sum(x^2)) over the tokens of each key: 1 is equal shares, 1/n is
-    one key alone (Jain, Chiu and Hawe 1984).
+    TTFT is the time from when a request should have been sent to its first text, TPOT the mean time
+    between two tokens of a sample, ITL each time between two events, E2E the time until the end of
+    the answer. Fairness is Jain's index sum(x)^2 / (n sum(x^2)) of the tokens of each API key: 1
+    for equal shares, 1/n if one key has all (Jain, Chiu and Hawe 1984).
 
     Args:
-        goodput: bounds in milliseconds for "ttft", "tpot", "itl" (its mean), "e2e"; requests within
-            all count.
+        goodput: bounds in milliseconds of "ttft", "tpot", "itl" (its mean) and "e2e"; goodput is
+            the rate of requests that keep all of them. None leaves it out.
     """
     good = [a for a in answers if a.error is None and a.times]
     found: dict[str, Any] = {"requests": len(answers), "failed": len(answers) - len(good)}

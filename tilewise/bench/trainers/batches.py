@@ -90,7 +90,17 @@ def decoder_batches(
 def masked_batches(
     corpus: Corpus, rows: int, length: int, count: int, *, words: int, seed: int
 ) -> list[Padded]:
-    """Return batches of `rows` texts with masked tokens, padded to `length`, on the CPU."""
+    """Return `count` batches for masked language models, padded to `length`, on the CPU.
+
+    As in BERT a share of the tokens is to be predicted: 80 % of those become [MASK], 10 % a random
+    token and 10 % stay.
+
+    Args:
+        corpus: the texts; longer ones are cut.
+        rows: the texts of a batch.
+        words: the size of the vocabulary from which random tokens are drawn.
+        seed: the seed of the order of texts and of the masks.
+    """
     rng = np.random.default_rng(seed)
     pad, mask = corpus.special["[PAD]"], corpus.special["[MASK]"]
     special = np.array(sorted(corpus.special.values()))

@@ -198,7 +198,8 @@ def _warn(reason: str) -> None:
 
 
 def _stamp_of(model: Decoder, spec: CacheSpec, device: torch.device, facts: object) -> Path:
-    """Return the file that names the kernels of a start like this one."""
+    """Return the path of the file that lists the kernels which a start with these facts
+    compiles."""
     folder, version = compiling.cache()
     root = Path(__file__).parents[2]
     sources = [

@@ -71,7 +71,7 @@ class SamplingWords:
 
 
 class Columns:
-    """The runs of a step field by field, which takes less than to ask each run for each of them.
+    """The fields of a step's runs as columns, which is faster than reading them run by run.
 
     Attributes:
         seq_ids, token_ids, first, block_ids, samplings, seeds, first_new_blocks: lists of these
@@ -302,9 +302,10 @@ class DeviceBatch:
         return changes
 
     def _take_steady(self, runs: LaterRuns) -> Changes | None:
-        """Follow a step that goes on with the one before, each row one token on; else return None.
+        """Follow a step of the same sequences as the step before, each with one token more.
 
-        Blocks alone can be new, and of those that have some it is told.
+        Returns:
+            The changes for the device, new blocks only; None if the step is not of this kind.
         """
         steady = self._steady
         if steady is None or steady.first is not runs.first or steady.number + 1 != runs.number:

@@ -298,7 +298,13 @@ class DecodeStep:
             return model.through_layers(x, [model.rotary.halves(angles)], ctx=ctx, kv=kv)
 
     def _beginning(self, fresh: Tensor, own: AttentionContext, place: Tensor) -> dict[str, Any]:
-        """Return what `begin_decode` is given of a group of layers."""
+        """Return the arguments of `begin_decode` for a group of layers.
+
+        Args:
+            fresh: the new block of each row, -1 for none.
+            own: the group's block table and slots.
+            place: the place in the ring of results, on the device.
+        """
         rows, size = self.batch, self.bucket
         return {
             "position": rows.position[:size],

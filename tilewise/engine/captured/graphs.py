@@ -179,7 +179,14 @@ def _cut(
     max_tokens: int,
     max_len: int,
 ) -> tuple[tuple[int, ...], int, bool] | None:
-    """Return a step with fewer or shorter runs, within the limits; None if no run fits them."""
+    """Return (runs, start, shares) of a step, cut to the limits; None if no run fits them.
+
+    Args:
+        runs: the numbers of tokens of the runs, the longest last.
+        start: the position at which the runs start.
+        shares: True if the sequences share their first `start` tokens.
+        max_num_seqs, max_tokens, max_len: the limits on runs, tokens of a step, and positions.
+    """
     runs = runs[-min(max_num_seqs, max(1, max_tokens // 2)) :]  # the last is the longest
     if not shares:
         start = max(0, min(start, max_len - runs[-1]))

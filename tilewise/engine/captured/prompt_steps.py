@@ -227,8 +227,13 @@ class PromptSteps:
 
 @dataclass(slots=True)
 class _Attention:
-    """The attention of a layer, which runs between two graphs: the buffer that holds its queries,
-    and the one that its output goes to."""
+    """The attention of one layer, which is launched between two graphs.
+
+    Attributes:
+        function: the function that attends.
+        q: the buffer in which the graph before leaves the queries.
+        o: the buffer from which the graph after reads the output.
+    """
 
     function: Attend
     q: Tensor
@@ -261,7 +266,13 @@ class _Pieces:
         self.graphs[-1].capture_end()
 
     def cut(self, _ctx: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
-        """End a piece before a layer's attention, and begin the next with its output."""
+        """End a piece before a layer's attention, and begin the next; return the output's buffer.
+
+        Args:
+            function: the function that attends.
+            q: the layer's queries.
+            v_dim: the channels of the output.
+        """
         at = _Attention(function, *self._room(q, v_dim))
         at.o = self.known(at.o)
         # A plan is for queries that begin aligned, in whatever memory they lie.

@@ -159,7 +159,7 @@ class DeviceRunner:
 
     @property
     def num_compilations(self) -> int:
-        """Kernels that were compiled since the runner was ready, see `start`."""
+        """Return how many kernels were compiled since warm-up ended; each has delayed a step."""
         return self.compilations.count
 
     def step_of(
@@ -170,7 +170,14 @@ class DeviceRunner:
         is_greedy: bool = False,
         adapted: bool = False,
     ) -> DecodeStep:
-        """Return the decode step of so many rows, made when it is first asked for."""
+        """Return the decode step for `bucket` rows; it is made on first use and kept.
+
+        Args:
+            shares: True for a step that reads shared prefixes once.
+            is_greedy: True for a step that draws the most likely tokens itself; ignored with
+                shares.
+            adapted: True for a step with adapters of low rank, before the other two.
+        """
         steps = self.shared_steps if shares else self.greedy_steps if is_greedy else self.steps
         if adapted:
             steps = self.adapted_steps
@@ -195,7 +202,8 @@ class DeviceRunner:
         self._forget_rows()
 
     def _forget_rows(self) -> None:
-        """Forget what the device knows; sequences tell it anew when they run."""
+        """Forget the rows that the device has; each sequence sends its row again when it next
+        runs."""
         self.rows.reset()
         self._known_slots = (), False
         self.groups.is_stale = True
@@ -271,7 +279,13 @@ class DeviceRunner:
         return _Handle(batch, changes.index, target, logprobs, event, errors)
 
     def _finds_adapters(self, batch: Batch, changes: Changes, bucket: int) -> bool:
-        """Whether rows of a decode step use adapters; told to the device if they are others."""
+        """Return whether a row of a decode step uses an adapter; send changed slots to the device.
+
+        Args:
+            batch: the step to run.
+            changes: the changes of rows since the step before.
+            bucket: the number of rows of the captured step.
+        """
         if self.adapters is None or self._adapted is None:
             return False
         runs, _ = first_of(batch.sequences)
@@ -334,7 +348,12 @@ class DeviceRunner:
         is_greedy: bool = False,
         adapted: bool = False,
     ) -> None:
-        """Capture the decode step of so many rows, or the part of it before the logits."""
+        """Capture the decode step of `bucket` rows in a CUDA graph.
+
+        Args:
+            of_model: True for the part before the logits only.
+            shares, is_greedy, adapted: the kind of step, as for `step_of`.
+        """
         rows, place = self.rows, self.results.place
         with torch.inference_mode():
             if self.states is not None:

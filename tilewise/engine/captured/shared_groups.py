@@ -47,7 +47,8 @@ class SharedGroups:
         self.is_active, self.is_stale = False, True
 
     def prefixes(self, bucket: int) -> SharedPrefixes:
-        """Return what a step of the first `bucket` rows is given; `find` changes what it reads."""
+        """Return the shared prefixes of the first `bucket` rows, in buffers that `find`
+        overwrites."""
         return SharedPrefixes.in_buffers(
             self._skipped[:bucket],
             self._table,

@@ -83,7 +83,11 @@ class GroupRows:
             self._num_blocks[row] = len(blocks)
 
     def parts(self) -> list[NDArray[np.integer]]:
-        """Return what is to be sent beside `fresh`: nothing, or what `apply` takes."""
+        """Return the arrays that a step sends for `apply`; an empty list for no changes.
+
+        Besides `fresh` they are the sources and targets of moved rows, and the places and ids of
+        new blocks.
+        """
         if not (self._blocks or self._moves):
             return []
         width = self.table.shape[1]

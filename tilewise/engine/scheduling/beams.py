@@ -128,7 +128,10 @@ class BeamSearchParams(SamplingParams):
 
     @staticmethod
     def _check_others(others: Mapping[str, object]) -> None:
-        """Refuse what a search is not asked; dataclasses.replace() gives it all as it is."""
+        """Raise for a sampling argument that no beam search has, unless it has its default.
+
+        dataclasses.replace() passes all of them.
+        """
         known = {f.name: f.default for f in fields(SamplingParams)} | {"temperature": 0.0}
         for name, value in others.items():
             if name not in known:
@@ -214,7 +217,12 @@ class _Ended(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A beam of the next logical step: a parent's sequence and the token that follows it."""
+    """A beam after the next step of the search: an existing sequence and a token appended to it.
+
+    Attributes:
+        parent: the sequence of the beam that is continued; several branches may have the same one.
+        token_id: the appended token.
+    """
 
     parent: Sequence
     token_id: int
@@ -258,7 +266,7 @@ class BeamSearch:
         return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
 
     def choose(self) -> list[Branch]:
-        """Return the branches that the search goes on with, the best first; none if it is done.
+        """Return the branches with which the search continues, the best first, or none.
 
         The next tokens of all beams must be known. Call `follow` with the sequences of these
         branches afterwards.

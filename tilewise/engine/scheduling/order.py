@@ -47,11 +47,11 @@ Rank = tuple[int, int, int]
 
 
 class Order:
-    """First come, first served; the order that the others change.
+    """The order first come, first served; other policies override its methods.
 
     Attributes:
         name: the policy, one of `config.POLICIES`.
-        counts_tokens: whether charge() is to be told what is computed.
+        counts_tokens: True if charge() must be called with the tokens that are computed.
     """
 
     name = "fcfs"
@@ -65,7 +65,7 @@ class Order:
         """Record that a sequence waits for the first time."""
 
     def leave(self, seq: Sequence) -> None:
-        """Record that a sequence no longer waits for the first time: it is admitted, or has
+        """Record that a new sequence waits no longer: it is admitted for the first time, or has
         ended."""
 
     def admitted_rank(self, seq: Sequence) -> Rank:

@@ -194,7 +194,11 @@ class Steady:
         self._first, self._num_changes = (), -1
 
     def goes_on(self) -> bool:
-        """Begin a step of the same sequences with the blocks it needs; otherwise change nothing."""
+        """Begin another step of the same sequences, if nothing has changed and blocks are free.
+
+        Returns:
+            Whether it was begun; otherwise nothing is changed.
+        """
         if not self._first:
             return False
         roster, limits, tables = self.roster, self.limits, self.tables

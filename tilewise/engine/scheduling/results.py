@@ -66,7 +66,14 @@ class Results:
         drawn: Seq[SampledToken],
         events: list[TokenEvent],
     ) -> None:
-        """Fork a request for several samples after its prompt, and add the first token of each."""
+        """Fork a request into its samples after the prompt, and add the first token of each.
+
+        Args:
+            seq: the sequence of the prompt.
+            seeds: the seed of each sample.
+            drawn: the first token of each sample.
+            events: the list of events, to be extended.
+        """
         if drawn[0].token_id == NO_TOKEN:  # all are drawn from one row of logits
             events += self._fail_undrawn(seq, drawn[0])
             return
@@ -95,7 +102,12 @@ class Results:
     def finish(
         self, request_id: str, index: int, reason: FinishReason, stop_reason: int | str | None
     ) -> bool:
-        """End one sample; return whether it was unfinished."""
+        """End one sample of a request from outside; return whether it was unfinished until now.
+
+        Args:
+            index: the number of the sample.
+            reason, stop_reason: the reason to report.
+        """
         family = self.roster.requests.get(request_id, ())
         if request_id in self.beams.searches:  # a search without beams is over
             return self.end(request_id, reason, stop_reason)
@@ -130,8 +142,14 @@ class Results:
         ]
 
     def fail(self, request_id: str, error: Exception, *, is_damaged: bool) -> list[TokenEvent]:
-        """End all samples of a request, and remove what it may have damaged from the prefix
-        cache."""
+        """End all samples of a request with an error.
+
+        Args:
+            is_damaged: True to remove the blocks that it may have spoilt from the prefix cache.
+
+        Returns:
+            The events of its samples.
+        """
         if not self.roster.unfinished(request_id):
             return []
         if is_damaged:
@@ -148,7 +166,7 @@ class Results:
     def _finish_early(
         self, seq: Sequence, index: int, reason: FinishReason, stop_reason: int | str | None
     ) -> bool:
-        """End one of the samples that have not forked yet."""
+        """End one sample of a request that has not forked yet; return whether it was unfinished."""
         num_samples = seq.request.sampling.num_samples
         if index in seq.ended or not 0 <= index < num_samples:
             return False

@@ -138,7 +138,12 @@ class Roster:
         self._num_unfinished[request_id] = len(family)
 
     def branch(self, parent: Sequence, token_ids: list[int], index: int) -> Sequence:
-        """Make a sequence that continues another of its request; regroup() assigns its place."""
+        """Return a new sequence of a request that continues `parent`; `regroup` assigns its rank.
+
+        Args:
+            token_ids: the tokens of the new sequence.
+            index: its number within the request.
+        """
         seq = self._new(parent.request, index, parent.seed, parent.max_len, parent.rank, token_ids)
         seq.was_admitted, seq.arrival_time = True, parent.arrival_time
         return seq

@@ -388,10 +388,11 @@ class Scheduler:
         return failed
 
     def can_run_again(self, batches: Seq[Batch]) -> bool:
-        """Return whether steps that have failed give the same when they run again, in parts.
+        """Return whether failed steps would give the same results if they were run again in parts.
 
-        What moved has perhaps been written since, and a state that has left its chunk does not come
-        back. Of a step with one run its request ends, so it need not come again.
+        A step that moves blocks would not, since their sources may have been overwritten since, nor
+        one whose recurrent state has advanced past its chunk. A step of one run ends its request
+        instead.
         """
         states = self.tables.states
         if any(batch.is_moving for batch in batches):

@@ -159,15 +159,16 @@ class Speculation:
         drawn: Seq[SampledToken],
         tables: BlockTables,
     ) -> None:
-        """Count the right drafts as computed, and release the blocks of the others.
+        """Count a sequence's accepted drafts as computed, and free the blocks of rejected ones.
 
-        The prefix cache registers a block when all its tokens are sampled. Right drafts of a tree
-        that do not lie in the slots of their positions are computed again.
+        Drafts of a tree may lie in other cache slots than those of their positions; accepted ones
+        that do are computed again. Full blocks are registered with the prefix cache only here,
+        since no rejected token may be in them.
 
         Args:
             seq: a sequence that has run drafts; its tokens do not include the sampled ones yet.
             run: the run with the drafts.
-            drawn: the tokens of the right drafts and one more.
+            drawn: the tokens of the accepted drafts and one more.
             tables: the block tables.
         """
         right, known = len(drawn) - 1, seq.num_tokens
@@ -302,7 +303,13 @@ class Pace:
         return self._kinds.setdefault(num_sequences.bit_length(), _Kind()).is_on
 
     def record(self, num_sequences: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:
-        """Record the number of tokens of a step and its time."""
+        """Record a step's tokens and time, by which drafts are switched on and off.
+
+        Args:
+            num_sequences: the sequences of the step.
+            has_drafts: whether it verified drafts.
+            num_tokens: the tokens that it generated.
+        """
         kind = self._kinds.setdefault(num_sequences.bit_length(), _Kind())
         steps = kind.steps[has_drafts]
         steps.append((num_tokens, seconds))

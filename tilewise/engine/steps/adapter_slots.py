@@ -189,7 +189,8 @@ class AdapterSlots:
         return StepAdapters(self.weights, RowTiles(on_device[0], on_device[1].view(rows.shape)))
 
     def warm_up(self) -> None:
-        """Add what an empty slot adds, nothing, to a row, so that no request waits for kernels."""
+        """Run each adapter kernel once with an empty slot, so that no request waits for its
+        compilation."""
         for linear, own in self.weights.items():
             x = own.a.new_zeros(1, own.a.shape[2])
             self.of_rows(np.zeros(1, np.int32)).add(linear, x, x.new_zeros(1, own.b.shape[2]))

@@ -17,7 +17,7 @@ _is_watching = False
 
 
 def _watch() -> None:
-    """Have Triton tell of every kernel that it compiles or fetches from its disk cache."""
+    """Count the kernels that Triton compiles or loads from its disk cache, from now on."""
     global _is_watching
     with _lock:
         if not _is_watching:

@@ -325,7 +325,10 @@ class CompiledRunner(ModelRunner):
             sample(self.forward(inputs), batch)
 
     def _rotations(self, num_positions: int) -> step.Tables:
-        """Cosines and sines of so many positions, and what else stays from step to step."""
+        """Return the program's constant tables, with cosines and sines of all positions needed.
+
+        They are made anew only when more positions are needed than ever before.
+        """
         if num_positions > self._num_angles:
             cos, sin = self._reserve_angles(num_positions, self.device)
             self._num_angles, self._angles = len(cos), self.program.with_angles(cos, sin)

@@ -95,16 +95,20 @@ def guesser_of(
     max_chunk: int,
     window: int | None = None,
 ) -> Guesser:
-    """Load a draft model on the CPU, with a cache of as many blocks as the model's.
+    """Load a draft model that runs on the CPU, with as many cache blocks as the target model.
 
     Args:
-        speculative: the way to guess tokens that the config names.
-        num_blocks, block_size: the sizes of the cache of the model's first group of layers.
-        vocab_size, max_model_len, window: see `load_draft`.
-        max_chunk: see `Guesser`.
+        speculative: the options of the draft model, from the config.
+        num_blocks, block_size: the sizes of the cache of the target's first group of layers.
+        vocab_size, max_model_len: the sizes of the target model, which the draft model must have
+            too.
+        max_chunk: tokens of one sequence that the draft model computes at a time.
+        window: the window of the target's first group of layers, in tokens; None is unlimited.
 
     Raises:
-        CheckpointError, ValueError: see `load_draft`; or there is no memory for the cache.
+        CheckpointError: the draft model's directory is incomplete or wrong.
+        ValueError: its vocabulary is another, it has fewer positions than sequences may have, or
+            memory does not hold its cache.
     """
     device = torch.device("cpu")
 

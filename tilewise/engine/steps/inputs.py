@@ -63,7 +63,8 @@ class HostTables:
         self._table = np.full((0, 0), -1, dtype=np.int64)
 
     def follow(self, batch: Batch, block_size: int) -> NDArray[np.int64]:
-        """Take what a batch tells and return its tables (B, max_blocks), -1 past their ends."""
+        """Update the block tables by a batch; return its tables (B, max_blocks), -1 past their
+        ends."""
         rows = self.rows_of(batch)
         counts = [-(-(s.start + len(s.token_ids)) // block_size) for s in batch.sequences]
         most = max(counts)
@@ -78,7 +79,7 @@ class HostTables:
         target[:, :width] = self._table[rows, :width]
 
     def rows_of(self, batch: Batch) -> list[int]:
-        """Take what a batch tells and return where the tables of its sequences are."""
+        """Update the block tables by a batch; return the row of each of its sequences."""
         row_of = self._row_of
         self._free += [row_of.pop(seq_id) for seq_id in batch.left if seq_id in row_of]
         rows = []
@@ -268,7 +269,12 @@ def tree_mask(
 def _logits_rows(
     sequences: Sequence[ScheduledSequence], ends: NDArray[np.int64], samples: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Return the rows that are sampled: the last one of a sequence, and those of its drafts."""
+    """Return the rows from which tokens are drawn: each sequence's last, and its drafts'.
+
+    Args:
+        ends: the end of each sequence's rows.
+        samples: whether each sequence draws a token.
+    """
     drafts = [s.num_drafts for s in sequences]
     if not any(drafts):
         return ends[samples] - 1

@@ -329,7 +329,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _adjust_and_sample(self, logits: Tensor, batch: Batch) -> Samples:
-        """Draw from logits that some sequences want changed; they are changed in place."""
+        """Apply penalties, masks and biases to logits in place, and draw from them."""
         draws = [s.num_samples > 0 for s in batch.sequences]
         rows = [sum(draws[:i]) for i in range(len(draws))]
         has_logprobs = any(s.sampling.logprobs is not None for s in batch.sequences)

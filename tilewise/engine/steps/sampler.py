@@ -99,7 +99,14 @@ def _of_finite_rows(
     argmax: Tensor,
     is_finite: Tensor,
 ) -> list[list[SampledToken]]:
-    """Draw from the rows that are finite; the others' tokens are BROKEN."""
+    """Draw from the rows of logits that are finite; the tokens of other rows are BROKEN.
+
+    Args:
+        logits, raw: the logits, and what they were before they were adjusted.
+        rows: the sequence of each row.
+        argmax: the most likely token of each row.
+        is_finite: whether each row is finite.
+    """
     samples = [[BROKEN] * s.num_samples for s in rows]
     index = is_finite.nonzero()[:, 0]
     kept = index.tolist()
@@ -113,7 +120,7 @@ def _of_finite_rows(
 
 
 def is_greedy(rows: Sequence[ScheduledSequence]) -> bool:
-    """Whether each of the rows is given its most likely token, and nothing is told beside it."""
+    """Return whether all rows take their most likely token and return no log-probabilities."""
     return all(s.sampling.greedy and s.sampling.logprobs is None for s in rows)
 
 
@@ -312,7 +319,13 @@ def uniforms_of(rows: Sequence[ScheduledSequence]) -> NDArray[np.float64]:
 def _with_logprobs(
     logits: Tensor, rows: Sequence[ScheduledSequence], tokens: Sequence[Sequence[int]]
 ) -> list[list[SampledToken]]:
-    """Attach log_softmax of the untouched logits to the rows that ask for it."""
+    """Return the drawn tokens, with log-probabilities for the rows that ask for them.
+
+    Args:
+        logits: the logits before they were adjusted.
+        rows: the sequence of each row.
+        tokens: the drawn tokens of each row.
+    """
     samples = [[SampledToken(token) for token in ids] for ids in tokens]
     asking = [i for i, s in enumerate(rows) if s.sampling.logprobs is not None]
     if not asking:

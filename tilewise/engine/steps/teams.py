@@ -14,7 +14,7 @@ SOONEST, LATEST = 32, 4096  # steps until the next trial: doubled each time the 
 
 @dataclass
 class _Kind:
-    """Steps of one kind: the times of the trial that goes on, and what the last one has found."""
+    """Steps of one kind: the times of the current trial, and the result of the last one."""
 
     times: dict[int, list[float]] = field(default_factory=dict)
     tried: int = 0  # steps of the trial

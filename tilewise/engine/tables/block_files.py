@@ -255,7 +255,8 @@ class BlockFiles:
         return self.model, salt, content.tokens
 
     def _write_all(self) -> None:
-        """Write what waits, until told to end or nothing has come for long; the thread's own."""
+        """Write the waiting blocks to files, on a thread of its own, until asked to end or long
+        idle."""
         while (digest := self._next()) is not None:
             with self._lock:
                 waiting = self._waiting.get(digest)

@@ -168,10 +168,10 @@ class BlockTables(Holdings):
         return moves
 
     def end_step(self, index: int) -> None:
-        """Note that an unfinished step has ended, or was given up; `index` 0 is the oldest of them.
+        """Record that an unfinished step has ended or was taken back; index 0 is the oldest.
 
-        Blocks that were given up since it began become free, unless an older step is unfinished:
-        they then wait for that.
+        Blocks that were released since it began become free, unless an older step is unfinished:
+        they then wait for that one.
         """
         for number, pool in enumerate(self.pools):
             blocks, read = pool.fences[index], pool.read[index]
@@ -311,8 +311,10 @@ class BlockTables(Holdings):
         return count_seen(self, family)
 
     def has_passed(self, seq: Sequence) -> bool:
-        """Whether blocks that the next token of a sequence sees are gone: a later step, unfinished
-        or taken back, gave them up."""
+        """Return whether blocks that a sequence's next token sees were released already.
+
+        A later step, unfinished or taken back, has released them behind its window.
+        """
         if self.states is not None and self.states.has_passed(seq):
             return True
         return any(
@@ -417,7 +419,8 @@ class BlockTables(Holdings):
         return True
 
     def _grow(self, seq: Sequence, count: int) -> bool:
-        """Give a sequence of one group so many blocks more; return whether they were there."""
+        """Add `count` new blocks to a sequence in a cache of one group; return whether they were
+        free."""
         if count > self.allocator.num_free:
             return False
         blocks = self.allocator.allocate(count)
@@ -765,9 +768,11 @@ class BlockTables(Holdings):
         return nodes
 
     def _is_refused(self, seq: Sequence, hits: list[PrefixNode], spare: int) -> bool:
-        """Whether a sequence that begins with cached blocks needs more than may be taken.
+        """Return whether a sequence that begins with cached blocks needs more than the free ones.
 
-        Counting the hits that are free is left for when more blocks are free than at the last time.
+        Args:
+            hits: the cached blocks.
+            spare: blocks that must stay free.
         """
         if self._lacks_checkpoint(hits):
             return True
@@ -789,7 +794,11 @@ class BlockTables(Holdings):
         return True
 
     def _demands(self, seq: Sequence, hits: list[PrefixNode]) -> list[int]:
-        """Blocks of each group that reserving would take from its free list."""
+        """Return how many free blocks of each group the admission of a sequence would take.
+
+        Args:
+            hits: the cached blocks with which it begins.
+        """
         demands, size = list[int](), self.block_size
         for number, pool in enumerate(self.pools):
             first = first_block(len(hits) * size, pool.window, size)
@@ -799,7 +808,12 @@ class BlockTables(Holdings):
         return demands
 
     def _end(self, seq: Sequence, number: int, first: int, num_hits: int) -> int:
-        """Return the end of the blocks that a sequence is given at admission, from `first` on."""
+        """Return the end of the blocks, from `first` on, that a sequence gets at admission.
+
+        Args:
+            number: the group's number.
+            num_hits: the number of cached blocks with which it begins.
+        """
         total, window = self.blocks_for(seq.num_tokens), self.pools[number].window
         if window is None:
             return total

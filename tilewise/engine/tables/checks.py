@@ -11,7 +11,11 @@ __all__ = ["check_tables"]
 
 
 def check_tables(tables: Holdings, holders: list[Sequence], waiting: list[Sequence]) -> None:
-    """Verify that the tables of the sequences that hold blocks agree with pools and cache.
+    """Verify that the block tables of sequences agree with the pools and the prefix cache.
+
+    Args:
+        holders: the sequences that own blocks.
+        waiting: those that own none.
 
     Raises:
         AssertionError: names the invariant that is broken.

@@ -25,7 +25,13 @@ __all__ = ["forget_files", "read_files"]
 
 
 class _Place(NamedTuple):
-    """One block of a prompt: the groups that have it at hand, and those whose store has it."""
+    """One block of a prompt.
+
+    Attributes:
+        tokens: the tokens of the block, packed.
+        at_hand: a bool for each group: whether the block is on the device or in main memory.
+        in_store: a bool for each group: whether its store has the block.
+    """
 
     tokens: bytes
     at_hand: tuple[bool, ...]
@@ -134,7 +140,10 @@ def _chain(tables: Holdings, seq: Sequence, places: list[_Place]) -> PrefixNode:
 
 
 def _last(count: int, holds: Callable[[int], bool]) -> int | None:
-    """Return the last of `count` places where something holds that holds up to some place."""
+    """Return the last of `count` places for which `holds` is True; None if there is none.
+
+    `holds` must be True up to some place and False after it.
+    """
     found = bisect_right(range(count), False, key=lambda place: not holds(place))
     return found - 1 if found else None
 

@@ -175,7 +175,7 @@ class Holdings:
             self.trace.free(blocks)
 
     def forget_blocks(self, number: int, blocks: list[int]) -> None:
-        """Make single blocks of a group unfindable: what they were to hold has not arrived."""
+        """Remove blocks of a group from the prefix cache, since their contents have not arrived."""
         if self.prefix is not None:
             forgotten = [b for block in blocks for b in self.prefix.forget_block(number, block)]
             if number == 0 and forgotten:

@@ -133,7 +133,7 @@ class HostCache:
         return [part.clone().numpy().reshape(-1) for part in self._parts(slot, group)]
 
     def write(self, slot: int, arrays: list[NDArray[np.uint8]], group: int = 0) -> None:
-        """Fill a block with what `read` has given."""
+        """Fill a block of main memory with the arrays that `read` returned."""
         self._wait()
         for part, array in zip(self._parts(slot, group), arrays, strict=True):
             part.copy_(torch.from_numpy(array.copy()).view(part.shape))

@@ -63,10 +63,21 @@ def count_lacking(tables: Holdings, hits: list[PrefixNode]) -> int:
 def take(
     tables: Holdings, number: int, nodes: list[PrefixNode], count: int
 ) -> tuple[list[int], list[int]]:
-    """Own the blocks of nodes in a group, brought from main memory if need be, and new ones.
+    """Share the blocks of prefix nodes in a group of layers, and allocate `count` more.
+
+    A block that is in main memory only is copied back to a fresh one.
+
+    Args:
+        tables: the block tables.
+        number: the index of the group of layers.
+        nodes: the nodes of the prefix cache, in the order of their tokens.
+        count: the number of further blocks.
 
     Returns:
         A block for each node, and `count` new ones.
+
+    Raises:
+        CacheFullError: the pool has too few free blocks.
     """
     pool, found = tables.allocator_of(number), [node.blocks[number] for node in nodes]
     pool.share([block for block in found if block >= 0])
@@ -136,7 +147,12 @@ def revoke_moves(
     running: list[Sequence],
     waiting: list[Sequence],
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Make unfindable what a failed step was to move, and what was moved from there since.
+    """Remove a failed step's moved blocks, and later copies of them, from the prefix cache.
+
+    Args:
+        batch: the failed step.
+        later: the steps after it.
+        running, waiting: the scheduler's sequences.
 
     Returns:
         See `BlockTables.revoke`.
@@ -190,7 +206,15 @@ def _plan(
     chains: list[list[PrefixNode]],
     spare: int,
 ) -> list[list[_Source]] | None:
-    """Return where each block of the samples comes from in a group; None if blocks lack."""
+    """Return the source of each block of some samples; None if too few blocks are free.
+
+    Args:
+        number: the group's number.
+        group: the samples, swapped out.
+        kept: the device blocks that each still has.
+        chains: the prefix nodes of each.
+        spare: blocks that must stay free.
+    """
     allocator, window = tables.pools[number].allocator, tables.pools[number].window
     sources: list[list[_Source]] = []
     slot_of: dict[int, int] = {}  # of nodes: samples with equal tokens share one

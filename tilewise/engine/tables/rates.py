@@ -36,11 +36,11 @@ class Rates:
         self.steps.append((tokens, seconds))
 
     def recompute_seconds(self, tokens: int) -> float:
-        """Return how long it takes to compute so many tokens again.
+        """Return the expected seconds to compute `tokens` tokens again.
 
-        A step takes a time of its own and one for each token: the medians of slopes between steps
-        and of what they leave (Theil, 1950; Sen, 1968), so that a step in which something was
-        compiled says nothing. With steps of one size only, `prefill_tokens` is all that is known.
+        A step has fixed seconds and seconds for each token: both are medians over pairs of steps
+        (Theil, 1950; Sen, 1968), so that a step in which a kernel was compiled has no effect. With
+        steps of one size only, the rate `prefill_tokens` is used.
         """
         slopes = [
             (late - early) / (more - few)

@@ -194,7 +194,12 @@ class StateTables:
             self._restore(held, checkpoint, position)
 
     def move(self, seq: Sequence, position: int, checkpoint: int) -> None:
-        """Let a sequence go on from a longer hit than the one at its admission."""
+        """Let a sequence continue from a later checkpoint than the one at its admission.
+
+        Args:
+            position: the number of tokens of the checkpoint.
+            checkpoint: the checkpoint's number.
+        """
         held = self._held[seq]
         self._forget_moves_to(held.slot)
         held.known = held.reached = position
@@ -218,7 +223,8 @@ class StateTables:
         self._unplaced.clear()
 
     def release(self, seq: Sequence) -> None:
-        """Take a sequence's slot, unless another one has still to copy it: then that has it."""
+        """Free a sequence's slot; if another sequence must still copy its state, that one gets
+        the slot."""
         held = self._held.pop(seq, None)
         if held is None:
             return
@@ -251,13 +257,12 @@ class StateTables:
     # Runs
 
     def cut(self, seq: Sequence, num_tokens: int, depth: int) -> int:
-        """Return how many tokens of a prompt the next run has, so that it ends where a checkpoint
-        is wanted.
+        """Return the number of tokens of a prompt's next run, which ends at the next checkpoint.
 
         Args:
             seq: a sequence with several tokens to run.
             num_tokens: the number of tokens that it may run.
-            depth: the number of blocks at its begin whose content the prefix cache has now.
+            depth: the number of blocks at its beginning whose content the prefix cache has now.
         """
         start, held = seq.num_scheduled_tokens, self._held[seq]
         held.branch = min(depth * self.block_size, seq.num_tokens - 1) // self.unit * self.unit
@@ -270,7 +275,8 @@ class StateTables:
         return chunk - 1 - (seq.num_scheduled_tokens + 1) % chunk
 
     def schedule(self, seq: Sequence, start: int, end: int) -> int:
-        """Note a run of the step that is built; return the slot that it writes."""
+        """Record a run, of positions start ... end - 1, of the step being built; return the slot
+        it writes."""
         held, chunk = self._held[seq], self.limits.chunk
         held.reached = max(held.reached, end)
         position = end // chunk * chunk

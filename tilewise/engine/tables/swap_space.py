@@ -41,14 +41,11 @@ Transfers = tuple[tuple[int, int], ...]
 def spread(
     failed: Batch, later: Iterable[tuple[Transfers, Transfers, Transfers]]
 ) -> tuple[set[int], set[int]]:
-    """Return what does not hold what its owners think after a step's transfers have failed.
+    """Return the device blocks and slots that are wrong after a step's transfers have failed.
 
     Args:
         failed: the moves of the failed step.
         later: the moves since then, in turn: (block, slot), (slot, block), (block, its copy).
-
-    Returns:
-        Device blocks, and slots.
     """
     blocks = {block for _, block in failed.swap_in}
     slots = {slot for _, slot in failed.swap_out}
@@ -248,7 +245,12 @@ class SwapSpace:
     # Cold prefixes
 
     def keep(self, group: int, block: int, node: PrefixNode) -> None:
-        """Keep a known device block that is about to be given away."""
+        """Copy a cached device block to main memory, if there is room, before it is reused.
+
+        Args:
+            group: the group of layers.
+            node: the block's node in the prefix cache.
+        """
         room = self.rooms[group]
         slot = node.slots[group]
         if block in room.coming:  # not there yet; where it comes from has it still

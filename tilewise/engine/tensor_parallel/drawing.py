@@ -168,7 +168,12 @@ class _Share:
         return [found[i] for i in range(len(self.rows))]
 
     def _powers(self, logits: Tensor, places: Tensor) -> Tensor:
-        """Return exp((logit - m) / T) of (R, C) logits of the rows at `places`, float64."""
+        """Return exp((logit - m) / T) in float64, with the row's maximum m over all ranks.
+
+        Args:
+            logits: (R, C), R rows of this rank's part of the vocabulary.
+            places: (R,) int64, the place of each row among all rows, by which m and T are found.
+        """
         powers = logits.to(torch.float64, copy=True)
         powers -= self.best[places, None]
         powers *= self.slope[places, None]

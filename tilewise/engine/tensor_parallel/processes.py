@@ -302,7 +302,7 @@ class Workers:
             self._changed.notify_all()
 
     def _why_lost(self) -> str | None:
-        """Say who is silent, or that nothing goes on; None if all is well."""
+        """Return which worker is silent, or that no step makes progress; None if all is well."""
         now = time.monotonic()
         for member in self._members:
             patience = SILENCE_S if member.has_spoken else FIRST_WORD_S

@@ -99,10 +99,10 @@ class RemoteHost:
         return [array for window in self._windows for array in window.get(sizes)]
 
     def write(self, slot: int, arrays: Arrays, group: int = 0) -> None:
-        """Fill a block with what `read` has given.
+        """Fill a block of main memory, on all ranks, with the arrays that `read` returned.
 
         Raises:
-            WorkerLostError: one is lost.
+            WorkerLostError: a worker is lost.
         """
         count = len(self._sizes_of(group))
         for rank, window in enumerate(self._windows):

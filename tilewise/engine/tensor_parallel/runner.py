@@ -277,7 +277,17 @@ def fewest(found: Sequence[Any]) -> Blocks:
 def start(
     config: ResolvedConfig, directory: Path, model: Decoder, end_ids: tuple[int, ...]
 ) -> ParallelRunner:
-    """Start the workers, each with its shard and its part of the cache; see `engine_of_workers`."""
+    """Start the worker processes, each with its shard of the model and of the cache.
+
+    Args:
+        config: the resolved config.
+        directory: the checkpoint's folder.
+        model: the shape of the model, without weights.
+        end_ids: the tokens that end a text.
+
+    Raises:
+        ValueError: swap_space_gib is too small for one block.
+    """
     size, device, shape = config.tensor_parallel_size, config.device, model.config
     part = shard_config(shape, size)
     spec = spec_of(part, config)

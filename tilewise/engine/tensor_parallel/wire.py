@@ -102,7 +102,10 @@ class FrameReader:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[list[Any]]:
-        """Return the messages whose frames `data` completes; keep the bytes of a begun frame."""
+        """Return the messages that `data` completes, in order, each a list that was sent as JSON.
+
+        The bytes of an incomplete last frame are kept for the next call.
+        """
         have, frames = self._bytes, []
         have += data
         while len(have) >= _LENGTH.size:
@@ -305,10 +308,15 @@ class BatchReader:
     def _later(
         self, number: int, told: Sequence[tuple[int, int, list[int]]], tokens: Sequence[int] | None
     ) -> LaterRuns:
-        """Return the runs of a step that goes on with those that were told last.
+        """Return the runs of a later step of the sequences in the last full message.
+
+        Args:
+            number: the number of steps since that message.
+            told: (place of the run, first new block, new blocks) where blocks are new.
+            tokens: the tokens of the runs; None where the device has them.
 
         Raises:
-            RuntimeError: that step could not be read.
+            RuntimeError: that message could not be read.
         """
         if not self._first:
             raise RuntimeError("a step must go on with one that was read, got none")

@@ -297,7 +297,8 @@ class _Worker:
         return rate, self.group.why_no_symmetric_memory, sizes
 
     def pass_block(self, what: str, slot: int, group: int) -> None:
-        """Show a block of main memory to the parent ("read"), or take what it shows ("write")."""
+        """Copy a block of main memory to the window shared with the parent ("read"), or back
+        ("write")."""
         host = self.runner.host
         assert host is not None
         if what == "read":
@@ -355,7 +356,11 @@ class _Worker:
                 answers.put((number, error))
 
     def _do(self, number: int, work: Callable[[], None]) -> None:
-        """Do something between two steps, and tell that it is done, or what it raised."""
+        """Call `work` between two steps, and send the parent "done", or "failed" with the error.
+
+        Args:
+            number: the number of the parent's request.
+        """
         try:
             work()
         except Exception as error:
@@ -364,7 +369,12 @@ class _Worker:
             self.line.tell("done", number, None, 0)
 
     def _answer(self, answers: queue.SimpleQueue[tuple[int, StepHandle | Exception]]) -> None:
-        """Wait for steps in their order and tell what they gave; the first rank tells tokens."""
+        """Send the result of each step to the parent, in order; only the first rank sends tokens.
+
+        Args:
+            answers: the steps' numbers with their handles, or the error of one that was not
+                started.
+        """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread, or it would open the first GPU
         while True:
@@ -384,7 +394,7 @@ class _Worker:
 
 
 def main(fd: int, folder: str) -> None:
-    """Work for the parent at the other end of a socket until it goes.
+    """Serve the parent process at the other end of a socket until it closes.
 
     Args:
         fd: the file descriptor of the socket.

@@ -115,7 +115,8 @@ class RowCache:
         return self.rows.long().view(-1, 1) * self.view.period + positions
 
     def lengths(self, seqlens: Tensor) -> Tensor:
-        """Return the number of keys of sequences that end at seqlens (B,), without the padding."""
+        """Return the numbers of keys (B,) of sequences that end at seqlens (B,): seqlens -
+        leftpad."""
         return seqlens if self.leftpad is None else (seqlens - self.leftpad).clamp(min=0)
 
     def blocks(self, span: Span | None = None) -> Blocks | None:

@@ -155,7 +155,12 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         return table, windows.div(self.block_size, rounding_mode="floor").int()
 
     def step_of(self, layer: Any) -> Step:
-        """Return the step; a layer that is computed otherwise than a decoder's is refused."""
+        """Return the Step that `init_forward_metadata` noted for the current batch.
+
+        Raises:
+            UnsupportedError: the layer is cross-attention or an encoder's, or scales logits by
+                position.
+        """
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"attn_type must be decoder, got {layer.attn_type}")
         if layer.xai_temperature_len > 0:
@@ -164,7 +169,8 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         return self.forward_metadata
 
     def place(self, forward_batch: Any, step: Step) -> Any:
-        """Return where a layer writes its new tokens, for the pool's writer."""
+        """Return SGLang's KVWriteLoc: the cache slots of the step's new tokens, also of the
+        window pool."""
         return KVWriteLoc.for_batch(forward_batch, swa_loc=step.window_slots)
 
     def paged(self, buffer: Any) -> Any:
@@ -173,5 +179,5 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
 
 
 def _has_prompts(mode: Any) -> bool:
-    """Return whether a step has runs of new tokens that nothing drafted."""
+    """Return whether a forward mode of SGLang computes prompts: extend or mixed, without drafts."""
     return bool(mode.is_extend_without_speculative() and not mode.is_dllm_extend())

@@ -232,7 +232,16 @@ def _attend_packed(
 
 
 def _apart(packing: Packing, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a matrix that hides other sequences' keys in addition to what a mask hides."""
+    """Return `bias` with -inf where query and key belong to different sequences of a packed batch.
+
+    Args:
+        packing: the edges of the sequences.
+        q, k: (B, S, H, D) and (B, T, H, D), whose sizes and device are read.
+        bias: the mask's additive matrix; None is zeros.
+
+    Returns:
+        (B, 1 or H, S, T).
+    """
 
     def numbers(cu_seqlens: Tensor, like: Tensor) -> Tensor:
         rows = torch.arange(like.shape[0] * like.shape[1], device=like.device)

@@ -80,7 +80,10 @@ class AttentionMask(Tensor):
         return self._dense
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrix as 0 and -inf; the layers of a model share it."""
+        """Return the mask (B, 1 or H, S, T) as numbers: 0 for visible keys, -inf for others.
+
+        It is kept for each dtype, since all layers of a model use it, and must not be written to.
+        """
         if self._is_shared:
             return as_bias(self.dense(), dtype)
         if dtype not in self._biases:

@@ -146,7 +146,10 @@ def _claimed(name: str) -> Iterator[bool]:
 
 
 def _read(source: IO[bytes], inbox: queue.SimpleQueue[Any]) -> None:
-    """Hand requests over; end the process with the one that asks, whatever it compiles then."""
+    """Put requests from `source` into the inbox, until the parent closes it: then end this process.
+
+    A compilation that runs is ended with it.
+    """
     try:
         while True:
             inbox.put(pickle.load(source))

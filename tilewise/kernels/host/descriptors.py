@@ -68,10 +68,12 @@ class Form(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A descriptor of a plan, whose tensor has no address yet: `at` makes it that of one.
+    """A TMA descriptor of a plan, whose address is not known yet; `at` makes a real one of it.
 
     Attributes:
-        base: the tensor, or its place.
+        base: the tensor; within a plan the place of the tensor among all of its tensors.
+        shape, strides: those of the described matrix, in elements.
+        form: the dtype and tile.
     """
 
     base: Any
@@ -105,7 +107,7 @@ def addressable(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def tile_layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
-    """Return how a (1, 1, rows, columns) tile lies in shared memory, as WGMMA wants it."""
+    """Return the layout of a (1, 1, rows, columns) tile in shared memory that WGMMA reads."""
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _DTYPES[dtype])
 
 
@@ -185,7 +187,8 @@ def at(found: Described, address: int) -> TensorDescriptor:
 
 
 def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
-    """Return the descriptor of (rows, columns) tiles of a matrix, as WGMMA wants them."""
+    """Return the TMA descriptor of (rows, columns) tiles of a matrix, in a layout that WGMMA
+    reads."""
     # TMA wants a multiple of 16 bytes even where there is only one row.
     strides = (tensor.stride(0) if tensor.shape[0] > 1 else columns, 1)
     form = _form_of_matrix(tensor.dtype, rows, columns)
@@ -217,7 +220,7 @@ def _numbers(tensor: Tensor, block: tuple[int, ...]) -> Any:
 
 
 def form_of(found: TensorDescriptor) -> Form:
-    """Return what a descriptor shares with others of its dtype and tile."""
+    """Return the Form of a descriptor: dtype, tile and layout, without its tensor."""
     form: Form | None = found.__dict__.get("form")
     if form is None:  # it was made elsewhere
         form = _form_of(tuple(found.block_shape), found.layout, found.base.dtype)

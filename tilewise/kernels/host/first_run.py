@@ -17,10 +17,10 @@ STAMPS = "tilewise-files"  # beside Triton's folders: the kernels of files that 
 
 
 def listen(told: Callable[..., None]) -> None:
-    """Have Triton tell of every kernel that it compiles or fetches, as well as those told before.
+    """Call `told` for every kernel that Triton compiles or loads, besides any earlier listener.
 
     Args:
-        told: takes what a `knobs.compilation.listener` of Triton's takes.
+        told: a function with the arguments of Triton's `knobs.compilation.listener`.
     """
     try:
         from triton import knobs

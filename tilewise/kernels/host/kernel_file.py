@@ -162,7 +162,12 @@ def _check_here(manifest: Manifest, arch: int | None) -> None:
 def _entries_of(
     file: zipfile.ZipFile, manifest: Manifest, path: Path
 ) -> dict[str, list[zipfile.ZipInfo]]:
-    """Return the files of each kernel, by its hash."""
+    """Return the files of each kernel in a kernel file, by the kernel's hash.
+
+    Raises:
+        ValueError: an entry has no valid name, is too large, or belongs to no kernel of the
+            manifest.
+    """
     found: dict[str, list[zipfile.ZipInfo]] = {}
     listed = file.infolist()
     if len(listed) > _MOST_ENTRIES:
@@ -199,7 +204,13 @@ def _is_there(name: str, entries: Sequence[zipfile.ZipInfo]) -> bool:
 
 
 def _take(file: zipfile.ZipFile, name: str, entries: Sequence[zipfile.ZipInfo]) -> None:
-    """Put a kernel's files into Triton's cache, and last the list that makes it one."""
+    """Write a kernel's files to Triton's cache, and last the list of them, which makes it complete.
+
+    Args:
+        file: the kernel file.
+        name: the kernel's hash, which names its folder.
+        entries: the kernel's files.
+    """
     manager = get_cache_manager(name)
     group = {}
     for info in entries:

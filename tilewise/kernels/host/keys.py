@@ -14,7 +14,7 @@ __all__ = ["settle_names"]
 
 
 def settle_names() -> None:
-    """Let Triton read a function before it adds up what that function's name depends on."""
+    """Make Triton read a called function before it hashes a caller that depends on it."""
     try:
         from triton.runtime.jit import DependenciesFinder
     except ImportError:  # without Triton, or in one that does it otherwise

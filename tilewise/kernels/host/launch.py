@@ -260,8 +260,15 @@ class Prepared:
     def pointers_to(
         self, descriptors: Sequence[Described], addresses: Sequence[int]
     ) -> tuple[Any, Maps]:
-        """Return the pointers to all parameters where tensors lie at these addresses, and what must
-        live with them."""
+        """Return pointers to all parameters of a launch, with encoded descriptors.
+
+        Args:
+            descriptors: the launch's descriptors.
+            addresses: the address of each one's tensor.
+
+        Returns:
+            The pointers, and the memory of the descriptors, which must live as long.
+        """
         maps = Maps(len(addresses))
         pointers = type(self._pointers).from_buffer_copy(self._pointers)
         each_one = zip(descriptors, self._maps, maps.places, addresses, strict=True)
@@ -308,7 +315,7 @@ def _described(found: _Descriptor) -> Described:
 
 
 def launch_error(status: int) -> RuntimeError:
-    """Return what says that a launch failed."""
+    """Return the exception for a launch that the CUDA driver refused with `status`."""
     return RuntimeError(f"cuLaunchKernelEx failed with CUDA error {status}")
 
 
@@ -350,7 +357,8 @@ class Addressed:
                 prepared.submit_again(status, met[0])
 
     def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
-        """Return what a launch takes where descriptors' tensors lie at these addresses."""
+        """Return pointers for descriptors whose tensors lie at `places`, and remember them for
+        next time."""
         met = self._prepared.pointers_to(self._descriptors, places)
         launches.add_met(self.met, places, met)
         return met
@@ -396,7 +404,7 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...], calls: Calls) -> Prepare
 
 
 def _is_usual(compiled: Any) -> bool:
-    """Whether a kernel takes its arguments and nothing else, on one CTA each."""
+    """Return whether a kernel runs on single CTAs and has no parameters besides its arguments."""
     if "ptx" not in getattr(compiled, "asm", ()):
         return False
     metadata = compiled.metadata

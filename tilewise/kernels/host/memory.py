@@ -30,7 +30,10 @@ class LaunchMemory:
         self._lock = threading.Lock()
 
     def add_met(self, met: dict[tuple[int, ...], Any], places: tuple[int, ...], found: Any) -> None:
-        """Let a launch find its maps for these addresses; all are forgotten once they are many."""
+        """Keep the encoded descriptors `found` of a launch for the addresses `places`.
+
+        If very many are kept, all launches forget theirs.
+        """
         with self._lock:
             if len(self.met) >= _MAX_MET:
                 for each in self.met:

@@ -83,7 +83,8 @@ class Run(plan.Run):
         self.at, self.workspace, self.plan = at, workspace, its_plan
 
     def buffer(self, index: int) -> Tensor:
-        """Return all of a buffer, of the workspace where it is part of that."""
+        """Return a buffer of the run as a tensor; one that is a piece of the workspace is viewed
+        there."""
         x: Tensor | None = self.tensors[index]
         if x is None:
             assert self.workspace is not None
@@ -272,7 +273,12 @@ class LaunchPlan(plan.LaunchPlan):
                 at[slot] = at[buffer] + offset
 
     def run(self, *tensors: Tensor | None, out: Tensor | None = None) -> Results:
-        """Run the steps for tensors that lie as those of its call do, see `plan.LaunchPlan.run`."""
+        """Run the plan for tensors with the dtypes, sizes and strides of the planned ones.
+
+        Args:
+            tensors: the tensors of a call, in the order of the plan.
+            out: memory for the first result; None allocates it.
+        """
         if out is not None and not (self.has_addresses and self._makes_first):
             return super().run(*tensors, out=out)
         if self.has_addresses and _current_device() != self._index:
@@ -304,7 +310,12 @@ class LaunchPlan(plan.LaunchPlan):
         self._steps = steps
 
     def _begin(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Run:
-        """Allocate what a call needs; out: its first result, if that is there already."""
+        """Allocate the results and buffers of a run, and return it with all addresses.
+
+        Args:
+            tensors: the tensors of the call.
+            out: memory for the first result; None allocates it.
+        """
         if not self.has_addresses:
             slow = super()._begin(tensors)
             return Run([*slow.tensors, None], 0, self._at.copy(), None, self)
@@ -397,7 +408,15 @@ class Maker(plan.Maker):
         return found._replace(slot=slot)
 
     def launch(self, kernel: Any, grid: int | plan.Grid, *arguments: Any, **options: Any) -> None:
-        """Start `kernel` on `grid` programs; options: num_warps and constants, by name."""
+        """Note a launch of `kernel` in the plan; nothing starts until the plan runs.
+
+        Args:
+            kernel: a kernel of Triton or Gluon.
+            grid: the number of programs; a tuple for several dimensions.
+            arguments: the arguments by position: numbers, None, tensors that the maker knows,
+                descriptors, and tuples of them.
+            options: constexpr arguments by name, and num_warps and other options of the compiler.
+        """
         leaves, tuples = list(arguments), list[tuple[int, type, int]]()
         places = self._places
         for index in _visited(tuple(map(type, arguments))):
@@ -434,6 +453,9 @@ class Maker(plan.Maker):
 
 @functools.cache
 def _visited(types: tuple[type, ...]) -> list[int]:
-    """Return which arguments are no numbers, the last first: a tuple may take several places."""
+    """Return the indices of a launch's arguments that are no numbers and not None, the last first.
+
+    From the last to the first, because a tuple is replaced by its fields and shifts what follows.
+    """
     numbers = (int, float, bool, type(None))
     return [index for index in reversed(range(len(types))) if types[index] not in numbers]

@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a kernel is compiled for, as `triton.compile` and its source take it."""
+    """The arguments of `triton.compile` and of its source for one kernel."""
 
     signature: dict[str, Any]
     constants: dict[Any, Any]
@@ -84,7 +84,7 @@ def kernel_of(module: str, name: str) -> Any:
 
 
 def work_of(request: Request) -> Work:
-    """Return what a request asks for."""
+    """Return the arguments of `triton.compile` that a request has in pickled form."""
     found: Work = _Unpickler(io.BytesIO(request.work)).load()
     return found
 
@@ -129,13 +129,13 @@ def observed() -> bool:
 def recording(
     note: Callable[[Request], None] | None = None,
 ) -> Iterator[dict[str, Request]]:
-    """Note what this thread's launches ask for, by hash; they run nothing.
+    """Record this thread's launches as requests, by hash, instead of running them.
 
-    Kernels that the process has already are not asked for. Nothing that a kernel would write is
-    written, so what computes on must not depend on it.
+    Kernels that the process has already compiled are left out. Nothing is written by the kernels,
+    so what is computed meanwhile must not depend on their results.
 
     Args:
-        note: is called with each request, once.
+        note: a function that is called once with each request.
     """
     thread, recorded = threading.get_ident(), _Recording(note)
     with _lock:
@@ -181,7 +181,12 @@ def _compile_or_note(
 
 
 def _request(fn: Any, source: Any, target: Any, backend: Any, options: Any) -> Request | None:
-    """Return the request for a source; None where no other process could make it."""
+    """Return the request for a kernel, or None if another process could not make the same kernel.
+
+    Args:
+        fn: the jitted function.
+        source, target, backend, options: those of Triton's compilation.
+    """
     name = fn.fn.__module__, fn.fn.__qualname__
     try:
         if kernel_of(*name) is not fn:

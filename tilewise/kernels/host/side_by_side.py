@@ -64,7 +64,8 @@ class Compilers:
         return self
 
     def begin(self) -> None:
-        """Start them, unless that was done: they load their libraries before they are asked."""
+        """Start the processes that do not run yet: they load their libraries before the first
+        request."""
         while len(self._processes) < self._count:
             self._processes.append(_start())
 

@@ -144,7 +144,13 @@ def many_tile(rows: int, outputs: int, channels: int, has_parts: bool) -> ManyTi
 
 
 def _time(units: int, rows: int, outputs: int, channels: int, places: int) -> float:
-    """Return the clocks of the busiest multiprocessor for its tiles, of `places` at a time."""
+    """Return the clocks of the busiest multiprocessor.
+
+    Args:
+        units: the number of tiles.
+        rows, outputs, channels: the size of a tile's product.
+        places: the tiles that a multiprocessor computes at a time.
+    """
     busiest = -(-units // _SMS)
     bytes_read = 2 * channels * (rows + outputs)
     each = max(bytes_read / _BYTES, rows * outputs * channels / _PRODUCTS)

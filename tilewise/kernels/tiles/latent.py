@@ -44,7 +44,7 @@ def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
 
 
 def mla_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) -> SplitPlan:
-    """Bound the splits of runs of `run` tokens from what the host knows."""
+    """Return the bounds on splits of the keys of a call, see `paged.plan_splits`."""
     return plan_splits(spec, config, run, sm_count, programs_per_sm=ONE_PER_SM)
 
 

@@ -263,9 +263,19 @@ def plan_splits(
     min_split_keys: int = MIN_SPLIT_KEYS,
     waves: int = 1,
 ) -> SplitPlan:
-    """Bound the splits of a call from what the host knows: the width of the block table.
+    """Bound the number of splits of a call's keys by the width of the block table.
 
-    With more than one wave, programs_per_sm is how many run at a time and splits are weighed.
+    The host does not know the lengths of sequences. With more than one wave, splits are weighed
+    against the programs that run at a time.
+
+    Args:
+        spec: the call's spec.
+        config: the tile's sizes.
+        run: the largest number of query tokens of a sequence.
+        sm_count: the multiprocessors of the device.
+        programs_per_sm: the programs to start on each; with waves, those that run at a time.
+        min_split_keys: the fewest keys of a split.
+        waves: the number of rounds in which programs may run.
     """
     most_tiles = _most_tiles(spec, config.tile_n, run)
     keys = INVARIANT_SPLIT_KEYS if spec.batch_invariant else min_split_keys
@@ -287,7 +297,10 @@ def plan_splits(
 
 
 def fills_whole(spec: PagedSpec, arch: int, sm_count: int) -> bool:
-    """Whether sequences that decode fill the device once with their keys whole."""
+    """Return whether decoding sequences fill the device about once if no keys are split.
+
+    It is measured, and therefore True, for rows of 512 bytes in 16 bits on Hopper only.
+    """
     is_measured = spec.cache_dtype.itemsize == 2 and row_bytes(spec) == 512 and arch // 10 == 9
     slots = WHOLE_PROGRAMS * sm_count
     filled = spec.num_seqs * spec.num_kv_heads / slots
@@ -295,7 +308,7 @@ def fills_whole(spec: PagedSpec, arch: int, sm_count: int) -> bool:
 
 
 def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
-    """Choose as `paged_work` does where a plan tells the split kernel's programs what they read."""
+    """Choose tiles and splits as `paged_work` does, for a plan that lists each program's keys."""
     work = paged_work(spec, arch, sm_count)
     if _decodes_invariantly(spec, arch):
         return work

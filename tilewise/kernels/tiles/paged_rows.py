@@ -69,7 +69,14 @@ def extend_config(spec: PagedSpec, arch: int) -> TileConfig:
 def plan_rows(
     spec: PagedSpec, config: TileConfig, sm_count: int, *, adds: bool = False
 ) -> RowsPlan:
-    """Bound the items of a call; `adds` for a pass whose parts are merged into what is there."""
+    """Bound the work items of a call: tiles of rows times parts of keys.
+
+    Args:
+        spec: the call's spec.
+        config: the tile's sizes.
+        sm_count: the multiprocessors of the device.
+        adds: True for a pass whose parts are merged into results that exist already.
+    """
     rows = spec.num_tokens * spec.group_size
     # Every sequence wastes less than one tile, so this bounds the tiles of any cu_seqlens_q.
     most_tiles = rows // config.tile_m + spec.num_seqs

@@ -170,7 +170,13 @@ def seen_keys(cols, length_q, length_k, window_left, variant: tl.constexpr):
 
 @triton.jit
 def first_key_of_run(seqlen_k, run, WINDOW_LEFT: tl.constexpr):
-    """Return the first key that the first of a sequence's `run` last rows sees by its window."""
+    """Return the first key that the window of a run's first query holds, at least 0.
+
+    Args:
+        seqlen_k: the keys of the sequence.
+        run: the number of its last tokens that are queries.
+        WINDOW_LEFT: the keys before the query's own that it sees.
+    """
     return tl.maximum(seqlen_k - run - WINDOW_LEFT, 0)
 
 

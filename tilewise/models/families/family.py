@@ -52,7 +52,7 @@ class Names:
     cut_anywhere: frozenset[str] = frozenset()
 
     def but(self, inner: Mapping[str, Sources] | None = None, **changes: Any) -> Names:
-        """Return the names with other sources of what is in a layer, and other attributes."""
+        """Return the names with other sources for some parts of a layer, and other attributes."""
         return replace(self, inner={**self.inner, **(inner or {})}, **changes)
 
     @property

@@ -23,7 +23,15 @@ def _read(
     has_qk_norm: bool = False,
     qkv_bias: bool | None = None,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `DecoderConfig` that these families share."""
+    """Return the keyword arguments of `DecoderConfig` that this module's families share.
+
+    Args:
+        config: the object of config.json.
+        windows: each layer's window; None for none.
+        head_dim, num_kv_heads: values for keys that the config lacks.
+        has_qk_norm, qkv_bias: whether queries and keys are normalised, and projections have a bias;
+            None for qkv_bias reads attention_bias.
+    """
     sizes = Sizes.of(config, head_dim=head_dim, num_kv_heads=num_kv_heads)
     norm = NormConfig("rms", sizes.eps)
     has_bias = flag(config, "attention_bias", False)

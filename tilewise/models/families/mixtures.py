@@ -95,7 +95,14 @@ def _layers(
 
 
 def experts_of(config: Json, sizes: Sizes, active: int, **options: Any) -> ExpertsConfig:
-    """Return the mixture; its numbers are read under any of their names."""
+    """Return the config of a mixture of experts.
+
+    The number of experts has several names in configs; all that are present must agree.
+
+    Args:
+        active: the experts of a token, if the config does not say.
+        options: further arguments of `ExpertsConfig`.
+    """
     name = next((name for name in _COUNTS if config.get(name) is not None), _COUNTS[0])
     num_experts = count(config, name)
     for other in _COUNTS:

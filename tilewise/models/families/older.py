@@ -266,7 +266,10 @@ _CODEGEN_PARTS = 4  # in which CodeGen's projection was computed: queries, value
 def _codegen_rows(
     attention: AttentionConfig, q_heads: range, kv_heads: range
 ) -> tuple[tuple[int, int], ...]:
-    """Return the rows of heads in CodeGen's fused projection; see `RowOrder`."""
+    """Return the ranges of rows of the given heads in CodeGen's fused projection.
+
+    They are those of queries, keys and values in this order; `RowOrder` says how they are used.
+    """
     share = attention.num_q_heads // _CODEGEN_PARTS
     places = [
         (head // share) * 3 * share + which * share + head % share

@@ -101,8 +101,13 @@ def _experts(config: Json, sizes: Sizes, active: int, normalised: bool) -> Exper
 def _by_key_head(
     net: GatedDeltaConfig, key_heads: range, sizes: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the rows of each part, of these key heads, in a source that holds for each key head
-    the rows of every part."""
+    """Return the ranges of rows of the given key heads in a source that is ordered by key head.
+
+    For each key head the source has the rows of all parts. The ranges are ordered by part.
+
+    Args:
+        sizes: the rows of each part of one key head.
+    """
     starts = [sum(sizes[:part]) for part in range(len(sizes))]
     return tuple(
         (head * sum(sizes) + start, head * sum(sizes) + start + size)

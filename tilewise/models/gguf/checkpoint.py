@@ -99,7 +99,7 @@ class GgufCheckpoint:
         return self.numbers(name)
 
     def get_slice(self, name: str) -> _Slice:
-        """Return a tensor as something to cut rows and columns from."""
+        """Return a tensor whose rows and columns can be read by slicing, without the rest."""
         return _Slice(self, name)
 
     def _rows(
@@ -176,5 +176,5 @@ def _shaped(found: Tensor, source: Source) -> Tensor:
 
 
 def _less(norm: Tensor) -> Tensor:
-    """Return what a norm exceeds 1 by."""
+    """Return the weight of a norm minus 1."""
     return norm.float() - 1

@@ -211,7 +211,15 @@ def _rope(fields: Fields, **more: Any) -> dict[str, Any]:
 
 
 def _by_table(fields: Fields, table: list[float], theta: float) -> dict[str, Any]:
-    """Return the rule of a table of divisors of frequencies: Llama 3's, if it is that."""
+    """Return the rope scaling that has made a table of frequency divisors: Llama 3's, or none.
+
+    Args:
+        table: the divisor of each frequency.
+        theta: the base of the frequencies.
+
+    Raises:
+        CheckpointError: it is another rule's table.
+    """
     if any(not 0 < x < math.inf for x in table):
         raise CheckpointError("tensor rope_freqs.weight must be of positive numbers, got others")
     if all(x == 1 for x in table):
@@ -349,7 +357,8 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 
 def _types(fields: Fields, every: int) -> list[str]:
-    """Return the kinds of layers: a window on each but every so many, or as the file lists."""
+    """Return each layer's type: sliding attention but on each `every`-th, or the file's own
+    list."""
     pattern = fields.metadata.get(f"{fields.name}.attention.sliding_window_pattern")
     if isinstance(pattern, list | np.ndarray):
         slides = [bool(x) for x in pattern][: fields.num_layers]

@@ -224,7 +224,13 @@ class _Head:
     def _placed(
         self, heads: list[tuple[str, tuple[int, ...], GgufType, int]], begin: int, alignment: int
     ) -> dict[str, TensorInfo]:
-        """Check that tensors lie in the file, apart from one another, and map them."""
+        """Check that all tensors lie within the file without overlap, and map them.
+
+        Args:
+            heads: each tensor's name, shape, type and offset from `begin`.
+            begin: the offset of the first tensor in the file.
+            alignment: the bytes of which each offset is a multiple.
+        """
         tensors: dict[str, TensorInfo] = {}
         last = 0
         whole: Tensor | None = None

@@ -97,7 +97,10 @@ def _contents(file: GgufFile) -> dict[str, Any]:
 
 
 def write_folder(place: Path, parts: tuple[Path, ...], made: dict[str, Any]) -> Path:
-    """Write a folder under a temporary name and rename it, as several processes may make it."""
+    """Write a folder with links to `parts` and the JSON files of `made`, and return it.
+
+    It is written under a temporary name and renamed, since several processes may do so at once.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f"{place.name}.", dir=place.parent))
     try:

@@ -196,7 +196,7 @@ def _outer(architecture: str, name: str) -> str:
 
 
 def _finished(fields: Fields, name: str, source: Source) -> Source:
-    """Return a source with what llama.cpp did to it undone."""
+    """Return the source of a tensor, changed so that reading it undoes what llama.cpp did to it."""
     architecture, what = fields.name, name.rsplit(".", 2)[-2]
     if what.endswith("norm") and name.endswith(".weight") and architecture in _EXCESS:
         return replace(source, excess=True)
@@ -257,7 +257,13 @@ def _latent(fields: Fields, name: str) -> Source:
 def _experts(
     fields: Fields, place: str, stack: dict[str, str], is_mixture: bool
 ) -> dict[str, Source]:
-    """Return the tensors of experts, which llama.cpp stacks."""
+    """Return the sources of each expert's weights, from the tensors in which llama.cpp stacks them.
+
+    Args:
+        place: the name of the block of experts in the checkpoint's terms.
+        stack: the names of the stacked tensors by part: "gate.weight" ...
+        is_mixture: True for the names of Mixtral.
+    """
     wanted = {f"{part}.weight" for part in ("gate", "up", "down")}
     if not wanted <= stack.keys():
         raise CheckpointError(
@@ -303,7 +309,7 @@ def _experts(
 
 
 def _interleaved(fields: Fields, place: str, stack: dict[str, str]) -> dict[str, Source]:
-    """Return the experts of gpt-oss, whose gate and factor alternate row by row."""
+    """Return the sources of gpt-oss's experts, whose rows of gate and up alternate."""
     tensors = fields.file.tensors
     number, inner, width = tensors[stack["gate.weight"]].shape
     rows = torch.arange(number * inner)

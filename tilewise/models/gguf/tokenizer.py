@@ -190,7 +190,7 @@ def _pre(metadata: Mapping[str, Any]) -> str | None:
 def _byte_pairs(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
-    """Return GPT-2's kind: byte pairs over words."""
+    """Return a tokenizer of GPT-2's kind: byte-pair encoding within words."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     kind = _pre(metadata)
@@ -275,7 +275,7 @@ def _pieces(
 def _merges(
     tokens: list[str], types: list[int], scores: np.ndarray[Any, Any], vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """Return the pairs that make tokens, the one of the highest score first.
+    """Return the pairs of tokens that merge into a token, the pair with the highest score first.
 
     Source: transformers' `generate_merges`.
     """
@@ -297,7 +297,7 @@ def _merges(
 def _add(
     library: tokenizers.Tokenizer, tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> None:
-    """Let special tokens, and those that a user defined, be found in texts before all else."""
+    """Register special and user-defined tokens, which are found in a text before it is split."""
     import tokenizers
 
     added = [

@@ -94,7 +94,13 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _shifted(packed: Tensor, bits: int, most: int, run: int) -> Tensor:
-    """Return codes: each run of bytes holds, at each shift of `bits`, so many codes in turn.
+    """Unpack codes of `bits` bits.
+
+    Each run of `run` bytes has `run` codes in its lowest bits, then `run` codes in the next, and so
+    on.
+
+    Args:
+        most: the largest code, as a mask.
 
     Returns:
         uint8 (N, blocks, codes).
@@ -122,7 +128,7 @@ def _plain(codes: Tensor, d: Tensor, table: tuple[float, ...] | None = None) -> 
 def _two_levels(
     codes: Tensor, scales: Tensor, d: Tensor, table: tuple[float, ...] | None = None
 ) -> QuantisedWeight:
-    """Return a weight whose integer scales, (N, blocks, groups), have a factor for each block."""
+    """Return a weight with integer scales (N, blocks, groups) and one factor `d` for each block."""
     group = _WIDE // scales.shape[-1]
     return QuantisedWeight(
         codes, scales.flatten(1), (1, group), table=table, outer=d, outer_block=(1, _WIDE)

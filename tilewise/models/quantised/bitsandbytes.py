@@ -71,7 +71,13 @@ def _table(stored: Stored, kind: str) -> QuantisedWeight:
 
 
 def _nested(stored: Stored, absmax: Tensor, block: int, offset: float) -> Tensor:
-    """Return the largest values that are themselves quantised."""
+    """Dequantise the blocks' largest values, which are stored in 8 bits ("double quantisation").
+
+    Args:
+        absmax: the stored codes.
+        block: the number of codes that share a factor.
+        offset: the mean that was subtracted.
+    """
     table = stored.tensor("weight.nested_quant_map").float()
     factors = stored.tensor("weight.nested_absmax").float()
     wide = table[absmax.int()] * factors.repeat_interleave(block)[: absmax.numel()]

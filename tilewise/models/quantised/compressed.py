@@ -155,7 +155,8 @@ def _integers(stored: Stored, weights: Mapping[str, Any]) -> QuantisedWeight:
 def _block(
     stored: Stored, weights: Mapping[str, Any], rows: int, columns: int, shape: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Return the rows and columns that share a scale, as the shape of the scales tells."""
+    """Return the numbers of rows and of columns that share a scale, from the shape of the
+    scales."""
     if shape == (1, 1):
         return rows, columns
     if len(shape) != 2 or shape[0] != rows or columns % shape[1]:

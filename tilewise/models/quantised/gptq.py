@@ -109,7 +109,8 @@ def auto_round(config: Mapping[str, Any]) -> Format:
 
 
 def _group(stored: Stored, scales: Tensor, rows: int, columns: int) -> int:
-    """Return the columns that share a scale, as the shape of scales (K / group, N) tells."""
+    """Return the number of columns that share a scale, from the shape (K / group, N) of the
+    scales."""
     if scales.dim() != 2 or scales.shape[1] != rows or columns % scales.shape[0]:
         raise stored.refuse("scales", f"be (K / group, {rows}) of K {columns}", tuple(scales.shape))
     return columns // scales.shape[0]

@@ -23,9 +23,9 @@ _NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 
 
 class AttentionSignature(NamedTuple):
-    """The arguments of `attention` and of `attention_varlen`, but for what is returned.
+    """The arguments of `attention` and `attention_varlen`, except those that choose the results.
 
-    A dense call has no edges, a packed one no seqlens_k.
+    A dense call has no cu_seqlens and no max_seqlen, a packed call has no seqlens_k.
     """
 
     q: Tensor
@@ -172,7 +172,12 @@ class AttentionSignature(NamedTuple):
         return batch, (self.q.shape[1], self.k.shape[1])
 
     def _check_packed(self) -> tuple[int, tuple[int, int]]:
-        """Return how many sequences there are, and the longest lengths."""
+        """Check cu_seqlens and max_seqlen; return B, the number of sequences, and both max_seqlen.
+
+        Raises:
+            ValueError, TypeError: cu_seqlens_q and cu_seqlens_k are not integers (B + 1,) on q's
+                device, or a max_seqlen is no integer of at least 0.
+        """
         edges = self.cu_seqlens_q
         assert edges is not None
         checks.check_dims("cu_seqlens_q", edges, "(B + 1)")
@@ -221,10 +226,10 @@ def _as_kernels_read(tensors: Tensors) -> Tensors:
 
 
 def _tell_of_layout(q: Tensor, k: Tensor) -> None:
-    """Warn of q and k that look as torch's attention takes them, (B, H, S, D).
+    """Warn if q and k have more heads than tokens: they may be in torch's layout (B, H, S, D).
 
-    Every length is read as a number of heads then, and what comes out has the right shape. The
-    library's own modules know what they hand over.
+    Read as (B, S, H, D) such tensors give wrong values of the right shape. Calls from modules of
+    this package do not warn.
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_k, _) = q.shape, k.shape
     if not (heads_q == heads_k > max(seqlen_q, seqlen_k) and min(seqlen_q, seqlen_k) > 1):

@@ -402,8 +402,9 @@ def _as_kernels_read(rotation: int | None, tensors: Tensors) -> Tensors:
 
 
 def _mean_keys(q: Tensor, k: Tensor, lengths: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Return the mean of each head's keys as k and as q are aligned to it: it broadcasts to both
-    but for the heads, which are k's.
+    """Return each sequence's mean key for every row of k and for every row of q, float32.
+
+    Both are broadcastable to the rows of k and of q, with the heads of k.
     """
     if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:
         mean = _mean_key(k, lengths.seqlens_k)

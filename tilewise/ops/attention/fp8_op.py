@@ -95,12 +95,12 @@ def rotation_of(x: Tensor, seed: int | None) -> Tensor | None:
 
 
 class _Quantised:
-    """The plan of a call of 16-bit tensors by kernels that take e4m3 alone: it quantises them.
+    """The plan of a call with 16-bit tensors that kernels of e4m3 run: it quantises them first.
 
     Args:
         plan: the plan of attention over e4m3 tensors.
         rotation: the seed of a rotation of q and k, or None.
-        per_token: q and k have a scale for each token.
+        per_token: whether q and k get a scale for each token instead of one for a head.
     """
 
     def __init__(self, plan: Plan, rotation: int | None, per_token: bool) -> None:
@@ -165,7 +165,11 @@ def _quantize_tokens(x: Tensor, seqlens: Tensor | None, rotation: int | None) ->
 def _quantised(
     x: Tensor, seqlens: Tensor | None, cu_seqlens: Tensor | None, spec: QuantizeSpec
 ) -> Results:
-    """Return x8 and its scales, contiguous."""
+    """Return x in 8 bits and its scales, both contiguous.
+
+    Args:
+        seqlens, cu_seqlens: the lengths of a dense batch or the edges of a packed one, or None.
+    """
     tensors = (x, seqlens, cu_seqlens, rotation_of(x, spec.rotation))
     return plan_of("quantize", spec, tensors, None).run(tensors)
 

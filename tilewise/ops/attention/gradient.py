@@ -57,7 +57,7 @@ def _options(named: _Named) -> list[Any]:
 
 
 def _in_order(names: tuple[str, ...], grads: _Named) -> _Grads:
-    """Put gradients by name into an op's order, None for the rest."""
+    """Return gradients in the order of an op's arguments, None for arguments that have none."""
     return tuple(grads.get(name) for name in names)
 
 

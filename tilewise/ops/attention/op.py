@@ -136,7 +136,12 @@ def make_spec(
     needs_dbias: bool = False,
     needs_max: bool = False,
 ) -> AttentionSpec:
-    """Gather what dispatch and the launchers need to know beside the tensors."""
+    """Return the hashable spec of a call: shapes, dtypes, numbers and which options it has.
+
+    Args:
+        needs_dbias: True if the gradient of bias is computed.
+        needs_max: True if the largest logits are returned.
+    """
     cu_seqlens_q, bits = options.cu_seqlens_q, options.mask_bits
     longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
     if cu_seqlens_q is not None:  # no sequence is longer than all of them together
@@ -170,8 +175,15 @@ def make_spec(
 
 
 def _bounded(longest: int, num_rows: int, bias: Tensor | None, dim: int) -> int:
-    """Return what a call says of its longest sequence, but no more than there are rows; that of a
-    bias with a number for each row or key is its length there."""
+    """Return max_seqlen, cut to the number of rows that exist.
+
+    It is not cut where bias has a row (or column) for each of them, since it is bias's size then.
+
+    Args:
+        longest: the max_seqlen of the call.
+        num_rows: the rows of q or k.
+        dim: the dimension of bias for these rows: -2 for queries, -1 for keys.
+    """
     if bias is not None and bias.dim() >= -dim and bias.shape[dim] != 1:
         return longest
     return min(longest, max(1, num_rows))
@@ -329,7 +341,14 @@ class BoundAttention(Bound):
         *beside: Tensor | None,
         needs_dbias: bool,
     ) -> Results:
-        """Return dq, dk, dv, dbias and dsinks, the last two None where they are not wanted."""
+        """Return dq, dk, dv, dbias and dsinks; the last two are None where they are not wanted.
+
+        Args:
+            do, dlse: the gradients of o and lse; dlse may be None.
+            o, lse, q, k, v: the results and inputs of the forward pass.
+            beside: the further tensors of the call (bias, sinks ...), in the op's order.
+            needs_dbias: True if the gradient of bias is wanted.
+        """
         bias = beside[_BIAS] if needs_dbias else None
         is_row_bias = bias is not None and bias.shape[-1:] in ((), (1,))
         given = (do, dlse, o, lse, q, k, v, *beside)

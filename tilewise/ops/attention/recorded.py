@@ -18,7 +18,8 @@ _BIAS, _SINKS = 3, 5  # in the order of AttentionOptions
 
 
 def _check_saved(bound: BoundAttention, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
-    """Raise ValueError where hooks gave back tensors of other shapes: plans read what they say."""
+    """Raise ValueError if saved_tensors_hooks gave back q, k, v or o in another shape than was
+    saved."""
     found = (q.shape, k.shape, v.shape, o.shape)
     if found != bound.shapes:
         was, now = (
@@ -41,7 +42,13 @@ class _Node(torch.autograd.Function):
         v: Tensor,
         *others: Tensor | None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Run the plan; others: the tensors of the options, or nothing where all are None."""
+        """Run a bound call's plan and save its tensors for the backward pass; return o and lse.
+
+        Args:
+            ctx: the context of autograd.
+            bound: the call, planned.
+            others: the tensors of the options (bias, sinks ...); none at all if all are None.
+        """
         o, lse = bound.plan.run(q, k, v, *(others or NOTHING))
         # What save_for_backward and set_materialize_grads do, in half of their time.
         ctx.to_save = (q, k, v, o, lse, *others)

@@ -167,7 +167,11 @@ def second(
 
 
 def _bend(strip: Strip, tile: Tile) -> Tensor | float:
-    """Second derivative of the logits along both directions, T above."""
+    """Return T = phi'' s' s" + phi' softmax_scale (q'.k" + q".k'), see the module's formulas.
+
+    It is the second derivative of a tile's logits along two directions; 0.0 if neither moves q or
+    k.
+    """
     bend: Tensor | float = 0.0
     q_dots, k_dots = strip.q_dots, tile.k_dots
     for q_dot, k_dot in ((q_dots[0], k_dots[1]), (q_dots[1], k_dots[0])):

@@ -113,12 +113,12 @@ class Strip:
         return rows.flatten(2, 3).unsqueeze(-1)
 
     def store(self, into: Tensor, rows: Tensor) -> None:
-        """Put rows where `rows` takes them from."""
+        """Write rows of this strip to the tensor `into`; the inverse of `rows`."""
         view = self.part.queries(into)[..., self.first : self.last, :]
         view.copy_(rows.unflatten(2, view.shape[2:4]))
 
     def store_values(self, into: Tensor, values: Tensor) -> None:
-        """Put values where `row_values` takes them from."""
+        """Write one value for each row of this strip to `into`; the inverse of `row_values`."""
         view = self.part.rows(into)[..., self.first : self.last]
         view.copy_(values.squeeze(-1).unflatten(2, view.shape[2:4]))
 

@@ -17,9 +17,14 @@ from tilewise.ops.paged.arguments import QUANTISED_DTYPES
 def check_latent_cache(
     latent_cache: Tensor, latent_scale: Tensor | None, width: int, what: str
 ) -> None:
-    """Raise unless the cache holds rows of `width` channels, and scales if they are 8-bit ones.
+    """Check the cache of latents, and its scales if it has 8 bits, against `width` channels.
 
-    `what` says whose channels those are.
+    Args:
+        width: R + Dr.
+        what: the words of the message for the tensors that have R + Dr channels.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device or stride is wrong.
     """
     if latent_cache.dtype not in QUANTISED_DTYPES:
         checks.check_float("latent_cache", latent_cache)
@@ -114,7 +119,8 @@ _LONGEST = LatentSignature._fields.index("max_seqlen_q")
 
 
 def _as_kernels_read(tensors: Tensors) -> Tensors:
-    """Return the table and lengths in int32, contiguous; the others as they were given."""
+    """Return the tensors of a call with block_table, seqlens_k and cu_seqlens_q as contiguous
+    int32."""
     step: Any = tensors[3:6]
     read = [checks.with_packed_rows(checks.as_int32(x)) for x in step]
     return (*tensors[:3], *read, *tensors[6:])

@@ -20,7 +20,11 @@ _SCALED_DTYPES = (*QUANTISED_DTYPES, FOUR_BITS)
 
 
 class PagedSignature(NamedTuple):
-    """The arguments of `paged_attention`; of its plan what calls take, and neither out nor lse."""
+    """The arguments of `paged_attention`, except out and return_lse.
+
+    A plan is present as the two things that a call reads of it: `records`, the tensor of work
+    items, and `plan_for`, the text of `describe_plan`.
+    """
 
     q: Tensor
     k_cache: Tensor

@@ -169,7 +169,7 @@ def copy_blocks(
 
 
 def _widened(ids: Tensor) -> Tensor:
-    """Return int32 as int64, as kernels read it, and what else was given unchanged."""
+    """Return int32 ids as int64, which kernels read; other tensors are returned unchanged."""
     return ids.long() if ids.dtype is torch.int32 else ids
 
 

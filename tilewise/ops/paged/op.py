@@ -97,14 +97,17 @@ _FACTS = [field.name for field in fields(PagedSpec)]
 
 
 def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
-    """What decides how keys are dealt out: all but what a logit is worth."""
+    """Return the spec without the facts that leave a plan as it is, such as softmax_scale."""
     return replace(
         spec, softmax_scale=1.0, has_sinks=False, shared_rows=(1,) * spec.has_shared, early=0
     )
 
 
 def describe_plan(spec: PagedSpec, backend: str) -> str:
-    """Name every fact that calls of one plan have in common, in a form that a graph can hold."""
+    """Return a text of the backend and of all that calls of one plan share.
+
+    A compiled graph of torch holds it as a constant, and a call checks its plan against it.
+    """
     key = ("what a plan is for", spec, backend)
     found: str | None = recall(key)
     if found is None:

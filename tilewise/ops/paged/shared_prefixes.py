@@ -71,7 +71,13 @@ class SharedPrefixes:
 
 
 class _Group(NamedTuple):
-    """Sequences that share the blocks first ... end - 1 of their tables, read in pass `level`."""
+    """Sequences that share the blocks first ... end - 1 of their block tables.
+
+    Attributes:
+        members: the indices of the sequences in the batch.
+        first, end: the range of columns of the block tables.
+        level: the depth in the tree of prefixes; each level is one pass of attention.
+    """
 
     members: _Ints
     first: int

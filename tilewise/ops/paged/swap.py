@@ -18,11 +18,11 @@ __all__ = ["BlockTransfer", "swap_blocks"]
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """Copies that may still be under way; nothing is to be read from the target before `wait`.
+    """Copies that may still run; the targets may be read only after `wait`.
 
     Attributes:
-        event: recorded after the last copy; None when all is done.
-        to_host: whether the host will read the target.
+        event: the event that follows the last copy; None if all copies are complete.
+        to_host: whether the targets are read by the host.
     """
 
     event: torch.cuda.Event | None
@@ -162,7 +162,11 @@ def _check_sides(sources: list[Tensor], targets: list[Tensor]) -> None:
 def _checked_pairs(
     block_pairs: Tensor, sources: list[Tensor], targets: list[Tensor]
 ) -> list[tuple[int, int]]:
-    """Return the pairs; their values are on the host already, so they are checked."""
+    """Return block_pairs (n, 2) as a list, checked: blocks exist and no target comes twice.
+
+    Raises:
+        ValueError, TypeError: a rule is broken, or a block is both read and written.
+    """
     checks.check_integers("block_pairs", block_pairs, tuple(block_pairs.shape), block_pairs.device)
     if block_pairs.dim() != 2 or block_pairs.shape[1] != 2:
         raise ValueError(f"block_pairs must be (n, 2), got shape {tuple(block_pairs.shape)}")

@@ -45,7 +45,16 @@ def check_rows(
 
 
 def check_gate(name: str, x: Tensor, shapes: tuple[tuple[int, ...], ...], v: Tensor) -> Tensor:
-    """Return a number for each row and head in the dtype of states; raise where it is none."""
+    """Return x, numbers for each row and head, in the dtype of states.
+
+    Args:
+        name: the name of the argument.
+        shapes: the shapes that it may have.
+        v: the values, whose device and dtype decide.
+
+    Raises:
+        ValueError, TypeError: x has another shape or device, or is not floating-point.
+    """
     checks.check_float(name, x)
     if tuple(x.shape) not in shapes:
         allowed = " or ".join(str(tuple(shape)) for shape in shapes)
@@ -79,7 +88,12 @@ def check_state(
 def check_places(
     slots: Tensor, starts: Tensor, num_sequences: int, num_slots: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return slots and starts (N,) as int64; raise where they are none."""
+    """Return slots and starts (N,) as int64.
+
+    Raises:
+        ValueError, TypeError: they are no integers (N,) on the device, a slot does not exist or
+            comes twice, or a start is negative.
+    """
     for name, x in (("slots", slots), ("starts", starts)):
         checks.check_integers(name, x, (num_sequences,), device)
     values.check_ids("slots", slots, -1, num_slots - 1)
@@ -92,7 +106,16 @@ def check_places(
 
 
 def check_states(states: RecurrentStates, k: Tensor, v: Tensor, by_channel: bool) -> None:
-    """Raise unless slots have room for tokens with rows k (T, Hk, K) and v (T, H, V)."""
+    """Check the shapes and dtypes of all buffers of slots against k (T, Hk, K) and v (T, H, V).
+
+    Args:
+        states: the states (slots, H, K, V), and the keys, gates, values and betas of up to CHUNK
+            tokens that each slot keeps beside its state.
+        by_channel: True if a gate is a vector (H, K) and not one number of each head.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device or stride is another; the message names it.
+    """
     wide, num_slots = state_dtype(v.dtype), states.state.shape[0]
     (key_heads, key_dim), (num_heads, value_dim) = k.shape[1:], v.shape[1:]
     gates = (num_heads, key_dim) if by_channel else (num_heads,)

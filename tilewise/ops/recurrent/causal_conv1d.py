@@ -197,7 +197,14 @@ class _Taps:
 
 
 def _rows_of(x: Tensor, width: int, state: Tensor | None, edges: Tensor) -> Tensor:
-    """Return the rows of states (zeros when None), then those of tokens: what `_Taps` counts."""
+    """Return the rows of all states and then of all tokens as one tensor, which `_Taps` indexes.
+
+    Args:
+        x: (T, C) or (B, S, C), the tokens.
+        width: the taps of the convolution; a state has width - 1 rows.
+        state: (N, width - 1, C), None for zeros.
+        edges: (N + 1,), the edges of sequences.
+    """
     if state is None:
         state = x.new_zeros(edges.shape[0] - 1, width - 1, x.shape[-1])
     return torch.cat([state.flatten(0, 1), x.reshape(-1, x.shape[-1])])
@@ -254,7 +261,13 @@ def _backward_kernel(
     has_silu: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and the states before."""
+    """Return the gradients of x, weight, bias and initial_state.
+
+    Args:
+        dy: the gradient of y.
+        dstate: the gradient of the final states, or None.
+        has_silu: True if y went through silu.
+    """
     if _has_kernels(x, backend):
         dx, *grads = dispatch.kernel_module("causal_conv1d", "triton").gradient(
             dy.reshape(-1, x.shape[-1]),

@@ -104,7 +104,7 @@ class _Decays:
         return logs.masked_fill(later, -torch.inf).exp()
 
     def _slices(self) -> list[slice]:
-        """Return parts of the chunks for which E may be held at once."""
+        """Return slices of the chunks, each so short that its factors E fit the allowed memory."""
         _, heads, tokens, channels = self.running.shape
         step = max(1, _MOST_ELEMENTS // (heads * tokens * tokens * channels))
         return [slice(at, at + step) for at in range(0, len(self.running), step)]

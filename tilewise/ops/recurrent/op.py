@@ -41,7 +41,7 @@ def _edges(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _packed(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return (T, ...) of (B, S, ...) where nothing is packed already."""
+    """Return x (B, S, ...) as packed rows (T, ...); with cu_seqlens it is packed already."""
     return x if cu_seqlens is not None else x.flatten(0, 1)
 
 

@@ -93,7 +93,11 @@ def _float64(tensor: Any) -> Any:
 
 
 def _named(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor, _Tensors]:
-    """Return q, k, v and the others by name; refuse lengths that do not fit them."""
+    """Return q, k, v and a dict of the other tensors by name.
+
+    Raises:
+        ValueError: lengths or edges do not fit the rows.
+    """
     given = AttentionTensors(*tensors)
     for name, edges, rows in (
         ("cu_seqlens_q", given.cu_seqlens_q, given.q),
@@ -167,7 +171,12 @@ def _packed_backward(
     dlse: Tensor | None,
     **rule: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Compute `standard.attention_backward` of each sequence of a packed batch."""
+    """Return the gradients of a packed batch, computed sequence by sequence in float64.
+
+    Args:
+        do, dlse: the gradients of o and lse; dlse may be None.
+        rule: the other arguments of `standard.attention_backward`, for the whole batch.
+    """
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     bias, sinks, slopes = (rule[name] for name in ("bias", "sinks", "alibi_slopes"))
     dbias, dsinks = (None if x is None else torch.zeros_like(x) for x in (bias, sinks))
@@ -197,8 +206,11 @@ def _packed_backward(
 
 
 def _corner(x: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return a view of the part of sequence b in a tensor that broadcasts to (B, Hq, max Sq, max
-    Sk)."""
+    """Return the part of bias or a mask that belongs to sequence b: its first rows and keys.
+
+    Args:
+        x: a tensor broadcastable to (B, Hq, max Sq, max Sk).
+    """
     x = x.view((1,) * (4 - x.dim()) + tuple(x.shape))
     x = x if x.shape[0] == 1 else x[b : b + 1]
     x = x if x.shape[2] == 1 else x[:, :, :seqlen_q]

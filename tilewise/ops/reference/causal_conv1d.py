@@ -25,7 +25,14 @@ def launch(
     *,
     has_silu: bool,
 ) -> Tensor:
-    """Return y (T, C) of whole sequences, computed in float64 and rounded."""
+    """Return y (T, C) of whole packed sequences, computed in float64 and rounded to x's dtype.
+
+    Args:
+        x: (T, C).
+        weight, bias: (C, width), and (C,) or None.
+        initial_state: (N, width - 1, C), the rows before each sequence; None for zeros.
+        edges: (N + 1,), the first row of each sequence and the end.
+    """
     y = torch.zeros_like(x)
     ends = edges.tolist()
     for index, (first, end) in enumerate(itertools.pairwise(ends)):
@@ -45,7 +52,15 @@ def step(
     *,
     has_silu: bool,
 ) -> Tensor:
-    """Return y (T, C) of the next tokens of slots, and take these into the slots."""
+    """Return y (T, C) of new tokens of running sequences, and write the tokens to the states.
+
+    Args:
+        x: (T, C), packed.
+        weight, bias: (C, width), and (C,) or None.
+        states: (slots, rows, C): the last rows of a slot, the token at position p in row p % rows.
+        slots, starts: (N,), each sequence's slot (-1 for none) and its tokens before this call.
+        edges: (N + 1,), the first row of each sequence and the end.
+    """
     y, ends = torch.zeros_like(x), edges.tolist()
     places = zip(slots.tolist(), starts.tolist(), ends[:-1], ends[1:], strict=True)
     for slot, start, first, end in places:

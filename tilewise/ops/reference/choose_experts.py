@@ -28,7 +28,10 @@ def launch(
     best_in_group: int,
     jitter: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return chosen and weights (T, k); see `ops.choose_experts`."""
+    """Return the chosen experts and their weights, (T, k) each, computed in float64.
+
+    The arguments are those of `ops.choose_experts`, whose docstring has the rules.
+    """
     bias = [0.0] * logits.shape[1] if correction_bias is None else correction_bias.tolist()
     experts, weights = [], []
     for row in logits.double():

@@ -21,7 +21,10 @@ def begin(
     slot_mapping: Tensor,
     seqlens_k: Tensor,
 ) -> None:
-    """See `ops.decode_rows.begin_decode`."""
+    """Prepare a decode step in place: enter new blocks in the table, compute positions and slots.
+
+    The arguments are those of `ops.decode_rows.begin_decode`.
+    """
     positions.copy_(position * active)
     column = (positions // block_size).unsqueeze(1)
     block = table.gather(1, column)
@@ -46,9 +49,9 @@ def start(
     angles: Tensor,
     **written: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `begin` does; return embedding[token] and angles[positions].
+    """Prepare a decode step as `begin` does; return embedding[token] and angles[positions].
 
-    See `ops.decode_rows.start_decode`.
+    The arguments are those of `ops.decode_rows.start_decode`.
     """
     begin(position, active, fresh, table, place, **written)
     return embedding[token], angles[written["positions"]]
@@ -64,7 +67,10 @@ def finish(
     place: Tensor,
     results: Tensor,
 ) -> None:
-    """See `ops.decode_rows.finish_decode`."""
+    """Advance token, position and counter of active rows, and write the drawn tokens to `results`.
+
+    The arguments are those of `ops.decode_rows.finish_decode`.
+    """
     token.copy_(torch.where(active != 0, drawn, token))
     position += active
     counter += active

@@ -33,7 +33,10 @@ def launch(
     weighs_input: bool,
     batch_invariant: bool,
 ) -> Tensor:
-    """Return y (T, E); see `ops.expert_mlp`."""
+    """Return y (T, E), the weighted sum of each token's experts, computed in float64.
+
+    The arguments are those of `ops.expert_mlp`.
+    """
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, experts in enumerate(chosen.tolist()):
         for weight, e in zip(weights[token].double(), experts, strict=True):

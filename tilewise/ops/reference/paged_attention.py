@@ -31,9 +31,12 @@ class PagedForwardPlan:
         self._spec = call.spec
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Return o in q's dtype and lse in float32 (float64 for float64 queries).
+        """Compute o (T, Hq, Dv) in q's dtype and lse (Hq, T) in float32 (float64 for float64 q).
 
-        Shared prefixes change what is read, not the result: here each sequence reads its own keys.
+        The reference reads each sequence's keys separately, also where sequences share a prefix.
+
+        Args:
+            tensors: the tensors of a call in the order of `PagedTensors`, None for an absent one.
         """
         spec = self._spec
         given, _ = PagedTensors.of(tensors, spec.shared_rows)

@@ -30,7 +30,7 @@ def launch(
     inner: int,
     **options: Any,
 ) -> Tensor:
-    """Return y (T, E); see `ops.quantised_expert_mlp`."""
+    """Dequantise all experts and compute y (T, E) in float64, as `ops.expert_mlp` defines it."""
     num_experts = down.shape[0] // x.shape[1]
 
     def wide(weight: QuantisedWeight, columns: int) -> Tensor:

@@ -28,7 +28,19 @@ def launch(
     q_scale: float,
     is_delta: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return o (T, H, V) and the states (N, H, K, V) after whole sequences, in float64, rounded."""
+    """Compute whole packed sequences in float64.
+
+    Args:
+        q, k, v: (T, Hk, K), (T, Hk, K) and (T, H, V).
+        g, beta: log decays (T, H) or (T, H, K), and (T, H).
+        initial_state: (N, H, K, V), None for zeros.
+        edges: (N + 1,), the first row of each sequence and the end.
+        q_scale: the factor of q.
+        is_delta: True for the delta rule, False for plain gated addition.
+
+    Returns:
+        o (T, H, V) in v's dtype, and the final states (N, H, K, V) in float32 or float64.
+    """
     o = torch.zeros_like(v)
     shape = (edges.shape[0] - 1, v.shape[1], k.shape[-1], v.shape[-1])
     states = torch.zeros(shape, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
@@ -55,7 +67,14 @@ def step(
     q_scale: float,
     is_delta: bool,
 ) -> Tensor:
-    """Return o (T, H, V) of the next tokens of slots, and take these into the slots."""
+    """Compute o (T, H, V) of new tokens of running sequences, and write the tokens to their slots.
+
+    Args:
+        states: the slots: states, and up to CHUNK - 1 tokens that are not yet in them.
+        slots, starts: (N,), each sequence's slot (-1 for none) and its tokens before this call.
+        edges: (N + 1,), the first row of each sequence and the end.
+        q_scale, is_delta: the factor of q, and whether the delta rule applies.
+    """
     o = torch.zeros_like(v)
     for slot, start, (first, end) in zip(
         slots.tolist(), starts.tolist(), _runs(edges), strict=True
@@ -88,7 +107,10 @@ def step(
 
 
 def _state_of(states: RecurrentStates, slot: int, start: int, is_delta: bool) -> Tensor | None:
-    """Return the state (H, K, V) after the `start` tokens that a slot holds, in float64."""
+    """Return a slot's state (H, K, V) after its `start` tokens, in float64; None if there are none.
+
+    The tokens since the last whole chunk, which the slot keeps one by one, are added to its state.
+    """
     before = states.state[slot].double() if start >= CHUNK else None
     held = start % CHUNK
     if held == 0:
@@ -104,14 +126,30 @@ def _state_of(states: RecurrentStates, slot: int, start: int, is_delta: bool) ->
 def _left(
     before: Tensor, k: Tensor, v: Tensor, logs: Tensor, beta: Tensor, is_delta: bool
 ) -> Tensor:
-    """Return beta (v - S^T k) with the state S (H, K, V) before a chunk; `logs` since then."""
+    """Return beta (v - S^T k) for each token of a chunk, (T, H, V); without is_delta beta v.
+
+    S is `before`, the state (H, K, V) before the chunk, times exp(logs).
+
+    Args:
+        k, v: (T, Hk, K) and (T, H, V).
+        logs: the sum of log decays from the chunk's start to each token.
+        beta: (T, H).
+    """
     if is_delta:
         v = v - torch.einsum("hkv,thk->thv", before, _per_head(k, v) * logs.exp())
     return beta.unsqueeze(-1) * v
 
 
 def _updates(k: Tensor, logs: Tensor, left: Tensor, beta: Tensor) -> Tensor:
-    """Return what tokens of a chunk add to the state, of what is left of their values."""
+    """Return the rows u (T, H, V) for which the tokens of a chunk add k u^T to the state.
+
+    Args:
+        k: (T, Hk, K).
+        logs: the sums of log decays from the chunk's start.
+        left: beta (v - S^T k), see `_left`: without the effect of earlier tokens of the chunk,
+            which is subtracted here.
+        beta: (T, H).
+    """
     k, rows = _per_head(k, left), list[Tensor]()
     for t in range(len(left)):
         row = left[t]

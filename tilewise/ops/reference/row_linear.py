@@ -26,7 +26,12 @@ def add_rms_norm_linear(
     bias: Tensor | None,
     is_gated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the new residual; the product is float64, rounded once."""
+    """Return y (..., N) and the new residual x + residual (..., E); the product is float64.
+
+    Args:
+        x: (..., E); float32 (P, ..., E) are parts of which x is the sum.
+        is_gated: True if weight has 2 N rows, gates above values, and y is silu(gate) * value.
+    """
     if x.dtype == torch.float32:
         total = x[0]
         for part in x[1:]:

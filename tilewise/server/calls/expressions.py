@@ -206,7 +206,17 @@ class _Values:
         self._named: dict[str, str] = {}  # rules of references, which may contain themselves
 
     def object(self, name: str, schema: Any, open_: str, assign: str, close: str) -> str:
-        """Return the expression of an object's members within its brackets."""
+        """Return the grammar expression of an object, with its brackets.
+
+        Args:
+            name: the name of the rule.
+            schema: the object's JSON schema.
+            open_, assign, close: the opening bracket, the text between a name and its value, and
+                the closing bracket.
+
+        Raises:
+            ValueError: the schema cannot be followed.
+        """
         schema = resolved(schema, self._root)
         schema = schema if isinstance(schema, Mapping) else {}
         self._check(schema)

@@ -146,7 +146,7 @@ class HeadedCalls:
 
 
 def _object(text: CallText, call: Call, end: str) -> Reader[None]:
-    """Read a JSON object after its opening brace, and tell it as it is."""
+    """Read a JSON object after its opening brace, and pass its text to the call unchanged."""
     depth, in_string, is_escaped = 1, False, False
     while depth:
         char = yield from text.take()

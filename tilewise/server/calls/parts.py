@@ -51,9 +51,10 @@ class PlainParser:
 
 
 class CallsOnly:
-    """A parser of an answer that its grammar lets hold calls alone.
+    """A parser for an answer whose grammar allows nothing but calls.
 
-    What another parser takes for content is a call that was cut off before its name, or space.
+    Content that the inner parser finds is white space or a call cut off before its name: it is
+    dropped.
 
     Args:
         inner: the parser of the calls.

@@ -100,7 +100,7 @@ class CallText:
         return bool(self._again)
 
     def next_again(self) -> str:
-        """Return a character that was given back, and take it out of what was read."""
+        """Return the next of the characters that were given back, and remove it from them."""
         char, self._again = self._again[0], self._again[1:]
         return char
 

@@ -63,7 +63,12 @@ class WriteSyntax(Protocol):
     def at_start(self) -> bool: ...
 
     def section(self, rules: Rules, mark: str, is_one: bool) -> str:
-        """Return the expression of what follows a mark, up to the end of its calls.
+        """Return the grammar expression of the text after a mark, up to the end of its calls.
+
+        Args:
+            rules: the rules, to be extended.
+            mark: the text that begins a section of calls.
+            is_one: True if there may be one call only.
 
         Raises:
             Unwritable: a tool's schema cannot be followed in this syntax.

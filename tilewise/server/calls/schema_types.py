@@ -25,7 +25,8 @@ _UNIONS = ("anyOf", "oneOf")
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return a schema, or the one of the same document that it refers to."""
+    """Return a schema with "$ref" followed within the document `root`; True for a foreign
+    reference."""
     for _ in range(MOST):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -55,10 +56,10 @@ def list_in(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def mapping_in(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return an object in a schema, an empty one if there is none.
+    """Return the object at `key` of a JSON schema; a missing key or null gives an empty one.
 
     Raises:
-        ValueError: something else is there.
+        ValueError: the value at `key` is not an object.
     """
     found = schema.get(key)
     if found is None or isinstance(found, dict):

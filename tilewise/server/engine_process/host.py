@@ -283,7 +283,11 @@ class Host:
         return number
 
     def _has_ended(self, number: int) -> bool:
-        """Return whether something has ended, or raise what it raised; both are asked once."""
+        """Return whether a long task has ended, and then forget it; raise its error if it failed.
+
+        Args:
+            number: the number of the task.
+        """
         if not self._works[number].done():
             return False
         self._works.pop(number).result()
@@ -307,7 +311,11 @@ def _end_with(stream: socket.socket, is_made: threading.Event) -> None:
 
 
 def main(stream_number: int, calls_number: int) -> None:
-    """Make the engine that the server asks for, and serve it."""
+    """Run the engine's process: make the engine that the server asks for, and answer its calls.
+
+    Args:
+        stream_number, calls_number: the file descriptors of two sockets: outputs, and calls.
+    """
     # Ctrl-C and a supervisor's signals are for the server, which lets requests end first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -77,10 +77,7 @@ class _Pending:
         self.is_told = self.is_hurried = False
 
     def take(self, delta: Delta) -> None:
-        """Add what the engine has generated since the last message to the output.
-
-        Call `read` afterwards.
-        """
+        """Append new tokens and text to the output; the caller then hands it on with `read`."""
         output = self.output
         output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
@@ -222,9 +219,10 @@ class RemoteEngine(asyncio.Protocol):
         sink: Sink | None = None,
         **terms: Unpack[Terms],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue one prompt and yield its output so far, see `AsyncLLM.generate`.
+        """Yield the output of one prompt, with all text so far, each time it has grown.
 
-        A yielded output changes with the next await.
+        A yielded output changes with the next await. The arguments are those of
+        `AsyncLLM.generate`.
         """
         asked = RequestTerms.given_to(RemoteEngine.generate, terms)
         sampling = sampling_params or SamplingParams()
@@ -355,7 +353,12 @@ class RemoteEngine(asyncio.Protocol):
         return str(await asyncio.wrap_future(beside(ask)))
 
     async def _until_ended(self, name: str, *arguments: Any) -> None:
-        """Let the engine's process do what may take minutes; other calls are answered meanwhile."""
+        """Start a long task in the engine's process, and wait for its end; other calls go on.
+
+        Args:
+            name: the name of the task.
+            arguments: the task's arguments.
+        """
         number = await asyncio.wrap_future(beside(partial(self._call, name, *arguments)))
         ask = partial(self._call, "has_ended", number)
         while not await asyncio.wrap_future(beside(ask)):
@@ -412,7 +415,8 @@ class RemoteEngine(asyncio.Protocol):
         return self._transport
 
     def data_received(self, data: bytes) -> None:
-        """Apply the complete messages, then give the outputs to sinks that take them at once."""
+        """Apply the complete messages in `data`, and give changed outputs to their sinks at
+        once."""
         assert self._mailbox is not None, "it is made before the connection"
         self._buffer += data
         is_due = False

@@ -5,8 +5,7 @@ What      K transposed into words along its channels, V into words along its key
           blocks.
 Grid      none: called by one thread of a kernel on that thread's scratch.
 One call  one tile of keys, by 16: adjacent ones, in whole registers, are read in place; others
-(8-bit
-          caches, odd head dims, the last ones) are gathered first.
+          (8-bit caches, odd head dims, the last ones) are gathered first.
 Traffic   every element is read and written once.
 Numerics  copies bits; 8-bit rows are widened and rounded to bfloat16.
 """
@@ -32,7 +31,12 @@ _MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80  # bits of a bfloat16
 
 @intrinsic
 def _transpose(typingctx, address, row_bytes, panels, at):
-    """Transpose 16 rows of 16 words at `address` to 16 rows of a panel of 32 words."""
+    """Transpose 16 rows of 16 words of 4 bytes, and write them to a panel with rows of 32 words.
+
+    Args:
+        address, row_bytes: the address of the first row, and the bytes from one row to the next.
+        panels, at: the array of words, and the index at which the first transposed row begins.
+    """
 
     def codegen(context, builder, sig, args):
         address_, row_bytes_, panels_, at_ = args

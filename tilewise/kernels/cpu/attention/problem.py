@@ -326,7 +326,14 @@ def check_edges(name: str, edges: np.ndarray, num_rows: int) -> None:
 
 
 def check_longest(name: str, lengths: np.ndarray, most: int) -> None:
-    """Raise if a sequence is longer than the call says: on a GPU its end would be left out."""
+    """Raise ValueError if a sequence is longer than `most`, the call's own bound.
+
+    The CPU could compute it, but a GPU sizes its grid by the bound and would leave the end out.
+
+    Args:
+        name: the name of the bound, such as "max_seqlen_q".
+        lengths: the lengths of the sequences, in tokens.
+    """
     longest = lengths.max(initial=0)
     if longest > most:
         raise ValueError(f"{name} must be at least {longest}, the longest sequence, got {most}")

@@ -58,10 +58,10 @@ Q_LATENT, Q_ROPE, O, ROW, Q_LEN, K_LEN, TASK, BLOCKS, SPLITS, SPLIT_KEYS, SLOT =
 
 
 class Sizes(NamedTuple):
-    """Shapes, dtype codes and byte strides of a call.
+    """Shapes, dtype codes, addresses and byte strides of a call.
 
-    lse_head counts elements; scale is 0 without scales; split_keys is 0 if a sequence's own length
-    decides the splits.
+    `cache` is the address of the cache, `scale` that of its scales, 0 without scales. lse_head
+    counts elements. split_keys is 0 if a sequence's own length decides the splits.
     """
 
     num_heads: int

@@ -158,9 +158,10 @@ def _dense(layout: Layout, copies: bool) -> Tensor:
 
 
 def _sizes_of(q_latent: Tensor, q_rope: Tensor, layouts: LatentTensors, spec: PagedSpec) -> Sizes:
-    """Return the sizes and strides that the kernels take.
+    """Return the sizes and byte strides that the kernels take, for calls of one shape.
 
-    `cache`, `scale`, `block_rows` and `split_keys` are 0: each run sets them.
+    The fields `cache` and `scale` (addresses of the cache and of its scales), `block_rows` and
+    `split_keys` are 0: each run sets them.
     """
     cache, latent_scale = layouts.latent_cache.meta(), layouts.latent_scale
     size, q_size = cache.element_size(), q_latent.element_size()

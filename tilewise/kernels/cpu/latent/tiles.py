@@ -56,18 +56,20 @@ PAD = 16  # rows are padded to a tile of the matrix unit
 
 
 class Tile(NamedTuple):
-    """The scratch of one task.
+    """The scratch of one task: some rows of queries times a tile of KEYS keys.
 
     Attributes:
         keys: (KEYS, ld) rows of the cache, zero beyond their width.
-        values: the same rows in paired panels; floats that are not copied are read from the keys.
+        values: the same rows in panels of paired keys; in float32 without COPIES_FLOATS `keys`
+            serves as values, too.
         q: the panels of the queries, transposed.
         s: (KEYS, padded rows) scores.
-        p: (words, padded rows), probabilities in words of a pair of keys (of one key for floats).
+        p: (words, padded rows), probabilities: a word has those of two keys, of one for float32.
         p_rows: the same probabilities as rows of KEYS, for the matrix unit.
         zeros: a row of zeros.
-        m, l, rescale: the maximum, sum and factor of each row.
-        seen: the number of keys of the tile that each row sees, as a float.
+        m, l, rescale: the running maximum, the running sum and the factor of old sums of each row.
+        seen: the number of keys of the tile that each row sees, as a float to be compared in
+            vectors.
     """
 
     keys: np.ndarray

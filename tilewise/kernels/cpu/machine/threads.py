@@ -103,7 +103,10 @@ def run_tasks(function: Callable[..., None], num_tasks: int, *args: Any) -> None
 
 
 def run_alone(function: Callable[..., None], num_tasks: int, *args: Any) -> None:
-    """Call function(*args, counter, num_tasks) on this thread only: for kernels of microseconds."""
+    """Call function(*args, counter, num_tasks) on this thread only: for kernels of microseconds.
+
+    counter is a new int64 array (1,) of zero, from which the kernel takes the numbers of its tasks.
+    """
     function(*args, np.zeros(1, np.int64), num_tasks)
 
 

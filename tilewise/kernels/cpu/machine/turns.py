@@ -82,7 +82,15 @@ def publish_rows(turn, last_row):
 
 @inner
 def end_turn(turn, num_rows):
-    """Publish all rows of a sequence and head; return the turn for the next one."""
+    """Wait for the task before, and publish that this task has added to all rows of a head.
+
+    Args:
+        turn: the Turn of this task.
+        num_rows: the rows of the sequence.
+
+    Returns:
+        The Turn for the next pair of sequence and head, with base raised by num_rows.
+    """
     wait_for_rows(turn, num_rows)
     publish_rows(turn, num_rows)
     return Turn(turn.done, turn.task, turn.before, turn.base + num_rows)

@@ -68,10 +68,13 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Bare pointers to the state of a task.
+    """Addresses of the state of a task.
 
-    It is the packed queries; the factors of their products, a register wide; the sums; and m and l,
-    a register wide.
+    Attributes:
+        q: the packed queries.
+        scale: the factor of each head's products, a register wide.
+        acc: the sums of values.
+        m, l: the maximum and the sum of each head, a register wide.
     """
 
     q: Any
@@ -82,10 +85,14 @@ class Sums(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Bare pointers to the scratch of a chunk.
+    """Addresses of the scratch for one chunk of keys, float32, in the order [key][head].
 
-    It is the scores; the factors of old sums and, after them, the values of an integer weight; the
-    slopes; and the scales.
+    Attributes:
+        s: the scores, then the probabilities.
+        rescale: the factor of each head's old sums; after them, for integer probabilities, the
+            value of one unit of each head.
+        slopes: the ALiBi slope of each lane.
+        k_scale, v_scale: the scale of each key and of each value of an 8-bit cache.
     """
 
     s: Any

@@ -79,7 +79,15 @@ def chunk_of(key_bytes: int) -> int:
 
 @inlined
 def position_of(column, order, lanes):
-    """Return the index of `column` when in each `order` columns the even ones precede the odd."""
+    """Return where a row keeps `column`.
+
+    If order is lanes, columns keep their places. If it is 2 lanes, each run of 2 lanes columns is
+    stored as its even columns and then its odd ones.
+
+    Args:
+        order: the columns of a run, lanes or 2 lanes.
+        lanes: the numbers of a register.
+    """
     start = column // order * order
     within = column - start
     if order == lanes:

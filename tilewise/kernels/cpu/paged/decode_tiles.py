@@ -78,7 +78,11 @@ def heads_of_task(sizes, num_sequences, num_threads):
 
 @intrinsic
 def _needs_tiles(typingctx, packed):
-    """Return whether `decode_tiles` uses tile registers, known at compile time."""
+    """Return, as a constant of the compiler, whether `decode_tiles` multiplies in AMX registers.
+
+    Args:
+        packed: the array of packed queries, whose dtype decides.
+    """
 
     def codegen(context, builder, sig, args):
         return context.get_constant(types.boolean, _has_tiles(packed))

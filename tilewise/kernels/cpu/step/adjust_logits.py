@@ -40,7 +40,17 @@ def launch(
     counts_of: Tensor | None,
     penalties: Tensor | None,
 ) -> None:
-    """Change `rows` of logits (R, V) in place; see `ops.adjust_logits`."""
+    """Apply masks, biases and penalties to some rows of logits (R, V) in place.
+
+    Args:
+        logits: (R, V) float32.
+        rows: int64 (A,), the indices of the rows that masks and penalties change.
+        mask, mask_of: int32 (M, ceil(V / 32)) bits of allowed tokens, and int32 (A,), each row's
+            mask.
+        bias_rows, bias_ids, bias: (E,), logits[bias_rows[e], bias_ids[e]] += bias[e].
+        counts, counts_of: int32 (S, V) occurrences of tokens, and int32 (A,), each row's counts.
+        penalties: float32 (A, 3): repetition, frequency, presence.
+    """
     if bias_rows is not None and bias_ids is not None and bias is not None and len(bias):
         row, token = bias_rows.numpy(), bias_ids.numpy()
         exists = (row >= 0) & (row < logits.shape[0]) & (token >= 0) & (token < logits.shape[1])

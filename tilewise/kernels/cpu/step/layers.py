@@ -358,7 +358,20 @@ def permute_rows(word_like, source, source_row, rows, inputs, order, target, tar
 
 @inner
 def _multiply_narrow(word_like, like, c, rows, a, lda, group, form, inputs, words, spare):
-    """Compute sums of up to 32 rows and a group of a narrow weight, a slice at a time."""
+    """Multiply up to 32 rows of x by one group of 64 outputs of a narrow weight.
+
+    The weight's codes are widened a slice of inputs at a time. Few rows are multiplied by codes
+    directly where the CPU has instructions for it.
+
+    Args:
+        word_like, like: empty arrays, of the model's dtype and of float32.
+        c: the address of the sums, 64 float32 a row.
+        rows: the number of rows.
+        a, lda: the address of the rows and the bytes of a row.
+        group, form: the address of the group, and of the description of how it is stored.
+        inputs: K, the length of a row.
+        words, spare: addresses of scratch: for a widened slice, and SPARE bytes.
+    """
     if rows <= 4 and has_dot(word_like):
         multiply_few(word_like, like, c, rows, a, lda, group, form, inputs, spare)
         return

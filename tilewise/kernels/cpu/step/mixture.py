@@ -154,7 +154,18 @@ def _choose(op, keys, values, chosen, group_values, groups):
 
 @inner
 def _weigh_sparsely(op, jitter, logits, chosen, weights):
-    """Choose two experts, and their weights, by the rule of "sparse_mixer"."""
+    """Choose a token's two experts by SparseMixer, the rule of Phi-3.5-MoE.
+
+    First the expert with the largest logit is chosen, then the best of the others. The weight of
+    each is its softmax over the experts that were left, but for those far below it: top - x > 2
+    jitter max(|x|, top).
+
+    Args:
+        op: the operation's record, of which NUM_EXPERTS is read.
+        jitter: the relative distance of the rule.
+        logits: (num_experts,), one token's.
+        chosen, weights: (2,) each, to be written: the experts and their weights.
+    """
     count, first = op[NUM_EXPERTS], types.int64(-1)
     for place in range(2):
         best = types.int64(-1)

@@ -92,7 +92,7 @@ class _Form(NamedTuple):
 
 
 def why_not(weight: QuantisedWeight) -> str | None:
-    """Return why the kernels do not read such a weight, or None where they do."""
+    """Return why the kernels of this module cannot read a weight, or None if they can."""
     columns, run = weight.shape[1], weight.block[1]
     kind = _kind_of(weight)
     is_one_run = run >= columns
@@ -195,16 +195,17 @@ def pack_narrow(
     dtype: torch.dtype,
     order: Tensor | None = None,
 ) -> Panels:
-    """Pack weights, one below another, without widening them; see the head of this file.
+    """Pack quantised weights, stacked along their outputs, without widening their codes.
 
-    A group of 64 outputs in which two weights meet is stored in plain panels.
+    The module's first lines describe the memory. A group of 64 outputs that has rows of two weights
+    is an exception: it is widened to `dtype`.
 
     Args:
-        parts: weights for which `why_not` is None, of the same number of columns.
-        bias: (N,) in the order of the outputs, or None.
+        parts: weights for which `why_not` is None, with the same number of columns.
+        bias: (N,), one number for each output, or None.
         dtype: the dtype of rows and results, float32, float16 or bfloat16.
-        order: int64 (N,), the row of the weights that an output has, -1 for zeros; None for all
-            rows in turn.
+        order: int64 (N,), the row of the stacked weights that each output has, -1 for a row of
+            zeros; None keeps the order of the rows.
 
     Raises:
         UnsupportedError: the CPU has no instructions for the dtype.

@@ -165,7 +165,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, into: Panels | None = No
 
 
 def copy_bias(bias: Tensor | None, into: Panels) -> None:
-    """Write a bias, where there is one, in place of the one of panels."""
+    """Overwrite the bias of packed panels by `bias` (N,); None leaves it."""
     if bias is not None and into.bias is not None:
         into.bias[: len(bias)] = bias.detach().float()
 

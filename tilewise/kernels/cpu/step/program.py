@@ -343,10 +343,13 @@ class Program:
         copies: int = 1,
         is_sampled: bool = False,
     ) -> Buffer:
-        """Name a buffer of rows of `columns` elements, of the list's dtype or another.
+        """Declare a buffer of the program, whose size follows from a step's number of tokens.
 
         Args:
-            copies: the rows for each token.
+            name: the buffer's name; an earlier buffer of the same name is replaced.
+            columns: the elements of a row, which is padded to whole cache lines.
+            dtype: the dtype of the elements; None is the program's.
+            copies: the rows of each token.
             is_sampled: True for rows of those tokens only whose logits are needed.
         """
         dtype = dtype or self.dtype

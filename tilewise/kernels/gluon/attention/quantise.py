@@ -48,7 +48,12 @@ _WIDEST, _NARROWEST_ROTATED = 256, 16  # a matrix product takes 16 channels at l
 
 
 class Packed(NamedTuple):
-    """Where the sequences of a packed batch lie, as in `AttentionTensors` and its spec."""
+    """The edges of sequences that are packed end to end.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), the first row of each sequence and the end.
+        max_seqlen_q, max_seqlen_k: the lengths of the longest sequences.
+    """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor

@@ -102,7 +102,14 @@ def keys_operand(x, KIND: gl.constexpr):
 
 @gluon.jit
 def value_pairs(x, KIND: gl.constexpr):
-    """Return (even key, odd key) float16 pairs in int32 (32, width) of int8 bits (64, width)."""
+    """Convert values of 8 bits (64 keys, width) to pairs of float16, int32 (32, width).
+
+    A word holds keys 2 i (low half) and 2 i + 1. Scales are not applied.
+
+    Args:
+        x: int8, the bits of the values.
+        KIND: INT8 or E4M3.
+    """
     width: gl.constexpr = x.shape[1]
     even, odd = gl.split(x.reshape([32, 2, width]).permute((0, 2, 1)))
     asm: gl.constexpr = _PAIR_INT8 if KIND == INT8 else _PAIR_E4M3

@@ -34,7 +34,12 @@ class Draw(NamedTuple):
 
 @gluon.jit
 def draw_of(philox, limit):
-    """Return the Draw of a call. philox: int64 (2,), seed, offset; limit: `drop_limit`, int32."""
+    """Return the Draw of a call, by which its probabilities are kept or dropped.
+
+    Args:
+        philox: int64 (2,), seed and offset.
+        limit: `AttentionSpec.drop_limit`, int32; random bytes above its third byte are kept.
+    """
     seed, offset = gl.load(philox), gl.load(philox + 1)
     return Draw(
         seed.to(gl.uint32),

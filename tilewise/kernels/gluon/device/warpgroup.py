@@ -25,7 +25,8 @@ def sum_layout(width, num_warps=4):
 
 @gluon.constexpr_function
 def operand_layout(width):
-    """Return how a 16-bit left operand lies in registers whose product has `width` columns."""
+    """Return the register layout of a 16-bit left operand of a WGMMA product with `width`
+    columns."""
     return gl.DotOperandLayout(0, sum_layout(width), 2)
 
 

@@ -27,7 +27,7 @@ PART = gl.constexpr(6)  # where the item's rows go among the parts; -1: they go 
 
 @gluon.jit
 def write(shared, slot, field: gl.constexpr, value):
-    """Set one integer of an item."""
+    """Store `value` as one integer, numbered by `field`, of the item in a slot."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     memory = shared.item.index(slot * FIELDS + field)
     memory.store(gl.full([1], 0, gl.int32, lane) + value)
@@ -35,7 +35,11 @@ def write(shared, slot, field: gl.constexpr, value):
 
 @gluon.jit
 def tell(shared, slot, item, part):
-    """Set all of an item: one store, since every store waits for those before it."""
+    """Write all integers of `item` to a slot with one store: each store waits for the one before.
+
+    Args:
+        part: the place of the item's rows among the parts to be merged, -1 if they go to o.
+    """
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     field = gl.arange(0, FIELDS, lane)
     value = gl.where(field == TILES, item.tiles, part)
@@ -49,12 +53,16 @@ def tell(shared, slot, item, part):
 
 @gluon.jit
 def read(shared, slot, field: gl.constexpr):
-    """Return one integer of an item."""
+    """Return the integer numbered by `field` of the item in a slot."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(shared.item.index(slot * FIELDS + field).load(lane), 0)
 
 
 @gluon.jit
 def wait_slot(visit, shared):
-    """Wait until what was told of the item before the last has been read."""
+    """Wait until the other warpgroups have read the item before the last, which used the same slot.
+
+    Args:
+        visit: the number of items before the one that is to be written; its slot is visit % 2.
+    """
     mbarrier.wait(shared.item_empty.index(visit % 2), (visit // 2 & 1) ^ 1)

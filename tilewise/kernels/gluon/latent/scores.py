@@ -41,9 +41,10 @@ from tilewise.kernels.gluon.visible import causal_end
 
 @gluon.jit
 def score_items(loads, step, share, output, factor, shared, variant: gl.constexpr):
-    """Score all items of a share.
+    """Score all items of a CTA's share, one after the other, and then tell that none is left.
 
-    loads: see `tiles`.
+    Args:
+        loads: the descriptors of q and of the cache, see `tiles`.
     """
     tile = share.first
     sequence = share.sequence
@@ -101,7 +102,19 @@ def _score_item(item, at, visit, loads, step, share, output, factor, shared, var
 
 @gluon.jit
 def _begin(item, at, visit, loads, step, shared, variant: gl.constexpr):
-    """Start to load three tiles; return q, which goes through the stage of the third first."""
+    """Start the copies of an item's q and first three tiles of keys; return q in registers.
+
+    The ring has three stages. q arrives in the stage of the third tile, whose copy starts only
+    after all warps have read q from there.
+
+    Args:
+        item: the work item, see `share.item_of`.
+        at: the number of tiles before this item: its first tile goes to stage at % 3.
+        visit: the number of items before this one.
+
+    Returns:
+        q as left operands: its first 256 channels, and its next 128.
+    """
     stage = (at + 2) % 3
     full = shared.q_full.index(0)
     # Loops, because no cache holds the instructions of a first item: short code comes sooner.

@@ -161,7 +161,15 @@ def _copy(
 
 @gluon.jit
 def _kept(like, head, tile, work, shape, scores, places, grids: gl.constexpr):
-    """Return the words of dropout, int32 (keys / 32, queries), as `keep_pairs` takes them."""
+    """Return the bits of the probabilities that dropout keeps, int32 (keys / 32, queries).
+
+    Args:
+        like: a tile (keys, queries) of scores, whose layout decides the result's.
+        head, tile: the numbers of the query head and of the tile of queries.
+        work: the CTA's work: batch entry and first key.
+        scores: the options of the scores, of which philox (seed, offset) is read.
+        places: the addresses and limits, of which drop_limit is read.
+    """
     KEYS: gl.constexpr = like.shape[0]
     N: gl.constexpr = like.shape[1]
     WORDS: gl.constexpr = KEYS // 32

@@ -29,7 +29,13 @@ _REGISTERS = "{ .reg .b32 a, b, c, d, e, f, g; "
 
 
 def _nibbles(each: str) -> str:
-    """Return the assembly that maps each register of two codes, `each` with $o, $i for names."""
+    """Return assembly that turns a word of 8 codes of 4 bits ($4) into four registers ($0 to $3).
+
+    The word is shifted so that each of the registers a, b, c, d holds two codes 16 bits apart.
+
+    Args:
+        each: the instruction for one register: $i is a, b, c or d, and $o the output register.
+    """
     text = _REGISTERS + _SPLIT
     for place, name in enumerate("abcd"):
         text += each.replace("$o", f"${place}").replace("$i", name)

@@ -105,7 +105,15 @@ def _run(
     *,
     keeps_parts: bool = False,
 ) -> None:
-    """Compute y, or with keeps_parts the sums of parts, of x (rows, K), which TMA can read."""
+    """Note the launch that writes y = x weight^T + bias, or partial sums over K, to y.
+
+    Args:
+        maker: the maker of the plan.
+        x: (rows, K), aligned and contiguous as TMA requires.
+        weight, bias: (N, K), and (N,) or None.
+        y: (rows, N); with keeps_parts float32 (P, rows, N), the sums over each part of K.
+        tile: the tile sizes.
+    """
     outputs, channels = weight.shape
     rows = x.shape[0]
     of_tile = tile.rows or rows

@@ -108,7 +108,16 @@ def _begin(weight, x, ring, output, row, channel, count, shape: gl.constexpr):
 
 @gluon.jit
 def _multiply(weight, x, ring, output, row, first, steps, shape: gl.constexpr):
-    """Return the float32 sums (TILE_N, rows) of `steps` stages of channels from `first` on."""
+    """Return float32 (TILE_N, rows): weight times x^T over `steps` stages of TILE_K channels.
+
+    `_begin` has started the copies of the first stages; those of later ones are started here.
+
+    Args:
+        weight, x: the TMA descriptors.
+        ring: the stages in shared memory and their barriers.
+        output, row: the first output and the first row of the tile.
+        first: the first channel.
+    """
     layout: gl.constexpr = sum_layout(shape.rows, shape.num_warps)
     size: gl.constexpr = [shape.tile_n, shape.rows]
     acc = gl.zeros(size, gl.float32, layout)

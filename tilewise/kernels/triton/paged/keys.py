@@ -193,7 +193,18 @@ def _load_codes(
     form: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load the even and the odd channels (TILE_N, PADDED / 2) of a cache of 4 bits likewise."""
+    """Load channels of TILE_N rows of a 4-bit cache, and widen them to `dtype`.
+
+    Args:
+        row_ptrs: the addresses of the rows.
+        FIRST: the first channel, an even one.
+        owned: the rows that exist, a mask (TILE_N,).
+        scale: (TILE_N,) float32, the scale of each row.
+        WIDTH, PADDED: the number of channels, and the power of two that holds it.
+
+    Returns:
+        The even channels and the odd ones, (TILE_N, PADDED / 2) each.
+    """
     x = _load_rows(
         row_ptrs + FIRST // 2, tl.arange(0, PADDED // 2), owned, WIDTH // 2, PADDED // 2, MASKED
     )

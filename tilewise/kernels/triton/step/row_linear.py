@@ -112,7 +112,17 @@ def add_rms_norm_linear(
     bias: Tensor | None,
     is_gated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return y (..., N) and the new residual (..., E) of one row x, or of its parts (P, ..., E)."""
+    """Add x to the residual, normalise and multiply by a weight, for one token.
+
+    Args:
+        x: (..., E) in the weight's dtype; or the float32 parts (P, ..., E) of which x is the sum.
+        residual: (..., E), which is not changed.
+        weight, bias: (N, E) and (N,) or None; with is_gated (2 N, E), gates above values.
+        is_gated: True to return silu(gate) * value.
+
+    Returns:
+        y (..., N) and the new residual x + residual (..., E).
+    """
     outputs, channels = weight.shape
     outputs //= 1 + is_gated
     y = maker.empty((*residual.shape[:-1], outputs), weight.dtype)

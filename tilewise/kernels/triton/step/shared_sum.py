@@ -321,7 +321,15 @@ def words_of(dim: int, itemsize: int) -> int:
 
 
 def inbox_words(dim: int, itemsize: int, size: int, most_rows: int) -> int:
-    """Return the words of an inbox: two places for every row of every rank, and for its answer."""
+    """Return the number of 8-byte words of a rank's inbox for sums over ranks.
+
+    It has two places, used in turn, for each row of each rank, and for each row of the sum.
+
+    Args:
+        dim, itemsize: the elements of a row and the bytes of one.
+        size: the number of ranks.
+        most_rows: the largest number of rows of a sum.
+    """
     return 2 * most_rows * (size + 1) * words_of(dim, itemsize)
 
 

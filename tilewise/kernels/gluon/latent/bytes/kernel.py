@@ -74,7 +74,13 @@ class Shared(NamedTuple):
 
 @gluon.constexpr_function
 def _lines(width, bits):
-    """Return how lines of `width` bytes lie: those of all boxes of a tile make one tile."""
+    """Return the layout in shared memory of a tile with rows of `width` bytes, swizzled for TMA.
+
+    Boxes that are copied one below the other are seen by it as one tile.
+
+    Args:
+        bits: the bits of an element.
+    """
     return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=2)
 
 
