@@ -259,6 +259,7 @@ class EngineMaker:
         num_threads: torch's threads on the thread of the LLM.
         start_seconds: a stopwatch, which notes the parts of the start.
         current_device: the GPU that was current on the thread of the LLM; None on a CPU.
+        sites: the linear layers that may have adapters; empty without them.
         live: the adapter that is trained beside a model of this process; None without.
     """
 
