@@ -1,10 +1,10 @@
-"""The Hopper kernels beside cuDNN, FlashAttention-3 and our portable ones.
+"""The Hopper kernels beside our portable ones and those of other libraries.
 
 All peers of a row are measured in turn, in short blocks, so that they see the same clocks; ratios
 of one run are what counts. backward is the whole gradient, with what comes before and after the
-products. FLOPs are counted as in the FlashAttention papers. FlashAttention-3 is measured where its
-`flash_attn_interface` can be imported. A result that differs from sampled float64 rows, or their
-gradients, gets no number.
+products. FLOPs are counted as in the FlashAttention papers. FlashAttention-3 and -4 are measured
+where `flash_attn_interface` and `flash_attn.cute` can be imported. A result that differs from
+sampled float64 rows, or their gradients, gets no number.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _problem(table: str, n: int, d: int, causal: bool, peers: tuple[str, ...]) -
 
 
 def dense() -> list[Problem]:
-    """18 shapes, forward and backward."""
-    peers = ("tilewise", "tilewise_triton", "sdpa_cudnn", "fa3")
+    """18 shapes, forward and backward, by every library that has them."""
+    peers = ("tilewise", "tilewise_triton", "fa4", "fa3", "sdpa_cudnn", "sdpa_flash", "flex")
     return [
         _problem("dense", n, d, causal, peers)
         for d in _HEAD_DIMS

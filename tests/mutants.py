@@ -791,6 +791,15 @@ MUTANTS = {
         "tilewise/nn/states.py", "StateLayer._apply", "parameter.dtype.itemsize < 4", "False",
         (*_TEST_STATE_LAYERS, "bfloat16 and kimi"),
     ),
+    "a_head_reads_the_state_as_the_token": Mutant(
+        "tilewise/models/multi_token_head.py", "MultiTokenHead.forward",
+        "torch.cat(both, dim=-1)", "torch.cat(both[::-1], dim=-1)",
+        ("tests/engine/test_own_head.py", "-k", "one_more and Qwen3_5]"),
+    ),
+    "the_head_of_a_text_part_is_left_out": Mutant(
+        "tilewise/models/text_part.py", "", '_PLAIN = ("lm_head.", "model.", "mtp.")',
+        '_PLAIN = ("lm_head.", "model.")', ("tests/models/test_text_part.py", "-k", "tensors_have"),
+    ),
     # The compiled step of a CPU, beside the modules.
     "a_layer_has_no_factor_in_a_compiled_step": Mutant(
         "tilewise/models/native_program.py", "_Writer._layer",

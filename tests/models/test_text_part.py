@@ -207,6 +207,7 @@ def test_tensors_have_the_names_of_a_model_of_text_alone() -> None:
         "language_model.model.norm.weight": "model.norm.weight",
         "language_model.lm_head.weight": "lm_head.weight",
         "model.embed_tokens.weight": "model.embed_tokens.weight",
+        "mtp.fc.weight": "mtp.fc.weight",
         "model.visual.patch_embed.proj.weight": None,
         "visual.merger.mlp.0.weight": None,
         "vision_tower.ln_pre.weight": None,

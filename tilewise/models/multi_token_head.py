@@ -1,15 +1,15 @@
 """The head of a checkpoint that guesses the token after the next one (multi-token prediction).
 
 h' = layer(eh_proj([enorm(embedding(t[p + 1])), hnorm(h[p])])), and norm(h') through the output head
-gives the logits of t[p + 2]. The layer is one more of the model's last kind, with keys of its own;
-the embedding and the output head are the model's. Source: DeepSeek-AI, 2024, "DeepSeek-V3 technical
-report", section 2.2.
+gives the logits of t[p + 2]. The layer is one more like the model's last one with attention, with
+keys of its own; the embedding and the output head are the model's. Sources: DeepSeek-AI, 2024,
+"DeepSeek-V3 technical report", section 2.2; Qwen team, 2025, "Qwen3-Next".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,13 +32,51 @@ from tilewise.nn.rope import RotaryEmbedding
 
 __all__ = ["MultiTokenHead", "load_multi_token_head"]
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
-_OWN = {
-    "enorm.weight": "enorm.weight",
-    "hnorm.weight": "hnorm.weight",
-    "eh_proj.weight": "eh_proj.weight",
-    "norm.weight": "shared_head.norm.weight",
+
+@dataclass(frozen=True)
+class HeadNames:
+    """The checkpoint's names of a head's tensors.
+
+    Attributes:
+        own: the tensors of parameters outside of the layer, with {} for the number of the model's
+            layers.
+        layer: the beginning of the names of the layer's tensors, likewise.
+        ignored: regular expressions of tensors that may be in the file besides.
+    """
+
+    own: Mapping[str, str]
+    layer: str
+    ignored: tuple[str, ...] = (".*",)
+
+
+_DEEPSEEK = HeadNames(
+    {
+        "enorm.weight": "model.layers.{}.enorm.weight",
+        "hnorm.weight": "model.layers.{}.hnorm.weight",
+        "eh_proj.weight": "model.layers.{}.eh_proj.weight",
+        "norm.weight": "model.layers.{}.shared_head.norm.weight",
+    },
+    "model.layers.{}",
+)
+_QWEN = HeadNames(
+    {
+        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj.weight": "mtp.fc.weight",
+        "norm.weight": "mtp.norm.weight",
+    },
+    "mtp.layers.0",
+    (r"(?!mtp\.embed_tokens\.).*",),  # an embedding of the head's own is not read
+)
+HEADS = {
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeForCausalLM": _DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "Qwen3NextForCausalLM": _QWEN,
+    "Qwen3_5ForCausalLM": _QWEN,
+    "Qwen3_5MoeForCausalLM": _QWEN,
 }
+"""The names of the heads that are read, by the architecture of the model."""
 
 
 class MultiTokenHead(Decoder):
@@ -51,16 +89,18 @@ class MultiTokenHead(Decoder):
         previous: (T, E), the hidden states of the rows that `forward` computes next.
     """
 
-    ignored_weights = (".*",)  # the model's own tensors
     previous: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(replace(config, layers=config.layers[-1:], tie_word_embeddings=True))
+        last = next(layer for layer in reversed(config.layers) if layer.attention is not None)
+        super().__init__(replace(config, layers=(last,), tie_word_embeddings=True))
         del self.embed_tokens  # the model's, see `share`
         width, rope = config.hidden_size, config.attentions[-1].rope
-        self._place = config.num_layers
-        self.names = FAMILIES[config.architecture].names_of(config)
-        self.weight_prefix, self.weight_renames = self.names.prefix, self.names.renames
+        self._place, head = config.num_layers, HEADS[config.architecture]
+        names = FAMILIES[config.architecture].names_of(config)
+        self.names, self._own = names.but(layer=head.layer), head.own
+        self.ignored_weights = head.ignored  # the model's own tensors
+        self.weight_prefix, self.weight_renames = names.prefix, names.renames
         self.enorm, self.hnorm = new_norm(config.norm, width), new_norm(config.norm, width)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.rotary = None if rope is None else RotaryEmbedding(rope)
@@ -102,8 +142,8 @@ class MultiTokenHead(Decoder):
         return tuple(self._weight(name, p) for name, p in self.named_parameters())
 
     def _weight(self, name: str, parameter: Tensor) -> Weight:
-        if name in _OWN:
-            return Weight.of(name, f"{self.names.layer.format(self._place)}.{_OWN[name]}")
+        if name in self._own:
+            return Weight.of(name, self._own[name].format(self._place))
         rows = rows_of_sources(self.config.layers[0], name, tuple(parameter.shape))
         there = self.names.weight(f"layers.{self._place}.{name.removeprefix('layers.0.')}", rows)
         return replace(there, name=name)
@@ -128,7 +168,7 @@ def load_multi_token_head(
         CheckpointError: the checkpoint has no such head, or one of another shape.
         ValueError: the family has none.
     """
-    if config.architecture not in ARCHITECTURES:
+    if config.architecture not in HEADS:
         raise ValueError(
             f"speculative must be PromptLookup, DraftModel or None for {config.architecture}, "
             "of which no head that guesses is read, got OwnHead"

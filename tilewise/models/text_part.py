@@ -40,8 +40,8 @@ _PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-# Older files name the text part's tensors as a model of its own does.
-_PLAIN = ("lm_head.", "model.")
+# Older files name the text part's tensors as a model of its own does; so are those of heads named.
+_PLAIN = ("lm_head.", "model.", "mtp.")
 _BESIDE = (
     "model.vision",
     "model.visual",

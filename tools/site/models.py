@@ -26,7 +26,7 @@ from tools.site import marks
 PAGE = marks.ROOT / "docs" / "guide" / "models.md"
 RESULTS = marks.ROOT / "lab" / "results" / "models_cpu.json"
 HEAD = (
-    "| class | `model_type` | positions | attention | feed-forward | saved | quantised formats |"
+    "| class | `model_type` | positions | attention | feed-forward | saved | own format |"
     " tensor parallel | states | CUDA graphs | compiled step on a CPU | tested how |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
 )

@@ -17,7 +17,7 @@ from tilewise.cost.machine import MACHINES
 from tilewise.cost.model import read_sizes
 from tilewise.cost.step import StepCost, StepWork
 from tools.site import marks
-from tools.site.results import load, number
+from tools.site.numbers import load, number
 
 PAGE = marks.ROOT / "docs" / "guide" / "recipes.md"
 MARK = marks.begin("the recipes", "recipes")

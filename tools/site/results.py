@@ -1,4 +1,4 @@
-"""Write docs/results/README.md and the five rows of README.md from the committed results.
+"""Write the pages of results and the five rows of README.md from the committed results.
 
 python -m tools.site.results
 
@@ -7,17 +7,16 @@ A subject is shown from one file of `lab/results`, the newest of its kind that h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
+from tools.site import libraries
 from tools.site.marks import ROOT, begin, replaced, table, write
+from tools.site.numbers import load, number, pair
 
 PAGE = ROOT / "docs" / "results" / "README.md"
 README = ROOT / "README.md"
-RESULTS = ROOT / "lab" / "results"
 ROWS = begin("five rows", "results")
 HEAD = """# Results
 
@@ -25,6 +24,9 @@ Every number on this page is read from a committed file of [lab/results](../../l
 newest of its subject, by `python -m tools.site.results`. In a table all columns are of one run on
 one machine, unless its text says otherwise, and a number is the median of its repeats. How a
 subject is measured and why it is as fast as it is, is told by the page that its text names.
+
+Attention on a Hopper GPU beside FlashAttention-4, FlashAttention-3, cuDNN, FlexAttention and
+FlashMLA, row by row: [attention beside other libraries](libraries.md).
 
 """
 Row = dict[str, Any]
@@ -55,25 +57,6 @@ class Subject:
     rows: Callable[[Any], tuple[list[str], list[list[object]]]]
 
 
-def load(name: str) -> Any:
-    """Return the content of a file of results."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def number(x: float | None, digits: int = 3) -> str:
-    """Return a number in so many digits, with separators and without an exponent."""
-    if x is None:
-        return "-"
-    size = len(str(int(abs(x))))
-    places = 0 if abs(x) >= 100 else max(0, digits - (size if abs(x) >= 1 else 0))
-    return f"{round(x, places):,.{places}f}"
-
-
-def pair(values: Iterable[float | None], digits: int = 3) -> str:
-    """Return numbers with strokes between them."""
-    return " / ".join(number(x, digits) for x in values)
-
-
 def pick(rows: Iterable[Row], **asked: object) -> Row:
     """Return the only row with these values."""
     (found,) = [row for row in rows if all(row.get(k) == v for k, v in asked.items())]
@@ -82,91 +65,6 @@ def pick(rows: Iterable[Row], **asked: object) -> Row:
 
 def _tflops(row: Row) -> float:
     return float(row["TFLOP/s"])
-
-
-def _dense(data: Any) -> tuple[list[str], list[list[object]]]:
-    rows = [row for row in data["rows"] if row["table"] == "dense"]
-    shapes = sorted({(row["D"], row["N"]) for row in rows})
-    found = []
-    for op in ("forward", "backward"):
-        for name, peer in (
-            ("tilewise", "tilewise"),
-            ("cuDNN", "sdpa_cudnn"),
-            ("FlashAttention-3", "fa3"),
-        ):
-            cells = [
-                pair(
-                    _tflops(pick(rows, op=op, peer=peer, D=d, N=n, causal=causal))
-                    for causal in (False, True)
-                )
-                if all("TFLOP/s" in r for r in rows if (r["op"], r["peer"]) == (op, peer))
-                else None
-                for d, n in shapes
-            ]
-            if None not in cells:
-                found.append([f"{op}, {name}", *cells])
-    return ["TFLOP/s, full / causal", *(f"D {d}, N {n:,}" for d, n in shapes)], found
-
-
-def _features(data: Any) -> tuple[list[str], list[list[object]]]:
-    rows, found = data["rows"], []
-    names = {
-        "tilewise": "tilewise",
-        "flex": "FlexAttention",
-        "varlen_attn": "torch varlen_attn",
-        "fa3": "FlashAttention-3",
-    }
-    for subject, what in (("window", "causal window of 1,024"), ("varlen", "packed, causal")):
-        for n in sorted({row["N"] for row in rows if row["table"] == subject}):
-            for peer, name in names.items():
-                here = [r for r in rows if (r["table"], r["N"], r["peer"]) == (subject, n, peer)]
-                ms = {row["op"]: row.get("ms") for row in here}
-                if ms:
-                    times = map(number, (ms.get("forward"), ms.get("backward")))
-                    found.append([f"{what}, N {n:,}", name, *times])
-    return ["call", "library", "forward, ms", "backward, ms"], found
-
-
-def _blocks(data: Any) -> tuple[list[str], list[list[object]]]:
-    rows, found = [row for row in data["rows"] if row["table"] == "blocks"], []
-    for peer, feature in (("tilewise", "random blocks"), ("tilewise", "plain"), ("flex", None)):
-        chosen = [
-            r for r in rows if r["peer"] == peer and (feature is None or r["feature"] == feature)
-        ]
-        for n in sorted({row["N"] for row in chosen}):
-            by_op = {row["op"]: row["ms"] for row in chosen if row["N"] == n}
-            name = "FlexAttention" if peer == "flex" else peer
-            found.append(
-                [f"N {n:,}", f"{name}, {'dense' if feature == 'plain' else '10 % of the blocks'}",
-                 number(by_op["forward"]), number(by_op["backward"])]
-            )  # fmt: skip
-    return ["call", "library", "forward, ms", "backward, ms"], sorted(found, key=lambda x: x[0])
-
-
-def _published(data: Any) -> tuple[list[str], list[list[object]]]:
-    rows = [r for r in data["rows"] if r["table"] == "published" and r["feature"] == "plain"]
-    shapes = sorted({(r["D"], r["Dv"], r["H"], r["Hk"], r["N"]) for r in rows})
-    found = []
-    for d, dv, h, hk, n in shapes:
-        here = [r for r in rows if (r["D"], r["Dv"], r["H"], r["Hk"], r["N"]) == (d, dv, h, hk, n)]
-        cells = [f"{h} heads on {hk}, D {d}{f', Dv {dv}' if dv != d else ''}, {n:,} tokens"]
-        if d == 64:
-            cells[0] += ", a window"
-        for peer in ("tilewise", "best"):
-            times = []
-            for op in ("forward", "backward"):
-                others = [r for r in here if r["op"] == op and "TFLOP/s" in r]
-                ours = [r for r in others if r["peer"] == "tilewise"]
-                theirs = [r for r in others if r["peer"] != "tilewise"]
-                best = max(theirs, key=_tflops) if theirs else None
-                times.append(ours[0] if peer == "tilewise" else best)
-            text = pair(_tflops(t) if t else None for t in times)
-            if peer == "best" and times[0]:
-                text += " (" + {"sdpa_cudnn": "cuDNN", "flex": "FlexAttention"}.get(
-                    times[0]["peer"], times[0]["peer"]) + ")"  # fmt: skip
-            cells.append(text)
-        found.append(cells)
-    return ["shape", "tilewise, TFLOP/s, forward / backward", "the best of torch"], found
 
 
 def _wide(data: Any) -> tuple[list[str], list[list[object]]]:
@@ -228,19 +126,6 @@ def _on_cpu(data: Any) -> tuple[list[str], list[list[object]]]:
     return head, found
 
 
-def _decode(data: Any) -> tuple[list[str], list[list[object]]]:
-    rows = [row for row in data["rows"] if row["table"] == "decode"]
-    names = {"tilewise, planned": "tilewise", "fa3": "FlashAttention-3",
-             "sdpa_contiguous": "SDPA, contiguous keys"}  # fmt: skip
-    found = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        here = {row["peer"]: row for row in rows if row["case"] == case}
-        heads = next(iter(here.values()))["heads"]
-        rates = (number(here[p]["TB/s"] if p in here else None) for p in names)
-        found.append([f"{case}, {heads} heads", *rates])
-    return ["sequences x tokens", *(f"{name}, TB/s" for name in names.values())], found
-
-
 def _decode_on_cpu(data: Any) -> tuple[list[str], list[list[object]]]:
     return ["call", "library", "ms"], [
         [r["case"], r["peer"].replace("_", " "), number(r["ms"])] for r in data["rows"]
@@ -255,18 +140,6 @@ def _shared(data: Any) -> tuple[list[str], list[list[object]]]:
                       *(number(ms[p]) for p in ("tilewise_shared", "tilewise",
                                                 "sdpa_contiguous"))])  # fmt: skip
     return ["call", "shared, ms", "not shared, ms", "SDPA, contiguous keys, ms"], found
-
-
-def _latent(data: Any) -> tuple[list[str], list[list[object]]]:
-    rows, found = data["rows"], []
-    for heads, b, n in dict.fromkeys((r["heads"], r["B"], r["N"]) for r in rows):
-        here = [r for r in rows if (r["heads"], r["B"], r["N"]) == (heads, b, n)]
-        cells: list[object] = [f"{heads} heads, {b} x {n:,} tokens"]
-        for peer, dtype in (("tilewise", "bfloat16"), ("flash_mla", "bfloat16"),
-                            ("tilewise", "float8_e4m3fn")):  # fmt: skip
-            cells.append(number(1000 * pick(here, peer=peer, dtype=dtype)["ms"]))
-        found.append(cells)
-    return ["call", "tilewise, us", "FlashMLA, us", "tilewise over an e4m3 cache, us"], found
 
 
 def _training(data: Any) -> tuple[list[str], list[list[object]]]:
@@ -408,19 +281,6 @@ def _waste(data: Any) -> tuple[list[str], list[list[object]]]:
 
 
 SUBJECTS = (
-    Subject("Attention on an H200", "hopper_h200", "2026-11-22", "NVIDIA H200",
-            "python lab/hopper.py", "hopper.md",
-            "bfloat16, 16,384 tokens in all, 2,048 channels, TFLOP/s by the papers' count.",
-            _dense),
-    Subject("Windows and packed sequences", "hopper_h200", "2026-11-22", "NVIDIA H200",
-            "python lab/hopper.py", "hopper.md",
-            "bfloat16, D 128; the packed batch has sequences of 512 to 8,192 tokens.", _features),
-    Subject("Block masks", "attention_h200", "2026-11-20", "NVIDIA H200",
-            "tilewise bench attention --device cuda", "../guide/masks.md",
-            "bfloat16, D 128, one tenth of the tiles of 128 x 128 at random.", _blocks),
-    Subject("Shapes of published models", "published_h100", "2026-11-27", "NVIDIA H100",
-            "tilewise bench attention --device cuda --only published", "hopper.md",
-            "bfloat16, causal, one sequence.", _published),
     Subject("Heads of 320 and 512 channels", "wide_h200", "", "",
             "python lab/hopper.py --only wide", "hopper.md",
             "Forward pass, bfloat16, 16,384 tokens.", _wide),
@@ -432,14 +292,9 @@ SUBJECTS = (
     Subject("Attention on a CPU", "attention_cpu", "2026-11-22", "Intel Xeon with AMX, 2 threads",
             "tilewise bench attention --device cpu", "attention.md",
             "bfloat16, 256 channels in all.", _on_cpu),
-    Subject("Paged decode", "decode_h200", "2026-11-22", "NVIDIA H200", "python lab/paged.py",
-            "../design/decode.md",
-            "bfloat16, D 128, blocks of 16; a read reaches 4.41 TB/s.", _decode),
     Subject("Prefixes that sequences share", "cascade_h200", "2026-11-22", "NVIDIA H200",
             "python lab/cascade.py", "../guide/paged.md",
             "One new token each, 32 heads on 8, 256 tokens of their own.", _shared),
-    Subject("Latent (MLA) decode", "mla_h200", "2026-11-22", "NVIDIA H200", "python lab/mla.py",
-            "mla.md", "Latents of 512 + 64 channels.", _latent),
     Subject("Training on an H200", "train_h200_rows", "2026-11-24", "NVIDIA H200",
             "tilewise bench train", "training.md",
             "Whole steps with optimiser, bfloat16.", _training),
@@ -468,10 +323,10 @@ SUBJECTS = (
             "tilewise bench engine --shape llama-0.4b", "../design/cpu-engine.md", "The same.",
             _engine_on_cpu),
     Subject("Quantised models on a CPU", "quantised_cpu", "2026-11-29", "",
-            "python lab/quantised_cpu.py", "../guide/weights.md", "GGUF files, two cores.",
+            "python lab/quantised_cpu.py", "weights.md", "GGUF files, two cores.",
             _narrow_on_cpu),
     Subject("Quantised models on an H200", "quantised_h200", "", "", "tilewise bench engine --help",
-            "../guide/weights.md",
+            "weights.md",
             "Decode steps of the whole engine, random weights, prompts of 32 tokens.", _narrow),
     Subject("The server beside vLLM's", "serve_vllm_h200", "", "", "python lab/serve_peers.py",
             "serve.md",
@@ -493,14 +348,10 @@ SUBJECTS = (
 )  # fmt: skip
 
 
-def ratio(op: str, peer: str) -> float:
-    """Return how many times as fast as a peer attention is on an H200, by the geometric mean."""
-    rows = [r for r in load("hopper_h200")["rows"] if r["table"] == "dense" and r["op"] == op]
-    key = ("D", "N", "causal")
-    theirs = {tuple(r[k] for k in key): r["ms"] for r in rows if r["peer"] == peer}
-    ours = {tuple(r[k] for k in key): r["ms"] for r in rows if r["peer"] == "tilewise"}
-    ratios = [theirs[shape] / ours[shape] for shape in ours]
-    return float(prod(ratios) ** (1 / len(ratios)))
+def _mean_ratios(file: str, peer: str) -> list[str]:
+    """Return how many times as fast as a peer attention is, forward and backward."""
+    rows = [r for r in load(file)["rows"] if r["table"] == "dense"]
+    return libraries.ratio(libraries.by_shape(rows), peer).split(" / ")
 
 
 def page() -> str:
@@ -541,6 +392,7 @@ def _five() -> list[list[str]]:
     waste = [r for trace in load("waste")["traces"] for r in trace["rows"]]
     blocks = [r["tokens"] for r in waste if r["block"] == 16]
     whole = [r["tokens"] for r in waste if r["block"] is None]
+    fa4, cudnn = (_mean_ratios("attention_fa4_h200", peer) for peer in ("fa4", "sdpa_cudnn"))
     served = load("serve_vllm_h200")["servers"]
     most = {who: served[who]["most"]["tokens_per_second"] for who in ("tilewise", "vllm")}
     return [
@@ -556,10 +408,10 @@ def _five() -> list[list[str]]:
          f"contiguous allocation {min(whole):.0f} to {max(whole):.0f} %",
          "`tilewise bench waste --trace FILE`"],
         ["attention on an H200, bf16, D 64 to 256, N 1,024 to 16,384, mean of 18 shapes",
-         f"forward {number(ratio('forward', 'sdpa_cudnn'))} x cuDNN, "
-         f"{number(ratio('forward', 'fa3'))} x FlashAttention-3; "
-         f"backward {number(ratio('backward', 'sdpa_cudnn'))} x cuDNN",
-         "cuDNN, FlashAttention-3", "`tilewise bench attention --device cuda --peers fa3`"],
+         f"forward {fa4[0]} x FlashAttention-4, {cudnn[0]} x cuDNN; "
+         f"backward {fa4[1]} x FlashAttention-4, {cudnn[1]} x cuDNN",
+         "[row by row, with FlashAttention-3 and FlexAttention](docs/results/libraries.md)",
+         "`tilewise bench attention --device cuda --peers fa4`"],
         ["a server on an H200, Qwen3-0.6B's shape with random weights, 256 requests at once, "
          "the better of two turns",
          f"{number(most['tilewise'])} tokens/s", f"vLLM 0.25.1 {number(most['vllm'])}",
@@ -575,4 +427,5 @@ def five(readme: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    libraries.PAGE.write_text(libraries.page(), encoding="utf-8")
     write(README, five)

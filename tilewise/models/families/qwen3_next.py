@@ -168,7 +168,7 @@ def _moe_names(config: DecoderConfig) -> Names:
     )
 
 
-# Of heads that guess further tokens, which are not loaded.
+# Of heads that guess further tokens: see `multi_token_head`.
 _GUESSES = "mtp_num_hidden_layers mtp_use_dedicated_embeddings"
 
 FAMILIES = (
