@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tilewise.kernels.low_rank import TILE
 from tilewise.models.adapters import MAX_RANK, AdapterSite, AdapterTensors, adapter_sites
 from tilewise.models.decoder import Decoder
-from tilewise.nn.adapted_linear import AdaptedLinear, LowRankWeights
+from tilewise.nn.adapted_linear import TILE, AdaptedLinear, LowRankWeights
 
 __all__ = ["adapted_linears", "adapter_tensors", "train_adapter"]
 

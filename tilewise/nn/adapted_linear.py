@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.kernels.low_rank import TILE
 from tilewise.ops import LowRank, RowTiles
 
-__all__ = ["AdaptedLinear", "LowRankWeights"]
+__all__ = ["TILE", "AdaptedLinear", "LowRankWeights"]
+
+TILE = 16  # rows of a tile, and what ranks are multiples of, see `kernels.low_rank`
 
 
 class LowRankWeights(nn.Module):

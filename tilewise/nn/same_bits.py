@@ -165,8 +165,8 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
         weights: the weights of products that no layer below computes, to be checked as well.
 
     Raises:
-        UnsupportedError: an engine on a CPU would not pack one of the weights, or a model on a GPU
-            keeps latents, and so has no such bits; the model is unchanged then.
+        UnsupportedError: an engine on a CPU would not pack one of the weights, or the model keeps
+            latents, which training expands to keys and an engine does not; it is unchanged then.
     """
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     is_on_gpu = all(weight.is_cuda for weight in (*linears, *weights))
@@ -175,8 +175,8 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
         if reason is not None:
             who = "a GPU multiplies" if is_on_gpu else "a CPU packs"
             raise UnsupportedError(f"weights must be such that {who} them: {reason}")
-    if is_on_gpu and any(isinstance(m, MultiheadLatentAttention) for m in model.modules()):
-        raise UnsupportedError("attention must keep keys and values on a GPU, got latents")
+    if any(isinstance(m, MultiheadLatentAttention) for m in model.modules()):
+        raise UnsupportedError("attention must keep keys and values for these bits, got latents")
     kinds = _VALUED if is_on_gpu else _VALUED | _VALUED_ON_CPU
     for module in list(model.modules()):
         if type(module) in kinds:
