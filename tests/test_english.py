@@ -21,6 +21,15 @@ NO_NOUNS = frozenset(
 )  # fmt: skip
 _FIELD = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
 _SECTION = re.compile(r"(Args|Attributes):$")
+# Docstrings at which readers stopped who restated them without the code.
+_VAGUE = (
+    (re.compile(r"(Return|Yield) what\b"), "must name the result by a noun, not by `what`"),
+    (re.compile(r"(See|As) [`\w.]+\.?\Z"), "must say the one fact that is needed, not only where"),
+    (
+        re.compile(r".*\bso (many|much|few)\b(?![^.]*\b(that|as)\b)", flags=re.DOTALL),
+        "must name the number, not `so many`",
+    ),
+)
 
 
 def fields(docstring: str) -> Iterator[tuple[str, str]]:
@@ -42,12 +51,13 @@ def fields(docstring: str) -> Iterator[tuple[str, str]]:
 
 
 def mistakes(source: str) -> Iterator[str]:
-    """Yield what is wrong with the fields of a module's docstrings."""
+    """Yield the faults of a module's docstrings and of their fields."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        owner = getattr(node, "name", "the module")
-        for names, text in fields(ast.get_docstring(node) or ""):
+        owner, docstring = getattr(node, "name", "the module"), ast.get_docstring(node) or ""
+        yield from (f"{owner}: {rule}" for pattern, rule in _VAGUE if pattern.match(docstring))
+        for names, text in fields(docstring):
             words = text.split()
             if words[:1] == ["see"] or text.startswith("("):  # a reference, or a shape
                 continue
@@ -83,6 +93,22 @@ def test_faults_of_a_field_are_seen(text, fault):
     if "\n" in text:
         source = source.replace("\n        the", "\n            the")
     found = list(mistakes(source))
+    assert (fault in found[0]) if fault else not found
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("Return what a step takes.", "noun"),
+        ("Return the seconds of a step.", None),
+        ("See `Rule`.", "fact"),
+        ("See the class; None is no bound.", None),
+        ("Return the blocks of so many tokens.", "number"),
+        ("Refuse a body with so many parts that parsing takes long.", None),
+    ],
+)
+def test_vague_docstrings_are_seen(text, fault):
+    found = list(mistakes(f'def run():\n    """{text}"""\n'))
     assert (fault in found[0]) if fault else not found
 
 

@@ -119,3 +119,5 @@ def test_arguments_are_checked_as_the_op_checks_them():
         ops.explain("attention", q, k, v, softcap=-2.0)
     with pytest.raises(ValueError, match="op_name must be one of attention"):
         ops.explain("softmax", q)
+    with pytest.raises(TypeError, match=r"^op_name must be of type str, got Tensor$"):
+        ops.explain(torch.zeros(1000))

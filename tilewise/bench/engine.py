@@ -65,7 +65,7 @@ _ELEMENT_BYTES = {"int4": 0.5, "int8": 1, "fp8_e4m3": 1, "float32": 4}
 
 
 def plan_workloads(options: argparse.Namespace, name: str, sizes: Sizes) -> list[Workload]:
-    """Return what the options ask for; of `fixed` one workload for each batch.
+    """Return the workloads that the options ask for; kind "fixed" gives one for each batch.
 
     Raises:
         ValueError: the model has fewer positions than the workload needs.

@@ -180,7 +180,13 @@ def _fit_host(start: Machine, kernels: int, steps: Sequence[MeasuredStep]) -> di
 def _fit_launches(
     start: Machine, kernels: int, steps: Sequence[MeasuredStep], sent: Sequence[float]
 ) -> dict[str, float]:
-    """Return what steps that are not captured take to submit beyond what all take, `sent`."""
+    """Return the launch times of steps that are not captured, fitted to measured steps.
+
+    Args:
+        start: the machine so far.
+        kernels: the kernels of a step.
+        sent: the times that captured steps take to submit as well, which are subtracted.
+    """
     if not (start.captures and steps):
         return {}
     beyond = []
@@ -246,7 +252,11 @@ def _fit_device(
 
 
 def _columns(parts: dict[str, float], machine: Machine) -> dict[str, float]:
-    """Return what the weights multiply; where two things overlap the longer one stays."""
+    """Return the columns of the fit; of two parts that overlap only the longer one is kept.
+
+    Args:
+        parts: the seconds of each part of a step at an efficiency of 1.
+    """
     if not machine.overlaps:
         return parts
     parts = dict(parts)
@@ -310,7 +320,7 @@ def replayed(
 
 
 def class_of(work: StepWork) -> str:
-    """Return what a table of errors puts a step under."""
+    """Return the name of the row under which a table of errors counts a step."""
     if not work.pairs:
         return "decode, " + _range(work.sequences, (2, 8, 16, 32, 64, 128, 192)) + " rows"
     kind = "prompts beside others" if work.tokens > work.sequences > 1 else "a prompt alone"

@@ -82,7 +82,8 @@ def places_of(options: argparse.Namespace) -> list[Place]:
 
 
 def asked_of(request: TraceRequest) -> Asked:
-    """Return what of a trace's request decides where it goes: the runs that others share."""
+    """Return the properties of a trace's request by which it is routed, such as its shared
+    prefixes."""
     pieces, before = [], 0
     for shared, _ in request.shared:
         before = hash((before, shared))

@@ -300,7 +300,8 @@ def medians(turns: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredS
 
 
 def alone_steps(runner: Runner, sizes: Sizes, *, room: Room, turn: int) -> list[MeasuredStep]:
-    """Return what a GPU alone takes for steps of each batch, see `MeasuredStep.is_alone`."""
+    """Return the times of steps of each batch on an otherwise idle GPU, see
+    `MeasuredStep.is_alone`."""
     held = _Held(turn)
     for crowd in room.crowds(large=True):
         _run_batch(runner, sizes, crowd, room, True, time.perf_counter, turn, held)

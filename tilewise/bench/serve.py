@@ -335,7 +335,10 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _told(answer: Answer, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return what a request saw, in seconds from the first one; no key and no text."""
+    """Return the times and token counts of one answer, without its API key and text.
+
+    Times are seconds from the first request of all.
+    """
     started = min(a.begun for a in answers)
     keys = sorted({a.key for a in answers})
     return {

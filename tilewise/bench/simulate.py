@@ -306,7 +306,7 @@ def serve_fleet(
 
 
 def report_fleet(fleet: Fleet) -> dict[str, Any]:
-    """Return what a run was like for all replicas together: counts summed, means over replicas."""
+    """Return the statistics of a run over all replicas: counts are summed, shares averaged."""
     used = [engine for engine in fleet.engines if engine.timings]
     each = [_of_steps(engine.steps, engine) for engine in used]
     told = of_timings([t for engine in used for t in engine.timings.values()])
@@ -339,13 +339,13 @@ def _tell(scheduler: Scheduler, engine: VirtualEngine, cost: StepCost, setting: 
 
 
 def report(engine: VirtualEngine) -> dict[str, Any]:
-    """Return what a run was like: rates a second, times in seconds, shares in percent."""
+    """Return the statistics of a run: rates a second, times in seconds, shares in percent."""
     timings = list(engine.timings.values())
     return of_timings(timings) | _of_steps(engine.steps, engine)
 
 
 def of_timings(timings: Sequence[Timing]) -> dict[str, Any]:
-    """Return what requests saw.
+    """Return the statistics of requests: rates and latencies.
 
     TTFT is from arrival to the first token, TPOT between two tokens of a sample in the mean, and
     normalised latency from arrival to the last token for each token of the longest sample (Kwon et
@@ -472,7 +472,7 @@ def sweep(
 def _enough(
     requests: Sequence[TraceRequest], each: int | None, gpus: int
 ) -> Sequence[TraceRequest]:
-    """Return so many requests for each GPU, the trace again and again where it has fewer."""
+    """Return `each` requests for each GPU; a shorter trace is repeated, None takes it as it is."""
     if each is None:
         return requests
     return [*itertools.islice(itertools.cycle(requests), each * gpus)]

@@ -147,7 +147,7 @@ def difference(name: str, got: Tensor, want: Tensor, limit: float, parts: int = 
     """Say by how much of its norm a result differs from the truth, or return None.
 
     The norms are those of `parts` pieces along the first dimension, so that a few wrong rows do not
-    drown in the others; a piece of less than half the median counts as so much.
+    drown in the others; a piece of less than half the median counts as half the median.
     """
     if got.shape != want.shape:
         return f"wrong result: {name} has shape {tuple(got.shape)}"

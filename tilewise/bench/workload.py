@@ -78,7 +78,7 @@ class Asked:
 def drawn_prompts(
     count: int, *, words: int, shared_words: int, max_tokens: int, temperature: float, seed: int = 0
 ) -> list[Asked]:
-    """Draw prompts of so many words, all of which begin with the same `shared_words`."""
+    """Draw `count` prompts of `words` words, all with the same first `shared_words`."""
     draw = random.Random(seed)
     shared = _words(draw, shared_words)
     return [
@@ -159,7 +159,7 @@ def arriving(
     Args:
         burstiness: shape of the gamma distribution of intervals; 1 is a Poisson process, less is
             burstier.
-        burst: requests that come at once; intervals are so many times longer.
+        burst: requests that come at once; intervals are `burst` times longer.
         seed: the seed of the intervals.
 
     Raises:

@@ -198,7 +198,7 @@ class PrefixCache:
     def find_again(
         self, token_ids: Sequence[int], salt: str, before: list[PrefixNode], *, in_slots: bool
     ) -> list[PrefixNode]:
-        """Return what find() returns now, given its earlier result for the same tokens and salt.
+        """Return the current result of find(), given an earlier one for the same tokens and salt.
 
         In a cache of whole prefixes only the part that may have changed is searched again; without
         a change the result is the list `before` itself.

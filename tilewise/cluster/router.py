@@ -54,7 +54,7 @@ class Router(Protocol):
     """
 
     def join(self, name: str, capacity: int = CAPACITY) -> None:
-        """Add a replica that caches so many tokens, or update the number."""
+        """Add a replica that caches `capacity` tokens, or update that number."""
 
     def leave(self, name: str) -> None:
         """Remove a replica."""

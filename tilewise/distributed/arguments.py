@@ -216,7 +216,7 @@ def _edges_of(
 def _why_not(
     tensors: dict[str, Tensor], edges: tuple[int, ...] | None, layout: str, size: int
 ) -> str | None:
-    """Return what is wrong with the tensors of this rank, or None."""
+    """Return the fault of this rank's tensors, as the text of an error; None if there is none."""
     dims = 3 if edges is not None else 4
     q, k, v = tensors.values()
     for name, tensor in tensors.items():

@@ -87,7 +87,7 @@ class Inbox:
         dim, dtype: the width and dtype of the rows.
         device: the device of the tensors; on a CPU kernels run in Triton's interpreter.
         deals: True if each rank may add up a share of the rows. All sums of a model must then have
-            a norm after them, or none of a step of so many rows has.
+            a norm after them, or no sum of a step has one.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Inbox:
             self._group_epochs = self._epochs.new_zeros(MOST_ROWS // self.size)
 
     def takes(self, rows: int, dim: int, dtype: torch.dtype) -> bool:
-        """Return whether so many rows can be added up here."""
+        """Return whether `rows` rows of this width and dtype can be added up in inboxes."""
         if rows <= 0 or dim != self.dim or dtype != self.dtype:
             return False
         most = len(self._epochs) if self.deals else min(len(self._epochs), self.one_shot_rows)
@@ -120,7 +120,7 @@ class Inbox:
         return is_small or self.has_flags(rows)
 
     def has_flags(self, rows: int) -> bool:
-        """Return whether so many rows are sent with flags beside them."""
+        """Return whether sums of `rows` rows are sent with flags beside them."""
         above, most = self.flagged_bytes
         fits = above < rows * self.dim * self.dtype.itemsize <= most and rows <= MOST_ROWS
         return fits and self.deals

@@ -146,7 +146,7 @@ class ShardGroup:
         return [x.data_ptr() for x in self._inboxes]
 
     def adds_rows(self, rows: int, dtype: torch.dtype, dim: int | None = None) -> bool:
-        """Return whether so many rows, of the model's width by default, are added up in inboxes."""
+        """Return whether `rows` rows, of the model's width by default, are added up in inboxes."""
         if self.inbox is None:
             return False
         return self.inbox.takes(rows, self.inbox.dim if dim is None else dim, dtype)

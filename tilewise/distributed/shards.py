@@ -222,7 +222,7 @@ def _spans(
 
 
 def _within(spans: Sequence[tuple[int, int]], first: int, end: int) -> tuple[tuple[int, int], ...]:
-    """Return what of spans lies in a source that holds the rows first ... end - 1."""
+    """Return the parts of spans within rows first ... end - 1, counted from `first`."""
     found = ((max(a, first) - first, min(b, end) - first) for a, b in spans)
     return tuple((a, b) for a, b in found if a < b)
 
@@ -539,7 +539,7 @@ class _Cut:
         return Part(1, 2 * inner, ((first, end), (inner + first, inner + end)))
 
     def _rows(self, dim: int, count: int, width: int) -> Part:
-        """Return the rank's of so many heads of one width."""
+        """Return this rank's part of `count` heads of `width` rows each."""
         part = self._heads(count)
         return Part(dim, count * width, ((part.start * width, part.stop * width),))
 

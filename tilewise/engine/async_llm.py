@@ -209,7 +209,7 @@ class AsyncLLM:
         return self.llm.engine.stats()
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Return what a request waits for and what it has cost so far.
+        """Return the state of a request: its reason to wait, and its cost so far.
 
         `Engine.explain` describes the fields.
         """
@@ -227,7 +227,7 @@ class AsyncLLM:
         return self.llm.engine.picture()
 
     def line(self, most: int) -> list[str]:
-        """Return the requests that wait, at most so many, the next one first."""
+        """Return the ids of the first `most` waiting requests, in the order of their admission."""
         return self.llm.engine.line(most)
 
     async def reset_prefix_cache(self) -> bool:
@@ -277,7 +277,8 @@ class AsyncLLM:
         await asyncio.wrap_future(beside(update))
 
     async def facts(self) -> Facts:
-        """Return what answers depend on beside the request, see `LLM.facts`."""
+        """Return the facts, besides the request, on which the bits of an answer depend; see
+        `LLM.facts`."""
         return await asyncio.wrap_future(beside(self.llm.facts))
 
     async def fingerprint_of(self, adapter: str) -> str:

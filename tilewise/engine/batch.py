@@ -393,7 +393,7 @@ class PlainDraws(Sequence[list[SampledToken]]):
         return len(self.ids)
 
     def __iter__(self) -> Iterator[list[SampledToken]]:
-        """Yield what each has drawn."""
+        """Yield a list with the one drawn token of each sequence."""
         return iter([[token] for token in self.tokens])
 
     @overload

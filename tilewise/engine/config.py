@@ -176,12 +176,12 @@ class Rule(Protocol):
 
     @property
     def kind(self) -> type | None:
-        """See the class."""
+        """The type of a value that is given as text; None where no text can be one."""
         ...
 
     @property
     def values(self) -> str:
-        """See the class."""
+        """The range in words, for people; "" where the type says it all."""
         ...
 
     def check(self, name: str, value: Any) -> None:
@@ -204,11 +204,12 @@ class Integer:
 
     @property
     def values(self) -> str:
-        """See `Rule`."""
+        """The range in words, for people; "" where the type says it all."""
         return "" if self.least is None else f"at least {self.least}"
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` is an integer of at least
+        `least`."""
         if value is None and self.or_none:
             return
         if not is_integer(value):
@@ -231,7 +232,8 @@ class Boolean:
     values: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError, naming `name`, unless `value` is a bool, or None where that is
+        allowed."""
         if not isinstance(value, bool) and not (value is None and self.or_none):
             kind = "True, False or None" if self.or_none else "True or False"
             raise TypeError(f"{name} must be {kind}, got {shown(value)}")
@@ -245,7 +247,7 @@ class Size:
     values: str = "finite and at least 0"
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` is finite and at least 0."""
         _check_finite(name, value)
         if value < 0:
             raise ValueError(f"{name} must be {self.values}, got {value}")
@@ -280,7 +282,7 @@ class Part:
     values: str = "in [0, 1]"
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` is a number in [0, 1]."""
         _check_finite(name, value)
         if not 0 <= value <= 1:
             raise ValueError(f"{name} must be {self.values}, got {shown(value)}")
@@ -301,11 +303,11 @@ class Choice:
 
     @property
     def values(self) -> str:
-        """See `Rule`."""
+        """The range in words, for people."""
         return ", ".join(self.texts)
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` is one of the strings."""
         if not isinstance(value, str):
             raise TypeError(f"{name} must be a str, got {shown(value)}")
         if value not in self.texts:
@@ -321,7 +323,7 @@ class Folder:
     values: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` is a directory or None."""
         if not isinstance(value, str | Path | None):
             raise TypeError(f"{name} must be a directory or None, got {shown(value)}")
 
@@ -349,7 +351,8 @@ class Guesses:
     values: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError, naming `name`, unless `value` is of one of the classes of drafts or
+        None."""
         if not isinstance(value, PromptLookup | DraftModel | OwnHead | None):
             raise TypeError(
                 f"{name} must be PromptLookup, DraftModel, OwnHead or None, got {value!r}"
@@ -364,7 +367,8 @@ class Weights:
     values: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` maps users to shares or
+        is None."""
         if value is None:
             return
         if not isinstance(value, Mapping):
@@ -388,7 +392,8 @@ class Rank:
     values: str = f"1 ... {MAX_RANK}"
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` is a rank of adapters or
+        None."""
         if value is None:
             return
         if not is_integer(value):
@@ -405,7 +410,8 @@ class Modules:
     values: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """See `Rule`."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` gives paths by name or is
+        None."""
         for key, path in self.pairs(name, value):
             if not isinstance(key, str) or not isinstance(path, str | Path):
                 raise TypeError(f"{name} must be paths by names, got {shown(key)}: {shown(path)}")
@@ -1031,7 +1037,7 @@ def check_policy(policy: str, user_weights: Mapping[str, float] | None) -> None:
 
 
 def options_of(config: type) -> dict[str, Option]:
-    """Return what the fields of a config say, by their names."""
+    """Return the option of each field of a config that has one, by the field's name."""
     return {
         each.name: each.metadata["option"] for each in fields(config) if "option" in each.metadata
     }

@@ -886,11 +886,13 @@ class LLM:
             torch.cuda.synchronize(self._device)
 
     def facts(self) -> Facts:
-        """Return what answers depend on beside the request; weights are read when they are new.
+        """Return the facts, besides the request, on which the bits of an answer depend.
+
+        Weights are read once for each version.
 
         Raises:
-            UnsupportedError: bits depend on other requests, or the engine has other processes, or
-                runs an encoder.
+            UnsupportedError: bits depend on other requests, the engine has several processes, or
+                its model is an encoder.
         """
         if self.tensor_parallel_size > 1 or not isinstance(self.model, Decoder):
             raise UnsupportedError("the engine must be a decoder's in one process for recipes")

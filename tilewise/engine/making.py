@@ -199,7 +199,8 @@ def assembled(
 
 
 def state_memory(config: ResolvedConfig, spec: CacheSpec) -> StateMemory | None:
-    """Return what states take beside blocks; None for a model without."""
+    """Return the sizes of recurrent states, which share the cache's memory; None for a model
+    without."""
     if not spec.states:
         return None
     return StateMemory(

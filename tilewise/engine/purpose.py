@@ -169,7 +169,7 @@ def read_purpose(
     score_tokens: str | None = None,
     pair_template: str | None = None,
 ) -> Purpose:
-    """Return what a checkpoint is for.
+    """Read the purpose of a checkpoint: generating text, embeddings, scores or classes.
 
     Args:
         directory: the directory of the checkpoint.
@@ -179,7 +179,7 @@ def read_purpose(
         pair_template: the text of a pair.
 
     Raises:
-        CheckpointError: a file cannot be read, or says what is not built.
+        CheckpointError: a file cannot be read, or asks for a part that is not supported.
         ValueError: score_tokens are no tokens, or the template lacks a part.
     """
     path = directory / "config.json"

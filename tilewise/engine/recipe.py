@@ -270,7 +270,12 @@ def _check_answers(recipe: Recipe) -> None:
 
 
 def verdict_of(recipe: Recipe, output: RequestOutput) -> Verdict:
-    """Return what a second computation of a recipe's request has shown."""
+    """Return the verdict on a recipe: whether a second computation gave the same tokens and bits.
+
+    Args:
+        recipe: the recorded request and its answers.
+        output: the result of the second computation.
+    """
     total, found = 0, [_answer(each) for each in output.outputs]
     for sample, wanted in enumerate(recipe["answers"]):
         own = found[sample] if sample < len(found) else {"token_ids": [], "logprobs": []}

@@ -76,7 +76,7 @@ class SamplingParams:
         bad_words: at most 256 texts of at most 1024 characters; the token that would complete one
             of them in the output is not drawn. A word is looked for with and without a space
             before it.
-        min_tokens: no end token is drawn, and no stop string looked for, before so many tokens.
+        min_tokens: no end token is drawn, and no stop string looked for, before min_tokens tokens.
         logits_processors: at most 16 functions (prompt ids, output ids, logits of one row (V,)
             float32) -> logits (V,), called in order on the engine's thread before all of the above.
         structured: the text follows a JSON schema, a regular expression, a choice or a grammar.

@@ -95,18 +95,21 @@ class StateMemory:
         return tokens
 
     def num_slots(self, budget_bytes: int) -> int:
-        """Return how many sequences may run at once in so much memory, at least one."""
+        """Return how many sequences may run at once within budget_bytes, at least one."""
         most = int(budget_bytes * SLOT_FRACTION) // max(self.slot_bytes, 1)
         return max(1, min(self.num_seqs, most))
 
     def checkpoints_for(self, num_tokens: int) -> int:
-        """Return the number of checkpoints beside blocks of so many tokens."""
+        """Return the number of checkpoints beside blocks that hold num_tokens tokens."""
         if self.num_checkpoints is not None:
             return self.num_checkpoints
         return self.num_seqs + -(-num_tokens // self.tokens_apart)
 
     def left(self, budget_bytes: int) -> int:
-        """Return what slots, and checkpoints in proportion, leave for blocks."""
+        """Return the bytes that remain for blocks after slots and checkpoints are taken.
+
+        The number of checkpoints is proportional to that of blocks, if it is not fixed.
+        """
         own, block = checkpoint_bytes(self.spec.states), self.spec.bytes_per_block
         slots = self.num_slots(budget_bytes)
         rest = budget_bytes - slots * self.slot_bytes

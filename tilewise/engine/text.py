@@ -252,7 +252,8 @@ class _Reasoning:
         return text[:end], text[end:]
 
     def flush(self) -> str:
-        """Return what could not be told: the answer is so short."""
+        """Return the text that is left when an answer ends before it is known to be reasoning or
+        not."""
         return "" if self._is_open else self._tail
 
 
@@ -263,7 +264,7 @@ class TextStream:
         detokenizer: the detokenizer of this sample.
         stops: strings that end the text, or an automaton of them.
         includes_stop: the text keeps the string that ended it.
-        min_tokens: in the text of so many first tokens nothing is looked for.
+        min_tokens: the first tokens, in whose text no stop string is looked for.
         reasoning: the strings that open and close reasoning, in which nothing is looked for; None
             where there is no reasoning.
 

@@ -161,9 +161,9 @@ class Tokenizer:
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token adds to a text, which may be a part of a character.
+        """Return the bytes of one token, which may be a part of a character.
 
-        Special tokens are as they are written; ids that no token has are empty.
+        A special token gives its own text, an id without a token nothing.
         """
         if self._piece_bytes is None:
             self._piece_bytes = _piece_decoder(self._library)

@@ -1,10 +1,10 @@
 """Descriptions of texts compiled for a trial, in processes that can be ended.
 
-llguidance compiles in bounded steps all but what it makes of numbers: `{"multipleOf": 999999937}`
-takes hours, which no thread can be stopped in. So a description is compiled in another process
-first, which the system ends when its time or memory is used up; only what came out well there is
-compiled where it is needed. A trial waits for its turn, and no user is given all processes, or more
-than so much of their time in a minute.
+llguidance compiles in bounded steps, except for numbers: `{"multipleOf": 999999937}` takes hours,
+and a thread cannot be stopped. So a description is first compiled in another process, which the
+system ends when its time or memory is used up; only descriptions that compile there are compiled
+in this process. A trial waits for its turn. No user gets all processes, nor more than a bounded
+share of their time in a minute.
 """
 
 from __future__ import annotations

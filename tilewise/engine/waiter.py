@@ -49,7 +49,7 @@ def raise_first(generations: Sequence[Generation]) -> None:
 
 
 def progress_text(generations: Sequence[Generation]) -> str:
-    """Return what a line of progress says."""
+    """Return the text of a progress line: prompts done and tokens so far."""
     done = sum(g.output.finished for g in generations)
     tokens = sum(len(c.token_ids) for g in generations for c in g.output.outputs)
     return f"{done}/{len(generations)} prompts, {tokens:,} tokens"

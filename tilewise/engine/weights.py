@@ -146,7 +146,7 @@ class NamedWeights:
         self._table = {weight.name: weight for weight in self._meta.weight_table()}
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """See `Weights`."""
+        """Raise unless these weights are those of the engine's model, by names and shapes."""
         model, known = self._meta, set[str]()
         for weight in self._table.values():
             for source, part in weight.parts(wanted[weight.name]):

@@ -66,7 +66,7 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
 
 @dataclass(frozen=True)
 class LocalAttentionFromBottomRightMask(AttentionBias):
-    """A mask of so many keys on each side of the query, aligned to the bottom right."""
+    """A mask of window_left and window_right keys beside the query, aligned to the bottom right."""
 
     window_left: int
     window_right: int
@@ -174,7 +174,8 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(AttentionBias):
         *,
         device: torch.device | str | None = None,
     ) -> BlockDiagonalCausalWithOffsetPaddedKeysMask:
-        """Make a mask of these queries over so many keys, each sequence's padded to kv_padding."""
+        """Make a mask of sequences with q_seqlen queries and kv_seqlen keys, padded to
+        kv_padding keys each."""
         if causal_diagonal is not None:
             raise UnsupportedError("causal_diagonal must be None")
         if max(kv_seqlen, default=0) > kv_padding:

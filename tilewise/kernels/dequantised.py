@@ -42,9 +42,11 @@ class DequantisedPlan:
     def of(
         cls, call: Call, planner: Callable[[Call], Plan | Refusal], dtype: torch.dtype
     ) -> DequantisedPlan | Refusal:
-        """Return the plan of a call of `FP8_TENSORS`, whose copies `planner`'s kernels attend to.
+        """Return a plan that dequantises a call's tensors to `dtype` and attends to these copies.
 
         Args:
+            call: a call of `FP8_TENSORS`.
+            planner: the planner of attention over tensors of `dtype`.
             dtype: the dtype of the copies.
         """
         layouts = list(call.layouts[_SCALES_AND_ROTATION:])

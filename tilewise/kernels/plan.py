@@ -334,9 +334,10 @@ class LaunchPlan:
         return results
 
     def again(self, out: Tensor, tensors: Sequence[Tensor | None]) -> Again | None:
-        """Return what repeats `run` with `out` for tensors that lie like these, or None.
+        """Return an object that repeats `run` with `out` for tensors like these, or None.
 
-        The plan has run for tensors like these before. None where repeating would save nothing.
+        The plan has run for tensors of the same sizes and strides before. None means that repeating
+        would save nothing.
         """
         return None
 
@@ -484,7 +485,8 @@ class Maker:
         return self.compute(fill, x, like=x)
 
     def ask(self, make: Callable[[int], Tensor], like: Tensor) -> Tensor:
-        """Return what `make(stream)` returns when a call begins; it lies like `like`, on "meta"."""
+        """Add a buffer that each call gets from `make(stream)`; return it as a tensor like
+        `like`."""
         index = self._add(like, Buffer("asked", like, like.nbytes, like.dtype))
         self._asked.append((index, make))
         return like

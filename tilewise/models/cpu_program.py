@@ -41,7 +41,7 @@ class CpuProgram(NamedTuple):
             are final and logits.
         attention: the attention of each layer.
         reserve_angles: a function of a number of positions and a device, which returns the cosines
-            and sines of at least so many positions, those of all rotary settings side by side.
+            and sines of at least that many positions, of all rotary settings side by side.
     """
 
     program: Program

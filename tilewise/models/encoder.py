@@ -326,7 +326,7 @@ class Encoder(nn.Module):
         return y
 
     def _bias(self, length: int, like: Tensor) -> Tensor | None:
-        """Return what the distance of a key adds to each head's logits, (1, Hq, S, S).
+        """Return the relative-position bias of T5, (1, Hq, S, S); None without one.
 
         Half of the buckets are for keys behind the query. Of each half the first half counts
         distances one by one, and the rest grows as the logarithm, up to 128. Source: Raffel et al.,

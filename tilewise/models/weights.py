@@ -404,7 +404,8 @@ def _rows_in_file(weight: Weight, prefix: str, found: Found) -> tuple[int, ...]:
 
 
 def _part_of_rows(part: CutOf, rows: tuple[int, ...]) -> CutOf:
-    """Return what cuts a weight whose sources have other rows than is usual."""
+    """Return a function like `part` for a weight whose sources have `rows` rows instead of the
+    usual."""
 
     def of_rows(weight: Weight, place: int) -> Part | None:
         return part(replace(weight, rows=rows), place)

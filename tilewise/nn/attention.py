@@ -221,7 +221,8 @@ class Attention(nn.Module):
     def _attend_as_cached(
         self, heads: Tensor, rope: tuple[Tensor, Tensor] | None, on_max_logits: OnMaxLogits | None
     ) -> Tensor:
-        """As `_attend_dense`, with the values of an engine over a cache."""
+        """Attend as `_attend_dense` does, but return the bits that an engine computes over a
+        cache."""
         batch, length = heads.shape[:2]
         ctx = dense_context(batch, length, heads.device)
         rows, blocks = heads.detach().flatten(0, 1), ctx.block_table.numel()

@@ -543,7 +543,7 @@ class Experts(nn.Module):
         return y
 
     def _shared(self, x: Tensor) -> Tensor:
-        """Return what the block of all tokens adds, (T, E)."""
+        """Return the output (T, E) of the shared expert, gated if it has a gate."""
         assert self.shared is not None
         y: Any = self.shared(x)
         if self.shared_gate is None:

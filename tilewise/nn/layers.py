@@ -126,8 +126,8 @@ def _is_plain(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
 
 
 def project(linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-    """Return linear(x), and what adapters add; in inference by `ops.linear` if that is faster for
-    so few rows."""
+    """Return linear(x) plus the outputs of its adapters; `ops.linear` computes it where it is
+    faster."""
     if adapters is None:
         return _product(linear, x)
     if hasattr(linear, "leave_sum"):

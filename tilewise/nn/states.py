@@ -34,7 +34,7 @@ class StateConfig(Protocol):
     """The sizes of a layer with a state."""
 
     def state(self, dtype: torch.dtype) -> StateSpec:
-        """Return what the layer keeps of a sequence whose tokens have this dtype."""
+        """Return the spec of the state of one sequence in a layer whose tokens have this dtype."""
 
 
 class Memory:

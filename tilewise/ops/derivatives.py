@@ -227,7 +227,7 @@ def register_gradient(
 
 
 def no_gradient(name: str) -> UnsupportedError:
-    """Return what says that the op `name` has none."""
+    """Return the error for a gradient of the op `name`, which has none."""
     return UnsupportedError(
         f"{name} must be called under torch.no_grad() or on detached tensors: it has no gradient"
     )

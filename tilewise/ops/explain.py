@@ -14,7 +14,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.kernels.plan import Call, Plan, Refusal
 from tilewise.kernels.spec import channel_bytes
 from tilewise.kernels.tiles.paged import TileConfig
-from tilewise.ops import dispatch, values
+from tilewise.ops import checks, dispatch, values
 from tilewise.ops.attention import op as attention_op
 from tilewise.ops.attention.arguments import AttentionSignature
 from tilewise.ops.attention.op import AttentionOptions
@@ -80,6 +80,7 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
     Example:
         >>> print(explain("attention", q, k, v, causal=True))
     """
+    checks.check_type("op_name", op_name, str)
     if op_name not in _EXPLAINED:
         raise ValueError(f"op_name must be one of {', '.join(_EXPLAINED)}, got {op_name!r}")
     # none of these affects the choice

@@ -61,7 +61,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def rotate_back(x: Tensor) -> Tensor:
-    """Return what `rotate` made x (..., D) of."""
+    """Return the tensor of which x (..., D) is the rotation by `rotate`."""
     size = rotated_channels(x.shape[-1])
     groups: Tensor = x.unflatten(-1, (-1, size)) @ hadamard_matrix(size).to(x)
     return (groups * signs(size).to(x)).flatten(-2)

@@ -122,7 +122,8 @@ def format_of(
 
 
 def told(form: ChatFormat) -> str:
-    """Return what the start says of the formats."""
+    """Return the line about the formats of calls and reasoning that the server prints at its
+    start."""
     calls, reasoning = form.names
     return f"calls of tools are read as {calls}, reasoning as {reasoning}"
 

@@ -83,7 +83,7 @@ class HarmonyParser:
         self._joint = ""
 
     def push(self, text: str) -> list[Part]:
-        """See Parser."""
+        """Process more text and return the parts that are certain."""
         place = 0
         while place < len(text):
             if self._header is None and not self._held and not self._is_between:
@@ -99,7 +99,7 @@ class HarmonyParser:
         return self._taken()
 
     def finish(self) -> list[Part]:
-        """See Parser."""
+        """Process the end of the text and return the parts that were held back."""
         header, self._header = self._header, None
         if header is not None:
             self._leave(header)

@@ -456,7 +456,8 @@ class Queue:
                 )
 
     def _retry(self, load: _Load, requests: int, tokens: int, now: float) -> int:
-        """Return the seconds until so much will have left, at the rate of the last half minute."""
+        """Return the seconds until `requests` and `tokens` have left, at the last half minute's
+        rate."""
         _forget(load, now)
         if not load.departures:
             return 1 if load.waiting == 0 else int(RATE_WINDOW_S)

@@ -47,7 +47,7 @@ def live_router(service: Service) -> APIRouter:
 
     @router.get("/v1/server")
     async def about() -> Response:
-        """Return what serves: the model, the version, the devices, and the uptime."""
+        """Return the model, the version, the devices and the uptime."""
         return JSONResponse(
             {
                 "model": service.names[0],

@@ -31,7 +31,7 @@ class ThinkParser:
         self._has_text = False
 
     def push(self, text: str) -> list[Part]:
-        """See Parser."""
+        """Process more text and return the parts that are certain."""
         parts: list[Part] = []
         reasoning: list[str] = []
         for place, char in enumerate(text):
@@ -61,7 +61,7 @@ class ThinkParser:
         return self._with(parts, reasoning)
 
     def finish(self) -> list[Part]:
-        """See Parser."""
+        """Process the end of the text and return the parts that were held back."""
         held, self._held = self._held, ""
         if self._state == "reasoning":
             text = (self._space if self._has_text else "") + held
@@ -118,7 +118,7 @@ class _Unwrapped:
         self._space: list[str] = []  # white space before it, which belongs to the last mark
 
     def push(self, text: str) -> list[Part]:
-        """See Parser."""
+        """Process more text and return the parts that are certain."""
         passed: list[str] = []
         for char in text:
             if self._state == "plain":
@@ -157,7 +157,7 @@ class _Unwrapped:
                 self._space = []
 
     def finish(self) -> list[Part]:
-        """See Parser."""
+        """Process the end of the text and return the parts that were held back."""
         held, self._held = "".join(self._space) + self._held, ""
         self._space = []
         return [*(self._inner.push(held) if held else ()), *self._inner.finish()]

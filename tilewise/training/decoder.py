@@ -196,7 +196,7 @@ def _rotated_attention(
     documents: Documents | None,
     deterministic: bool,
 ) -> Tensor:
-    """Return what an attention with a rotation adds to the residual stream."""
+    """Return the output of an attention layer with rotation, to be added to the residual stream."""
     qkv, gate = linear(h, attention.qkv_proj), None
     if attention.has_gate:
         width = attention.num_q_heads * attention.head_dim
@@ -219,7 +219,7 @@ def _rotated_attention(
 
 
 def _gated_delta_net(net: GatedDeltaNet, h: Tensor, documents: Documents | None) -> Tensor:
-    """Return what `nn.GatedDeltaNet` adds, its products in the dtype of h."""
+    """Return the output of a `nn.GatedDeltaNet`, with products in the dtype of h."""
     config, (*channels, width) = net.config, net.config.parts
     edges = None if documents is None else documents.cu_seqlens
     mixed, z = linear(h, net.qkvz_proj).split([sum(channels), width], dim=-1)

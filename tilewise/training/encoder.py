@@ -121,14 +121,14 @@ class Bert(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         deterministic: bool = False,
     ) -> Tensor:
-        """Return what the output head multiplies, of the rows at `places`.
+        """Return the hidden states at `places` after the head's dense layer, activation and norm.
 
         Args:
             ids: int64 (T,), masked already; positions: int64 (T,), each text's own.
             places: int64 (K,), the rows that are predicted.
 
         Returns:
-            (K, E) in `dtype`.
+            (K, E) in `dtype`, which the output head multiplies.
         """
         x = self.embed_tokens(ids) + self.embed_positions(positions) + self.embed_types.weight[0]
         x = layer_norm(x.to(dtype), self.embed_norm)

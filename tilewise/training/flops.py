@@ -29,7 +29,7 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def product_flops(parameters: int) -> int:
-    """FLOPs a token of products with so many weights: 2 forward and 4 backward each.
+    """FLOPs a token of products with the given number of weights: 2 forward and 4 backward each.
 
     An embedding that is only looked up does not count; one that is the output head too does.
     Source: Kaplan et al., 2020, section 2.1.

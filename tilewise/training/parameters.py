@@ -21,7 +21,7 @@ COLUMNS = 128
 
 
 def pad_vocabulary(words: int) -> int:
-    """Return the next multiple of 128: rows of an embedding for so many words."""
+    """Return the rows of an embedding for `words` words: the next multiple of 128."""
     return -(-words // COLUMNS) * COLUMNS
 
 

@@ -204,7 +204,7 @@ class Trainer:
         return float(torch.stack(losses).mean())
 
     def state(self) -> dict[str, Any]:
-        """Return what `load_state` takes, but for the model's shape."""
+        """Return the state that `load_state` restores: steps, settings, model and optimizer."""
         return {
             "steps": self.steps,
             "settings": asdict(self.settings),

@@ -1,9 +1,10 @@
-"""The tile registers of Intel's AMX in software: the matrix unit's kernels run on any AVX-512 CPU.
+"""The tile registers of Intel's AMX in software: the matrix unit's kernels run on any AVX2 CPU.
 
-`install` puts vector code in place of the seven instructions that the kernels are made of, and lets
-plans choose as on a CPU with the unit. Each thread has its own eight tiles of 16 rows x 64 bytes.
-A product of tiles adds up those at even and at odd places of K, each from 0, then the two sums, and
-that to the tile, as the unit does; it flushes no denormals.
+`install` puts vector code in place of the seven instructions of tiles, and lets plans choose as on
+a CPU with the unit. Each thread has its own eight tiles of 16 rows x 64 bytes. A product of tiles
+adds up those at even and at odd places of K, each from 0, then the two sums, and that to the tile,
+as the unit does; it flushes no denormals. On a CPU without AVX-512 and its products of bfloat16
+pairs their instructions are vector code, too: registers of 64 bytes are two of 32.
 
 It changes what code kernels are, so only processes that a test starts install it, with a folder of
 compiled kernels of their own: `python -m tests.kernels.cpu.software_tiles ARGUMENTS` is pytest.
@@ -18,12 +19,21 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
-from tilewise.kernels.cpu.machine import amx, simd
+from tilewise.kernels.cpu.machine import features
+
+_found = features.features()
+_is_wide = bool(_found.get("avx512bf16"))
+# What kernels are made of is decided where they are imported, `simd` first.
+_wanted = _found | dict.fromkeys(("avx512f", "avx512bw", "avx512bf16"), True)
+features.features = lambda: _wanted
+
+from tilewise.kernels.cpu.machine import amx, simd  # noqa: E402
 
 ROWS, ROW_BYTES = 16, 64
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _byte = _i8.as_pointer()
 _floats, _words = ir.VectorType(ir.FloatType(), ROWS), ir.VectorType(_i32, ROWS)
+_shorts = ir.VectorType(_i16, ROWS)
 _key = ctypes.c_uint32()
 _call_llvm = simd.call_llvm
 
@@ -102,7 +112,93 @@ def _multiply(builder, c, a, b):
         simd.store_vector(builder, total, at, 1)
 
 
+def _lanes(builder, vector, lanes):
+    """The lanes of a vector with these numbers."""
+    order = ir.Constant(ir.VectorType(_i32, len(lanes)), lanes)
+    return builder.shuffle_vector(vector, vector, order)
+
+
+def _narrow(builder, value):
+    """VCVTNEPS2BF16: <16 x float> -> <16 x i16>, to nearest even."""
+    bits = builder.bitcast(value, _words)
+    odd = builder.and_(builder.lshr(bits, simd.constant(_words, 16)), simd.constant(_words, 1))
+    rounded = builder.add(bits, builder.add(odd, simd.constant(_words, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    kept = builder.select(is_nan, builder.or_(bits, simd.constant(_words, 0x00400000)), rounded)
+    return builder.trunc(builder.lshr(kept, simd.constant(_words, 16)), _shorts)
+
+
+def _narrow_two(builder, high, low):
+    """VCVTNE2PS2BF16: 32 words, those of `low` first."""
+    order = ir.Constant(ir.VectorType(_i32, 2 * ROWS), list(range(2 * ROWS)))
+    return builder.shuffle_vector(_narrow(builder, low), _narrow(builder, high), order)
+
+
+def _multiply_pairs(builder, c, a, b):
+    """VDPBF16PS: to each float of c the products of the odd, then of the even words of a pair."""
+    halves = [_halves(builder, builder.bitcast(x, _words)) for x in (a, b)]
+    for x, y in reversed(list(zip(*halves, strict=True))):
+        c = simd.fuse(builder, x, y, c)
+    return c
+
+
+def _multiply_shorts(builder, a, b):
+    """VPMADDWD: the sums of the products of neighbours."""
+    wide = ir.VectorType(_i32, 2 * ROWS)
+    products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+    even, odd = (_lanes(builder, products, list(range(i, 2 * ROWS, 2))) for i in (0, 1))
+    return builder.add(even, odd)
+
+
+def _reduce(builder, value, how, *_):
+    """VREDUCEPS: what a float has above its floor; 0 of an infinity."""
+    assert how.constant == 1
+    floor = _call_llvm(builder, "floor.v16f32", _floats, [value])
+    largest = ir.Constant(_floats, [3.4028234663852886e38] * ROWS)
+    size = _call_llvm(builder, "fabs.v16f32", _floats, [value])
+    is_infinite = builder.fcmp_ordered(">", size, largest)
+    return builder.select(
+        is_infinite, ir.Constant(_floats, [0.0] * ROWS), builder.fsub(value, floor)
+    )
+
+
+def _scale(builder, value, power, *_):
+    """VSCALEFPS: value * 2^floor(power), rounded once for normal values."""
+    for name, limit in (("maxnum", -252.0), ("minnum", 254.0)):  # of NaN the limit
+        limits = ir.Constant(_floats, [limit] * ROWS)
+        power = _call_llvm(builder, f"{name}.v16f32", _floats, [power, limits])
+    whole = builder.fptosi(_call_llvm(builder, "floor.v16f32", _floats, [power]), _words)
+    half = builder.ashr(whole, simd.constant(_words, 1))
+    for part in (half, builder.sub(whole, half)):
+        bits = builder.shl(builder.add(part, simd.constant(_words, 127)), simd.constant(_words, 23))
+        value = builder.fmul(value, builder.bitcast(bits, _floats))
+    return value
+
+
+def _look_up(builder, table, index):
+    """VPERMPS: table[index & 15]."""
+    found = ir.Constant(_floats, ir.Undefined)
+    for lane in map(_i32, range(ROWS)):
+        place = builder.and_(builder.extract_element(index, lane), _i32(ROWS - 1))
+        found = builder.insert_element(found, builder.extract_element(table, place), lane)
+    return found
+
+
+# AVX-512 where this CPU has none.
+_WIDE = {
+    "x86.avx512bf16.cvtneps2bf16.512": _narrow,
+    "x86.avx512bf16.cvtne2ps2bf16.512": _narrow_two,
+    "x86.avx512bf16.dpbf16ps.512": _multiply_pairs,
+    "x86.avx512.pmaddw.d.512": _multiply_shorts,
+    "x86.avx512.mask.reduce.ps.512": _reduce,
+    "x86.avx512.mask.scalef.ps.512": _scale,
+    "x86.avx512.permvar.sf.512": _look_up,
+}
+
+
 def _call(builder, name, result, operands):
+    if not _is_wide and name in _WIDE:
+        return _WIDE[name](builder, *operands)
     if name == "x86.ldtilecfg":
         return _configure(builder)
     if name == "x86.tilerelease":
@@ -113,13 +209,14 @@ def _call(builder, name, result, operands):
         return _copy(builder, *operands, stores=name == "x86.tilestored64")
     if name == "x86.tdpbf16ps":
         return _multiply(builder, *operands)
-    assert "tile" not in name
+    assert "tile" not in name, name
+    assert _is_wide or "avx512" not in name, name
     return _call_llvm(builder, name, result, operands)
 
 
 def install() -> None:
-    """Compile kernels for the matrix unit from now on; the CPU must multiply pairs of bfloat16."""
-    assert simd.HAS_BF16_DOT
+    """Compile kernels for the matrix unit from now on; the CPU must have AVX2."""
+    assert _found.get("avx2"), "registers of 16 bytes have no fused products"
     libc = ctypes.CDLL(None)
     assert libc.pthread_key_create(ctypes.byref(_key), None) == 0
     llvm.add_symbol("software_tiles_key", ctypes.addressof(_key))

@@ -3,8 +3,8 @@
 A kernel is other code on a CPU with AVX2, with AVX-512, with products of bfloat16 pairs and with a
 matrix unit: registers, blocks, tiles and the order of sums differ. Each set has processes of its
 own, in which LLVM is told of that CPU and torch's libraries keep to it; the matrix unit's own
-instructions are software there (see `software_tiles`). Every day they run a few rows, in the slow
-form the whole suites.
+instructions are software there, and so are those of AVX-512 where the CPU has none (see
+`software_tiles`). Every day they run a few rows, in the slow form the whole suites.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETS = {
     "AVX2": Set("avx2", "haswell", ("avx2", "AVX2", "AVX2")),
     "AVX-512": Set("avx512f", "skylake-avx512", ("avx512", "AVX512", "AVX512_CORE")),
     "pairs of bfloat16": Set("avx512bf16", "cooperlake", ("avx512", "AVX512", "AVX512_CORE_BF16")),
-    "tiles": Set("avx512bf16", "", ("avx512", "AVX512", "AVX512_CORE_BF16"), has_tiles=True),
+    "tiles": Set("avx2", "", ("avx512", "AVX512", "AVX512_CORE_BF16"), has_tiles=True),
 }
 
 _FEW = "tests/kernels/cpu/test_attention_few.py"
@@ -78,7 +78,10 @@ def run(name: str, arguments: list[str], folder: Path) -> None:
         pytest.skip("not a CPU of x86-64")
     if not features[kind.needs]:
         pytest.skip(f"this CPU has no {kind.needs}")
-    torch_, mkl, onednn = kind.libraries
+    libraries = kind.libraries
+    if kind.has_tiles and not features["avx512bf16"]:
+        libraries = SETS["AVX2"].libraries
+    torch_, mkl, onednn = libraries
     environment = os.environ | {
         "ATEN_CPU_CAPABILITY": torch_, "MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn,
     }  # fmt: skip

@@ -51,7 +51,7 @@ class Roof:
         return products + self.read_cache(cached_tokens)
 
     def read_cache(self, tokens: float) -> float:
-        """Return seconds to read the keys and values of so many tokens."""
+        """Return the seconds to read the keys and values of `tokens` tokens."""
         return tokens * self.sizes.cache_bytes(self.cache_bytes) / self.read_bytes
 
     def prefill(self, prompts: Sequence[int]) -> float:
@@ -82,7 +82,12 @@ class Roof:
     def _wave(
         self, members: dict[int, int], lengths: Sequence[int], new_tokens: Sequence[int]
     ) -> float:
-        """Return seconds of the decode steps of some prompts with so many samples each."""
+        """Return the seconds of all decode steps of some prompts.
+
+        Args:
+            members: the number of samples of each prompt, by the prompt's index.
+            lengths, new_tokens: the tokens of each prompt, and of each of its answers.
+        """
         seconds = 0.0
         # The first new token comes from the prompt's own step.
         for made in range(1, max(new_tokens[i] for i in members)):

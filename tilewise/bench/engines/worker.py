@@ -44,7 +44,8 @@ class Engine(Protocol):
         ...
 
     def profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return what only a look inside can tell of a workload; {} where there is nothing."""
+        """Return the engine's own numbers about a workload, which no clock outside can see; {}
+        without any."""
         ...
 
 

@@ -44,7 +44,7 @@ class Workload:
         return max(len(p) + new for p, new in zip(self.prompts, self.new_tokens, strict=True))
 
     def as_request(self) -> dict[str, object]:
-        """Return what a worker is told; see `worker.py`."""
+        """Return the request for a worker process, as `worker.py` reads it."""
         return {
             "do": "generate",
             "prompts": self.prompts,

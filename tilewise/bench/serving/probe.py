@@ -207,7 +207,7 @@ async def probe(
 
 
 def _stood_still(streams: Sequence[Sequence[float]], first: float) -> tuple[float, ...]:
-    """Return what the last one, two ... events of streams took, the medians.
+    """Return the median seconds of the last event, the last two, ... of streams before `first`.
 
     Args:
         streams: the times of the events of each.
@@ -256,7 +256,7 @@ def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
 
 
 def predicted_beside(setting: Setting, length: int) -> tuple[float, float]:
-    """Return what a prompt sees in virtual time while BESIDE streams run.
+    """Return the times of a prompt in virtual time while BESIDE streams run.
 
     Returns:
         Seconds to its first token, and of the steps that compute it, medians of several prompts.

@@ -257,7 +257,8 @@ class _Half:
         self._beside: dict[tuple[bool, int], list[tuple[int, float]]] = {}
 
     def seconds(self, work: StepWork, window: int, draw: random.Random) -> float:
-        """Return what a step takes in a window."""
+        """Return the seconds of a step in a window: the cost model's, times the error of a
+        similar step."""
         kind = bool(work.pairs)
         off = self._beside.get((kind, window))
         if off is None:
@@ -281,7 +282,7 @@ class _Half:
 
 
 def _size(work: StepWork) -> int:
-    """Return what steps that are alike have alike: tokens of prompts, or keys."""
+    """Return the number by which steps are similar: tokens of prompts, or keys of decoding rows."""
     return work.tokens - work.sequences if work.pairs else work.keys
 
 
@@ -354,11 +355,11 @@ def foreseen(
 
 
 def _ways(seen: Sequence[tuple[float, Seen]]) -> list[float]:
-    """Return what requests took to the engine and their first tokens from it.
+    """Return the seconds of each request to the engine and of its first token back from it.
 
-    Who came while a step was under way was noted when that had ended, and virtual time makes it
-    wait for that, too. How long it did is not known: where that matters it is taken to have been
-    on its way for as long as others, as far as that can be.
+    A request that arrives during a step is noted when the step ends, and virtual time makes it wait
+    for that, too. Where the time of its way is not known, the median of others is taken, as far as
+    the measured times allow.
     """
     most = [max(0.0, ttft - (one.ready - one.noted)) for ttft, one in seen]
     slack = [one.noted - one.earliest for _, one in seen]

@@ -129,7 +129,12 @@ def _by_profile(
 
 
 def _add(timings: Sequence[Timing], server: Server) -> None:
-    """Add what a server takes of each request to its times, which are in order of arrival."""
+    """Add the server's own seconds for each request to the times of its first and its last token.
+
+    Args:
+        timings: the times of requests in virtual time, in order of arrival; they are changed.
+        server: the measured seconds of a request alone, and of requests beside others.
+    """
     draw, busy_until = random.Random(0), 0.0
     for timing in timings:
         is_beside = timing.arrival < busy_until and server.beside_s

@@ -343,7 +343,7 @@ class DecodeStep:
             )
 
     def _moved(self) -> dict[str, Any]:
-        """Return what the end of a step moves on."""
+        """Return the arguments by which the end of a step advances its rows."""
         rows, size = self.batch, self.bucket
         return {
             "token": rows.token[:size],

@@ -98,7 +98,7 @@ class PromptSteps:
         return (size, adapted) in self._captured
 
     def size_of(self, num_tokens: int) -> int:
-        """Return what a step of so many tokens is padded to."""
+        """Return the number of tokens to which a step of num_tokens is padded."""
         return next(size for size in self.sizes if size >= num_tokens)
 
     def run(

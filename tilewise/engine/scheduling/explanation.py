@@ -13,7 +13,7 @@ MOST_NAMED = 16  # requests that are named of those before it
 
 
 def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
-    """Return what is known of a request, for people and as JSON.
+    """Return the state of a request and its reasons, for people and as JSON.
 
     Returns:
         request_id and "state": "unknown" (never seen, or ended long ago) has nothing more. Of
@@ -28,9 +28,6 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
             num_generated_tokens: of all samples that are unfinished.
             num_preemptions: of all samples.
             num_swapped_blocks: blocks of main memory that keep what its samples had computed.
-            swapped_s: seconds since they were swapped out; None if they are not.
-            num_tokens_lost: computed, lost with their blocks and not found when it came back.
-            finish_reasons: of the samples that have ended.
     """
     trace = scheduler.trace
     account = trace.account(request_id)

@@ -91,7 +91,7 @@ class GivingWay:
         self.earned_s = min(self.earned_s + SHARE * seconds, MOST_STEPS * self._longest_s)
 
     def stop(self, scheduler: Scheduler, seconds: float) -> None:
-        """Take the running step back, as it was stopped after so many seconds."""
+        """Take back the running step, which was stopped after `seconds`."""
         self._now = 0, frozenset(), 0.0
         self._is_due = True
         self.earned_s -= seconds

@@ -153,7 +153,13 @@ class Preemption:
         return seq.num_computed_tokens - seq.num_registered_blocks * self.tables.block_size
 
     def _family(self, seq: Sequence, first: int) -> list[Sequence]:
-        """Return the sequences that are swapped with one; none if swapping is impossible."""
+        """Return the samples of a request that must be swapped out together; none if that is
+        impossible.
+
+        Args:
+            seq: one of them.
+            first: the index in the list of running sequences from which all of them must stand.
+        """
         running = self.roster.running
         if self.tables.memory is None or self.preemption == "recompute":
             return []

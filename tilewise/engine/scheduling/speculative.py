@@ -299,7 +299,7 @@ class Pace:
         self._kinds: dict[int, _Kind] = {}
 
     def is_on(self, num_sequences: int) -> bool:
-        """Return whether the next step of so many sequences shall have drafts."""
+        """Return whether the next step of num_sequences sequences shall have drafts."""
         return self._kinds.setdefault(num_sequences.bit_length(), _Kind()).is_on
 
     def record(self, num_sequences: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:

@@ -54,13 +54,14 @@ class FixedAdapters:
         )
 
     def of(self, rows: int) -> StepAdapters:
-        """Return the adapters of a step of so many rows, which `write` changes."""
+        """Return the adapters of a step of `rows` rows, in buffers that `write` overwrites."""
         count = most_tiles(rows, self._adapters.count)
         tiles = RowTiles(self._tiles.slots[:count], self._tiles.rows[:count])
         return StepAdapters(self._adapters.weights, tiles)
 
     def write(self, slots: NDArray[np.int32], rows: int) -> None:
-        """Let the next step of so many rows use slots (T,), -1 for none; T is at most `rows`."""
+        """Set the slots (T,) of the next step of `rows` rows, T at most `rows`; -1 is no
+        adapter."""
         tiles, own = tile_rows(slots)
         count = most_tiles(rows, self._adapters.count)
         padded, all_rows = np.full(count, -1, np.int32), np.full((count, TILE), -1, np.int32)

@@ -326,9 +326,9 @@ class Adjuster:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return what one request ends with for what its function, or the library of grammars, raised.
+    """Return the error with which one request ends after its logits processor or grammar failed.
 
-    That may be an exit, a cancelled task, or a panic of a library in Rust.
+    `error` may be an exit, a cancelled task, or a panic of a library in Rust.
     """
     found = RuntimeError(
         f"what a request does to its logits must raise Exceptions only, got {error!r}"
@@ -386,9 +386,9 @@ class _Step:
 
 
 def _tokens_of(run: ScheduledSequence, asked: Asked) -> tuple[Sequence[int], bool]:
-    """Return what is known of a sequence up to this run's end, and whether one more is PENDING.
+    """Return the known tokens of a sequence up to a run's end, and whether one more is PENDING.
 
-    A runner that knows what the last step drew may have put it in the place of PENDING.
+    A runner that knows the token of the last step may have put it in the place of PENDING.
     """
     known = asked.token_ids
     if run.start + len(run.token_ids) == len(known):

@@ -67,7 +67,7 @@ class CpuCompilations:
 
 @functools.cache
 def _numba() -> Any:
-    """Return what numba tells of each compilation, from the first call of this on."""
+    """Return the counter of numba's compilations, which counts from the first call of this on."""
     from numba.core import event
 
     class Counter(event.Listener):

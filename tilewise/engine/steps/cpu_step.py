@@ -44,7 +44,8 @@ MOST_WORK_BY_ROWS = 2**23
 
 
 def _most_threads(num_multiplications: int) -> int:
-    """Return how many threads a list of so many multiplications may have, at least 1."""
+    """Return how many threads a program of num_multiplications multiplications may use, at least
+    1."""
     return max(1, min(torch.get_num_threads(), num_multiplications // WORK_PER_THREAD))
 
 

@@ -41,7 +41,8 @@ class _HeadRunner(VerifyingRunner):
         self._previous = torch.zeros(len(self.ids), width, dtype=head.dtype, device=self.device)
 
     def forward_of(self, rows: int, ctx: AttentionContext) -> Callable[[], Tensor]:
-        """Return what computes the hidden states of so many rows of the buffers."""
+        """Return the function that computes the hidden states of the first `rows` rows of the
+        buffers."""
         forward, previous = super().forward_of(rows, ctx), self._previous[:rows]
 
         def compute() -> Tensor:

@@ -37,7 +37,7 @@ class Pooling:
     sums: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def vector(self) -> tuple[float, ...]:
-        """Return what the prompt's states come to; every chunk must be finished."""
+        """Return the pooled vector of a prompt all of whose chunks are computed."""
         chunks = torch.stack([vector for _, vector in self.sums])
         total = chunks.amax(dim=0) if self.kind == "max" else chunks.sum(dim=0)
         if self.kind == "mean":

@@ -165,7 +165,7 @@ class Finished:
         self._samples = samples
 
     def result(self) -> Samples:
-        """Return what was drawn."""
+        """Return the drawn tokens."""
         return self._samples
 
 

@@ -177,7 +177,8 @@ class VerifyingRunner(ModelRunner):
         return _Step(self.forward_of(rows, ctx), ctx, largest_weight(self.model))
 
     def forward_of(self, rows: int, ctx: AttentionContext) -> Callable[[], Tensor]:
-        """Return what computes the hidden states of so many rows of the buffers."""
+        """Return the function that computes the hidden states of the first `rows` rows of the
+        buffers."""
         ids, positions = self.ids[:rows], self.positions[:rows]
         return lambda: self.model(ids, positions, ctx=ctx, kv=self.storage.layers)
 

@@ -163,7 +163,7 @@ class BlockTables(Holdings):
         return first
 
     def take_other_moves(self) -> tuple[tuple[Transfers, Transfers], ...]:
-        """Return what the step that has begun moves out and in, of groups 1, 2, ...."""
+        """Return the moves to and from main memory of the current step in groups 1, 2, ...."""
         moves, self._moves = tuple(self._moves), []
         return moves
 

@@ -198,19 +198,19 @@ class HostMemory(Protocol):
 
     @property
     def group_shares(self) -> Sequence[float]:
-        """See `HostCache`."""
+        """The bytes of each group's block as a share of a block of all groups."""
         ...
 
     def read(self, slot: int, group: int = 0) -> list[NDArray[np.uint8]]:
-        """See `HostCache.read`."""
+        """Return a copy of a group's block as bytes, one array for each of the cache's tensors."""
         ...
 
     def write(self, slot: int, arrays: list[NDArray[np.uint8]], group: int = 0) -> None:
-        """See `HostCache.write`."""
+        """Fill a block of main memory with the arrays that `read` returned."""
         ...
 
     def sizes(self, group: int = 0) -> list[int]:
-        """See `HostCache.sizes`."""
+        """Return the bytes of each array of a group's block."""
         ...
 
 
@@ -226,15 +226,16 @@ class HostGroup:
         self.host, self.group = host, group
 
     def read(self, slot: int) -> list[NDArray[np.uint8]]:
-        """See `HostCache.read`."""
+        """Return a copy of the group's block as bytes, one array for each of the cache's
+        tensors."""
         return self.host.read(slot, self.group)
 
     def write(self, slot: int, arrays: list[NDArray[np.uint8]]) -> None:
-        """See `HostCache.write`."""
+        """Fill the group's block of main memory with the arrays that `read` returned."""
         self.host.write(slot, arrays, self.group)
 
     def sizes(self) -> list[int]:
-        """See `HostCache.sizes`."""
+        """Return the bytes of each array of the group's block."""
         return self.host.sizes(self.group)
 
 

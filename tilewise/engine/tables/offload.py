@@ -82,7 +82,7 @@ def block_files(
 
 
 def fingerprint(model: nn.Module, spec: CacheSpec, weight_dtype: str) -> bytes:
-    """Return what keys and values depend on beside the tokens, as 32 bytes.
+    """Return a hash of 32 bytes of all that keys and values depend on, but the tokens.
 
     Every weight is read; call it before the weights are packed.
     """

@@ -316,7 +316,7 @@ class StateTables:
     # Steps
 
     def begin_step(self) -> StateMoves:
-        """Return what the step that begins now does with states."""
+        """Return the copies of states (restores, forks and saves) of the step that begins now."""
         moves = StateMoves(
             tuple(self._restores),
             tuple(self._forks),

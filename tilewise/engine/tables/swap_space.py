@@ -160,7 +160,7 @@ class SwapSpace:
     # What moves
 
     def begin_step(self) -> list[tuple[Transfers, Transfers]]:
-        """Return what the step that begins now moves out, and in, of each group."""
+        """Return for each group the moves to and from main memory of the step that begins now."""
         moved: list[tuple[Transfers, Transfers]] = []
         for room in self.rooms:
             coming = tuple((slot, block) for block, slot in room.coming.items())

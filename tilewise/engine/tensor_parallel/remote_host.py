@@ -49,7 +49,7 @@ class Window:
             self._bytes[end - len(array) : end] = array
 
     def get(self, sizes: Sequence[int]) -> Arrays:
-        """Return copies of arrays of so many bytes."""
+        """Return copies of the arrays in the window, of `sizes` bytes each."""
         ends = accumulate(sizes)
         return [
             np.array(self._bytes[end - size : end]) for size, end in zip(sizes, ends, strict=True)

@@ -417,7 +417,7 @@ def _pairs(values: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 
 
 def write_samples(samples: Samples | PlainDraws) -> Any:
-    """Return what `read_samples` makes the samples of."""
+    """Return samples as JSON values; the inverse of `read_samples`."""
     if isinstance(samples, PlainDraws):
         return {"ids": samples.ids}
     return [[_token(t) for t in tokens] for tokens in samples]

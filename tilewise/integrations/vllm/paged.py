@@ -84,7 +84,7 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         )
 
     def _shared(self, length: int, common: Any) -> SharedPrefixes | None:
-        """Return what sequences share, from tables that are copied to the host for it.
+        """Return the shared prefixes of a batch; its tables are copied to the host for this.
 
         vLLM says that all share `length` keys only where `use_cascade_attention` agreed, and never
         while a graph is captured or replayed.

@@ -230,7 +230,13 @@ def seeing_rows(sizes, q_len, k_len, key, count):
 
 @inner
 def _tile_kind(mask, view, first_query, last_query, key):
-    """Return FULL or EMPTY if all mask tiles under a tile are that, otherwise 0."""
+    """Return FULL or EMPTY if all tiles of a block mask under a compute tile are such, otherwise 0.
+
+    Args:
+        view: the part of the block mask that the task needs.
+        first_query, last_query: the queries of the tile.
+        key: its first key.
+    """
     first_column = (key >> mask.shift_k) - view.first_column
     columns = min((key + TILE_N - 1 >> mask.shift_k) - view.first_column + 1, view.width)
     seen_full, seen_empty = True, True

@@ -29,7 +29,8 @@ def key_at(rows, length_q, length_k):
 
 @gluon.jit
 def keys_of_rows(rows, length_q, length_k, window_left, window_right, variant: gl.constexpr):
-    """Return per row (the key that stands where it does, begin and end of the keys it sees)."""
+    """Return for each row the key on its diagonal, and the begin and end of the keys that it
+    sees."""
     diagonal = key_at(rows, length_q, length_k)
     begin = diagonal * 0
     end = begin + length_k
@@ -42,10 +43,10 @@ def keys_of_rows(rows, length_q, length_k, window_left, window_right, variant: g
 
 @gluon.jit
 def keys_of_tile(first, last, length_q, length_k, window_left, window_right, variant: gl.constexpr):
-    """Return what rows first ... last see: (seen_begin, full_begin, full_end, seen_end).
+    """Return the keys that rows first ... last see: (seen_begin, full_begin, full_end, seen_end).
 
-    No row sees a key outside [seen_begin, seen_end), and every row sees all of
-    [full_begin, full_end).
+    No row sees a key outside [seen_begin, seen_end), and every row sees all of [full_begin,
+    full_end).
     """
     shift = length_k - length_q
     seen_begin = length_k * 0
@@ -88,7 +89,7 @@ def last_key_of_row(row, length_q, length_k, window_right):
 
 @gluon.jit
 def first_query(keys, first_row, length_q, length_k, window_right):
-    """Return per key the first query that sees it, counted from query `first_row`."""
+    """Return for each key the first query that sees it, counted from `first_row`."""
     return keys - (length_k - length_q) - first_row - window_right
 
 
@@ -96,7 +97,11 @@ def first_query(keys, first_row, length_q, length_k, window_right):
 def queries_of_keys(
     keys, first_row, length_q, length_k, window_left, window_right, variant: gl.constexpr
 ):
-    """Return per key the range of queries that see it, counted from `first_row` of a tile."""
+    """Return for each key the begin and end of the queries of a tile that see it.
+
+    Args:
+        first_row: the tile's first query, from which they are counted.
+    """
     begin = gl.full_like(keys, 0)
     end = begin + variant.tile_m
     if variant.right:
@@ -194,11 +199,12 @@ def byte_tiles(first_row, length_q, keys, left, right, C: gl.constexpr):
 
 @gluon.jit
 def byte_columns(row, row0, first, count, length_q, keys, left, right, C: gl.constexpr):
-    """Return what the 64 e4m3 queries from row0 see of tiles [first, first + count), last first.
+    """Return the columns that the 64 e4m3 queries from row0 see in tiles [first, first + count).
 
-    Returns (begin, end, skipped, masked_until, whole_until): the columns of the last tile that each
-    row sees, and of the steps: how many show nothing, then the end of those that a row does not see
-    to their right end, and of those that every row sees from their left one.
+    The last tile comes first. Returns (begin, end, skipped, masked_until, whole_until): the columns
+    of the last tile that each row sees, and of the steps: how many show nothing, then the end of
+    those that a row does not see to their right end, and of those that every row sees from their
+    left one.
     """
     TILE_N: gl.constexpr = C.TILE_N
     offset = keys - length_q
@@ -295,7 +301,7 @@ def listed_tiles(
     TILE: gl.constexpr,
     RULED: gl.constexpr,
 ):
-    """Return what list `number` of a block mask leaves of tiles [begin, end), as places.
+    """Return the entries of list `number` of a block mask within tiles [begin, end), as places.
 
     TILE: rows of a tile; RULED: a rule sees [begin, end), of them [full_begin, full_end) whole.
     Returns (first partial entry, first full one, place past the partial ones, and of the places
@@ -343,9 +349,10 @@ def first_entry(entries, begin, end, tile):
 
 @gluon.jit
 def first_entry_of_few_gaps(entries, begin, end, tile):
-    """Return the `first_entry` of a list, looked for between those that its ends leave in question.
+    """Return the first entry of a sorted list that is `tile` or later, within begin ... end.
 
-    The forward pass takes the plain search: there this is 416 instructions more (sm_90, D 64).
+    The ends of the list narrow the search: without gaps nothing is left of it. The forward pass
+    takes the plain `first_entry`, since this one is 416 instructions more (sm_90, D 64).
     """
     if begin < end:
         # No two are alike, so they ascend by 1 at least: in a list without gaps nothing is left.

@@ -56,7 +56,7 @@ class StubDriver:
         return False
 
     def get_current_target(self) -> Any:
-        """Return what is compiled for."""
+        """Return the GPU target of the compilation."""
         return self._target
 
     def get_current_device(self) -> int:

@@ -89,7 +89,8 @@ class FirstRun:
 
 @functools.cache
 def first_run() -> FirstRun | None:
-    """Return what counts this run's kernels; None where no file was unpacked since the last one."""
+    """Return the counter of this run's kernels; None if no kernel file was unpacked since the
+    last run."""
     try:
         from triton import knobs
     except ImportError:

@@ -48,8 +48,6 @@ def launch_now(
 ) -> Prepared | None:
     """Run `kernel` on `grid` CTAs, on the current stream of the current device.
 
-    Return what starts it again; None where only Triton's launcher can.
-
     Args:
         kernel: a jitted Triton or Gluon function.
         arguments: its run-time arguments: tensors, None, descriptors, numbers, and tuples of them.
@@ -57,6 +55,10 @@ def launch_now(
             kernel for 1, one for multiples of 16 and one for the rest.
         num_warps: the warps of the default partition, without those of the workers.
         constants: its constexpr parameters, and Triton's options, by name.
+
+    Returns:
+        The prepared launch, which can start the kernel again; None where only Triton's launcher
+        can.
     """
     leaves = _leaves(arguments)
     types = tuple(map(type, leaves))
@@ -91,7 +93,7 @@ def _key(
 def calls_of(
     kernel: Any, types: tuple[type, ...], *, num_warps: int = 4, **constants: Any
 ) -> Calls | None:
-    """Return what is prepared for launches of `kernel` with leaves of these types."""
+    """Return the prepared launches of `kernel` for arguments of these types, or None."""
     return launches.calls.get(_key(kernel, types, num_warps, constants))
 
 
@@ -142,7 +144,8 @@ class Calls:
         self.prepared: dict[tuple[object, ...], Prepared | None] = {}
 
     def kind_of(self, leaves: list[Any]) -> tuple[object, ...]:
-        """Return what Triton compiles anew for; tensors become their addresses in `leaves`."""
+        """Return the facts of a launch for which Triton compiles anew; tensors in `leaves`
+        become addresses."""
         kind: list[object] = [form_of(leaves[i]).kind for i in self.descriptors]
         for i in self.tensors:
             tensor = leaves[i]
@@ -246,7 +249,7 @@ class Prepared:
         return struct.pack("=3I", *(*axes, 1, 1)[:3]) + self._block
 
     def constants(self, leaves: Sequence[Any]) -> bytes:
-        """Return what does not change in a launch with these leaves.
+        """Return the packed numbers and descriptors' sizes of a launch, the same for all addresses.
 
         Raises:
             struct.error: a number does not fit its parameter.
@@ -365,7 +368,7 @@ class Addressed:
 
 
 def picker(slots: Sequence[int]) -> Slots:
-    """Return what picks these slots of a list, without a call of Python's."""
+    """Return a function that picks these slots of a list, without a Python frame."""
     if len(slots) > 1:
         return operator.itemgetter(*slots)
     return operator.itemgetter(slice(slots[0], slots[0] + 1 or None) if slots else slice(0))
@@ -475,7 +478,7 @@ def _compiled_in(compiled: Any, leaves: list[Any], specialised: list[int]) -> se
 
 
 def _kinds(kinds: tuple[Any, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield what a signature says of each leaf, and the path of indices that leads there."""
+    """Yield the type of each leaf of a signature, and the path of indices to it."""
     for index, kind in enumerate(kinds):
         if isinstance(kind, tuple):
             yield from _kinds(kind, (*path, index))

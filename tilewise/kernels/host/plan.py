@@ -167,7 +167,7 @@ class Launch(plan.Launch):
         return found
 
     def _find(self) -> Prepared | None:
-        """Return what starts the kernel where launches of its kind were prepared before."""
+        """Return the prepared launch of an equal kind, or None if there was none before."""
         launched = tuple(map(_LAUNCHED_AS.__getitem__, map(type, self._leaves)))
         calls = calls_of(self.kernel, launched, **self.options)
         return None if calls is None else calls.prepared.get(_kind_of(self._leaves, calls))
@@ -292,7 +292,10 @@ class LaunchPlan(plan.LaunchPlan):
         return tuple(self._found(run.tensors))
 
     def again(self, out: Tensor, tensors: Sequence[Tensor | None]) -> _Again | None:
-        """Return what repeats `run` with `out` where all steps are launches by addresses alone."""
+        """Return an object that repeats `run` with new addresses, or None.
+
+        It is None unless all steps are launches that take nothing but addresses.
+        """
         if not (self.has_addresses and self._makes_first) or self._asked:
             return None
         if not all(isinstance(step, Addressed) for step in self._steps):

@@ -97,7 +97,8 @@ def _tensors(argument: Any) -> Iterator[Tensor]:
 
 
 def _parts(argument: Any) -> dict[Any, Any]:
-    """Return what an argument is made of, by index, key or attribute; nothing of other kinds."""
+    """Return the parts of a container or dataclass by index, key or attribute; {} for other
+    types."""
     if isinstance(argument, dict):
         return argument
     if isinstance(argument, tuple | list):

@@ -82,10 +82,13 @@ RING_ROWS = (8, 16, 32, 64, 128)
 
 
 def ring_tile_of(outputs: int, blocks: int, row_tiles: int = 1) -> RingTile:
-    """Choose the tile of a product of `blocks` times 64 bytes of codes.
+    """Choose the tile and the number of parts of a product with a quantised weight.
 
-    The order of a row's sum depends on the parts: with batch invariance `row_tiles` is 1, else the
-    tiles into which rows of x are cut.
+    Args:
+        outputs: the rows of the weight.
+        blocks: the blocks of 64 bytes of codes in a row of the weight.
+        row_tiles: the tiles into which rows of x are cut; 1 with batch invariance, since the parts
+            decide the order of a row's sum.
     """
     tiles = -(-outputs // 128) * row_tiles
     return RingTile(128, max(1, min(_SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)), 1)

@@ -30,7 +30,7 @@ def query_at(cols, length_q, length_k):
 
 @triton.jit
 def keys_of_rows(rows, seqlen_q, seqlen_k, window_left, window_right, variant: tl.constexpr):
-    """Return per row the half-open range of keys it sees."""
+    """Return for each row the begin and end of the keys that it sees."""
     diagonal = key_at(rows, seqlen_q, seqlen_k)
     begin = diagonal * 0
     end = begin + seqlen_k
@@ -392,7 +392,13 @@ def visible_bits(
 def reached_keys(
     reach, number, band, first_key, variant: tl.constexpr, TILE_M: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Return which keys of a compute tile some row of band `band` of its bit tile sees."""
+    """Return which keys of a compute tile any row of a band of its bit tile sees.
+
+    Args:
+        reach: the bits of each band of all bit tiles.
+        number, band: the number of the bit tile, and of the band of TILE_M rows in it.
+        first_key: the first key of the compute tile in the bit tile.
+    """
     WORDS: tl.constexpr = variant.mask_k // 32
     keys = first_key + tl.arange(0, KEYS)
     start = (number.to(tl.int64) * (variant.mask_q // TILE_M) + band) * WORDS

@@ -63,7 +63,7 @@ class Names:
     def weight(
         self, name: str, rows: Callable[[int], tuple[int, ...]], most: int | None = None
     ) -> Weight:
-        """Return what the parameter `name` is made of.
+        """Return the Weight of a parameter: its name, its sources in the checkpoint and their rows.
 
         Args:
             name: the name of a parameter, e.g. "layers.3.attention.qkv_proj.weight".

@@ -54,7 +54,7 @@ class Fp8Options(NamedTuple):
         return (*scales, matrix, self.q, self.k, self.v, *self.attention.beside)
 
     def spec(self) -> Fp8Spec:
-        """Return what dispatch and the launchers need to know beside the tensors."""
+        """Return the hashable spec of a call: shapes, dtypes and numbers."""
         q, k, v = self[:3]
         spec = make_spec(q, k, v, self.attention)._replace(dtype=E4M3)
         return Fp8Spec(spec, torch.bfloat16 if q.dtype == E4M3 else q.dtype, self.per_token)

@@ -42,7 +42,7 @@ class MlaOptions(NamedTuple):
         return found
 
     def spec(self) -> PagedSpec:
-        """Return what dispatch and the launchers need to know beside the tensors."""
+        """Return the hashable spec of a call: shapes, dtypes and numbers."""
         q_latent, latent_cache = self.q_latent, self.latent_cache
         return PagedSpec(
             device_type=q_latent.device.type,

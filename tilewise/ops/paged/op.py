@@ -47,7 +47,7 @@ class PagedOptions(NamedTuple):
         return (*first, self.plan, *self.shared)
 
     def spec(self) -> PagedSpec:
-        """Return what dispatch and the launchers need to know beside the tensors."""
+        """Return the hashable spec of a call: shapes, dtypes and numbers."""
         q, k_cache = self.q, self.k_cache
         return PagedSpec(
             device_type=q.device.type,

@@ -81,7 +81,7 @@ class ElementCalls:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """See ReadSyntax."""
+        """All marks of the syntax, which may be special tokens."""
         return (
             *self.begin,
             *self.end,
@@ -183,7 +183,7 @@ class ElementCalls:
                 break
 
     def section(self, rules: Rules, mark: str, is_one: bool) -> str:
-        """See `rules.WriteSyntax`."""
+        """Return the grammar expression of the text after a mark, up to the end of its calls."""
         is_bare = mark == self.open
         function = self._function_rule(rules)
         if is_bare:
@@ -196,7 +196,7 @@ class ElementCalls:
         return function
 
     def repeats(self, mark: str) -> bool:
-        """See `rules.WriteSyntax`."""
+        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
         return self.is_one
 
     def _function_rule(self, rules: Rules) -> str:
@@ -280,7 +280,7 @@ class ElementCalls:
         return rules.add(name, f"{key} {body}")
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """See `rules.WriteSyntax`."""
+        """Return calls, a name and its arguments each, as the model writes them."""
         made = []
         for name, arguments in calls:
             parts = [f"{self.open}{name}{self.open_end}\n"]
@@ -301,11 +301,11 @@ class ElementCalls:
 
 
 def _closing(held: str, closes: Sequence[str], behind: Sequence[str]) -> str | None:
-    """Return what a text at the end of a value is.
+    """Classify a text at the end of a value.
 
     Returns:
         The marks behind the value if it is its end, "" if it may become that, None if it is a part
-        of the value.
+            of the value.
     """
     may_become = False
     for close in closes:

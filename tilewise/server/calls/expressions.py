@@ -69,11 +69,11 @@ class ExpressionCalls:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """See ReadSyntax."""
+        """All marks of the syntax, which may be special tokens."""
         return (*self.begin, *self.end, self.dialect.quote)
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
-        """See ReadSyntax."""
+        """Read the calls after a mark, or at the beginning of the answer (mark "")."""
         if self.bracket:
             char = yield from text.after_space()
             if char != self.bracket[0]:
@@ -131,7 +131,7 @@ class ExpressionCalls:
         text.end()
 
     def section(self, rules: Rules, mark: str, is_one: bool) -> str:
-        """See `rules.WriteSyntax`."""
+        """Return the grammar expression of the text after a mark, up to the end of its calls."""
         one = self._rule(rules)
         between = {"": "", "\n": '"\\n"', ", ": f'"," {W}'}[self.between]
         more = f" ({between} {one})*" if between and not is_one else ""
@@ -142,7 +142,7 @@ class ExpressionCalls:
         return f"{W} {body}{end}"
 
     def repeats(self, mark: str) -> bool:
-        """See `rules.WriteSyntax`."""
+        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
         return not self.between
 
     def _rule(self, rules: Rules) -> str:
@@ -163,7 +163,7 @@ class ExpressionCalls:
         return rules.add("expression", " | ".join(made))
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """See `rules.WriteSyntax`."""
+        """Return calls, a name and its arguments each, as the model writes them."""
         made = []
         for name, arguments in calls:
             parts = [f"{k}{self.assign}{self._written(v)}" for k, v in arguments.items()]

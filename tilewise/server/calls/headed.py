@@ -44,11 +44,11 @@ class HeadedCalls:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """See ReadSyntax."""
+        """All marks of the syntax, which may be special tokens."""
         return (*self.begin, *self.end, *self.head, self.call, self.call_end)
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
-        """See ReadSyntax."""
+        """Read the calls after a mark, or at the beginning of the answer (mark "")."""
         if self.listed is not None:
             char = yield from text.after_space()
             text.give_back(char)
@@ -97,7 +97,7 @@ class HeadedCalls:
             yield from text.match(tail)
 
     def section(self, rules: Rules, mark: str, is_one: bool) -> str:
-        """See `rules.WriteSyntax`."""
+        """Return the grammar expression of the text after a mark, up to the end of its calls."""
         made = []
         for i, tool in enumerate(rules.tools):
             head = " ".join(self._written(rules, part, tool.name) for part in self.head)
@@ -118,7 +118,7 @@ class HeadedCalls:
         return f"{first}{more}{end}"
 
     def repeats(self, mark: str) -> bool:
-        """See `rules.WriteSyntax`."""
+        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
         return not self.call
 
     def _written(self, rules: Rules, part: str, name: str) -> str:
@@ -134,7 +134,7 @@ class HeadedCalls:
         return [rules.either(self.call_end)] if self.call_end else []
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """See `rules.WriteSyntax`."""
+        """Return calls, a name and its arguments each, as the model writes them."""
         made = []
         for i, (name, arguments) in enumerate(calls):
             head = "".join({NAME: name, NUMBER: str(i)}.get(part, part) for part in self.head)

@@ -40,11 +40,11 @@ class JsonCalls:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """See ReadSyntax."""
+        """All marks of the syntax, which may be special tokens."""
         return (*self.begin, *self.end)
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
-        """See ReadSyntax."""
+        """Read the calls after a mark, or at the beginning of the answer (mark "")."""
         is_list, found = mark.endswith("["), False
         while True:
             char = yield from text.after_space()
@@ -75,7 +75,7 @@ class JsonCalls:
         text.end()
 
     def section(self, rules: Rules, mark: str, is_one: bool) -> str:
-        """See `rules.WriteSyntax`."""
+        """Return the grammar expression of the text after a mark, up to the end of its calls."""
         item = self._item(rules)
         more = "" if is_one else f' ({W} "," {W} {item})*'
         opened = "" if mark.endswith("[") else '"["'
@@ -85,7 +85,7 @@ class JsonCalls:
         return f"{W} {body}{end}"
 
     def repeats(self, mark: str) -> bool:
-        """See `rules.WriteSyntax`."""
+        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
         return not self.is_listed
 
     def _item(self, rules: Rules) -> str:
@@ -106,7 +106,7 @@ class JsonCalls:
         return rules.add("object", " | ".join(made))
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """See `rules.WriteSyntax`."""
+        """Return calls, a name and its arguments each, as the model writes them."""
         objects = []
         for i, (name, arguments) in enumerate(calls):
             number = {self.id_key: str(i)} if self.id_key else {}

@@ -68,7 +68,7 @@ class CallParser:
         next(self._flow)
 
     def push(self, text: str) -> list[Part]:
-        """See Parser."""
+        """Process more text and return the parts that are certain."""
         place = 0
         while place < len(text):
             if self._is_plain:
@@ -84,7 +84,7 @@ class CallParser:
         return self._taken()
 
     def finish(self) -> list[Part]:
-        """See Parser."""
+        """Process the end of the text and return the parts that were held back."""
         with contextlib.suppress(TextEnds):
             self._flow.throw(TextEnds())
         self._content(self._text.cut())

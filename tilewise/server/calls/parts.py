@@ -42,11 +42,11 @@ class PlainParser:
     """A parser for which everything is content."""
 
     def push(self, text: str) -> list[Part]:
-        """See Parser."""
+        """Return the text as one part of content."""
         return [Part("content", text)]
 
     def finish(self) -> list[Part]:
-        """See Parser."""
+        """Return no parts, since none is held back."""
         return []
 
 
@@ -64,11 +64,11 @@ class CallsOnly:
         self._inner = inner
 
     def push(self, text: str) -> list[Part]:
-        """See Parser."""
+        """Process more text and return the parts of calls that are certain."""
         return [part for part in self._inner.push(text) if part.kind == "call"]
 
     def finish(self) -> list[Part]:
-        """See Parser."""
+        """Process the end of the text and return the parts of calls that were held back."""
         return [part for part in self._inner.finish() if part.kind == "call"]
 
 

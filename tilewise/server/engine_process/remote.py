@@ -342,7 +342,8 @@ class RemoteEngine(asyncio.Protocol):
         await self._until_ended("wake")
 
     async def facts(self) -> Facts:
-        """Return what answers depend on beside the request, see `LLM.facts`."""
+        """Return the facts, besides the request, on which the bits of an answer depend; see
+        `LLM.facts`."""
         await self._until_ended("read_weights")  # the first time
         told = await asyncio.wrap_future(beside(partial(self._call, "facts")))
         return Facts(**told)

@@ -93,7 +93,15 @@ ROWS_AHEAD = 6  # rows that are prefetched before they are written: a row is a f
 
 @inner
 def _pack_rows(like, s, dp, p_words, ds_words, ds_rows, rows, begin, end):
-    """Round P and dS to the operands' type: words along the queries, and dS also row by row."""
+    """Store P and dS of a tile as operands: words of two queries, and dS also as rows of keys.
+
+    Args:
+        like: an empty array of the float type to compute in.
+        s, dp: P and dS, SCORE_ROW numbers a row.
+        p_words, ds_words, ds_rows: the operands to write.
+        rows: the number of rows, an even one.
+        begin, end: the range of columns (keys).
+    """
     lanes = lanes_in(like)
     for row in range(0, rows, 2):
         for column in range(begin, end, lanes):
@@ -324,7 +332,17 @@ def _store_keys(like, code, tile, ld, scale, start, row_bytes, count, dim):
 
 @inner
 def _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, first_row, rows, ld):
-    """dq += dS K for one tile of rows."""
+    """Add dS K to dq for one tile of query rows, in this task's turn.
+
+    Args:
+        place: the tile of keys, a `Place`.
+        keys, queries, scores: the thread's scratch.
+        seen: the range of keys that each block of rows sees.
+        is_finite: whether all keys are finite; otherwise only visible ones are multiplied.
+        turn: the Turn in which tasks add to dq.
+        first_row, rows: the rows of the tile.
+        ld: the elements of a row of scratch.
+    """
     head_dim = call.sizes.head_dim
     if is_finite:
         width, elements = panel_columns(scores.s), words_to_elements(scores.ds_rows)

@@ -194,7 +194,13 @@ def _load_tile(
 
 @inner
 def _load_keys(call, keys, stage, shape, sequence, kv_head, first_key, end_key):
-    """Pack a panel of K and V, tile by tile, and clear the sums of dk and dv."""
+    """Pack a panel of K and V, tile by tile, as operands, and zero the sums of dk and dv.
+
+    Args:
+        keys: the scratch of the panel.
+        stage: scratch for rows.
+        first_key, end_key: the range of keys.
+    """
     sizes, like, starts = call.sizes, call.arrays.like, call.arrays.starts
     for tile in range((end_key - first_key + TILE_N - 1) // TILE_N):
         key = first_key + tile * TILE_N
@@ -237,7 +243,13 @@ def _load_keys(call, keys, stage, shape, sequence, kv_head, first_key, end_key):
 
 @inner
 def _load_queries(call, queries, scores, shape, sequence, kv_head, first_row, num_rows):
-    """Pack a strip of q and do, rows and columns, and clear the sums of dq."""
+    """Pack a strip of q and do as operands, by rows and by columns, and zero the sums of dq.
+
+    Args:
+        queries, scores: the thread's scratch.
+        first_row: the first row of the strip.
+        num_rows: the rows of the key head, beyond which rows are zero.
+    """
     sizes, grads, like, starts = call.sizes, call.grads, call.arrays.like, call.arrays.starts
     strip, parts, group = shape.strip, shape.parts, sizes.group
     first_head = kv_head * group
@@ -506,7 +518,15 @@ def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, be
 
 @inner
 def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first_row, tile):
-    """Add a strip of query rows' contribution to the gradients of one tile of keys, and to dq."""
+    """Add what a strip of query rows gives to dk and dv of one tile of keys, and to dq.
+
+    Args:
+        place: the tile of keys, a `Place`.
+        keys, queries, scores: the thread's scratch.
+        seen, view: scratch of `see_tile`, and the part of a block mask.
+        first_row: the first row of the strip.
+        tile: the number of the tile within the panel.
+    """
     sizes, start = call.sizes, call.arrays.starts[place.sequence]
     q_len, k_len = start[Q_LEN], start[K_LEN]
     num_rows = q_len * sizes.group
@@ -558,7 +578,16 @@ def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first
 
 @inner
 def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, start, row_bytes):
-    """Transpose the sums of a tile of keys and store their rows."""
+    """Transpose the sums of dk or dv of a tile, scale them by `factor` and write their rows.
+
+    Args:
+        code: the dtype code of the gradient.
+        sums, at: the sums [channel][key], and the index of the first.
+        ld, dim: the channels in scratch, and those to write.
+        stage: scratch for rows, which is zero again afterwards.
+        count: the number of keys.
+        start, row_bytes: the address of the first row, and the bytes of a row.
+    """
     for key in range(0, count, 16):
         for channel in range(0, ld, 16):
             transpose_block(

@@ -111,7 +111,18 @@ def _new_scratch(like, dim, v_dim, rows, keys):
 def _differentiate(
     problem, grads, like, start, lse, first_head, spare, seen, rows, all_rows, left, right
 ):
-    """Turn products S and dP into P and dS in place, zero wherever a row sees no key."""
+    """Replace products S by P and dP by dS, 0 for keys that a row does not see.
+
+    Args:
+        problem, grads: the call and the strides of its gradients.
+        start: the sequence's offsets.
+        lse: the lse of all rows.
+        first_head: the first query head.
+        spare: the scratch with the products and delta.
+        seen: the keys that rows see.
+        rows, all_rows: the rows, and those with padding.
+        left, right: the range of columns that any row sees.
+    """
     sizes, factor, zero = problem.sizes, problem.rule.scale, simd.splat(like, 0.0)
     for row in range(all_rows):
         base, is_alive = row * SCORE_ROW, row < rows
@@ -179,7 +190,7 @@ def _add_transposed(c, dim, scores, rows, ld, tops, bottoms, begin, end):
 
 @inner
 def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequence, kv_head):
-    """Compute the gradients of one key head."""
+    """Compute dq, dk and dv of one sequence and key head, whose rows fit one tile."""
     sizes, start = problem.sizes, problem.arrays.starts[sequence]
     like, size, code = bare(problem.arrays.like), sizes.k_size, sizes.k_code
     dim, v_dim, group = sizes.head_dim, sizes.v_head_dim, sizes.group
@@ -297,7 +308,14 @@ def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequen
 
 @inner
 def _store_keys(like, code, owned, tile, dim, scale, start, row_bytes, begin, end, count):
-    """Store a gradient of keys to memory, zeros for keys that no row sees."""
+    """Write dk or dv of `count` keys; keys outside begin ... end - 1, which no row sees, get zeros.
+
+    Args:
+        owned, tile: the sums as an array and as a pointer.
+        dim: the channels of a row.
+        scale: the factor of the sums.
+        start, row_bytes: the address of the first row, and the bytes of a row.
+    """
     if begin > 0 or end < count:
         owned[: begin * dim] = 0
         owned[end * dim : count * dim] = 0

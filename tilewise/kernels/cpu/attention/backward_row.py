@@ -120,7 +120,13 @@ def _products(like, a, ai, b, b_row, ld, found, at, count):
 
 @inner
 def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, ld, ldv):
-    """Copy the rows of a group of heads, and compute delta = do . o."""
+    """Copy the one row of q and do of each head of a group to scratch, with delta = do . o and lse.
+
+    Args:
+        rows: the thread's scratch.
+        first_head: the first head of the group.
+        ld, ldv: the padded channels of q and of do.
+    """
     group, start = sizes.group, starts[sequence]
     copy_rows(
         like,

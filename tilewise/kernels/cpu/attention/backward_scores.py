@@ -97,7 +97,14 @@ def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
 
 @inner
 def _add_bias_gradient(call, place, head, query, dp, base, begin, end):
-    """Add a row of ds to the bias gradient, which may repeat along any dim."""
+    """Add a row of ds to the gradient of bias, whose strides are 0 where bias is broadcast.
+
+    Args:
+        place: the tile of keys, a `Place`.
+        head, query: the row's query head and query.
+        dp, base: the array of ds, and the index of the row in it.
+        begin, end: the range of columns.
+    """
     grads, dbias = call.grads, call.dbias
     where = (
         place.chunk * grads.dbias_chunk

@@ -287,10 +287,17 @@ def _softmax_tile(
 
 @inlined
 def pack_stored(like, sizes, spare, pointers, keys, values, key, count, tiles):
-    """Pack keys and values that are multiplied as stored, for so many tiles of queries.
+    """Pack a tile of keys and values whose dtype is multiplied as it is stored.
 
-    Returns the address of V, the elements from panel to panel and from word to word of keys, and
-    whether all of it is finite; if not, rows of V are copied to v_rows, too.
+    Args:
+        spare, pointers: the thread's scratch.
+        keys, values: the `Source` of each.
+        key, count: the first key and their number.
+        tiles: the query tiles that will use them; for one, V may be read in place.
+
+    Returns:
+        The address of V, the elements from panel to panel and from word to word of keys, and
+            whether all of it is finite; if not, rows of V are copied to v_rows, too.
     """
     size, panels, width = sizes.k_size, pointers.v_panels, panel_columns(like)
     k, v, v_row = keys.start + key * keys.row, values.start + key * values.row, values.row
@@ -320,7 +327,13 @@ def pack_stored(like, sizes, spare, pointers, keys, values, key, count, tiles):
 def _forward_task(
     problem, lse, maxima, is_direct, spare, pointers, seen, sequence, kv_head, first_tile, tiles
 ):
-    """Process all keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    """Attend from query tiles first_tile ... first_tile + tiles - 1 of one key head to all keys.
+
+    Args:
+        lse, maxima: results to write; maxima may be empty.
+        is_direct: whether keys are multiplied as stored.
+        spare, pointers, seen: the thread's scratch.
+    """
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]

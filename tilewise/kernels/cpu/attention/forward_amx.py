@@ -69,7 +69,12 @@ class _Keys(NamedTuple):
 
 @inner
 def _load_keys(problem, keys, sequence, kv_head, key, count, ld, ldv):
-    """Pack a tile of K and V; say if all of V is finite."""
+    """Pack `count` keys and values from `key` on as operands; return whether values are finite.
+
+    Args:
+        keys: the scratch of the tile.
+        ld, ldv: the padded channels of keys and of values.
+    """
     sizes, arrays = problem.sizes, problem.arrays
     source = keys_of(sizes, arrays, sequence, kv_head)
     transpose_keys(arrays.like, source, keys.k_panels, keys.rows, ld, key, count)
@@ -146,7 +151,13 @@ def _prefetch_keys(problem, sequence, kv_head, first, last):
 
 @inner
 def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_row):
-    """Copy query rows to scratch; set maxima and sums of rows that have seen their sink alone."""
+    """Copy query rows to scratch, and set each row's maximum and sum to those of its sink alone.
+
+    Args:
+        rows: the scratch of the rows.
+        first_row, num_rows: the rows, counted over queries and heads of the group.
+        ld, acc_row: the elements of a row of q and of the sums in scratch.
+    """
     sizes, arrays = problem.sizes, problem.arrays
     like, starts, group = arrays.like, arrays.starts, sizes.group
     padded = (num_rows + TILE_M - 1) // TILE_M * TILE_M
@@ -168,7 +179,13 @@ def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_ro
 
 @inner
 def _store_rows(problem, rows, lse, sequence, kv_head, first_row, num_rows, acc_row):
-    """Divide the sums, store o and lse."""
+    """Divide the sums of rows by their totals, and write o and lse.
+
+    Args:
+        rows: the scratch of the rows.
+        first_row, num_rows: the rows, counted over queries and heads of the group.
+        acc_row: the elements of a row of sums.
+    """
     sizes, arrays, dropout = problem.sizes, problem.arrays, problem.dropout
     like, starts, group = arrays.like, arrays.starts, sizes.group
     scale = problem.rule.scale if problem.rule.is_scaled_only else 1.0

@@ -82,7 +82,12 @@ class _Scratch(NamedTuple):
 
 @inner
 def _new_scratch(like, packed, index_like, head_dim, dim, num_rows, num_keys):
-    """Return the scratch of the tasks, and the array that owns its memory."""
+    """Allocate the scratch of a thread; return it, and the array that owns its memory.
+
+    Args:
+        like, packed, index_like: empty arrays: of the float type, of operands, and of int64.
+        num_rows, num_keys: the most rows and keys of a task, padded.
+    """
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
     tile = min(num_rows, (TILE_M + BLOCK - 1) // BLOCK * BLOCK) * SCORE_ROW
     rows, keys, values, panel = num_rows * ld, num_keys * ld, num_keys * ldv, TILE_N * ldv
@@ -118,7 +123,16 @@ def _new_scratch(like, packed, index_like, head_dim, dim, num_rows, num_keys):
 
 @inner
 def _multiply(acc, ai, ldv, dim, p, values, panel, word, rows, count, seen):
-    """O = P V for each BLOCK rows, over their own range of keys; see `pack_stored`."""
+    """Compute O = P V, each BLOCK of rows over the range of keys that it sees.
+
+    Args:
+        acc, ai, ldv: the sums, the index of the first, and the elements of a row.
+        dim: the channels of values.
+        p: the probabilities of keys.
+        values, panel, word: the values as `pack_stored` has packed them, and its strides.
+        rows, count: the numbers of rows and of keys.
+        seen: the range of keys of each block of rows.
+    """
     width, elements = panel_columns(acc), words_to_elements(p)
     for column in range(0, dim, width):
         for block in range((rows + BLOCK - 1) // BLOCK):
@@ -178,7 +192,13 @@ def see_keys_of(problem, view, seen, start, first, rows, count):
 
 @inlined
 def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_head):
-    """Fill acc, m and l of the rows of one key head."""
+    """Compute the sums, maxima and totals of all rows of one key head, in scratch.
+
+    Args:
+        is_direct: whether keys are multiplied as stored.
+        spare, pointers: the thread's scratch.
+        seen, bits, view: scratch of `see_tile`, and the part of a block mask.
+    """
     sizes, arrays, factor = problem.sizes, problem.arrays, problem.rule.scale
     like, start = bare(arrays.like), arrays.starts[sequence]
     head_dim, dim, group = sizes.head_dim, sizes.v_head_dim, sizes.group
@@ -299,7 +319,7 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
 
 @inlined
 def _store(sizes, is_direct, like, start, pointers, kv_head, lse, ldv):
-    """Divide the rows of a key head by their sums, and write them and lse."""
+    """Divide the sums of a key head's rows by their totals, and write o and lse."""
     group, acc = sizes.group, pointers.acc
     for row in range(start[Q_LEN] * group):
         query, total = row // group, pointers.l[row]

@@ -116,7 +116,14 @@ def new_sight(tiles, words_like, index_like):
 
 @inner
 def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key):
-    """Find the strips of rows first_row ... first_row + num_rows that see keys; return how many."""
+    """List the strips of rows that see a tile of keys in `sight`; return how many there are.
+
+    Args:
+        view: the part of a block mask.
+        q_len, k_len: the lengths of the sequence.
+        first_row, num_rows: the rows of the task.
+        key: the first key of the tile.
+    """
     blocks, count = TILE_M // BLOCK, 0
     for tile in range((num_rows + TILE_M - 1) // TILE_M):
         seen = Seen(
@@ -143,7 +150,15 @@ def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
 
 @inner
 def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key):
-    """Turn a block of products into logits, if a factor alone does not."""
+    """Turn a block of products into logits: scale, softcap, bias and ALiBi.
+
+    It is called only where a logit is not just a scaled product.
+
+    Args:
+        si: the index of the block in `scores.s`.
+        first_row, rows: the rows of the block.
+        key: its first key.
+    """
     sizes, rule, arrays = problem.sizes, problem.rule, problem.arrays
     like = arrays.like
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
@@ -173,7 +188,13 @@ def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key)
 
 @inner
 def _draw_rows(problem, keep, sequence, kv_head, first_row, rows, key):
-    """Draw the bits of the keys of a tile that the rows of a strip keep."""
+    """Draw dropout's bits for the rows of a strip and a tile of keys; 1 keeps.
+
+    Args:
+        keep: the bits, WORDS words a row.
+        first_row, rows: the rows of the strip.
+        key: the first key of the tile.
+    """
     sizes, dropout = problem.sizes, problem.dropout
     num_heads = sizes.num_kv_heads * sizes.group
     for row in range(rows):
@@ -202,7 +223,15 @@ def _score(rows, scores, k_panels, ld, strip, column, buffer):
 
 @inner
 def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, column):
-    """Compute 32 columns of O += P V of a strip."""
+    """Add P V to 32 columns of the sums of a strip.
+
+    Args:
+        acc_row: the elements of a row of sums.
+        strip: the number of the strip.
+        begin, end: the range of keys.
+        buffer: the number of the buffer of probabilities, 0 or 1.
+        column: the first column.
+    """
     multiply_block(
         rows.acc,
         strip * SIDE * acc_row + column,

@@ -74,7 +74,11 @@ class BackwardTasks(NamedTuple):
 def gradients_of(
     plan: BackwardTasks, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias_like: Tensor
 ) -> Gradients:
-    """Return the strides of gradients; everything except num_row_tasks, which lengths decide."""
+    """Return the byte strides of the gradients; each run sets num_row_tasks by its lengths.
+
+    Args:
+        dbias_like: the gradient of bias, broadcast to five dims; any other number of dims is none.
+    """
     (do_row, do_head), (dk_row, dk_head), (dv_row, dv_head) = map(byte_strides, (do, dk, dv))
     rows_per_task = max(1, ROW_ELEMENTS // max(1, do.shape[-1] * do.shape[-2]))
     strides = [0] * 5
@@ -134,7 +138,12 @@ def place_offsets(
     first_q: np.ndarray,
     first_k: np.ndarray,
 ) -> None:
-    """Do as `place_gradients` for tensors that begin at address 0."""
+    """Write each sequence's byte offsets in do, dq, dk and dv to `starts`.
+
+    Args:
+        starts: (B, columns) int64.
+        first_q, first_k: the first row of each sequence.
+    """
     for column, tensor, first in ((DO, do, first_q), (DK, dk, first_k), (DV, dv, first_k)):
         starts[:, column] = first * (tensor.stride(0) * tensor.element_size())
     starts[:, DQ] = first_q * dq.stride(0)

@@ -35,7 +35,7 @@ except ImportError:  # an earlier or a later torch
 
 
 def made_of(shape: tuple[int, ...], dtype: torch.dtype) -> Made:
-    """Return what `fresh` takes for a contiguous tensor."""
+    """Return the shape, strides and dtype by which `fresh` allocates a contiguous tensor."""
     x = torch.empty(shape, dtype=dtype, device="meta")
     return tuple(x.shape), x.stride(), dtype
 

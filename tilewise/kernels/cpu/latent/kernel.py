@@ -137,7 +137,12 @@ def place_runs(sizes, starts, edges, lengths, q_latent, q_rope, o):
 
 @inner
 def _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld):
-    """Copy rows [q_latent, q_rope] of a block to scratch."""
+    """Copy query rows to scratch, each as its latent part followed by its rotated part.
+
+    Args:
+        first_row, num_rows: the rows, counted over tokens and heads.
+        q, ld: the scratch, and the elements of a row in it.
+    """
     for row in range(num_rows):
         token = (first_row + row) // sizes.num_heads
         head = (first_row + row) % sizes.num_heads
@@ -151,7 +156,15 @@ def _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld):
 def _attend_block(
     sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q, acc, ai, ld, ldv
 ):
-    """Fold keys first ... last - 1 into acc, m and l of num_rows rows, `rows` with padding."""
+    """Attend from a block of rows to keys first ... last - 1; sums stay in acc, tile.m and tile.l.
+
+    Args:
+        first_row, num_rows, rows: the first row, their number, and their number with padding.
+        tile: the scratch of the task.
+        q: scratch for the queries.
+        acc, ai: the sums, and the index of the first.
+        ld, ldv: the padded channels of keys and of values.
+    """
     like, starts = arrays.like, arrays.starts
     _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld)
     transpose_tile(like, q, rows, ld, tile.q)
@@ -207,7 +220,13 @@ def _attend_block(
 
 @inner
 def _store_row(sizes, like, starts, lse, sequence, row, values, vi, top, total):
-    """Write o and lse of one row from its sums."""
+    """Write o and lse of one row.
+
+    Args:
+        row: the row, counted over tokens and heads.
+        values, vi: the sums, and the index of the row's first.
+        top, total: the maximum in base 2 and the total of the row.
+    """
     token, head = row // sizes.num_heads, row % sizes.num_heads
     inverse = like.dtype.type(0.0) if total == 0.0 else like.dtype.type(1.0) / total
     address = starts[sequence, O] + token * sizes.o_row + head * sizes.o_head

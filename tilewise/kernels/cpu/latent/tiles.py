@@ -121,7 +121,18 @@ def gather_keys(like, tile, source, rank, ld, first, count, padded):
 
 @inner
 def _gather_bytes(like, keys, source, rank, ld, first, count, padded):
-    """Do as `gather_rows` for 8-bit rows: latent and rotated part times their scales."""
+    """Copy 8-bit rows of the cache to scratch as floats, multiplied by their scales.
+
+    Args:
+        keys, ld: the scratch, and the elements of a row in it.
+        source: the rows of the sequence.
+        rank: the channels of the latent; the others have a scale of their own.
+        first, count: the first key and their number.
+        padded: the number of rows to fill, with zeros after `count`.
+
+    Returns:
+        0.0, or NaN if a number is not finite.
+    """
     check = like.dtype.type(0.0)
     for row in range(count):
         at, scale = address_of(source, first + row), scale_address_of(source, first + row)
@@ -394,7 +405,10 @@ def weigh_tile(like, tile, uses_amx, acc, ai, ld, ldv, rows, padded):
 
 @inner
 def weigh_exactly(tile, acc, ai, ld, ldv, rows, count):
-    """Do the same over visible keys alone, for tiles with inf or NaN that some row does not see."""
+    """Compute acc = acc * rescale + p values over each row's visible keys only.
+
+    It is for tiles with an infinity or NaN that some row does not see.
+    """
     elements = words_to_elements(tile.p)
     for row in range(rows):
         at = ai + row * (ldv + ACC_PAD)

@@ -124,7 +124,16 @@ def transpose_rows(source, si, ld, target, ti, target_row, words):
 
 @inlined
 def _store_parts(upper, lower, words, word_at, word_part, rows, above, below, row_part, parts):
-    """Store two rows of a register of columns as words, and each to `rows`, part by part."""
+    """Split two registers into bfloat16 parts, and store each part as words and as rows.
+
+    Each part is the rounded rest of those before it.
+
+    Args:
+        upper, lower: a register of each of two rows.
+        words, word_at, word_part: the words, the first index, and the elements from part to part.
+        rows, above, below, row_part: the rows, both indices, and the elements from part to part.
+        parts: the number of parts.
+    """
     for index in range(parts):
         simd.store_pair(words, word_at + index * word_part, upper, lower)
         simd.store(rows, above + index * row_part, upper)

@@ -108,7 +108,14 @@ def _step(typingctx, a, ai, lda, b, bi, ldb):
 
 @inlined
 def multiply_block(c, ci, ldc, a, ai, lda, b, bi, ldb, steps, keeps):
-    """Compute one 32 x 32 block of c = a b, or c += a b if `keeps`; see `multiply_tiles`."""
+    """Compute one 32 x 32 block of c = a b, or of c += a b if `keeps`, in tile registers.
+
+    Args:
+        c, ci, ldc: the sums, the index of the first, and the elements of a row.
+        a, ai, lda: the left operand, likewise.
+        b, bi, ldb: the right operand in words of two rows, likewise.
+        steps: the steps of 32 along K.
+    """
     if keeps:
         _load_sums(c, ci, ldc)
     else:

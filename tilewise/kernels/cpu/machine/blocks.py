@@ -35,7 +35,16 @@ _rescale_half_2 = block_of(HALF, 2, "scaled", UNROLLED)
 
 @inlined
 def set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
-    """Do as `set_block` for a b whose words along K are b_word elements apart, not in panels."""
+    """Compute BLOCK rows of c = a b for a b that does not lie in panels.
+
+    Args:
+        c, ci, ldc, columns: the sums, the index of the first, the elements of a row, and the
+            columns.
+        a, ai, a_row, a_word: the left operand, the index of its first word, the elements from row
+            to row and from word to word along K.
+        b, bi, b_word: the right operand, and the elements from word to word along K.
+        k_words: the words along K.
+    """
     if columns <= lanes_in(c):
         _set_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
     else:
@@ -44,7 +53,8 @@ def set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
 
 @inlined
 def set_first(c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_words):
-    """Do as `set_rows` for at least the first `rows` rows."""
+    """Compute at least the first `rows` of BLOCK rows of c = a b; the other arguments are
+    `set_rows`'s."""
     if rows > HALF:
         set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
     elif columns <= lanes_in(c):
@@ -62,7 +72,8 @@ def set_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
 
 @inlined
 def add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
-    """Do as `add_block` for a b as in `set_rows`."""
+    """Compute BLOCK rows of c += a b for a b that does not lie in panels; the arguments are
+    `set_rows`'s."""
     if columns <= lanes_in(c):
         _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
     else:
@@ -71,7 +82,8 @@ def add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
 
 @inlined
 def add_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
-    """Compute BLOCK rows of c += a b."""
+    """Compute BLOCK rows of c += a b for one panel of b; the arguments are those of
+    `gemm.multiply`."""
     b_word = panel_columns(c) * words_to_elements(b)
     add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
 

@@ -204,7 +204,8 @@ def multiply(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale):
 
 @inlined
 def multiply_add(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale, si):
-    """Compute MR rows of c = c * scale[si + row] + a b; the arguments are those of `multiply`."""
+    """Compute MR rows of c = c * scale[si + row] + a b; the other arguments are those of
+    `multiply`."""
     b_word = panel_columns(c) * words_to_elements(b)
     if columns <= lanes_in(c):
         _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
@@ -214,7 +215,10 @@ def multiply_add(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scal
 
 @inlined
 def multiply_add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si):
-    """Do as `multiply_add` for a b whose words along K are b_word elements apart, not in panels."""
+    """Compute MR rows of c = c * scale[si + row] + a b for a b that does not lie in panels.
+
+    Words of b along K are b_word elements apart; the other arguments are those of `multiply`.
+    """
     if columns <= lanes_in(c):
         _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
     else:

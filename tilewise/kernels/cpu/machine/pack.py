@@ -144,10 +144,14 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
 
 @inner
 def pair_rows(like, source, source_row, count, ld, panels, tile_rows):
-    """Do as `pair_tile` for rows source_row elements apart.
+    """Pack rows into panels of words of two neighbouring rows, as `pair_tile` does, from strided
+    rows.
 
     Args:
         like, source, panels: bare pointers, see `transpose_rows`.
+        source_row: the elements from row to row of the source.
+        count, ld: the number of rows to pack, and their columns with padding.
+        tile_rows: the rows of a panel.
     """
     lanes = lanes_in(like)
     elements = words_to_elements(source)

@@ -152,12 +152,18 @@ def _fill_scales(sizes, like, rows, strip, at, kv_head, count):
 
 @inlined
 def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_scales, in_integers):
-    """Turn products [key][head] into probabilities; m[lane:], l[lane:], rescale hold heads, tiled.
+    """Replace a chunk's products by probabilities; update m, l and the factors of old sums.
 
     Args:
+        like, lanes: an empty float32 array, and the numbers of a register.
+        rule: the computation of a logit.
+        heads, count: the heads of the pass, 1 or 4, and the keys; products lie as [key][head].
         distance: positions from the chunk's first key to the query.
-        has_scales: whether a scale per key multiplies the product, and another what is left in s.
-        in_integers: whether what is left in s is pairs of integers, see `weights.py`.
+        strip, sums: the scratch of the chunk, and the state of the task.
+        lane: the index of the heads in m and l.
+        has_scales: whether each key's scale multiplies its products, and each value's scale its
+            probabilities.
+        in_integers: whether the probabilities become pairs of integers, see `weights.py`.
     """
     total = count * heads
     scale, softcap = simd.load(sums.scale, lane), simd.splat(like, rule.softcap)
@@ -224,7 +230,17 @@ def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_s
 def _weigh(
     sizes, like, cache_like, heads, ci, ld, rows, strip, sums, at, shift, later, count, fetches
 ):
-    """acc = acc * rescale + p V for one pass of heads."""
+    """Compute acc = acc * rescale + p V for one pass of heads.
+
+    Args:
+        heads: 1 or 4, the heads of the pass.
+        ci, ld: the index of the first head's sums, and the elements of a head.
+        rows, strip, sums: the addresses of values, the scratch of the chunk, the state of the task.
+        at, shift: the first key of the chunk, and the byte offset of the head in a row.
+        later: the index of the addresses to prefetch.
+        count: the number of keys.
+        fetches: whether rows of the next chunk are prefetched.
+    """
     unit, span, dim = unit_of(cache_like, like), span_of(cache_like, like), sizes.v_head_dim
     unit_bytes = unit * sizes.k_size
     column = 0

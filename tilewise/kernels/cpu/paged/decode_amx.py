@@ -113,7 +113,10 @@ def _score_keys(typingctx, k_0, k_1, row_bytes, q, qi, steps, s, si):
 
 @intrinsic
 def _add_values(typingctx, c, ci, ldc, a, ai, lda, b, bi, steps):
-    """16 rows of c += a b for a panel of 32 columns of b; see `amx_tiles.multiply_block`."""
+    """Compute 16 rows of c += a b for a panel of 32 columns of b, in tile registers.
+
+    The arguments are those of `amx_tiles.multiply_block`, with ldb the same for all panels.
+    """
     index = types.int64
     sig = types.void(c, index, index, a, index, index, b, index, index)
 
@@ -266,7 +269,14 @@ def _new_work(arrays, heads, side, ld, ldv, is_direct):
 
 @inner
 def _load_rows(sizes, rule, arrays, work, sequence, first_head, heads, side, ld):
-    """Load query rows as words; set maxima and sums of rows that have seen their sink alone."""
+    """Load query rows as words, and set each row's maximum and sum to those of its sink alone.
+
+    Args:
+        work: the scratch of the task.
+        first_head, heads: the key heads of the task.
+        side: the rows of scratch for each key head.
+        ld: the padded channels.
+    """
     like, starts, group = arrays.like, arrays.starts, sizes.group
     work.m[:] = LOWEST
     work.raised[:] = -math.inf
@@ -292,7 +302,8 @@ def _load_rows(sizes, rule, arrays, work, sequence, first_head, heads, side, ld)
 
 @inner
 def _store_rows(sizes, rule, arrays, work, lse, sequence, first_head, heads, side, ldv):
-    """Divide the sums, store o and lse."""
+    """Divide the sums of rows by their totals, and write o and lse; see `_load_rows` for
+    arguments."""
     like, starts, group = arrays.like, arrays.starts, sizes.group
     scale = rule.scale if rule.is_scaled_only else 1.0
     for index in range(heads):
@@ -326,7 +337,13 @@ def _find_groups(sizes, arrays, work, sequence, key, first, length, to):
 
 @inner
 def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv):
-    """Copy rows of a tile of one key head to scratch, and set the addresses of its groups."""
+    """Copy keys and values of one tile and head to scratch, and note the addresses of groups of 16.
+
+    Args:
+        key: the first key of the tile.
+        low, high: the range within the tile that is visible.
+        ld, ldv: the padded channels of keys and of values.
+    """
     end = (high + ROWS - 1) // ROWS * ROWS
     like, first, count = arrays.like, key + low, high - low
     keys = keys_of(sizes, arrays, sequence, kv_head)
@@ -372,8 +389,15 @@ def _raise(like, work, si, begin, columns, word, factor, at, side, sums, ldv):
 
 @inlined
 def _pack_group(address, v_row, column, low, high, zeros, panels, units):
-    """Pack words of two of 16 values each; those of hidden keys become zero, whatever they
-    contain."""
+    """Pack 16 rows of values as words of two keys; rows of hidden keys become zeros.
+
+    Args:
+        address, v_row: the address of the first row, and the bytes of a row.
+        column: the index of the first key in the tile.
+        low, high: the range of the tile that is visible.
+        zeros: the address of a row of zeros.
+        panels, units: the panels to write, and how many there are.
+    """
     for key in range(column, column + ROWS, 2):
         even = address + (key - column) * v_row if low <= key < high else zeros
         odd = address + (key + 1 - column) * v_row if low <= key + 1 < high else zeros
@@ -535,7 +559,15 @@ def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv,
 
 @inner
 def _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, distance, begin, end):
-    """Turn a tile's products into logits, if a factor alone does not."""
+    """Turn a tile's products into logits: scale, softcap and ALiBi.
+
+    It is called only where a logit is not just a scaled product.
+
+    Args:
+        side: the rows of scratch for a key head.
+        distance: positions from the tile's first key to the query.
+        begin, end: the range of columns.
+    """
     for column in range(begin, end, WORD):
         for row in range(sizes.group):
             slope = arrays.slopes[sequence * sizes.slopes_batch + kv_head * sizes.group + row]

@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 def rows_of(
     problem: Problem, cache_dtype: torch.dtype, threads: int, *, size: int | None = None
 ) -> Rows:
-    """Return a problem whose sequences have one query row each, for so many threads.
+    """Return a problem whose sequences have one query row each, for a number of threads.
 
     Args:
         size: the bytes of keys and values that were just written or read; None for a cache, where

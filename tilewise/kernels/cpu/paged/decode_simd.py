@@ -174,7 +174,13 @@ def _new_work(sizes, arrays, heads, ld, ldv, is_direct):
 
 @inner
 def _load_rows(sizes, arrays, work, sequence, first_head, heads, ld):
-    """Copy query rows to scratch; set maxima and sums of rows that have seen nothing."""
+    """Copy query rows to scratch, and set maxima to -inf and sums to 0.
+
+    Args:
+        work: the scratch of the task.
+        first_head, heads: the key heads of the task.
+        ld: the padded channels.
+    """
     work.m[:] = -math.inf
     work.l[:] = 0
     work.acc[:] = 0
@@ -186,7 +192,7 @@ def _load_rows(sizes, arrays, work, sequence, first_head, heads, ld):
 
 @inner
 def _store_rows(sizes, arrays, work, lse, sequence, first_head, heads, ldv):
-    """Divide the sums, store o and lse."""
+    """Divide the sums of rows by their totals, sinks included, and write o and lse."""
     like, starts, m, l = arrays.like, arrays.starts, work.m, work.l
     for row in range(heads * sizes.group):
         head = first_head * sizes.group + row
@@ -214,8 +220,16 @@ def _find_runs(sizes, arrays, work, sequence, key, first, length, to):
 
 @inner
 def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, begin, end, ld, ldv):
-    """Copy rows of a tile of one key head to scratch, with zeros around, and set its runs'
-    addresses."""
+    """Copy keys and values of one tile and head to scratch, with zeros around the visible ones.
+
+    The addresses of runs of keys are set to the copies.
+
+    Args:
+        key: the first key of the tile.
+        low, high: the range within the tile that is visible.
+        begin, end: the range to fill, a multiple of a word.
+        ld, ldv: the padded channels of keys and of values.
+    """
     size = work.k_rows.itemsize
     work.v_rows[begin * ldv : low * ldv] = 0
     like, first, count = arrays.like, key + low, high - low

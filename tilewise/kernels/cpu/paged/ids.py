@@ -84,7 +84,13 @@ def _stray(ids, least, most):
 
 @kernel
 def _stray_block(table, edges, lengths, block_size, num_blocks, window_left):
-    """Return the flat index of the first entry that is to be read and invalid; -1 if none is."""
+    """Return the flat index of the first entry of a block table that is read and invalid, or -1.
+
+    Args:
+        table: (B, max_blocks).
+        edges, lengths: the first row of each sequence, and its number of keys.
+        window_left: keys before a query that it sees, -1 for all; blocks before them are not read.
+    """
     for sequence in range(len(lengths)):
         rows = types.int64(edges[sequence + 1]) - edges[sequence]
         if rows <= 0:

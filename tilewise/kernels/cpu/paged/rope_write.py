@@ -253,7 +253,8 @@ def _normalise(row, count, weight, eps):
 
 
 def _to_bytes(row, count, code, address, scale_address, owns_scale):
-    """Apply `quantise_row`; the float64 variant does nothing, as float64 has no 8-bit rule."""
+    """Quantise one row to the cache by `quantise_row`; a float64 row has no rule, and nothing is
+    done."""
 
 
 @overloaded(_to_bytes)
@@ -269,8 +270,18 @@ def _overload_to_bytes(row, count, code, address, scale_address, owns_scale):
 
 @inner
 def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin, half, interleaved):
-    """Copy every head of one token from its source to its target, rotated by row `angle` of cos,
-    sin."""
+    """Copy each head of one token to its target, normalised and rotated.
+
+    Args:
+        rows: the addresses and strides of source and target.
+        token, slot: the row of the source, and the cache slot of the target.
+        angle: the row of cos and sin.
+        block_size: the tokens of a block.
+        row: scratch for a head.
+        weight, eps: the weight of the norm, empty for none, and its epsilon.
+        half: half of the rotated channels.
+        interleaved: True for pairs (2i, 2i + 1), False for (i, i + half).
+    """
     block = slot // block_size
     offset = slot - block * block_size
     source = rows.source + token * rows.row

@@ -72,11 +72,14 @@ def step(
     *,
     has_silu: bool,
 ) -> Tensor:
-    """Return y (T, C) of tokens after those that slots hold, and take them into the slots.
+    """Compute y (T, C) of new tokens of running sequences, and write the tokens to their slots.
 
     Args:
-        slots, starts: int64 (N,), see `ops.causal_conv1d_step`.
-        edges: as in `launch`.
+        x: (T, C), packed.
+        weight, bias: (C, width), and (C,) or None.
+        states: (slots, rows, C): the last rows of a slot, the token at position p in row p % rows.
+        slots, starts: (N,), each sequence's slot (-1 for none) and its tokens before this call.
+        edges: (N + 1,), the first row of each sequence and the end.
     """
     return _run(x, weight, bias, states, slots, starts, edges, has_silu, True)
 

@@ -234,7 +234,15 @@ def _set(c, ci, ldc, rows, columns, a, ai, a_row, b, bi, b_word, words):
 
 @inner
 def _add_rows(c, ci, ldc, is_pair, columns, a, ai, a_row, b, b_word, words):
-    """Add a b to one row of c, or to two."""
+    """Compute c += a b for one row of c, or for two if is_pair.
+
+    Args:
+        c, ci, ldc, columns: the sums, the index of the first, the elements of a row, and the
+            columns.
+        a, ai, a_row: the left operand, the index of its first number, and the elements of a row.
+        b, b_word: the right operand, and the elements from row to row.
+        words: the length along K.
+    """
     lanes, column = lanes_in(c), 0
     if is_pair:
         while column + 4 * lanes <= columns:

@@ -482,7 +482,16 @@ def _multiply_step_4(word_like, kind, has_term, source, lookup, factors, half_by
 
 @inner
 def _walk(word_like, group, form, first, end, target, spare, rows, c, a, lda):
-    """Widen steps first ... end - 1 of a group, or multiply them if there are `rows`, 1 or 4."""
+    """Widen steps first ... end - 1 of a narrow group, or multiply them by 1 or 4 rows.
+
+    Args:
+        word_like: an empty array of the model's dtype.
+        group, form: the addresses of the group and of the description of how it is stored.
+        target: the address of the widened words.
+        spare: the address of SPARE bytes of scratch.
+        rows: the number of rows to multiply; 0 widens to `target` instead.
+        c, a, lda: the addresses of sums and of rows, and the bytes of a row.
+    """
     kind, mode, lookup = field(form, KIND), field(form, MODE), field(form, LOOKUP)
     part_steps, part_bytes = field(form, PART_STEPS), field(form, PART_BYTES)
     run, header = field(form, RUN), field(form, HEADER)

@@ -49,7 +49,13 @@ ROWS_PER_TASK = 2
 
 @inner
 def _put_some(word_like, like, address, column, count, x, spare):
-    """Store the part of a register that lies within a row of `count` elements."""
+    """Store a register at `column` of a row, but only the part within the row's `count` elements.
+
+    Args:
+        address: the address of the row.
+        x: the register, float32.
+        spare: scratch for a register of words.
+    """
     size = word_like.itemsize
     if column + simd.REGISTER_BYTES // 4 <= count:
         put(word_like, address + column * size, x)

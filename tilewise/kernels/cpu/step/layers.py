@@ -330,7 +330,14 @@ def _store_logits(word_like, like, c, rows, bias, target, target_row, factor, ca
 
 @inner
 def widen_rows(word_like, like, source, source_row, rows, inputs, target, target_row):
-    """Convert rows of words to float32, for products that cannot read words."""
+    """Convert rows of 16-bit words to float32, for products that cannot read words.
+
+    Args:
+        word_like, like: empty arrays of the words' and of float32's type.
+        source, source_row: the address of the words, and the bytes of a row.
+        rows, inputs: the numbers of rows and columns.
+        target, target_row: the address of the floats, and the bytes of a row.
+    """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     for row in range(rows):
         for column in range(0, inputs, lanes):

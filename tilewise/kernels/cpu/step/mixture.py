@@ -319,7 +319,14 @@ def _gather(word_like, like, op, begin, end):
 
 @inner
 def _combine(word_like, like, op, factor, row, spare):
-    """Add up the rows of a token's experts, and what the block of all tokens has for it."""
+    """Write the weighted sum of the rows of a token's experts, plus the shared block's row if any.
+
+    Args:
+        op: the operation's record.
+        factor: the factor of the sum.
+        row: the token's row.
+        spare: scratch for a register.
+    """
     size, lanes, active = word_like.itemsize, simd.REGISTER_BYTES // 4, op[NUM_ACTIVE]
     places = array_at(op[PLACES], (row + 1) * active, np.empty(0, np.int64))
     weights = array_at(op[WEIGHTS], (row + 1) * active, like)
@@ -350,7 +357,13 @@ def _combine(word_like, like, op, factor, row, spare):
 
 @kernel
 def mix_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Do the phase of a mixture that `op` says, together with the other threads of a step."""
+    """Run one phase of a mixture, ROUTE, GATHER ..., together with the step's other threads.
+
+    Args:
+        op: the operation's record, whose PHASE decides.
+        numbers: the operation's floats.
+        counter: the shared counter from which threads take tasks.
+    """
     num_rows = len(batch.ids)
     if op[PHASE] == ROUTE:
         if next_task(counter) == 0:

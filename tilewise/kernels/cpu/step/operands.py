@@ -29,7 +29,7 @@ class Buffer(NamedTuple):
     start: int = 0
 
     def at(self, column: int, size: int) -> Buffer:
-        """Return the range from this column of the range on, of elements of so many bytes."""
+        """Return the part of this buffer from `column` on, with elements of `size` bytes."""
         return self._replace(start=self.start + column * size)
 
 

@@ -602,7 +602,7 @@ class Program:
         other: Buffer | None = None,
         function: str = "identity",
     ) -> None:
-        """Target = round(source * factor), or round(source * round(f(other))), of so many columns.
+        """Target = round(source * factor), or round(source * round(f(other))), of some columns.
 
         Args:
             factors: a function that returns a factor for each column, or None.

@@ -561,8 +561,13 @@ def _normalise(word_like, like, op, numbers, batch, begin, end, target, spare):
 
 @inner
 def _embed(word_like, like, op, factor, batch, row, c, words):
-    """Write the row that an embedding has for a token, and add that of its position if there is a
-    table of them."""
+    """Write a token's row of the embedding, times `factor`, plus the row of its position if any.
+
+    Args:
+        op: the operation's record: WEIGHT is the table, BIAS that of positions or 0.
+        row: the row of the token in the batch.
+        c, words: the addresses of scratch.
+    """
     inputs, target = op[INPUTS], op[TARGET] + row * op[TARGET_ROW]
     embed_row(word_like, like, batch.ids[row], op[WEIGHT], inputs, op[FORM], target, c, words)
     if op[BIAS] != 0 or factor != 1.0:

@@ -31,7 +31,12 @@ from tilewise.kernels.cpu.step.words import get, put
 
 @kernel
 def multiply_wide(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Compute the product that `op` describes, together with the other threads of a step."""
+    """Compute a product whose rows are widened to float32, together with the step's other threads.
+
+    Args:
+        op: the operation's record: INPUTS, GROUPS, addresses.
+        counter: the shared counter from which threads take tasks.
+    """
     num_rows, inputs, groups = len(batch.ids), op[INPUTS], op[GROUPS]
     lda, lanes = 4 * (inputs + STEP), simd.REGISTER_BYTES // 4
     wide, c = scratch(BLOCK_ROWS * (inputs + STEP), like), scratch(BLOCK_ROWS * WIDTH, like)

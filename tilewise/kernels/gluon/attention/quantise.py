@@ -396,7 +396,14 @@ def _add_one(
     columns: int,
     single: int,
 ) -> None:
-    """Add both launches for one tensor; more: its rotation and its lengths."""
+    """Note both launches that quantise one tensor: the largest values, and then the codes.
+
+    Args:
+        more: the rotation and the lengths, or None.
+        x8, scale: the codes and scales to write.
+        columns: the columns of values with their padding.
+        single: the constant SINGLE of the kernels, which names the tensor.
+    """
     maxima, constants = maker.empty((tasks.k,), torch.float32), tasks.constants(single)
     inputs, out = (x, x, x, *more, maxima), x8.view(torch.uint8)
     numbers = (*_strides(x, x, x), *tasks.numbers())

@@ -103,7 +103,14 @@ def flat_dq(dq):
 
 @gluon.jit
 def leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
-    """Write this warpgroup's half of dq of a step where the sender takes it."""
+    """Store this warpgroup's half of a step's dq in shared memory, from which the sender adds it.
+
+    Args:
+        dq: the sums, in registers.
+        bufs, bars: the CTA's shared memory and barriers.
+        step: the number of the step.
+        PART: the number of this warpgroup.
+    """
     COLUMNS: gl.constexpr = _dq_columns(variant)
     HALF: gl.constexpr = PART if variant.flat else 0  # that has a buffer of its own
     THREADS: gl.constexpr = 160 if variant.flat else 288
@@ -160,7 +167,13 @@ def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl
 def _drawn_ahead(
     step, more, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr
 ):
-    """Draw the words of the step after `step`, or its own where none follows."""
+    """Draw dropout's words for the next step, or for this one again if it is the last.
+
+    Args:
+        more: whether another step follows.
+        work, shape, scores, places: the CTA's `Work`, and the call's `Shape`, `BwdScores`,
+            `Places`.
+    """
     following = gl.where(more, step + 1, step)
     g, tile = tile_of_step(work, following, shape.group_size, variant)
     return _drawn(tile, g, work, shape, scores, places, variant, PART)

@@ -61,7 +61,13 @@ def _products(bufs, zero, stage, variant: gl.constexpr):
 
 @gluon.jit
 def make_dv(dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr):
-    """Make p and dv."""
+    """Compute p step by step, pass it to the other warpgroup, and sum dv = p^T do.
+
+    Args:
+        dv_desc, dv_ptr: the destination, as a descriptor and as a pointer.
+        shape, scores, places: the call's `Shape`, `BwdScores` and `Places`.
+        bufs, bars: the CTA's shared memory and barriers.
+    """
     D: gl.constexpr = variant.dv
     GROUPS: gl.constexpr = 2 if variant.d_high > 0 else 1  # see `_products`
     STAGES: gl.constexpr = variant.stages
@@ -170,7 +176,14 @@ def make_dv(dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant: gl.cons
 def make_dk(
     dk_desc, dk_high_desc, dk_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
 ):
-    """Make dp, ds and dk."""
+    """Compute dp and ds = p (dp - delta) step by step, and sum dk = ds^T q.
+
+    Args:
+        dk_desc, dk_high_desc, dk_ptr: the destination: descriptors of both parts of the channels,
+            and a pointer.
+        shape, scores, places: the call's `Shape`, `BwdScores` and `Places`.
+        bufs, bars: the CTA's shared memory and barriers.
+    """
     D: gl.constexpr = variant.d
     DV: gl.constexpr = variant.dv
     HIGH: gl.constexpr = variant.d_high

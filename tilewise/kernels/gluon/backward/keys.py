@@ -89,7 +89,12 @@ def clear_queries(rows, work, tile, variant: gl.constexpr):
 
 @gluon.jit
 def _clear_unseen(x, first_key, work, shape, variant: gl.constexpr):
-    """Zero gradients of keys that no query sees: of a query that is NaN they are 0 * NaN."""
+    """Set the gradients x of keys that no query sees to 0; a query that is NaN has made them NaN.
+
+    Args:
+        first_key: the first of the 64 keys.
+        work, shape: the CTA's `Work` and the call's `Shape`.
+    """
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
     unseen = keys >= work.length_k
     if variant.left:

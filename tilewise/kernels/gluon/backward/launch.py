@@ -53,7 +53,7 @@ _LOG2E = math.log2(math.e)
 
 
 class Parts(NamedTuple):
-    """What the kernels of a backward pass read and write."""
+    """The tensors that the kernels of a backward pass read and write."""
 
     do: Tensor
     q: Tensor
@@ -144,7 +144,12 @@ def add_around(
 
 
 def rows_before(maker: Maker, x: Parts, variant: BwdVariant, *, has_sums: bool) -> Rows:
-    """Add what comes before the kernels of a backward pass; see `steps.launch_before`."""
+    """Note the launches before the main kernels, which compute delta and lse in base 2.
+
+    Args:
+        x: the tensors of the pass.
+        has_sums: True to zero a float32 sum of dq, too.
+    """
     return launch_before(
         maker, x.q, x.o, x.do, x.lse, x.dlse, x.spec, x.sequences, variant, has_sums=has_sums
     )
@@ -175,9 +180,10 @@ def _add_kernels(maker: Maker, x: Parts) -> Rows:
 def scores_of(
     spec: AttentionSpec, extras: Extras, *, by_rows: bool = False
 ) -> tuple[BwdScores, tuple[int, ...]]:
-    """Return what the logits are made of, and the numbers of `logits.Places`.
+    """Return the `BwdScores` of a call, and the numbers of its `logits.Places`.
 
-    by_rows: with the mask's lists of tiles of queries, not of keys.
+    Args:
+        by_rows: True for the block mask's lists of tiles of queries instead of tiles of keys.
     """
     lists = extras.mask_columns, extras.mask_column_entries
     all_tiles, tiles = extras.mask_all_column_tiles, extras.mask_column_tiles

@@ -121,7 +121,7 @@ def _load_tile(
     bars,
     variant: gl.constexpr,
 ):
-    """Do so for the one tile of keys of a CTA."""
+    """Load k and v once and q and do step by step, for a CTA with one tile of keys."""
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     # Which of the two forms makes the faster consumers was measured; it is ptxas's doing.
@@ -241,7 +241,8 @@ def _load_step(
 
 @gluon.jit
 def _load_bias(bias_desc, work, row, head, places, full, memory):
-    """Load what the bias adds to a tile of queries and the keys of the CTA."""
+    """Start to copy the bias of a tile of queries and the CTA's keys to `memory`; `full` opens
+    then."""
     b = gl.where(places.bias_batch == 0, 0, work.b)
     h = gl.where(places.bias_head == 0, 0, head)
     tma_load(bias_desc, [b, h, row, work.first_key], full, memory)
@@ -249,7 +250,15 @@ def _load_bias(bias_desc, work, row, head, places, full, memory):
 
 @gluon.jit
 def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr, SENDER: gl.constexpr):
-    """Add a tile of dq, or store it where rank is 0; then give its buffer back."""
+    """Add a tile of dq from shared memory to global memory, or store it if rank is 0.
+
+    Then the buffer is free again.
+
+    Args:
+        at: the coordinates of the tile.
+        rank: the number of tiles that were added to it before.
+        SENDER: the number of this warp among the senders.
+    """
     HALVES: gl.constexpr = 2 if variant.flat else 1  # that come and go apart
     THREADS: gl.constexpr = 160 if variant.flat else 288
     BARRIER: gl.constexpr = DQ_WRITTEN + SENDER * SECOND_SENDER

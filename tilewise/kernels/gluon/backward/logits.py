@@ -26,7 +26,7 @@ from tilewise.kernels.gluon.device.warpgroup import LOG2E
 
 
 class BwdScores(NamedTuple):
-    """What a call's logits are made of: numbers and pointers, None where it has none."""
+    """The numbers and pointers from which logits are computed; None for what a call has not."""
 
     scale: object
     scale_log2: object  # times log2(e)
@@ -42,7 +42,10 @@ class BwdScores(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Strides, in elements, 0 where shared, and dropout's limit; made inside a kernel."""
+    """Strides of the tensors of `BwdScores`, in elements, 0 where shared, and dropout's limit.
+
+    It is made inside a kernel.
+    """
 
     alibi_batch: object
     bias_batch: object
@@ -56,7 +59,14 @@ class Places(NamedTuple):
 
 @gluon.jit
 def add_alibi(s, b, head, diagonals, keys, scores, places):
-    """Subtract slope * |query - key|; diagonals: the key that stands where each query does."""
+    """Subtract slope * |query - key| from logits s (keys, queries) in base 2.
+
+    Args:
+        b, head: the sequence and the query head.
+        diagonals: the key at the position of each query.
+        keys: the keys of the tile.
+        scores, places: the slopes, and their stride.
+    """
     slope = gl.load(scores.alibi + b * places.alibi_batch + head) * LOG2E
     distance = gl.expand_dims(diagonals.to(gl.float32), 0) - gl.expand_dims(keys.to(gl.float32), 1)
     return gl.fma(gl.abs(distance), gl.full_like(distance, 0.0) - slope, s)
@@ -116,7 +126,8 @@ def drop_gradients(dp, words, scale, delta):
 
 @gluon.jit
 def masks_of_pairs(pairs, words):
-    """Return what `kept_pairs` does, of words of `words_of_pairs`."""
+    """Return the masks of pairs of 16-bit numbers that dropout keeps, from words of
+    `words_of_pairs`."""
     n: gl.constexpr = pairs.shape[1] * 2
     layout: gl.constexpr = pairs.type.layout
     l5: gl.constexpr = pairs.reshape([2, 2, 2, 8, n // 2]).type.layout

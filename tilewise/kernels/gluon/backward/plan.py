@@ -152,8 +152,8 @@ def with_copied_bias(variant: BwdVariant, *, is_shared: bool) -> BwdVariant:
 def features_of(spec: AttentionSpec, keys: int) -> dict[str, Any]:
     """Return the fields of a variant that a call's features decide on any device.
 
-    Of lengths they depend on which sides of a window hide a key, and on the keys of the last of the
-    tiles, of so many `keys`.
+    They depend on lengths only by the sides of a window that hide a key, and by the keys of the
+    last tile, where a tile has `keys` keys.
     """
     lengths_vary = spec.is_varlen or spec.has_seqlens_k
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
@@ -231,7 +231,7 @@ def _variant_of_features(spec: AttentionSpec) -> BwdVariant:
 
 
 def _form_for_length(variant: BwdVariant, spec: AttentionSpec) -> BwdVariant:
-    """Return what long plain calls of D 128, and full ones that drop, are faster with.
+    """Return the variant that is fastest for long plain calls of D 128, and full ones that drop.
 
     Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-23, TFLOP/s). A flat sum of dq,
     with ds query by query, takes a tenth of what shared memory moves, the busiest part of all:
@@ -331,7 +331,12 @@ _ONE_EACH = Turns(1, 0, _OTHERS.behind)
 
 
 def turns_of(spec: AttentionSpec, variant: BwdVariant, section: int, num_sms: int) -> Turns:
-    """Return the Turns of a call: as many heads take several as give full waves of CTAs."""
+    """Return how CTAs share tiles of keys: in full waves a CTA takes several, in the last one each.
+
+    Args:
+        section: the heads whose tiles are interleaved.
+        num_sms: the multiprocessors of the GPU.
+    """
     if not variant.several:
         return _ONE_EACH
     heads, num_tiles = spec.batch * spec.num_kv_heads, cdiv(spec.max_seqlen_k, KEYS)

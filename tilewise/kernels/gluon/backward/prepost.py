@@ -40,7 +40,7 @@ PIECE_COLUMNS = gl.constexpr(64)
 
 
 class PrePost(NamedTuple):
-    """What this reads and writes without TMA: tensors, or None."""
+    """The tensors that pre- and postprocessing read and write without TMA; None for absent ones."""
 
     dq: object  # contiguous
     dq_sum: object  # float32 (planes, rows, d)
@@ -306,7 +306,7 @@ def _piece(tile, row: gl.constexpr, column: gl.constexpr, layout: gl.constexpr):
 def _load_rows(
     o_desc, do_desc, part, parts, first, place, shape, o_buf, do_buf, full, variant: gl.constexpr
 ):
-    """Start to load a tile of o and of do."""
+    """Start to copy a tile of o and of do to shared memory."""
     head, _plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     b = place.b
     if variant.packed:
@@ -333,7 +333,14 @@ def _preprocess(
     variant: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Make delta of a tile and set its sums of dq to zero."""
+    """Compute delta = do . o of a tile of rows, and set its sums of dq to zero.
+
+    Args:
+        part, parts: the number of the tile among those of this CTA, and how many there are.
+        first: the first row.
+        place: the CTA's `Place`.
+        o_buf, do_buf, full: the ring of o and do, and its barriers.
+    """
     D: gl.constexpr = variant.d
     ROWS: gl.constexpr = part_rows(D)
     layout: gl.constexpr = _piece_layout(WARPS)
@@ -366,7 +373,7 @@ def _preprocess(
 
 @gluon.jit
 def _load_sums(sum_desc, part, parts, first, place, shape, sum_buf, full, variant: gl.constexpr):
-    """Start to load a tile of the sums of dq."""
+    """Start to copy a tile of the float32 sums of dq to shared memory."""
     _head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     stage = part % STAGES
     bar = full.index(STAGES + stage)
@@ -413,7 +420,7 @@ def _postprocess(
     variant: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Scale and round the sums of a tile."""
+    """Scale the float32 sums of dq of a tile, and write them to dq in its dtype."""
     D: gl.constexpr = variant.d
     ROWS: gl.constexpr = part_rows(D)
     WIDTH: gl.constexpr = variant.width

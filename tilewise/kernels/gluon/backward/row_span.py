@@ -22,7 +22,7 @@ ROWS = gl.constexpr(128)  # queries of a CTA, and of a tile of the block mask
 
 
 class Rows(NamedTuple):
-    """What one CTA does; made inside a kernel. Tiles are tiles of keys."""
+    """The queries of one CTA and the tiles of keys that they see; made inside a kernel."""
 
     b: object
     head: object

@@ -102,7 +102,7 @@ class Shape(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One tile of one head of one sequence; made inside a kernel."""
+    """A tile of one head of one sequence that a CTA works on; made inside a kernel."""
 
     index: object  # number of the head among those of all sequences, as they are launched
     b: object
@@ -115,7 +115,7 @@ class Place(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one CTA does; made inside a kernel. Tiles are tiles of queries of one head."""
+    """The keys of one CTA and the tiles of queries that see them; made inside a kernel."""
 
     index: object  # the index of Place
     b: object
@@ -269,7 +269,12 @@ def work_of_cta(shape, scores, places, variant: gl.constexpr, turn=0):
 
 @gluon.jit
 def note_work(work, turn, notes):
-    """Leave for consumers what they need of a turn's Work, in registers that they do not have."""
+    """Store the fields of a turn's Work in shared memory, for consumers without registers for them.
+
+    Args:
+        turn: the number of the turn; two turns have places of their own.
+        notes: the shared memory.
+    """
     first = turn % 2 * NOTES
     _note(notes, first, work.first_key)
     _note(notes, first + 1, work.b)

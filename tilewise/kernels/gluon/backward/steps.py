@@ -157,7 +157,12 @@ def launch_after(
     variant: BwdVariant,
     flat: int,
 ) -> None:
-    """Round the sum of dq of the last heads; flat: how it lies, as the kernel takes it."""
+    """Note the launch that rounds the float32 sums of dq of the last heads to dq.
+
+    Args:
+        rows: the row terms and the sums.
+        flat: the constant for the layout of the sums, as the kernel takes it.
+    """
     assert rows.dq_sum is not None
     tile = _ELEMENTS // variant.d
     heads_after = rows.plan.behind * spec.group_size
@@ -191,7 +196,10 @@ def launch_after(
 def zero_gaps(
     maker: Maker, dq: Tensor, dk: Tensor, dv: Tensor, spec: AttentionSpec, sequences: Sequences
 ) -> None:
-    """Zero the rows of packed gradients that no sequence has; they may be any."""
+    """Note the launch that zeroes gradients before the first sequence and after the last.
+
+    Their number is known on the device only.
+    """
     widths = (x.shape[-2] * x.shape[-1] for x in (dq, dk, dv))
     maker.launch(
         attention_bwd_gaps_kernel,
@@ -343,7 +351,7 @@ def launch_dkdv(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Fill dk and dv."""
+    """Note the launch of the kernel that writes dk and dv, for heads too wide for one kernel."""
     m, n, d = variant.tile_m, variant.tile_n, variant.d
     num_tiles = cdiv(spec.max_seqlen_k, n)
     heads = spec.batch * spec.num_kv_heads
@@ -396,7 +404,7 @@ def launch_dq(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Fill dq."""
+    """Note the launch of the kernel that writes dq, for heads too wide for one kernel."""
     n, d, half = variant.tile_n, variant.d, _ROWS // 2
     strides, pairs = in_pairs(*places[1:5])
     places = (places[0], *strides, *places[5:])

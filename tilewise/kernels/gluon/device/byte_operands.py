@@ -120,7 +120,7 @@ def value_pairs(x, KIND: gl.constexpr):
 
 @gluon.jit
 def halves(pairs):
-    """Return what two registers' halves hold; costs no instruction."""
+    """Return the low and the high float16 of each register, without an instruction."""
     return gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
         dtype=(gl.float16, gl.float16), is_pure=True, pack=1,

@@ -24,7 +24,7 @@ KEY_STEP_1 = gl.constexpr(0xBB67AE85)
 
 
 class Draw(NamedTuple):
-    """What decides which probabilities of a call are kept; all uint32."""
+    """The random state and limit that decide which probabilities of a call are kept; all uint32."""
 
     key_low: object  # the seed
     key_high: object

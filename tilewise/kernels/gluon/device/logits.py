@@ -21,7 +21,7 @@ from tilewise.kernels.gluon.visible import keys_of_rows
 
 
 class Extras(NamedTuple):
-    """What a call adds to plain logits, flat; None where it does not."""
+    """The further tensors and numbers of a call's logits, flat; None for absent ones."""
 
     softmax_scale: object
     softcap: object
@@ -35,7 +35,7 @@ class Extras(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What the logits of one tile of rows of one head are made of."""
+    """The numbers from which the logits of one tile of rows of one head are computed."""
 
     key_begin: object  # int32 (64,): the keys that each row sees
     key_end: object
@@ -85,7 +85,8 @@ def head_of(
 
 @gluon.jit
 def factor_log2(extras, variant: gl.constexpr):
-    """Return what turns products q . k, or their tanh where they are capped, into base 2."""
+    """Return the factor by which products q . k, or the tanh of capped ones, become logits in
+    base 2."""
     if variant.softcap != "none":
         return extras.softcap * LOG2E
     else:
@@ -153,7 +154,7 @@ def _add_slant(s, head):
 
 @gluon.jit
 def slant_of(s, head, first_key):
-    """Return what ALiBi adds to the first key of each thread of a row of s (64, n): (64, 4)."""
+    """Return the ALiBi term of the first key of each thread of a row of s (64, n), as (64, 4)."""
     four = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])  # no instruction
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, four.type.layout))
     rows: gl.constexpr = gl.SliceLayout(1, layout)

@@ -81,7 +81,7 @@ def divide_odd(x):
 
 @gluon.jit
 def nibble_key_order(x):
-    """Put the channels of (rows, width) into the order in which keys are multiplied."""
+    """Permute the channels of x (rows, width) to the order in which 4-bit keys are multiplied."""
     rows: gl.constexpr = x.shape[0]
     width: gl.constexpr = x.shape[1]
     words: gl.constexpr = _words_of_a_lane(width)

@@ -74,7 +74,7 @@ class Variant(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What a call adds to q, k, v, o and lse; None where it does not."""
+    """The further tensors of a call beside q, k, v, o and lse; None for absent ones."""
 
     plan: object = None  # see sorted_tiles.py
     plan_size: object = None  # int32 (1,), entries of the plan
@@ -113,7 +113,11 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def _allocate(q, q_high, k, k_high, v, o, bias, tile: gl.constexpr):
-    """Return the Shared memory of a CTA, with its barriers ready."""
+    """Allocate the shared memory of a CTA and initialise its barriers.
+
+    Args:
+        q, q_high, k, k_high, v, o, bias: the descriptors, whose dtypes and layouts are used.
+    """
     GROUPS: gl.constexpr = tile.warpgroups
     STAGES: gl.constexpr = tile.stages
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

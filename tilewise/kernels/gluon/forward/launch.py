@@ -147,7 +147,7 @@ def _split_descriptors(
 def added_tensors(
     maker: Maker, o: Tensor, lse: Tensor, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile
 ) -> tuple[Tensors, int]:
-    """Return what the call adds, and how many tiles of rows a head has at most."""
+    """Return the further tensors of a call, and the largest number of tiles of rows of a head."""
     mask, upper_bound = tensors.mask, -(-spec.max_seqlen_q // tile.rows)
     given: dict[str, Tensor | None] = {
         "seqlens_k": tensors.seqlens_k,
@@ -181,7 +181,15 @@ def add_sorted_tiles(
     upper_bound: int,
     rows_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """List the tiles of a packed batch on the device, and clear rows of no sequence."""
+    """Note the launches that list a packed batch's tiles by work, and zero rows of no sequence.
+
+    Args:
+        upper_bound: the largest number of tiles of a sequence.
+        rows_k: the rows of k.
+
+    Returns:
+        The list of tiles and its length, on the device.
+    """
     sizes, programs = plan_sizes(spec.batch, o.shape[0], upper_bound)
     size, work, entries, plan = maker.empty((sum(sizes),), torch.int32).split(sizes)
     maker.launch(

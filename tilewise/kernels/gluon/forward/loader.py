@@ -86,7 +86,15 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
 def _load_queries(
     q, q_high, shared, rows, b, number, visit, group: gl.constexpr, tile: gl.constexpr
 ):
-    """Load the 64 rows of one warpgroup; the number of their tile travels with them."""
+    """Start to copy the 64 rows of q of one warpgroup.
+
+    Args:
+        rows: the tile of rows.
+        b: the batch entry in the tensor.
+        number: the number of the tile, which the warpgroup is told where tiles are dealt
+            dynamically.
+        visit: the number of tiles that this CTA had before.
+    """
     mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)
     if tile.dynamic:
         _announce(shared, group, number)
@@ -113,7 +121,13 @@ def _load_bias(bias, shares, shared, rows, block, step, group: gl.constexpr, til
 
 @gluon.jit
 def _load(tiles, rests, at, at_high, full, memory, high_memory, index, tile: gl.constexpr):
-    """Load a tile and, where it has one, its rest; `full` opens when both are there."""
+    """Start to copy a tile's channels, in two parts if it is wide; `full` opens then.
+
+    Args:
+        tiles, rests: the descriptors of both parts.
+        at, at_high: the coordinates of both parts.
+        memory, high_memory, index: the rings, and the stage in them.
+    """
     if tile.d_high > 0:
         mbarrier.expect(full, tiles.block_type.nbytes + rests.block_type.nbytes)
         tma_load(rests, at_high, full, high_memory.index(index))

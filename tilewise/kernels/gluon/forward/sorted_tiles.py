@@ -37,8 +37,11 @@ def plan_sizes(batch: int, rows: int, upper_bound: int) -> tuple[list[int], int]
 
 @triton.jit
 def _rows_of(cu, b, mask, rows, longest):
-    """Return the first rows of sequences and how many they have, at most `longest`, as a bias and
-    a block mask have, of `rows` that there are: a GPU cannot refuse others without a wait."""
+    """Return the first rows of sequences and their numbers of rows, clamped to rows that exist.
+
+    A GPU cannot raise an error without a wait. Lengths are also at most `longest`, the size of bias
+    and block mask.
+    """
     begin = tl.minimum(tl.maximum(tl.load(cu + b, mask=mask, other=0), 0), rows)
     # At least begin before it is subtracted: of -2^31 the difference would be positive.
     end = tl.minimum(tl.maximum(tl.load(cu + b + 1, mask=mask, other=0), begin), rows)

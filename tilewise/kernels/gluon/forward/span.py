@@ -52,7 +52,13 @@ class Walk(NamedTuple):
 
 @gluon.jit
 def walk_of(rows, work, mask, tile: gl.constexpr, variant: gl.constexpr):
-    """Return the Walk of a tile; it has one step at least, whose keys no row may see."""
+    """Return the Walk over the blocks of keys that a tile of rows sees, of at least one block.
+
+    Args:
+        rows: the tile of rows.
+        work: the windows and the tiles of the launch.
+        mask: the block mask; None without one.
+    """
     last = gl.minimum(rows.first_row + tile.rows, rows.length_q) - 1
     limit = rows.length_k
     seen_begin, full_begin, full_end, seen_end = keys_of_tile(

@@ -33,7 +33,7 @@ from tilewise.kernels.gluon.visible import load_bits, reached
 
 
 class Task(NamedTuple):
-    """What stays the same for all blocks of a tile of rows."""
+    """The values that are the same for all blocks of keys of a tile of rows."""
 
     walk: object
     head: object
@@ -46,7 +46,7 @@ class Task(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What `gather` found of one block; 0 where the call has none."""
+    """The numbers that `gather` found for one block of keys; 0 for what the call has not."""
 
     first_key: object
     number: object  # number of its bit tile, see `span.block_of_step`

@@ -114,7 +114,14 @@ def tile_config_fwd(
 def _tile_of(
     head_dim: int, v_head_dim: int, kind: str, most_keys: int, dealt: bool, is_long: bool
 ) -> Tile:
-    """Return the tile of all calls that differ in no more than their lengths."""
+    """Return the tile for calls of these head dims and kind, whatever their lengths.
+
+    Args:
+        kind: the name of a column of the table: "even", "uneven", "long", "biased" ...
+        most_keys: the most keys of a sequence.
+        dealt: True if tiles are dealt to CTAs one by one.
+        is_long: True if sequences are long.
+    """
     d, rest = _split(head_dim)
     dv = _padded(v_head_dim)
     width = d + rest

@@ -49,7 +49,8 @@ SCHEDULER_BARRIER = gl.constexpr(9)  # the first hardware barrier that Triton le
 
 
 class State(NamedTuple):
-    """What a row tile has come to: the sums, and the packed p that still lacks its product."""
+    """The state of a tile of rows: sums, maxima, totals, and packed probabilities not yet
+    multiplied."""
 
     acc: object
     p: object

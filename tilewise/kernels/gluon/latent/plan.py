@@ -49,7 +49,7 @@ _MOST_PARTS = 128  # merged at once: 128 x 64 float32 are 64 registers a thread
 
 
 class _Work(NamedTuple):
-    """What both kernels are given."""
+    """The arguments that both kernels share."""
 
     shares: int
     row_tiles: int

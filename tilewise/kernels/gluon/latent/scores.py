@@ -67,7 +67,12 @@ def score_items(loads, step, share, output, factor, shared, variant: gl.constexp
 
 @gluon.jit
 def _score_item(item, at, visit, loads, step, share, output, factor, shared, variant: gl.constexpr):
-    """Load q and the first tiles, then score tile after tile."""
+    """Load q and the first tiles of an item, then compute the logits of tile after tile.
+
+    Args:
+        item: the work item, see `share.item_of`.
+        at, visit: the numbers of tiles and of items before it.
+    """
     S: gl.constexpr = sum_layout(KEYS)
     slot = visit % 2
     wait_slot(visit, shared)
@@ -189,7 +194,12 @@ def _load_tile(item, index, at, loads, step, shared, variant: gl.constexpr):
 
 @gluon.jit
 def _load_rope(item, index, at, loads, step, shared, variant: gl.constexpr):
-    """Start to load the rope channels of a tile whose other channels the sums of o load."""
+    """Start to copy the rope channels of a tile; the warpgroups that sum o copy its other channels.
+
+    Args:
+        index: the number of the tile in the item.
+        at: the number of tiles before the item.
+    """
     stage = (at + index) % 3
     place = _place_of(item, index, step, variant)
     _wait_empty(at + index, shared)
@@ -251,7 +261,8 @@ def _hide(s, item, index, step, share, variant: gl.constexpr, LAST: gl.constexpr
 
 @gluon.jit
 def _keys_of(tile, length, BOX: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return which key of a tile each of its columns holds; one that none sees where it is none."""
+    """Return the key in each column of a tile; `length`, which no row sees, for columns without
+    a key."""
     column = gl.arange(0, KEYS, LAYOUT)
     first = column // BOX * BOX
     shift = box_shift(tile * KEYS + first, length, BOX)

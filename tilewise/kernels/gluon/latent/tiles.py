@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the boxes of a tile lie in the cache: their blocks, and what tells their slots."""
+    """The boxes of a tile in the cache: their blocks, and the length from which slots follow."""
 
     blocks: object
     index: object
@@ -89,7 +89,12 @@ def place_of(step, table, length, index, exists, variant: gl.constexpr):
 
 @gluon.jit
 def load_part(cache, place, first_channel: gl.constexpr, full, memory, variant: gl.constexpr):
-    """Start to load one part of a tile's channels into `memory`; `full` opens when it is there."""
+    """Start to copy one part of a tile's channels to `memory`; `full` opens when it has arrived.
+
+    Args:
+        cache: the TMA descriptor of the part's width.
+        place: the tile's `Place` or `Places`.
+    """
     BOX: gl.constexpr = variant.box
     BOXES: gl.constexpr = KEYS // BOX
     mbarrier.expect(full, BOXES * cache.block_type.nbytes)

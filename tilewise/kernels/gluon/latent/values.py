@@ -59,7 +59,14 @@ def add_items(loads, step, output, shared, variant: gl.constexpr, SIDE: gl.const
 def _add_item(
     tiles, at, slot, phase, loads, step, output, shared, variant: gl.constexpr, SIDE: gl.constexpr
 ):
-    """Sum up tile after tile, then store."""
+    """Sum p values over the tiles of an item, for one half of the channels, and store the result.
+
+    Args:
+        tiles: the number of tiles.
+        at: the number of tiles before the item.
+        slot, phase: the slot in which the item was told, and the phase of its barrier.
+        SIDE: the half of the channels, 0 or 1.
+    """
     table = step.block_table + read(shared, slot, SEQUENCE).to(gl.int64) * step.table_row
     length = read(shared, slot, LENGTH)
     first = read(shared, slot, FIRST)
@@ -133,7 +140,17 @@ def _end_left(o, at, exists, place, loads, shared, variant: gl.constexpr):
 def _add_right(
     o, o_tail, at, exists, place, next_tail, tail_place, loads, shared, variant: gl.constexpr
 ):
-    """Add the right half, then load the middle of the tile three on and the tail two on."""
+    """Add p values of a tile for the right half of the channels.
+
+    Then the copies of the middle channels of the tile three later, and of the tail two later,
+    start.
+
+    Args:
+        o, o_tail: the sums of both parts.
+        at: the number of the tile over all items.
+        exists, next_tail: whether the two later tiles exist.
+        place, tail_place: their places in the cache.
+    """
     stage = at % 3
     tail_stage = at % 2
     mbarrier.wait(shared.p_full.index(stage), at // 3 & 1)
@@ -159,7 +176,8 @@ def _add_right(
 
 @gluon.jit
 def _end(slot, phase, shared, o):
-    """Return what rows of o are multiplied by, their part, the first of them, and how many."""
+    """Return the factor (ROWS,) of the sums o, the number of their part, their first row and
+    their number."""
     mbarrier.wait(shared.scale_full.index(slot), phase)
     scale = shared.scale.index(slot).load(gl.SliceLayout(1, o.type.layout))
     part, row, rows = read(shared, slot, PART), read(shared, slot, ROW), read(shared, slot, COUNT)

@@ -136,7 +136,12 @@ def _place(work, step, shape, scores, variant: gl.constexpr):
 def _copy(
     step, until, work, shape, scores, heads, bufs, variant: gl.constexpr, grids: gl.constexpr
 ):
-    """Copy the queries of a step, and do, if there is one: a group of copies."""
+    """Start to copy the queries and do of a step to shared memory, as one group; none past `until`.
+
+    Args:
+        heads: the tensors and their strides.
+        bufs: the CTA's shared memory.
+    """
     if step < until:
         head, tile, _number = _place(work, step, shape, scores, variant)
         TILE_M: gl.constexpr = variant.tile_m
@@ -325,7 +330,12 @@ def _step(
 
 @gluon.jit
 def _store(x, ptr, strides, width, work, shape, variant: gl.constexpr, grids: gl.constexpr):
-    """Write dk or dv of a tile of keys; those that no query sees are 0."""
+    """Write dk or dv of a tile of keys; keys that no query sees get 0.
+
+    Args:
+        x: the float32 sums.
+        ptr, strides, width: the tensor, its strides and channels in units of 16 bytes.
+    """
     D: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = copy_layout(D, grids.warps)
     x = gl.convert_layout(x.to(ptr.dtype.element_ty), LAYOUT)

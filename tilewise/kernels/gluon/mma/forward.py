@@ -191,7 +191,15 @@ def _step(
     EDGE: gl.constexpr,
     BITS: gl.constexpr,
 ):
-    """Take one more block of keys."""
+    """Fold one block of keys into the sums of two parts of the rows.
+
+    Args:
+        row0, row1: the sums of both parts.
+        keys, values: the rings in shared memory.
+        task0, task1: the `Task` of both parts.
+        index: the number of the step.
+        EDGE, BITS: whether keys may be hidden by the window or the end, and by a bit tile.
+    """
     shared = task0.shared
     STAGES: gl.constexpr = tile.stages
     FIRST: gl.constexpr = STAGES == 1 and EDGE != "none"  # the first block may be cut at its end

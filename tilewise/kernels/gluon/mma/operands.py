@@ -44,7 +44,8 @@ def rows_of(ptr, b, first, h, strides, begin, end, width):
 
 @gluon.constexpr_function
 def sum_layout(num_warps, across=1):
-    """Return the layout of a sum: 16 rows a warp, and so many warps `across` its columns."""
+    """Return the layout of a sum: 16 rows a warp, with `across` warps side by side over its
+    columns."""
     return gl.NVMMADistributedLayout([2, 0], [num_warps, across], [16, 8])
 
 

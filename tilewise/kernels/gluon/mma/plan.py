@@ -173,7 +173,7 @@ def add_bwd(
 
 
 def _add_kernels(maker: Maker, x: Parts, *, tile: BwdTile) -> Rows:
-    """Add the kernel, and what comes before and after it."""
+    """Note the launches of a backward pass: row terms, the kernel, and the rounding of dq."""
     spec = x.spec
     variant, grids = choice_bwd(spec, tile)
     rows = rows_before(maker, x, variant, has_sums=True)

@@ -194,9 +194,17 @@ def _loaded_scales(scales, stage, head, shape: gl.constexpr):
 
 @gluon.jit
 def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
-    """Return q^T as a right operand (4, width, rows) in the order of keys, the same for all warps;
-    what its rows were divided by: powers of two that bring them into the range of float16; and, of
-    4 bits, the sums of its rows."""
+    """Return q^T of a key head's rows as the right operand of products.
+
+    Args:
+        start, run: the first row of the sequence and its number of rows.
+        head: the key head.
+        stride_t, stride_h: the strides of tokens and heads.
+
+    Returns:
+        q^T (4, width, rows) with channels in the order of keys, the same for each warp; the power
+            of two by which each row was divided, to fit float16; for 4 bits the sum of each row.
+    """
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     MMA: gl.constexpr = sum_layout()
     R: gl.constexpr = shape.rows
@@ -304,7 +312,13 @@ def _fold_tiles(given, num_pairs, shape: gl.constexpr):
 
 @gluon.jit
 def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
-    """Fold the tiles of a pair into sums, store what they come to, return how many they are."""
+    """Attend over the tiles of a (sequence, split) pair; return the number of tiles.
+
+    Args:
+        given: the kernel's arguments.
+        num_pairs, pair, head: the number of pairs, this pair and the key head.
+        before: the number of tiles before, which decides the stage of the ring.
+    """
     (
         q,
         stride_qt,

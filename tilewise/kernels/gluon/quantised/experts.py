@@ -146,7 +146,14 @@ def _total(table, tokens, columns, shape: gl.constexpr):
 
 @gluon.jit
 def _bring(codes, x, ring, stage, expert_row, first, half, row, step, shape: gl.constexpr):
-    """Start the copies of a stage."""
+    """Start to copy the codes and rows of one step to a stage of the ring.
+
+    Args:
+        expert_row, first: the first row of the expert's weight, and the tile's first output.
+        half: the distance of gates and values.
+        row: the first row of x.
+        step: the step along K.
+    """
     full = ring.full.index(stage)
     WARPGROUPS: gl.constexpr = shape.warpgroups
     GROUPS: gl.constexpr = shape.groups
@@ -267,7 +274,12 @@ def _store_layout(channels):
 
 @gluon.jit
 def _places(first, end, expert, chosen, place, tokens, LAYOUT: gl.constexpr, shape: gl.constexpr):
-    """Return where the rows of a tile are written, less than 0 for none."""
+    """Return the row of y for each row of a tile, below 0 for none.
+
+    Args:
+        first, end: the range of the expert's rows.
+        chosen, place: the expert and the row of y of each token's choices.
+    """
     row = gl.arange(0, shape.rows, LAYOUT)
     if shape.source == TOKENS:
         ACTIVE: gl.constexpr = shape.active

@@ -177,9 +177,11 @@ def _right(x):
 
 @gluon.jit
 def added(acc, ring, step, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the sums (outputs, rows) with those of a step, when its copies are here.
+    """Return acc (outputs, rows) plus the product of a step, after its copies have arrived.
 
-    raw: what `raw_scales` has loaded for the step.
+    Args:
+        raw: the scales that `raw_scales` has loaded for the step.
+        constants: the constants by which codes become numbers.
     """
     MMA: gl.constexpr = few_layout()
     CHANNELS: gl.constexpr = _chunks(shape) * CHUNK

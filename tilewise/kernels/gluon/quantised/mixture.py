@@ -85,12 +85,14 @@ def launch(
     batch_invariant: bool,
     tile: NarrowTile | None = None,
 ) -> Tensor:
-    """Return y (T, E) of x (T, E), chosen and weights (T, k); see `ops.expert_mlp`.
+    """Compute a mixture of experts: y (T, E) of x (T, E), with chosen and weights (T, k).
 
     Args:
         up, down: the experts' weights one below another, with codes in the order of lanes.
         inner: the channels between both.
-        tile: instead of the table's, for tuning and tests.
+        activation, interleaved, limit, alpha, weighs_input, batch_invariant: as for
+            `ops.expert_mlp`.
+        tile: the tile sizes, for tuning and tests; None takes the table's.
     """
     y = maker.empty(x.shape, x.dtype)
     if y.numel() == 0:
@@ -191,7 +193,17 @@ def _product(
     weighed: bool,
     parts: int,
 ) -> None:
-    """Compute the rows of one of both products, y (places, channels), or that for each part."""
+    """Note the launch of the up or down product: y (places, channels), or that for each part.
+
+    Args:
+        lists: the rows of each expert, as `place_kernel` writes them.
+        tokens, num_experts: the numbers of both.
+        row_tiles: the most tiles of rows.
+        source_rows: the rows of x.
+        pairs: the order of gates and values, one of the constants of `experts`.
+        weighed: True to multiply rows by their weights.
+        parts: the parts of K.
+    """
     table, chosen, place, row = lists
     outputs, channels = weight.shape[0] // num_experts, weight.shape[1]
     kind, values = kind_and_table(weight.codes.dtype, weight.table, x.dtype)

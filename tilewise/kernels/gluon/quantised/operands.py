@@ -144,7 +144,7 @@ MAGIC_WORDS = {"bf16": 0x43004300, "fp16": 0x64006400}
 
 @gluon.constexpr_function
 def magic(kind, dtype):
-    """Return what is added to each code of an operand of `words_operand`."""
+    """Return the number by which codes in an operand of `words_operand` are too large."""
     return _MAGIC[str(dtype)] if kind == INT4.value else 0.0
 
 
@@ -200,7 +200,7 @@ def inputs_layout(warps_k, warps_n, rows, columns):
 
 @gluon.jit
 def numbers(pairs, DTYPE: gl.constexpr):
-    """Return what two registers' halves hold; costs no instruction."""
+    """Return the low and the high 16-bit number of each register, without an instruction."""
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],

@@ -204,9 +204,11 @@ def columns(numbers, GROUPS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def registers_of_step(ring, step, group, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return a step's operands, of each group, as registers of two numbers, when it has come.
+    """Return a step's codes as registers of two 16-bit numbers, after its copies have arrived.
 
-    raw: what `raw_scales` has loaded for the step.
+    Args:
+        group: the number of the warpgroup.
+        raw: the scales that `raw_scales` has loaded for the step.
     """
     stage = step % shape.stages
     mbarrier.wait(ring.full.index(stage), (step // shape.stages) & 1)

@@ -133,7 +133,7 @@ def _base(first, output, outputs, grid, outer_grid, block_rows, outer_rows):
 
 @gluon.jit
 def _bases(first, output, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr):
-    """Return `_base` of four tiles, of which those that there are count."""
+    """Return `_base` of up to four tiles of outputs; those beyond shape.tiles repeat the first."""
     WIDE: gl.constexpr = 16 * shape.warps_n
     base0 = _base(first, output, outputs, grid, outer_grid, block_rows, outer_rows)
     base1 = base0
@@ -170,7 +170,13 @@ def _loaded(codes, tensors, bases, warp, step, shape: gl.constexpr):
 
 @gluon.jit
 def _added(acc, words, raw, operand, row_sum, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the sums (warps, outputs, rows) of a tile with those of a step."""
+    """Return acc (warps, outputs, rows) plus the product of a tile in one step, scaled.
+
+    Args:
+        words: the tile's codes.
+        raw: the scales of the step.
+        operand, row_sum: x^T of the step, and the sum of each of its rows.
+    """
     size: gl.constexpr = [shape.warps_k, 16 * shape.warps_n, shape.rows]
     zeros = gl.zeros(size, gl.float32, sum_layout(shape.warps_k, shape.warps_n))
     left = words_operand(words, constants[0], constants[1], shape.kind, DTYPE, shape.warps_n)

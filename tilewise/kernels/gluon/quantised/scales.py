@@ -74,8 +74,10 @@ def raw_scales(tensors, base, stage, shape: gl.constexpr):
 
 @gluon.jit
 def stage_scales(tensors, base, stage, grid, shape: gl.constexpr):
-    """Load what `raw_scales` does, or of operands that scales are folded into words of four
-    exponents (outputs, blocks)."""
+    """Load the scales of a stage as `raw_scales` does.
+
+    With shape.folds load words of four exponents (outputs, blocks), which are folded into operands.
+    """
     if shape.folds:
         layout: gl.constexpr = scales_layout(shape.num_warps, shape.blocks)
         column = stage * shape.blocks + gl.arange(0, shape.blocks, gl.SliceLayout(0, layout))

@@ -53,7 +53,7 @@ def launch(maker: Maker, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 def launch_many(
     maker: Maker, x: Tensor, weight: Tensor, bias: Tensor | None, tile: ManyTile
 ) -> Tensor:
-    """Return what `launch` does, by the kernel of many rows in this tile."""
+    """Return y = x weight^T + bias as `launch` does, computed by the kernel for many rows."""
     outputs, channels = weight.shape
     y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:

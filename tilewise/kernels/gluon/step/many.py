@@ -54,7 +54,7 @@ class Ring(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What is brought next: step `step` of the tile at (row, output), the count-th of all."""
+    """The next copy: step `step` of the tile at (row, output), the count-th copy of all."""
 
     count: object
     tile: object
@@ -77,7 +77,13 @@ def _corner(tile, rows, outputs, shape: gl.constexpr):
 
 @gluon.jit
 def _bring(x, weight, ring, ahead, tiles, steps, rows, outputs, shape: gl.constexpr):
-    """Start the copies of one step, if there is one, and return what comes after it."""
+    """Start to copy one step of x and the weight, if there is one left; return the next `Ahead`.
+
+    Args:
+        ahead: the step to copy.
+        tiles, steps: the number of tiles, and of steps along K.
+        rows, outputs: the sizes of y.
+    """
     count, tile, step, row, output = ahead
     if tile < tiles:
         stage = count % shape.stages
@@ -128,7 +134,12 @@ def _finish(acc, bias, y, memory, row, output, outputs, shape: gl.constexpr):
 def _part(
     x, weight, ring, ahead, count, first, last, tiles, steps, rows, outputs, shape: gl.constexpr
 ):
-    """Return the float32 sums of steps `first` ... `last` - 1 of a tile, and what comes next."""
+    """Return the float32 sums of steps first ... last - 1 of a tile, and the next copy.
+
+    Args:
+        ahead: the next copy, an `Ahead`.
+        count: the number of steps before, which decides the stage.
+    """
     size: gl.constexpr = [shape.tile_m, shape.tile_n]
     acc = gl.zeros(size, gl.float32, sum_layout(shape.tile_n, shape.num_warps))
     for step in range(first, last):

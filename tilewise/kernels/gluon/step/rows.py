@@ -61,14 +61,16 @@ class Ring(NamedTuple):
 
 @gluon.constexpr_function
 def _store_layout(num_warps, tile_n):
-    """Return how y (rows, outputs) is stored: 16 bytes a thread, of one row by neighbours."""
+    """Return the layout in which 16-bit y (rows, outputs) is stored: 16 bytes a thread, along
+    rows."""
     across = min(32, tile_n // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _leave_layout(num_warps, tile_n):
-    """Likewise float32 numbers."""
+    """Return the layout in which float32 y (rows, outputs) is stored: 16 bytes a thread, along
+    rows."""
     across = min(32, tile_n // 4)
     return gl.BlockedLayout([1, 4], [32 // across, across], [num_warps, 1], [1, 0])
 
@@ -156,7 +158,12 @@ def places(shape: gl.constexpr):
 
 @gluon.jit
 def finish(total, bias, y, first_output, first_row, rows, outputs, shape: gl.constexpr):
-    """Add the bias to sums (TILE_N, rows), round them, and store them turned around."""
+    """Add the bias to sums (TILE_N, rows), round them, and store their transpose to y.
+
+    Args:
+        first_output, first_row: the place of the tile in y.
+        rows, outputs: the sizes of y.
+    """
     if shape.has_bias:
         output = first_output + gl.arange(0, shape.tile_n, gl.SliceLayout(1, total.type.layout))
         added = gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)

@@ -58,7 +58,7 @@ class Loads(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a CTA computes."""
+    """The tile of rows and the head that a CTA computes."""
 
     rows: object
     walk: object
@@ -221,7 +221,14 @@ def _score_steps(
     RIGHT: gl.constexpr,
     LEFT: gl.constexpr,
 ):
-    """Fold the logits of steps [begin, end), and make those of the steps that follow each."""
+    """Fold the logits of steps begin ... end - 1 into m and l while the next are computed.
+
+    Args:
+        s: the logits of the first step.
+        q_left, q_middle: q in registers, by parts of the channels.
+        at: the number of tiles before, which decides the stage.
+        RIGHT, LEFT: whether keys may be hidden on either side.
+    """
     for index in range(begin, end):
         partition_barrier()  # all warps' products have read the keys
         _load_values(loads, at, index + 1, shared)

@@ -207,7 +207,15 @@ def _load_chunk(base, row_step, rows, length, first, width, CHUNK: tl.constexpr)
 def _products(
     a_base, b_base, a_step, b_step, rows_a, rows_b, length_a, length_b, width, CHUNK: tl.constexpr
 ):
-    """Return the products of two tiles of rows, summed over their channels; steps in elements."""
+    """Return a b^T (rows_a, rows_b) in float32, summed over chunks of channels.
+
+    Args:
+        a_base, b_base: the addresses of row 0.
+        a_step, b_step: the elements from row to row.
+        rows_a, rows_b: the rows to multiply.
+        length_a, length_b: the ends from which rows count as zero.
+        width: the number of channels.
+    """
     product = tl.zeros([rows_a.shape[0], rows_b.shape[0]], tl.float32)
     for first in range(0, width, CHUNK):
         a = _load_chunk(a_base, a_step, rows_a, length_a, first, width, CHUNK)

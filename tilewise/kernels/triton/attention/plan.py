@@ -495,7 +495,10 @@ def _allocate(maker: Maker, like: Tensor, shape: tuple[int, ...], spec: Attentio
 
 
 def _allocate_rows(maker: Maker, q: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return lse (B, Hq, Sq) or (Hq, T); -inf in packed rows of no sequence."""
+    """Allocate float32 lse, (B, Hq, Sq) or packed (Hq, T), for a kernel to fill.
+
+    In a packed batch it is filled with -inf first, which stays in rows of no sequence.
+    """
     if spec.is_varlen:
         return maker.full((spec.num_q_heads, q.shape[0]), -math.inf, torch.float32)
     shape = (spec.batch, spec.num_q_heads, q.shape[1])

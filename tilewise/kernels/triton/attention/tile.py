@@ -166,7 +166,7 @@ def row_start(base, first, row_stride, unit: tl.constexpr):
 
 @triton.jit
 def row_offsets(count: tl.constexpr, row_stride, width: tl.constexpr, dims: tl.constexpr):
-    """Return what each element of a (count, width) tile adds to the address of its first row.
+    """Return the offset of each element of a (count, width) tile from the address of its first row.
 
     The offsets are the same for all tiles, so the ranges of a loop share their registers, half as
     many if 32 bits suffice: unsigned, so that widening them is free.

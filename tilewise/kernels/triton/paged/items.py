@@ -26,7 +26,12 @@ def find_tile(
     TILE_M: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
-    """Return (sequence, tile within it) of a tile of rows; sequence = B after the last one."""
+    """Return the sequence of a tile of rows, and the tile's number in it; sequence B past the last.
+
+    Args:
+        tile: the number of the tile over all sequences.
+        min_run: sequences with fewer rows have no tiles.
+    """
     found = 0
     first_tile = 0
     tiles_before = 0

@@ -85,7 +85,14 @@ class Form(NamedTuple):
         alibi: bool,
         sinks: bool,
     ) -> Self:
-        """Return the form of a call."""
+        """Return the constants of a call's kernels.
+
+        Args:
+            dv_pad: the power of two that holds Dv.
+            kind: the format of the cache, see `quantise.cache_kind`.
+            tile_m: the rows of a tile.
+            same_strides: whether keys and values have the same strides.
+        """
         group = spec.group_size
         first, rest = parts_of_keys(spec.head_dim)
         least = 32 if kind == INT4.value else 16  # halves of 16 channels

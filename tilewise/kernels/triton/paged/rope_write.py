@@ -500,7 +500,12 @@ def write_quantised(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Quantise k and v and write them to a cache of 8 or 4 bits, without norm and rotation."""
+    """Note the launch that quantises k and v to a cache of 8 or 4 bits, without norm and rotation.
+
+    Args:
+        slot_mapping: int64 (T,), the slot of each token, -1 for none.
+        k_scale, v_scale: the scales of the cache, to be written.
+    """
     num_tokens = k.shape[0]
     angles = maker.empty((num_tokens, 0), torch.float32)
     launch.write(

@@ -37,7 +37,7 @@ def _run_tiles(
     WINDOW_LEFT: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Return the key tiles of each sequence of `seq`: at least 1 when it has a row, else 0."""
+    """Return the number of key tiles that each sequence reads; 0 for one without rows."""
     inside = seq < num_seqs
     seqlen_k = cached_keys(seqlens_k_ptr, seq, inside, max_keys)
     _, num_rows = run_of(cu_seqlens_q_ptr, seq, inside, num_tokens)

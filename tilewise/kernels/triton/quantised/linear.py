@@ -151,7 +151,8 @@ def kind_of(tensor: Tensor | None) -> int:
 
 
 def raw(tensor: Tensor | None, absent: Tensor) -> Tensor:
-    """Return what kernels read: floats of 8 bits as bytes; any tensor for none."""
+    """Return the tensor as kernels take it: 8-bit floats viewed as bytes, `absent` in place of
+    None."""
     if tensor is None:
         return absent
     return tensor.view(torch.uint8) if tensor.dtype in _KINDS else tensor

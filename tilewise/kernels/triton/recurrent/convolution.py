@@ -89,7 +89,7 @@ def _before_silu(
     HAS_BIAS: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
-    """Return what f is taken of, (rows, channels)."""
+    """Return the convolution plus the bias, before silu, (rows, channels) in float32."""
     total = tl.zeros((position.shape[0], channel.shape[0]), tl.float32)
     if HAS_BIAS:
         total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -214,7 +214,7 @@ def _last_kernel(
     TILE_C: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
-    """Write the last W - 1 of the tokens before and those of a sequence, oldest first."""
+    """Write the last W - 1 rows of each sequence, oldest first; short ones use rows from before."""
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = channel < CHANNELS
@@ -433,7 +433,7 @@ def _dkept_kernel(
     TILE_C: tl.constexpr,
     HAS_DSTATES: tl.constexpr,
 ):
-    """Write the gradients of the tokens before a sequence."""
+    """Write the gradient of the W - 1 rows before each sequence."""
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = channel < CHANNELS
@@ -505,11 +505,14 @@ def step(
     *,
     has_silu: bool,
 ) -> Tensor:
-    """Return y (T, C) of tokens after those that slots hold, and take them into the slots.
+    """Compute y (T, C) of new tokens of running sequences, and write the tokens to their slots.
 
     Args:
-        slots, starts: int64 (N,), see `ops.causal_conv1d_step`.
-        edges: as in `launch`.
+        x: (T, C), packed.
+        weight, bias: (C, width), and (C,) or None.
+        states: (slots, rows, C): the last rows of a slot, the token at position p in row p % rows.
+        slots, starts: (N,), each sequence's slot (-1 for none) and its tokens before this call.
+        edges: (N + 1,), the first row of each sequence and the end.
     """
     num_sequences, (channels, width) = edges.shape[0] - 1, weight.shape
     num_kept, grid = states.shape[1], (num_sequences, triton.cdiv(channels, _TILE_C))

@@ -44,7 +44,12 @@ def load_numbers(
     HAS_KEPT: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Load a number of each token at positions of a sequence."""
+    """Load one number of each token at `position`, of the call or kept in slots.
+
+    Args:
+        new_ptr, kept_ptr: the addresses of the numbers of new tokens and of kept ones.
+        start, total: the position of the first new token, and the end.
+    """
     is_new = (position >= start) & (position < total)
     new = tl.load(new_ptr + (position - start).to(tl.int64) * stride, mask=is_new, other=0.0)
     if HAS_KEPT:

@@ -152,7 +152,13 @@ class Parts:
         has_mass: bool,
         has_peaks: bool,
     ) -> None:
-        """Write down the launch that fills them."""
+        """Note the launch that fills these tensors from logits.
+
+        Args:
+            temperature: the temperature of each row; None for 1.
+            has_mass: whether the weights of chunks are needed.
+            has_peaks: whether the peaks of groups are needed.
+        """
         rows, vocab = logits.shape
         maker.launch(
             _chunk_kernel,

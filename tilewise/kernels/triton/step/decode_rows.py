@@ -164,7 +164,10 @@ def begin(
     slot_mapping: Tensor,
     seqlens_k: Tensor,
 ) -> None:
-    """See `ops.decode_rows.begin_decode`."""
+    """Note the launch that prepares a decode step: it enters new blocks and computes slots.
+
+    The arguments are those of `ops.decode_rows.begin_decode`.
+    """
     num_rows = len(positions)
     maker.launch(
         _begin_kernel,
@@ -204,7 +207,10 @@ def start(
     embedding: Tensor,
     angles: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.decode_rows.start_decode`."""
+    """Note the launch of `begin` that looks up embeddings and angles, too; return both.
+
+    The arguments are those of `ops.decode_rows.start_decode`.
+    """
     num_rows, width, num_angles = len(positions), embedding.shape[1], angles.shape[1]
     x = maker.empty((num_rows, width), embedding.dtype)
     found = maker.empty((num_rows, num_angles), angles.dtype)
@@ -250,7 +256,10 @@ def finish(
     place: Tensor,
     results: Tensor,
 ) -> None:
-    """See `ops.decode_rows.finish_decode`."""
+    """Note the launch that advances active rows and writes their tokens to `results`.
+
+    The arguments are those of `ops.decode_rows.finish_decode`.
+    """
     num_rows = len(drawn)
     if is_finite.dtype == torch.bool:
         is_finite = is_finite.view(torch.uint8)

@@ -98,7 +98,14 @@ def _draw_from_all(
     CHUNK: tl.constexpr,
     TILE_CHUNKS: tl.constexpr,
 ):
-    """Return the token of a row that is not truncated; reads one chunk."""
+    """Draw the token of a row without truncation; only the chunk that has it is read.
+
+    Args:
+        row_ptr, top_ptr: the logits of the row, and the largest of each chunk.
+        masses, scaled: the integer weight of each chunk, on its own scale and on the row's.
+        uniform: the random number.
+        slope: log2(e) / temperature.
+    """
     number = tl.arange(0, TILE_CHUNKS)
     target = _target(uniform, tl.sum(scaled, 0))
     cumulative = tl.cumsum(scaled, 0)
@@ -263,7 +270,12 @@ def _count_from(row_ptr, vocab, bound, TILE: tl.constexpr):
 
 @triton.jit
 def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl.constexpr):
-    """Return the masses of the logits of a row that are ordered at three bounds or above."""
+    """Return the sums of weights of logits at or above each of three bounds, as integers.
+
+    Args:
+        bound_1, bound_2, bound_3: the bounds, as ordered integers of logits.
+        top, slope: the largest logit, and log2(e) / temperature.
+    """
     mass_1 = tl.zeros([TILE], tl.int64)
     mass_2, mass_3 = mass_1, mass_1
     for first in range(0, vocab, TILE):
@@ -280,7 +292,15 @@ def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl
 def _draw_by_reading_all(
     row_ptr, vocab, top_k, top_p, uniform, bound, least, highest, top, slope, TILE: tl.constexpr
 ):
-    """Return the token of a truncated row whose candidates do not fit in a list: many passes."""
+    """Draw the token of a truncated row whose candidates do not fit the list, in many passes.
+
+    Args:
+        top_k, top_p: the row's truncation.
+        uniform: the random number.
+        bound, least: bounds from min_p and from what is known, as ordered integers.
+        highest: the largest logit, as an ordered integer.
+        top, slope: the largest logit, and log2(e) / temperature.
+    """
     if (top_k > 0) & (top_k < vocab):
         above = highest
         while bound < above:

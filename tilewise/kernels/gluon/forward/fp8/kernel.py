@@ -126,7 +126,8 @@ def _length_of(seqlen_q, smem, slot, C: gl.constexpr):
 
 @gluon.jit
 def _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C: gl.constexpr):
-    """Return what the scores of 64 rows must be multiplied by, (64,), times log2(e)."""
+    """Return the factors (64,) of the scores of rows, times log2(e): softmax_scale and the scale
+    of q."""
     scale = gl.full_like(row, 0).to(gl.float32) + read_note(smem.factors, slot * 2)
     if C.PER_TOKEN:
         at = q_scale_ptr + batch_head.to(gl.int64) * seqlen_q + _row_in_tensor(row, smem, slot, C)
@@ -137,8 +138,11 @@ def _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C: gl.co
 
 @gluon.jit
 def _with_cap(scale, softcap, C: gl.constexpr):
-    """Return the factor of logits (64,) and, where they are capped, what turns scores into tanh's
-    argument; `softcap` is that of the call times log2(e).
+    """Return the factor of logits (64,), and with a softcap the factor of scores inside its tanh.
+
+    Args:
+        scale: the factor of scores without a softcap.
+        softcap: the call's softcap times log2(e).
     """
     ratio = scale
     if C.softcap != "none":

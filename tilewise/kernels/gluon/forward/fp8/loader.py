@@ -125,13 +125,22 @@ def notes_of(w: gl.constexpr, visit, C: gl.constexpr):
 
 @gluon.jit
 def read_note(notes, index):
-    """Return what the producer wrote for this tile; a consumer's four warps read it."""
+    """Return the integer that the producer noted for this tile; four warps of a consumer read
+    it."""
     return gl.max(notes.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _load_q(q_desc, smem, bars, place, sequence, factors, w: gl.constexpr, visit, C: gl.constexpr):
-    """Load the queries of consumer w; where they lie travels with them."""
+    """Start to copy the queries of consumer w, and note their place in shared memory for it.
+
+    Args:
+        place: the first row, batch entry, head, both as one number, and the first tile of keys,
+            their number, and the keys of the sequence.
+        sequence: the sequence's first rows and lengths in a packed batch.
+        factors: the factors of scores and of values.
+        visit: the number of tiles of rows that the consumer had before.
+    """
     first_q, length_q, first_k, of_b = sequence
     row0, b, h, batch_head, first, count, keys = place
     scale, v_scale = factors

@@ -37,10 +37,14 @@ from tilewise.kernels.gluon.visible import keys_of_rows
 def attend_masked(
     q, smem, bars, done, state, rows, work, mask, C: gl.constexpr, CONSUMER: gl.constexpr
 ):
-    """Return what all tiles of keys but the last one's values come to, and how many are done.
+    """Attend to all tiles of keys, but leave the product with the last tile's values to the caller.
 
-    state: sums, maximum, factors, rows (64,) and where the scales of keys are.
-    rows: of the CTA's tile, whose walk all its warpgroups take.
+    Args:
+        state: sums, maximum, factors, rows (64,), and the scales of keys.
+        rows: the CTA's tile of rows, whose walk all of its warpgroups take.
+
+    Returns:
+        The state, and the number of tiles that are done.
     """
     acc, acc2, m, sums, scale, ratio, row, key_scales = state
     RULED: gl.constexpr = C.ruled

@@ -156,7 +156,14 @@ def _rows(
     ROTATED: tl.constexpr,
     rotated,
 ):
-    """Load rows as float32, rotated where asked; 0 from `limit` on."""
+    """Load rows as float32, zeros from `limit` on, and rotate them with ROTATED.
+
+    Args:
+        start, row_stride: the address of row 0, and the elements from row to row.
+        row: the rows to load.
+        rotation: the matrix (D, D) of the rotation.
+        rotated: whether this tensor is rotated.
+    """
     channel = tl.arange(0, D)
     keep = (row < limit)[:, None] & (channel < head_dim)[None, :]
     address = start + row.to(tl.int64)[:, None] * row_stride + channel[None, :]

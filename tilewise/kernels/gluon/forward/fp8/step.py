@@ -88,10 +88,11 @@ def scales_of_keys(of_keys, MASKED: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def logits_of(s, key_scales, ratio, C: gl.constexpr):
-    """Return what softmax multiplies by its factor: scores, each column by its key's scale, capped.
+    """Return scores that softmax multiplies by its factor: scaled by each key's scale, and capped.
 
-    key_scales: of `scales_of_keys`. ratio: of a row's scores to what is capped, (64,), where the
-    call has a cap.
+    Args:
+        key_scales: the scales of keys, from `scales_of_keys`.
+        ratio: the factor (64,) of scores inside the cap, with a softcap.
     """
     if C.PER_TOKEN:
         s = s * gl.expand_dims(key_scales, 0)

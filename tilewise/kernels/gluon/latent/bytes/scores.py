@@ -93,7 +93,12 @@ def score_items(queries, step, share, output, factor, shared, variant: gl.conste
 def _score_item(
     item, at, visit, queries, step, share, output, factor, shared, variant: gl.constexpr
 ):
-    """Bring q, then score tile after tile."""
+    """Load q of an item, then compute the logits of its tiles of keys one after the other.
+
+    Args:
+        item: the work item, see `share.item_of`.
+        at, visit: the numbers of tiles and of items before it.
+    """
     ROWS: gl.constexpr = variant.rows
     S: gl.constexpr = sum_layout(ROWS)
     slot = visit % 2
@@ -168,7 +173,12 @@ def _partial_sums(p):
 
 @gluon.jit
 def _score_tile(item, index, at, m, l, unit, factor, step, share, shared, variant: gl.constexpr):
-    """Fold a tile into m, l and unit; hand p and alpha on."""
+    """Compute a tile's probabilities and update m, l and unit; pass p on with its factor.
+
+    Args:
+        index, at: the number of the tile in the item, and over all items.
+        unit: the largest scale of the latents so far, which is divided out of p.
+    """
     stage = at % variant.stages
     slot = at % 2
     mbarrier.wait(shared.full.index(stage), at // variant.stages & 1)
@@ -248,7 +258,12 @@ def _products(stage, ratio, shared, variant: gl.constexpr):
 
 @gluon.jit
 def _hide(s, tile, item, step, share, variant: gl.constexpr):
-    """Hide the keys of a tile that a row does not see, and rows of it that hold no key."""
+    """Set logits s (keys, rows) to -inf where a row does not see a key, and where no key is stored.
+
+    Args:
+        tile: the number of the tile in the sequence.
+        item: the work item.
+    """
     BOX: gl.constexpr = variant.box
     ROWS: gl.constexpr = variant.rows
     place = gl.arange(0, KEYS, gl.SliceLayout(1, s.type.layout))
