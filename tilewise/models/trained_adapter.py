@@ -22,7 +22,7 @@ def train_adapter(
 
     Args:
         model: a decoder of load_model or build_model, not packed.
-        rank: R, a multiple of 16, at most 512.
+        rank: the rank R, a multiple of 16, at most 512.
         alpha: the numerator of the products' factor.
         dtype: the dtype of A and B; None for that of the model, in which an engine shares them.
 

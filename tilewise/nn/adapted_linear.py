@@ -26,16 +26,16 @@ class LowRankWeights(nn.Module):
     """The adapter of a linear layer (N, K) of P parts: A drawn, B zero.
 
     Args:
-        in_features: K.
+        in_features: the inputs K of the layer.
         edges: 0, the ends of the parts among the outputs, and N at last.
-        rank: R, a multiple of 16.
+        rank: the rank R of all parts, a multiple of 16.
         scale: the factor of the products.
-        dtype, device: those of the parameters.
+        dtype, device: the dtype and device of the parameters.
 
     Attributes:
-        a: (P, R, K).
-        b: (R, N); each column belongs to the part of its output.
-        edges: as given.
+        a: the parameter A (P, R, K) of all parts.
+        b: the parameter B (R, N); each column belongs to the part of its output.
+        edges: the edges of the parts, as given.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LowRankWeights(nn.Module):
 
     @property
     def rank(self) -> int:
-        """R."""
+        """The rank R of all parts."""
         return self.b.shape[0]
 
     def slot(self, a: Tensor, b: Tensor) -> LowRank:
