@@ -4,8 +4,8 @@
     python examples/train_adapter.py --text stories.txt --out mine --steps 300
     tilewise serve story --enable-lora --lora-modules pirate=pirate
 
-The model's weights stay as they are; of each linear layer W (N, K) a product of rank r is learnt
-beside it: W + alpha / r B A, A (r, K) drawn and B (N, r) zero at the start. Without --text the
+The model's weights stay as they are; beside each linear layer W (N, K) a product of rank r is
+learnt: W + alpha / r B A, A (r, K) drawn and B (N, r) zero at the start. Without --text the
 stories are made from a few sentences about pirates, so that the model, which knows none, can be
 seen to learn them. A text file separates its stories by empty lines; every tenth is held out.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -29,13 +28,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from tilewise import LLM, SamplingParams
 from tilewise.engine.settings import model_directory
 from tilewise.engine.tokenizer import load_tokenizer
-from tilewise.models import load_model
-from tilewise.models.adapters import AdapterSite, adapter_sites
+from tilewise.models import adapter_tensors, load_model, train_adapter
+from tilewise.models.adapters import AdapterTensors
 
 WHO = ("Captain Red", "old Jack", "Anne the pirate", "the one-eyed cook", "Billy the cabin boy")
 WHAT = ("gold", "a map", "a chest", "a green parrot", "the sail", "a silver key")
@@ -61,73 +59,11 @@ def stories(count: int, seed: int = 0) -> list[str]:
     return found
 
 
-class LowRank(nn.Module):
-    """The weight of a module with what its adapters add.
-
-    Args:
-        sites: the layers of the checkpoint that are parts of the module, in the order of its rows.
-        rank, alpha: r and alpha.
-    """
-
-    def __init__(self, sites: Sequence[AdapterSite], rank: int, alpha: float) -> None:
-        super().__init__()
-        self.scale = alpha / rank
-        self.a = nn.ParameterList(
-            torch.randn(rank, site.in_features) / math.sqrt(site.in_features) for site in sites
-        )
-        self.b = nn.ParameterList(torch.zeros(site.out_features, rank) for site in sites)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Map W (N, K) to W + scale B A."""
-        parts = [b @ a for a, b in zip(self.a, self.b, strict=True)]
-        return weight + self.scale * torch.cat(parts)
-
-
-def adapt(
-    model: nn.Module, sites: dict[str, AdapterSite], rank: int, alpha: float
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Let only products of low rank of a model learn; return A and B of each layer."""
-    model.requires_grad_(False)
-    by_module: dict[str, dict[str, AdapterSite]] = {}
-    for name, site in sites.items():
-        by_module.setdefault(site.module, {})[name] = site
-    found = {}
-    for module, parts in by_module.items():
-        names = sorted(parts, key=lambda name: parts[name].first)
-        low = LowRank([parts[name] for name in names], rank, alpha)
-        parametrize.register_parametrization(model.get_submodule(module), "weight", low)
-        found |= dict(zip(names, zip(low.a, low.b, strict=True), strict=True))
-    return found
-
-
-def save(
-    folder: Path,
-    learnt: dict[str, tuple[Tensor, Tensor]],
-    sites: dict[str, AdapterSite],
-    base: str,
-    rank: int,
-    alpha: float,
-) -> None:
+def save(folder: Path, adapter: AdapterTensors, base: str) -> None:
     """Write an adapter as PEFT does."""
-    tensors = {}
-    for name, (a, b) in learnt.items():
-        rows = torch.cat([torch.arange(first, end) for first, end in sites[name].spans])
-        whole = torch.empty_like(b)
-        whole[rows] = b.detach()  # in the order of the checkpoint's layer
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a.detach().contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = whole
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted({name.rpartition(".")[2] for name in learnt}),
-    }
+    save_file(dict(adapter.tensors), folder / "adapter_model.safetensors", {"format": "pt"})
+    config = {**adapter.config, "base_model_name_or_path": base}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -165,14 +101,11 @@ def main(given: Sequence[str] | None = None) -> None:
     if len(seen) <= options.context + 1 or len(held) <= options.context + 1:
         raise SystemExit(f"--text must have more tokens than --context, got {len(held)} held out")
     model = load_model(directory, dtype="float32")
-    sites = adapter_sites(model)
-    learnt = adapt(model, sites, options.rank, options.alpha)
+    learnt = train_adapter(model, rank=options.rank, alpha=options.alpha)
     count = min(8, (len(held) - 1) // options.context)
     checked = torch.tensor(held[: count * options.context + 1])
     checked = checked.unfold(0, options.context + 1, options.context)
-    optimizer = torch.optim.AdamW(
-        [tensor for pair in learnt.values() for tensor in pair], lr=options.lr, weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(learnt, lr=options.lr, weight_decay=0.0)
     began = time.perf_counter()
     for step in range(options.steps + 1):
         if step % 20 == 0 or step == options.steps:
@@ -190,10 +123,8 @@ def main(given: Sequence[str] | None = None) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    save(options.out, learnt, sites, options.model, options.rank, options.alpha)
-    print(
-        f"saved {options.out}, {sum(a.numel() + b.numel() for a, b in learnt.values()):,} numbers"
-    )
+    save(options.out, adapter_tensors(model), options.model)
+    print(f"saved {options.out}, {sum(each.numel() for each in learnt):,} numbers")
     settings = {"enable_lora": True, "max_lora_rank": options.rank}
     with LLM(directory, lora_modules={"new": options.out}, num_blocks=64, **settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=40)

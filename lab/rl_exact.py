@@ -91,9 +91,9 @@ def main() -> None:
     model = load_model(
         directory, dtype=options.dtype, device=options.device, random_weights=is_random
     )
+    policy = Policy(model, rank=options.rank, lr=1e-5)
     if not options.mismatch:
         model.use_inference_bits()
-    policy = Policy(model, rank=options.rank, lr=1e-5)
     seats = options.prompts * options.samples
     blocks = options.num_blocks or max(16, seats * (options.length + 16) // 16 // 2)
     llm = LLM(

@@ -177,7 +177,9 @@ def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument("--model", default="story")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rank", type=int, default=0, help="of adapters; 0 learns all weights")
+    parser.add_argument(
+        "--rank", type=int, default=0, help="of an adapter, a multiple of 16; 0 learns all weights"
+    )
     parser.add_argument("--sequence-level", action="store_true")
     parser.add_argument("--mismatch", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
@@ -194,10 +196,10 @@ def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
     draw = random.Random(options.seed)
     directory = model_directory(options.model)
     model = load_model(directory, dtype=options.dtype, device=options.device)
-    if not options.mismatch:
-        model.use_inference_bits()
     lr = options.lr or (5e-4 if options.rank else 3e-5)
     policy = Policy(model, rank=options.rank, lr=lr)
+    if not options.mismatch:
+        model.use_inference_bits()
     llm = LLM(
         model,
         tokenizer=directory,

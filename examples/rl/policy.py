@@ -1,4 +1,4 @@
-"""A model that is trained, whole or by adapters of low rank, and the numbers that its steps change.
+"""A model that is trained, whole or by an adapter of low rank, and what its steps change.
 
 Parameters of 16 bits have masters of 32 bits, which the optimizer changes; each step ends with the
 masters rounded into the model, which the engine and the training forward pass read.
@@ -6,52 +6,30 @@ masters rounded into the model, which the engine and the training forward pass r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from tilewise.models.adapters import adapter_sites
-from tilewise.models.decoder import Decoder
+from tilewise.models import Decoder, train_adapter
 from tilewise.training.loss import token_logprobs
 
 __all__ = ["Policy", "log_probabilities"]
-
-
-class _LowRank(nn.Module):
-    """A weight with what an adapter adds: W (N, K) becomes W + scale B A, in W's dtype."""
-
-    def __init__(self, rows: int, columns: int, rank: int) -> None:
-        super().__init__()
-        self.scale = 2.0
-        self.a = nn.Parameter(torch.randn(rank, columns) / math.sqrt(columns))
-        self.b = nn.Parameter(torch.zeros(rows, rank))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Return the sum."""
-        return weight + (self.scale * (self.b @ self.a)).to(weight.dtype)
 
 
 class Policy:
     """A model and what of it is learnt.
 
     Args:
-        model: the decoder; with `rank` its linear layers get parametrisations.
-        rank: the rank of adapters, which alone are then learnt; 0 learns all parameters.
+        model: the decoder, before `use_inference_bits`; with `rank` it gets an adapter.
+        rank: the rank of the adapter, which alone is then learnt; 0 learns all parameters.
         lr: the step size of Adam, after a warm-up of 5 steps.
     """
 
     def __init__(self, model: Decoder, *, rank: int, lr: float) -> None:
         self.model, self.lr, self._steps = model, lr, 0
         if rank:
-            modules = dict.fromkeys(site.module for site in adapter_sites(model).values())
-            model.requires_grad_(False)
-            for name in modules:
-                linear = model.get_submodule(name)
-                low = _LowRank(linear.out_features, linear.in_features, rank)
-                parametrize.register_parametrization(linear, "weight", low)
+            train_adapter(model, rank=rank, alpha=2.0 * rank)
         self._learnt = [p for p in model.parameters() if p.requires_grad]
         self._masters = [
             p if p.dtype == torch.float32 else p.detach().float().requires_grad_()

@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, write_checkpoint
+from tests.models.test_mixtures import make as make_mixture
+from tests.models.test_state_families import make as make_state_model
+from tests.models.tiny import VOCAB as HF_VOCAB
+from tests.models.tiny import save_hf
 from tilewise import ops
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.request import SamplingParams
@@ -250,6 +254,54 @@ def test_a_model_that_no_engine_packs_has_no_such_bits():
     with pytest.raises(UnsupportedError, match="weights must be such that a CPU packs them"):
         model.use_inference_bits()
     assert not model.has_inference_bits
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "kimi_linear"])
+def test_a_model_that_keeps_latents_has_no_such_bits(case, tmp_path):
+    """Training expands latents to keys and values, and an engine multiplies them as they are."""
+    made = make_state_model(case) if case == "kimi_linear" else make_mixture(case)
+    model = load_model(save_hf(made, tmp_path), dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedError, match="must keep keys and values for these bits, got lat"):
+        model.use_inference_bits()
+    assert not model.has_inference_bits
+
+
+@pytest.mark.parametrize(
+    ("make_hf", "case", "dtype"),
+    [
+        (make_mixture, "qwen3_moe", torch.bfloat16),
+        (make_mixture, "qwen2_moe", torch.float32),  # with a shared expert
+        (make_state_model, "qwen3_5_moe", torch.bfloat16),
+        (make_state_model, "granitemoehybrid", torch.float32),
+        (make_state_model, "falcon_h1", torch.bfloat16),
+        (make_state_model, "lfm2", torch.float32),
+    ],
+    ids=lambda value: getattr(value, "__module__", str(value)).rpartition(".")[2],
+)
+def test_mixtures_and_layers_with_states_in_the_loop(make_hf, case, dtype, tmp_path):
+    """An engine over the model that is trained, before and after a change of all weights."""
+    model = load_model(save_hf(make_hf(case), tmp_path), dtype=dtype, device="cpu")
+    model.use_inference_bits()
+    draw = random.Random(1)
+    prompts = [
+        {"prompt_token_ids": [draw.randrange(3, HF_VOCAB) for _ in range(draw.randrange(1, 40))]}
+        for _ in range(5)
+    ]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=9, ignore_eos=True, logprobs=0)
+        for i in range(5)
+    ]
+    settings = {"num_blocks": 60, "block_size": 4, "max_model_len": 64, "max_num_seqs": 8}
+    with LLM(model, device="cpu", max_num_batched_tokens=13, **settings) as llm:
+        for _ in range(2):
+            for prompt, found in zip(prompts, answers(llm, Asked(prompts, params)), strict=True):
+                rows = log_probabilities(model, prompt, found.tokens)
+                assert rows.requires_grad
+                assert tuple(rows.tolist()) == found.logprobs
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter *= 1.01
+            llm.update_weights()
 
 
 def test_it_can_be_turned_off():

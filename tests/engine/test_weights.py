@@ -201,6 +201,8 @@ def test_a_live_model_takes_its_own_weights_alone() -> None:
     llm.close()
     with pytest.raises(ValueError, match="random_weights must be False with a model that lives"):
         live(random_weights=True)
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 with a model that lives"):
+        live(tensor_parallel_size=2)
 
 
 def test_a_checkpoint_of_another_model_is_refused(story: LLM, tmp_path: Path) -> None:

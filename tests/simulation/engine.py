@@ -357,7 +357,7 @@ class VirtualLLM(LLM):
         self._request_numbers = iter(range(1 << 30))
         self._end_ids = (3,)
         self._options = Options(tokenizer, 4096, self._end_ids)
-        self._live = self._adapters = self._store = None
+        self._live = self._live_adapter = self._adapters = self._store = None
         self.versions = [""]
 
     def update_weights(self, weights: Any = None, *, running: str = "wait") -> None:

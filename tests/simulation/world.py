@@ -619,7 +619,7 @@ class World:
         auditor = self.engine.auditor
         return (
             not self.bridge.jobs
-            and not self.bridge.is_paused
+            and (self.core.is_over or not self.bridge.is_paused)  # none can be resumed
             and not self.server.server_state.tasks
             and (self.core.is_over or (not self.core.live and not self.engine.has_unfinished()))
             and (self.core.is_over or auditor is None or not auditor._waiting)
@@ -776,8 +776,8 @@ class World:
             ids, own_text, own_reason, scores = sample
             if ids != tokens[: len(ids)]:
                 return f"sample {index} has tokens {ids}, alone {tokens}"
-            if own_reason in early:
-                continue
+            if own_reason in early or (own_reason == "error" and not is_complete):
+                continue  # the cause of an error is judged with its message
             if own_reason is None:
                 if is_complete:
                     return f"sample {index} of a whole answer has no reason to end"

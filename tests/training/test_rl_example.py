@@ -31,7 +31,7 @@ def grpo() -> Iterator[ModuleType]:
     "more",
     [
         [],
-        ["--dtype", "bfloat16", "--rank", "4", "--sequence-level"],
+        ["--dtype", "bfloat16", "--rank", "16", "--sequence-level"],
     ],
     ids=["float32, all weights", "bfloat16, adapters, sequence level"],
 )

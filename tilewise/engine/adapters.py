@@ -18,10 +18,11 @@ from weakref import finalize, ref
 
 import torch
 
+from tilewise.engine.request import Adapted
 from tilewise.errors import CheckpointError, RequestError, shown
 from tilewise.models.adapters import Adapter, AdapterSite, AdapterTensors, read_adapter
 
-__all__ = ["Adapters", "LoadedAdapter", "salted"]
+__all__ = ["Adapters", "LoadedAdapter", "fingerprint_of", "salted"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +118,7 @@ class Adapters:
             )
         weights = read_adapter(path, self._sites, max_rank=self.max_rank)
         self.largest_rank = max(self.largest_rank, weights.rank)
-        adapter = LoadedAdapter(next(self._numbers), _fingerprint(weights), weights)
+        adapter = LoadedAdapter(next(self._numbers), fingerprint_of(weights), weights)
         if self._elsewhere is not None:
             self._elsewhere.load_adapter(adapter.number, str(path))
         self._watch(adapter)
@@ -167,7 +168,7 @@ class Adapters:
             weights = read_adapter(named.path, self._sites, max_rank=self.max_rank)
         except CheckpointError as error:
             raise RequestError(f"adapter {name!r} cannot be read again: {error}") from error
-        if _fingerprint(weights) != named.fingerprint:
+        if fingerprint_of(weights) != named.fingerprint:
             raise RequestError(
                 f"adapter {name!r} must be as it was when it was loaded, got other weights in "
                 f"{named.path}"
@@ -226,7 +227,7 @@ class Adapters:
             self._held.popitem(last=False)
 
 
-def salted(cache_salt: str, adapter: LoadedAdapter | None) -> str:
+def salted(cache_salt: str, adapter: Adapted | None) -> str:
     """Return the namespace of a request's cached blocks: that of its salt and its adapter.
 
     It begins with a NUL where there is an adapter, or where the salt does; so no salt of a caller's
@@ -241,7 +242,8 @@ def _in_use(name: str) -> str:
     return f"lora_name must be of no adapter that is loaded, got {shown(name)}"
 
 
-def _fingerprint(weights: Adapter) -> str:
+def fingerprint_of(weights: Adapter) -> str:
+    """Return a digest of all that an adapter adds to a model."""
     digest = hashlib.sha256()
     for module in sorted(weights.parts):
         for part in weights.parts[module]:

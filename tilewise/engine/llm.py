@@ -29,6 +29,7 @@ from tilewise.engine.config import (
 )
 from tilewise.engine.engine import Engine
 from tilewise.engine.facts import facts_of
+from tilewise.engine.live_adapter import LiveAdapter
 from tilewise.engine.loading import load, load_encoder_of, read_head
 from tilewise.engine.loop import RUNNING, EngineLoop
 from tilewise.engine.making import EncoderMaker, EngineMaker, StartSeconds
@@ -45,7 +46,7 @@ from tilewise.engine.recipe import (
     sampling_of,
     verdict_of,
 )
-from tilewise.engine.request import Request, SamplingParams
+from tilewise.engine.request import Adapted, Request, SamplingParams
 from tilewise.engine.sampling_defaults import sampling_defaults
 from tilewise.engine.scoring import (
     ClassifyOutput,
@@ -123,7 +124,8 @@ class LLM:
         model: a Hugging Face checkpoint directory, or "story" for the small model of the package;
             or a decoder of load_model or build_model that lives in this process, and may be
             trained: its parameters are used where they lie, where layouts agree, and
-            `update_weights` brings what is packed up to date.
+            `update_weights` brings what is packed up to date. An adapter beside it
+            (`models.train_adapter`) is that of all requests.
         <options>
 
     Attributes:
@@ -179,6 +181,7 @@ class LLM:
         head: VectorHead | None = None
         self._end_ids: tuple[int, ...] = ()
         self._adapters: Adapters | None = None
+        self._live_adapter: LiveAdapter | None = None
         if self.purpose.is_encoder:
             self.model, decided = load_encoder_of(config, directory, device, self.purpose)
             self.config = self.model.config
@@ -190,6 +193,14 @@ class LLM:
             self._end_ids = end_tokens(self.config, self.tokenizer)
             head = read_head(self.purpose, directory, model, is_random=config.random_weights)
             sites: Mapping[str, AdapterSite] = {}
+            if live is not None and live.has_adapter:
+                if config.enable_lora:
+                    raise ValueError(
+                        "enable_lora must be False beside an adapter that is trained in this "
+                        "process, got True"
+                    )
+                assert isinstance(live.model, Decoder)
+                self._live_adapter = LiveAdapter(live.model, model.dtype, device)
             if config.enable_lora:
                 sites, rank = self._with_adapters(config, model)
                 decided = replace(decided, max_lora_rank=rank)
@@ -286,6 +297,7 @@ class LLM:
             self.start_seconds,
             torch.cuda.current_device() if is_cuda else None,
             sites,
+            self._live_adapter,
         )
 
     @property
@@ -707,7 +719,9 @@ class LLM:
             RequestError: the request can never be served.
             RuntimeError: the model's parameters were changed without `update_weights`.
         """
-        if self._live is not None and self._live.has_changed:
+        adapter: Adapted | None = self._live_adapter
+        has_changed = self._live_adapter is not None and self._live_adapter.has_changed
+        if self._live is not None and (has_changed or self._live.has_changed):
             raise RuntimeError(
                 "update_weights() must follow a change of the model's parameters, got none since"
             )
@@ -727,7 +741,6 @@ class LLM:
                 "logits_processors must be None with tensor_parallel_size above 1, as functions "
                 f"do not leave their process, got {len(sampling.logits_processors)}"
             )
-        adapter = None
         if terms.lora_request:
             adapter = self._named(terms.lora_request).get(terms.lora_request)
         request = Request(
@@ -791,6 +804,8 @@ class LLM:
                 parameters, each with memory of its own until this returns; or the folder of a
                 checkpoint with safetensors. None, with a model that lives in this process: its
                 parameters as they are now. Those that the engine shares with it need no copy.
+                Where an adapter alone is trained (`models.train_adapter`) nothing else is read or
+                written.
             running: the fate of requests that run: "wait" lets them end first, while those
                 that come wait; "abort" ends them with finish_reason "abort"; "keep" lets them go
                 on with the new weights over the keys and values of the old ones.
@@ -817,18 +832,28 @@ class LLM:
                 raise RuntimeError("the engine must be awake to take weights: call wake()")
             shapes = shapes_of(model.config, model.dtype)
             source = self._source(weights, model)
-            source.check(shapes)
+            stays = isinstance(source, LiveWeights) and source.stays
+            if not stays:
+                source.check(shapes)
+            adapter = self._live_adapter
+            if adapter is not None:
+                adapter.check()
             self._wait_for_device()
             engine = self.engine
 
             def write() -> None:
-                refill(model, shapes, source.held)
+                if not stays:
+                    refill(model, shapes, source.held)
+                if adapter is not None:
+                    adapter.write()
                 engine.use_version(new_version())
 
             self.loop.between(write, running)
             self._wait_for_device()
             if self._live is not None:
                 self._live.note()
+            if adapter is not None:
+                adapter.note()
 
     def _refillable(self) -> Decoder:
         """Return the model of which the weights can be changed."""
@@ -914,26 +939,27 @@ class LLM:
             UnsupportedError: see `facts`.
         """
         found = check_recipe(recipe, self.facts())
-        sampling, name = sampling_of(found), ""
-        if found["adapter"]:
-            by_print = {self.fingerprint_of(each): each for each in self.lora_adapters}
-            name = by_print.get(found["adapter"], "")
-            if not name:
-                raise RequestError(
-                    "recipe must be of an adapter that is loaded, got "
-                    f"{shown(found['adapter'][:12])}"
-                )
+        sampling = sampling_of(found)
+        by_print = {self.fingerprint_of(each): each for each in ("", *self.lora_adapters)}
+        if found["adapter"] not in by_print:
+            raise RequestError(
+                f"recipe must be of an adapter that is loaded, got {shown(found['adapter'][:12])}"
+            )
+        name = by_print[found["adapter"]]
         salt = f"verify {new_version()}"  # no other request's blocks
         [output] = self.generate(prompt_of(found), sampling, lora_request=name, cache_salt=salt)
         return verdict_of(found, output)
 
     def fingerprint_of(self, adapter: str) -> str:
-        """Return the digest of an adapter by its name, "" of none.
+        """Return the digest of an adapter by its name; of "" that of the adapter that is trained
+        beside a model of this process, or "" without one.
 
         Raises:
             RequestError: there is no such adapter.
         """
-        return self._named(adapter).get(adapter).fingerprint if adapter else ""
+        if adapter:
+            return self._named(adapter).get(adapter).fingerprint
+        return "" if self._live_adapter is None else self._live_adapter.digest()
 
     def sleep(self, level: int = 1, *, running: str = "wait") -> None:
         """Free the memory of the cache and of the weights until `wake` is called.
@@ -995,6 +1021,10 @@ class LLM:
                 self.model = model
                 if self._live is not None:
                     self._live.note()
+                if self._live_adapter is not None:
+                    self._live_adapter.check()
+                    self._live_adapter.write()
+                    self._live_adapter.note()
             elif self._live is None and self._device.type == "cuda":
                 assert isinstance(self.model, Decoder)
                 move(self.model, self._device)

@@ -20,6 +20,7 @@ from tilewise.engine.captured.prompt_steps import has_run
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.config import DraftModel, OwnHead
 from tilewise.engine.engine import Engine
+from tilewise.engine.live_adapter import LiveAdapter
 from tilewise.engine.memory import check_memory, free_memory
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig, cache_spec
@@ -32,7 +33,7 @@ from tilewise.engine.sizing import (
     cpu_budget,
     warm_up,
 )
-from tilewise.engine.steps.adapter_slots import AdapterSlots
+from tilewise.engine.steps.adapter_slots import AdapterSlots, empty_slots
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.steps.draft_runner import (
     DraftingRunner,
@@ -259,6 +260,8 @@ class EngineMaker:
         num_threads: torch's threads on the thread of the LLM.
         start_seconds: a stopwatch, which notes the parts of the start.
         current_device: the GPU that was current on the thread of the LLM; None on a CPU.
+        sites: the linear layers that may have adapters; empty without them.
+        live: the adapter that is trained beside a model of this process; None without.
     """
 
     config: ResolvedConfig
@@ -271,6 +274,7 @@ class EngineMaker:
     start_seconds: StartSeconds
     current_device: int | None
     sites: Mapping[str, AdapterSite]
+    live: LiveAdapter | None
 
     def __call__(self) -> Engine:
         """Make the engine.
@@ -329,11 +333,12 @@ class EngineMaker:
             ValueError: the device has not that much memory.
         """
         config = self.config
+        if self.live is not None:
+            return AdapterSlots(self.model, self.live.weights, (self.live.number,))
         if not self.sites:
             return None
         try:
-            return AdapterSlots(
-                self.model,
+            slots = empty_slots(
                 self.sites,
                 count=config.max_loras,
                 max_rank=config.max_lora_rank,
@@ -345,6 +350,7 @@ class EngineMaker:
                 f"max_loras and max_lora_rank must fit the memory of {config.device}, "
                 f"got {config.max_loras} and {config.max_lora_rank}"
             ) from error
+        return AdapterSlots(self.model, slots)
 
     def _guessing(self) -> _Guessing | None:
         """Load the head or draft model that guesses tokens with a cache of its own.

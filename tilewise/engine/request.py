@@ -300,6 +300,11 @@ class Adapted(Protocol):
         """Its tensors, for a runner."""
         ...
 
+    @property
+    def fingerprint(self) -> str:
+        """A name that adapters which add something else have not."""
+        ...
+
 
 @dataclass(slots=True)
 class Request:

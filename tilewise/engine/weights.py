@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from tilewise.errors import CheckpointError, shown
 from tilewise.models.config import ModelConfig
 from tilewise.models.registry import empty_model, load_model
+from tilewise.models.trained_adapter import adapted_linears
 
 __all__ = [
     "LiveWeights",
     "NamedWeights",
     "Weights",
     "check_finite",
+    "check_shape",
     "folder_weights",
 ]
 
@@ -77,7 +79,7 @@ class LiveWeights:
         with torch.no_grad():
             found = {name: self.held(name).detach() for name in wanted}
         for name, shape in wanted.items():
-            _check_shape(name, found[name], shape)
+            check_shape(name, found[name], shape)
         check_finite(found)
 
     def note(self) -> None:
@@ -90,9 +92,27 @@ class LiveWeights:
         not seen."""
         return self._now() != self._versions
 
+    @property
+    def stays(self) -> bool:
+        """Whether an adapter alone is trained: no other parameter learns, or was written since
+        `note`."""
+        own = self._own()
+        return self.has_adapter and not any(p.requires_grad for p in own) and not self.has_changed
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained beside the model, see `models.trained_adapter`."""
+        return bool(adapted_linears(self.model))
+
+    def _own(self) -> list[nn.Parameter]:
+        """Return the parameters of the model without those of an adapter beside it."""
+        linears = adapted_linears(self.model).values()
+        beside = {id(p) for linear in linears for p in linear.adapter.parameters()}
+        return [p for p in self.model.parameters() if id(p) not in beside]
+
     def _now(self) -> tuple[int, ...]:
         # A tensor of inference mode cannot be trained, and counts nothing.
-        return tuple(p._version for p in self.model.parameters() if not p.is_inference())
+        return tuple(p._version for p in self._own() if not p.is_inference())
 
 
 class NamedWeights:
@@ -134,7 +154,7 @@ class NamedWeights:
                 if name not in self._given:
                     raise CheckpointError(f"weights must hold tensor {source}, got none")
                 known.add(name)
-                _check_shape(name, self._given[name], part, either=weight.either)
+                check_shape(name, self._given[name], part, either=weight.either)
                 if self._given[name].dtype != part.dtype:
                     raise CheckpointError(
                         f"tensor {name} must be {part.dtype}, got {self._given[name].dtype}"
@@ -213,7 +233,9 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
                 raise CheckpointError(f"tensor {name} must be finite, got NaN or infinity")
 
 
-def _check_shape(name: str, found: Tensor, wanted: Tensor, *, either: bool = False) -> None:
+def check_shape(name: str, found: Tensor, wanted: Tensor, *, either: bool = False) -> None:
+    """Raise CheckpointError for a tensor of another shape than `wanted`, or its transpose with
+    `either`."""
     shape, right = tuple(found.shape), tuple(wanted.shape)
     if shape != right and not (either and shape == tuple(wanted.mT.shape)):
         raise CheckpointError(f"tensor {name} must have shape {right}, got {shape}")

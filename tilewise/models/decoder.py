@@ -204,8 +204,8 @@ class Decoder(nn.Module):
         `nn.same_bits` for the cost. The parameters are unchanged.
 
         Raises:
-            UnsupportedError: an engine on a CPU would not pack the weights, or a model on a GPU
-                keeps latents.
+            UnsupportedError: an engine on a CPU would not pack the weights, or the model keeps
+                latents.
         """
         table = self.embed_tokens
         is_tied = self.lm_head is None and isinstance(table, nn.Embedding)

@@ -780,7 +780,8 @@ class NativeDecoder(Decoder):
                     scale.fill_(_DRAWN_SCALE)
 
     def weight_table(self) -> tuple[Weight, ...]:
-        """Return for each parameter its tensors in a Hugging Face checkpoint.
+        """Return for each parameter its tensors in a Hugging Face checkpoint; an adapter that is
+        trained beside the model has none there.
 
         Raises:
             ValueError: the weights are packed.
@@ -792,6 +793,7 @@ class NativeDecoder(Decoder):
                 name, self._rows_of(name, tuple(parameter.shape)), self._sources_of(name)
             )
             for name, parameter in self.named_parameters()
+            if ".adapter." not in name
         )
 
     def source_of(self, name: str, linear: QuantisedLinear) -> Weight:

@@ -159,6 +159,8 @@ def project_in_parts(
     if leave_sum is not None:
         part: RankPart | None = leave_sum(x, adapters)
         return project(linear, x, adapters) if part is None else part
+    if adapters is not None and isinstance(linear, InvariantLinear):
+        return project(linear, x, adapters)  # rounded before they are added, for any number of rows
     y = _product_in_parts(linear, x)
     if adapters is not None:
         adapters.add(linear, x, y.sums[0] if isinstance(y, Parts) else y)

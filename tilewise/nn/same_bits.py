@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.nn.adapted import StepAdapters
+from tilewise.nn.adapted_linear import AdaptedLinear
 from tilewise.nn.attention import Attention, attend_as_steps
 from tilewise.nn.experts import Experts
 from tilewise.nn.layers import (
@@ -75,6 +76,12 @@ class _Linear(nn.Linear):
         return product(input, self.weight, self.bias)
 
 
+class _AdaptedLinear(AdaptedLinear):
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return the product without the adapter."""
+        return product(x, self.weight, self.bias)
+
+
 class _RMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
@@ -96,7 +103,7 @@ class _RMSNorm(RMSNorm):
 class _GatedMLP(GatedMLP):
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Map x (..., E) to (..., E)."""
-        assert adapters is None  # what is differentiated has none
+        assert adapters is None  # those that are trained are part of the products
         gate_up = self.gate_up_proj(x)
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate if self.gate_scale == 1 else gate * self.gate_scale
@@ -136,6 +143,7 @@ class _LayerNorm(LayerNorm):
 
 _VALUED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _Linear,
+    AdaptedLinear: _AdaptedLinear,
     RMSNorm: _RMSNorm,
     GatedMLP: _GatedMLP,
 }
@@ -157,8 +165,8 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
         weights: the weights of products that no layer below computes, to be checked as well.
 
     Raises:
-        UnsupportedError: an engine on a CPU would not pack one of the weights, or a model on a GPU
-            keeps latents, and so has no such bits; the model is unchanged then.
+        UnsupportedError: an engine on a CPU would not pack one of the weights, or the model keeps
+            latents, which training expands to keys and an engine does not; it is unchanged then.
     """
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     is_on_gpu = all(weight.is_cuda for weight in (*linears, *weights))
@@ -167,8 +175,8 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
         if reason is not None:
             who = "a GPU multiplies" if is_on_gpu else "a CPU packs"
             raise UnsupportedError(f"weights must be such that {who} them: {reason}")
-    if is_on_gpu and any(isinstance(m, MultiheadLatentAttention) for m in model.modules()):
-        raise UnsupportedError("attention must keep keys and values on a GPU, got latents")
+    if any(isinstance(m, MultiheadLatentAttention) for m in model.modules()):
+        raise UnsupportedError("attention must keep keys and values for these bits, got latents")
     kinds = _VALUED if is_on_gpu else _VALUED | _VALUED_ON_CPU
     for module in list(model.modules()):
         if type(module) in kinds:

@@ -18,7 +18,7 @@ from tilewise.models.adapters import Adapter, AdapterSite
 from tilewise.nn.adapted import StepAdapters
 from tilewise.ops import LowRank, RowTiles, most_tiles, tile_rows
 
-__all__ = ["AdapterSlots", "FixedAdapters"]
+__all__ = ["AdapterSlots", "FixedAdapters", "empty_slots"]
 
 TILE = 16  # rows of a tile, and what ranks are padded to, see `kernels.low_rank`
 
@@ -71,59 +71,75 @@ class FixedAdapters:
         self._tiles.rows[:count].copy_(on_device[1].view(count, TILE))
 
 
-class AdapterSlots:
-    """Slots for `count` adapters, those that were used last.
+def empty_slots(
+    sites: Mapping[str, AdapterSite],
+    *,
+    count: int,
+    max_rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, LowRank]:
+    """Return slots in which no adapter is, by the names of the model's modules.
 
     Args:
-        model: the model, whose linear layers may be packed or quantised.
-        sites: its linear layers by name, see `models.adapters.adapter_sites`.
+        sites: the linear layers of the model by name, see `models.adapters.adapter_sites`.
         count: slots; a step uses no more different adapters.
         max_rank: the largest rank of an adapter.
         device, dtype: those of the rows that the linear layers take.
+    """
+    found = {}
+    rank = -(-max_rank // TILE) * TILE
+    by_module: dict[str, list[AdapterSite]] = {}
+    for site in sites.values():
+        by_module.setdefault(site.module, []).append(site)
+    for name, parts in by_module.items():
+        parts.sort(key=lambda site: site.first)
+        firsts = [site.first for site in parts]
+        edges = [*firsts, firsts[-1] + parts[-1].out_features]
+
+        def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=kind, device=device)
+
+        found[name] = LowRank(
+            zeros(count, len(parts) * rank, parts[0].in_features),
+            zeros(count, rank, edges[-1]),
+            zeros(count, len(parts), kind=torch.float32),
+            zeros(count, len(parts), kind=torch.int32),
+            torch.tensor(edges, dtype=torch.int32, device=device),
+        )
+    return found
+
+
+class AdapterSlots:
+    """Slots for adapters, of which they hold those that were used last.
+
+    Args:
+        model: the model, whose linear layers may be packed or quantised.
+        slots: the weights of all slots, by the names of its modules: `empty_slots`, or those of an
+            adapter that is trained elsewhere.
+        numbers: the numbers of the adapters that are in the first slots already.
 
     Attributes:
+        count: the slots; a step uses no more different adapters.
+        device: the device of the weights.
         weights: the weights of all slots, by linear layer.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        sites: Mapping[str, AdapterSite],
-        *,
-        count: int,
-        max_rank: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, model: nn.Module, slots: Mapping[str, LowRank], numbers: Sequence[int] = ()
     ) -> None:
-        self.count, self.device = count, device
+        first = next(iter(slots.values()))
+        self.count, self.device = len(first.a), first.a.device
         self.weights: dict[nn.Module, LowRank] = {}
         self._of_module: dict[str, tuple[LowRank, dict[int, int]]] = {}
-        self._slots: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # by number, the one used last at the end
-        rank = -(-max_rank // TILE) * TILE
-        by_module: dict[str, list[AdapterSite]] = {}
-        for site in sites.values():
-            by_module.setdefault(site.module, []).append(site)
-        for name, parts in by_module.items():
-            parts.sort(key=lambda site: site.first)
-            firsts = [site.first for site in parts]
-            edges = [*firsts, firsts[-1] + parts[-1].out_features]
-
-            def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-                return torch.zeros(shape, dtype=kind, device=device)
-
-            own = LowRank(
-                zeros(count, len(parts) * rank, parts[0].in_features),
-                zeros(count, rank, edges[-1]),
-                zeros(count, len(parts), kind=torch.float32),
-                zeros(count, len(parts), kind=torch.int32),
-                torch.tensor(edges, dtype=torch.int32, device=device),
-            )
+        # By number, the one used last at the end.
+        self._slots = OrderedDict((number, slot) for slot, number in enumerate(numbers))
+        for name, own in slots.items():
             linear = model.get_submodule(name)
             if isinstance(linear, RowParallel):
                 linear = linear.linear  # to whose product it is added, before the ranks' sum
             self.weights[linear] = own
+            firsts = own.edges[:-1].tolist()
             self._of_module[name] = own, {first: i for i, first in enumerate(firsts)}
 
     @property

@@ -41,7 +41,7 @@ from tilewise.engine.options import Options
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
 from tilewise.engine.settings import of_plain, spec_of
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cuda, warm_up
-from tilewise.engine.steps.adapter_slots import AdapterSlots
+from tilewise.engine.steps.adapter_slots import AdapterSlots, empty_slots
 from tilewise.engine.steps.runner import Runner, StepHandle
 from tilewise.engine.tables.host_cache import HostCache
 from tilewise.engine.tables.offload import fingerprint
@@ -184,14 +184,14 @@ class _Worker:
         config, group = self.config, self.group
         assert self._whole is not None
         own = for_device(shard_config(self._whole, group.size, group.rank), self.device)
-        return AdapterSlots(
-            self.model,
+        slots = empty_slots(
             adapter_sites(empty_model(own, "float32", "meta")),
             count=config.max_loras,
             max_rank=config.max_lora_rank,
             device=self.device,
             dtype=self.model.dtype,
         )
+        return AdapterSlots(self.model, slots)
 
     def load_adapter(self, number: int, path: str) -> None:
         """Read an adapter, of which this rank keeps its part."""
