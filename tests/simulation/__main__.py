@@ -9,6 +9,8 @@ from tests.simulation.minimise import report, why_fails
 from tests.simulation.plan import plan_of
 from tests.simulation.world import digest, play
 
+TOLD_EVERY = 500  # seeds, some 40 s
+
 
 def main(given: list[str]) -> int:
     """Play the seeds from the first to the last; return 1 if one fails."""
@@ -19,6 +21,8 @@ def main(given: list[str]) -> int:
         if why_fails(plan_of(seed)) is not None:
             failed.append(seed)
             print(report(plan_of(seed)), flush=True)
+        if (seed + 1 - first) % TOLD_EVERY == 0:
+            print(f"seeds {first} to {seed}: {len(failed)} failed", file=sys.stderr, flush=True)
     if first == last and not failed:
         world = play(plan_of(first))
         print("\n".join(world.log))
