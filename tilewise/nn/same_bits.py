@@ -101,10 +101,14 @@ class _RMSNorm(RMSNorm):
 
 
 class _GatedMLP(GatedMLP):
-    def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        """Map x (..., E) to (..., E)."""
+    def forward(
+        self, x: Tensor, adapters: StepAdapters | None = None, added: Tensor | None = None
+    ) -> Tensor:
+        """Map x (..., E) to (..., E), see `GatedMLP.forward`."""
         assert adapters is None  # those that are trained are part of the products
         gate_up = self.gate_up_proj(x)
+        if added is not None:
+            gate_up = gate_up + added
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate if self.gate_scale == 1 else gate * self.gate_scale
         if self.activation is F.silu and self.gate_scale == 1 and gate_up.numel():
