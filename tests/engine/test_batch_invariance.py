@@ -275,6 +275,7 @@ def test_a_model_that_keeps_latents_has_no_such_bits(case, tmp_path):
         (make_state_model, "granitemoehybrid", torch.float32),
         (make_state_model, "falcon_h1", torch.bfloat16),
         (make_state_model, "lfm2", torch.float32),
+        (make_state_model, "zamba2", torch.bfloat16),
     ],
     ids=lambda value: getattr(value, "__module__", str(value)).rpartition(".")[2],
 )
