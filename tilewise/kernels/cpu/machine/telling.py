@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from tilewise.progress import is_wanted, say
 
-LINE = "tilewise: compiling kernels for this CPU, once on this machine: 5 to 15 s ..."
+LINE = "tilewise: compiling kernels for this CPU, once on this machine: each 5 to 25 s ..."
 MOMENT_S = 1.0  # a pause that no user wonders about
 
 _has_told = False
