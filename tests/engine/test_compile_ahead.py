@@ -217,6 +217,7 @@ def test_what_fails_is_a_warning(monkeypatch, tmp_path):
         assert _ahead(monkeypatch) == {}
 
 
+@pytest.mark.slow
 def test_a_start_whose_kernels_are_on_disk_rehearses_nothing(monkeypatch, tmp_path):
     stamp, there = tmp_path / "starts" / "one.json", {"a", "b"}
     requests = [Request("module", "kernel", name, "kernel", b"") for name in ("a", "b")]

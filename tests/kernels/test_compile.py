@@ -106,24 +106,50 @@ def run_cases(names: list[str]) -> dict[str, list[dict[str, Any]]]:
     return {name: _compiled[name] for name in names}
 
 
+# Cases of which the everyday run has a neighbour: the same kernel with other features, another part
+# of the same pass, or the same loop for another architecture.
+_SELDOM = frozenset({
+    "sm_80-dkdv-d128-causal-64x64x8x2", "sm_90-fwd-d128-causal-64x64x4x3",
+    "sm_90-dq-everything-d128-64x64x4x2", "sm_90-dbias-everything-d128",
+    "sm_90-fwd-odd-d20-10-64x64x4x3", "sm_90-fwd-odd-address-d64-16", "sm_90-dbias-bias-d32",
+    "sm_100-dkdv-d128-causal-64x64x8x2", "sm_80-paged-decode", "sm_90-paged-decode-d512",
+    "sm_90-paged-decode-int8", "sm_90-paged-tree", "sm_90-paged-shared",
+    "sm_90-gluon-decode-e4m3", "sm_90-mla-128-heads", "sm_80-quantised-int4-row",
+    "sm_90-quantised-early-1", "recurrent-kimi-sm_90", "sm_90-shared-sums-4096-4",
+    "sm_90-linear-4096", "sm_90-invariant-linear-bfloat16", "sm_90-experts-300-bf16",
+    "sm_90-adjust_logits-151936", "sm_90-gluon-linear-parts", "sm_90-gluon-linear-early",
+    "sm_90-gluon-linear-odd", "sm_90-gluon-many-bias-fp16", "sm_80-mma-fwd-d64-full",
+    "sm_89-mma-fwd-d128-everything", "sm_80-mma-bwd-d128-causal",
+})  # fmt: skip
+
+
+def is_slow(case: Any) -> bool:
+    """Whether a case is compiled with the slow tests alone."""
+    return case.slow or case.name in _SELDOM
+
+
 def _reports(slow: bool) -> dict[str, list[dict[str, Any]]]:
     """Compile all that are slow, or all others, in one process: torch and Triton load once."""
-    return run_cases(
-        [case.name for case in [*CASES, *HOPPER_CASES, *MMA_CASES, *ELSEWHERE] if case.slow == slow]
-    )
+    cases = [*CASES, *HOPPER_CASES, *MMA_CASES, *ELSEWHERE]
+    return run_cases([case.name for case in cases if is_slow(case) == slow])
 
 
 def _marked(cases: list[Any]) -> list[Any]:
     return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if is_slow(case) else [])
         for case in cases
     ]
+
+
+def test_cases_that_are_compiled_seldom_are_there() -> None:
+    names = {case.name for case in [*CASES, *HOPPER_CASES, *MMA_CASES] if not case.slow}
+    assert names > _SELDOM
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", _marked(CASES))
 def test_compiles_without_a_gpu(case: Case) -> None:
-    kernels = _reports(case.slow)[case.name]
+    kernels = _reports(is_slow(case))[case.name]
     assert kernels, "the launcher launched nothing"
     for kernel in kernels:
         assert "error" not in kernel, kernel["error"]
@@ -152,7 +178,7 @@ def test_compiles_without_a_gpu(case: Case) -> None:
 @pytest.mark.parametrize("case", _marked(ELSEWHERE))
 def test_compiles_for_a_gpu_that_nobody_has_measured(case: Case) -> None:
     """No more may leave the registers than did when `compile_elsewhere.json` was recorded."""
-    kernels = _reports(case.slow)[case.name]
+    kernels = _reports(is_slow(case))[case.name]
     assert kernels, "the launcher launched nothing"
     budget = compile_elsewhere.budgets().get(case.name, {})
     for kernel in kernels:
@@ -219,7 +245,7 @@ def test_hopper_kernels_take_every_case() -> None:
 @pytest.mark.parametrize("case", _marked(HOPPER_CASES))
 def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
     """Nothing may be wrong that its case does not list, with a reason."""
-    kernels = _reports(case.slow)[case.name]
+    kernels = _reports(is_slow(case))[case.name]
     assert kernels, "the launcher launched nothing"
     for kernel in kernels:
         assert "error" not in kernel, kernel["error"]
@@ -254,7 +280,9 @@ def test_kernels_by_mma_sync_stay_in_registers(case: MmaCase) -> None:
     A version of Triton other than that which was recorded may spill a few bytes more.
     """
     kernels = [
-        kernel for kernel in _reports(case.slow)[case.name] if "error" in kernel or kernel["mma"]
+        kernel
+        for kernel in _reports(is_slow(case))[case.name]
+        if "error" in kernel or kernel["mma"]
     ]
     assert kernels, "the launcher launched no product"
     for kernel in kernels:

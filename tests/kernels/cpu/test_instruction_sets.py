@@ -106,6 +106,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", FEW_ROWS)
 def test_a_few_rows_hold(name: str, tmp_path: Path) -> None:
+    if name == "AVX2" and not llvm.get_host_cpu_features().get("avx512f"):
+        pytest.skip("this CPU has no more: it runs all rows so")
     run(name, FEW_ROWS[name], tmp_path)
 
 
