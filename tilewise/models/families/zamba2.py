@@ -106,7 +106,7 @@ def _read(config: Json) -> dict[str, Any]:
 
 def _mixer(config: Json, sizes: Sizes, has_bias: bool) -> Mamba2Config:
     heads, groups = count_or(config, "n_mamba_heads", 8), count_or(config, "mamba_ngroups", 1)
-    width = int(float(number(config, "mamba_expand", 2)) * sizes.hidden_size)
+    width = count_or(config, "mamba_expand", 2) * sizes.hidden_size
     if width % heads:
         raise CheckpointError(
             f"n_mamba_heads must divide mamba_expand times hidden_size {width}, got {heads}"
