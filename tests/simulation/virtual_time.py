@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import selectors
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -122,6 +123,15 @@ class Pool:
         """Let nothing end: nothing has begun."""
 
 
+def _in_this_thread(simulated: Callable[..., Any], real: Callable[..., Any]) -> Any:
+    """Return a function that is simulated in this thread alone.
+
+    Threads that other tests have left would let the time pass whenever they sleep.
+    """
+    here = threading.get_ident()
+    return lambda *args: (simulated if threading.get_ident() == here else real)(*args)
+
+
 @contextmanager
 def virtual(clock: Clock, loop: VirtualEventLoop, future: type[Future[Any]]) -> Iterator[None]:
     """Let the modules of engine and server live in this time during the block.
@@ -133,8 +143,8 @@ def virtual(clock: Clock, loop: VirtualEventLoop, future: type[Future[Any]]) -> 
     with ExitStack() as stack:
         put = stack.enter_context
         for name in ("monotonic", "perf_counter", "thread_time", "time"):
-            put(mock.patch.object(time, name, clock))
-        put(mock.patch.object(time, "sleep", clock.sleep))
+            put(mock.patch.object(time, name, _in_this_thread(clock, getattr(time, name))))
+        put(mock.patch.object(time, "sleep", _in_this_thread(clock.sleep, time.sleep)))
         put(mock.patch.object(engine_loop, "Future", future))
         names = map("{:x}".format, number)
         put(mock.patch.object(versions.secrets, "token_hex", side_effect=names))
