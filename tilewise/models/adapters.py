@@ -34,6 +34,7 @@ __all__ = [
     "AdapterTensors",
     "adapter_sites",
     "read_adapter",
+    "sites_by_module",
 ]
 
 MAX_RANK = 512  # the largest rank that any option allows
@@ -98,6 +99,16 @@ class Adapter:
 
     parts: Mapping[str, tuple[AdapterPart, ...]]
     rank: int
+
+
+def sites_by_module(
+    sites: Mapping[str, AdapterSite],
+) -> dict[str, list[tuple[str, AdapterSite]]]:
+    """Return the named layers that each module is made of, in the order of its rows."""
+    found: dict[str, list[tuple[str, AdapterSite]]] = {}
+    for name, site in sorted(sites.items(), key=lambda item: item[1].first):
+        found.setdefault(site.module, []).append((name, site))
+    return found
 
 
 def adapter_sites(model: Decoder) -> dict[str, AdapterSite]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tilewise.models.adapters import MAX_RANK, AdapterSite, AdapterTensors, adapter_sites
+from tilewise.models.adapters import MAX_RANK, AdapterTensors, adapter_sites, sites_by_module
 from tilewise.models.decoder import Decoder
-from tilewise.nn.adapted_linear import TILE, AdaptedLinear, LowRankWeights
+from tilewise.nn.adapted_linear import AdaptedLinear, LowRankWeights
+from tilewise.ops.low_rank import TILE
 
 __all__ = ["adapted_linears", "adapter_tensors", "train_adapter"]
 
@@ -45,7 +46,8 @@ def train_adapter(
         )
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, got {dtype}")
-    linears = {name: model.get_submodule(name) for name in _by_module(adapter_sites(model))}
+    by_module = sites_by_module(adapter_sites(model))
+    linears = {name: model.get_submodule(name) for name in by_module}
     if not linears:
         raise ValueError("model must have linear layers that may have adapters, got none")
     for name, linear in linears.items():
@@ -56,7 +58,7 @@ def train_adapter(
             )
     model.requires_grad_(False)
     found: list[nn.Parameter] = []
-    for name, sites in _by_module(adapter_sites(model)).items():
+    for name, sites in by_module.items():
         linear = linears[name]
         assert isinstance(linear, nn.Linear)
         weight = linear.weight
@@ -90,9 +92,10 @@ def adapter_tensors(model: Decoder) -> AdapterTensors:
     linears, tensors, ranks = adapted_linears(model), {}, {}
     if not linears:
         raise ValueError("model must have an adapter, see train_adapter, got none")
-    for module, sites in _by_module(adapter_sites(model)).items():
+    sites = adapter_sites(model)
+    for module, parts in sites_by_module(sites).items():
         own = linears[module].adapter
-        for part, (name, site) in enumerate(sites):
+        for part, (name, site) in enumerate(parts):
             b = own.b.detach()[:, own.edges[part] : own.edges[part + 1]].T.cpu()
             whole = torch.empty_like(b, memory_format=torch.contiguous_format)
             whole[torch.cat([torch.arange(first, end) for first, end in site.spans])] = b
@@ -108,16 +111,6 @@ def adapter_tensors(model: Decoder) -> AdapterTensors:
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(adapter_sites(model)),
+        "target_modules": sorted(sites),
     }
     return AdapterTensors(config, tensors)
-
-
-def _by_module(
-    sites: dict[str, AdapterSite],
-) -> dict[str, list[tuple[str, AdapterSite]]]:
-    """Return the layers of a checkpoint that each module is made of, in the order of its rows."""
-    found: dict[str, list[tuple[str, AdapterSite]]] = {}
-    for name, site in sorted(sites.items(), key=lambda item: item[1].first):
-        found.setdefault(site.module, []).append((name, site))
-    return found

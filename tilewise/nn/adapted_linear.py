@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.ops import LowRank, RowTiles
+from tilewise.ops.low_rank import TILE
 
-__all__ = ["TILE", "AdaptedLinear", "LowRankWeights"]
-
-TILE = 16  # rows of a tile, and what ranks are multiples of, see `kernels.low_rank`
+__all__ = ["AdaptedLinear", "LowRankWeights"]
 
 
 class LowRankWeights(nn.Module):

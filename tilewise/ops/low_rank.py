@@ -14,7 +14,7 @@ from tilewise.ops import checks, dispatch
 from tilewise.ops.library import refuse_vmap
 from tilewise.ops.step import register_step, step
 
-__all__ = ["add_low_rank"]
+__all__ = ["TILE", "add_low_rank"]
 
 
 def add_low_rank(

@@ -30,10 +30,9 @@ features.features = lambda: _wanted
 from tilewise.kernels.cpu.machine import amx, simd  # noqa: E402
 
 ROWS, ROW_BYTES = 16, 64
-_i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_i8, _i32, _i64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _byte = _i8.as_pointer()
 _floats, _words = ir.VectorType(ir.FloatType(), ROWS), ir.VectorType(_i32, ROWS)
-_shorts = ir.VectorType(_i16, ROWS)
 _key = ctypes.c_uint32()
 _call_llvm = simd.call_llvm
 
@@ -118,20 +117,12 @@ def _lanes(builder, vector, lanes):
     return builder.shuffle_vector(vector, vector, order)
 
 
-def _narrow(builder, value):
-    """VCVTNEPS2BF16: <16 x float> -> <16 x i16>, to nearest even."""
-    bits = builder.bitcast(value, _words)
-    odd = builder.and_(builder.lshr(bits, simd.constant(_words, 16)), simd.constant(_words, 1))
-    rounded = builder.add(bits, builder.add(odd, simd.constant(_words, 0x7FFF)))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    kept = builder.select(is_nan, builder.or_(bits, simd.constant(_words, 0x00400000)), rounded)
-    return builder.trunc(builder.lshr(kept, simd.constant(_words, 16)), _shorts)
-
-
 def _narrow_two(builder, high, low):
     """VCVTNE2PS2BF16: 32 words, those of `low` first."""
     order = ir.Constant(ir.VectorType(_i32, 2 * ROWS), list(range(2 * ROWS)))
-    return builder.shuffle_vector(_narrow(builder, low), _narrow(builder, high), order)
+    return builder.shuffle_vector(
+        *(simd.narrow_bf16_in_words(builder, x) for x in (low, high)), order
+    )
 
 
 def _multiply_pairs(builder, c, a, b):
@@ -186,7 +177,7 @@ def _look_up(builder, table, index):
 
 # AVX-512 where this CPU has none.
 _WIDE = {
-    "x86.avx512bf16.cvtneps2bf16.512": _narrow,
+    "x86.avx512bf16.cvtneps2bf16.512": simd.narrow_bf16_in_words,
     "x86.avx512bf16.cvtne2ps2bf16.512": _narrow_two,
     "x86.avx512bf16.dpbf16ps.512": _multiply_pairs,
     "x86.avx512.pmaddw.d.512": _multiply_shorts,

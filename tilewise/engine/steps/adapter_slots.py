@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from tilewise.distributed.shards import RowParallel
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.steps.inputs import send
-from tilewise.models.adapters import Adapter, AdapterSite
+from tilewise.models.adapters import Adapter, AdapterSite, sites_by_module
 from tilewise.nn.adapted import StepAdapters
 from tilewise.ops import LowRank, RowTiles, most_tiles, tile_rows
+from tilewise.ops.low_rank import TILE
 
 __all__ = ["AdapterSlots", "FixedAdapters", "empty_slots"]
-
-TILE = 16  # rows of a tile, and what ranks are padded to, see `kernels.low_rank`
 
 
 class Loaded(Protocol):
@@ -89,11 +88,8 @@ def empty_slots(
     """
     found = {}
     rank = -(-max_rank // TILE) * TILE
-    by_module: dict[str, list[AdapterSite]] = {}
-    for site in sites.values():
-        by_module.setdefault(site.module, []).append(site)
-    for name, parts in by_module.items():
-        parts.sort(key=lambda site: site.first)
+    for name, named in sites_by_module(sites).items():
+        parts = [site for _, site in named]
         firsts = [site.first for site in parts]
         edges = [*firsts, firsts[-1] + parts[-1].out_features]
 

@@ -60,14 +60,6 @@ def _read(config: Json) -> dict[str, Any]:
         ("head_dim", head_dim),
     ):
         must_be(config, name, value, None)
-    for name in (
-        "kv_channels",
-        "num_query_groups",
-        "hybrid_layer_ids",
-        "mamba_headdim",
-        "mamba_expand",
-    ):
-        config.get(name)
     sizes = Sizes.of(
         with_fields(config, intermediate_size=inner, head_dim=head_dim),
         positions=4096,
@@ -126,6 +118,8 @@ def _mixer(config: Json, sizes: Sizes, has_bias: bool) -> Mamba2Config:
     )
 
 
+# Fields that say again what others say.
+_TOLD_AGAIN = " kv_channels num_query_groups hybrid_layer_ids mamba_headdim"
 _SHARED = "shared_transformer"
 _NAMES = LLAMA_NAMES.but(
     {
@@ -168,5 +162,11 @@ def _names(config: DecoderConfig) -> Names:
 
 
 FAMILIES = (
-    Family("Zamba2ForCausalLM", "zamba2", _read, _names, harmless=TRAINING + " use_conv_bias"),
+    Family(
+        "Zamba2ForCausalLM",
+        "zamba2",
+        _read,
+        _names,
+        harmless=TRAINING + " use_conv_bias" + _TOLD_AGAIN,
+    ),
 )

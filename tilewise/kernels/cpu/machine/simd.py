@@ -153,6 +153,12 @@ def narrow_bf16(builder, value):
     if HAS_BF16_DOT and count == 16:
         kind = ir.VectorType(_i16, count)
         return call_llvm(builder, "x86.avx512bf16.cvtneps2bf16.512", kind, [value])
+    return narrow_bf16_in_words(builder, value)
+
+
+def narrow_bf16_in_words(builder, value):
+    """Narrow as `narrow_bf16` does, without an instruction for it."""
+    count = value.type.count
     wide = ir.VectorType(_i32, count)
     bits = builder.bitcast(value, wide)
     odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
