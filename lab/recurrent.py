@@ -79,7 +79,7 @@ def slots_of(shape: str, count: int, device: str) -> ops.RecurrentStates:
     (key_heads, heads, key_dim, value_dim), _ = SHAPES[shape]
     states = ops.recurrent_states(
         count, heads, key_dim, value_dim, num_key_heads=key_heads, dtype=torch.bfloat16,
-        device=device, by_channel=shape == "kimi",
+        device=device, by_channel=shape == "kimi", is_delta=SHAPES[shape][1],
     )  # fmt: skip
     for x in states:
         if x is not None:

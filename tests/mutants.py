@@ -655,7 +655,7 @@ MUTANTS = {
         (*_TEST_STATES, "parts and interpreted"),
     ),
     "a_triangle_is_inverted_without_its_last_blocks": Mutant(
-        _PAIRS, "inverse_of", "tl.static_range(4, 6)", "tl.static_range(4, 5)",
+        _PAIRS, "inverse_of", "tl.static_range(1, blocks)", "tl.static_range(1, blocks - 1)",
         (*_TEST_STATES, "budget and interpreted"),
     ),
     "a_decay_by_channel_reaches_over_a_block": Mutant(

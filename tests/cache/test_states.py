@@ -13,6 +13,7 @@ from tilewise.kernels.spec import CHUNK, RecurrentStates
 
 DELTA = StateSpec(48, 4, 2, 1, 16, 16, dtype=torch.bfloat16)
 KIMI = StateSpec(48, 3, 2, 2, 16, 8, by_channel=True)
+MAMBA = StateSpec(48, 4, 2, 1, 16, 8, is_delta=False)
 CONVOLUTION = StateSpec(24, 3, dtype=torch.bfloat16)
 SPECS = ((0, DELTA), (1, CONVOLUTION), (3, DELTA), (4, KIMI))
 
@@ -22,11 +23,11 @@ def test_a_chunk_is_that_of_the_kernels():
 
 
 @pytest.mark.parametrize("keeps", ["updates", "tokens"])
-@pytest.mark.parametrize("spec", [DELTA, KIMI], ids=["delta", "kimi"])
+@pytest.mark.parametrize("spec", [DELTA, KIMI, MAMBA], ids=["delta", "kimi", "mamba"])
 def test_a_slot_has_the_tensors_that_the_ops_read(spec, keeps):
     made = ops.recurrent_states(
         3, spec.num_heads, spec.key_dim, spec.value_dim, num_key_heads=spec.num_key_heads,
-        by_channel=spec.by_channel, dtype=spec.dtype, keeps=keeps,
+        by_channel=spec.by_channel, is_delta=spec.is_delta, dtype=spec.dtype, keeps=keeps,
     )  # fmt: skip
     ours = spec.recurrence(keeps_tokens=keeps == "tokens")
     theirs = [(tuple(x.shape[1:]), x.dtype) for x in made if x is not None]

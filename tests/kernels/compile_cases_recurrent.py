@@ -36,6 +36,9 @@ def launch_scan(
         meta(_SLOTS, CHUNK, *gate, dtype=_WIDE),
         meta(_SLOTS, CHUNK, *value, dtype=dtype),
         meta(_SLOTS, CHUNK, num_heads, dtype=_WIDE),
+        meta(_SLOTS, CHUNK, num_heads, CHUNK, dtype=dtype if dtype == torch.bfloat16 else _WIDE)
+        if is_delta
+        else None,
     )
     scan.step(*rows, states, place, place, edges, **options)  # type: ignore[arg-type]
     few = [x[:_SEQUENCES] for x in rows]

@@ -164,7 +164,7 @@ class StateSlots(NamedTuple):
         convolution: (slots, R, C), see `causal_conv1d_step`; None without a convolution.
     """
 
-    recurrence: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None
+    recurrence: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None
     convolution: Tensor | None
 
 
@@ -180,6 +180,7 @@ class StateSpec:
         by_channel: True where each channel of the keys has a decay.
         dtype: the dtype of tokens, float32, float16, bfloat16 or float64. The state is float32, or
             float64.
+        is_delta: True where the delta rule corrects what the state holds, False for Mamba-2.
 
     Raises:
         ValueError: the layer has neither of the two, or a size of one that it has is below 1.
@@ -194,6 +195,7 @@ class StateSpec:
     value_dim: int = 0
     by_channel: bool = False
     dtype: torch.dtype = torch.float32
+    is_delta: bool = True
 
     def __post_init__(self) -> None:
         if not (self.num_heads or self.conv_width > 1):
@@ -236,7 +238,12 @@ class StateSpec:
                 self.dtype if keeps_tokens else wide,
             ),
         ]
-        return [*kinds, ((STATE_CHUNK, self.num_heads), wide)] if keeps_tokens else kinds
+        if keeps_tokens:
+            kinds.append(((STATE_CHUNK, self.num_heads), wide))
+        if keeps_tokens and self.is_delta:
+            inverse = self.dtype if self.dtype == torch.bfloat16 else wide
+            kinds.append(((STATE_CHUNK, self.num_heads, STATE_CHUNK), inverse))
+        return kinds
 
     @property
     def convolution(self) -> list[StateTensor]:

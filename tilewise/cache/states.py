@@ -93,10 +93,10 @@ class StateStorage:
             self._stacks.append(_Stack(spec, layers, tensors, convolution, parts))
             for i, layer in enumerate(layers):
                 own = [tensor[i] for tensor in tensors]
+                betas = own[4] if len(own) > 4 else None
+                inverses = own[5] if len(own) > 5 else None
                 self.layers[layer] = StateSlots(
-                    (own[0], own[1], own[2], own[3], own[4] if keeps_tokens else None)
-                    if own
-                    else None,
+                    (own[0], own[1], own[2], own[3], betas, inverses) if own else None,
                     None if convolution is None else convolution[i],
                 )
 

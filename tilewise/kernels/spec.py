@@ -28,6 +28,9 @@ class RecurrentStates(NamedTuple):
             token's value, beta (v - S^T k) with the state before the chunk as S, decayed; without
             them, in the dtype of `state`, what each token adds to the state beside its key.
         betas: (slots, CHUNK, H), the dtype of `state`, or None.
+        inverses: (slots, CHUNK, H, CHUNK), bfloat16 for such tokens, else the dtype of `state`: the
+            rows of the inverse of 1 + A, A what each token's update takes from those before it (see
+            kernels/triton/recurrent/pairs.py); None without `betas` or without the delta rule.
     """
 
     state: Any
@@ -35,6 +38,7 @@ class RecurrentStates(NamedTuple):
     gates: Any
     values: Any
     betas: Any = None
+    inverses: Any = None
 
 
 CHUNK = 64  # tokens; where a chunk starts decides how sums are rounded, so no call may choose

@@ -91,6 +91,7 @@ class Mamba2Config:
             self.state_dim,
             self.head_dim,
             dtype=dtype,
+            is_delta=False,
         )
 
 

@@ -176,6 +176,7 @@ class StateLayer(nn.Module):
                 spec.value_dim,
                 num_key_heads=spec.num_key_heads,
                 by_channel=spec.by_channel,
+                is_delta=spec.is_delta,
                 dtype=dtype,
                 device=device,
                 keeps=keeps,

@@ -130,6 +130,7 @@ class Problem:
             value_dim,
             num_key_heads=key_heads,
             by_channel=self.case.by_channel,
+            is_delta=self.case.is_delta,
             dtype=self.rows[0].dtype,
             device=self.rows[0].device,
             keeps=keeps,

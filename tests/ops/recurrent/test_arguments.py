@@ -116,6 +116,12 @@ def _step(**changes):
             "states.gates must have shape (10, 64, 4), got (10, 64, 4, 8)",
         ),
         (
+            {"states": ops.recurrent_states(
+                10, 4, 8, 6, num_key_heads=2, keeps="tokens", is_delta=False)},
+            ValueError,
+            "states.inverses must be a tensor for the delta rule, got None",
+        ),
+        (
             {"states": ops.recurrent_states(10, 4, 8, 6, num_key_heads=2, keeps="tokens"),
              "backend": "cpu"},
             NotImplementedError,

@@ -85,6 +85,7 @@ def test_sequences_in_parts_have_the_bits_of_the_whole(backend, place):
         STATE,
         DIM,
         num_key_heads=GROUPS,
+        is_delta=False,
         dtype=x.dtype,
         device=place,
         keeps=KEEPS[backend],

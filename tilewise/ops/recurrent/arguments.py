@@ -15,6 +15,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def inverse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of `RecurrentStates.inverses` of tokens of `dtype`."""
+    return dtype if dtype == torch.bfloat16 else state_dtype(dtype)
+
+
 def check_rows(
     names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor, *, is_packed: bool
 ) -> None:
@@ -105,13 +110,16 @@ def check_places(
     return checks.as_int64(slots), checks.as_int64(starts)
 
 
-def check_states(states: RecurrentStates, k: Tensor, v: Tensor, by_channel: bool) -> None:
+def check_states(
+    states: RecurrentStates, k: Tensor, v: Tensor, by_channel: bool, is_delta: bool
+) -> None:
     """Check the shapes and dtypes of all buffers of slots against k (T, Hk, K) and v (T, H, V).
 
     Args:
         states: the states (slots, H, K, V), and the keys, gates, values and betas of up to CHUNK
             tokens that each slot keeps beside its state.
         by_channel: True if a gate is a vector (H, K) and not one number of each head.
+        is_delta: True if the delta rule applies, which needs the inverses beside tokens.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or stride is another; the message names it.
@@ -120,12 +128,15 @@ def check_states(states: RecurrentStates, k: Tensor, v: Tensor, by_channel: bool
     (key_heads, key_dim), (num_heads, value_dim) = k.shape[1:], v.shape[1:]
     gates = (num_heads, key_dim) if by_channel else (num_heads,)
     values_dtype = wide if states.betas is None else v.dtype
+    if is_delta and states.betas is not None and states.inverses is None:
+        raise ValueError("states.inverses must be a tensor for the delta rule, got None")
     for name, x, sizes, dtype in (
         ("state", states.state, (num_heads, key_dim, value_dim), wide),
         ("keys", states.keys, (CHUNK, key_heads, key_dim), k.dtype),
         ("gates", states.gates, (CHUNK, *gates), wide),
         ("values", states.values, (CHUNK, num_heads, value_dim), values_dtype),
         ("betas", states.betas, (CHUNK, num_heads), wide),
+        ("inverses", states.inverses, (CHUNK, num_heads, CHUNK), inverse_dtype(v.dtype)),
     ):
         if x is None:
             continue
@@ -151,6 +162,7 @@ def recurrent_states(
     *,
     num_key_heads: int | None = None,
     by_channel: bool = False,
+    is_delta: bool = True,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     keeps: str | None = None,
@@ -168,10 +180,11 @@ def recurrent_states(
         key_dim, value_dim: K and V, the sizes of a head's state.
         num_key_heads: Hk, the heads of queries and keys; H when None.
         by_channel: True where each channel of the keys has a decay.
+        is_delta: True for `gated_delta_step`; with False slots are smaller, for `ssd_step` alone.
         dtype: the dtype of tokens. States are float32, or float64 for float64.
         device: the device of the slots.
-        keeps: "updates", what tokens add to the state, which a CPU reads; "tokens", from which a
-            GPU computes the updates again; None chooses by the device.
+        keeps: "updates", what tokens add to the state, which a CPU reads; "tokens", with what a GPU
+            needs to compute the updates again; None chooses by the device.
 
     Returns:
         The tensors of all slots, see `RecurrentStates`.
@@ -207,4 +220,5 @@ def recurrent_states(
         empty(CHUNK, *gates),
         empty(CHUNK, num_heads, value_dim, dtype=dtype if is_raw else wide),
         empty(CHUNK, num_heads) if is_raw else None,
+        empty(CHUNK, num_heads, CHUNK, dtype=inverse_dtype(dtype)) if is_raw and is_delta else None,
     )

@@ -148,7 +148,7 @@ def gated_delta_step(
     g = check_gate("g", g, (per_head, (*per_head, k.shape[-1])), v)
     beta = check_gate("beta", beta, (per_head,), v)
     edges = check_edges(cu_seqlens, v)
-    check_states(states, k, v, g.dim() == 3)
+    check_states(states, k, v, g.dim() == 3, True)
     places = check_places(slots, starts, edges.shape[0] - 1, states.state.shape[0], v.device)
     scale = _scale_of(q_scale, k.shape[-1])
     dispatch.check_backend_name(backend)

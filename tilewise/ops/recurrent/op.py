@@ -146,6 +146,7 @@ def _step_kernel(
     gates: Tensor,
     values: Tensor,
     betas: Tensor | None,
+    inverses: Tensor | None,
     slots: Tensor,
     starts: Tensor,
     cu_seqlens: Tensor,
@@ -153,7 +154,7 @@ def _step_kernel(
     is_delta: bool,
     backend: str | None,
 ) -> Tensor:
-    states = RecurrentStates(state, keys, gates, values, betas)
+    states = RecurrentStates(state, keys, gates, values, betas, inverses)
     module = _module(k, v, g, "updates" if betas is None else "tokens", backend)
     o: Tensor = module.step(
         q, k, v, g, beta, states, slots, starts, cu_seqlens, q_scale=q_scale, is_delta=is_delta
@@ -182,8 +183,9 @@ backward = register(
 )
 step = register(
     "recurrence_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, "
-    "Tensor(b!) keys, Tensor(c!) gates, Tensor(d!) values, Tensor(e!)? betas, Tensor slots, "
-    "Tensor starts, Tensor cu_seqlens, float q_scale, bool is_delta, str? backend) -> Tensor",
+    "Tensor(b!) keys, Tensor(c!) gates, Tensor(d!) values, Tensor(e!)? betas, "
+    "Tensor(f!)? inverses, Tensor slots, Tensor starts, Tensor cu_seqlens, float q_scale, "
+    "bool is_delta, str? backend) -> Tensor",
     _step_kernel,
     _step_fake,
 )

@@ -121,7 +121,7 @@ def ssd_step(
     Source: as `ssd`.
 
     Example:
-        >>> states = recurrent_states(8, 24, 128, 64, num_key_heads=1)
+        >>> states = recurrent_states(8, 24, 128, 64, num_key_heads=1, is_delta=False)
         >>> y = ssd_step(x, dt, a, b, c, states, slots=slots, starts=starts)
     """
     if unknown:
@@ -130,7 +130,7 @@ def ssd_step(
     check_rows(("c", "b", "x"), c, b, x, is_packed=True)
     dt, g, d = _gates(x, dt, a, d)
     edges = check_edges(cu_seqlens, x)
-    check_states(states, b, x, False)
+    check_states(states, b, x, False, False)
     places = check_places(slots, starts, edges.shape[0] - 1, states.state.shape[0], x.device)
     dispatch.check_backend_name(backend)
     y: Tensor = op.step(c, b, x, g, dt, *states, *places, edges, 1.0, False, backend)

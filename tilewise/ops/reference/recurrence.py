@@ -100,6 +100,8 @@ def step(
                 left = _left(before, k_, v_, logs, beta_, is_delta)
                 states.values[slot, place] = left.to(states.values.dtype)
                 states.betas[slot, place] = beta[first:stop].to(states.betas.dtype)
+                if states.inverses is not None and is_delta:
+                    _keep_inverse(states, slot, place)
             start, first, state = start + stop - first, stop, after
             if start % CHUNK == 0:
                 states.state[slot] = state.to(states.state.dtype)
@@ -158,6 +160,16 @@ def _updates(k: Tensor, logs: Tensor, left: Tensor, beta: Tensor) -> Tensor:
             row = row - (beta[t] * pair).unsqueeze(-1) * earlier
         rows.append(row)
     return torch.stack(rows)
+
+
+def _keep_inverse(states: RecurrentStates, slot: int, place: slice) -> None:
+    """Write rows of the inverse of 1 + A of a slot's open chunk."""
+    keys, gates, betas = (x[slot, : place.stop].double() for x in (*states[1:3], states.betas))
+    size, logs = len(keys), _running(gates)
+    eye = torch.eye(size, dtype=torch.float64, device=keys.device).unsqueeze(1)
+    rows = _updates(_per_head(keys, betas), logs, eye.expand(-1, betas.shape[1], -1), betas)
+    states.inverses[slot, place] = 0
+    states.inverses[slot, place, :, :size] = rows[place].to(states.inverses.dtype)
 
 
 def _per_head(k: Tensor, v: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ what     with E_ts the decay between tokens s and t of a chunk, of all its pairs
 grid     chunks x heads
 program  one chunk of one head
 traffic  q, k, g and beta read once for each head; T and R, 64 x 64, written once
-numerics products of 16-bit tokens with float32 sums; T in blocks of 16 tokens by substitution in
-         float32, in an order that no layout changes, then from blocks of 16 and 32 by TF32
-         (three passes for float32). Row t reads rows up to t alone, so later tokens change no bit
+numerics operands of the tokens' 16 bits (bfloat16) or TF32 (float16; float32 in three passes) with
+         float32 sums. T, D in blocks of 16 tokens on its diagonal, is D by substitution in an order
+         that no layout changes, and -D (A T) beside it, all of rows that are rounded to operands:
+         so row t is one of A, of T before and of nothing else, and a slot may keep T
 """
 
 from __future__ import annotations
@@ -25,31 +26,42 @@ from tilewise.kernels.triton.recurrent.rows import (
     sequence_of,
 )
 
-_SUB = tl.constexpr(16)  # tokens of a block of T that is solved row by row
+SUB = tl.constexpr(16)  # tokens of a block of T that is solved row by row
+_UNIT = tl.constexpr(2.0**32)  # of logs as integers, whose sums no layout of a tile changes
+_LOWEST = tl.constexpr(-(2.0**20))  # a log of a decay that is 0
 
 
 @triton.jit
-def inverse_of(lower, TOKENS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of 1 + a strictly lower triangular tile."""
-    blocks: tl.constexpr = TOKENS // _SUB
-    shape: tl.constexpr = (blocks, _SUB, blocks, _SUB)
+def running_of(g):
+    """Return the running sums of logs of decays (TOKENS,), with base 2."""
+    units = (tl.maximum(g * LOG2E, _LOWEST) * _UNIT).to(tl.int64)
+    return tl.cumsum(units, 0).to(tl.float32) * (1 / _UNIT)
+
+
+@triton.jit
+def inverse_of(lower, TOKENS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of 1 + a strictly lower triangular tile, of the rows that step.py has."""
+    blocks: tl.constexpr = TOKENS // SUB
+    shape: tl.constexpr = (blocks, SUB, blocks, SUB)
     own = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
     within = tl.sum(tl.where(own, tl.reshape(lower, shape), 0.0), 2)
-    row, column = tl.arange(0, _SUB)[None, :, None], tl.arange(0, _SUB)[None, None, :]
-    solved = tl.zeros((blocks, _SUB, _SUB), tl.float32) + tl.where(row == column, 1.0, 0.0)
-    for done in tl.static_range(_SUB - 1):
+    row, column = tl.arange(0, SUB)[None, :, None], tl.arange(0, SUB)[None, None, :]
+    solved = tl.zeros((blocks, SUB, SUB), tl.float32) + tl.where(row == column, 1.0, 0.0)
+    for done in tl.static_range(SUB - 1):
         # Sums of one number each, so that their order cannot matter.
-        known = tl.sum(tl.where(row == done, solved, 0.0), 1)
+        known = tl.sum(tl.where(row == done, solved, 0.0), 1).to(OPERAND).to(tl.float32)
         factor = tl.sum(tl.where(column == done, within, 0.0), 2)
         solved -= factor[:, :, None] * known[:, None, :]
-    inverse = tl.where(own, solved[:, :, None, :], 0.0)
-    inverse = tl.reshape(inverse, (TOKENS, TOKENS))
+    diagonal = tl.where(own, solved[:, :, None, :], 0.0)
+    diagonal = tl.reshape(diagonal, (TOKENS, TOKENS)).to(OPERAND)
+    inverse = diagonal
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
-    for level in tl.static_range(4, 6):
-        size = 1 << level
-        is_between = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
-        between = tl.dot(inverse, tl.where(is_between, lower, 0.0), input_precision=PRECISION)
-        inverse -= tl.dot(between, inverse, input_precision=PRECISION)
+    for block in tl.static_range(1, blocks):
+        is_new = (row // SUB == block) & (column < block * SUB)
+        taken = tl.where(is_new, lower, 0.0).to(OPERAND)
+        taken = tl.dot(taken, inverse, input_precision=PRECISION).to(OPERAND)
+        taken = tl.dot(diagonal, taken, input_precision=PRECISION)
+        inverse = tl.where(is_new, (-taken).to(OPERAND), inverse)
     return inverse
 
 
@@ -68,7 +80,7 @@ def solved(
         return p.to(OPERAND), p.to(OPERAND)
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
     a = tl.where(row == column, 0.0, a * beta[:, None])
-    t = inverse_of(a, TOKENS, PRECISION).to(OPERAND)
+    t = inverse_of(a, TOKENS, OPERAND, PRECISION)
     return t, tl.dot(p.to(OPERAND), t, input_precision=PRECISION).to(OPERAND)
 
 
@@ -107,21 +119,21 @@ def pairs_by_channel(
     a = tl.zeros((TOKENS, TOKENS), tl.float32)
     p = tl.zeros((TOKENS, TOKENS), tl.float32)
     # Tokens of earlier blocks: both decays are from or to the block's start, at most 1.
-    for block in tl.static_range(1, TOKENS // _SUB):
-        begins = block * _SUB
+    for block in tl.static_range(1, TOKENS // SUB):
+        begins = block * SUB
         anchor = tl.sum(tl.where((row == begins - 1)[:, None], running, 0.0), 0)[None, :]
         to_anchor = tl.math.exp2(tl.minimum(running - anchor, 0.0))
         from_anchor = tl.math.exp2(tl.minimum(anchor - running, 0.0))
         earlier = tl.trans(tl.where((row < begins)[:, None], k * from_anchor, 0.0))
-        is_block = (row // _SUB == block)[:, None]
+        is_block = (row // SUB == block)[:, None]
         later_k = tl.where(is_block, k * to_anchor, 0.0)
         a = tl.dot(later_k, earlier, a, input_precision=PRECISION)
         later_q = tl.where(is_block, q * to_anchor, 0.0)
         p = tl.dot(later_q, earlier, p, input_precision=PRECISION)
     # Tokens of the same block, those `back` tokens apart together.
     between = tl.zeros((TOKENS, TILE_K), tl.float32)
-    for back in range(0, _SUB):
-        in_block = row % _SUB >= back
+    for back in range(0, SUB):
+        in_block = row % SUB >= back
         other = tl.where(in_block, position - back, position)
         if back > 0:
             between += LOG2E * load_rows(
@@ -172,6 +184,7 @@ def pairs_kernel(
     kept_k_ptr,
     kept_g_ptr,
     kept_beta_ptr,
+    kept_t_ptr,
     edges_ptr,
     slots_ptr,
     starts_ptr,
@@ -298,7 +311,7 @@ def pairs_kernel(
             HAS_SLOTS,
             TOKENS,
         )
-        running = tl.cumsum(g * LOG2E, 0)
+        running = running_of(g)
         tl.store(running_ptr + at + row, running)
         decays = decays_between(running, TOKENS)
         a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decays
@@ -307,4 +320,9 @@ def pairs_kernel(
     at = (at + row[:, None]) * TOKENS + row[None, :]
     if IS_DELTA:
         tl.store(t_ptr + at, t)
+    if IS_DELTA and HAS_SLOTS:
+        # Rows of an open chunk; those that were there before have the same bits already.
+        kept_at = ((slot * TOKENS + row[:, None]) * NUM_HEADS + head) * TOKENS + row[None, :]
+        is_open = (position >= start) & (position < total) & ((chunk + 1) * TOKENS > total)
+        tl.store(kept_t_ptr + kept_at, t, mask=is_open[:, None])
     tl.store(r_ptr + at, r)

@@ -40,6 +40,9 @@ MOST_KEY_DIM = 256  # a state's tile of this times 32 columns is a quarter of th
 _TILE_V = 32  # H200, 2026-11-29: 16384 tokens in 0.41 ms, 0.55 with 16 columns, 0.68 with 64
 _COPIERS = 16  # programs of a sequence that copy the tokens of its open chunk
 _COPY = 1024  # elements at once
+# A product that is fused with a sum is not rounded, and which are differs from kernel to kernel:
+# parts of a sequence would differ from the whole.
+_FUSION = False
 
 
 def why_not(spec: RecurrentSpec) -> str | None:
@@ -338,7 +341,9 @@ def prepare(
     pairs = Pairs(
         empty(CHUNK, CHUNK) if is_delta else r, r, running, faded, operand, tile_v, constants
     )
-    keys, gates, _, betas = (k, g, v, beta) if states is None else states[1:]
+    keys, gates, _, betas, inverses = (k, g, v, beta, r) if states is None else states[1:]
+    if inverses is None:  # nothing corrects
+        inverses = r
     if chunks:
         launch_now(
             pairs_kernel,
@@ -354,6 +359,7 @@ def prepare(
             keys,
             gates,
             betas,
+            inverses,
             *places,
             num_sequences,
             q.stride(0),
@@ -362,6 +368,7 @@ def prepare(
             k.stride(1),
             **constants,
             num_warps=4,
+            enable_fp_fusion=_FUSION,
         )
     return pairs
 
@@ -423,6 +430,7 @@ def scan(
         **pairs.constants,
         num_warps=4,
         num_stages=stages_of(pairs),
+        enable_fp_fusion=_FUSION,
     )
 
 
@@ -483,7 +491,9 @@ def step(
     g, beta, places = g.contiguous(), beta.contiguous(), (edges, slots, starts)
     shapes = {"NUM_HEADS": num_heads, "KEY_HEADS": key_heads, "KEY_DIM": key_dim}
     if len(v) <= num_sequences and _has_rows(v):
-        tile_k, tile_v, operand = _tiles(key_dim, value_dim, v.dtype)
+        tile_k, _, operand = _tiles(key_dim, value_dim, v.dtype)
+        is_channel = g.dim() == 3
+        tile_v, num_warps, left, warp = _step_tiles(tile_k, value_dim, operand, is_delta, is_channel)
         launch_now(
             step_kernel,
             (num_sequences * num_heads, triton.cdiv(value_dim, tile_v)),
@@ -493,7 +503,8 @@ def step(
             g,
             beta,
             o,
-            *states,
+            *states[:5],
+            g if states.inverses is None else states.inverses,
             *places,
             len(v),
             num_sequences,
@@ -509,12 +520,18 @@ def step(
             TILE_K=tile_k,
             TILE_V=tile_v,
             TOKENS=CHUNK,
+            LEFT=left,
+            MOVES=device.runs_ptx(),
+            STEP_K=STEP.get("step_k", tile_k if operand != torch.bfloat16 else min(tile_k, 32)),
+            STAGES=STEP.get("stages", 4),
             IS_DELTA=is_delta,
-            BY_CHANNEL=g.dim() == 3,
+            BY_CHANNEL=is_channel,
             OPERAND=tl.bfloat16 if operand == torch.bfloat16 else tl.float32,
             PRECISION=_precision(v.dtype),
-            num_warps=4,
+            num_warps=num_warps,
             num_stages=1,  # a token reads what the token before it has written
+            enable_fp_fusion=_FUSION,
+            **warp,
         )
         return o
     pairs = prepare(q, k, v, g, beta, states, places, is_delta)
@@ -551,6 +568,22 @@ def _tiles(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int, 
     tile_v = max(16, min(_TILE_V, triton.next_power_of_2(value_dim)))
     # float16 would hold no large state: it is widened to TF32, which has its 10 bits.
     return tile_k, tile_v, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+STEP: dict = {}
+
+
+def _step_tiles(tile_k, value_dim, operand, is_delta, by_channel):
+    size = triton.next_power_of_2(value_dim)
+    left = 32 if is_delta and not by_channel else 16
+    tile_v, warps = (32, 4) if by_channel else (128, 8) if is_delta else (64, 4)
+    if operand != torch.bfloat16 or tile_k > 128:
+        tile_v = min(tile_v, 32)
+    tile_v = STEP.get("tile_v", tile_v)
+    warps = STEP.get("warps", warps)
+    left = STEP.get("left", left)
+    options = STEP.get("options", {}) if device.runs_ptx() else {}
+    return max(16, min(tile_v, size)), warps, left, options
 
 
 def stages_of(pairs: Pairs) -> int:
