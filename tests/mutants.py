@@ -667,8 +667,15 @@ MUTANTS = {
         (*_TEST_STATES, "parts and interpreted"),
     ),
     "a_decoded_tokens_value_is_kept_a_row_late": Mutant(
-        _STEP, "_token", "tl.where(own[:, None], new[None, :], x)",
-        "tl.where(row[:, None] == place - 1, new[None, :], x)",
+        _STEP, "_finish", "x = tl.where((row == place)", "x = tl.where((row == place - 1)",
+        (*_TEST_STATES, "parts and interpreted"),
+    ),
+    "a_decoded_tokens_row_of_the_inverse_is_kept_at_the_start": Mutant(
+        _STEP, "_token", "t_at = kept_t_ptr + place * (NUM_HEADS * TOKENS) + row",
+        "t_at = kept_t_ptr + row", (*_TEST_STATES, "parts and interpreted"),
+    ),
+    "a_decoded_token_forgets_the_one_before_it": Mutant(
+        _STEP, "_row_of_t", "tl.static_range(SUB - 1)", "tl.static_range(SUB - 2)",
         (*_TEST_STATES, "parts and interpreted"),
     ),
     "a_gpus_gradient_of_a_last_decay_is_lost": Mutant(

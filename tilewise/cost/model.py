@@ -40,10 +40,10 @@ class StateLayers:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the slot of a running sequence in 16 bits: its states, the tokens of its open
-        chunk, and as many inputs of the convolution."""
+        chunk and their inverse, and as many inputs of the convolution."""
         keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         channels = 2 * keys + values
-        kept = CHUNK * (2 * keys + 2 * values + 8 * self.num_heads)
+        kept = CHUNK * (2 * keys + 2 * values + (8 + 2 * CHUNK) * self.num_heads)
         return self.state_bytes + self.count * (kept + 2 * (CHUNK + self.conv_width - 1) * channels)
 
     @property

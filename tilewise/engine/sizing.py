@@ -115,7 +115,7 @@ class StateMemory:
         rest = budget_bytes - slots * self.slot_bytes
         if self.num_checkpoints is not None:
             return max(rest - self.num_checkpoints * own, 0)
-        rest = max(rest - slots * own, 0)
+        rest = max(rest - (slots + 1) * own, 0)  # one more: their number is rounded up
         return int(rest * block / (block + own * self.spec.block_size / self.tokens_apart))
 
 

@@ -94,6 +94,26 @@ def test_a_sequence_in_parts_has_the_bits_of_the_whole(kind, cut, backend, place
             assert bool(ours[other].isnan().all()), "a slot that nobody named was written"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"heads": (1, 2, 128, 128)},
+        {"heads": (1, 1, 128, 128), "by_channel": True},
+        {"heads": (1, 2, 128, 64), "is_delta": False},
+    ],
+    ids=["delta", "kimi", "mamba"],
+)
+def test_heads_of_models_decode_with_the_bits_of_a_prompt(kind):
+    problem = Problem.draw(Case("cut", (LONGEST,), has_state=False, **kind), torch.bfloat16, "cuda")
+    whole, _ = problem.run("triton")
+    states = problem.slots(1, "tokens")
+    parts = [problem.step([(0, 0, 40)], states, [0], "triton")]
+    for at in range(40, LONGEST):
+        parts.append(problem.step([(0, at, at + 1)], states, [0], "triton"))
+    assert torch.equal(torch.cat(parts), whole)
+
+
 @pytest.mark.usefixtures("products_in_order")
 @on_each_backend
 @pytest.mark.parametrize("by_channel", [False, True])

@@ -93,6 +93,15 @@ def decays_between(running, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def sums_of_channels(x):
+    """Return the sums of rows (ROWS, TILE_K), two numbers at a time, which no layout changes."""
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
 def pairs_by_channel(
     q,
     k,
@@ -164,8 +173,8 @@ def pairs_by_channel(
         )
         faded = before.to(tl.float32) * tl.math.exp2(between)
         is_pair = (row[:, None] - row[None, :] == back) & in_block[:, None]
-        a += tl.where(is_pair, tl.sum(k * faded, 1)[:, None], 0.0)
-        p += tl.where(is_pair, tl.sum(q * faded, 1)[:, None], 0.0)
+        a += tl.where(is_pair, sums_of_channels(k * faded)[:, None], 0.0)
+        p += tl.where(is_pair, sums_of_channels(q * faded)[:, None], 0.0)
     return a, p
 
 
@@ -269,7 +278,7 @@ def pairs_kernel(
             HAS_SLOTS,
             TOKENS,
         )
-        running = tl.cumsum(g * LOG2E, 0)
+        running = running_of(g)
         a, p = pairs_by_channel(
             q,
             k,

@@ -492,11 +492,11 @@ def step(
     shapes = {"NUM_HEADS": num_heads, "KEY_HEADS": key_heads, "KEY_DIM": key_dim}
     if len(v) <= num_sequences and _has_rows(v):
         tile_k, _, operand = _tiles(key_dim, value_dim, v.dtype)
-        is_channel = g.dim() == 3
-        tile_v, num_warps, left, warp = _step_tiles(tile_k, value_dim, operand, is_delta, is_channel)
+        tiles = _step_tiles(key_dim, value_dim, v.dtype, is_delta, g.dim() == 3)
+        limits = {"maxnreg": tiles.registers} if device.runs_ptx() and tiles.registers else {}
         launch_now(
             step_kernel,
-            (num_sequences * num_heads, triton.cdiv(value_dim, tile_v)),
+            (num_sequences * num_heads, triton.cdiv(value_dim, tiles.tile_v)),
             q,
             k,
             v,
@@ -518,20 +518,19 @@ def step(
             **shapes,
             VALUE_DIM=value_dim,
             TILE_K=tile_k,
-            TILE_V=tile_v,
+            TILE_V=tiles.tile_v,
+            STEP_K=tiles.step_k,
+            STAGES=tiles.stages,
             TOKENS=CHUNK,
-            LEFT=left,
             MOVES=device.runs_ptx(),
-            STEP_K=STEP.get("step_k", tile_k if operand != torch.bfloat16 else min(tile_k, 32)),
-            STAGES=STEP.get("stages", 4),
             IS_DELTA=is_delta,
-            BY_CHANNEL=is_channel,
+            BY_CHANNEL=g.dim() == 3,
             OPERAND=tl.bfloat16 if operand == torch.bfloat16 else tl.float32,
             PRECISION=_precision(v.dtype),
-            num_warps=num_warps,
+            num_warps=tiles.num_warps,
             num_stages=1,  # a token reads what the token before it has written
             enable_fp_fusion=_FUSION,
-            **warp,
+            **limits,
         )
         return o
     pairs = prepare(q, k, v, g, beta, states, places, is_delta)
@@ -558,8 +557,14 @@ def step(
 
 
 def _has_rows(v: Tensor) -> bool:
-    """Whether a narrow tile has the bits of a wide one: of tcgen05.mma that is not known."""
-    return device.interpreting() or device.arch_of(v.device) // 10 != 10
+    """Whether products of few rows have the bits of those of 64.
+
+    Of tcgen05.mma that is not known; of float16 in TF32 mma.sync adds in another order than wgmma.
+    """
+    if device.interpreting():
+        return True
+    generation = device.arch_of(v.device) // 10
+    return generation != 10 and not (generation == 9 and v.dtype == torch.float16)
 
 
 def _tiles(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int, torch.dtype]:
@@ -570,20 +575,39 @@ def _tiles(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int, 
     return tile_k, tile_v, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-STEP: dict = {}
+class _StepTiles(NamedTuple):
+    """How a decode step's kernel is compiled.
+
+    Attributes:
+        tile_v: the columns of V of a program.
+        step_k: the channels of keys that one turn of its loop multiplies.
+        stages: the turns of a loop that are loaded at once.
+        num_warps: the warps of a program.
+        registers: the most registers of a thread; None for any number.
+    """
+
+    tile_v: int
+    step_k: int
+    stages: int
+    num_warps: int
+    registers: int | None
 
 
-def _step_tiles(tile_k, value_dim, operand, is_delta, by_channel):
-    size = triton.next_power_of_2(value_dim)
-    left = 32 if is_delta and not by_channel else 16
-    tile_v, warps = (32, 4) if by_channel else (128, 8) if is_delta else (64, 4)
-    if operand != torch.bfloat16 or tile_k > 128:
-        tile_v = min(tile_v, 32)
-    tile_v = STEP.get("tile_v", tile_v)
-    warps = STEP.get("warps", warps)
-    left = STEP.get("left", left)
-    options = STEP.get("options", {}) if device.runs_ptx() else {}
-    return max(16, min(tile_v, size)), warps, left, options
+def _step_tiles(
+    key_dim: int, value_dim: int, dtype: torch.dtype, is_delta: bool, by_channel: bool
+) -> _StepTiles:
+    """Return the tiles of a decode step, measured on an H200 (2026-11-30, 1 to 256 rows)."""
+    tile_k, size = max(16, triton.next_power_of_2(key_dim)), triton.next_power_of_2(value_dim)
+    if dtype == torch.float32:
+        # Three passes go through all channels, one after the other. Two warps use mma.sync alone.
+        return _StepTiles(max(16, min(32, size)), tile_k, 1, 2, None)
+    most = 32 if dtype != torch.bfloat16 else 128 if tile_k <= 128 else 64
+    tile_v = max(16, min(most, size))
+    if by_channel:
+        return _StepTiles(tile_v, 32, 3, 4, None)
+    if is_delta:  # with 168 registers three programs of four warps run beside one another
+        return _StepTiles(tile_v, min(tile_k, 32), 3, 4, 168)
+    return _StepTiles(tile_v, min(tile_k, 32), 4, 2 if tile_v <= 64 else 4, None)
 
 
 def stages_of(pairs: Pairs) -> int:

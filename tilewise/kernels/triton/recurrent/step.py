@@ -17,9 +17,8 @@ import triton.language as tl
 from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.recurrent.pairs import (
     SUB,
-    pairs_by_channel,
     running_of,
-    solved,
+    sums_of_channels,
 )
 from tilewise.kernels.triton.recurrent.rows import load_rows, zero_rows
 
@@ -53,9 +52,7 @@ def _own_rows(
     if MOVES:
         at = tl.where(is_now, k_ptr, kept_ptr + place * stride)
         at = tl.where(is_query, q_ptr, at)[:, None] + column[None, :]
-        return tl.load(
-            at, mask=(is_query | is_now | is_kept)[:, None] & inside[None, :], other=0.0
-        )
+        return tl.load(at, mask=(is_query | is_now | is_kept)[:, None] & inside[None, :], other=0.0)
     at = kept_ptr + (place * stride)[:, None] + column[None, :]
     rows = tl.load(at, mask=is_kept[:, None] & inside[None, :], other=0.0)
     key = tl.load(k_ptr + column, mask=inside, other=0.0)
@@ -65,51 +62,89 @@ def _own_rows(
 
 
 @triton.jit
+def _as_loaded(x):
+    """Return a vector as it is, in a layout that its use may choose.
+
+    A row of a product brings the product's layout along, into which a tile of loads would then be
+    moved piece by piece.
+    """
+    return tl.gather(x, tl.arange(0, x.shape[0]), 0)
+
+
+@triton.jit
 def _row_of_t(
-    pairs,
-    beta,
+    beside,
+    own,
     kept_t_ptr,
     t,
     place,
     NUM_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
-    LEFT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Return the token's row of T (TOKENS,), of those before it.
 
     Args:
-        pairs: (LEFT, TOKENS), K K^T E: row SUB + i is that of token i of the token's block.
-        beta: (LEFT,), those of these tokens.
+        beside: (SUB, TOKENS), what the tokens of its block take from those before the block.
+        own: (SUB,), what the token takes from those of its block.
         t: (TOKENS, TOKENS), the rows of T before the token's.
     """
-    left, column = tl.arange(0, LEFT), tl.arange(0, TOKENS)
+    few, column = tl.arange(0, SUB), tl.arange(0, TOKENS)
     within = place % SUB
     begins = place - within
-    of_block = left - SUB
-    # Rows of T of the block, in the columns of the block: where `left` counts columns, too.
-    at = kept_t_ptr + begins * (NUM_HEADS * TOKENS) + begins + of_block
-    in_block = (of_block >= 0) & (of_block < SUB)
-    lower = tl.where(column[None, :] >= (begins + of_block)[:, None], 0.0, pairs * beta[:, None])
-    # Along `left` one thread of each warp has an element, and a warp gathers without memory.
-    own = _row_of(lower, of_block == within)
-    own = tl.gather(own, begins + tl.minimum(tl.maximum(of_block, 0), SUB - 1), 0)
-    diagonal = tl.where(of_block == within, 1.0, 0.0)
+    at = kept_t_ptr + begins * (NUM_HEADS * TOKENS) + begins + few
+    # A warp has all of `few`, so it gathers without memory.
+    diagonal = tl.where(few == within, 1.0, 0.0)
     for done in tl.static_range(SUB - 1):
-        known = tl.load(
-            at + done * (NUM_HEADS * TOKENS), mask=in_block & (done < within), other=0.0
-        )
-        factor = tl.gather(own, tl.zeros((LEFT,), tl.int32) + (SUB + done), 0)
-        diagonal -= factor * known.to(tl.float32)
-    is_before = (column[None, :] < begins) & in_block[:, None]
-    taken = tl.where(is_before, lower, 0.0).to(OPERAND)
-    taken = tl.dot(taken, t, input_precision=PRECISION).to(OPERAND)
-    weights = tl.where((left == 0)[:, None], diagonal[None, :], 0.0).to(OPERAND)
-    beside = _row_of(tl.dot(weights, taken, input_precision=PRECISION), left == 0)
-    placed = tl.gather(diagonal, tl.minimum(tl.maximum(column - begins, 0), SUB - 1) + SUB, 0)
+        is_known = (few >= 0) & (done < within)
+        known = tl.load(at + done * (NUM_HEADS * TOKENS), mask=is_known, other=0.0)
+        diagonal -= tl.gather(own, few * 0 + done, 0) * known.to(tl.float32)
+    taken = tl.dot(beside.to(OPERAND), t, input_precision=PRECISION).to(OPERAND)
+    weights = tl.where((few == 0)[:, None], diagonal[None, :], 0.0).to(OPERAND)
+    first = _row_of(tl.dot(weights, taken, input_precision=PRECISION), few == 0)
+    placed = tl.gather(diagonal, tl.minimum(tl.maximum(column - begins, 0), SUB - 1), 0)
     placed = tl.where(column <= place, placed, 0.0)
-    return tl.where(column < begins, -beside, placed).to(OPERAND)
+    return tl.where(column < begins, -first, placed).to(OPERAND)
+
+
+@triton.jit
+def _finish(
+    o,
+    r,
+    x,
+    v,
+    o_ptr,
+    kept_v_ptr,
+    beta,
+    place,
+    column,
+    q_scale,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_DELTA: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute and keep X of a token, and store its output, for some columns of V.
+
+    Args:
+        o: (SUB, columns), what the state has for the query and, in row 1, for the key.
+        r: (SUB, TOKENS), the token's row of R in row 0, else 0.
+        x: (TOKENS, columns), X of the tokens before.
+        v: (columns,), the token's value.
+    """
+    few, row, in_v = tl.arange(0, SUB), tl.arange(0, TOKENS), column < VALUE_DIM
+    new = v.to(tl.float32)
+    if IS_DELTA:
+        new -= _row_of(o, few == 1)
+    new = (new * beta).to(v.dtype)
+    x = tl.where((row == place)[:, None], _as_loaded(new)[None, :], x).to(OPERAND)
+    o = tl.dot(r, x, o, input_precision=PRECISION)
+    o = _row_of(o, few == 0) * q_scale
+    tl.store(o_ptr + column, o.to(o_ptr.dtype.element_ty), mask=in_v)
+    tl.store(kept_v_ptr + place * (NUM_HEADS * VALUE_DIM) + column, new, mask=in_v)
 
 
 @triton.jit
@@ -140,15 +175,98 @@ def _close(
     in_v = (row >= 0)[:, None] & (column < VALUE_DIM)[None, :]
     kept_at = kept_v_ptr + row[:, None] * (NUM_HEADS * VALUE_DIM) + column[None, :]
     u = tl.load(kept_at, mask=in_v, other=0.0).to(OPERAND)
-    if IS_DELTA:
-        u = tl.dot(t, u, input_precision=PRECISION).to(OPERAND)
-    if not BY_CHANNEL:
-        u = (u * tl.math.exp2(now - running)[:, None]).to(OPERAND)
     state_at = state_ptr + key[:, None] * VALUE_DIM + column[None, :]
     in_state = (key < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
-    state = tl.load(state_at, mask=in_state & (chunk > 0), other=0.0)
-    after = tl.dot(tl.trans(k), u, state * decay, input_precision=PRECISION)
+    state = tl.load(state_at, mask=in_state & (chunk > 0), other=0.0) * decay
+    if PRECISION == "tf32x3":
+        if IS_DELTA:
+            u = tl.dot(t, u, input_precision=PRECISION).to(OPERAND)
+        if not BY_CHANNEL:
+            u = (u * tl.math.exp2(now - running)[:, None]).to(OPERAND)
+        after = tl.dot(tl.trans(k), u, state, input_precision=PRECISION)
+    else:
+        # Transposed: products of few rows. Of a single pass their sums are the same.
+        u = tl.trans(u)
+        if IS_DELTA:
+            u = tl.dot(u, tl.trans(t), input_precision=PRECISION).to(OPERAND)
+        if not BY_CHANNEL:
+            u = (u * tl.math.exp2(now - running)[None, :]).to(OPERAND)
+        after = tl.trans(tl.dot(u, k, tl.trans(state), input_precision=PRECISION))
     tl.store(state_at, after, mask=in_state)
+
+
+@triton.jit
+def _channel_row(
+    pair,
+    k,
+    running,
+    k_ptr,
+    kept_k_ptr,
+    g_ptr,
+    kept_g_ptr,
+    place,
+    NUM_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    TILE_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return what pairs_by_channel has for a token: with tokens before its block, and in it.
+
+    Args:
+        pair: (SUB, TILE_K), the token's query and key in rows 0 and 1.
+        k: (TOKENS, TILE_K), the keys of its chunk.
+        running: (TOKENS, TILE_K), the running sums of logs of decays.
+
+    Returns:
+        Of the keys of the block and of the query, in row 0, (SUB, TOKENS); of the token's key and
+        query with the keys of its block, (SUB,).
+    """
+    few, row, key = tl.arange(0, SUB), tl.arange(0, TOKENS), tl.arange(0, TILE_K)
+    within, inside = place % SUB, (key < KEY_DIM)[None, :]
+    blocks: tl.constexpr = TOKENS // SUB
+    begins = place - within
+    now = _row_of(running, row == place)
+    anchor = _row_of(running, row == begins - 1)
+    query, own = _row_of(pair, few == 0), _row_of(pair, few == 1)
+    faded = k * tl.math.exp2(tl.minimum(anchor[None, :] - running, 0.0))
+    faded = tl.trans(tl.where((row < begins)[:, None], faded, 0.0))
+    # As many rows as in a prompt: of 16-bit tokens in TF32, mma.sync has another order of sums
+    # than wgmma. The query is where no key of the block is.
+    is_query = row == (place + SUB) % TOKENS
+    later = k * tl.math.exp2(tl.minimum(running - anchor[None, :], 0.0))
+    later = tl.where((row // SUB == place // SUB)[:, None], later, 0.0)
+    asked = query * tl.math.exp2(tl.minimum(now - anchor, 0.0))
+    later = tl.where(is_query[:, None], asked[None, :], later)
+    both = tl.dot(later, faded, input_precision=PRECISION)
+    is_block = tl.arange(0, blocks)[:, None, None] == place // SUB
+    a = tl.sum(tl.where(is_block, tl.reshape(both, (blocks, SUB, TOKENS)), 0.0), 0)
+    p = tl.where((few == 0)[:, None], _row_of(both, is_query)[None, :], 0.0)
+    # The keys of the block, faded to the token, from the last to the first.
+    between = tl.zeros((1, TILE_K), tl.float32)
+    faded = tl.zeros((SUB, TILE_K), tl.float32)
+    for back in tl.static_range(SUB):
+        mask = inside & (back <= within)
+        if back == 0:
+            before = tl.load(k_ptr + key[None, :], mask=mask, other=0.0)
+        else:
+            kept = kept_k_ptr + (place - back) * (KEY_HEADS * KEY_DIM)
+            before = tl.load(kept + key[None, :], mask=mask, other=0.0)
+            if back == 1:
+                g = tl.load(g_ptr + key[None, :], mask=mask, other=0.0)
+            else:
+                kept = kept_g_ptr + (place - back + 1) * (NUM_HEADS * KEY_DIM)
+                g = tl.load(kept + key[None, :], mask=mask, other=0.0)
+            between += LOG2E * g
+        before = before.to(tl.float32) * tl.math.exp2(between)
+        faded = tl.where((few == within - back)[:, None], before, faded)
+    return (
+        a,
+        p,
+        sums_of_channels(own[None, :] * faded),
+        sums_of_channels(query[None, :] * faded),
+    )
 
 
 @triton.jit
@@ -178,7 +296,6 @@ def _token(
     STEP_K: tl.constexpr,
     STAGES: tl.constexpr,
     TOKENS: tl.constexpr,
-    LEFT: tl.constexpr,
     MOVES: tl.constexpr,
     IS_DELTA: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
@@ -186,42 +303,28 @@ def _token(
     PRECISION: tl.constexpr,
 ):
     """Compute o and X of a token, whose rows q_ptr, k_ptr, v_ptr, g_ptr and beta_ptr point at."""
-    key, row, place = tl.arange(0, TILE_K), tl.arange(0, TOKENS), position % TOKENS
-    column = first_column + tl.arange(0, TILE_V)
-    chunk, inside, in_v = position // TOKENS, key < KEY_DIM, column < VALUE_DIM
-    is_known, own = row < place, row == place
-    # Row 0 on the left is the query; in the rows from SUB are the keys of the token's block.
-    left = tl.arange(0, LEFT)
-    has_block: tl.constexpr = IS_DELTA and not BY_CHANNEL
-    if has_block:
-        token = place - place % SUB + left - SUB
-        is_key = (left >= SUB) & (token <= place) & (left < 2 * SUB)
-    else:
-        token, is_key = left * 0 + place, left == 1
-    is_now = is_key & (token == place)
+    few, row, key = tl.arange(0, SUB), tl.arange(0, TOKENS), tl.arange(0, TILE_K)
+    chunk, place = position // TOKENS, position % TOKENS
+    within = place % SUB
+    begins = place - within
+    column, inside = first_column + tl.arange(0, TILE_V), key < KEY_DIM
+    in_v = column < VALUE_DIM
+    is_known, own, never = row < place, row == place, row < 0
+    # Products have few rows on the left: the query and the key, and the keys of the token's block.
+    token, none, is_key, is_query = begins + few, few < 0, few == 1, few == 0
     kept_row: tl.constexpr = KEY_HEADS * KEY_DIM
-    is_query, never, is_before = left == 0, row < 0, is_key & (token < place)
     kept_at = kept_v_ptr + row[:, None] * (NUM_HEADS * VALUE_DIM) + column[None, :]
-    x = tl.load(kept_at, mask=is_known[:, None] & in_v[None, :], other=0.0)
-    v = tl.load(v_ptr + column, mask=in_v, other=0.0)
     beta_now = tl.load(beta_ptr)
+    if IS_DELTA:
+        t_at = kept_t_ptr + row[:, None] * (NUM_HEADS * TOKENS) + row[None, :]
+        t = tl.load(t_at, mask=is_known[:, None], other=0.0)
+        beta = tl.load(kept_beta_ptr + token * NUM_HEADS, mask=token < place, other=0.0)
+        beta = tl.where(token == place, beta_now, beta)
     if BY_CHANNEL:
-        state_at = state_ptr + key[:, None] * VALUE_DIM + column[None, :]
-        in_state = inside[:, None] & in_v[None, :] & (chunk > 0)
-        seen = tl.load(state_at, mask=in_state, other=0.0).to(OPERAND)
-        pair = _own_rows(
-            q_ptr, k_ptr, kept_k_ptr, is_query, is_now, is_before, token, kept_row, key, inside, MOVES
-        )
-        k = _own_rows(
-            q_ptr, k_ptr, kept_k_ptr, never, own, is_known, row, kept_row, key, inside, MOVES
-        ).to(OPERAND)
-        positions = chunk * TOKENS + row
-        beta = tl.load(kept_beta_ptr + row * NUM_HEADS, mask=is_known, other=0.0)
-        beta = tl.where(own, beta_now, beta)
         g = load_rows(
             g_ptr,
             kept_g_ptr,
-            positions,
+            chunk * TOKENS + row,
             position,
             position + 1,
             NUM_HEADS * KEY_DIM,
@@ -231,55 +334,49 @@ def _token(
             True,
             TOKENS,
         )
-        running = tl.cumsum(g * LOG2E, 0)
-        query = _row_of(pair.to(tl.float32), left == 0)
-        query = tl.where(own[:, None], query[None, :], 0.0).to(OPERAND)
-        a, p = pairs_by_channel(
-            query,
+        pair = _own_rows(
+            q_ptr, k_ptr, kept_k_ptr, is_query, is_key, none, token, kept_row, key, inside, MOVES
+        ).to(tl.float32)
+        k = _own_rows(
+            q_ptr, k_ptr, kept_k_ptr, never, own, is_known, row, kept_row, key, inside, MOVES
+        ).to(tl.float32)
+        running = running_of(g)
+        now = _row_of(running, own)
+        a, p, taken, seen = _channel_row(
+            pair,
             k,
             running,
             k_ptr,
             kept_k_ptr,
             g_ptr,
             kept_g_ptr,
-            positions,
-            position,
-            position + 1,
-            kept_row,
+            place,
             NUM_HEADS,
             KEY_HEADS,
             KEY_DIM,
             TILE_K,
             TOKENS,
-            True,
             PRECISION,
         )
-        t, r = solved(a, p, beta, TOKENS, IS_DELTA, OPERAND, PRECISION)
-        if IS_DELTA:
-            t_at = kept_t_ptr + row[:, None] * (NUM_HEADS * TOKENS) + row[None, :]
-            tl.store(t_at, t, mask=own[:, None] & is_first)
-        r = _row_of(r.to(tl.float32), own)
-        r = tl.where((left == 0)[:, None], r[None, :], 0.0).to(OPERAND)
-        now = _row_of(running, own)
-        pair = (pair.to(tl.float32) * tl.math.exp2(now)[None, :]).to(OPERAND)
-        o = tl.dot(pair, seen, input_precision=PRECISION)
+        of_block = tl.minimum(tl.maximum(row - begins, 0), SUB - 1)
+        p = tl.where((row >= begins)[None, :], tl.gather(seen, of_block, 0)[None, :], p)
+        p = tl.where((row <= place)[None, :], p, 0.0)
+        pair = (pair * tl.math.exp2(now)[None, :]).to(OPERAND)
     else:
-        if IS_DELTA:
-            t_at = kept_t_ptr + row[:, None] * (NUM_HEADS * TOKENS) + row[None, :]
-            t = tl.load(t_at, mask=is_known[:, None], other=0.0)
-            beta = tl.load(kept_beta_ptr + token * NUM_HEADS, mask=is_before, other=0.0)
-            beta = tl.where(is_now, beta_now, beta)
+        x = tl.load(kept_at, mask=is_known[:, None] & in_v[None, :], other=0.0)
+        v = tl.load(v_ptr + column, mask=in_v, other=0.0)
         g = tl.load(kept_g_ptr + row * NUM_HEADS, mask=is_known, other=0.0)
         g_now = tl.load(g_ptr)
-        p = tl.zeros((LEFT, TOKENS), tl.float32)
-        o = tl.zeros((LEFT, TILE_V), tl.float32)
+        a = tl.zeros((SUB, TOKENS), tl.float32)
+        p = tl.zeros((SUB, TOKENS), tl.float32)
+        o = tl.zeros((SUB, TILE_V), tl.float32)
         some = tl.arange(0, STEP_K)
         # Loads of a loop go to shared memory by themselves, several turns before they are read.
-        for begins in tl.range(0, TILE_K, STEP_K, num_stages=STAGES):
-            channel = begins + some
+        for at in tl.range(0, TILE_K, STEP_K, num_stages=STAGES):
+            channel = at + some
             in_keys = channel < KEY_DIM
             pair = _own_rows(
-                q_ptr, k_ptr, kept_k_ptr, is_query, is_now, is_before, token, kept_row, channel,
+                q_ptr, k_ptr, kept_k_ptr, is_query, is_key, none, token, kept_row, channel,
                 in_keys, MOVES,
             ).to(OPERAND)  # fmt: skip
             k = _own_rows(
@@ -289,54 +386,101 @@ def _token(
             held_at = state_ptr + channel[:, None] * VALUE_DIM + column[None, :]
             is_held = in_keys[:, None] & in_v[None, :] & (chunk > 0)
             state = tl.load(held_at, mask=is_held, other=0.0)
+            if IS_DELTA:
+                block = _own_rows(
+                    q_ptr, k_ptr, kept_k_ptr, none, token == place, token < place, token, kept_row,
+                    channel, in_keys, MOVES,
+                ).to(OPERAND)  # fmt: skip
+                a = tl.dot(block, tl.trans(k), a, input_precision=PRECISION)
             p = tl.dot(pair, tl.trans(k), p, input_precision=PRECISION)
             o = tl.dot(pair, state.to(OPERAND), o, input_precision=PRECISION)
         running = running_of(tl.where(own, g_now, g))
         now = tl.sum(tl.where(own, running, 0.0), 0)
+        p *= tl.math.exp2(tl.where(row > place, float("-inf"), now - running))[None, :]
+        o *= tl.math.exp2(now)
         if IS_DELTA:
+            logs = tl.gather(running, token, 0)[:, None] - running[None, :]
+            a *= tl.math.exp2(tl.where(row[None, :] > token[:, None], float("-inf"), logs))
             # T goes to shared memory here: before the loop its loads would wait for those of T.
             nothing = tl.where(is_known, running, 0.0).to(t.dtype)
             t = tl.where(is_known[:, None], t, nothing[:, None])
-            token = tl.where(is_query, place, token)
-            since = tl.gather(running, tl.maximum(token, 0), 0)
-            logs = since[:, None] - running[None, :]
-            p *= tl.math.exp2(tl.where(row[None, :] > token[:, None], float("-inf"), logs))
-            new = _row_of_t(
-                p, beta, kept_t_ptr, t, place, NUM_HEADS, TOKENS, LEFT, OPERAND, PRECISION
-            )
-            tl.store(
-                kept_t_ptr + place * (NUM_HEADS * TOKENS) + row, new, mask=(row >= 0) & is_first
-            )
-            t = tl.where(own[:, None], new[None, :], t)
-            r = tl.where((left == 0)[:, None], p, 0.0).to(OPERAND)
-            r = tl.dot(r, t, input_precision=PRECISION).to(OPERAND)
-        else:
-            p *= tl.math.exp2(tl.where(row > place, float("-inf"), now - running))[None, :]
-            r = tl.where((left == 0)[:, None], p, 0.0).to(OPERAND)
-            t = r
-        o *= tl.math.exp2(now)
-    new = v.to(tl.float32)
+    r = tl.where(is_query[:, None], p, 0.0).to(OPERAND)
     if IS_DELTA:
-        new -= _row_of(o, is_now)
-    new = (new * beta_now).to(v_ptr.dtype.element_ty)
-    x = tl.where(own[:, None], new[None, :], x).to(OPERAND)
-    o = tl.dot(r, x, o, input_precision=PRECISION)
-    o = _row_of(o, left == 0) * q_scale
-    tl.store(o_ptr + column, o.to(o_ptr.dtype.element_ty), mask=in_v)
-    tl.store(kept_v_ptr + place * (NUM_HEADS * VALUE_DIM) + column, new, mask=in_v)
+        a *= beta[:, None]
+        if BY_CHANNEL:
+            taken = tl.where(few < within, taken * beta_now, 0.0)
+        else:
+            a = tl.where(row[None, :] >= token[:, None], 0.0, a)
+            taken = tl.gather(_row_of(a, few == within), token, 0)
+        a = tl.where((row < begins)[None, :], a, 0.0)
+        new = _row_of_t(a, taken, kept_t_ptr, t, place, NUM_HEADS, TOKENS, OPERAND, PRECISION)
+        t_at = kept_t_ptr + place * (NUM_HEADS * TOKENS) + row
+        tl.store(t_at, new, mask=(row >= 0) & is_first)
+        t = tl.where(own[:, None], _as_loaded(new)[None, :], t)
+        r = tl.dot(r, t, input_precision=PRECISION).to(OPERAND)
+    else:
+        t = r
+    some_columns: tl.constexpr = TILE_V if TILE_V < 32 else 32
+    if BY_CHANNEL:
+        for at in tl.range(0, TILE_V, some_columns, num_stages=STAGES):
+            some = first_column + at + tl.arange(0, some_columns)
+            in_some = (some < VALUE_DIM)[None, :]
+            held_at = state_ptr + key[:, None] * VALUE_DIM + some[None, :]
+            is_held = inside[:, None] & in_some & (chunk > 0)
+            state = tl.load(held_at, mask=is_held, other=0.0)
+            x_at = kept_v_ptr + row[:, None] * (NUM_HEADS * VALUE_DIM) + some[None, :]
+            x = tl.load(x_at, mask=is_known[:, None] & in_some, other=0.0)
+            v = tl.load(v_ptr + some, mask=some < VALUE_DIM, other=0.0)
+            o = tl.dot(pair, state.to(OPERAND), input_precision=PRECISION)
+            _finish(
+                o,
+                r,
+                x,
+                v,
+                o_ptr,
+                kept_v_ptr,
+                beta_now,
+                place,
+                some,
+                q_scale,
+                NUM_HEADS,
+                VALUE_DIM,
+                TOKENS,
+                IS_DELTA,
+                OPERAND,
+                PRECISION,
+            )
+    else:
+        _finish(
+            o,
+            r,
+            x,
+            v,
+            o_ptr,
+            kept_v_ptr,
+            beta_now,
+            place,
+            column,
+            q_scale,
+            NUM_HEADS,
+            VALUE_DIM,
+            TOKENS,
+            IS_DELTA,
+            OPERAND,
+            PRECISION,
+        )
     if place == TOKENS - 1:
         tl.debug_barrier()  # X is read again
         decay = tl.math.exp2(now)
         if BY_CHANNEL:
-            keys = (k.to(tl.float32) * tl.math.exp2(now[None, :] - running)).to(OPERAND)
+            keys = (k * tl.math.exp2(now[None, :] - running)).to(OPERAND)
             decay = decay[:, None]
         else:
             keys = _own_rows(
                 q_ptr, k_ptr, kept_k_ptr, never, own, is_known, row, kept_row, key, inside, MOVES
             ).to(OPERAND)
         # A few columns at a time: all at once are more than a program's registers.
-        some_columns: tl.constexpr = TILE_V if TILE_V < 32 else 32
-        for begins in range(0, TILE_V, some_columns):
+        for at in range(0, TILE_V, some_columns):
             _close(
                 t,
                 keys,
@@ -346,7 +490,7 @@ def _token(
                 state_ptr,
                 kept_v_ptr,
                 chunk,
-                first_column + begins,
+                first_column + at,
                 NUM_HEADS,
                 KEY_DIM,
                 VALUE_DIM,
@@ -395,7 +539,6 @@ def step_kernel(
     STEP_K: tl.constexpr,
     STAGES: tl.constexpr,
     TOKENS: tl.constexpr,
-    LEFT: tl.constexpr,
     MOVES: tl.constexpr,
     IS_DELTA: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
@@ -460,7 +603,6 @@ def step_kernel(
             STEP_K,
             STAGES,
             TOKENS,
-            LEFT,
             MOVES,
             IS_DELTA,
             BY_CHANNEL,
