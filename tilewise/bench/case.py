@@ -46,7 +46,8 @@ class Case:
 
     @property
     def checked_length(self) -> int:
-        """Tokens of the sequence that is compared with the truth, the last one."""
+        """Number of tokens of the last sequence, the one whose results are compared with the
+        truth."""
         return self.problem.lengths[-1] if self.problem.lengths else self.problem.seqlen
 
     def checked(self, tensor: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Run:
         return self.leaves["q"], self.leaves["k"], self.leaves["v"]
 
     def forward(self) -> Any:
-        """Compute o, or o and lse, of the leaves."""
+        """Return o of the leaves, or (o, lse) where the peer's function returns both."""
         return self.function(*self.qkv)
 
 

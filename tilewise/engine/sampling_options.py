@@ -226,11 +226,11 @@ def check_processors(processors: object) -> None:
 
 
 def check_bad_words(words: list[str] | tuple[str, ...]) -> None:
-    """Refuse bad_words that are not a list of texts with something beside spaces.
+    """Refuse bad_words that are not a list of texts with at least one character besides spaces.
 
     Raises:
-        TypeError: it is another thing.
-        ValueError: it has too many texts, or one is too long or empty.
+        TypeError: bad_words is no list, or holds something that is no str.
+        ValueError: bad_words has too many texts, or a text is too long, empty or only spaces.
     """
     _check_texts("bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
     if not all(word.lstrip(" ") for word in words):

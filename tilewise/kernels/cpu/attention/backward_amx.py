@@ -494,7 +494,11 @@ def _backward_tile(call, place, keys, queries, scores, seen, shape, first_row, f
 
 @inner
 def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, begin, end):
-    """c^T += operand^T words over the strip's rows first ... last, for keys begin ... end."""
+    """Add the sum over rows first ... last - 1 of operand[row, channel] * words[row, key] to c.
+
+    c is a tile of dk or dv, stored as (channels, keys); keys begin ... end - 1 are added to. The
+    operand is q (with words = ds) or do (with words = p). Rows are counted within the strip.
+    """
     multiply_tiles(
         c,
         at + begin,
