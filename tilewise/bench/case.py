@@ -63,7 +63,7 @@ class Case:
         return torch.linspace(n // 16, n - 1, min(ROWS, n), device=self.device).long()
 
     def visible(self, rows: Tensor) -> Tensor:
-        """Which keys those queries see by the problem's rule, bool (rows, keys)."""
+        """The keys that queries `rows` see by the problem's rule, bool (rows, keys)."""
         problem = self.problem
         keys = torch.arange(self.checked_length, device=self.device)
         distance = rows[:, None] - keys

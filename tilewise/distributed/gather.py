@@ -132,7 +132,7 @@ def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.dev
 
     Args:
         call: the part, with its rows and keys counted within a sequence.
-        gathered: for each sequence, the places of its keys among the gathered keys.
+        gathered: the places of each sequence's keys among the gathered keys.
         length: the queries of this rank in a sequence.
         device: the device of the index tensors.
     """

@@ -298,7 +298,7 @@ class Adapted(Protocol):
 
     @property
     def weights(self) -> Any:
-        """Its tensors, for a runner."""
+        """The tensors of the adapter, for a runner."""
         ...
 
     @property

@@ -206,7 +206,7 @@ class _Protocol(H11Protocol):
             self._unread = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP, and end the connection."""
+        """Answer bytes that are not HTTP with an error 400, and close the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun on this connection
             return

@@ -481,7 +481,7 @@ class DeviceBatch:
         changes.blocks.append((row, first, blocks[first:]))
 
     def _write_blocks(self, changes: Changes) -> None:
-        """Write what was stored into the table of the host, all at once."""
+        """Write the blocks of `changes` into the host's copy of the block tables, all at once."""
         if not changes.blocks:
             return
         rows, columns, blocks = zip(*changes.blocks, strict=True)

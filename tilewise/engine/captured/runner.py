@@ -663,7 +663,7 @@ class _Scored:
         self.host: list[Tensor] = []
 
     def finish(self) -> None:
-        """Add them to the scores of their sequences."""
+        """Add the log-probabilities that have reached the host to the scores of their sequences."""
         columns = iter(self.host)
         finish(self.chunks, list(zip(columns, columns, columns, strict=True)))
 

@@ -522,7 +522,7 @@ def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, be
 
 @inner
 def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first_row, tile):
-    """Add what a strip of query rows gives to dk and dv of one tile of keys, and to dq.
+    """Add the terms of a strip of query rows to dk and dv of one tile of keys, and to dq.
 
     Args:
         place: the tile of keys, a `Place`.
