@@ -20,6 +20,7 @@ from tests.integrations import vllm_recorded
 from tests.integrations.vllm_recorded import RECORDED
 from tilewise.errors import UnsupportedError
 from tilewise.integrations import vllm as plugin
+from tilewise.nn.context import StepPlans
 from tilewise.reference import mla, paged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +180,64 @@ def test_shared_prefixes_are_read_once_with_the_same_result(backend):
         backend, common, prefix=272, cache=drawn(240, 2, BLOCK, 2, 32, seed=9)
     )
     torch.testing.assert_close(o, truth(common, q, cache), atol=1e-5, rtol=0)
+
+
+def test_layers_share_the_plan_that_the_first_of_them_makes(backend):
+    common = step([20, 1, 7], [20, 37, 50])
+    metadata = built(backend, common)
+    assert metadata.plans is None  # a CPU has no use for plans
+    metadata.plans = StepPlans()
+    fused = drawn(28, 8 * 32)  # queries, keys and values are parts of one product's result
+    q, k, v = (x.view(28, -1, 32) for x in fused.split([4 * 32, 2 * 32, 2 * 32], dim=1))
+    layer = backend.PagedImpl(4, 32, 32**-0.5, 2)
+    for seed in (8, 9):
+        cache = drawn(*backend.PagedBackend.get_kv_cache_shape(64, BLOCK, 2, 32), seed=seed)
+        o = layer.forward(None, q, k, v, cache, metadata, torch.zeros(28, 4, 32))
+        torch.testing.assert_close(o, truth(common, q, cache), atol=1e-5, rtol=0)
+    assert len(metadata.plans) == 1
+
+
+@pytest.mark.gpu
+def test_a_graph_makes_its_plan_from_the_lengths_that_it_finds(backend):
+    """As vLLM does: metadata of their own for the run before the capture and for the capture."""
+    common = step([1] * 6, [40, 37, 5, 18, 33, 64], padded=2)
+    for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+        setattr(common, name, getattr(common, name).cuda())
+    common.slot_mapping = torch.cat([common.slot_mapping, common.slot_mapping.new_full((2,), -1)])
+    common.num_actual_tokens = 8
+    shape = backend.PagedBackend.get_kv_cache_shape(64, BLOCK, 2, 64)
+    caches = [drawn(*shape, seed=seed).cuda().bfloat16() for seed in (8, 9)]
+    q, k, v = (drawn(8, heads, 64).cuda().bfloat16() for heads in (4, 2, 2))
+    layer = backend.PagedImpl(4, 64, 0.125, 2)
+    outputs = [torch.full((8, 4, 64), float("nan"), device="cuda").bfloat16() for _ in caches]
+
+    def layers():
+        builder = backend.PagedBuilder(
+            SimpleNamespace(block_size=BLOCK), [], SimpleNamespace(), torch.device("cuda")
+        )
+        metadata = builder.build(0, common)
+        for cache, output in zip(caches, outputs, strict=True):
+            layer.forward(None, q, k, v, cache, metadata, output)
+        assert len(metadata.plans) == 1
+
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        layers()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            layers()
+    for lengths in ([40, 37, 5, 18, 33, 64], [3, 30, 48, 1, 64, 17], [64] * 6):
+        common.seq_lens.copy_(torch.tensor([*lengths, 0, 0]))
+        graph.replay()
+        for cache, output in zip(caches, outputs, strict=True):
+            wanted = paged.paged_attention(
+                q[:6].cpu(), *cache.cpu().unbind(1), block_table=common.block_table_tensor.cpu(),
+                seqlens_k=common.seq_lens.cpu(), cu_seqlens_q=common.query_start_loc.cpu(),
+            )  # fmt: skip
+            o = output[:6].cpu().float()
+            torch.testing.assert_close(o, wanted.float(), atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize(
