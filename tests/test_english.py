@@ -20,6 +20,7 @@ NO_NOUNS = frozenset(
      "whom", "whose")
 )  # fmt: skip
 _FIELD = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
+_NO_NAME = re.compile(r"(What|Who|Whatever|Where|As|By|Of|For)\b")
 _SAYS_WHEN = re.compile(r"\b(True|False|[Ww]hether|if)\b")
 _SECTION = re.compile(r"(Args|Attributes):$")
 # Docstrings at which readers stopped who restated them without the code.
@@ -91,6 +92,8 @@ def mistakes(source: str) -> Iterator[str]:
             continue
         owner, docstring = getattr(node, "name", "the module"), ast.get_docstring(node) or ""
         yield from (f"{owner}: {rule}" for pattern, rule in _VAGUE if pattern.match(docstring))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _NO_NAME.match(docstring):
+            yield f"{owner}: must begin with a verb, or with the noun of a property"
         types = _annotations(node)
         for names, text in fields(docstring):
             words = text.split()
@@ -157,6 +160,8 @@ def test_the_text_of_a_bool_says_when_it_is_true(text, is_fault):
         ("Refuse what the model cannot do.", "noun"),
         ("Decide what runs in each step.", None),
         ("Those of each kernel, by part.", "noun"),
+        ("What the engine can serve.", "noun"),
+        ("Of the processes, by rank.", "noun"),
         ("Run it for the tensors of a call.", "pronoun"),
         ("Return that of a request.", "that of"),
         ("Return those that wait.", None),

@@ -23,7 +23,8 @@ _WIPE = "\r\x1b[K"
 
 
 class Show(Protocol):
-    """What tells of progress: words, and the part of the work that is done, 0 to 1, if known."""
+    """A function that reports progress: words, and the finished share of the work, 0 to 1, if
+    known."""
 
     def __call__(self, text: str, share: float | None = None) -> None: ...
 

@@ -41,7 +41,7 @@ class Case:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the tensors."""
         return self.q.device
 
     @property

@@ -121,9 +121,10 @@ def fit(
 def fit_device(
     start: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], **options: Any
 ) -> Machine:
-    """Return `start` with the efficiencies and times of a device that are nearest; see `fit`.
+    """Return `start` with the device's efficiencies and times that fit measured steps best; see
+    `fit`.
 
-    Steps that ran alone tell more of a device than others, which are left out beside them.
+    If some steps ran alone, which tells most of a device, the others are left out.
     """
     steps, start = of_device(steps), replace(start, factors={})
     on_device = start.captures or start.overlaps_steps

@@ -198,12 +198,13 @@ class Crowd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a runner is ready for.
+    """The sizes that a runner is made for.
 
     Attributes:
-        seats, slots: sequences at once, and tokens of the cache, in blocks of 16.
-        budget: tokens of a step.
-        max_len: tokens of a sequence.
+        seats, slots: the numbers of sequences at once and of tokens in the cache, whose blocks hold
+            16.
+        budget: the largest number of tokens of a step.
+        max_len: the largest number of tokens of a sequence.
     """
 
     max_len: int = 1024

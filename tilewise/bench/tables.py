@@ -174,7 +174,7 @@ def varlen(scale: Scale) -> list[Problem]:
 
 
 def features(scale: Scale) -> list[Problem]:
-    """What each feature costs beside the plain call, causal, D 128."""
+    """Return the problems that compare each feature with the plain call: causal, D 128."""
     problems = []
     for feature in FEATURES:
         if feature == "random blocks":

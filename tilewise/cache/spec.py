@@ -170,7 +170,7 @@ class StateSlots(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a layer keeps of a sequence: a recurrence, a convolution before it, or one of the two.
+    """The state of a sequence in one layer: of a recurrence, of a convolution before it, or of one.
 
     Attributes:
         conv_channels, conv_width: C and W of the convolution; a width of 1 is no convolution.
@@ -248,7 +248,7 @@ class StateSpec:
 
     @property
     def checkpoint(self) -> list[StateTensor]:
-        """What a checkpoint holds: the state, and W - 1 tokens."""
+        """The shapes and dtypes of a checkpoint's tensors: the state, and the last W - 1 tokens."""
         found = self.recurrence(keeps_tokens=True)[:1]
         if self.conv_width > 1:
             found.append(((self.conv_width - 1, self.conv_channels), self.dtype))

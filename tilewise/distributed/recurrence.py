@@ -231,7 +231,7 @@ def _why_not(rows: Tensor, edges: Sequence[int] | None, size: int) -> str | None
 
 
 class _Call(NamedTuple):
-    """What the passes of a call share.
+    """A call of a recurrence over several ranks, for its forward and its backward pass.
 
     Attributes:
         share: the rank's part of the sequences.

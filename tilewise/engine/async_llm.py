@@ -84,7 +84,7 @@ class AsyncLLM:
 
     @property
     def limits(self) -> Limits:
-        """What the engine can serve, see `admission.Limits`."""
+        """The largest requests that the engine serves, see `admission.Limits`."""
         return self.llm.engine.scheduler.limits
 
     @keywords_of(RequestTerms)
@@ -298,7 +298,7 @@ class AsyncLLM:
         self.llm.unload_lora_adapter(name)
 
     async def _caught_up(self) -> None:
-        """Wait until the engine's thread has done all tasks that were posted before."""
+        """Wait until the engine's thread has run all tasks that were posted before this call."""
         with suppress(EngineClosedError):
             await asyncio.wrap_future(self.llm.loop.post(lambda: None))
 
@@ -372,7 +372,7 @@ class _Reader:
 
 
 class Readable(Protocol):
-    """What a mailbox wakes.
+    """An object that a mailbox wakes on the event loop.
 
     Attributes:
         is_told: True while this object is in the mailbox.
@@ -383,7 +383,7 @@ class Readable(Protocol):
     is_hurried: bool
 
     def read(self) -> None:
-        """Look at what is new; called on the event loop."""
+        """Read the new output; called on the event loop."""
         ...
 
 

@@ -535,7 +535,7 @@ class Engine:
             self.scheduler.discard(batch)
 
     def _let_end(self) -> None:
-        """When no request is left, wait for the unfinished steps, and free their blocks."""
+        """Wait for unfinished steps if no request is left, and free their blocks."""
         while self._unfinished and not self.scheduler.has_unfinished():
             self._discard(self._drop_oldest())
 

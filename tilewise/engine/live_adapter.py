@@ -18,7 +18,7 @@ __all__ = ["LiveAdapter"]
 
 
 class LiveAdapter:
-    """What all requests of an engine add to the products of its model.
+    """The adapter trained in this process, which all requests of the engine use.
 
     Parameters of the engine's dtype and device are the engine's own memory; of others it has a
     copy, which `write` brings up to date where it lies.

@@ -123,9 +123,10 @@ class EngineLoop:
 
     @property
     def last_step_time(self) -> float | None:
-        """When the last step ended, in seconds of time.monotonic(); None before the first.
+        """The time at which the last step ended, in seconds of time.monotonic(); None before the
+        first.
 
-        While requests are unfinished its age is how long the present step has taken.
+        While requests are unfinished, the time since then is that of the present step so far.
         """
         return self._core.last_step_time
 
@@ -303,7 +304,7 @@ class _Arrival:
 
 
 class _Core:
-    """What the thread works with; it holds no reference to the loop.
+    """The state of the loop's thread, without a reference to the loop.
 
     Attributes:
         inbox: tasks for the thread; None ends it.

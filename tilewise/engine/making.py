@@ -240,7 +240,7 @@ def state_limits(
 
 
 class _Guessing(NamedTuple):
-    """What guesses by a cache of its own, and the kind of that cache."""
+    """The model or head that guesses tokens with a cache of its own, and the spec of that cache."""
 
     model: Decoder | MultiTokenHead
     spec: CacheSpec
@@ -323,7 +323,7 @@ class EngineMaker:
 
     @property
     def _memory(self) -> StateMemory | None:
-        """What states take beside blocks; None for a model without."""
+        """The memory of states, besides the blocks; None for a model without states."""
         return state_memory(self.config, self.spec)
 
     def _slots(self) -> AdapterSlots | None:

@@ -46,12 +46,12 @@ _VERBS = {
 
 @dataclass(frozen=True, slots=True)
 class Purpose:
-    """What can be asked of a model.
+    """The tasks that a model is for, and how they are done.
 
     Attributes:
         name: the class that config.json names.
-        tasks: those of "generate", "embed", "score" and "classify" that it is for.
-        is_encoder: True if its tokens see both sides.
+        tasks: the ones of "generate", "embed", "score" and "classify" that it can do.
+        is_encoder: True if each token sees the tokens before and after it.
         pooling: the way in which states become a vector, where a request says none.
         stages: the layers on that vector.
         labels: the names of what a classifier tells apart; empty without one.

@@ -39,7 +39,7 @@ Recipe = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an engine's answers depend on beside the request.
+    """The facts about an engine on which its answers depend, besides the request.
 
     Attributes:
         weights: a digest of the weights as the engine holds them.
@@ -60,7 +60,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a second computation of an answer has shown.
+    """The result of a second computation of an answer.
 
     Attributes:
         is_equal: True if all tokens, log-probabilities and reasons are those of the recipe.

@@ -41,7 +41,7 @@ MAX_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """What a text must be, by one of four descriptions; names are vLLM's.
+    """A description of the texts that may be generated, in one of four forms; names are vLLM's.
 
     Attributes:
         json: a JSON schema, as text or as a dict; {} is any JSON.
@@ -90,7 +90,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the four descriptions is given."""
+        """The name of the form that is given: "json", "regex", "choice" or "grammar"."""
         names = ("json", "regex", "choice", "grammar")
         return next(name for name in names if getattr(self, name) is not None)
 

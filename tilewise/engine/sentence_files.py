@@ -32,7 +32,7 @@ _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 @dataclass(frozen=True, slots=True)
 class SentenceFiles:
-    """What the files say.
+    """The settings in the files that sentence-transformers writes.
 
     Attributes:
         pooling: the way to pool; None if no file says one.

@@ -61,7 +61,7 @@ def _demands(spec: CacheSpec, num_tokens: int, max_run: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """What states take beside the blocks of a cache.
+    """The memory of states, besides the blocks of a cache.
 
     Attributes:
         spec: the cache spec with the states.

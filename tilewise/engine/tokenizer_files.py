@@ -54,7 +54,7 @@ _OTHER_FORMATS = ("tokenizer.model", "tekken.json", ".tiktoken", "tiktoken.model
 
 
 class TokenizerFiles(NamedTuple):
-    """What the files of a directory make.
+    """The tokenizer that the files of a directory describe.
 
     Attributes:
         library: the tokenizer of the `tokenizers` library, all tokens added.

@@ -39,7 +39,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Timing:
-    """What became of one request; times are seconds from the start.
+    """The times of one request, in seconds from the start, and its end.
 
     Attributes:
         arrival: the time at which it came.
@@ -73,7 +73,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Steps:
-    """What the steps were, one entry each; and the memory, looked at in some of them.
+    """The record of all steps, an entry for each, and of the memory in some of them.
 
     Attributes:
         ended: the time at which the engine took in the step's tokens.
@@ -152,7 +152,7 @@ def _goes_on(batch: Batch, before: Batch) -> bool:
 
 
 class _Tokens:
-    """What a virtual model draws: a token that is a sequence's own, again and again."""
+    """The tokens of a virtual model: each sequence draws one number of its own again and again."""
 
     def __init__(self) -> None:
         self._own: dict[int, list[SampledToken]] = {}

@@ -118,7 +118,7 @@ def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Refusal(NamedTuple):
-    """What a backend returns in place of a plan: why it cannot run the call."""
+    """The answer of a backend that has no plan for a call, with the reason."""
 
     reason: str
 

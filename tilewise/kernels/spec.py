@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class RecurrentStates(NamedTuple):
-    """What slots hold of running sequences: a state at a chunk's start, and the chunk's tokens.
+    """The slots of running sequences: the state at the start of a chunk, and the chunk's tokens.
 
     A chunk is `CHUNK` tokens of a sequence, counted from its first one. In an open chunk of p
     tokens the first p rows of the tensors after `state` are in use.

@@ -114,7 +114,7 @@ class AttentionCall:
 
 
 class _Step:
-    """What the layers of a model share while it runs: set before a pass, cleared behind it.
+    """The state of a pass that all layers of a model read: set before the pass, cleared after it.
 
     Attributes:
         calls: the attention calls of a pass, in their order.

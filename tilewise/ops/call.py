@@ -157,7 +157,7 @@ _NO_CALL = _Latest(None, (), never, 0, None, (), False)
 
 
 class _Memory:
-    """What is remembered of calls.
+    """The bound calls that later calls may use again.
 
     Attributes:
         calls: bound calls by their keys.

@@ -62,7 +62,7 @@ class Turns:
         await turn
 
     def _next(self) -> None:
-        """Start the oldest request of the key that is first, and move the key to the end."""
+        """Start the oldest request of the first key in the queue, and move that key to the end."""
         while self._waiting:
             key = next(iter(self._waiting))
             queue = self._waiting.pop(key)

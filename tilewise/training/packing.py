@@ -125,7 +125,7 @@ class Packer:
         self._order = self._shuffled()
 
     def state(self) -> dict[str, int]:
-        """Where the next batch begins: epoch, document of its order, token of that document."""
+        """The position of the next batch: epoch, document in its order, token in the document."""
         return {
             "epoch": self.epoch,
             "next": self.next,

@@ -359,7 +359,7 @@ _Inputs = tuple[Tensor, Tensor | None, Tensor | None, int, Tensor | None]
 
 
 def _inputs(batch: Batch) -> _Inputs:
-    """What the forward pass takes of a batch, in order."""
+    """Return the inputs of the forward pass from a batch, in the order of its arguments."""
     documents = batch.documents
     cu_seqlens = None if documents is None else documents.cu_seqlens
     longest = 0 if documents is None else documents.max_seqlen

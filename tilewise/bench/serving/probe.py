@@ -68,10 +68,11 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a server adds, in seconds.
+    """The seconds that a server adds to the steps of its engine.
 
     Attributes:
-        setting: the engine's, with a profile to which step_s, sequence_s and token_s are added.
+        setting: the setting of the engine, with a profile to which step_s, sequence_s and token_s
+            are added.
         step_s, sequence_s, token_s: the seconds of each step, each sequence of a step, each prompt
             token.
         request_s: the seconds of each request before its first token, if nothing else runs.

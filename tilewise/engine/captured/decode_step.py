@@ -55,11 +55,12 @@ GREEDY_ROWS = 256
 
 
 class Results:
-    """Where steps leave what they drew, in turn.
+    """The drawn tokens of the last RING steps, on the device.
 
     Attributes:
         values: (RING, max_num_seqs, 2) int64: token, and 1 if the row of logits was finite.
-        place: (1,) int64, of the last step; a step begins by moving it on.
+        place: (1,) int64, the row of `values` of the last step; each step begins by incrementing
+            it.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
@@ -68,7 +69,8 @@ class Results:
         self._hidden: Tensor | None = None
 
     def room_for(self, hidden: Tensor) -> Tensor:
-        """Return where the graphs of models leave states like `hidden` (rows, E), all in one place.
+        """Return the memory (rows, E) in which all graphs of models leave hidden states like
+        `hidden`.
 
         The head reads them before the next graph of a model runs.
         """

@@ -46,7 +46,7 @@ _SECONDS = 3600.0  # for all kernels of a file
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What to compile.
+    """Kernels to compile for another machine.
 
     Attributes:
         arch: the compute capability, as 89; one of SM_COUNTS.
@@ -87,12 +87,12 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a task.
+    """The result of a task.
 
     Attributes:
-        num_kernels: kernels in the file.
-        num_found: those of them that had been compiled before.
-        failures: why others are not in it, a line each.
+        num_kernels: the number of kernels in the file.
+        num_found: the number of those that had been compiled before.
+        failures: the reasons why other kernels are missing, a line each.
     """
 
     num_kernels: int

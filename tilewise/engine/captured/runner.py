@@ -303,7 +303,10 @@ class DeviceRunner:
         return True
 
     def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
-        """Whether rows of a step share enough; looked for when the batch has changed."""
+        """Whether enough rows of a step share blocks to read them once.
+
+        Groups are searched for again only when the batch has changed.
+        """
         if self.sharing_tokens is None:
             return False
         groups, rows = self.groups, self.rows

@@ -336,7 +336,7 @@ class CompiledRunner(ModelRunner):
         return self._angles
 
     def _context(self, layer: int, inputs: ModelInputs) -> AttentionContext:
-        """Where the rows of a layer belong, for attention as an op."""
+        """Return a layer's context of a step, for attention computed as an op."""
         ctx = inputs.ctx.of_layer(layer)
         if ctx.batch_invariant != self.batch_invariant:
             ctx = replace(ctx, batch_invariant=self.batch_invariant)

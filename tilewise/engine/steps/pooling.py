@@ -24,11 +24,12 @@ __all__ = ["Part", "Pooled", "Pooling", "Pools", "hand_over"]
 
 @dataclass(slots=True)
 class Pooling:
-    """What is known of the vector of one prompt.
+    """The vector of one prompt, as far as it is known.
 
     Attributes:
         kind: one of `embedding.POOLINGS`.
-        sums: (first position, what the states of a chunk come to (E,) float64 on the host).
+        sums: (first position, sum, or maximum for "max", of the hidden states of a chunk, (E,)
+            float64 on the host).
         num_tokens: the number of tokens of the prompt.
     """
 

@@ -172,7 +172,7 @@ class Finished:
 
 
 class CausalModel(Protocol):
-    """What the runner needs of a model; every class of `tilewise.models` is one."""
+    """The interface of a model for a runner; every class of `tilewise.models` has it."""
 
     def __call__(
         self,
@@ -331,7 +331,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _adjust_and_sample(self, logits: Tensor, batch: Batch) -> Samples:
-        """Apply penalties, masks and biases to logits in place, and draw from them."""
+        """Change logits in place as requests ask (penalties, masks, biases), and draw tokens from
+        them."""
         draws = [s.num_samples > 0 for s in batch.sequences]
         rows = [sum(draws[:i]) for i in range(len(draws))]
         has_logprobs = any(s.sampling.logprobs is not None for s in batch.sequences)

@@ -26,7 +26,7 @@ Logprobs = tuple[Tensor, Tensor, Tensor]
 
 
 class StepLogprobs:
-    """What the steps of a runner share.
+    """The log-probabilities that the steps of a runner compute, and their buffers.
 
     Args:
         max_num_seqs: rows of a decode step at most.

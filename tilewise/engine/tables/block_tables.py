@@ -137,7 +137,7 @@ class BlockTables(Holdings):
 
     @property
     def groups_used(self) -> tuple[tuple[int, int], ...]:
-        """Of groups 1, 2, ...: blocks with an owner, and all blocks."""
+        """The blocks with an owner and all blocks, for each of groups 1, 2, ..."""
         pools = [pool.allocator for pool in self.pools[1:]]
         return tuple((pool.num_used, pool.num_blocks) for pool in pools)
 
@@ -369,13 +369,14 @@ class BlockTables(Holdings):
     def revoke(
         self, batch: Batch, later: list[Batch], running: list[Sequence], waiting: list[Sequence]
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Make unfindable what a failed step was to move, and all copies made of it.
+        """Remove the blocks that a failed step was to move from the prefix cache, with their
+        copies.
 
         Args:
             batch: the batch of the failed step.
-            later: the batches of the steps that began after it and are unfinished.
-            running: sequences that hold blocks.
-            waiting: those that hold none.
+            later: the batches of the unfinished steps that began after it.
+            running: the sequences that hold blocks.
+            waiting: the sequences that hold none.
 
         Returns:
             The running and the waiting sequences whose blocks and slots lack their contents.

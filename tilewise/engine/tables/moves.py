@@ -20,11 +20,12 @@ __all__ = ["bring_back", "count_lacking", "count_seen", "revoke_moves", "seen", 
 
 
 class _Source(NamedTuple):
-    """Where a block that was swapped out comes from.
+    """The place from which a block of a swapped sequence is brought back.
 
     Attributes:
-        block: on the device already; -1 if it is not.
-        slot: in main memory; -1 if it is on the device, or its window has passed it.
+        block: the block that is on the device already; -1 if there is none.
+        slot: the slot in main memory; -1 if the block is on the device, or the window has passed
+            it.
     """
 
     block: int

@@ -67,7 +67,7 @@ class StateLimits:
 
 @dataclass(slots=True)
 class _Held:
-    """What is known of a running sequence's state.
+    """The slot and the checkpoints of a running sequence's state.
 
     Attributes:
         slot: the number of its slot.

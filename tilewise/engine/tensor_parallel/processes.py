@@ -120,7 +120,7 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, by rank."""
+        """The process ids of the workers, by rank."""
         return [member.process.pid for member in self._members]
 
     @property

@@ -97,7 +97,7 @@ def check_tensor_parallel(
 
 
 class RemoteStorage:
-    """What is known here of a cache that lies in other processes.
+    """The sizes of a cache that lies in other processes.
 
     Attributes:
         spec: the cache spec of all workers together; of latents, which each worker holds whole, the

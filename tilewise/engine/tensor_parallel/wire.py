@@ -130,7 +130,7 @@ def error_of(name: str, message: str) -> Exception:
 
 
 class _Sampling(SamplingParams):
-    """As many log-probabilities as a beam search asks for."""
+    """Sampling parameters that may ask for as many log-probabilities as a beam search needs."""
 
     most_logprobs: ClassVar[int] = 2**31
 

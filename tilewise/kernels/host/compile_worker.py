@@ -31,12 +31,12 @@ __all__ = ["Answer", "StubDriver", "main"]
 
 
 class Answer(NamedTuple):
-    """What became of a request.
+    """The result of a request to compile a kernel.
 
     Attributes:
         what: "compiled", "found" on disk, "busy" (another process compiles it) or "failed".
         seconds: the time that the answer took.
-        reason: why it failed.
+        reason: the cause of a failure.
     """
 
     what: str

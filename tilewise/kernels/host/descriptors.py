@@ -42,7 +42,7 @@ _new = tuple.__new__  # a named tuple in a third of the time of its class
 
 
 class _Base(NamedTuple):
-    """What a descriptor needs of its tensor; it must not keep the memory alive."""
+    """The address and the dtype of a descriptor's tensor, without keeping its memory alive."""
 
     address: int
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class _Base(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What all descriptors of one dtype and tile share.
+    """The parts that all descriptors of one dtype and tile have in common.
 
     Attributes:
         kind: the dtype and the tile, for each of which kernels are compiled anew.

@@ -37,7 +37,7 @@ _MOST_ENTRIES = 100_000
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a file of kernels says of itself.
+    """The description of a file of kernels, inside it.
 
     Attributes:
         tilewise, torch, triton: the versions that compiled them.
@@ -58,12 +58,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Taken:
-    """What became of a file's kernels.
+    """The result of taking a file's kernels into the cache.
 
     Attributes:
         manifest: the manifest of the file.
-        num_taken: kernels that were put into the cache.
-        num_there: kernels that were there already.
+        num_taken: the number of kernels that were put into the cache.
+        num_there: the number of kernels that were there already.
     """
 
     manifest: Manifest

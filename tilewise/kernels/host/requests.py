@@ -90,7 +90,7 @@ def work_of(request: Request) -> Work:
 
 
 class _Recording:
-    """What a thread's launches have asked for.
+    """The kernels that a thread's launches have asked for.
 
     Attributes:
         requests: the requests by their hashes.
@@ -110,7 +110,7 @@ _run, _do_compile = JITFunction.run, JITFunction._do_compile
 
 
 def is_recording() -> bool:
-    """Whether launches of this thread are noted and not done."""
+    """Whether launches of this thread are recorded instead of run."""
     return threading.get_ident() in _recordings
 
 

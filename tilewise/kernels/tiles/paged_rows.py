@@ -25,7 +25,7 @@ CROWD_STAGES, _CROWD_ROW_BYTES = 2, 256
 
 @dataclass(frozen=True, slots=True)
 class RowsPlan:
-    """What one launch of the rows kernel does; all of it known on the host.
+    """The items of one launch of the rows kernel, as far as the host knows them.
 
     An item is (sequence, tile of rows, split of keys). The device cuts a sequence's keys into
     splits of split_tiles tiles, or as many more as keep the items within target_items and one more

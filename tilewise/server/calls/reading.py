@@ -218,7 +218,11 @@ class CallText:
         return read
 
     def cut(self) -> str:
-        """Tell a call that the end of the text cut off; return the text that is no call."""
+        """End the text inside a call: report the call as far as it is known.
+
+        Returns:
+            The rest of the text, which is no call.
+        """
         call = self._call
         if call is not None and not call.is_told:
             name = call.name_if_cut()

@@ -22,7 +22,7 @@ from numba.core.compiler import Compiler
 
 
 class _NoMachineCode:
-    """What stands for the code generator where an environment is set: there is none to set."""
+    """A stand-in for the code generator, which accepts an environment and ignores it."""
 
     @staticmethod
     def set_env(name: str, env: Any) -> None:

@@ -275,7 +275,7 @@ class _Weight:
 
 
 class _Memory(NamedTuple):
-    """What a buffer is made of: columns, dtype, rows a token (or sampled row), rows besides."""
+    """The sizes of a buffer: columns, dtype, rows for each token (or sampled row), further rows."""
 
     columns: int
     dtype: torch.dtype

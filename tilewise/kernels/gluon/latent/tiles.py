@@ -42,7 +42,7 @@ class Loads(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tile lies in the cache: its block, and the slot of its first row (may be < 0)."""
+    """The place of a tile in the cache: its block, and the slot of its first row (may be < 0)."""
 
     block: object
     slot: object
