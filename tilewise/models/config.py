@@ -107,8 +107,8 @@ class ModelConfig(DecoderConfig):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unread fields, which the first reading told
             read = type(self).from_hf(self.source)
-        told = {"dtype": self.dtype, "eos_token_ids": self.eos_token_ids}
-        return replace(read, bos_token_id=self.bos_token_id, **told) == self
+        begin, ends = self.bos_token_id, self.eos_token_ids
+        return replace(read, dtype=self.dtype, bos_token_id=begin, eos_token_ids=ends) == self
 
 
 def read_config(directory: str | Path) -> ModelConfig:
