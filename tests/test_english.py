@@ -22,8 +22,27 @@ NO_NOUNS = frozenset(
 _FIELD = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
 _SECTION = re.compile(r"(Args|Attributes):$")
 # Docstrings at which readers stopped who restated them without the code.
+_VERBS = (
+    "Add|Allocate|Begin|Bound|Compile|Compute|Cut|Do|Drop|Fail|Forget|Give|Keep|Learn|Let|Map|Note|"
+    "Optimise|Order|Print|Raise|Record|Refuse|Run|Say|Serve|Take|Tell|View|Whether|Write|Zero"
+)
 _VAGUE = (
     (re.compile(r"(Return|Yield) what\b"), "must name the result by a noun, not by `what`"),
+    (re.compile(rf"({_VERBS}) what\b"), "must name the object by a noun, not by `what`"),
+    (re.compile(r"(It|They|That|Those|These|Its|Their)\b"), "must begin with a noun or a verb"),
+    (
+        re.compile(r"\w+( \w+)? (it|them|those)\b(?! (that|who|which|of the|of these)\b)"),
+        "must name its object by a noun: nothing before says what a pronoun means",
+    ),
+    (re.compile(r"\w+ that of\b"), "must name its object by a noun, not by `that of`"),
+    (
+        re.compile(r".*\bsee there\b", flags=re.DOTALL),
+        "must name the place or say the fact, not `see there`",
+    ),
+    (
+        re.compile(r".*\bit is (another|some other) thing\b", flags=re.DOTALL),
+        "must say of which argument an error tells",
+    ),
     (re.compile(r"(See|As) [`\w.]+\.?\Z"), "must say the one fact that is needed, not only where"),
     (
         re.compile(r".*\bso (many|much|few)\b(?![^.]*\b(that|as)\b)", flags=re.DOTALL),
@@ -101,6 +120,14 @@ def test_faults_of_a_field_are_seen(text, fault):
     [
         ("Return what a step takes.", "noun"),
         ("Return the seconds of a step.", None),
+        ("Refuse what the model cannot do.", "noun"),
+        ("Decide what runs in each step.", None),
+        ("Those of each kernel, by part.", "noun"),
+        ("Run it for the tensors of a call.", "pronoun"),
+        ("Return that of a request.", "that of"),
+        ("Return those that wait.", None),
+        ("Return a list; see there for the rule.", "fact"),
+        ("Refuse a text. Raises TypeError: it is another thing.", "argument"),
         ("See `Rule`.", "fact"),
         ("See the class; None is no bound.", None),
         ("Return the blocks of so many tokens.", "number"),

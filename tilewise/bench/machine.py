@@ -342,7 +342,7 @@ class _Held:
         return handle, was_held
 
     def note(self, work: StepWork) -> None:
-        """Keep what the last step took."""
+        """Record the work and the seconds of the last step; wait for its end."""
         self._end.synchronize()
         self.steps.append(MeasuredStep(work, 0.0, 0.0, self._seconds(), 0.0, is_alone=True))
 

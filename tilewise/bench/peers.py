@@ -64,7 +64,7 @@ class Run:
         return self.leaves["q"], self.leaves["k"], self.leaves["v"]
 
     def forward(self) -> Any:
-        """Compute o, or o and lse, of the leaves."""
+        """Return o of the leaves, or (o, lse) where the peer's function returns both."""
         return self.function(*self.qkv)
 
 
@@ -74,7 +74,7 @@ def _run(case: Case, function: Function, **more: Any) -> Run:
 
 
 def _plain(case: Case, features: tuple[str, ...] = ()) -> None:
-    """Refuse what a peer does not know of a case."""
+    """Raise UnsupportedError if a case has a rule or a feature that a peer cannot compute."""
     problem = case.problem
     known = ("plain", "deterministic", "GQA 8:1", *features)
     if problem.lengths or problem.density or problem.window_left >= 0:

@@ -90,7 +90,7 @@ class Problem:
         return 2.0 * self.visible_entries() * self.num_q_heads * products[op]
 
     def columns(self) -> dict[str, Any]:
-        """What identifies it in a row of the report."""
+        """The columns that identify the problem in a row of the report."""
         columns: dict[str, Any] = {"table": self.table, "B": self.batch, "H": self.num_q_heads}
         columns |= {"Hk": self.num_kv_heads, "N": self.seqlen}
         columns |= {"D": self.head_dim, "Dv": self.v_head_dim, "causal": self.causal}

@@ -253,9 +253,11 @@ def prompt_ids(request: TraceRequest, number: int) -> list[int]:
 
 
 def ids_within(vocab_size: int) -> Callable[[TraceRequest, int], list[int]]:
-    """Return a function like `prompt_ids` whose ids a model of `vocab_size` tokens has.
+    """Return a function like `prompt_ids` whose random ids are below vocab_size.
 
-    What prompts share is drawn from the generator that its id seeds.
+    The tokens that prompts share are drawn from a generator seeded by the id of the shared run, the
+    others from one seeded by the number of the request. Ids that the trace has are returned as they
+    are.
     """
 
     def ids_of(request: TraceRequest, number: int) -> list[int]:

@@ -172,7 +172,8 @@ class _Worker:
         )
 
     def go(self) -> None:
-        """Tell it to go on; it may have ended by itself, which its next line shows."""
+        """Tell the worker's process to go on; if the process has ended, its next line shows
+        that."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(b"go\n")

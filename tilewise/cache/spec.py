@@ -218,11 +218,12 @@ class StateSpec:
         return torch.promote_types(self.dtype, torch.float32)
 
     def recurrence(self, *, keeps_tokens: bool) -> list[StateTensor]:
-        """Return the tensors of a slot of `RecurrentStates`, in their order.
+        """Return the shapes and dtypes of the tensors of a slot of `RecurrentStates`, in their
+        order.
 
         Args:
-            keeps_tokens: whether the chunk's tokens are kept, as a GPU does, and not what they add
-                to the state.
+            keeps_tokens: True if a slot keeps the values of the tokens of its open chunk, as on a
+                GPU; False if it keeps what each of them adds to the state, as on a CPU.
         """
         if not self.num_heads:
             return []

@@ -170,7 +170,11 @@ class PrefixRouter:
         return self._kept(asked).get(name, 0)
 
     def _kept(self, asked: Asked) -> dict[str, int]:
-        """Return how many tokens of a prompt each replica caches, without those that cache none."""
+        """Return the number of a prompt's first tokens that each replica caches, by the replica's
+        name.
+
+        Replicas that cache none of them are left out.
+        """
         found: dict[str, int] = {}
         among, length = -1, 0
         for piece in asked.pieces:

@@ -48,7 +48,7 @@ class Elsewhere(Protocol):
         ...
 
     def forget_adapter(self, number: int) -> None:
-        """Forget it; a collection of garbage may call this."""
+        """Forget adapter `number`; a garbage collection may call this."""
         ...
 
 

@@ -344,7 +344,8 @@ class _Reader:
         self.is_told = self.is_hurried = False
 
     def read(self) -> None:
-        """Give what is new to the sink, or wake the task; called on the event loop."""
+        """Pass the new output to the sink, or wake the task that reads; called on the event
+        loop."""
         # The task reads the end of a request, and what came while it had not read what came before.
         if self.sink is not None and not self.changed.is_set():
             try:
@@ -358,7 +359,7 @@ class _Reader:
         self.changed.set()
 
     def tell(self) -> None:
-        """Have it read; called on the engine's thread.
+        """Ask the event loop to call `read`; called on the engine's thread.
 
         Raises:
             RuntimeError: the event loop is closed, so that no task reads.

@@ -147,7 +147,7 @@ class Auditor:
                 noted.neighbours[name] = None
 
     def take(self, request_id: str, events: Iterable[TokenEvent]) -> None:
-        """Note what a step has drawn for a request, or compare it if it is a second computation."""
+        """Note the tokens that a step drew for a request, or for the second computation of one."""
         noted = self._noted.get(request_id)
         if noted is None and self._replay is not None and self._replay[0] == request_id:
             noted = self._replay[2]

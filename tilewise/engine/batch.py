@@ -172,7 +172,7 @@ class LaterRuns(Sequence[ScheduledSequence]):
         return len(self.first)
 
     def __iter__(self) -> Iterator[ScheduledSequence]:
-        """Yield them, made at once."""
+        """Yield the runs, all of which are made at the first call."""
         if self._made is None:
             told = dict(self.told)
             self._made = tuple(
@@ -211,7 +211,7 @@ class StateMoves(NamedTuple):
     saves: tuple[tuple[int, int, int], ...] = ()
 
     def of_slots(self, slots: Set[int]) -> StateMoves:
-        """Return those of some slots alone."""
+        """Return the moves that concern the given slots."""
         return StateMoves(
             tuple(each for each in self.restores if each[1] in slots),
             tuple(each for each in self.forks if each[1] in slots),
@@ -448,7 +448,7 @@ class PlainEvents(Sequence[TokenEvent]):
         return len(self.request_ids)
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        """Yield them, made at once."""
+        """Yield the events, all of which are made at the first call."""
         if self._made is None:
             columns = self.request_ids, self.indices, self.draws.tokens, self.cached
             self._made = [

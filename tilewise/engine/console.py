@@ -106,10 +106,10 @@ def generate(
 def explain_attention(
     shape: Sequence[int], *, dtype: str, device: str, causal: bool, window: int | None
 ) -> None:
-    """Print what one call of attention would run and cost.
+    """Print the plan and the cost of one call of attention.
 
     Args:
-        shape: batch, queries, keys, query heads, key heads, channels.
+        shape: the numbers of sequences, queries, keys, query heads, key heads and channels.
         dtype: name of a torch dtype.
     """
     batch, seqlen_q, seqlen_k, num_q_heads, num_kv_heads, head_dim = shape

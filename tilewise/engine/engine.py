@@ -105,7 +105,7 @@ class _Failed:
         self.error = error
 
     def result(self) -> Drawn:
-        """Raise what `submit` raised."""
+        """Raise the error with which `submit` failed."""
         raise self.error
 
 
@@ -293,7 +293,8 @@ class Engine:
                 self.scheduler.add(request)
 
     def stop_audits(self) -> None:
-        """Forget what was noted, as other weights come; no second computation runs afterwards."""
+        """Forget the noted answers, because the weights change; end the second computation that
+        runs."""
         auditor = self.auditor
         if auditor is None:
             return
@@ -605,7 +606,8 @@ class Engine:
         )
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Say what a request waits for and what it has cost, see `explanation`; from any thread."""
+        """Return the state and the cost of a request, see `explanation`; any thread may call
+        this."""
         with self.lock:
             return explain(self.scheduler, request_id)
 

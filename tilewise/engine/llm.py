@@ -316,7 +316,7 @@ class LLM:
         self.close()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Fail what is unfinished with EngineClosedError and end the engine's thread.
+        """End unfinished requests with EngineClosedError, and the engine's thread.
 
         Blocks that were given to offload_dir's files are written before this returns. Leaving a
         `with LLM(...) as llm:` does the same.

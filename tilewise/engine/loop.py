@@ -249,11 +249,11 @@ class EngineLoop:
         self.call(functools.partial(self._core.set_paused, False))
 
     def end(self, error: EngineClosedError) -> None:
-        """Fail what is unfinished with `error` and end the thread; return at once."""
+        """End unfinished requests with `error`, and the thread; do not wait for that."""
         self._core.end_soon(error)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Fail what is unfinished with EngineClosedError and end the thread.
+        """End unfinished requests with EngineClosedError, and the thread.
 
         Args:
             timeout_s: seconds to wait for the step that runs; None waits for its end.

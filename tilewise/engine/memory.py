@@ -127,8 +127,11 @@ def _refuse(
 
 
 def _left_in_groups() -> Iterator[int | None]:
-    """Yield the bytes that each memory limit of this process's control groups leaves, None for
-    no limit."""
+    """Yield the bytes that each memory limit of this process's control groups leaves.
+
+    The groups above its own count, too; a group without a limit yields nothing. Files in the page
+    cache do not count as used.
+    """
     own = {"": "/", "memory": "/"}
     for line in _lines(Path("/proc/self/cgroup")):
         _, kinds, path = line.split(":", 2)

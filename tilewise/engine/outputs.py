@@ -177,11 +177,11 @@ class Generation:
         return True
 
     def take_all(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
-        """Add what one step did, of whichever samples, as `take` does for each.
+        """Add the events of one step for any samples of the request, each as `take` does.
 
         Returns:
-            Those of the events that are not the last of their samples for the engine, but whose
-            texts have reached a stop string.
+            The events that should end a sample: its text has reached a stop string, while the
+                engine would go on with it.
         """
         stopped: list[TokenEvent] = []
         with self._lock:

@@ -83,10 +83,10 @@ class Purpose:
     is_lower: bool = False
 
     def check(self, task: str) -> None:
-        """Refuse what the model is not for.
+        """Refuse a task that the model cannot do.
 
         Raises:
-            RequestError: the task is none of its own.
+            RequestError: the task is not one of `tasks`.
         """
         if task in self.tasks:
             return

@@ -39,7 +39,8 @@ LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in the words of the OpenAI API."""
+    """Why a sequence ended: "stop" and "length" as in the OpenAI API, the others are Tilewise's
+    own."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context is used up
@@ -297,7 +298,7 @@ class Adapted(Protocol):
 
     @property
     def weights(self) -> Any:
-        """Its tensors, for a runner."""
+        """The tensors of the adapter, for a runner."""
         ...
 
     @property

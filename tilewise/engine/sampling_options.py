@@ -193,8 +193,8 @@ def check_allowed(ids: object) -> None:
     """Refuse allowed_token_ids that are not a list of integers.
 
     Raises:
-        TypeError: it is another thing.
-        ValueError: it has no ids, or too many.
+        TypeError: allowed_token_ids is no list, or an entry is no integer.
+        ValueError: allowed_token_ids is empty or too long.
     """
     if not isinstance(ids, (list, tuple, set, frozenset, range)):
         raise TypeError(f"allowed_token_ids must be a list of integers, got {shown(ids)}")
@@ -211,8 +211,8 @@ def check_processors(processors: object) -> None:
     """Refuse logits_processors that are not a list of functions.
 
     Raises:
-        TypeError: it is another thing.
-        ValueError: it has too many.
+        TypeError: logits_processors is no list, or an entry is no function.
+        ValueError: logits_processors is too long.
     """
     if not isinstance(processors, (list, tuple)):
         raise TypeError(f"logits_processors must be a list, got {type(processors).__name__}")
@@ -226,11 +226,11 @@ def check_processors(processors: object) -> None:
 
 
 def check_bad_words(words: list[str] | tuple[str, ...]) -> None:
-    """Refuse bad_words that are not a list of texts with something beside spaces.
+    """Refuse bad_words that are not a list of texts with at least one character besides spaces.
 
     Raises:
-        TypeError: it is another thing.
-        ValueError: it has too many texts, or one is too long or empty.
+        TypeError: bad_words is no list, or holds something that is no str.
+        ValueError: bad_words has too many texts, or a text is too long, empty or only spaces.
     """
     _check_texts("bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
     if not all(word.lstrip(" ") for word in words):

@@ -1,4 +1,5 @@
-"""From what a user says (a name, "auto", nothing) to a directory, a device, a dtype, a length."""
+"""The settings of an engine: a user's values ("auto", a name, none) made a folder, device or
+length."""
 
 from __future__ import annotations
 
@@ -251,11 +252,10 @@ def spec_of(model: ModelConfig, config: ResolvedConfig) -> CacheSpec:
 
 
 def check_groups(config: ModelConfig, speculative: object) -> None:
-    """Refuse what is not built for layers with windows, or for latents.
+    """Refuse trees of guesses for models with windows, latents or states.
 
     Raises:
-        ValueError: guesses are trees, whose mask attention with a window or over latents does not
-            take.
+        ValueError: guesses are trees, whose mask these layers do not take.
     """
     kind = "latents" if config.latent is not None else "windows"
     if config.has_states:

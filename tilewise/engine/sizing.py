@@ -95,7 +95,11 @@ class StateMemory:
         return tokens
 
     def num_slots(self, budget_bytes: int) -> int:
-        """Return how many sequences may run at once within budget_bytes, at least one."""
+        """Return how many sequences may run at once: at most num_seqs, at least one.
+
+        Args:
+            budget_bytes: the memory of the whole cache, of which slots take at most SLOT_FRACTION.
+        """
         most = int(budget_bytes * SLOT_FRACTION) // max(self.slot_bytes, 1)
         return max(1, min(self.num_seqs, most))
 

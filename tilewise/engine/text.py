@@ -109,7 +109,12 @@ class Detokenizer:
         return delta
 
     def _keep(self, tokens: list[int], unfinished: int) -> None:
-        """Make `tokens` the whole window, unless they show nothing by themselves."""
+        """Make `tokens` the whole window; do nothing if they have no text.
+
+        Args:
+            unfinished: the number of characters at the end of their text that later tokens may
+                change.
+        """
         text = self._decode(tokens)
         if text:
             self._window, self._text = tokens, text

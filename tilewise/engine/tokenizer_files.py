@@ -278,7 +278,8 @@ def _declared(
 
 
 def _add(library: tokenizers.Tokenizer, declared: _Declared) -> None:
-    """Add what is declared: by ids first, then special tokens that are not there yet.
+    """Add the declared tokens to a tokenizer: those with ids first, then special ones that it
+    lacks.
 
     A token that is declared twice in different ways is added twice, and the last way counts.
     """

@@ -65,7 +65,7 @@ class Timing:
 
     @classmethod
     def of(cls, arrival: Arrival) -> Timing:
-        """Return that of a request that has just come."""
+        """Return the timing of a request that has just arrived."""
         request = arrival.request
         prompt = len(request.prompt_token_ids)
         return cls(request.request_id, arrival.seconds, prompt, request.sampling.num_samples)

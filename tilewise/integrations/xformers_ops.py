@@ -128,7 +128,8 @@ class BlockDiagonalMask(AttentionBias):
         return mask, torch.cat([x.flatten(0, 1) for x in tensors]).unsqueeze(0)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Cut what was computed of a packed tensor into what was packed, (B_i, M_i, ...)."""
+        """Cut a packed result (1, M, ...) into the results of the packed tensors, (B_i, M_i, ...)
+        each."""
         edges = self.q_seqinfo.seqstart_py
         sizes = self._batch_sizes or [1] * (len(edges) - 1)
         found, at = [], 0

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Layout:
-        """Return that of a tensor."""
+        """Return the layout of a tensor."""
         return _new(cls, (x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT == 0))
 
     def meta(self) -> Tensor:
@@ -152,14 +152,15 @@ class Plan(Protocol):
     def steps(self) -> list[str]: ...
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Run it for tensors that lie as those of its call do; results are contiguous."""
+        """Run the plan for tensors with the layouts of its call; results are contiguous."""
 
 
 class Again(Protocol):
     """Calls of a plan that follow one another on a stream, in the same buffers."""
 
     def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-        """Run it with the first result in `out`, and no other result; False where it must not."""
+        """Run the plan with its only result in `out`; False, and nothing runs, where that is
+        impossible."""
 
 
 class View(NamedTuple):
@@ -248,7 +249,7 @@ class Compute:
         return f"torch: {getattr(self._function, '__name__', self._function)}"
 
     def run(self, run: Run) -> None:
-        """Compute it."""
+        """Compute the result from the buffers of a run."""
         found = self._function(*map(run.tensor, self._places))
         if self._made is not None:
             run.store(self._made, found)
@@ -276,7 +277,7 @@ class Launch:
         return f"launch {name} on {self.grid} programs"
 
     def run(self, run: Run) -> None:
-        """Start it."""
+        """Start the kernel on the buffers of a run."""
         grid = self.grid if isinstance(self.grid, tuple) else (self.grid,)
         self.kernel[grid](*filled(self.arguments, run), **self.options)
 
@@ -311,12 +312,12 @@ class LaunchPlan:
 
     @property
     def tiles(self) -> dict[str, TileConfig]:
-        """Those of each kernel, by part."""
+        """The tile sizes of each kernel, by its part of the computation."""
         return self._tiles()
 
     @property
     def steps(self) -> list[str]:
-        """What it does, a line each."""
+        """The actions of the plan in words, a line each."""
         return [str(action) for action in self.actions]
 
     def run(self, *tensors: Tensor | None, out: Tensor | None = None) -> Results:
@@ -342,7 +343,7 @@ class LaunchPlan:
         return None
 
     def run_for(self, places: Sequence[Place], *tensors: Tensor | None) -> list[Tensor]:
-        """Run it and return what lies at `places`, results or not."""
+        """Run the plan and return the tensors at `places`, which need not be results."""
         run = self._done(tensors)
         return [run.tensor(place) for place in places]
 
@@ -367,7 +368,7 @@ class LaunchPlan:
         return start
 
     def _begin(self, tensors: Sequence[Tensor | None]) -> Run:
-        """Allocate what a call needs."""
+        """Allocate the results and the scratch of a call."""
         run = Run([*tensors, *[None] * (len(self._buffers) - self._num_inputs)], 0)
         for index, each in enumerate(self._buffers):
             if each.kind not in ("result", "work"):
@@ -507,7 +508,13 @@ class Maker:
     def run_at_once(
         self, wanted: Sequence[Tensor], tensors: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Run what was said for the call's tensors; return what `wanted` stand for, views too."""
+        """Run the recorded actions for a call's tensors; return the tensors that `wanted` stand
+        for.
+
+        Args:
+            wanted: tensors of this maker, or views of them.
+            tensors: the tensors of the call.
+        """
         places = [self.place(x) for x in wanted]
         return self.finish([]).run_for(places, *tensors)
 

@@ -1,4 +1,5 @@
-"""One layer of a decoder as data: norms, attention or a state, a feed-forward block."""
+"""The configuration of one decoder layer: norms, attention or a state (or both), feed-forward
+block."""
 
 from __future__ import annotations
 

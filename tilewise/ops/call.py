@@ -431,9 +431,10 @@ class Last:
         self._bound = bound
 
     def run(self, given: Signature, out: Tensor) -> bool:
-        """Run it for other arguments; False where they differ, or are watched.
+        """Run the remembered call for other arguments, with its only result in `out`.
 
-        Its first result is written to `out`; it has no others.
+        Returns:
+            False, and nothing runs, where layouts, types or numbers differ, or the call is watched.
         """
         bound = self._bound
         if not unwatched() or bound is None:

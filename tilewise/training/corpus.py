@@ -58,7 +58,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
-        """Map what `prepare` has written.
+        """Map the files that `prepare` has written.
 
         Raises:
             ValueError: files are shorter or longer than they were written.

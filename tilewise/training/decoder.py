@@ -81,7 +81,7 @@ def hidden_states(
 
 
 def _why_not(config: ModelConfig) -> str | None:
-    """Say what of a model no forward pass here computes, or return None."""
+    """Return a message that names what these forward passes lack for a model; None if nothing."""
     is_layer_norm = config.norm.kind == "layer"
     facts: list[tuple[str, object, object]] = [
         ("learned_positions", config.learned_positions is not None, is_layer_norm),

@@ -109,7 +109,7 @@ class Trainer:
 
     Args:
         model: float32 parameters, on the device that trains.
-        settings: see there.
+        settings: the settings of training.
         words: the size of the vocabulary; more rows of the embedding are its padding.
 
     Attributes:

@@ -308,13 +308,13 @@ def foreseen(
     events: Sequence[Mapping[str, Any]],
     told: Callable[[list[Timing]], dict[str, Any]],
 ) -> tuple[dict[str, Any], list[Timing], dict[str, Any]] | None:
-    """Serve what a server was sent in virtual time, by the clock of its own steps.
+    """Serve a server's requests again in virtual time, by the clock of its own steps.
 
     Args:
         setting: the setting of the server's engine; of the profile the peaks count.
         requests: the requests that were answered, in the order in which they were sent.
         events: the events of the server's trace since before the first of them.
-        told: makes numbers of what became of requests.
+        told: a function that computes numbers from the timings of requests.
 
     Returns:
         Medians of `told` over DRAWS runs, the timings of the first run, and what was measured of

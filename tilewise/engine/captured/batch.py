@@ -481,7 +481,7 @@ class DeviceBatch:
         changes.blocks.append((row, first, blocks[first:]))
 
     def _write_blocks(self, changes: Changes) -> None:
-        """Write what was stored into the table of the host, all at once."""
+        """Write the blocks of `changes` into the host's copy of the block tables, all at once."""
         if not changes.blocks:
             return
         rows, columns, blocks = zip(*changes.blocks, strict=True)
@@ -494,7 +494,8 @@ class DeviceBatch:
         changes.written = places, new
 
     def _set_active(self, changes: Changes) -> None:
-        """Let a decode step run the rows of the batch and no others."""
+        """Add to `changes` the rows that must begin or cease to run, so that the batch's rows run
+        alone."""
         num_rows, is_active = self.num_rows, self._is_active
         if len(changes.rows) < num_rows:
             runs = set(changes.rows)

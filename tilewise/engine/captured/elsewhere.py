@@ -79,7 +79,7 @@ class Task:
 
     @property
     def about(self) -> str:
-        """For what kernels are compiled, in words."""
+        """The purpose of the kernels, in words."""
         if self.options is not None:
             return f"an engine of {self.options['model']}"
         return f"attention with heads of {', '.join(map(str, self.head_dims))}"

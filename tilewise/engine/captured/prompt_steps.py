@@ -174,7 +174,7 @@ class PromptSteps:
 
     @torch.inference_mode()
     def try_out(self, size: int, *, adapted: bool = False) -> None:
-        """Compute what the graphs of one of `sizes` will, but for attention; drop the results."""
+        """Run the layers on `size` rows without attention, as a graph will; drop the results."""
         self._slots.fill_(-1)
 
         def attend(_own: AttentionContext, _function: Attend, q: Tensor, v_dim: int) -> Tensor:

@@ -386,7 +386,18 @@ class DeviceRunner:
     def _run(
         self, batch: Batch, adjusts: bool, chunks: list[Chunk], parts: list[pooling.Part]
     ) -> _Handle:
-        """Compute a step of which some sequences run more than one token, or draw not one."""
+        """Compute a step without a graph: one with prompts, or with sequences that draw no token or
+        several.
+
+        Args:
+            batch: the sequences of the step.
+            adjusts: True if requests of the batch change logits, see `Adjuster.follow`.
+            chunks: the parts of prompts whose log-probabilities are asked for.
+            parts: the parts of prompts whose hidden states are pooled.
+
+        Returns:
+            The handle by which the results are waited for.
+        """
         rows, sequences = self.rows, batch.sequences
         columns = Columns(sequences)
         changes = rows.take(batch, decodes=False, columns=columns)
@@ -652,7 +663,7 @@ class _Scored:
         self.host: list[Tensor] = []
 
     def finish(self) -> None:
-        """Add them to the scores of their sequences."""
+        """Add the log-probabilities that have reached the host to the scores of their sequences."""
         columns = iter(self.host)
         finish(self.chunks, list(zip(columns, columns, columns, strict=True)))
 

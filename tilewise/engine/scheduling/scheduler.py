@@ -628,7 +628,12 @@ class Scheduler:
         return n
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
-        """Return the tokens of a sequence to run; 0 if it first needs a sampled token."""
+        """Return how many tokens of a sequence the next step runs; 0 if a token of it must be drawn
+        first.
+
+        Args:
+            budget: the number of tokens that the step may still take.
+        """
         known = len(seq.token_ids)
         if seq.num_pending:
             forks = known == seq.num_prompt_tokens and seq.request.sampling.num_samples > 1

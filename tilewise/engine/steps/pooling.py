@@ -140,7 +140,7 @@ class Pooled:
         self.host: list[Tensor] = []
 
     def finish(self) -> None:
-        """Add them to what is known of their prompts."""
+        """Add the vectors that have reached the host to the poolings of their prompts."""
         for part, vector in zip(self.parts, self.host[0], strict=True):
             part.pooling.sums.append((part.start, vector))
 

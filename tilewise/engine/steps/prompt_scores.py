@@ -115,7 +115,7 @@ def score(
 
 
 def finish(chunks: Sequence[Chunk], parts: Sequence[Triple]) -> None:
-    """Add what `score` found, on the host by now, to the scores of its sequences."""
+    """Add the results of `score`, which have reached the host, to the scores of their sequences."""
     columns = [x.tolist() for part in parts for x in part]
     own = [value for column in columns[0::3] for value in column]
     ids = [row for column in columns[1::3] for row in column]

@@ -39,7 +39,7 @@ def begin_states(storage: StateStorage | None, batch: Batch) -> None:
 
 @torch.inference_mode()
 def end_states(storage: StateStorage | None, batch: Batch) -> None:
-    """Keep what slots know, when a step's layers have run."""
+    """Save the checkpoints that a batch asks for, after its layers have run."""
     if storage is not None:
         storage.save(batch.states.saves)
 

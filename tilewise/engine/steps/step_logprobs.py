@@ -91,7 +91,12 @@ class Asking(NamedTuple):
     most: int
 
     def found_in(self, logits: Tensor, tokens: Tensor) -> FoundLogprobs:
-        """Compute them, of the model's logits and the token of each of these samples."""
+        """Compute the log-probabilities of these samples.
+
+        Args:
+            logits: the model's logits, a row for each of these samples.
+            tokens: the drawn token of each of these samples.
+        """
         logits, vocab = logits.float(), logits.shape[1]
         most = min(MOST_LOGPROBS, vocab)  # one number, so that one kernel is compiled
         found = [*ops.token_logprobs(logits, tokens, most)]
@@ -114,7 +119,7 @@ class FoundLogprobs:
         self.host: list[Tensor] = []
 
     def attach(self, samplers: Sequence[ScheduledSequence], tokens: list[SampledToken]) -> None:
-        """Put them into the tokens."""
+        """Replace the tokens of these samples by tokens with log-probabilities."""
         found = [x.tolist() for x in self.host]
         for row, i in enumerate(self.asking):
             kept = samplers[i].sampling.logprobs or 0

@@ -177,7 +177,8 @@ class BlockFiles:
         return self.directory / f"{digest.hex()}-{parent.hex()}{SUFFIX}"
 
     def _scan(self) -> None:
-        """Learn what is there, the oldest first, and remove what a killed writer left."""
+        """List the files that are there, the oldest first, and remove unfinished ones of a killed
+        process."""
         found = []
         for entry in os.scandir(self.directory):
             name, suffix = os.path.splitext(entry.name)

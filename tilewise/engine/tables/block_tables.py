@@ -274,9 +274,13 @@ class BlockTables(Holdings):
         states.admit(seq, len(hits) * self.block_size, checkpoint)
 
     def shares(self, seq: Sequence, writer: Sequence) -> bool:
-        """Whether what another sequence writes is of use to one whose next block is the same.
+        """Whether the block that another sequence writes is of use to one with the same next block.
 
-        With states they must agree as far as the next place of a checkpoint.
+        With states the two must agree as far as the next place of a checkpoint.
+
+        Args:
+            seq: the sequence that might wait for the block.
+            writer: the sequence that writes the block.
         """
         if self.states is None:
             return True
@@ -443,12 +447,12 @@ class BlockTables(Holdings):
             pool.sources[source] += 1
 
     def begin_blocks(self, sequences: list[Sequence]) -> bool:
-        """Do what extend() does for the next token of sequences whose blocks are full, in turn.
+        """Give each of the sequences, whose blocks are full, a block for its next token.
 
-        The layers are one group that keeps every token.
+        It is `extend` for layers that are one group and keep every token.
 
         Returns:
-            Whether the blocks were there; if not, nothing has changed.
+            Whether there were enough free blocks; if not, nothing has changed.
         """
         if len(sequences) > self.allocator.num_free:
             return False
@@ -673,7 +677,7 @@ class BlockTables(Holdings):
         return self._take_copies(0)
 
     def take_other_copies(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return those of groups 1, 2, ..., likewise."""
+        """Return the copies of groups 1, 2, ... of the step, as `take_copies` does of group 0."""
         if self.is_one_group:
             return ()
         return tuple(map(self._take_copies, range(1, len(self.pools))))

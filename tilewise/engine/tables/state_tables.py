@@ -337,7 +337,7 @@ class StateTables:
             self._reads[index - 1] += reads
 
     def register(self, seq: Sequence, node: PrefixNode | None, num_registered: int) -> None:
-        """Let what a finished step has kept of a sequence be found.
+        """Enter the checkpoints that finished steps made of a sequence into the prefix cache.
 
         Args:
             seq: the sequence, whose full blocks are registered.

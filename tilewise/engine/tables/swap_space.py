@@ -266,7 +266,7 @@ class SwapSpace:
             room.pins.append(slot)
 
     def take_off(self, group: int, node: PrefixNode) -> None:
-        """Drop what is kept of a node in a group, if anything is."""
+        """Free the slot in main memory that keeps a group's block of a node, if there is one."""
         slot = node.slots[group]
         if slot >= 0:
             assert self.prefix is not None

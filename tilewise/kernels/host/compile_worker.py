@@ -104,7 +104,7 @@ def _compile(request: Any) -> str:
 
 
 def _build_launcher(compiled: Any) -> None:
-    """Let what Triton before 3.7 builds in C for a kernel's parameters lie on disk, too."""
+    """Build the C launcher of a kernel's parameters on disk, which Triton before 3.7 needs."""
     from triton.backends.nvidia import driver
     from triton.runtime import build
 

@@ -460,9 +460,15 @@ def _is_on_gpu(leaves: list[Any]) -> bool:
 
 
 def _compiled_in(compiled: Any, leaves: list[Any], specialised: list[int]) -> set[int] | None:
-    """Return which leaves are integers that are no parameter of the kernel: Triton compiled them.
+    """Return the indices of integer leaves that Triton made constants of the compiled kernel.
 
-    None where it compiled in a value, or a multiple, of an integer that is not `specialised`.
+    Args:
+        compiled: the compiled kernel.
+        leaves: the arguments of the launch, flattened.
+        specialised: the indices of leaves whose values may be compiled in.
+
+    Returns:
+        The indices; None if the value of another integer was compiled in, or a divisor of it.
     """
     kinds = list(_kinds(tuple(compiled.src.signature.values())))
     attributes = compiled.src.attrs

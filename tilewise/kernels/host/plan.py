@@ -128,7 +128,7 @@ class Launch(plan.Launch):
         self._is_tritons = False  # only its launcher starts this
 
     def run(self, run: plan.Run) -> None:
-        """Start it."""
+        """Start the kernel on the buffers of a run."""
         assert isinstance(run, Run)
         addressed = self.addressed
         if addressed is None and run.plan.has_addresses and not self._is_tritons:
@@ -186,7 +186,7 @@ class NestedLaunch(plan.Launch):
         self._is_decided = False
 
     def run(self, run: plan.Run) -> None:
-        """Start it."""
+        """Start the kernel on the buffers of a run."""
         assert isinstance(run, Run)
         if self.addressed is not None and not observed():
             self.addressed.run(run)
@@ -369,7 +369,16 @@ class _Again:
             run.tensors[index] = None
 
     def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-        """Launch it; False where device, stream or alignment differ, or launches are observed."""
+        """Launch the plan on the kept buffers.
+
+        Args:
+            out: the memory of the first result.
+            tensors: the tensors of the call, which lie in memory as those of the plan.
+
+        Returns:
+            False, and nothing is launched, where device, stream or alignment differ, or launches
+                are observed.
+        """
         run, at = self._buffers, self._buffers.at
         if _current_device() != self._device or observed():
             return False

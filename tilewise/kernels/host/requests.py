@@ -42,7 +42,7 @@ class Request(NamedTuple):
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it has been compiled."""
+        """Whether the kernel's compiled files are in Triton's cache."""
         file = f"{self.file}.json"
         return file in (get_cache_manager(self.hash).get_group(file) or {})
 

@@ -137,7 +137,10 @@ def span_of_keys(
     STEP: tl.constexpr,
     variant: tl.constexpr,
 ):
-    """Return the `span_of_tile` of the queries that keys [first, first + TILE) meet."""
+    """Return the range of queries that see some of keys [first, first + TILE).
+
+    The result is that of `span_of_tile` with queries in the place of columns.
+    """
     limit = tl.where(first < length_k, length_q, 0)
     return span_of_tile(
         first,

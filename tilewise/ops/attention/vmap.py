@@ -146,7 +146,8 @@ def _over_batch(value: Tensor, is_mapped: bool, size: int) -> Tensor:
 
 
 def _four_dims(bias: Tensor, is_mapped: bool) -> Tensor:
-    """Give what broadcasts to (B, Hq, Sq, Sk) all four dims, beside the mapped one."""
+    """Return a bias that broadcasts to (B, Hq, Sq, Sk) with all four dims, behind the mapped
+    one."""
     missing = 4 + is_mapped - bias.dim()
     first = bias.shape[:is_mapped]
     return bias.reshape(*first, *(1,) * missing, *bias.shape[is_mapped:])

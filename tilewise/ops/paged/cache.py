@@ -101,7 +101,7 @@ def rope_write_kv_cache(
         interleaved: pair channels (2i, 2i + 1) as GPT-J does; else (i, i + R/2) as Llama does.
         q_norm, k_norm: (D,) weights of an RMS norm of each head before the rotation (Qwen3), both
             or none: x / sqrt(mean(x^2) + norm_eps) * weight.
-        norm_eps: see there.
+        norm_eps: the number added to the mean square in these norms.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Returns:

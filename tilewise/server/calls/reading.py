@@ -100,7 +100,7 @@ class CallText:
         return bool(self._again)
 
     def next_again(self) -> str:
-        """Return the next of the characters that were given back, and remove it from them."""
+        """Return the first of the characters that a reader gave back, and remove it."""
         char, self._again = self._again[0], self._again[1:]
         return char
 

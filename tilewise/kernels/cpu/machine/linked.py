@@ -35,7 +35,7 @@ class _LinkedLibrary(JITCodeLibrary):
     codegen = _NoMachineCode()
 
     def finalize(self) -> None:
-        """Optimise what is here; the rest is linked when machine code is made."""
+        """Optimise the code of this function; what it calls is linked when machine code is made."""
         if hasattr(self, "_reload_init"):  # numba 0.62 has none
             for library in self._linking_libraries:
                 self._reload_init.update(library._reload_init)
