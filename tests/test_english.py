@@ -20,6 +20,7 @@ NO_NOUNS = frozenset(
      "whom", "whose")
 )  # fmt: skip
 _FIELD = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
+_SAYS_WHEN = re.compile(r"\b(True|False|[Ww]hether|if)\b")
 _SECTION = re.compile(r"(Args|Attributes):$")
 # Docstrings at which readers stopped who restated them without the code.
 _VERBS = (
@@ -69,6 +70,20 @@ def fields(docstring: str) -> Iterator[tuple[str, str]]:
             is_inside = bool(_SECTION.match(line))
 
 
+def _annotations(node: ast.AST) -> dict[str, str]:
+    """Return the annotations of a function's arguments, or of a class's fields and arguments."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        return {each.arg: ast.unparse(each.annotation) for each in every if each.annotation}
+    found: dict[str, str] = {}
+    for child in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(child, ast.AnnAssign):
+            found[ast.unparse(child.target)] = ast.unparse(child.annotation)
+        elif isinstance(child, ast.FunctionDef) and child.name == "__init__":
+            found |= _annotations(child)
+    return found
+
+
 def mistakes(source: str) -> Iterator[str]:
     """Yield the faults of a module's docstrings and of their fields."""
     for node in ast.walk(ast.parse(source)):
@@ -76,10 +91,14 @@ def mistakes(source: str) -> Iterator[str]:
             continue
         owner, docstring = getattr(node, "name", "the module"), ast.get_docstring(node) or ""
         yield from (f"{owner}: {rule}" for pattern, rule in _VAGUE if pattern.match(docstring))
+        types = _annotations(node)
         for names, text in fields(docstring):
             words = text.split()
             if words[:1] == ["see"] or text.startswith("("):  # a reference, or a shape
                 continue
+            are_bools = all(types.get(name, "").startswith("bool") for name in names.split(", "))
+            if are_bools and words[:1] != ["as"] and not _SAYS_WHEN.search(text):
+                yield f"{owner}: {names}: {text!r} must say when it is true: True if ..., whether"
             if len(words) < 3:
                 yield f"{owner}: {names}: {text!r} must have at least three words"
             elif words[0].lower().strip(",.;:`") in NO_NOUNS:
@@ -113,6 +132,21 @@ def test_faults_of_a_field_are_seen(text, fault):
         source = source.replace("\n        the", "\n            the")
     found = list(mistakes(source))
     assert (fault in found[0]) if fault else not found
+
+
+@pytest.mark.parametrize(
+    ("text", "is_fault"),
+    [
+        ("the step is captured.", True),
+        ("True if the step is captured.", False),
+        ("whether the step is captured.", False),
+        ("as of `capture`.", False),
+    ],
+)
+def test_the_text_of_a_bool_says_when_it_is_true(text, is_fault):
+    docstring = f'"""Run.\n\n    Args:\n        captured: {text}\n    """'
+    found = list(mistakes(f"def run(captured: bool):\n    {docstring}\n"))
+    assert any("when it is true" in fault for fault in found) == is_fault
 
 
 @pytest.mark.parametrize(

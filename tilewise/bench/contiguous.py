@@ -282,7 +282,7 @@ class ContiguousTables(BlockTables):
 
 
 def use_tables(scheduler: Scheduler, tables: BlockTables) -> None:
-    """Give a new scheduler, and those of its parts that know its tables, other ones."""
+    """Replace the block tables of a new scheduler, and of its parts that refer to them."""
     own = scheduler.tables
     for part in (scheduler, *vars(scheduler).values()):
         if getattr(part, "tables", None) is own:

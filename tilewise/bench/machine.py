@@ -140,7 +140,7 @@ def few_pairs_of(runner: Runner, sizes: Sizes) -> int:
 
 
 def _measure_link() -> dict[str, float]:
-    """Return the rate of copies between pinned main memory and a GPU, and what one costs beside."""
+    """Return bytes/s between pinned main memory and a GPU, and the fixed seconds of a copy."""
     num_bytes = 256 << 20
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -239,7 +239,7 @@ def measure_steps(
     Args:
         runner: ready to run what `room` says.
         sizes: the sizes of its model.
-        overlap: submit a step while one runs, as the engine does with this runner on a GPU.
+        overlap: True to submit a step while one runs, as the engine does with this runner on a GPU.
         repeats: turns after one to warm up.
         room: None is the least: `SEATS`, `SLOTS`.
         clock: the clock, in seconds.

@@ -185,7 +185,11 @@ class _Worker:
             self.result = json.loads(line)
 
     def measure(self, limit: float) -> Json:
-        """Let a row that is ready time its steps; return what it says."""
+        """Tell the process to time its steps, wait for the result, and return it with the row.
+
+        Args:
+            limit: the seconds to wait.
+        """
         if self.result is None:
             self.go()
             line = self._line(limit)

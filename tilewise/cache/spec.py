@@ -400,22 +400,22 @@ class CacheSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block of each group together, in all layers."""
+        """Bytes of as many blocks as there are groups, one of each, in all their layers."""
         return self.block_size * self.bytes_per_token
 
     def group_block_bytes(self, group: int) -> int:
-        """Bytes of one block of one group, in all of its layers."""
+        """Bytes of a block of group `group`, in all layers of the group."""
         return self.block_size * self.groups[group].bytes_per_token
 
     @property
     def group_shares(self) -> tuple[float, ...]:
-        """The share of each group's block in the bytes of one block of each group."""
+        """The share of each group in `bytes_per_block`, by its number."""
         return tuple(
             self.group_block_bytes(i) / self.bytes_per_block for i in range(len(self.groups))
         )
 
     def part(self, group: int) -> CacheSpec:
-        """Return the cache of one group as that of a model of its own."""
+        """Return the specification of one group's layers alone, numbered from 0."""
         own = self.groups[group]
         whole = replace(own, layers=tuple(range(len(own.layers))))
         return CacheSpec(len(own.layers), self.block_size, own.kind, (whole,))

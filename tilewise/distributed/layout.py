@@ -70,7 +70,13 @@ def layout_rule(layout: str, edges: Sequence[int] | None) -> str | None:
 
 
 def chunks_of(rank: int, size: int, layout: str) -> tuple[int, ...]:
-    """Return the chunks that a rank holds, in their order there."""
+    """Return the indices of the chunks of the sequence that a rank holds, in the order of its
+    memory.
+
+    Args:
+        rank, size: the rank and the number of ranks.
+        layout: "zigzag" gives a rank two chunks, r and 2 N - 1 - r; others give chunk r.
+    """
     count = num_chunks(size, layout)
     return (rank, count - 1 - rank) if layout == "zigzag" else (rank,)
 

@@ -286,7 +286,10 @@ class _Line:
 
 
 class _Passed(torch.autograd.Function):
-    """The parts of a call, one behind another, and their gradients the other way."""
+    """A recurrence over parts of a sequence: the state passes from part to part and rank to rank.
+
+    The gradient of the state passes in the other direction.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:

@@ -141,7 +141,11 @@ def _is_of_its_own(layer: LayerConfig) -> bool:
 
 
 def _sizes_of_mixer(mixer: MixerConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes that ranks divide, and those of which several ranks may hold the same."""
+    """Return the sizes that the number of ranks must divide, by name, and those that it may exceed.
+
+    A size of the second kind may be smaller than the number of ranks: several ranks then hold the
+    same part.
+    """
     if isinstance(mixer, GatedDeltaConfig):
         return {
             "num_key_heads": mixer.num_key_heads,
@@ -214,7 +218,13 @@ def _columns_of_mixer(mixer: MixerConfig) -> tuple[int, int]:
 def _spans(
     parts: Sequence[tuple[int, int, bool]], rank: int, num_shards: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the rows of a rank among those of parts that follow one another."""
+    """Return the ranges of rows that a rank holds of a tensor made of several parts.
+
+    Args:
+        parts: the parts in their order: the number of heads, the rows of a head, and whether every
+            rank holds all of them.
+        rank, num_shards: the rank and the number of ranks.
+    """
     first, spans = 0, []
     for count, width, is_whole in parts:
         own = range(count) if is_whole else _heads_of(count, rank, num_shards)

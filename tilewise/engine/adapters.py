@@ -184,7 +184,8 @@ class Adapters:
             return adapter
 
     def load_elsewhere(self, elsewhere: Elsewhere) -> None:
-        """Let other processes load what is loaded here, now and later, and forget it at its end."""
+        """Load every adapter in other processes, too, from now on, and forget it there when it is
+        freed."""
         self._elsewhere = elsewhere
         for named in list(self._named.values()):
             elsewhere.load_adapter(named.number, named.path)

@@ -375,8 +375,8 @@ class Readable(Protocol):
     """What a mailbox wakes.
 
     Attributes:
-        is_told: it is in the mailbox.
-        is_hurried: it is among those that wait for nothing.
+        is_told: True while this object is in the mailbox.
+        is_hurried: True while it is among those that wait for nothing.
     """
 
     is_told: bool

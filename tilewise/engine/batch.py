@@ -41,7 +41,7 @@ class Asked(NamedTuple):
     """What a runner must know of a sequence whose logits are changed, or whose prompt is read.
 
     Attributes:
-        adjusts: its logits are changed before they are drawn from.
+        adjusts: True if its logits are changed before tokens are drawn from them.
         token_ids: all that is known, prompt and generated. It is the sequence's own list, not a
             copy: a runner reads it in submit() and not later.
         num_prompt_tokens: the number of these tokens that are the prompt.
@@ -97,7 +97,8 @@ class ScheduledSequence(NamedTuple):
         first_new_block: block_ids before this index are what the last batch with this sequence
             said; 0 for a sequence that came since, or came back.
         asked: None for a sequence with nothing but temperature and truncation.
-        is_chosen: the first token may be another than the runner has drawn for the sequence last.
+        is_chosen: True if the first token may be another than the runner has drawn for the sequence
+            last.
         num_drafts: tokens at the end of token_ids that are guesses, to be verified. A token is
             drawn from the row of the one before the first of them and from each of theirs; the
             result is those that agree with the guesses, and the one after. DRAFT is a guess that

@@ -66,8 +66,8 @@ def generate(
 
     Args:
         model: see LLM.
-        as_json: print one JSON object instead of text.
-        echoes_prompt: print the prompt before its continuation.
+        as_json: True to print one JSON object instead of text.
+        echoes_prompt: True to print the prompt before its continuation.
         trace: a file for what the scheduler decided, see `tilewise replay`.
         settings: further arguments of LLM.
     """
@@ -281,7 +281,7 @@ def verify(
         model: see LLM; dtypes and the size of blocks are the recipe's.
         device: the device that computes.
         lora_modules: the adapters that the recipe may name, "name=path".
-        as_json: print one JSON object instead of a sentence.
+        as_json: True to print one JSON object instead of a sentence.
 
     Returns:
         0 where it is equal, 1 where it differs.

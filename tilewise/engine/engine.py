@@ -138,8 +138,9 @@ class Engine:
     Args:
         scheduler: decides what runs; its blocks must be those of the runner's storage.
         runner: the model over its paged cache.
-        overlap: submit a step before the result of the one before is known.
-        new_scheduler: makes an empty scheduler like `scheduler`; None where none can replace it.
+        overlap: True to submit a step before the result of the one before is known.
+        new_scheduler: a function that returns an empty scheduler like `scheduler`; None where none
+            can replace it.
         store: the files of blocks that main memory has no room for; None without any.
 
     Attributes:
@@ -313,7 +314,7 @@ class Engine:
             auditor.finish_replay()
 
     def _look(self, events: Sequence[TokenEvent]) -> None:
-        """Let auditor and canary see what a step has done."""
+        """Pass the events of a step to the auditor, and tell the canary that a step has ended."""
         self._num_steps += 1
         auditor, canary = self.auditor, self.canary
         if auditor is not None and auditor.is_watching:
@@ -361,10 +362,8 @@ class Engine:
             self.new_scheduler = self.store = None
 
     def use_version(self, version: str) -> None:
-        """Separate the cached blocks of earlier requests from those of later ones.
-
-        Neither finds the other's, as their weights differ.
-        """
+        """Set the version of the weights: later requests do not find blocks that earlier ones
+        cached."""
         self.version = version
 
     def give_way(self, user: str) -> None:

@@ -1088,6 +1088,6 @@ class LLM:
         self.loop.submit(*generations)
 
     def _drop(self, generations: Sequence[Generation]) -> None:
-        """Let go of those that have not finished."""
+        """End the generations that have not finished."""
         if not all(g.output.finished for g in generations):
             self.loop.drop(generations)

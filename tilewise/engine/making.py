@@ -417,7 +417,8 @@ class EngineMaker:
         )
 
     def _compile_ahead(self, slots: AdapterSlots | None) -> dict[str, float]:
-        """Let the kernels of the start be compiled side by side; return what took how long."""
+        """Compile the kernels of the start in several processes; return the seconds of its parts by
+        name."""
         config = self.config
         with Progress(config.use_progress) as progress:
             return compile_ahead(

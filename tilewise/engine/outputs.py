@@ -159,12 +159,12 @@ class Generation:
             self._take(event, time.perf_counter())
 
     def adds(self, token_id: int) -> bool:
-        """Add a token that is nothing but one more of the only sample, without a text.
+        """Add a token to the only sample, if that is all that its event brings and no text is made.
 
-        That is what most of most steps are.
+        Most tokens of most steps are such.
 
         Returns:
-            Whether it was one; else nothing has changed.
+            Whether the token was added; if not, nothing has changed.
         """
         tokens = self._only
         if not tokens or self.output.finished:  # more is told with the first one

@@ -168,7 +168,8 @@ def classified(purpose: Purpose, output: EmbeddingOutput) -> ClassifyOutput:
 def ranked(
     documents: Sequence[str], scores: Sequence[ScoreOutput], top_n: int | None
 ) -> list[RerankOutput]:
-    """Return documents, the best one first, equal ones in their order; `top_n` of them."""
+    """Return the documents by descending score, equal ones in the given order; the first
+    `top_n`."""
     found = [
         RerankOutput(i, document, one.score, one.num_prompt_tokens)
         for i, (document, one) in enumerate(zip(documents, scores, strict=True))

@@ -134,7 +134,7 @@ class Grammars:
 
         Args:
             user: the user of the request, see `trials.Trials`.
-            is_tried: another process has compiled it.
+            is_tried: True if another process has compiled it.
 
         Raises:
             RequestError: the description is wrong, or takes too much time or memory.

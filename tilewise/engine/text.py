@@ -89,7 +89,10 @@ class Detokenizer:
         return max(_unfinished(text), 0 if self._open_end is None else self._open_end(text))
 
     def _from_a_character(self, tokens: list[int]) -> list[int]:
-        """Drop the first tokens while they begin inside a character, which spoils what follows."""
+        """Return the tokens from the first one on with which a character begins.
+
+        A token that begins inside a character would decode to a replacement.
+        """
         for start in range(len(tokens)):
             text = self._decode(tokens[start:])
             if REPLACEMENT not in text[: len(text) - _unfinished(text)]:
@@ -182,7 +185,7 @@ class StopMatcher:
 
     Args:
         stops: the strings, or an automaton of them.
-        includes_stop: the stop string that ends the text is passed on with it.
+        includes_stop: True if the stop string that ends the text is passed on with it.
     """
 
     def __init__(
@@ -231,11 +234,12 @@ class _Reasoning:
         self._tail = ""  # may become a mark, of which it is the beginning
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text.
+        """Add text, and split all that is certain at the end of the reasoning.
 
         Returns:
-            What of it belongs to the reasoning, and that with which the answer begins: None while
-            it has not begun, and of what cannot be told yet nothing.
+            (reasoning, answer): the new text of the reasoning, and the first text of the answer,
+                which is None until the answer begins. Text that may turn out to be a part of a mark
+                is held back.
         """
         seen = self._tail + text
         if not self._is_open:
@@ -268,7 +272,7 @@ class TextStream:
     Args:
         detokenizer: the detokenizer of this sample.
         stops: strings that end the text, or an automaton of them.
-        includes_stop: the text keeps the string that ended it.
+        includes_stop: True if the text keeps the string that ended it.
         min_tokens: the first tokens, in whose text no stop string is looked for.
         reasoning: the strings that open and close reasoning, in which nothing is looked for; None
             where there is no reasoning.

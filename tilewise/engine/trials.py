@@ -152,7 +152,14 @@ class Trials:
 
     @contextmanager
     def _turn(self, user: str) -> Iterator[None]:
-        """Hold one of the turns: of those who wait it is that of who has the fewest."""
+        """Wait for a turn to compile, and hold it during the block.
+
+        The next turn goes to the waiting user who holds the fewest. One process is left for others.
+
+        Raises:
+            QueueFullError: too many wait, this one has waited too long, or the user's time is
+                spent.
+        """
         mine = (user, object())
         until = time.monotonic() + WAIT_SECONDS
         with self._changed:

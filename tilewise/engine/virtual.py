@@ -180,8 +180,8 @@ class VirtualEngine:
 
     Args:
         scheduler: a new one; it may have tables of another kind.
-        clock: seconds of a step; `cost.StepCost` is one.
-        overlap: submit a step before the result of the one before is known.
+        clock: a function from the work of a step to its seconds; `cost.StepCost` is one.
+        overlap: True to submit a step before the result of the one before is known.
         watch: called with each batch when it has been scheduled.
         slots_taken: a function that returns the number of cache slots that have an owner; None asks
             the tables' allocator.

@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     """How a tensor lies in memory, but for its address.
 
     Attributes:
-        is_aligned: its address is a multiple of 16 bytes.
+        is_aligned: True if its address is a multiple of 16 bytes.
     """
 
     shape: tuple[int, ...]
@@ -210,7 +210,7 @@ class Run:
 
     Attributes:
         tensors: the tensor of each buffer; None until it is made.
-        stream: the current one, 0 on a CPU.
+        stream: the address of the current CUDA stream, 0 on a CPU.
     """
 
     __slots__ = ("stream", "tensors")
@@ -283,7 +283,7 @@ class Launch:
 
 
 def filled(argument: Any, run: Run) -> Any:
-    """Return an argument with what stands for its places in a run."""
+    """Return an argument with its places, also inside tuples, replaced by the tensors of a run."""
     fill = getattr(argument, "fill", None)
     if fill is not None:
         return fill(run)
@@ -495,11 +495,12 @@ class Maker:
     def finish(
         self, results: Sequence[Tensor | None], tiles: Callable[[], dict[str, TileConfig]] = dict
     ) -> LaunchPlan:
-        """Return the plan.
+        """Return the plan of the recorded actions.
 
         Args:
-            results: each all of what was allocated for it, or computed.
-            tiles: says those of the plan.
+            results: the results of the plan: whole tensors that were allocated for it or computed
+                by it.
+            tiles: a function that returns the tile sizes of the plan's kernels, by part.
         """
         indices = [None if x is None else self._as_result(x) for x in results]
         kinds = self._buffers, self._asked, self._actions, indices, tiles

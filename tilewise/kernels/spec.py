@@ -317,7 +317,13 @@ class PagedTensors(NamedTuple):
     def of(
         cls, tensors: Sequence[Any], shared_rows: tuple[int, ...]
     ) -> tuple[PagedTensors, SharedKeys | None]:
-        """Separate a plan's tensors from those of shared prefixes, which follow them one by one."""
+        """Return the tensors of a call of paged attention and its shared prefixes, if there are
+        any.
+
+        Args:
+            tensors: the fields of PagedTensors, then `SharedPrefixes.tensors`.
+            shared_rows: the rows of the largest group of each level; () without shared prefixes.
+        """
         count = len(cls._fields)
         given = cls(*tensors[:count])
         if given.records is not None and given.records.shape[0] == 0:

@@ -252,7 +252,8 @@ class TransformersDecoder(Decoder):
         return hidden[0] if ctx is not None else hidden
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size), with what the model's class does behind its head."""
+        """Return logits (..., vocab_size), with the scaling or capping that the model's class
+        applies."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         logits: Tensor = self._head(inputs_embeds=rows, use_cache=False, return_dict=True).logits
         return logits.reshape(*hidden.shape[:-1], logits.shape[-1])

@@ -347,7 +347,8 @@ def recall(key: Key) -> Any:
 
 
 def remember(key: Key, value: Any) -> None:
-    """Let `recall` find a bound call, or what belongs to calls alike, by its key."""
+    """Store a bound call, or the facts about calls alike, under the key by which `recall` finds
+    it."""
     if len(_memory.calls) >= _MAX_CALLS:
         _memory.calls.clear()
     _memory.calls[key] = value

@@ -147,8 +147,8 @@ def train_tokenizer(texts: Iterable[str], words: int, *, is_masked: bool = False
 
     Args:
         words: the largest size of the vocabulary.
-        is_masked: the special tokens are BERT's, [CLS] before a text and [SEP] after it; else the
-            end token, which also stands before a text.
+        is_masked: True if the special tokens are BERT's, [CLS] before a text and [SEP] after it;
+            else the end token, which also stands before a text.
     """
     special = list(MASKED) if is_masked else [END]
     fewest = len(special) + 256  # bytes

@@ -76,7 +76,7 @@ def run(
         packer: the packer of the text to train on.
         out: folder of the files; a checkpoint there is gone on from.
         held_out: the packer of the text to evaluate on.
-        change: applied to each batch, masking for instance.
+        change: a function applied to each batch, masking for instance.
         resume: False begins anew.
 
     Raises:

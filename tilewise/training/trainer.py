@@ -42,7 +42,7 @@ class Settings:
         dtype: the dtype of products and residual stream: "bfloat16" or "float32".
         loss: "chunked" or "liger", see `training.loss`.
         compile: mode of torch.compile, "" does not compile.
-        deterministic: the same bits in each run of a machine, slower.
+        deterministic: True for the same bits in each run on a machine, which is slower.
     """
 
     lr: float = 6e-4
@@ -187,7 +187,7 @@ class Trainer:
         self._failure = torch.where(is_first, torch.cat([step, seen]), self._failure)
 
     def check_finite(self) -> None:
-        """Wait for the device and refuse what no training goes on from.
+        """Wait for the device and refuse a loss or a gradient norm that was not finite.
 
         Raises:
             FloatingPointError: the loss or the norm of all gradients of a step was not finite.

@@ -67,7 +67,7 @@ async def ask(
     """Send one request for a stream and read it to its end.
 
     Args:
-        times: gets those of its events as they come; None makes a list.
+        times: the list to which the time of each event is added as it comes; None makes one.
     """
     answer = Answer(
         key, begun, body["prompt"], body.get("n", 1), request_id=body.get("request_id", "")

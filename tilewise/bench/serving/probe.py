@@ -141,8 +141,8 @@ async def probe(
     Returns the median of each length, that of the requests sent at once, and all of the last kind.
 
     Args:
-        ask: sends a body of /v1/completions at a time and returns an `Answer`; its third argument
-            is a list that gets the times of the answer's events as they come.
+        ask: a function that sends a body of /v1/completions at a time and returns an `Answer`; its
+            third argument is a list that gets the times of the answer's events as they come.
         longest: tokens of a sequence.
         vocab_size: prompts' ids are below it.
         repeats: prompts of each length.

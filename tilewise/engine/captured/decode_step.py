@@ -105,9 +105,10 @@ class DecodeStep:
         batch: the rows of the sequences that decode.
         results: the buffer to which tokens are written.
         bucket: rows of the step.
-        batch_invariant: the field of that name of the `AttentionContext`.
+        batch_invariant: True if a row's bits must not depend on other rows, see `AttentionContext`.
         shared: leading blocks that layers without a window read once for several rows.
-        keeps_logits: `logits` are there after `run`, too, in memory of this step's own.
+        keeps_logits: True if `logits` must still be there after `run`, in memory of this step's
+            own.
         greedy: head whose ranks draw from the largest logit of each, as all rows are greedy; such
             a step runs whole.
         adapters: adapters of the rows; None for steps in which no row uses one.
@@ -194,8 +195,8 @@ class DecodeStep:
         """Do the step up to its logits (bucket, V), which may then be read; `sample` follows.
 
         Args:
-            widens: the logits are float32 and may be changed; else they are as the head rounds
-                them.
+            widens: True to return float32 logits, which may be changed; else they are as the head
+                rounds them.
         """
         if self._model_graph is None:
             hidden = self._compute_hidden()

@@ -53,7 +53,7 @@ class Task:
         to: the file to write.
         head_dims, dtypes: heads of attention, and names of dtypes, as `ops.precompile` takes them;
             none with a model.
-        needs_backward: compile gradients of dense and packed attention, too.
+        needs_backward: True to compile gradients of dense and packed attention, too.
         options: options of an engine, `model` among them, or nothing without a model.
         sm_count: multiprocessors of the GPU.
         workers: compiling processes; None takes one a core, at most 16.

@@ -245,7 +245,7 @@ class _Pieces:
 
     Args:
         pool: the memory pool of the graphs.
-        room: queries and the channels of a value to the buffers of q and o.
+        room: a function from queries and the channels of a value to the buffers of q and o.
     """
 
     def __init__(self, pool: Any, room: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:

@@ -258,10 +258,10 @@ class BeamSearch:
         return all(beam.row is not None for beam in self._beam_of.values())
 
     def order(self, family: list[Sequence]) -> list[Sequence]:
-        """Return the beams in the order in which they shall run.
+        """Return the beams of a request in the order in which they are to run.
 
-        Those that hold blocks are first, and of these the resting ones last, so that they are
-        preempted first. Otherwise the order is unchanged.
+        First beams with blocks that grow, then resting ones, then beams without blocks; equal ones
+        keep their order. The last beams with blocks are preempted first.
         """
         return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
 

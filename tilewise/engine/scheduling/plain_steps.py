@@ -300,9 +300,13 @@ class Steady:
                 self.roster.order.charge(seq.request.user, 0, 1)
 
     def _begin(self, runs: Seq[tuple[Sequence, int]], first: tuple[ScheduledSequence, ...]) -> None:
-        """Let the next steps go on from a plain one, if nothing changed since the one before.
+        """Prepare to schedule the next steps as repetitions of a plain one, if nothing has changed.
 
-        If sequences end in every step, looking ahead gains nothing.
+        Where sequences end in every step this gains nothing, so it needs two steps without changes.
+
+        Args:
+            runs: the sequences of the step and the tokens of each.
+            first: the runs of the step.
         """
         was, self._num_changes, self._first = self._num_changes, self.roster.num_changes, ()
         if was != self._num_changes or len(runs) != len(self.roster.running):

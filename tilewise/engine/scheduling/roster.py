@@ -16,7 +16,10 @@ __all__ = ["Roster", "seats"]
 
 
 def seats(seq: Sequence) -> int:
-    """Return the seats to keep for a sequence: those of all its samples until it has forked."""
+    """Return the number of seats to keep for a sequence: 1 once it has its first new token.
+
+    Before, the prompt's sequence keeps a seat for each sample of its request that has not ended.
+    """
     if seq.num_tokens > seq.num_prompt_tokens:
         return 1
     return seq.request.sampling.num_samples - len(seq.ended)

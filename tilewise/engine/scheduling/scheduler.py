@@ -467,7 +467,7 @@ class Scheduler:
         return self.insight.stats(self.speculation)
 
     def explain(self, request_id: str) -> str:
-        """Return in one line what a request is doing or what it waits for."""
+        """Return the state of a request in one line: how far it is computed, or why it waits."""
         return self.insight.explain(request_id)
 
     def check_integrity(self) -> None:

@@ -89,7 +89,7 @@ class Adjuster:
 
         Args:
             batch: the batch of the step.
-            asks: the requests of `batch.asks`.
+            asks: True if a request of the batch asks for more than tokens, see `Batch.asks`.
         """
         if self._states:
             for seq_id in batch.left:

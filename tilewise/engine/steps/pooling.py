@@ -76,7 +76,7 @@ class Pools:
 
         Args:
             batch: the batch of the step.
-            asks: the requests of `batch.asks`.
+            asks: True if a request of the batch asks for more than tokens, see `Batch.asks`.
 
         Returns:
             Parts, and by place among the sequences what goes with a first token, whole when all

@@ -56,7 +56,7 @@ class PromptScores:
 
         Args:
             batch: the batch of the step.
-            asks: the requests of `batch.asks`.
+            asks: True if a request of the batch asks for more than tokens, see `Batch.asks`.
 
         Returns:
             Chunks, and by place among the sequences the scores that go with a first token; they are

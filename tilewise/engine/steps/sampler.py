@@ -62,7 +62,7 @@ def sample(
 
 @contextmanager
 def few_threads(logits: Tensor) -> Iterator[None]:
-    """Let one thread of a CPU do what there is to do with few logits."""
+    """Use one thread of a CPU during the block if `logits` are few; more would cost time."""
     threads = torch.get_num_threads()
     if logits.device.type != "cpu" or logits.numel() > ONE_THREAD or threads == 1:
         yield

@@ -218,7 +218,7 @@ class _Step:
     """The pass of a model over a fixed number of runs of a fixed width.
 
     Args:
-        forward: computes the hidden states.
+        forward: a function that computes the hidden states.
         ctx: the context that it passes to the model.
         largest: the elements of the largest weight of a layer.
     """

@@ -43,8 +43,8 @@ class Limits:
         other_blocks: cache blocks of the groups of layers beyond the first.
         fair_prompt_tokens: the number of tokens of a step's admitted prompts, under the policy
             "fair", from which on the step admits no other request; None is no bound.
-        is_encoder: each prompt runs whole, in one step, and nothing follows it, so that it may have
-            max_model_len tokens; no step may be narrower than that.
+        is_encoder: True if each prompt runs whole, in one step, and nothing follows it, so that it
+            may have max_model_len tokens; no step may be narrower than that.
         max_loras: different adapters of the sequences that run at once; None is no bound.
 
     Raises:
@@ -111,10 +111,11 @@ class Limits:
 
     @property
     def max_cached_len(self) -> int:
-        """Tokens of a sequence that has the whole cache: the last one is never written to it.
+        """The largest number of tokens of a sequence that has the whole cache to itself. Its last
+        token is never written there.
 
-        A group of layers whose window and step fit its blocks holds any length; max_model_len is
-        what is left then.
+        A group of layers sets no bound if its blocks hold a window and a step; if none does, this
+        is max_model_len.
         """
         longest, _ = self._scarcest()
         return longest

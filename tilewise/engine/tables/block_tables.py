@@ -298,9 +298,10 @@ class BlockTables(Holdings):
         return states.cut(seq, num_tokens, depth)
 
     def swap_out(self, family: list[Sequence]) -> bool:
-        """Keep in main memory what all the sequences need to go on, or nothing.
+        """Copy the blocks that all these sequences need to continue to main memory, or none of
+        them.
 
-        Nothing is kept of a sequence that has passed what it needs.
+        Nothing is copied if a later step has released a block that one of them needs.
 
         Returns:
             Whether there was room; the sequences still hold their blocks.
@@ -355,7 +356,7 @@ class BlockTables(Holdings):
         )
 
     def drop_swapped(self, seq: Sequence) -> None:
-        """Let go of what main memory keeps of a sequence that waits."""
+        """Free the slots of main memory that hold a waiting sequence's swapped blocks."""
         if self.memory is not None and seq.swap_slots:
             self.memory.drop(seq)
 
@@ -510,7 +511,7 @@ class BlockTables(Holdings):
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
 
     def truncate(self, seq: Sequence) -> None:
-        """Let go of the blocks behind the scheduled tokens, which were for drafts."""
+        """Release the blocks after the scheduled tokens, which were for drafts."""
         kept = self.blocks_for(seq.num_scheduled_tokens)
         for number in range(len(self.pools)):
             table = self.table(seq, number)
@@ -801,7 +802,7 @@ class BlockTables(Holdings):
         """Return how many free blocks of each group the admission of a sequence would take.
 
         Args:
-            hits: the cached blocks with which it begins.
+            hits: the cached blocks with which the sequence begins.
         """
         demands, size = list[int](), self.block_size
         for number, pool in enumerate(self.pools):

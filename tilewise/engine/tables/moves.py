@@ -32,7 +32,10 @@ class _Source(NamedTuple):
 
 
 def seen(tables: Holdings, seq: Sequence) -> list[list[int]]:
-    """Return a sequence's tables up to what is computed, -1 for what its next query misses."""
+    """Return a sequence's block table in each group, up to its computed tokens.
+
+    Entries are -1 for blocks that the window of the next query excludes.
+    """
     end, found = tables.blocks_for(seq.num_computed_tokens), list[list[int]]()
     for number, pool in enumerate(tables.pools):
         first = first_block(seq.num_computed_tokens, pool.window, tables.block_size)

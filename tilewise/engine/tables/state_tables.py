@@ -374,7 +374,8 @@ class StateTables:
             self._drop_tail(*before)
 
     def _drop_tail(self, node: PrefixNode, checkpoint: int) -> None:
-        """Let go of a tail that a later one replaces, if nobody has gone on from it."""
+        """Remove a tail's checkpoint that a later one replaces, unless a sequence needs or owns
+        it."""
         assert self.prefix is not None
         assert self.allocator is not None
         is_there = node.blocks[self.group] == checkpoint

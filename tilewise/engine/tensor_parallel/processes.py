@@ -177,11 +177,12 @@ class Workers:
         self.answer(number)
 
     def words(self) -> list[Any]:
-        """Wait for the next word of each worker's start and return what they said, by rank.
+        """Wait until each worker has sent the next message of its start; return the messages by
+        rank.
 
         Raises:
-            WorkerLostError: one is lost.
-            Exception: what one has failed with; all have ended then.
+            WorkerLostError: a worker is lost.
+            Exception: the error with which a worker failed; all workers have ended then.
         """
         self._wait_for(lambda: self._has_failed() or all(m.words for m in self._members))
         for member in self._members:
@@ -351,7 +352,8 @@ class Workers:
             self.on_lost(self.error)
 
     def close(self) -> None:
-        """End all processes and remove what they had; a forked child leaves its parent's alone."""
+        """End all worker processes and remove their files; a forked child of the parent does
+        nothing."""
         if os.getpid() != self._pid or self._is_closed:
             return
         self._is_closed = True

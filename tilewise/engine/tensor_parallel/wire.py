@@ -265,7 +265,8 @@ class BatchReader:
     """Makes batches of messages again, on a worker.
 
     Args:
-        new_matcher: makes what starts a matcher of a description of a structured text.
+        new_matcher: a function from the description of a structured text to a function that starts
+            a matcher of it.
         adapters: the adapters that were loaded, by number.
     """
 

@@ -120,7 +120,8 @@ def _not_loaded(name: str, path: str) -> Any:
 
 @contextmanager
 def _claimed(name: str) -> Iterator[bool]:
-    """Whether this process may make what has this name; no other one may meanwhile."""
+    """Yield whether this process may compile the kernel `name`, which it claims during the
+    block."""
     if fcntl is None:
         yield True
         return

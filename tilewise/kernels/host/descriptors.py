@@ -178,7 +178,8 @@ def _of(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], form: 
 
 
 def at(found: Described, address: int) -> TensorDescriptor:
-    """Return a descriptor of a tensor like that of `found` which lies at `address`."""
+    """Return the descriptor of a tensor with the shape, strides and form of `found`, at
+    `address`."""
     dtype, *block = found.form.kind
     base, shape, strides = _Base(address, dtype), list(found.shape), list(found.strides)
     made = TensorDescriptor(base, shape, strides, block, found.form.layout)
@@ -229,10 +230,10 @@ def form_of(found: TensorDescriptor) -> Form:
 
 
 class Maps:
-    """Memory for what the copy engine reads, 128 bytes of each of some descriptors.
+    """Memory for encoded descriptors, 128 bytes each, from which the copy engine reads them.
 
     Attributes:
-        places: their addresses; they live as long as this object.
+        places: the address of each descriptor; valid as long as this object lives.
     """
 
     def __init__(self, count: int) -> None:

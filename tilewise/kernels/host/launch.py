@@ -348,7 +348,8 @@ class Addressed:
         self.met: dict[tuple[int, ...], tuple[Any, Maps]] = {}
 
     def run(self, run: Any) -> None:
-        """Launch on the stream of a run, `run.stream`, for what lies at its addresses, `run.at`."""
+        """Launch on the stream of a run, `run.stream`, with the addresses of its tensors,
+        `run.at`."""
         at, prepared = run.at, self._prepared
         places = tuple(self._maps(at))
         met = self.met.get(places) or self._meet(places)

@@ -35,7 +35,7 @@ class RowsPlan:
         config: the tiles of the kernel.
         splits: whether keys are split at all; if not, an item is a tile of rows.
         num_items: items launched, an upper bound; a program without one leaves at once.
-        lone: every sequence has one tile at most, as those that decode, and is an item.
+        lone: True if every sequence has at most one tile, as in a decode step, and is an item.
         num_parts, num_merged: bounds of the items that write a partial result, and of the tiles of
             rows whose parts are merged.
     """

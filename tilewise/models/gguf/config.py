@@ -90,7 +90,7 @@ class Fields:
 
     @property
     def num_layers(self) -> int:
-        """The layers, without those behind them that guess further tokens."""
+        """The number of layers, without the last ones that guess further tokens."""
         return self.count("block_count") - (self.get("nextn_predict_layers") or 0)
 
     @property

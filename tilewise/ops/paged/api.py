@@ -125,12 +125,12 @@ def paged_attention(
         plan: from `plan_paged_attention` for these lengths and shapes; made once a step, it saves
             every layer what it would find out about the lengths. It changes speed, and on a GPU
             how keys are split and so the rounding; a CPU has no use for it.
-        batch_invariant: a row's bits depend on its own keys alone: neither on what else is in the
-            batch nor on how many rows of its sequence come at once. On a CPU they are those of
-            `attention` over the whole sequence.
+        batch_invariant: True if a row's bits must depend on its own keys alone: neither on what
+            else is in the batch nor on how many rows of its sequence come at once. On a CPU they
+            are those of `attention` over the whole sequence.
         out: memory to which o is written, and which is returned: (T, Hq, Dv), contiguous, in q's
             dtype, of no memory that the call reads. None makes it.
-        return_lse: also return lse (Hq, T), float32, natural log, the sink included.
+        return_lse: True to also return lse (Hq, T), float32, natural log, the sink included.
         backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
             refused.
 

@@ -67,7 +67,7 @@ class _LinkedLibrary(JITCodeLibrary):
         return self._shared_module
 
     def _parts(self) -> list[Any]:
-        """The libraries of what this function calls, and of what these call, callers first.
+        """The libraries of all functions that this one calls, directly or not, callers first.
 
         LLVM links of a function that may be repeated only what is called by then.
         """

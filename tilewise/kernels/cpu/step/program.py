@@ -838,9 +838,16 @@ class Program:
         sinks: Held | None = None,
         slopes: Tensor | None = None,
     ) -> None:
-        """Attend to the cache from one row of each sequence; see `ops.paged_attention`.
+        """Append attention to the cache from one row of each sequence; see `ops.paged_attention`.
 
-        With `is_chunked` the window begins anew at each multiple of its size, which blocks divide.
+        Args:
+            q, o: the buffers of the queries and of the result.
+            heads: the places of the heads, and the cache.
+            window: the keys that a query sees, its own included; None for all.
+            is_chunked: True if a query sees only its own chunk of `window` keys, at multiples of
+                `window`, a multiple of the block size.
+            sinks: the sink of each head; None for none.
+            slopes: the ALiBi slopes; None for none.
         """
         op = self._append(ATTEND, q, o)
         self._with_cache(op, heads)
@@ -943,7 +950,13 @@ class Program:
     def _problem_of(
         self, op: np.ndarray, rule: Rule, slopes: np.ndarray, sinks: np.ndarray
     ) -> Problem:
-        """Return a problem without sequences; the list inserts those of its step."""
+        """Return an attention problem without sequences; the list enters those of each step.
+
+        Args:
+            op: the operation's record, with its heads and window.
+            rule: the rule of the logits.
+            slopes, sinks: the ALiBi slope and the sink of each query head.
+        """
         dim, v_dim, num_q, num_kv = (int(op[column]) for column in (DIM, V_DIM, NUM_Q, NUM_KV))
         is_wide = self.cache_size > 1 and self._cache_dtype != self.dtype
         packed = packed_type(self.dtype, HAS_BF16_DOT and not is_wide)

@@ -274,7 +274,7 @@ def _way_of(variant: BwdVariant, seqlen_k: int) -> Way:
 
 
 def _turns(way: Way, num_tiles: int) -> int:
-    """Return how many tiles of keys a CTA takes, which divides those of a head."""
+    """Return how many tiles of keys a CTA takes: a divisor of num_tiles, the tiles of a head."""
     return math.gcd(num_tiles, way.turns)
 
 

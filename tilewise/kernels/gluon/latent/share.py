@@ -112,7 +112,7 @@ def _keys(length, step):
 
 @gluon.jit
 def block_id(block, step):
-    """Return an id of the table, of no block as that of the last one, to count from by int64."""
+    """Return a block id as int64, to compute addresses; invalid ids become the last block's."""
     block = gl.minimum(block.to(gl.uint32, bitcast=True), (step.blocks - 1).to(gl.uint32))
     return block.to(gl.int64)
 
