@@ -48,9 +48,9 @@ def writes_over(stream: Any) -> bool:
 
 
 def say(line: str) -> None:
-    """Write a line on standard error that stays, in place of one of progress that stands there.
+    """Write a line that stays to standard error; it replaces a line of progress that is shown.
 
-    A process without standard error, or whose reader has gone, goes on.
+    A failure to write, because nobody reads, is ignored.
     """
     stream = sys.stderr
     if stream is not None:

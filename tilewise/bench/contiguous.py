@@ -228,7 +228,8 @@ class ContiguousTables(BlockTables):
         self.pieces.release(whole)
 
     def missing_blocks(self, seq: Sequence, spare: int) -> int:
-        """Return how many pieces must become free, 1 for any number; 0 is now."""
+        """Return 0 if a sequence can be admitted now, else 1, whatever number of pieces it
+        lacks."""
         starts = self._take(seq)
         self.pieces.release(starts)
         return int(not starts)

@@ -121,7 +121,8 @@ class KVSpec(_Row):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in one layer: Hk ((D + Dv) times those of a channel + the scales)."""
+        """Bytes of one token in one layer: Hk times (the bytes of D + Dv channels, and of its
+        scales)."""
         elements = (self.head_dim + self.v_head_dim) // self.channels_per_element
         channels = elements * self.dtype.itemsize
         return self.num_kv_heads * (channels + self.scale_bytes)

@@ -99,7 +99,7 @@ class StepSeconds(NamedTuple):
 
     @property
     def alone(self) -> float:
-        """Seconds of the step when no other step overlaps it."""
+        """Seconds of the step if no other step overlaps with it."""
         return self.before + max(self.launching, self.device) + self.after
 
 

@@ -133,7 +133,7 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
 
 
 def _is_of_its_own(layer: LayerConfig) -> bool:
-    """Return whether a layer has something that is not cut."""
+    """Return whether a layer has parts that are not divided among ranks."""
     has_more = layer.has_scale or layer.token_input_size > 0 or layer.experts is not None
     has_more = has_more or layer.shared is not None
     attention = layer.attention
@@ -618,7 +618,8 @@ def _part_of(part: AdapterPart, rows: Tensor | None, columns: Tensor | None) -> 
 
 
 def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
-    """Insert the collectives at the places where the shards meet."""
+    """Replace the modules after which ranks' partial results must be summed by ones that sum
+    them."""
     modules = list(model.modules())
     shared = {id(module.shared) for module in modules if isinstance(module, Experts)}
     for module in modules:

@@ -951,8 +951,13 @@ class LLM:
         return verdict_of(found, output)
 
     def fingerprint_of(self, adapter: str) -> str:
-        """Return the digest of an adapter by its name; of "" that of the adapter that is trained
-        beside a model of this process, or "" without one.
+        """Return the digest of an adapter.
+
+        Args:
+            adapter: the adapter's name; "" for the one trained beside a model of this process.
+
+        Returns:
+            The digest; "" for no adapter.
 
         Raises:
             RequestError: there is no such adapter.

@@ -266,7 +266,10 @@ class EngineLoop:
 
 
 class _Task:
-    """A function to run between two steps; without a future, what it raises is dropped."""
+    """A function to run between two steps.
+
+    The future, if there is one, receives its result or its exception; otherwise both are dropped.
+    """
 
     def __init__(self, function: Callable[[], object], future: Future[Any] | None) -> None:
         self.function, self.future = function, future

@@ -86,7 +86,7 @@ def settle_memory(max_num_seqs: int) -> None:
 
 
 class StartSeconds(dict[str, float]):
-    """Seconds that the parts of a start took, by what was done, in their order."""
+    """The seconds of each part of a start, by the part's name, in the order of the parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class EngineMaker:
     live: LiveAdapter | None
 
     def __call__(self) -> Engine:
-        """Make the engine.
+        """Return the engine, with its cache allocated and its kernels compiled.
 
         Raises:
             ValueError: the cache does not fit; see `sizing`.

@@ -77,7 +77,7 @@ def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[t
     """Return the pairs of two texts, of one with each of several, or of two lists entry by entry.
 
     Raises:
-        RequestError: they are no texts, or two lists of different lengths.
+        RequestError: an argument is no text or list of texts, or the lists have different lengths.
     """
     sides = []
     for name, given in (("text_1", text_1), ("text_2", text_2)):

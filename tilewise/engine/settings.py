@@ -102,7 +102,7 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def max_prompt_run(self) -> int:
-        """Tokens of one prompt in one step."""
+        """The largest number of tokens of one prompt in one step."""
         most = self.max_num_batched_tokens
         return min(self.long_prefill_token_threshold or most, most, self.max_model_len)
 
@@ -113,7 +113,8 @@ def runs_graphs(config: EngineConfig, device: torch.device) -> bool:
 
 
 def is_invariant(config: EngineConfig, device: torch.device) -> bool:
-    """Whether a request's bits depend on no other request."""
+    """Whether the bits of a request must not depend on other requests: as configured, or on a
+    CPU."""
     return device.type == "cpu" if config.batch_invariant is None else config.batch_invariant
 
 

@@ -100,7 +100,12 @@ class Detokenizer:
         return []
 
     def _advance(self, text: str, certain: int) -> str:
-        """Take the window's new text, of which `certain` characters are, and return what is new."""
+        """Set the window's text and return the part of it that has not been returned before.
+
+        Args:
+            text: the text of the window.
+            certain: the number of its first characters that later tokens cannot change.
+        """
         self._text = text
         # A decoder with byte fallback gives up a whole run of bytes until its last is there, and
         # with it characters that were shown before: wait for them to come back.

@@ -259,7 +259,7 @@ class VirtualEngine:
         return following
 
     def add(self, arrival: Arrival) -> None:
-        """Take a request in, between two steps; the host's time is at least that of its arrival."""
+        """Add a request between two steps, and set the host's time to its arrival or later."""
         self.now = max(self.now, arrival.seconds)
         request = arrival.request
         timing = Timing.of(arrival)

@@ -321,10 +321,10 @@ class LaunchPlan:
         return [str(action) for action in self.actions]
 
     def run(self, *tensors: Tensor | None, out: Tensor | None = None) -> Results:
-        """Run the steps for tensors that lie as those of its call do.
+        """Run the plan for tensors with the layouts of its call.
 
         Args:
-            out: memory of the first result, laid out as that is, at a multiple of 16 bytes; None
+            out: memory for the first result, of its layout and at a multiple of 16 bytes; None
                 allocates it.
         """
         run = self._done(tensors)
@@ -455,10 +455,16 @@ class Maker:
         self._actions.append(self._launch(kernel, grid, places, options))
 
     def compute(self, function: Callable[..., Tensor], *tensors: Tensor, like: Tensor) -> Tensor:
-        """Let torch compute one tensor of others.
+        """Add the computation of one tensor by torch to the plan.
 
         Args:
-            like: lies as the result does; one of `tensors` where `function` writes to that.
+            function: a function of `tensors` that returns the result, or writes to one of them.
+            tensors: tensors of this maker.
+            like: a tensor with the layout of the result; the one of `tensors` to which `function`
+                writes.
+
+        Returns:
+            `like`, which stands for the result.
         """
         places = [self.place(x) for x in tensors]
         made = None if any(like is x for x in tensors) else self._add_made(like)

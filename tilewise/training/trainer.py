@@ -157,9 +157,10 @@ class Trainer:
         return self._loss(self._compiled(*arguments), batch.targets)
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
-        """Make one step over `batches`; return their mean loss before it, on the device.
+        """Make one step over `batches`, which all count alike, as their sizes are equal.
 
-        Batches are of one size: each counts alike.
+        Returns:
+            The mean loss of the batches before the step, on the device.
         """
         total: Tensor | None = None
         for batch in batches:

@@ -326,7 +326,15 @@ class DeviceBatch:
             self._steady = None
 
     def send(self, changes: Changes, more: Sequence[NDArray[np.integer]] = ()) -> list[Tensor]:
-        """Apply changes on the device; return `more`, which goes along, as tensors there."""
+        """Copy changes and further arrays to the device at once, and apply the changes there.
+
+        Args:
+            changes: the changes of rows.
+            more: further arrays for the step.
+
+        Returns:
+            `more` as tensors on the device.
+        """
         sent: list[Tensor] = []
         if self.others:
             more = [*(part for other in self.others for part in other.parts()), *more]

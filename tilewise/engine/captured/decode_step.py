@@ -80,7 +80,8 @@ class Results:
 
 
 def _embedding_of(model: CausalModel) -> tuple[NativeDecoder, Tensor] | None:
-    """Return the model and its embedding where its layers begin with what a kernel can look up."""
+    """Return a model and its embedding if one kernel can look up embeddings and angles; else
+    None."""
     if not isinstance(model, NativeDecoder) or not model.begins_with_look_ups:
         return None
     table: nn.Module = model.embed_tokens
@@ -227,9 +228,10 @@ class DecodeStep:
         self._graph_logits = self.logits
 
     def capture_model(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Capture the step up to the head as a graph of its own, for `run_model`; likewise.
+        """Capture the part of the step before the head as a graph of its own, for `run_model`.
 
-        Head and sampler, which follow op by op, have run once then, too.
+        Head and sampler, which follow op by op, are run once, too, so that their kernels are
+        compiled.
         """
 
         def compute() -> None:

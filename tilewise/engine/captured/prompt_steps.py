@@ -316,8 +316,8 @@ class _Bytes:
 
 
 def _without_owner(x: Tensor) -> Tensor:
-    """Return contiguous `x` as a tensor that does not keep its memory.
+    """Return contiguous `x` as a tensor on the same memory that does not keep that memory alive.
 
-    What a graph has computed lies there until a later graph of the pool writes there.
+    The results of a graph stay valid until a later graph of the pool writes there.
     """
     return torch.as_tensor(_Bytes(x), device=x.device).view(x.dtype).view(x.shape)

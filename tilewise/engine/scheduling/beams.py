@@ -428,8 +428,14 @@ class Beams:
         return None
 
     def _branch(self, search: BeamSearch, branches: list[Branch]) -> list[int]:
-        """Continue each parent with its first token, fork it for further ones, drop it if it has
-        none."""
+        """Turn the beams of a search into its branches.
+
+        A parent continues with its first branch and is forked for further ones; a beam without a
+        branch ends.
+
+        Args:
+            branches: the parent and the next token of each new beam.
+        """
         family = self.roster.unfinished(search.request.request_id)
         parents = {branch.parent for branch in branches}
         kept = {s.index for s in parents}

@@ -293,7 +293,7 @@ class Steady:
         return list(map(tuple.__new__, repeat(TokenEvent), values))
 
     def _charge(self, runs: Seq[ScheduledSequence], preemptions: Seq[int]) -> None:
-        """Count a token for the user of each sequence that gets one."""
+        """Charge the user of each sequence of a plain step for its one new token."""
         for run, before in zip(runs, preemptions, strict=True):
             seq = self.roster.live.get(run.seq_id)
             if seq is not None and seq.num_preemptions == before:

@@ -49,12 +49,12 @@ class Pooling:
 
 
 class Part(NamedTuple):
-    """The rows of a step that one prompt's vector needs.
+    """The rows of a step that belong to one prompt whose states are pooled.
 
     Attributes:
-        first, last: rows, the last one not included.
-        start: position of the first one.
-        pooling: the pooling of its sequence, to which `Pooled.finish` adds.
+        first, last: the rows first ... last - 1 of the step.
+        start: the position of the first row in the prompt.
+        pooling: the pooling of the prompt, to which `Pooled.finish` adds.
     """
 
     first: int

@@ -278,7 +278,7 @@ class ModelRunner:
             self._compilations = CpuCompilations()
 
     def submit(self, batch: Batch) -> Finished:
-        """Compute a step."""
+        """Compute a step; the handle that is returned has finished already."""
         if self.host is not None:
             self.host.move(batch)
         batch = self._known(batch)

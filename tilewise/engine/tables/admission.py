@@ -105,7 +105,7 @@ class Limits:
 
     @property
     def max_run(self) -> int:
-        """The most tokens of one sequence in one step."""
+        """The largest number of tokens of one sequence in one step."""
         longest = self.long_prefill_token_threshold or self.max_num_batched_tokens
         return min(longest, self.max_num_batched_tokens, self.max_model_len)
 

@@ -557,9 +557,10 @@ class BlockTables(Holdings):
             )
 
     def _held_at(self, seq: Sequence, place: int) -> list[int]:
-        """Return a sequence's block of each group; -1 where a window has passed it.
+        """Return a sequence's block at index `place` in each group; -1 where the window has passed
+        it.
 
-        A short window may have passed one before its step had finished.
+        A short window may have passed a block before the block's own step had finished.
         """
         held = [
             self.table(seq, number)[place] if place >= gone else -1
@@ -827,7 +828,11 @@ class BlockTables(Holdings):
         return max(num_hits, min(total, first + most))
 
     def _pass(self, seq: Sequence, number: int, first: int) -> None:
-        """Let go of a sequence's blocks before `first`; their numbers stay in its table."""
+        """Release a sequence's blocks of group `number` before index `first`, which its window has
+        passed.
+
+        Their ids stay in the sequence's table.
+        """
         gone = self.places[seq].gone
         if first > gone[number]:
             passed = self.table(seq, number)[gone[number] : first]

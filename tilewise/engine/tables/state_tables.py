@@ -211,7 +211,7 @@ class StateTables:
         self.num_restored += 1
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new sequence begin with its parent's state; it gets its slot by `settle`."""
+        """Note that a child begins with its parent's state; `settle` gives it a slot."""
         self._unplaced.append((self._held[parent].slot, child))
         self._held[child] = _Held(-1, self._held[parent].known, parent.num_computed_tokens)
 
@@ -383,8 +383,10 @@ class StateTables:
             self.prefix.forget_block(self.group, checkpoint)
 
     def end_update(self) -> None:
-        """Let go of checkpoints of finished steps whose sequences have ended or lost their
-        blocks."""
+        """Release the checkpoints of finished steps that `register` has not entered.
+
+        Their sequences have ended or lost their blocks.
+        """
         made, self._made = self._made, []
         self._let_go([save.checkpoint for save in made])
 
@@ -395,7 +397,8 @@ class StateTables:
         return [seq for seq, held in self._held.items() if held.slot in slots]
 
     def filled_by(self, batch: Batch, checkpoints: Collection[int]) -> list[Sequence]:
-        """Return the sequences whose slots a step, or the next one, fills from any of these."""
+        """Return the sequences whose slots are filled from one of `checkpoints` by a step or the
+        next one."""
         restores = (*batch.states.restores, *self._restores)
         slots = {slot for checkpoint, slot, _ in restores if checkpoint in checkpoints}
         return [seq for seq, held in self._held.items() if held.slot in slots]

@@ -187,7 +187,7 @@ class ParallelRunner:
         self._forgotten.append(number)
 
     def reset(self) -> None:
-        """Forget all sequences, here and there."""
+        """Forget all sequences, in this process and in the workers."""
         self._writer.reset()
         self.workers.tell(["reset"])
         if self.guesser is not None:

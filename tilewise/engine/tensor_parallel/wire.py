@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 
 class FrameReader:
-    """Puts frames together from what a socket gives."""
+    """Joins the bytes that a socket delivers to whole frames."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -136,7 +136,7 @@ class _Sampling(SamplingParams):
 
 
 class BatchWriter:
-    """Turns batches into messages; remembers what the workers know of each sequence."""
+    """Turns batches into messages that contain only what workers do not know of each sequence."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}

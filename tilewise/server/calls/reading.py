@@ -115,7 +115,7 @@ class CallText:
         """Read white space and one of several marks, none of which begins another one.
 
         Returns:
-            The mark; None if something else stands there, which then is read again.
+            The mark; None if other text follows, which is given back and will be read again.
         """
         held = yield from self.after_space()
         while held not in marks:

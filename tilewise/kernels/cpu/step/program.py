@@ -501,7 +501,7 @@ class Program:
         op[SOURCE_STEP], op[TARGET_STEP] = source_step * self.size, target_step * self.size
 
     def _with_parts(self, op: np.ndarray, weights: Sequence[Panels]) -> None:
-        """Let a product have a weight of its own for each part."""
+        """Set the weights of an operation of several products of equal size, one for each."""
         addresses = [[self._words(w), self._address(w.bias)] for w in weights]
         table = np.array(addresses, np.int64)
         self._kept.append(table)
