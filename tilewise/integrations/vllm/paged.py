@@ -170,6 +170,10 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
 
