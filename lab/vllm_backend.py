@@ -327,7 +327,8 @@ class Run:
         self.options, self.began = options, time.perf_counter()
         self.groups = list[list[Engine]]()
         self.result: dict[str, Any] = {
-            "gpu": device_name("cuda" if torch.cuda.is_available() else "cpu"),
+            "date": time.strftime("%Y-%m-%d"),
+            "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
             "torch": torch.__version__,
             "new_tokens": NEW_TOKENS,
             "starts": {},
