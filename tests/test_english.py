@@ -16,11 +16,17 @@ MOST_WORDS = 60
 
 # A text that begins so says how the value came, for whom it is or when it counts: not what it is.
 NO_NOUNS = frozenset(
-    ("and", "by", "for", "how", "if", "of", "that", "to", "what", "when", "where", "which", "who",
-     "whom", "whose")
+    ("and", "by", "called", "computes", "divides", "for", "gets", "gives", "holds", "how",
+     "if", "it", "its", "makes", "multiplies", "of", "returns", "says", "takes", "that",
+     "their", "them", "they", "those", "to", "what", "when", "where", "which", "who", "whom",
+     "whose")
 )  # fmt: skip
 _FIELD = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
 _NO_NAME = re.compile(r"(What|Who|Whatever|Where|As|By|Of|For)\b")
+_RAISES = re.compile(
+    r"^    \w+(?:, \w+)*: ((?:it|they|one (?:is|of these)|there is none|neither|none(?! of))\b.*)",
+    flags=re.MULTILINE,
+)
 _SAYS_WHEN = re.compile(r"\b(True|False|[Ww]hether|if)\b")
 _SECTION = re.compile(r"(Args|Attributes):$")
 # Docstrings at which readers stopped who restated them without the code.
@@ -94,6 +100,8 @@ def mistakes(source: str) -> Iterator[str]:
         yield from (f"{owner}: {rule}" for pattern, rule in _VAGUE if pattern.match(docstring))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _NO_NAME.match(docstring):
             yield f"{owner}: must begin with a verb, or with the noun of a property"
+        for error in _RAISES.findall(docstring.partition("\nRaises:\n")[2].split("\n\n")[0]):
+            yield f"{owner}: Raises: {error!r} must begin with the noun that is wrong"
         types = _annotations(node)
         for names, text in fields(docstring):
             words = text.split()
@@ -126,6 +134,8 @@ def test_a_fields_text_begins_with_what_the_value_is(room):
         ("caller: the client.", "three words"),
         ("caller: the HTTP client that sent\n        the request.", None),
         ("x, y: of\n        the other two tensors.", "noun"),
+        ("x, y: those of the other call.", "noun"),
+        ("make: returns a new model.", "noun"),
         ("q: (T, Hq, D).", None),
     ],
 )
@@ -135,6 +145,16 @@ def test_faults_of_a_field_are_seen(text, fault):
         source = source.replace("\n        the", "\n            the")
     found = list(mistakes(source))
     assert (fault in found[0]) if fault else not found
+
+
+def test_an_error_names_what_is_wrong():
+    docstring = '"""Check words.\n\n    Raises:\n        {}\n    """'
+    for text, is_fault in (
+        ("TypeError: it is no list.", True),
+        ("ValueError: words has too many texts.", False),
+    ):
+        found = list(mistakes(f"def check():\n    {docstring.format(text)}\n"))
+        assert any("that is wrong" in fault for fault in found) == is_fault
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Run:
     """A peer's call, and how to read its tensors.
 
     Attributes:
-        function: computes o, or o and lse, from q, k, v.
+        function: a function that computes o, or o and lse, from q, k, v.
         leaves: the tensors by which it is differentiated: "q", "k", "v" first, then a feature's
             own.
         do, dlse: the weights of o, in the shape of the peer's o, and of lse where there is one.

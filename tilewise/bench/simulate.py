@@ -103,7 +103,7 @@ def model_sizes(name: str) -> Sizes:
     """Return the sizes of a named model, or of a checkpoint directory.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the name is unknown and no directory.
     """
     if name in MODELS:
         return MODELS[name]

@@ -114,7 +114,7 @@ def _row(name: str, options: argparse.Namespace) -> Json:
     """Return the row SHAPE/WAY/N.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the name has another form, or its shape or way is unknown.
     """
     shape, way, length, *more = [*name.split("/"), "", ""]
     known = (shape in DECODER_SHAPES or shape in BERT_SHAPES) and way in WAYS

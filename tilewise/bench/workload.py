@@ -163,7 +163,7 @@ def arriving(
         seed: the seed of the intervals.
 
     Raises:
-        ValueError: one of these is not above 0.
+        ValueError: rate, burstiness or burst is not finite and above 0.
     """
     for name, value in (("rate", rate), ("burstiness", burstiness), ("burst", burst)):
         if not 0 < value < float("inf"):

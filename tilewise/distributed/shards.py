@@ -84,11 +84,10 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
     """Refuse a number of shards that does not divide a model.
 
     Raises:
-        ValueError: it does not divide the heads, of attention or of a recurrence, or the
+        ValueError: the number does not divide the heads, of attention or of a recurrence, or the
             intermediate size, or neither divides nor is a multiple of the key heads, or of the
-            groups of Mamba-2; q and k have a norm over all heads that is no `RMSNorm`; experts
-            read latents; or a layer shares keys or blocks, or has a scale, inputs or a second
-            block.
+            groups of Mamba-2; q and k have a norm over all heads that is no `RMSNorm`; experts read
+            latents; or a layer shares keys or blocks, or has a scale, inputs or a second block.
     """
     if num_shards == 1:
         return

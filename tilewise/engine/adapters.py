@@ -98,7 +98,7 @@ class Adapters:
         """Read an adapter and give it a name; where anything is wrong nothing changes.
 
         Args:
-            name: its name, which requests use.
+            name: the name by which requests use the adapter.
             path: a folder in PEFT's format, or a hub name; or what its files would hold, which then
                 stays in main memory.
             replaces: True if another adapter of this name may be unloaded.

@@ -108,10 +108,10 @@ class AsyncLLM:
             prompt: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
             sampling_params: None is `LLM.default_params`.
             request_id: unique among unfinished requests; None makes one.
-            sink: called on the event loop with each output but the last as it comes, in place of a
-                yield, which wakes a task and copies the output: this one goes on changing when the
-                sink has returned. Outputs for which it returns False are yielded after all, as is
-                the last one. What it raises is raised here.
+            sink: a function that is called on the event loop with each output but the last as it
+                comes, in place of a yield, which wakes a task and copies the output: this one goes
+                on changing when the sink has returned. Outputs for which it returns False are
+                yielded after all, as is the last one. What it raises is raised here.
             terms: user, cache_salt, lora_request, priority, deadline_s and max_queue_s, see
                 `RequestTerms`.
 

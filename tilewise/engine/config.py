@@ -423,7 +423,7 @@ class Modules:
         """Return names with paths.
 
         Raises:
-            TypeError: it is neither a dict nor a list.
+            TypeError: the value is neither a dict nor a list.
             ValueError: a text of the list has no "=", or two have one name.
         """
         if value is None:

@@ -177,7 +177,7 @@ def precompile_for(arch: str, to: str, **choice: Any) -> int:
     """Compile kernels for a GPU that is not here, into a file; returns the exit code.
 
     Args:
-        arch: such as "sm89".
+        arch: a compute capability, such as "sm89".
         to: the file to write.
         choice: the other fields of `elsewhere.Task`.
     """
@@ -287,7 +287,7 @@ def verify(
         0 where it is equal, 1 where it differs.
 
     Raises:
-        RequestError: it is no recipe, was changed, or is of other weights or another class.
+        RequestError: the JSON is no recipe, was changed, or is of other weights or another class.
     """
     text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     try:

@@ -148,9 +148,10 @@ class Engine:
             them; None for none.
         version: the name of the weights, "" for those of the start: blocks of one are found by
             requests of no other.
-        auditor, canary: those that compute requests again, and look at blocks again; None without.
+        auditor, canary: the objects that compute requests again, and look at blocks again; None
+            without.
         stops_at_difference: True if no request is taken after the first difference.
-        differences: those that the two have found, the last ones.
+        differences: the last differences that auditor and canary have found.
         asleep: why no request is taken for now; "" while they are.
 
     Example:
@@ -232,7 +233,8 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: it can never be served, or the engine sleeps; nothing has changed.
+            RequestError: the request can never be served, or the engine sleeps; nothing has
+                changed.
         """
         if self.asleep:
             is_broken = self.stops_at_difference and self.differences

@@ -25,7 +25,7 @@ class LiveAdapter:
 
     Args:
         model: the model with the adapter, see `models.trained_adapter`.
-        dtype, device: those of the engine's rows.
+        dtype, device: the dtype and the device of the engine's rows.
 
     Attributes:
         number, fingerprint, weights: as of `engine.adapters.LoadedAdapter`; the weights of the only

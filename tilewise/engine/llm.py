@@ -604,7 +604,7 @@ class LLM:
 
         Raises:
             RequestError: the prompt can never be served, or it has several samples.
-            TypeError: it is several prompts, or sampling_params is something else.
+            TypeError: the argument is several prompts, or sampling_params is of another type.
 
         The iterator raises what ends the request alone, see generate(), after the text before it.
         """
@@ -934,8 +934,8 @@ class LLM:
         Nothing of the prefix cache is used.
 
         Raises:
-            RequestError: it is no recipe, was changed, or is of other weights, another class, or
-                an adapter that is not loaded; one sentence says which.
+            RequestError: the argument is no recipe, was changed, or is of other weights, another
+                class, or an adapter that is not loaded; one sentence says which.
             UnsupportedError: see `facts`.
         """
         found = check_recipe(recipe, self.facts())

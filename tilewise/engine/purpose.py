@@ -113,7 +113,7 @@ class Purpose:
         """Return the pooling of a request, the model's own for None.
 
         Raises:
-            ValueError: it is none of those that are built.
+            ValueError: the pooling is none of those that are built.
         """
         if pooling is None:
             return self.pooling
@@ -173,7 +173,7 @@ def read_purpose(
 
     Args:
         directory: the directory of the checkpoint.
-        tokenizer: its tokenizer; None where there is none.
+        tokenizer: the model's tokenizer; None where there is none.
         score_tokens: the texts of one or two tokens, with a comma between them, whose logits score
             a pair.
         pair_template: the text of a pair.

@@ -55,12 +55,13 @@ class SamplingParams:
 
     Attributes:
         n: samples to draw for the prompt, 1 to 1024. Greedy decoding allows only 1.
-        temperature: divides the logits; 0 is greedy (argmax).
+        temperature: the number by which logits are divided; 0 is greedy (argmax).
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
         max_tokens: new tokens at most; None is up to the model's context.
-        seed: makes the samples reproducible whatever else is in the batch; None draws one.
+        seed: a number that makes the samples reproducible whatever else is in the batch; None draws
+            one.
         stop: strings that end the text, at most 64 of at most 1024 characters; they are not part
             of the output.
         stop_token_ids: at most 1024 token ids that end the text, beside the model's own end token.
@@ -332,7 +333,7 @@ class Request:
             from others.
         drawn_seed: the seed of its first sample, for a request that repeats another's draws; None
             is what sampling.seed or its arrival gives.
-        stop_ids: those of sampling.stop_token_ids.
+        stop_ids: the ids in sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
             A structured text always ends with the model's.
         adjusts: True if something of sampling changes logits before tokens are drawn from them.
@@ -431,7 +432,7 @@ class Sequence:
         finish_reason: None while it lives.
         stop_reason: the stop token id or stop string that ended it, when one did.
         seed: the seed of this sample's random numbers.
-        rank: its place in the order of sequences, see `engine.scheduling.order`.
+        rank: the place in the order of sequences, see `engine.scheduling.order`.
         was_admitted: True if it has held blocks, or its parent has.
         arrival_time: the time at which its request came, on the scheduler's clock.
         swap_slots: blocks in main memory that keep what it had computed when it was swapped out.

@@ -171,8 +171,8 @@ def check_biases(biases: object) -> None:
     """Refuse a logit_bias that is not {token id: bias in [-100, 100]}.
 
     Raises:
-        TypeError: it is no dict, or of other keys or values.
-        ValueError: it has too many tokens, or a bias is outside its range.
+        TypeError: logit_bias is no dict, or has other keys or values.
+        ValueError: logit_bias has too many tokens, or a bias is outside its range.
     """
     if not isinstance(biases, Mapping):
         raise TypeError(f"logit_bias must be a dict, got {type(biases).__name__}")

@@ -46,7 +46,7 @@ class RerankOutput:
     """A document in the order of a query.
 
     Attributes:
-        index: its place in the list that was given.
+        index: the document's place in the given list.
         document: the text of the document.
         score: see `ScoreOutput`.
         num_prompt_tokens: the tokens of the pair.

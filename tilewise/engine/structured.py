@@ -138,7 +138,7 @@ class Grammars:
 
         Raises:
             RequestError: the description is wrong, or takes too much time or memory.
-            QueueFullError: others compile for long, or this user has had his time.
+            QueueFullError: requests of others compile for long, or this user's time is spent.
         """
         key = outputs.kind, outputs.description, outputs.lead
         with self._lock:

@@ -230,7 +230,7 @@ class _Reasoning:
     Args:
         opening: the string with which the text begins, behind white space, where reasoning comes
             first; "" where it always comes first.
-        closing: ends the reasoning.
+        closing: the string that ends the reasoning.
     """
 
     def __init__(self, opening: str, closing: str) -> None:

@@ -182,7 +182,7 @@ class VirtualEngine:
         scheduler: a new one; it may have tables of another kind.
         clock: a function from the work of a step to its seconds; `cost.StepCost` is one.
         overlap: True to submit a step before the result of the one before is known.
-        watch: called with each batch when it has been scheduled.
+        watch: a function that is called with each batch when it has been scheduled.
         slots_taken: a function that returns the number of cache slots that have an owner; None asks
             the tables' allocator.
 
@@ -190,7 +190,8 @@ class VirtualEngine:
         timings: the timing of every request, in the order of arrival.
         steps: see Steps.
         now: the host's time.
-        tell: called with what a step has done and when it ended; None calls nothing.
+        tell: a function that is called with the events of a step and the time at which it ended;
+            None calls nothing.
 
     Example:
         >>> engine = VirtualEngine(scheduler, StepCost(sizes, machine("h200")), overlap=True)

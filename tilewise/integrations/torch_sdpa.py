@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
             memory counts, give the mask before it is expanded.
         dropout_p: probability of dropping a probability, in [0, 1].
         is_causal: True to hide the keys behind the query; excludes attn_mask.
-        scale: multiplies query . key; E ** -0.5 when None.
+        scale: the factor of query . key; E ** -0.5 when None.
         enable_gqa: True if the heads of key and of value may divide those of query.
 
     Returns:

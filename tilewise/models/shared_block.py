@@ -26,8 +26,8 @@ class SharedBlock(nn.Module):
     Args:
         hidden_size: the width E of the model.
         eps: the epsilon of the norms.
-        attention: its attention, which reads 2 E channels and gives E.
-        feed_forward: its feed-forward block.
+        attention: the attention of the block, which reads 2 E channels and gives E.
+        feed_forward: the feed-forward block.
     """
 
     def __init__(

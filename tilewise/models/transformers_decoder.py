@@ -418,7 +418,7 @@ def survey(make: Any) -> tuple[tuple[AttentionCall, ...], bool]:
     """Find the attention calls of a model, and whether its projections can be packed.
 
     Args:
-        make: returns the model, without memory, on the device "meta".
+        make: a function that returns the model, without memory, on the device "meta".
 
     Raises:
         UnsupportedError: a layer cannot run over a paged cache; the message names it.
@@ -641,7 +641,7 @@ def load_through_transformers(
     """Load a checkpoint as transformers does, to run over a paged cache.
 
     Args:
-        path: holds config.json and safetensors.
+        path: a folder with config.json and safetensors.
         architecture: a class of transformers; see `can_run`.
         dtype: the dtype of the parameters; None takes the checkpoint's.
         device, random_weights, before: see `models.load_model`.

@@ -277,8 +277,8 @@ def _find(given: Signature, tensors: Tensors, present: Sequence[Tensor]) -> Boun
 
     Args:
         given: the call's arguments.
-        tensors: its tensors, None for absent ones.
-        present: those that are not None.
+        tensors: the tensors of the call, None for absent ones.
+        present: the tensors that are not None.
     """
     if not are_plain(*present) or not (present[0].is_cuda or present[0].is_cpu):
         return None

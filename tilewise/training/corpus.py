@@ -114,7 +114,7 @@ def read_documents(root: str | Path) -> Iterator[str]:
     UTF-8. Bytes that are not become U+FFFD, with a warning that names the file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no document is found.
     """
     found = False
     for file in _text_files(Path(root)):
@@ -185,7 +185,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             merges.txt or vocab.bpe.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: the folder has neither.
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path

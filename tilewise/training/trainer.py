@@ -82,7 +82,7 @@ def model_flops(model: Decoder | Bert, tokens: int, pairs: float) -> float:
     """FLOPs of a forward and backward pass: products and visible attention; see `training.flops`.
 
     Args:
-        model: its parameters may lie on the meta device.
+        model: the model, whose parameters may lie on the meta device.
         tokens: the number of tokens of all sequences.
         pairs: sum of the sequences' squared lengths.
     """
@@ -253,7 +253,7 @@ class Trainer:
         """Read a checkpoint, go on from it and return all that `save` was given.
 
         Raises:
-            ValueError: it is damaged, not finite, or of a model with other parameters.
+            ValueError: the checkpoint is damaged, not finite, or of a model with other parameters.
         """
         try:
             state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)

@@ -70,7 +70,7 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
     """Write a GGUF file of a Llama, Gemma 3 or Qwen3.5 checkpoint in model.safetensors.
 
     Args:
-        directory: holds config.json and model.safetensors, in bfloat16, float16 or float32.
+        directory: a folder with config.json and model.safetensors, in bfloat16, float16 or float32.
         dtype: "bf16" or "f16", of the products.
 
     Raises:

@@ -185,7 +185,7 @@ def model_directory(name: str, folder: Path) -> tuple[Path, bool]:
         name: one of SHAPES, whose config.json is written below `folder`, "story", or a path.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `name` is none of these.
     """
     if name in SHAPES:
         directory = folder / name

@@ -103,7 +103,7 @@ class DecodeStep:
     """The decode step of the first `bucket` rows.
 
     Args:
-        model: computes the step.
+        model: the model that computes the step.
         storage: the paged cache.
         batch: the rows of the sequences that decode.
         results: the buffer to which tokens are written.

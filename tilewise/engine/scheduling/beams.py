@@ -199,7 +199,7 @@ class _Beam:
 
     Attributes:
         parent: the index of the beam that it continues; equal for beams that share its last block.
-        row: its next log-probabilities; None until they are computed.
+        row: the log-probabilities of the beam's next token; None until they are computed.
     """
 
     seq: Sequence

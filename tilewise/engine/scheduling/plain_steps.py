@@ -166,7 +166,7 @@ class Steady:
 
     Args:
         roster: the running and waiting sequences.
-        tables: their block tables.
+        tables: the block tables of the sequences.
         limits: the limits of a step.
         results: the receiver of tokens that end a sequence.
     """

@@ -144,8 +144,8 @@ class Roster:
         """Return a new sequence of a request that continues `parent`; `regroup` assigns its rank.
 
         Args:
-            token_ids: the tokens of the new sequence.
-            index: its number within the request.
+            token_ids: all tokens of the new sequence, the prompt included.
+            index: the number of the new sequence within the request.
         """
         seq = self._new(parent.request, index, parent.seed, parent.max_len, parent.rank, token_ids)
         seq.was_admitted, seq.arrival_time = True, parent.arrival_time

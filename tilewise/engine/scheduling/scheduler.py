@@ -214,7 +214,8 @@ class Scheduler:
         """Accept a request into the queue, or refuse it and change nothing.
 
         Raises:
-            RequestError: it can never be served, or its id is that of an unfinished request.
+            RequestError: the request can never be served, or its id is that of an unfinished
+                request.
             QueueFullError: the limit of waiting requests or tokens is reached.
         """
         if request.request_id in self.roster.requests:

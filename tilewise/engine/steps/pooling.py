@@ -116,8 +116,8 @@ class Pooled:
 
     Args:
         parts: see `Pools.follow`.
-        states_of: gives the states (n, E) of rows (n,) int64 of the step, valid until it is called
-            again.
+        states_of: a function that returns the states (n, E) of rows (n,) int64 of the step, valid
+            until it is called again.
         device: the device of the step.
 
     Attributes:

@@ -154,12 +154,12 @@ class Limits:
         """Refuse a request for which the queue has no room now.
 
         Args:
-            request: it could be served.
+            request: a request that could be served.
             num_waiting, num_waiting_tokens: requests that have not run, tokens of their prompts.
 
         Raises:
-            QueueFullError: one more would be too many. A prompt longer than max_waiting_tokens is
-                accepted by an empty queue.
+            QueueFullError: the queue is full. A prompt longer than max_waiting_tokens is accepted
+                by an empty queue.
         """
         most, tokens = self.max_waiting_requests, len(request.prompt_token_ids)
         if most is not None and num_waiting >= most:

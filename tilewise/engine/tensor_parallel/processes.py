@@ -69,7 +69,8 @@ class Workers:
 
     Attributes:
         error: why they are lost; None while they work.
-        on_lost: called with that, once, on the thread that watches or one that waits.
+        on_lost: a function that is called with that, once, on the thread that watches or one that
+            waits.
 
     Raises:
         OSError: a process cannot be started.
@@ -132,7 +133,7 @@ class Workers:
         """Send all workers a message.
 
         Raises:
-            WorkerLostError: one is lost.
+            WorkerLostError: a worker is lost.
         """
         frame = encoded(message)
         with self._lock:
@@ -151,7 +152,7 @@ class Workers:
         """Send all workers a step.
 
         Raises:
-            WorkerLostError: one is lost.
+            WorkerLostError: a worker is lost.
         """
         with self._changed:
             now = time.monotonic()
@@ -164,7 +165,7 @@ class Workers:
         """Let all workers do something between two steps, and wait until they have.
 
         Raises:
-            WorkerLostError: one is lost, or has failed where others have not.
+            WorkerLostError: a worker is lost, or has failed where others have not.
             Exception: what all have failed with.
         """
         with self._changed:

@@ -72,7 +72,7 @@ class Described(NamedTuple):
 
     Attributes:
         base: the tensor; within a plan the place of the tensor among all of its tensors.
-        shape, strides: those of the described matrix, in elements.
+        shape, strides: the sizes and steps of the described matrix, in elements.
         form: the dtype and tile.
     """
 

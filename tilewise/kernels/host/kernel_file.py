@@ -105,7 +105,7 @@ def unpack(path: Path, *, arch: int | None) -> Taken:
         arch: the compute capability of the GPU here, None without one.
 
     Raises:
-        ValueError: it is no file of kernels, an entry is none of a kernel's files, or another
+        ValueError: the file is no file of kernels, an entry is none of a kernel's files, or another
             Triton or GPU is here than it was written for.
         OSError: the file cannot be read, or the cache not be written.
     """

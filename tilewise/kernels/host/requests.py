@@ -78,7 +78,8 @@ def kernel_of(module: str, name: str) -> Any:
     """Return a kernel by its module and its name there.
 
     Raises:
-        ImportError, AttributeError: there is none, as of a function that was made in another.
+        ImportError, AttributeError: the module has no such kernel; one made inside a function
+            cannot be found.
     """
     return operator.attrgetter(name)(importlib.import_module(module))
 
@@ -185,7 +186,7 @@ def _request(fn: Any, source: Any, target: Any, backend: Any, options: Any) -> R
 
     Args:
         fn: the jitted function.
-        source, target, backend, options: those of Triton's compilation.
+        source, target, backend, options: the arguments of Triton's compilation.
     """
     name = fn.fn.__module__, fn.fn.__qualname__
     try:

@@ -218,7 +218,7 @@ def _by_table(fields: Fields, table: list[float], theta: float) -> dict[str, Any
         theta: the base of the frequencies.
 
     Raises:
-        CheckpointError: it is another rule's table.
+        CheckpointError: the table is another rule's.
     """
     if any(not 0 < x < math.inf for x in table):
         raise CheckpointError("tensor rope_freqs.weight must be of positive numbers, got others")

@@ -123,7 +123,7 @@ def attention(
         causal: True to hide the keys to the right of the query.
         window: None, or w: the last w keys, the query's own included (implies causal), or
             (left, right): keys i - left ... i + right, None or -1 unlimited.
-        softmax_scale: multiplies q . k; D ** -0.5 when None.
+        softmax_scale: the factor of q . k; D ** -0.5 when None.
         softcap: bound of the logits, 0 is off.
         bias: broadcastable to (B, Hq, Sq, Sk), in q's dtype or float32; has a gradient. That of a
             bias which all keys of a row share is computed by what it moves, lse and the share of a

@@ -109,7 +109,7 @@ def paged_attention(
             docs/guide/paged.md.
         cu_seqlens_q: (B + 1,) int32 or int64, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
-        softmax_scale: multiplies q . k; D ** -0.5 when None.
+        softmax_scale: the factor of q . k; D ** -0.5 when None.
         window: w, the last w keys of a query, its own included; None is all.
         softcap, alibi_slopes, sinks: as in `attention`.
         k_scale, v_scale: float32, with an 8-bit cache and only then: a key is k_scale * k_cache.

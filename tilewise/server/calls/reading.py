@@ -178,7 +178,7 @@ class CallText:
         """End the call that is being read.
 
         Raises:
-            NotACall: it has no name, or no name that may be called.
+            NotACall: the call has no name, or no name that may be called.
         """
         call = self._call
         if call is None or call.name is None or not self.admits(call.name):

@@ -444,7 +444,7 @@ class Program:
         Args:
             function: the name of the function of what is stored, or of the gate; "clamped" with
                 `limit` and `alpha`, see `layers.py`.
-            factor: multiplies what is stored or added, or logits.
+            factor: the factor of the stored or added result, or of logits.
             cap: c of c tanh(logits / c), 0 for none.
             extra: rows that are added to what is added, or multiply what is stored.
             outputs: the columns that may be stored; 0 for whole groups of 64.

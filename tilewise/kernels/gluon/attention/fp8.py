@@ -151,7 +151,7 @@ def _add_kernel(
 
     Args:
         ready: the quantised tensors, of which q and k have rows.
-        tensors: those beside q, k and v.
+        tensors: the tensors beside q, k and v.
 
     Returns:
         o (B, Sq, Hq, D), or (Tq, Hq, D); lse float32 (B, Hq, Sq), or (Hq, Tq).
