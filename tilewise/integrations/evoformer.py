@@ -209,9 +209,9 @@ def _with_key_bias(q: Tensor, k: Tensor, keys: Tensor, scale: float) -> tuple[Te
 
 
 class _Channels(torch.autograd.Function):
-    """Channels behind those of a tensor, written once, whose gradients are views of the whole's.
+    """A tensor with more channels behind its own; gradients are views of that of the result.
 
-    torch's own `cat` and `pad` write what they are given again, and copy the gradients.
+    torch's own `cat` and `pad` would copy the tensor twice, and the gradients once more.
     """
 
     @staticmethod
