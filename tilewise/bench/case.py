@@ -25,7 +25,7 @@ class Case:
         do: the weights of o, in its shape.
         dlse: the weights of lse (B, H, N), None where only o is asked for.
         options: keyword arguments of `ops.attention` beside the rule: a feature's.
-        learned: those of the options that have a gradient, by name.
+        learned: the options that have a gradient, by name.
         cu_seqlens: int32 (B + 1,) of a packed batch.
     """
 
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the tensors."""
         return self.q.device
 
     @property

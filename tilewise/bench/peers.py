@@ -39,14 +39,15 @@ class Run:
     """A peer's call, and how to read its tensors.
 
     Attributes:
-        function: computes o, or o and lse, from q, k, v.
+        function: a function that computes o, or o and lse, from q, k, v.
         leaves: the tensors by which it is differentiated: "q", "k", "v" first, then a feature's
             own.
         do, dlse: the weights of o, in the shape of the peer's o, and of lse where there is one.
-        checked: cuts the compared sequence (N, H, D) out of o, do or a gradient of q, k, v.
+        checked: a function that cuts the compared sequence (N, H, D) out of o, do or a gradient of
+            q, k, v.
         has_own_dropout: True if it drops elements that the others cannot know.
         no_backward: why it has no gradient, None when it has one.
-        is_8_bit: its inputs are rounded to e4m3, and what it returns is off by that.
+        is_8_bit: True if the peer rounds its inputs to e4m3, so that its results are off by that.
     """
 
     function: Function

@@ -78,7 +78,7 @@ class Problem:
         return self.batch * n * n * (0.5 if self.causal else 1.0)
 
     def flops(self, op: str) -> float | None:
-        """FLOPs of one call by the papers' count, None for what they do not count."""
+        """FLOPs of one call of `op` by the papers' count; None for an op that they do not count."""
         d, dv = self.head_dim, self.v_head_dim
         products = {  # channels that each visible entry is multiplied with
             "forward": d + dv,

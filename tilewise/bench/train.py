@@ -114,7 +114,7 @@ def _row(name: str, options: argparse.Namespace) -> Json:
     """Return the row SHAPE/WAY/N.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the name has another form, or its shape or way is unknown.
     """
     shape, way, length, *more = [*name.split("/"), "", ""]
     known = (shape in DECODER_SHAPES or shape in BERT_SHAPES) and way in WAYS
@@ -185,7 +185,11 @@ class _Worker:
             self.result = json.loads(line)
 
     def measure(self, limit: float) -> Json:
-        """Let a row that is ready time its steps; return what it says."""
+        """Tell the process to time its steps, wait for the result, and return it with the row.
+
+        Args:
+            limit: the seconds to wait.
+        """
         if self.result is None:
             self.go()
             line = self._line(limit)

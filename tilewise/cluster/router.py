@@ -48,9 +48,10 @@ class Asked:
 
 
 class Router(Protocol):
-    """The interface of routers: they choose replicas and are told what happens to requests.
+    """The interface of routers, which choose a replica for each request.
 
-    A ticket identifies one request.
+    A gateway reports to the router what happens to a request: sent, answered, ended. A ticket
+    identifies the request.
     """
 
     def join(self, name: str, capacity: int = CAPACITY) -> None:

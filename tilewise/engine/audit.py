@@ -83,10 +83,10 @@ class Auditor:
 
     Attributes:
         num_audited: requests that were computed again.
-        num_different: those of which something differed.
+        num_different: the number of second computations in which something differed.
         num_forgotten: noted requests that were never computed again: too many waited, weights have
             changed, or a step of the second computation failed.
-        on_difference: called with each difference.
+        on_difference: a function that is called with each difference.
     """
 
     def __init__(

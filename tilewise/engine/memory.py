@@ -64,7 +64,7 @@ def check_memory(
     """Refuse a model whose weights and cache the device has no room for.
 
     Args:
-        model: its parameters may be on "meta".
+        model: the model, whose parameters may be on "meta".
         spec: the spec of the model's cache; None for an encoder, which has none.
         free: bytes, see `free_memory`.
         num_blocks: the number of the cache's blocks; None gives it the memory that is left, at

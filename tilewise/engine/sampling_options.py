@@ -41,7 +41,7 @@ MAX_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """What a text must be, by one of four descriptions; names are vLLM's.
+    """A description of the texts that may be generated, in one of four forms; names are vLLM's.
 
     Attributes:
         json: a JSON schema, as text or as a dict; {} is any JSON.
@@ -90,7 +90,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the four descriptions is given."""
+        """The name of the form that is given: "json", "regex", "choice" or "grammar"."""
         names = ("json", "regex", "choice", "grammar")
         return next(name for name in names if getattr(self, name) is not None)
 
@@ -171,8 +171,8 @@ def check_biases(biases: object) -> None:
     """Refuse a logit_bias that is not {token id: bias in [-100, 100]}.
 
     Raises:
-        TypeError: it is no dict, or of other keys or values.
-        ValueError: it has too many tokens, or a bias is outside its range.
+        TypeError: logit_bias is no dict, or has other keys or values.
+        ValueError: logit_bias has too many tokens, or a bias is outside its range.
     """
     if not isinstance(biases, Mapping):
         raise TypeError(f"logit_bias must be a dict, got {type(biases).__name__}")

@@ -207,7 +207,7 @@ def memory_efficient_attention(
         attn_bias: a tensor that broadcasts to (B, H, Mq, Mk), with a gradient, or a mask of this
             module or of xformers, known by its class's name. Packed sequences have B = 1.
         p: the probability of dropping a weight.
-        scale: multiplies query . key; K ** -0.5 when None.
+        scale: the factor of query . key; K ** -0.5 when None.
         op: the kernel in xformers; nothing here, as it changes no result.
         output_dtype: the dtype of the result; that of query when None.
 

@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     """How a tensor lies in memory, but for its address.
 
     Attributes:
-        is_aligned: its address is a multiple of 16 bytes.
+        is_aligned: True if its address is a multiple of 16 bytes.
     """
 
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Refusal(NamedTuple):
-    """What a backend returns in place of a plan: why it cannot run the call."""
+    """The answer of a backend that has no plan for a call, with the reason."""
 
     reason: str
 
@@ -210,7 +210,7 @@ class Run:
 
     Attributes:
         tensors: the tensor of each buffer; None until it is made.
-        stream: the current one, 0 on a CPU.
+        stream: the address of the current CUDA stream, 0 on a CPU.
     """
 
     __slots__ = ("stream", "tensors")
@@ -283,7 +283,7 @@ class Launch:
 
 
 def filled(argument: Any, run: Run) -> Any:
-    """Return an argument with what stands for its places in a run."""
+    """Return an argument with its places, also inside tuples, replaced by the tensors of a run."""
     fill = getattr(argument, "fill", None)
     if fill is not None:
         return fill(run)
@@ -321,10 +321,10 @@ class LaunchPlan:
         return [str(action) for action in self.actions]
 
     def run(self, *tensors: Tensor | None, out: Tensor | None = None) -> Results:
-        """Run the steps for tensors that lie as those of its call do.
+        """Run the plan for tensors with the layouts of its call.
 
         Args:
-            out: memory of the first result, laid out as that is, at a multiple of 16 bytes; None
+            out: memory for the first result, of its layout and at a multiple of 16 bytes; None
                 allocates it.
         """
         run = self._done(tensors)
@@ -455,10 +455,16 @@ class Maker:
         self._actions.append(self._launch(kernel, grid, places, options))
 
     def compute(self, function: Callable[..., Tensor], *tensors: Tensor, like: Tensor) -> Tensor:
-        """Let torch compute one tensor of others.
+        """Add the computation of one tensor by torch to the plan.
 
         Args:
-            like: lies as the result does; one of `tensors` where `function` writes to that.
+            function: a function of `tensors` that returns the result, or writes to one of them.
+            tensors: tensors of this maker.
+            like: a tensor with the layout of the result; the one of `tensors` to which `function`
+                writes.
+
+        Returns:
+            `like`, which stands for the result.
         """
         places = [self.place(x) for x in tensors]
         made = None if any(like is x for x in tensors) else self._add_made(like)
@@ -495,11 +501,12 @@ class Maker:
     def finish(
         self, results: Sequence[Tensor | None], tiles: Callable[[], dict[str, TileConfig]] = dict
     ) -> LaunchPlan:
-        """Return the plan.
+        """Return the plan of the recorded actions.
 
         Args:
-            results: each all of what was allocated for it, or computed.
-            tiles: says those of the plan.
+            results: the results of the plan: whole tensors that were allocated for it or computed
+                by it.
+            tiles: a function that returns the tile sizes of the plan's kernels, by part.
         """
         indices = [None if x is None else self._as_result(x) for x in results]
         kinds = self._buffers, self._asked, self._actions, indices, tiles

@@ -115,7 +115,7 @@ def take(path: Path) -> Taken:
         path: a file that `tilewise precompile --arch ARCH --to FILE` has written.
 
     Raises:
-        ValueError: it is no such file, or of another Triton, tilewise or GPU.
+        ValueError: the file holds no kernels, or is of another Triton, tilewise or GPU.
         UnsupportedError: there is no Triton.
     """
     check_triton()

@@ -213,7 +213,7 @@ class Bridge:
         Args:
             kind: the prefix of the job's id.
             asked_id: the rest of the job's id; None draws one at random.
-            receive: the request's ASGI `receive`, after the body has been read.
+            receive: the request's ASGI function `receive`, after the body has been read.
             trace_headers: the client's trace headers, see `Job`.
 
         Raises:

@@ -104,7 +104,7 @@ def capture_steps(runner: DeviceRunner, *, is_lazy: bool, show: Show = silent) -
     Args:
         runner: on a CPU nothing is captured, and a step op by op has other kernels: none begins
             early in a lazy start.
-        is_lazy: capture a decode step of every kind only; others launch the same kernels.
+        is_lazy: True to capture a decode step of every kind only; others launch the same kernels.
         show: a function that takes lines of progress.
     """
     if is_lazy and runner.device.type != "cuda":

@@ -214,7 +214,8 @@ class Scheduler:
         """Accept a request into the queue, or refuse it and change nothing.
 
         Raises:
-            RequestError: it can never be served, or its id is that of an unfinished request.
+            RequestError: the request can never be served, or its id is that of an unfinished
+                request.
             QueueFullError: the limit of waiting requests or tokens is reached.
         """
         if request.request_id in self.roster.requests:
@@ -467,7 +468,7 @@ class Scheduler:
         return self.insight.stats(self.speculation)
 
     def explain(self, request_id: str) -> str:
-        """Return in one line what a request is doing or what it waits for."""
+        """Return the state of a request in one line: how far it is computed, or why it waits."""
         return self.insight.explain(request_id)
 
     def check_integrity(self) -> None:

@@ -56,7 +56,7 @@ class PromptScores:
 
         Args:
             batch: the batch of the step.
-            asks: the requests of `batch.asks`.
+            asks: True if a request of the batch asks for more than tokens, see `Batch.asks`.
 
         Returns:
             Chunks, and by place among the sequences the scores that go with a first token; they are
@@ -92,8 +92,8 @@ def score(
 
     Args:
         chunks: see `PromptScores.follow`.
-        logits_of: gives the logits (n, V) float32 of rows (n,) int64 of the step, valid until it is
-            called again.
+        logits_of: a function that returns the logits (n, V) float32 of rows (n,) int64 of the step,
+            valid until it is called again.
         vocab: the size of the vocabulary, V.
         device: the device of the step.
 

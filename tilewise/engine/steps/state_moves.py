@@ -19,7 +19,7 @@ __all__ = ["FixedStates", "begin_states", "end_states", "layer_states"]
 
 
 def layer_states(storage: StateStorage) -> Mapping[int, LayerStates]:
-    """Return the slots of each layer as its module takes them."""
+    """Return the slots of each layer as `LayerStates`, by the layer's number in the model."""
     return {
         layer: LayerStates(
             None if slots.recurrence is None else RecurrentStates(*slots.recurrence),

@@ -26,7 +26,7 @@ Logprobs = tuple[Tensor, Tensor, Tensor]
 
 
 class StepLogprobs:
-    """What the steps of a runner share.
+    """The log-probabilities that the steps of a runner compute, and their buffers.
 
     Args:
         max_num_seqs: rows of a decode step at most.
@@ -53,7 +53,8 @@ class StepLogprobs:
         return Asking(asking, self.sent(tuple(rows[i] for i in asking)), most)
 
     def sent(self, numbers: tuple[int, ...]) -> Tensor:
-        """Return int64 numbers on the device; those of late are there already."""
+        """Return numbers as an int64 tensor on the device; recently sent ones are not copied
+        again."""
         found = self._numbers.get(numbers)
         if found is None:
             found = torch.from_numpy(np.array(numbers, np.int64))

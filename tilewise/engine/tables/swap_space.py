@@ -277,7 +277,8 @@ class SwapSpace:
             self.prefix.version += 1  # those that wait look again
 
     def forget_slots(self, group: int, slots: Iterable[int]) -> None:
-        """Drop the prefixes' blocks in these slots: what was to go there has not arrived."""
+        """Remove the prefixes' blocks in these slots from the prefix cache: their contents never
+        arrived."""
         for slot in slots:
             node = self.rooms[group].node_at.get(slot)
             if node is not None:

@@ -31,12 +31,12 @@ __all__ = ["Answer", "StubDriver", "main"]
 
 
 class Answer(NamedTuple):
-    """What became of a request.
+    """The result of a request to compile a kernel.
 
     Attributes:
         what: "compiled", "found" on disk, "busy" (another process compiles it) or "failed".
         seconds: the time that the answer took.
-        reason: why it failed.
+        reason: the cause of a failure.
     """
 
     what: str
@@ -120,7 +120,8 @@ def _not_loaded(name: str, path: str) -> Any:
 
 @contextmanager
 def _claimed(name: str) -> Iterator[bool]:
-    """Whether this process may make what has this name; no other one may meanwhile."""
+    """Yield whether this process may compile the kernel `name`, which it claims during the
+    block."""
     if fcntl is None:
         yield True
         return

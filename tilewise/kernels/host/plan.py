@@ -174,10 +174,11 @@ class Launch(plan.Launch):
 
 
 class NestedLaunch(plan.Launch):
-    """A launch with numbers inside of tuples, for which a kernel may be compiled anew.
+    """A launch with numbers inside of tuples: other numbers may need another compiled kernel.
 
     Attributes:
-        addressed: as that of `Launch`, for these numbers alone.
+        addressed: the launch by addresses alone, for these numbers; None until the kernel is
+            prepared.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -307,7 +308,8 @@ class LaunchPlan(plan.LaunchPlan):
         return _Again(self._begin(tensors, out), first, self._given, self._steps)
 
     def _settle(self) -> None:
-        """Let later runs go straight to what starts the launches."""
+        """Replace each launch by its addressed form, if it is known; later runs start that
+        directly."""
         steps = [getattr(action, "addressed", None) or action for action in self.actions]
         self._is_settled = not any(isinstance(step, Launch) for step in steps)
         self._steps = steps

@@ -33,7 +33,7 @@ _TRIES = 2  # of a kernel: a process that ends takes down the kernel that it was
 
 @dataclass
 class Outcome:
-    """What became of the requests.
+    """The results of requests to compile kernels.
 
     Attributes:
         seconds: the time that each compiled request took, by its hash.
@@ -93,7 +93,7 @@ class Compilers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes."""
+        """The process ids of the compilers."""
         return [process.pid for process in self._processes]
 
     def compile(

@@ -258,7 +258,8 @@ def entries_of_tile(spans, b, h, batch, head, tile):
 
 @triton.jit
 def entries_between(entries, begin, end, first_tile, end_tile):
-    """Cut a run of entries, which ascend, to those of the tiles [first_tile, end_tile)."""
+    """Return the range of entries, which ascend within begin ... end, of tiles [first_tile,
+    end_tile)."""
     begin = _first_from(entries, begin, end, first_tile)
     return begin, _first_from(entries, begin, end, end_tile)
 

@@ -121,7 +121,8 @@ def _fold(
 
 
 def _dsinks(named: dict[str, Any]) -> Tensor:
-    """What attention_bwd or attention_second would add up over sequences as dsinks, (B, Hq)."""
+    """Return the terms of dsinks (B, Hq), which attention_bwd or attention_second would add over
+    B."""
     sinks, lse, do = named["sinks"].unsqueeze(-1), named["lse"], named["do"]
     share = torch.where(lse.isneginf(), 0.0, torch.exp(sinks - lse))
     delta = _row_dots(do, named["o"], lse.dtype)

@@ -53,7 +53,7 @@ LOOK_S = 0.25  # seconds between two checks whether the engine is alive
 
 
 class _Entry:
-    """A request of the server: what has been sent about it, and what is to be sent."""
+    """A request of the server: the output that was sent of it, and what must still be sent."""
 
     def __init__(self, number: int, tell: Callable[[_Entry], None]) -> None:
         self.number = number

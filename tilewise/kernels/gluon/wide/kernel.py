@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a part of o goes."""
+    """The destination of one part of o's channels."""
 
     o: object  # the descriptor of its tiles
 
