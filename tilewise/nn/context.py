@@ -79,7 +79,7 @@ class AttentionContext:
         seqlens_k: (B,) int32, tokens of each sequence with the new ones counted.
         block_table: (B, max_blocks) int32 cache block ids, in order of position.
         slot_mapping: (T,) int64, block * block_size + offset of each row; -1 is not written.
-        batch_invariant: a row's bits must not depend on its neighbours, of any sequence.
+        batch_invariant: True if a row's bits must not depend on its neighbours, of any sequence.
         shared: leading blocks that layers without a window read once for several sequences.
         tree_mask: (T, at least max_seqlen_q) bool, which new rows of its sequence each row sees, in
             place of causality among them; see `ops.paged_attention`.
@@ -150,7 +150,8 @@ class AttentionContext:
         rows = (keys - (starts.unsqueeze(1) - chunk * size).clamp(min=0)).clamp(min=0).flatten()
         edges = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).to(torch.int32)
         places = (chunk * width).unsqueeze(2) + torch.arange(width, device=device)
-        places = places.clamp(max=self.block_table.shape[1] - 1).flatten(1)
+        # Lengths are any number while a start compiles kernels and none has run yet.
+        places = places.clamp(0, self.block_table.shape[1] - 1).flatten(1)
         table = self.block_table.gather(1, places).view(-1, width)
         return replace(
             self,
