@@ -659,7 +659,7 @@ MUTANTS = {
         (*_TEST_STATES, "budget and interpreted"),
     ),
     "a_decay_by_channel_reaches_over_a_block": Mutant(
-        _PAIRS, "pairs_by_channel", "in_block = row % _SUB >= back", "in_block = row >= back",
+        _PAIRS, "pairs_by_channel", "in_block = row % SUB >= back", "in_block = row >= back",
         (*_TEST_STATES, "budget and interpreted and channel"),
     ),
     "a_decoded_token_is_not_added_to_its_chunks_state": Mutant(
