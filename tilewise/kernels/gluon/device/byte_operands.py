@@ -140,20 +140,21 @@ def values_operand(pairs):
 
 @gluon.jit
 def probabilities_operand(p):
-    """Return the right operand (4, 16, rows) of v^T p^T of float32 sums (4, 16, rows).
+    """Return the right operand (4, n, rows) of v^T p^T of float32 sums (4, n, rows).
 
     Sums have a key to a lane, operands a row; movmatrix turns blocks of 8 by 8 around.
     """
+    N: gl.constexpr = p.shape[1]
     rows: gl.constexpr = p.shape[2]
-    low, high = gl.split(p.reshape([4, 16, rows // 2, 2]))
+    low, high = gl.split(p.reshape([4, N, rows // 2, 2]))
     turned = gl.inline_asm_elementwise(
         "{ .reg .b32 x; cvt.rn.f16x2.f32 x, $1, $2; "
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, x; }",
         "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
     # Lane 4 g + t has the keys 2 t, 2 t + 1 of row g now; its place says key g, rows 2 t, 2 t + 1.
-    even, odd = halves(turned.reshape([4, 2, 8, rows // 8, 4]))
-    pairs = gl.join(even, odd).permute((0, 1, 4, 5, 3, 2)).reshape([4, 16, rows])
+    even, odd = halves(turned.reshape([4, N // 8, 8, rows // 8, 4]))
+    pairs = gl.join(even, odd).permute((0, 1, 4, 5, 3, 2)).reshape([4, N, rows])
     layout: gl.constexpr = gl.DotOperandLayout(1, sum_layout(), 2)
     return gl.convert_layout(pairs, layout, assert_trivial=True)
 

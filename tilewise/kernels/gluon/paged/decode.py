@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from tilewise.kernels import early
@@ -79,11 +80,12 @@ class Shape(NamedTuple):
     window: bool
     sinks: bool
     alone: bool  # no sequence has a second split
-    warp_scales: bool = False  # slot scales come by loads of the loading warp, not by TMA
+    warp_scales: bool = False  # slot scales come by cp.async of the loading warp, not by TMA
     merges: bool = False  # the last split of a sequence to end merges them all
     early: int = 0  # mode of `kernels.early`
     loader_registers: int = 24
     log: int = 0  # of 4 bits, log2 of the channels that are rotated together
+    keys: int = 64  # of a tile, of 4 bits also 128
 
 
 class Ring(NamedTuple):
@@ -99,15 +101,15 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _allocate(k, v, k_scale, v_scale, shape: gl.constexpr):
-    boxes: gl.constexpr = shape.stages * (KEYS // shape.box)
+    boxes: gl.constexpr = shape.stages * (shape.keys // shape.box)
     k_ring = gl.allocate_shared_memory(k.dtype, [boxes, 1, 1, shape.box, shape.row], k.layout)
     v_ring = gl.allocate_shared_memory(v.dtype, [boxes, 1, 1, shape.box, shape.row], v.layout)
     k_scales = k_ring
     v_scales = v_ring
     if shape.warp_scales:
         rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        k_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, 4, KEYS // 4], rows)
-        v_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, 4, KEYS // 4], rows)
+        k_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, 4, shape.keys // 4], rows)
+        v_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, 4, shape.keys // 4], rows)
     elif shape.slot_scales:
         size: gl.constexpr = [boxes, 1, shape.box, HEADS]
         k_scales = gl.allocate_shared_memory(gl.float32, size, k_scale.layout)
@@ -116,27 +118,35 @@ def _allocate(k, v, k_scale, v_scale, shape: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=2 if shape.warp_scales else 1)
+        mbarrier.init(full.index(stage), count=33 if shape.warp_scales else 1)
         mbarrier.init(empty.index(stage), count=1)
     return Ring(k_ring, v_ring, k_scales, v_scales, full, empty)
 
 
 @gluon.jit
 def _load_tile(
-    k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high, shape: gl.constexpr
+    k, v, k_scale, v_scale, ring, table, tile, stage, parity, head, low, high, shape: gl.constexpr
 ):
-    """Start the copies of a tile. Columns of the table outside low ... high - 1 are not read."""
-    boxes: gl.constexpr = KEYS // shape.box
+    """Start the copies of a tile when its stage is free.
+
+    Columns of the table outside low ... high - 1 are not read.
+    """
+    boxes: gl.constexpr = shape.keys // shape.box
     full = ring.full.index(stage)
     with_scales: gl.constexpr = shape.slot_scales and not shape.warp_scales
-    scale_bytes: gl.constexpr = 2 * KEYS * HEADS * 4 if with_scales else 0
-    mbarrier.expect(full, 2 * KEYS * shape.row + scale_bytes)
+    scale_bytes: gl.constexpr = 2 * shape.keys * HEADS * 4 if with_scales else 0
+    # All ids come at once, while the stage is waited for.
+    blocks = ()
     for i in gl.static_range(boxes):
-        key = tile * KEYS + i * shape.box
         # A tile that reaches past the sequence takes a block of it once more; it is masked.
+        key = tile * shape.keys + i * shape.box
         column = gl.minimum(gl.maximum(key // shape.block, low), high - 1)
-        block = gl.load(table + column)
-        slot = key % shape.block
+        blocks = blocks + (gl.load(table + column),)
+    mbarrier.wait(ring.empty.index(stage), parity)
+    mbarrier.expect(full, 2 * shape.keys * shape.row + scale_bytes)
+    for i in gl.static_range(boxes):
+        block = blocks[i]
+        slot = (tile * shape.keys + i * shape.box) % shape.block
         place = stage * boxes + i
         tma_load(k, [block, head, slot, 0], full, ring.k.index(place))
         tma_load(v, [block, head, slot, 0], full, ring.v.index(place))
@@ -147,22 +157,24 @@ def _load_tile(
 
 
 @gluon.jit
-def _scales_of(scales, table, tile, last, head, low, high, shape: gl.constexpr):
-    """Load the scales of keys and values (4, 16) of a tile before `last`, as `_load_tile` does."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
+def _load_scales(scales, ring, table, tile, stage, head, low, high, shape: gl.constexpr):
+    """Start the copies of the scales of a tile's keys and values, as `_load_tile` does of them."""
+    QUARTER: gl.constexpr = shape.keys // 4
+    LANES: gl.constexpr = gl.BlockedLayout([1, QUARTER // 8], [4, 8], [1, 1], [1, 0])
     k_scale, stride_kb, stride_kp, v_scale, stride_vb, stride_vp, num_blocks = scales
-    warp = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, LANES)) * (KEYS // 4), 1)
-    key = warp + gl.expand_dims(gl.arange(0, KEYS // 4, gl.SliceLayout(0, LANES)), 0)
-    key = tile * KEYS + key
-    inside = key < last * KEYS
+    warp = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, LANES)) * QUARTER, 1)
+    key = warp + gl.expand_dims(gl.arange(0, QUARTER, gl.SliceLayout(0, LANES)), 0)
+    key = tile * shape.keys + key
     column = gl.minimum(gl.maximum(key // shape.block, low), high - 1)
     # An id of no block becomes that of the last one; a copy of it by TMA brings zeros.
-    block = gl.load(table + column, mask=inside, other=0).to(gl.uint32, bitcast=True)
+    block = gl.load(table + column).to(gl.uint32, bitcast=True)
     block = gl.minimum(block, (num_blocks - 1).to(gl.uint32)).to(gl.int64)
     slot = key % shape.block
     k_at = k_scale + (block * stride_kb + slot * stride_kp + head)
     v_at = v_scale + (block * stride_vb + slot * stride_vp + head)
-    return gl.load(k_at, mask=inside, other=0.0), gl.load(v_at, mask=inside, other=0.0)
+    async_copy.async_copy_global_to_shared(ring.k_scale.index(stage), k_at)
+    async_copy.async_copy_global_to_shared(ring.v_scale.index(stage), v_at)
+    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
 
 
 @gluon.constexpr_function
@@ -276,23 +288,15 @@ def _load_tiles(given, shape: gl.constexpr):
         table = block_table + seq.to(gl.int64) * stride_table
         low = first_key_of_run(seqlen_k, run, window_left, shape) // shape.block
         high = gl.maximum((seqlen_k + shape.block - 1) // shape.block, low + 1)
-        k_scales = 0.0
-        v_scales = 0.0
-        if shape.warp_scales:
-            k_scales, v_scales = _scales_of(scales, table, first, last, head, low, high, shape)
         for tile in range(first, last):
             step = before + (tile - first)
             stage = step % shape.stages
-            mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)
-            _load_tile(k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high, shape)
+            parity = (step // shape.stages & 1) ^ 1
+            _load_tile(
+                k, v, k_scale, v_scale, ring, table, tile, stage, parity, head, low, high, shape
+            )
             if shape.warp_scales:
-                ring.k_scale.index(stage).store(k_scales)
-                ring.v_scale.index(stage).store(v_scales)
-                mbarrier.arrive(ring.full.index(stage), count=1)
-                # Of the next tile: they come while the loop waits for its room.
-                k_scales, v_scales = _scales_of(
-                    scales, table, tile + 1, last, head, low, high, shape
-                )
+                _load_scales(scales, ring, table, tile, stage, head, low, high, shape)
         before += last - first
 
 
@@ -344,9 +348,10 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     W: gl.constexpr = shape.width
     R: gl.constexpr = shape.rows
     rows: gl.constexpr = gl.SliceLayout(1, MMA)  # (4, R): warp, row
-    keys: gl.constexpr = gl.SliceLayout(2, MMA)  # (4, 16): warp, key
+    keys: gl.constexpr = gl.SliceLayout(2, MMA)  # (4, N): warp, key
     warps: gl.constexpr = gl.SliceLayout(1, keys)  # (4,)
-    sizes: gl.constexpr = [shape.stages, KEYS, shape.row]
+    N: gl.constexpr = shape.keys // 4  # keys of a warp
+    sizes: gl.constexpr = [shape.stages, shape.keys, shape.row]
     is_codes: gl.constexpr = shape.kind == INT4
     record = plan + pair * FIELDS
     seq = gl.load(record)
@@ -364,16 +369,19 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     if not shape.slot_scales:
         row_scale = row_scale * gl.load(k_head_scale + head)
     key_lo = first_key_of_run(seqlen_k, run, window_left, shape)
-    warp_key = gl.expand_dims(gl.arange(0, 4, warps) * 16, 1)
-    within = warp_key + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, keys)), 0)
+    warp_key = gl.expand_dims(gl.arange(0, 4, warps) * N, 1)
+    within = warp_key + gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, keys)), 0)
     row = gl.expand_dims(gl.arange(0, R, gl.SliceLayout(0, rows)), 0)
     last_key = gl.expand_dims(key_at(row // shape.group, run, seqlen_k), 1)  # that each row sees
     acc = gl.zeros([4, W, R], gl.float32, MMA)
-    sums = gl.zeros([4, 16, R], gl.float32, MMA)  # of p, by the lane that made it
+    sums = gl.zeros([4, N, R], gl.float32, MMA)  # of p, by the lane that made it
     m = gl.full([4, R], LOWEST, gl.float32, rows)
     unit = gl.full([4], 0.0, gl.float32, warps)  # the largest scale of a value so far
     zero_sums = sums  # of what multiplies values, times their zeros, likewise
     q_sums = gl.expand_dims(gl.expand_dims(q_sums, 0), 1)
+    if is_codes:  # products are of 2^-24 of a code
+        row_scale = row_scale * SCALE
+        q_sums = q_sums * (-1.0 / SCALE)
     k_tiles = reinterpret(ring.k, gl.int8, sizes, _tile_layout(shape.row, 8))
     v_tiles = reinterpret(ring.v, gl.int8, sizes, _tile_layout(shape.row, 8))
     for tile in range(first, last):
@@ -381,8 +389,8 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
         stage = step % shape.stages
         mbarrier.wait(ring.full.index(stage), step // shape.stages & 1)
         if is_codes:
-            key_bytes = k_tiles.index(stage).load(nibble_keys_layout(W))
-            value_bytes = v_tiles.index(stage).load(nibble_values_layout(W))
+            key_bytes = k_tiles.index(stage).load(nibble_keys_layout(shape.keys, W))
+            value_bytes = v_tiles.index(stage).load(nibble_values_layout(shape.keys, W))
         else:
             key_bytes = k_tiles.index(stage).load(key_bytes_layout(W))
             value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))
@@ -390,19 +398,19 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
             k_scales = _head_scales(ring.k_scale, stage, head, shape)
             v_scales = _head_scales(ring.v_scale, stage, head, shape)
         release_loaded(ring.empty.index(stage))
-        zeros = gl.zeros([4, 16, R], gl.float32, MMA)
         if is_codes:
-            s = mma_v2(nibble_keys_operand(key_bytes), operand, zeros) * SCALE
-            s = (s - gl.expand_dims(_zeros_of(k_scales), 2) * q_sums) * row_scale
-            pairs, more_pairs = nibble_value_pairs(value_bytes)
+            s = gl.expand_dims(_zeros_of(k_scales), 2) * q_sums
+            s = mma_v2(nibble_keys_operand(key_bytes), operand, s) * row_scale
         else:
+            zeros = gl.zeros([4, N, R], gl.float32, MMA)
             s = mma_v2(keys_operand(key_bytes, shape.kind), operand, zeros) * row_scale
             pairs = value_pairs(value_bytes, shape.kind)
         if shape.slot_scales:
             s = s * gl.expand_dims(k_scales, 2)
         low_edge, high_edge = full_keys_of_run(key_lo, seqlen_k, run, shape)
-        if (tile * KEYS < low_edge) | (tile * KEYS + KEYS > high_edge):
-            key = tile * KEYS + within
+        first_key = tile * shape.keys
+        if (first_key < low_edge) | (first_key + shape.keys > high_edge):
+            key = first_key + within
             owned = (key >= key_lo) & (key < seqlen_k)
             place = gl.expand_dims(key, 2)
             visible = gl.expand_dims(owned, 2) & (place <= last_key)
@@ -413,7 +421,7 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
             if shape.slot_scales:
                 v_scales = gl.where(owned, v_scales, 0.0)
             if shape.kind == E4M3:
-                pairs = _keep_pairs(pairs, tile * KEYS, key_lo, seqlen_k)
+                pairs = _keep_pairs(pairs, first_key, key_lo, seqlen_k)
         m_new = gl.maximum(m, gl.max(s, 1))
         alpha = gl.expand_dims(exp2(m - m_new), 1)
         m = m_new
@@ -429,6 +437,7 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
         if is_codes:
             exact = p.to(gl.float16).to(gl.float32)  # as the product takes it
             zero_sums = zero_sums * alpha + exact * gl.expand_dims(_zeros_of(v_scales), 2)
+            pairs, more_pairs = nibble_value_pairs(value_bytes)
             values = nibble_values_operand(pairs, more_pairs)
         else:
             values = values_operand(pairs)

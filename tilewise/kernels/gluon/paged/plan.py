@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
-from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
+from tilewise.kernels.gluon.paged.decode import HEADS, ROWS, Shape, paged_decode_kernel
 from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
 from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.host.planned import planned
@@ -37,7 +37,7 @@ __all__ = ["fill_plan", "made_fwd", "plan_fwd", "plan_pairs", "why_not"]
 _WIDTHS = (64, 128)
 _NIBBLE_WIDTHS = (64, 128, 256)
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, FOUR_BITS: 4}
-LOADER_REGISTERS = 24
+LOADER_REGISTERS = 40
 REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
 # The number of CTAs of a multiprocessor that stay and take pair after pair, in calls with WAVES or
 # more times as many sequences and key heads as CTAs fit the device. Such a call also brings a
@@ -136,7 +136,8 @@ def made_fwd(call: Call, tuned: tuple[int, SplitPlan] | None = None) -> LaunchPl
     short, sm_count = _short(spec), device.sm_count_of(maker.device)
     stages, splits = tuned or tiles.byte_decode_plan(short, sm_count)
     _add_decode(maker, short, given, o, lse, stages, splits)
-    chosen = {"split": TileConfig(_rows_of(short), KEYS.value, 5, stages)}  # a warp loads
+    tile_n = tiles.byte_decode_keys(short)
+    chosen = {"split": TileConfig(_rows_of(short), tile_n, 5, stages)}  # a warp loads
     if short is not spec:
         _add_rows(maker, spec, given, o, lse)
         chosen["rows"] = tiles.paged_rows_config(spec, _ARCH)
@@ -199,7 +200,8 @@ def _add_decode(
         part_lse = maker.empty((parts,), torch.float32)
     if not (splits.alone or merges):
         bounds = maker.empty((spec.num_seqs, 2), torch.int32)
-    box = min(spec.block_size, KEYS.value)
+    keys = tiles.byte_decode_keys(spec)
+    box = min(spec.block_size, keys)
     row = spec.head_dim // 2 if spec.cache_dtype == FOUR_BITS else spec.head_dim
     tensors = [_bytes_descriptor(cache, box, row) for cache in caches]
     if slot_scales:
@@ -220,11 +222,12 @@ def _add_decode(
         spec.window_left >= 0,
         sinks is not None,
         splits.alone,
-        seats > 0 and slot_scales,
+        slot_scales and (seats > 0 or spec.cache_dtype == FOUR_BITS),
         merges,
         early.pop("EARLY"),
         LOADER_REGISTERS,
         log_of_rotated(spec.head_dim),
+        keys,
     )
     items = splits.num_pairs * spec.num_kv_heads
     strides = [*scales[0].stride()[:2], *scales[1].stride()[:2]] if slot_scales else [0] * 4
@@ -315,7 +318,7 @@ def _fill(
         cu_seqlens_q,
         records,
         plan=splits,
-        tile_n=KEYS.value,
+        tile_n=tiles.byte_decode_keys(spec),
         max_run=spec.max_seqlen_q,
         window_left=spec.window_left,
         num_tokens=spec.num_tokens,
