@@ -1,7 +1,7 @@
-"""cp.async: copies by all threads of a partition, in groups that it waits for.
+"""cp.async: copies by all threads of a partition, in groups that it waits for, or for a barrier.
 
 A copy takes its elements and lands, piece by piece, at any time between its issue and the wait for
-its group. Triton puts a barrier of the partition's warps behind each wait (its membar pass), which
+its group, or the arrival that its threads have left at an mbarrier for when it has landed. Triton puts a barrier of the partition's warps behind each wait (its membar pass), which
 is counted on: who has waited knows what all its warps have copied. No other barrier is: a copy over
 what the partition has read or written since the last one raises, although Triton would put one in.
 """
@@ -48,7 +48,7 @@ def copy(smem: SharedMemory, pointer: Pointer, mask: Any = None, **_: Any) -> No
         )
     wanted = np.broadcast_to(True if mask is None else values_of(mask), smem.shape)
     pointer.places(Register(wanted, gl.int1))  # raises where one is out of bounds
-    note("copy")
+    note("copy", smem.history, smem.memory)
     machine().step()
     worker = current()
     groups = _groups(worker)
@@ -102,15 +102,15 @@ def arrive(mbarrier: Barrier, increment_count: bool = True) -> None:
     """
     if increment_count:
         raise NotEmulated("arrivals of copies that the barrier does not count beforehand")
-    note("arrive when copied", mbarrier)
-    machine().step()
     worker = current()
+    count = THREADS_PER_WARP * worker.num_warps
+    note("copied", mbarrier, count)
+    machine().step()
     groups = _groups(worker)
     waited, groups.untold, groups.last = groups.untold, [], groups.committed
     for access in waited:
         access.lane, access.epoch = mbarrier, UNFINISHED
     before = set(groups.landing)
-    count = THREADS_PER_WARP * worker.num_warps
 
     def check() -> None:
         if before & set(groups.landing):

@@ -212,23 +212,20 @@ OTHERS = {
         "mbarrier.wait(ring.full.index(stage), step // shape.stages & 1)", "paged_decode",
     ),
     "a_page_loaded_over_one_in_use": _without(
-        "paged/decode:_load_tiles",
-        "mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)", "paged_decode",
+        "paged/decode:_load_tile", "mbarrier.wait(ring.empty.index(stage), parity)", "paged_decode"
     ),
     "a_page_given_back_before_its_values_are_read": Mutation(
         "paged/decode:_fold_pair", _VALUES + _SCALES + _FREE_PAGE, _FREE_PAGE + _VALUES + _SCALES,
         "paged_decode",
     ),
     "the_scales_of_a_page_not_waited_for": Mutation(
-        "paged/decode:_load_tile", "2 * KEYS * shape.row + scale_bytes",
-        "2 * KEYS * shape.row", "paged_decode",
+        "paged/decode:_load_tile", "2 * shape.keys * shape.row + scale_bytes",
+        "2 * shape.keys * shape.row", "paged_decode",
     ),
-    "the_scales_of_a_page_announced_before_they_are_stored": Mutation(
-        "paged/decode:_load_tiles",
-        "                ring.v_scale.index(stage).store(v_scales)\n"
-        "                mbarrier.arrive(ring.full.index(stage), count=1)\n",
-        "                mbarrier.arrive(ring.full.index(stage), count=1)\n"
-        "                ring.v_scale.index(stage).store(v_scales)\n",
+    "the_scales_of_a_page_announced_before_they_are_copied": _later(
+        "paged/decode:_load_scales",
+        "    async_copy.async_copy_global_to_shared(ring.v_scale.index(stage), v_at)\n",
+        "    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)\n",
         "paged_decode_that_stays",
     ),
     "latents_loaded_over_queries_that_some_warp_reads": Mutation(
