@@ -17,9 +17,10 @@ from tests.kernels.planned import paged
 from tests.kernels.triton.test_paged import _spec
 from tilewise import paged_attention, plan_paged_attention, write_kv_cache
 from tilewise.kernels import device, early
+from tilewise.kernels.gluon.device.byte_operands import LINE
 from tilewise.kernels.gluon.paged import plan as gluon
 from tilewise.kernels.gluon.paged.plan import why_not_decode
-from tilewise.kernels.host.descriptors import descriptor
+from tilewise.kernels.host.descriptors import token_descriptor
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.ops import call
@@ -287,7 +288,7 @@ def run_emulated(
     records = torch.zeros(12 + gluon.counter_rows(spec, splits, 2), 8, dtype=torch.int32)
     with (
         # Shared memory of the emulator holds numbers, not bytes: e4m3 has no two zeros or NaNs.
-        mock.patch.object(gluon, "_bytes_descriptor", _int8_descriptor),
+        mock.patch.object(gluon, "_lines_descriptor", _int8_descriptor),
         mock.patch.object(device, "sm_count_of", return_value=2),
         emulated(seed, program=program or Program(), resident=2),
     ):
@@ -315,8 +316,8 @@ def run_emulated(
 _TENSORS = ("block_table", "seqlens_k", "cu_seqlens_q")
 
 
-def _int8_descriptor(cache: Tensor, rows: int, width: int) -> object:
-    return descriptor(cache.view(torch.int8), rows, width)
+def _int8_descriptor(cache: Tensor, rows: int) -> object:
+    return token_descriptor(cache.view(torch.int8), rows, LINE.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)

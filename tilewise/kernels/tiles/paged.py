@@ -94,7 +94,7 @@ WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
 # Of gluon.paged.decode: 64 x 4,096 keys took 150 us, with (3, 3, 256) 158 (H200, 2026-11-22).
 BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
-NIBBLE_KEYS, NIBBLE_STAGES = 128, 3
+NIBBLE_KEYS, BYTE_KEYS = 32, 16
 WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
 
 
@@ -325,11 +325,10 @@ def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
 
 def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
     """Choose (stages of the ring, splits) of Hopper's kernel over caches of 8 and 4 bits."""
-    keys = byte_decode_keys(spec)
-    stages = BYTE_STAGES if keys == 64 else NIBBLE_STAGES
-    config = TileConfig(16, keys, 4, stages)
+    config = TileConfig(16, byte_decode_keys(spec), 4, BYTE_STAGES)
+    groups = replace(spec, num_q_heads=spec.num_q_heads // 4, num_kv_heads=spec.num_kv_heads // 4)
     plan = plan_splits(
-        spec,
+        groups,
         config,
         max(1, spec.max_seqlen_q),
         sm_count,
@@ -337,13 +336,14 @@ def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
         min_split_keys=BYTE_MIN_SPLIT_KEYS,
         waves=PLANNED_WAVES,
     )
-    return stages, plan
+    return BYTE_STAGES, plan
 
 
 def byte_decode_keys(spec: PagedSpec) -> int:
     """Choose the keys of a tile of Hopper's kernel over caches of 8 and 4 bits."""
     rows = 8 if spec.max_seqlen_q * spec.group_size <= 8 else 16
-    return NIBBLE_KEYS if spec.cache_dtype == FOUR_BITS and rows * spec.head_dim <= 1024 else 64
+    is_narrow = spec.cache_dtype == FOUR_BITS and rows * spec.head_dim <= 1024
+    return NIBBLE_KEYS if is_narrow else BYTE_KEYS
 
 
 def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:

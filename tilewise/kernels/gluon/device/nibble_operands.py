@@ -3,7 +3,7 @@
 What: tiles of codes 0 ... 15, two in a byte, in shared memory -> float16 operands of mma.sync in
       registers; the orders of channels that they want of queries and leave in sums.
 Grid: none, inlined into the kernels.
-One call: a tile of 64 or 128 keys; each of four warps has a quarter, which no other multiplies.
+One call: a tile of 16 or 32 keys of four heads; each of four warps has a head.
 Traffic: shared memory once, 4 to 16 bytes at a time.
 Numerics: exact. A code c whose bits are the last of a float16's is c 2^-24, a subnormal number that
       products take as it is; one that stays four bits higher is 16 times as much. So `SCALE` undoes
@@ -20,7 +20,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.byte_operands import halves, sum_layout
+from tilewise.kernels.gluon.device.byte_operands import (
+    halves,
+    more_keys,
+    sum_layout,
+    warps_layout,
+)
 
 INT4 = gl.constexpr(4)  # as in `triton.paged.quantise`
 SCALE = gl.constexpr(2.0**24)  # what products of codes are divided by
@@ -49,32 +54,22 @@ def _words_of_a_lane(width):
 
 
 @gluon.constexpr_function
-def _keys_of_a_warp(keys):
-    """Return the bases of a tile's keys: those beyond a lane's first one, and those of warps."""
-    registers = [[8 << bit, 0] for bit in range((keys // 64).bit_length())]
-    return registers, [[keys // 4, 0], [keys // 2, 0]]
-
-
-@gluon.constexpr_function
 def nibble_keys_layout(keys, width):
-    """Return how a warp takes its quarter of (keys, width / 2 bytes): 8 or 16 bytes a lane."""
+    """Return how warps take keys of width / 2 bytes: 8 or 16 neighbouring bytes a lane."""
     run = 4 * _words_of_a_lane(width)
     registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
     registers += [[0, 64]] * (width == 256)
     lanes = [[0, run], [0, 2 * run], [1, 0], [2, 0], [4, 0]]
-    more, warps = _keys_of_a_warp(keys)
-    return gl.DistributedLinearLayout([*registers, *more], lanes, warps, [], [keys, width // 2])
+    return warps_layout([*registers, *more_keys(keys)], lanes, keys, width // 2)
 
 
 @gluon.constexpr_function
 def nibble_values_layout(keys, width):
-    """Return how a warp takes its quarter of the values (keys, width / 2 bytes)."""
+    """Return how warps take values of width / 2 bytes."""
     run = width // 16
     registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
     lanes = [[2, 0], [4, 0], [0, run], [0, 2 * run], [0, 4 * run]]
-    more, warps = _keys_of_a_warp(keys)
-    registers = [*registers, [1, 0], *more]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [keys, width // 2])
+    return warps_layout([*registers, [1, 0], *more_keys(keys)], lanes, keys, width // 2)
 
 
 @gluon.jit
@@ -98,7 +93,7 @@ def nibble_key_order(x):
 
 @gluon.jit
 def nibble_keys_operand(x):
-    """Return the left operand (4, keys / 4, width) of c q^T of bytes int8 (keys, width / 2)."""
+    """Return the left operand (4, keys, width) of c q^T of bytes int8 (4 keys, width / 2)."""
     width: gl.constexpr = 2 * x.shape[1]
     N: gl.constexpr = x.shape[0] // 4
     words: gl.constexpr = _words_of_a_lane(width)
@@ -114,8 +109,8 @@ def nibble_keys_operand(x):
 
 @gluon.jit
 def nibble_value_pairs(x):
-    """Return (even key, odd key) float16 pairs, int32 (keys / 2, width / 2) twice, of bytes int8
-    (keys, width / 2): of byte 4 w + j those of the channels 8 w + j, and 8 w + 4 + j."""
+    """Return (even key, odd key) float16 pairs, int32 (2 keys, width / 2) twice, of bytes int8
+    (4 keys, width / 2): of byte 4 w + j those of the channels 8 w + j, and 8 w + 4 + j."""
     size: gl.constexpr = x.shape[1]
     even, odd = gl.split(x.reshape([x.shape[0] // 2, 2, size]).permute((0, 2, 1)))
     return gl.inline_asm_elementwise(
@@ -126,7 +121,7 @@ def nibble_value_pairs(x):
 
 @gluon.jit
 def nibble_values_operand(first, second):
-    """Return the left operand (4, width, keys / 4) of c^T p^T of `nibble_value_pairs`."""
+    """Return the left operand (4, width, keys) of c^T p^T of `nibble_value_pairs`."""
     width: gl.constexpr = 2 * first.shape[1]
     N: gl.constexpr = first.shape[0] // 2
     first_even, first_odd = halves(first)

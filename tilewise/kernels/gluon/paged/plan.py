@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon.device.byte_operands import HEADS, LINE
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
-from tilewise.kernels.gluon.paged.decode import HEADS, ROWS, Shape, paged_decode_kernel
-from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
+from tilewise.kernels.gluon.paged.decode import ROWS, Shape, paged_decode_kernel
+from tilewise.kernels.host.descriptors import token_descriptor, why_no_descriptor
 from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.host.planned import planned
 from tilewise.kernels.plan import Call, Refusal
@@ -37,7 +38,7 @@ __all__ = ["fill_plan", "made_fwd", "plan_fwd", "plan_pairs", "why_not"]
 _WIDTHS = (64, 128)
 _NIBBLE_WIDTHS = (64, 128, 256)
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, FOUR_BITS: 4}
-LOADER_REGISTERS = 40
+LOADER_REGISTERS = 24
 REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
 # The number of CTAs of a multiprocessor that stay and take pair after pair, in calls with WAVES or
 # more times as many sequences and key heads as CTAs fit the device. Such a call also brings a
@@ -118,6 +119,8 @@ def why_not_layouts(call: Call) -> str | None:
             reason = f"the last stride must be 1, got {layout.stride}"
         if reason is not None:
             return f"{name} must be addressable by TMA: {reason}"
+        if name.endswith("cache") and layout.stride[2] != layout.shape[3]:
+            return f"{name} must have heads one behind another, got strides {layout.stride}"
     return None
 
 
@@ -203,17 +206,14 @@ def _add_decode(
     keys = tiles.byte_decode_keys(spec)
     box = min(spec.block_size, keys)
     row = spec.head_dim // 2 if spec.cache_dtype == FOUR_BITS else spec.head_dim
-    tensors = [_bytes_descriptor(cache, box, row) for cache in caches]
-    if slot_scales:
-        tensors += [scale_descriptor(x, box, HEADS.value) for x in scales]
-    else:
-        tensors += tensors
+    tensors = [_lines_descriptor(cache, box) for cache in caches]
     variant = Shape(
         spec.num_kv_heads,
         spec.group_size,
         _rows_of(spec),
         spec.head_dim,
         row,
+        keys,
         spec.block_size,
         box,
         stages,
@@ -222,14 +222,12 @@ def _add_decode(
         spec.window_left >= 0,
         sinks is not None,
         splits.alone,
-        slot_scales and (seats > 0 or spec.cache_dtype == FOUR_BITS),
         merges,
         early.pop("EARLY"),
         LOADER_REGISTERS,
         log_of_rotated(spec.head_dim),
-        keys,
     )
-    items = splits.num_pairs * spec.num_kv_heads
+    items = splits.num_pairs * spec.num_kv_heads // HEADS.value
     strides = [*scales[0].stride()[:2], *scales[1].stride()[:2]] if slot_scales else [0] * 4
     maker.launch(
         paged_decode_kernel,
@@ -265,8 +263,8 @@ def _add_decode(
         launch_merge(maker, part_o, part_lse, bounds, starts, spec, o, lse, splits.num_pairs, run)
 
 
-def _bytes_descriptor(cache: Tensor, rows: int, width: int) -> object:
-    return descriptor(cache.view(torch.float8_e4m3fn), rows, width)
+def _lines_descriptor(cache: Tensor, rows: int) -> object:
+    return token_descriptor(cache.view(torch.float8_e4m3fn), rows, LINE.value)
 
 
 def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
@@ -281,7 +279,7 @@ def counter_rows(spec: PagedSpec, plan: SplitPlan, sm_count: int) -> int:
     """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended."""
     if not _merges(plan, _seats(spec, sm_count)):
         return 0
-    return -(-spec.num_seqs * spec.num_kv_heads // FIELDS.value)
+    return -(-spec.num_seqs * spec.num_kv_heads // (HEADS.value * FIELDS.value))
 
 
 def _merges(plan: SplitPlan, seats: int) -> bool:
@@ -292,7 +290,7 @@ def _merges(plan: SplitPlan, seats: int) -> bool:
 def _seats(spec: PagedSpec, sm_count: int) -> int:
     """Return how many CTAs stay and take pair after pair; 0 where there is one for each pair."""
     seats = SEATS * sm_count
-    return seats if spec.num_seqs * spec.num_kv_heads >= WAVES * seats else 0
+    return seats if spec.num_seqs * spec.num_kv_heads // HEADS.value >= WAVES * seats else 0
 
 
 @planned

@@ -1,4 +1,4 @@
-"""Products of many rows with a weight of e4m3 in blocks on Hopper: rows are rounded to e4m3, too."""
+"""Products of many rows with a weight of e4m3 in blocks on Hopper: rows are rounded likewise."""
 
 from __future__ import annotations
 

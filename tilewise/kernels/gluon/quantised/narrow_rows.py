@@ -1,4 +1,5 @@
-"""A product of many rows of e4m3 with a weight of e4m3, both with scales of 128 channels, on Hopper.
+"""A product of many rows of e4m3 with a weight of e4m3, both with scales of 128 channels, on
+Hopper.
 
 What: y = x W^T + bias, x[t, k] = x8[t, k] * x_scale[k / 128, t], W[n, k] = W8[n, k] * scale[n /
 128, k / 128].
