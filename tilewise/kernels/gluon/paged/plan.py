@@ -45,7 +45,7 @@ REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the fi
 # token's scales by ordinary loads, and with a plan it merges in the last split of a sequence to end
 # and begins early where others do. A step of Qwen3-0.6B, 256 rows x 1,024 keys, takes 5,857 us so,
 # and 6,081 with a CTA for each pair (H200, 2026-11-24, lab/results/byte_forms_h200.json).
-WAVES = 2
+WAVES = 0
 SEATS = 2
 _ARCH = 90
 _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8 bits are worth
