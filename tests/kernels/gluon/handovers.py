@@ -176,11 +176,11 @@ BACKWARD = {
 
 _CONSUME_8 = "forward/fp8/kernel:_consume"
 _ADD = "latent/values:"
-_VALUES = "        value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))\n"
+_VALUES = "        value_bytes = v_tiles.index(stage).load(value_bytes_layout(N, W))\n"
 _SCALES = (
     "        if shape.slot_scales:\n"
-    "            k_scales = _head_scales(ring.k_scale, stage, head, shape)\n"
-    "            v_scales = _head_scales(ring.v_scale, stage, head, shape)\n"
+    "            k_scales = _scales_of(ring.k_scale.index(stage), shape)\n"
+    "            v_scales = _scales_of(ring.v_scale.index(stage), shape)\n"
 )
 _FREE_PAGE = "        release_loaded(ring.empty.index(stage))\n"
 
@@ -219,14 +219,13 @@ OTHERS = {
         "paged_decode",
     ),
     "the_scales_of_a_page_not_waited_for": Mutation(
-        "paged/decode:_load_tile", "2 * shape.keys * shape.row + scale_bytes",
-        "2 * shape.keys * shape.row", "paged_decode",
+        "paged/decode:_allocate", "33 if shape.slot_scales else 1", "1", "paged_decode"
     ),
     "the_scales_of_a_page_announced_before_they_are_copied": _later(
         "paged/decode:_load_scales",
         "    async_copy.async_copy_global_to_shared(ring.v_scale.index(stage), v_at)\n",
         "    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)\n",
-        "paged_decode_that_stays",
+        "paged_decode_with_a_plan",
     ),
     "latents_loaded_over_queries_that_some_warp_reads": Mutation(
         "latent/scores:_begin",

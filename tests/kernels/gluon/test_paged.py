@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -23,7 +22,6 @@ from tilewise.kernels.gluon.paged.plan import why_not_decode
 from tilewise.kernels.host.descriptors import token_descriptor
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.tiles import paged as tiles
-from tilewise.ops import call
 from tilewise.reference import four_bits
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget
@@ -160,24 +158,6 @@ def test_agrees_with_float64_with_and_without_a_plan(case: Case, dtype: torch.dt
         assert torch.equal(o, again)
 
 
-# Constants of the plan that change the kernel, or who launches it.
-FORMS: dict[str, dict[str, Any]] = {"a_cta_for_each": {"SEATS": 0}, "ctas_that_stay": {"SEATS": 2}}
-
-
-@pytest.fixture
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Give the constants of a form; calls of before are planned anew."""
-    for constant, value in FORMS[request.param].items():
-        monkeypatch.setattr(gluon, constant, value)
-    _forget_plans()
-    yield request.param
-    _forget_plans()
-
-
-def _forget_plans() -> None:
-    call.forget()
-
-
 # Many sequences, so that a CTA that stays takes several; two of them have splits.
 MANY = Case("many", (*range(1, 1400, 11), 9000, 6000), (1,) * 130)
 STAYING = (
@@ -186,7 +166,7 @@ STAYING = (
     Case("many_narrow_heads", MANY.lengths, MANY.runs, head_dim=64, block_size=8),
     Case("many_padding_rows", (*MANY.lengths, 50, 2000), (*MANY.runs, 0, 0)),
 )
-BY_FORM = [*STAYING, *(case for case in CASES if case.name in ("decode", "drafts", "padding_rows"))]
+SEVERAL = [*STAYING, *(case for case in CASES if case.name in ("decode", "drafts", "padding_rows"))]
 
 
 @pytest.mark.gpu
@@ -194,11 +174,10 @@ BY_FORM = [*STAYING, *(case for case in CASES if case.name in ("decode", "drafts
     "case",
     [
         pytest.param(c, marks=[pytest.mark.large] if c in STAYING else [], id=c.name)
-        for c in BY_FORM
+        for c in SEVERAL
     ],
 )
-@pytest.mark.parametrize("form", FORMS, indirect=True)
-def test_forms_agree_with_float64(form: str, case: Case) -> None:
+def test_a_cta_takes_several_pairs(case: Case) -> None:
     (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, torch.float8_e4m3fn)
     given = options | {"k_scale": k_scale, "v_scale": v_scale, "backend": "gluon"}
     truth, truth_lse = _reference(torch.float64, q, exact, options)
@@ -285,7 +264,7 @@ def run_emulated(
         window_left=-1 if window is None else window - 1, has_sinks="sinks" in options,
     )  # fmt: skip
     splits = tiles.SplitPlan(target_pairs=0, split_tiles=4, num_pairs=12, fixed=True, alone=False)
-    records = torch.zeros(12 + gluon.counter_rows(spec, splits, 2), 8, dtype=torch.int32)
+    records = torch.zeros(12 + gluon.counter_rows(spec, splits), 8, dtype=torch.int32)
     with (
         # Shared memory of the emulator holds numbers, not bytes: e4m3 has no two zeros or NaNs.
         mock.patch.object(gluon, "_lines_descriptor", _int8_descriptor),
@@ -338,14 +317,12 @@ def test_four_bits_agree_with_float64_in_the_emulator(name: str) -> None:
     run_emulated(NIBBLES[name], torch.uint8)
 
 
-@pytest.mark.parametrize("form", FORMS, indirect=True)
-def test_forms_of_four_bits_agree_with_float64_in_the_emulator(form: str) -> None:
+def test_four_bits_with_a_plan_agree_with_float64_in_the_emulator() -> None:
     run_emulated(NIBBLES["splits"], torch.uint8, has_plan=True)
 
 
 @pytest.mark.parametrize("name", EMULATED)
-@pytest.mark.parametrize("form", FORMS, indirect=True)
-def test_forms_agree_with_float64_in_the_emulator(form: str, name: str) -> None:
+def test_with_a_plan_agrees_with_float64_in_the_emulator(name: str) -> None:
     run_emulated(EMULATED[name], torch.int8, has_plan=True)
 
 

@@ -40,13 +40,7 @@ _NIBBLE_WIDTHS = (64, 128, 256)
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, FOUR_BITS: 4}
 LOADER_REGISTERS = 24
 REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
-# The number of CTAs of a multiprocessor that stay and take pair after pair, in calls with WAVES or
-# more times as many sequences and key heads as CTAs fit the device. Such a call also brings a
-# token's scales by ordinary loads, and with a plan it merges in the last split of a sequence to end
-# and begins early where others do. A step of Qwen3-0.6B, 256 rows x 1,024 keys, takes 5,857 us so,
-# and 6,081 with a CTA for each pair (H200, 2026-11-24, lab/results/byte_forms_h200.json).
-WAVES = 0
-SEATS = 2
+SEATS = 2  # CTAs of a multiprocessor, which stay and take pair after pair
 _ARCH = 90
 _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8 bits are worth
 
@@ -195,9 +189,9 @@ def _add_decode(
         _fill(maker.launch, records, spec, given.seqlens_k, starts, splits)
     parts = splits.num_pairs * spec.num_q_heads * run
     part_o, part_lse, bounds = o, lse, records  # never touched
-    seats = _seats(spec, device.sm_count_of(maker.device))
-    merges = _merges(splits, seats) and given.records is not None
-    early = options_of(spec.early if seats and given.records is not None else 0)
+    seats = SEATS * device.sm_count_of(maker.device)
+    merges = given.records is not None and not splits.alone
+    early = options_of(spec.early if given.records is not None else 0)
     if not splits.alone:
         part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
         part_lse = maker.empty((parts,), torch.float32)
@@ -231,7 +225,7 @@ def _add_decode(
     strides = [*scales[0].stride()[:2], *scales[1].stride()[:2]] if slot_scales else [0] * 4
     maker.launch(
         paged_decode_kernel,
-        min(items, seats) if seats else items,
+        min(items, seats),
         q,
         *tensors,
         *scales,
@@ -272,25 +266,17 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
     if spec.num_tokens == 0:
         return 0
     plan = tiles.byte_decode_plan(_short(spec), device.sm_count_of(where))[1]
-    return plan.num_pairs + counter_rows(spec, plan, device.sm_count_of(where))
+    return plan.num_pairs + counter_rows(spec, plan)
 
 
-def counter_rows(spec: PagedSpec, plan: SplitPlan, sm_count: int) -> int:
-    """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended."""
-    if not _merges(plan, _seats(spec, sm_count)):
+def counter_rows(spec: PagedSpec, plan: SplitPlan) -> int:
+    """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended.
+
+    By them the kernel merges a sequence's splits itself where there is a plan.
+    """
+    if plan.alone:
         return 0
     return -(-spec.num_seqs * spec.num_kv_heads // (HEADS.value * FIELDS.value))
-
-
-def _merges(plan: SplitPlan, seats: int) -> bool:
-    """Whether the kernel merges splits itself where a plan has counters; few have any then."""
-    return seats > 0 and not plan.alone
-
-
-def _seats(spec: PagedSpec, sm_count: int) -> int:
-    """Return how many CTAs stay and take pair after pair; 0 where there is one for each pair."""
-    seats = SEATS * sm_count
-    return seats if spec.num_seqs * spec.num_kv_heads // HEADS.value >= WAVES * seats else 0
 
 
 @planned
