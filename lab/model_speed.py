@@ -5,7 +5,8 @@
 
 Weights are random, of the published sizes. A step of B rows reads all weights but the table of
 embeddings, of experts those that are hit (of E experts with k a token E (1 - (1 - k / E)^B) on
-average), and the keys and values of its rows, of a layer with a window no more than that. The roof
+average), and the keys and values of its rows, of a layer with a window no more than that, of a
+layer with a state the state. The roof
 is the time in which a read of a large tensor, measured in the same run, gives these bytes. Times
 are of decode steps alone, of requests that begin together, the median of the turns.
 """
@@ -33,6 +34,23 @@ from tilewise.models.config import read_config
 from tilewise.models.registry import empty_model
 
 _NEW: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16"}
+# Of Qwen3.5's layers, three of four keep a state.
+_DELTA: dict[str, Any] = {
+    "vocab_size": 248_320,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000_000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _NEW
     | {
@@ -150,11 +168,42 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     },
+    "qwen3.5-4b": _NEW
+    | _DELTA
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-35b-a3b": _NEW
+    | _DELTA
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+        "tie_word_embeddings": False,
+    },
 }
 WANTED = {  # shares of the roof at 1, 32 and 256 rows
     "qwen3-30b-a3b": (0.35, 0.5, 0.6),
     "gemma-4-12b": (0.6, 0.7, 0.8),
     "gpt-oss-20b": (0.35, 0.5, 0.6),
+    "qwen3.5-4b": (0.5, 0.6, 0.75),
+    "qwen3.5-35b-a3b": (0.5, 0.6, 0.75),
 }
 _TINY = {
     "vocab_size": 503, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
@@ -162,6 +211,8 @@ _TINY = {
     "global_head_dim": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 
 
@@ -170,6 +221,8 @@ def write(name: str, folder: Path, tiny: bool) -> tuple[Path, dict[str, Any]]:
     config = dict(SHAPES[name])
     if tiny:
         config |= {key: value for key, value in _TINY.items() if key in config}
+        if "linear_num_key_heads" in config:
+            config["layer_types"] = ["linear_attention", "full_attention"] * 3
         if name == "deepseek-v2-lite":
             config["num_key_value_heads"] = config["num_attention_heads"]
     path = folder / name
@@ -212,6 +265,10 @@ def bytes_of_cache(config: dict[str, Any], rows: int, context: int) -> float:
         kinds = kinds * (layers // 6)
     total = 0.0
     for kind in kinds:
+        if kind == "linear_attention":  # a state of float32
+            state = config["linear_key_head_dim"] * config["linear_value_head_dim"]
+            total += 4.0 * rows * config["linear_num_value_heads"] * state
+            continue
         heads, width, tensors = config["num_key_value_heads"], config["head_dim"], 2
         tokens = min(context, window) if kind == "sliding_attention" else context
         if kind == "full_attention" and "global_head_dim" in config:
@@ -237,6 +294,7 @@ def measure(name: str, options: argparse.Namespace, read: float) -> dict[str, An
             device=options.device,
             dtype="bfloat16",
             random_weights=True,
+            num_blocks=max(options.rows) * (length // 16 + 2),
             max_num_seqs=max(options.rows),
             max_model_len=max(length, 256),
             **settings,

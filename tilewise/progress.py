@@ -23,7 +23,8 @@ _WIPE = "\r\x1b[K"
 
 
 class Show(Protocol):
-    """What tells of progress: words, and the part of the work that is done, 0 to 1, if known."""
+    """A function that reports progress: words, and the finished share of the work, 0 to 1, if
+    known."""
 
     def __call__(self, text: str, share: float | None = None) -> None: ...
 
@@ -47,9 +48,9 @@ def writes_over(stream: Any) -> bool:
 
 
 def say(line: str) -> None:
-    """Write a line on standard error that stays, in place of one of progress that stands there.
+    """Write a line that stays to standard error; it replaces a line of progress that is shown.
 
-    A process without standard error, or whose reader has gone, goes on.
+    A failure to write, because nobody reads, is ignored.
     """
     stream = sys.stderr
     if stream is not None:

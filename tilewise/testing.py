@@ -176,7 +176,8 @@ def assert_within_budget(
     factor: float = 2.0,
     scale: float = 0.0,
 ) -> None:
-    """Raise AssertionError when `budget_violation` finds one; see there for the rule."""
+    """Raise AssertionError if `budget_violation`, which states the rule, finds an error too
+    large."""
     violation = budget_violation(actual, truth, eager, factor=factor, scale=scale)
     if violation is not None:
         raise AssertionError(f"{name}: {violation}")

@@ -9,11 +9,19 @@ import pytest
 import torch
 import transformers
 
-from tests.models.tiny import PROMPTS, VOCAB, greedy_dense, greedy_hf, greedy_paged, save_hf
+from tests.models.tiny import (
+    PROMPTS,
+    VOCAB,
+    assert_saved_as_the_same_model,
+    greedy_dense,
+    greedy_hf,
+    greedy_paged,
+    save_hf,
+)
 from tilewise import LLM, SamplingParams
 from tilewise.cost.model import read_sizes
 from tilewise.errors import CheckpointError
-from tilewise.models import ModelConfig, load_model, save_model
+from tilewise.models import ModelConfig, load_model
 from tilewise.models.native import NativeDecoder
 from tilewise.nn.experts import Experts
 
@@ -127,19 +135,11 @@ def test_greedy_tokens_are_those_of_transformers_also_by_panels(pair: tuple[Any,
     assert greedy_paged(ours, PROMPTS, steps=8, chunk=3) == told
 
 
-@pytest.mark.parametrize("case", ["ernie4_5_moe", "phimoe"])
+@pytest.mark.parametrize("case", CASES)
 def test_a_mixture_that_is_saved_is_the_same_model_to_transformers(
     case: str, tmp_path: Path
 ) -> None:
-    hf = make(case)
-    ours = load_model(save_hf(hf, tmp_path / "theirs"))
-    save_model(ours, tmp_path / "ours")
-    assert load_model(tmp_path / "ours").config == ours.config
-    again = type(hf).from_pretrained(tmp_path / "ours", attn_implementation="eager")
-    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        want, got = (model(ids, use_cache=False).logits for model in (hf, again))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_saved_as_the_same_model(make(case), tmp_path)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe_dense_layer", "deepseek_v3"])

@@ -13,10 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
-from tests.models.tiny import VOCAB, greedy_hf, save_hf
+from tests.models.tiny import VOCAB, assert_saved_as_the_same_model, greedy_hf, save_hf
 from tilewise import LLM, SamplingParams
 from tilewise.errors import CheckpointError
-from tilewise.models import ModelConfig, load_model
+from tilewise.models import ModelConfig, load_model, save_model
 from tilewise.models.native import NativeDecoder
 from tilewise.nn import Mamba2Config
 
@@ -271,6 +271,19 @@ def test_an_engine_serves_texts_in_chunks_and_finds_their_prefixes(
         (again,) = llm.generate(asked[:1], params)
     assert list(again.outputs[0].token_ids) == told[0]
     assert again.num_cached_tokens == 64  # where a state was kept
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("zamba2")])
+def test_what_is_saved_is_read_here_and_by_transformers_as_the_same_model(
+    case: str, tmp_path: Path
+) -> None:
+    assert_saved_as_the_same_model(make(case), tmp_path)
+
+
+def test_a_block_that_layers_share_is_not_written(tmp_path: Path) -> None:
+    ours = load_model(save_hf(make("zamba2"), tmp_path / "theirs"))
+    with pytest.raises(CheckpointError, match=r"config.json is written.* got Zamba2ForCausalLM"):
+        save_model(ours, tmp_path / "ours")
 
 
 def _rewritten(path: Path, change: Any) -> Path:

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tilewise.models import Decoder
+from tilewise.models import Decoder, load_model, save_model
 from tilewise.nn import AttentionContext
 
 logging.disable_progress_bar()
@@ -367,3 +367,17 @@ def assert_same_gradients(hf: PreTrainedModel, ours: Decoder) -> None:
         for source, part in weight.parts(ours.get_parameter(weight.name).grad):
             error = (part - theirs[source]).norm() / theirs[source].norm()
             assert error < 1e-4, (source, error.item())
+
+
+def assert_saved_as_the_same_model(theirs: PreTrainedModel, folder: Path) -> None:
+    """Hold what `save_model` writes of a model to the same weights, here and in transformers."""
+    ours = load_model(save_hf(theirs, folder / "theirs"))
+    save_model(ours, folder / "ours")
+    again = load_model(folder / "ours")
+    assert again.config == ours.config
+    weights, read = ours.state_dict(), again.state_dict()
+    assert weights.keys() == read.keys()
+    assert all(torch.equal(weights[name], read[name]) for name in weights)
+    given = theirs.state_dict()
+    read = type(theirs).from_pretrained(folder / "ours").state_dict()
+    assert not [name for name in given if not torch.equal(given[name], read[name])]

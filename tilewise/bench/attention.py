@@ -87,7 +87,7 @@ def run(
 
 
 def document(rows: list[Row], ceilings: Ceilings) -> dict[str, Any]:
-    """What the JSON holds."""
+    """Return the JSON document of a run: versions, ceilings and rows."""
     versions = {"version": tilewise.__version__, "triton": _version("triton")}
     return {**versions, "ceilings": ceilings.as_dict(), "rows": rows}
 

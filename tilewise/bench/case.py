@@ -25,7 +25,7 @@ class Case:
         do: the weights of o, in its shape.
         dlse: the weights of lse (B, H, N), None where only o is asked for.
         options: keyword arguments of `ops.attention` beside the rule: a feature's.
-        learned: those of the options that have a gradient, by name.
+        learned: the options that have a gradient, by name.
         cu_seqlens: int32 (B + 1,) of a packed batch.
     """
 
@@ -41,12 +41,13 @@ class Case:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the tensors."""
         return self.q.device
 
     @property
     def checked_length(self) -> int:
-        """Tokens of the sequence that is compared with the truth, the last one."""
+        """Number of tokens of the last sequence, the one whose results are compared with the
+        truth."""
         return self.problem.lengths[-1] if self.problem.lengths else self.problem.seqlen
 
     def checked(self, tensor: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class Case:
         return torch.linspace(n // 16, n - 1, min(ROWS, n), device=self.device).long()
 
     def visible(self, rows: Tensor) -> Tensor:
-        """Which keys those queries see by the problem's rule, bool (rows, keys)."""
+        """The keys that queries `rows` see by the problem's rule, bool (rows, keys)."""
         problem = self.problem
         keys = torch.arange(self.checked_length, device=self.device)
         distance = rows[:, None] - keys

@@ -228,7 +228,8 @@ class ContiguousTables(BlockTables):
         self.pieces.release(whole)
 
     def missing_blocks(self, seq: Sequence, spare: int) -> int:
-        """Return how many pieces must become free, 1 for any number; 0 is now."""
+        """Return 0 if a sequence can be admitted now, else 1, whatever number of pieces it
+        lacks."""
         starts = self._take(seq)
         self.pieces.release(starts)
         return int(not starts)
@@ -282,7 +283,7 @@ class ContiguousTables(BlockTables):
 
 
 def use_tables(scheduler: Scheduler, tables: BlockTables) -> None:
-    """Give a new scheduler, and those of its parts that know its tables, other ones."""
+    """Replace the block tables of a new scheduler, and of its parts that refer to them."""
     own = scheduler.tables
     for part in (scheduler, *vars(scheduler).values()):
         if getattr(part, "tables", None) is own:

@@ -140,7 +140,10 @@ def _row(
     device: str,
     ceilings: Ceilings,
 ) -> Row:
-    """Time one call if its first sequence is what is wanted; its first run is not timed."""
+    """Check the first sequence of a call's result against `want`; if it is right, time the call.
+
+    The first run, which compiles, is not timed.
+    """
     batch, num_q_heads, num_kv_heads, tokens = case
     name = str(dtype).removeprefix("torch.")
     row: Row = {"op": "decode", "peer": peer, "B": batch, "heads": f"{num_q_heads}/{num_kv_heads}"}

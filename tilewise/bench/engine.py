@@ -116,7 +116,11 @@ def plan_workloads(options: argparse.Namespace, name: str, sizes: Sizes) -> list
 def plan_sessions(
     options: argparse.Namespace, shape: str, folder: Path, limits: tuple[float, float]
 ) -> list[Session]:
-    """Return the sessions of a shape: what shares prompts apart from what must not, by threads."""
+    """Return the sessions of a shape: one for each number of threads, with and without prefix
+    cache.
+
+    Only the workload "samples" runs with the prefix cache.
+    """
     directory, is_random = model_directory(shape, folder)
     sizes = read_sizes(json.loads((directory / "config.json").read_text()))
     asked = plan_workloads(options, shape, sizes)

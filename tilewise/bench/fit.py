@@ -49,8 +49,8 @@ class MeasuredStep:
         scheduling, submitting: the host's seconds before the step.
         device: from the end of the step before, or from its own submission, to its end.
         updating: the host's seconds after the step.
-        is_alone: `device` is all that the device took and nothing else, as the whole step had been
-            submitted before it began; of the host nothing was measured.
+        is_alone: True if `device` is all that the device took and nothing else, as the whole step
+            had been submitted before it began; of the host nothing was measured.
     """
 
     work: StepWork
@@ -121,9 +121,10 @@ def fit(
 def fit_device(
     start: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], **options: Any
 ) -> Machine:
-    """Return `start` with the efficiencies and times of a device that are nearest; see `fit`.
+    """Return `start` with the device's efficiencies and times that fit measured steps best; see
+    `fit`.
 
-    Steps that ran alone tell more of a device than others, which are left out beside them.
+    If some steps ran alone, which tells most of a device, the others are left out.
     """
     steps, start = of_device(steps), replace(start, factors={})
     on_device = start.captures or start.overlaps_steps
@@ -226,7 +227,7 @@ def _fit_device(
     """Return `start` with the weights that are nearest.
 
     Args:
-        bounded: no share is above MOST_OF_A_GPU.
+        bounded: True if no share is above MOST_OF_A_GPU.
     """
     seconds = [step.device for step in steps]
     machine, tried = start, list[Machine]()

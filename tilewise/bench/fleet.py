@@ -42,7 +42,7 @@ class Place:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """The number of GPUs of all replicas together."""
         return self.replicas * self.tensor_parallel
 
     def as_row(self) -> dict[str, Any]:

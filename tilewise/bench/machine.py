@@ -140,7 +140,7 @@ def few_pairs_of(runner: Runner, sizes: Sizes) -> int:
 
 
 def _measure_link() -> dict[str, float]:
-    """Return the rate of copies between pinned main memory and a GPU, and what one costs beside."""
+    """Return bytes/s between pinned main memory and a GPU, and the fixed seconds of a copy."""
     num_bytes = 256 << 20
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -198,12 +198,13 @@ class Crowd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a runner is ready for.
+    """The sizes that a runner is made for.
 
     Attributes:
-        seats, slots: sequences at once, and tokens of the cache, in blocks of 16.
-        budget: tokens of a step.
-        max_len: tokens of a sequence.
+        seats, slots: the numbers of sequences at once and of tokens in the cache, whose blocks hold
+            16.
+        budget: the largest number of tokens of a step.
+        max_len: the largest number of tokens of a sequence.
     """
 
     max_len: int = 1024
@@ -239,7 +240,7 @@ def measure_steps(
     Args:
         runner: ready to run what `room` says.
         sizes: the sizes of its model.
-        overlap: submit a step while one runs, as the engine does with this runner on a GPU.
+        overlap: True to submit a step while one runs, as the engine does with this runner on a GPU.
         repeats: turns after one to warm up.
         room: None is the least: `SEATS`, `SLOTS`.
         clock: the clock, in seconds.
@@ -342,7 +343,7 @@ class _Held:
         return handle, was_held
 
     def note(self, work: StepWork) -> None:
-        """Keep what the last step took."""
+        """Record the work and the seconds of the last step; wait for its end."""
         self._end.synchronize()
         self.steps.append(MeasuredStep(work, 0.0, 0.0, self._seconds(), 0.0, is_alone=True))
 

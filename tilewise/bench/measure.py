@@ -87,7 +87,10 @@ def _raise_if_spent(budget: Budget) -> None:
 
 
 def _raise_if_too_large(problem: Problem, peer: str) -> None:
-    """Refuse what a CPU's memory cannot hold: there the system would end the whole process."""
+    """Raise MemoryError if a CPU's memory cannot hold the N x N matrices that a peer makes.
+
+    The operating system would end the whole process there.
+    """
     if peer not in SQUARES:
         return
     entries = problem.batch * problem.num_q_heads * problem.seqlen**2

@@ -1,7 +1,7 @@
 """`tilewise bench ops`: attention and paged decode beside torch's own, in one short run.
 
-Attention is a part of what `tilewise bench attention` measures, by the same rules: see there.
-Decode reads a paged bfloat16 cache; its bytes are those of the keys and values.
+Attention is measured as by `tilewise bench attention`, on fewer problems. Decode reads a paged
+bfloat16 cache; its bytes are those of the keys and values.
 """
 
 from __future__ import annotations

@@ -26,10 +26,11 @@ LONG = 0.5  # seconds: a CPU call that takes so long after its first one is time
 
 
 class Budget:
-    """Wall time shared by the measurements that are still to come.
+    """The wall time that the remaining measurements share.
 
     Attributes:
-        first_calls, first_seconds: those that were left out, and what they took.
+        first_calls, first_seconds: the number of first calls, which do not count, and their
+            seconds.
     """
 
     def __init__(self, seconds: float, measurements: int) -> None:

@@ -39,14 +39,15 @@ class Run:
     """A peer's call, and how to read its tensors.
 
     Attributes:
-        function: computes o, or o and lse, from q, k, v.
+        function: a function that computes o, or o and lse, from q, k, v.
         leaves: the tensors by which it is differentiated: "q", "k", "v" first, then a feature's
             own.
         do, dlse: the weights of o, in the shape of the peer's o, and of lse where there is one.
-        checked: cuts the compared sequence (N, H, D) out of o, do or a gradient of q, k, v.
+        checked: a function that cuts the compared sequence (N, H, D) out of o, do or a gradient of
+            q, k, v.
         has_own_dropout: True if it drops elements that the others cannot know.
         no_backward: why it has no gradient, None when it has one.
-        is_8_bit: its inputs are rounded to e4m3, and what it returns is off by that.
+        is_8_bit: True if the peer rounds its inputs to e4m3, so that its results are off by that.
     """
 
     function: Function
@@ -64,7 +65,7 @@ class Run:
         return self.leaves["q"], self.leaves["k"], self.leaves["v"]
 
     def forward(self) -> Any:
-        """Compute o, or o and lse, of the leaves."""
+        """Return o of the leaves, or (o, lse) where the peer's function returns both."""
         return self.function(*self.qkv)
 
 
@@ -74,7 +75,7 @@ def _run(case: Case, function: Function, **more: Any) -> Run:
 
 
 def _plain(case: Case, features: tuple[str, ...] = ()) -> None:
-    """Refuse what a peer does not know of a case."""
+    """Raise UnsupportedError if a case has a rule or a feature that a peer cannot compute."""
     problem = case.problem
     known = ("plain", "deterministic", "GQA 8:1", *features)
     if problem.lengths or problem.density or problem.window_left >= 0:

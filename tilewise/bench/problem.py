@@ -78,7 +78,7 @@ class Problem:
         return self.batch * n * n * (0.5 if self.causal else 1.0)
 
     def flops(self, op: str) -> float | None:
-        """FLOPs of one call by the papers' count, None for what they do not count."""
+        """FLOPs of one call of `op` by the papers' count; None for an op that they do not count."""
         d, dv = self.head_dim, self.v_head_dim
         products = {  # channels that each visible entry is multiplied with
             "forward": d + dv,
@@ -90,7 +90,7 @@ class Problem:
         return 2.0 * self.visible_entries() * self.num_q_heads * products[op]
 
     def columns(self) -> dict[str, Any]:
-        """What identifies it in a row of the report."""
+        """The columns that identify the problem in a row of the report."""
         columns: dict[str, Any] = {"table": self.table, "B": self.batch, "H": self.num_q_heads}
         columns |= {"Hk": self.num_kv_heads, "N": self.seqlen}
         columns |= {"D": self.head_dim, "Dv": self.v_head_dim, "causal": self.causal}

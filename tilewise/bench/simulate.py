@@ -103,7 +103,7 @@ def model_sizes(name: str) -> Sizes:
     """Return the sizes of a named model, or of a checkpoint directory.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the name is unknown and no directory.
     """
     if name in MODELS:
         return MODELS[name]
@@ -128,7 +128,7 @@ class Setting:
         max_num_seqs: sequences that run at once.
         budget: tokens of a step.
         max_len: tokens of a sequence; None is the model's.
-        overlap: submit a step while one runs; None is what the profile says.
+        overlap: True to submit a step while one runs; None takes the profile's.
         scheduler_options: keywords of Scheduler, before all of the above.
         tensor_parallel: machines that hold a shard of the model each.
         num_checkpoints: checkpoints of states that are kept, in a model whose layers keep states;
@@ -200,11 +200,11 @@ def arrivals_of(
     n: int | None = None,
     ids_of: Callable[[TraceRequest, int], list[int]] = prompt_ids,
 ) -> Iterator[Arrival]:
-    """Yield the requests of a trace in their order.
+    """Yield the requests of a trace with the times of their arrival, in the trace's order.
 
     Args:
-        n: samples of each prompt; None is what the trace says.
-        ids_of: token ids of a prompt, from a request and its number.
+        n: the number of samples of each prompt; None takes the trace's.
+        ids_of: a function from a request and its number to the token ids of its prompt.
     """
     for number, request in enumerate(requests):
         params = SamplingParams(n=n or request.n, max_tokens=request.output, ignore_eos=True)

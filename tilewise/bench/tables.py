@@ -27,12 +27,12 @@ class Scale:
         all_up_to: the longest of them with every pass of every peer. Beyond it there is no
             forward+backward, and of the peers that hold N x N matrices only the forward pass.
         ours_only: longer N, of our forward pass alone.
-        flex_seqlens: those N that FlexAttention is compiled for; each takes seconds.
+        flex_seqlens: the sequence lengths N that FlexAttention is compiled for; each takes seconds.
         window_left: keys to the left of a query in the window table.
         rule_seqlens: N of the window table; the block table takes the last and its half.
         feature_seqlen: N of features, head dims and second derivatives.
         varlen: (shortest, longest, tokens) of a packed batch, and
-        varlen_heads: its heads, of D 128.
+        varlen_heads: the number of heads of that batch, of D 128.
         peers: the peers of the dense table, ours first.
         published_seqlens: N of the shapes that peers publish figures of; () leaves them out.
         published_heads: query heads of those.
@@ -174,7 +174,7 @@ def varlen(scale: Scale) -> list[Problem]:
 
 
 def features(scale: Scale) -> list[Problem]:
-    """What each feature costs beside the plain call, causal, D 128."""
+    """Return the problems that compare each feature with the plain call: causal, D 128."""
     problems = []
     for feature in FEATURES:
         if feature == "random blocks":

@@ -46,7 +46,7 @@ class TraceRequest:
     """One request of a trace.
 
     Attributes:
-        seconds: its arrival, counted from the first one's.
+        seconds: the time of arrival, counted from the first request's.
         prompt, output: tokens, at least 1 each.
         n: samples of the prompt, each of `output` tokens.
         shared: (id, tokens) of the runs that the prompt begins with: prompts that begin with equal
@@ -74,7 +74,7 @@ def read_trace(path: str) -> list[TraceRequest]:
 
     Raises:
         ValueError: the file has other fields, or a line is malformed; the message has its number.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     rows = _read_jsonl(path) if path.endswith(".jsonl") else _read_csv(path)
     requests = sorted(rows, key=lambda request: request.seconds)
@@ -253,9 +253,11 @@ def prompt_ids(request: TraceRequest, number: int) -> list[int]:
 
 
 def ids_within(vocab_size: int) -> Callable[[TraceRequest, int], list[int]]:
-    """Return a function like `prompt_ids` whose ids a model of `vocab_size` tokens has.
+    """Return a function like `prompt_ids` whose random ids are below vocab_size.
 
-    What prompts share is drawn from the generator that its id seeds.
+    The tokens that prompts share are drawn from a generator seeded by the id of the shared run, the
+    others from one seeded by the number of the request. Ids that the trace has are returned as they
+    are.
     """
 
     def ids_of(request: TraceRequest, number: int) -> list[int]:

@@ -114,7 +114,7 @@ def _row(name: str, options: argparse.Namespace) -> Json:
     """Return the row SHAPE/WAY/N.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the name has another form, or its shape or way is unknown.
     """
     shape, way, length, *more = [*name.split("/"), "", ""]
     known = (shape in DECODER_SHAPES or shape in BERT_SHAPES) and way in WAYS
@@ -172,7 +172,8 @@ class _Worker:
         )
 
     def go(self) -> None:
-        """Tell it to go on; it may have ended by itself, which its next line shows."""
+        """Tell the worker's process to go on; if the process has ended, its next line shows
+        that."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(b"go\n")
@@ -184,7 +185,11 @@ class _Worker:
             self.result = json.loads(line)
 
     def measure(self, limit: float) -> Json:
-        """Let a row that is ready time its steps; return what it says."""
+        """Tell the process to time its steps, wait for the result, and return it with the row.
+
+        Args:
+            limit: the seconds to wait.
+        """
         if self.result is None:
             self.go()
             line = self._line(limit)

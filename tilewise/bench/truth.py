@@ -46,7 +46,7 @@ class Truth:
 
 
 def _leaves(case: Case, rows: Tensor) -> dict[str, Tensor]:
-    """What the sampled rows depend on, in float64."""
+    """Return the tensors from which the sampled rows are computed, in float64."""
     leaves = {"q": case.checked(case.q)[rows], "k": case.checked(case.k)}
     leaves["v"] = case.checked(case.v)
     if "bias" in case.options:
@@ -83,7 +83,8 @@ def rows_of(case: Case, rows: Tensor, leaves: Mapping[str, Tensor]) -> tuple[Ten
 
 
 def _kept(case: Case, rows: Tensor) -> Tensor:
-    """What dropout keeps of the sampled rows of the last sequence, bool (1, H, rows, N)."""
+    """Return the keys that dropout keeps for sampled rows of the last sequence, bool (1, H, rows,
+    N)."""
     problem, p = case.problem, case.options["dropout_p"]
     philox = philox_of(case.options["seed"], case.device)
     shape = (problem.batch, problem.num_q_heads, 1, problem.seqlen)

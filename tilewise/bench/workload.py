@@ -134,7 +134,7 @@ def of_trace(
     """Return the requests of a trace as it has them, prompts as token ids.
 
     Args:
-        ids_of: token ids of a prompt, from a request and its number.
+        ids_of: a function from a request and its number to the token ids of its prompt.
         speed: the number of the trace's seconds that go by in one second.
     """
     asked = []
@@ -163,7 +163,7 @@ def arriving(
         seed: the seed of the intervals.
 
     Raises:
-        ValueError: one of these is not above 0.
+        ValueError: rate, burstiness or burst is not finite and above 0.
     """
     for name, value in (("rate", rate), ("burstiness", burstiness), ("burst", burst)):
         if not 0 < value < float("inf"):
@@ -182,9 +182,10 @@ def arriving(
 
 
 def with_keys(asked: Sequence[Asked], keys: Sequence[str]) -> list[Asked]:
-    """Give requests keys: those of a user the same one, those without a user in turn.
+    """Give each request an API key.
 
-    A turn has the key of its conversation.
+    The requests of a user share a key; requests without a user get the keys in turn. A later turn
+    of a conversation has the key of its first one.
     """
     users = sorted({str(one.body["user"]) for one in asked if "user" in one.body})
     found: list[Asked] = []

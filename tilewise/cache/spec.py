@@ -121,7 +121,8 @@ class KVSpec(_Row):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in one layer: Hk ((D + Dv) times those of a channel + the scales)."""
+        """Bytes of one token in one layer: Hk times (the bytes of D + Dv channels, and of its
+        scales)."""
         elements = (self.head_dim + self.v_head_dim) // self.channels_per_element
         channels = elements * self.dtype.itemsize
         return self.num_kv_heads * (channels + self.scale_bytes)
@@ -170,7 +171,7 @@ class StateSlots(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a layer keeps of a sequence: a recurrence, a convolution before it, or one of the two.
+    """The state of a sequence in one layer: of a recurrence, of a convolution before it, or of one.
 
     Attributes:
         conv_channels, conv_width: C and W of the convolution; a width of 1 is no convolution.
@@ -218,11 +219,12 @@ class StateSpec:
         return torch.promote_types(self.dtype, torch.float32)
 
     def recurrence(self, *, keeps_tokens: bool) -> list[StateTensor]:
-        """Return the tensors of a slot of `RecurrentStates`, in their order.
+        """Return the shapes and dtypes of the tensors of a slot of `RecurrentStates`, in their
+        order.
 
         Args:
-            keeps_tokens: whether the chunk's tokens are kept, as a GPU does, and not what they add
-                to the state.
+            keeps_tokens: True if a slot keeps the values of the tokens of its open chunk, as on a
+                GPU; False if it keeps what each of them adds to the state, as on a CPU.
         """
         if not self.num_heads:
             return []
@@ -247,7 +249,7 @@ class StateSpec:
 
     @property
     def checkpoint(self) -> list[StateTensor]:
-        """What a checkpoint holds: the state, and W - 1 tokens."""
+        """The shapes and dtypes of a checkpoint's tensors: the state, and the last W - 1 tokens."""
         found = self.recurrence(keeps_tokens=True)[:1]
         if self.conv_width > 1:
             found.append(((self.conv_width - 1, self.conv_channels), self.dtype))
@@ -399,22 +401,22 @@ class CacheSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block of each group together, in all layers."""
+        """Bytes of as many blocks as there are groups, one of each, in all their layers."""
         return self.block_size * self.bytes_per_token
 
     def group_block_bytes(self, group: int) -> int:
-        """Bytes of one block of one group, in all of its layers."""
+        """Bytes of a block of group `group`, in all layers of the group."""
         return self.block_size * self.groups[group].bytes_per_token
 
     @property
     def group_shares(self) -> tuple[float, ...]:
-        """The share of each group's block in the bytes of one block of each group."""
+        """The share of each group in `bytes_per_block`, by its number."""
         return tuple(
             self.group_block_bytes(i) / self.bytes_per_block for i in range(len(self.groups))
         )
 
     def part(self, group: int) -> CacheSpec:
-        """Return the cache of one group as that of a model of its own."""
+        """Return the specification of one group's layers alone, numbered from 0."""
         own = self.groups[group]
         whole = replace(own, layers=tuple(range(len(own.layers))))
         return CacheSpec(len(own.layers), self.block_size, own.kind, (whole,))

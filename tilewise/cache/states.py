@@ -28,7 +28,7 @@ class _Stack(NamedTuple):
     """The layers of one spec.
 
     Attributes:
-        layers: their numbers in the model.
+        layers: the numbers of the layers in the model.
         spec: the sizes of what each of the layers keeps.
         recurrence: the tensors of their slots, (layers, slots, ...).
         convolution: the tensor of their convolution; None without one.

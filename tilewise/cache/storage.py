@@ -125,11 +125,15 @@ class KVStorage:
         return tuple(part.num_blocks for part in self.parts)
 
     def in_all_layers(self, block_pairs: Tensor, target: KVStorage | None = None) -> Tensor:
-        """Convert pairs of blocks of one layer (n, 2) to those of `whole` (num_layers * n, 2).
+        """Return the pairs (source, target) of blocks of `whole` in all layers, from those of one
+        layer.
 
         Args:
-            block_pairs: int64, rows (source, target).
+            block_pairs: int64 (n, 2), the pairs in one layer.
             target: the storage of the target blocks, with as many layers; None for this one.
+
+        Returns:
+            int64 (num_layers * n, 2).
         """
         steps = (self.num_blocks, (target or self).num_blocks)
         layer = torch.arange(len(self.spec.groups[0].layers), device=block_pairs.device)

@@ -20,7 +20,7 @@ TARGET = 0.7  # load of each replica: the rest is for bursts that come before a 
 
 
 def load_of(running: int, waiting: int, seats: int, used_fraction: float) -> float:
-    """Return the load of a replica.
+    """Return the load of a replica: the larger of (running + waiting) / seats and used_fraction.
 
     Args:
         running, waiting: the numbers of sequences.

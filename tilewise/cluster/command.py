@@ -110,8 +110,8 @@ def deploy(model: str, given: Mapping[str, Any]) -> int:
 
 
 def _cores(own: Mapping[str, Any]) -> float:
-    """Return the number of cores to declare for a cluster of one machine: what all replicas
-    reserve."""
+    """Return the number of cores to declare for a cluster of one machine: at least all replicas'
+    cores."""
     most = own.get("max_replicas") or own.get("replicas") or 1
     # Replicas reserve cores so that Ray spreads them over machines; one machine leaves no choice.
     return float(max(os.cpu_count() or 1, 1 + most * own.get("num_cpus", 1.0)))

@@ -29,7 +29,8 @@ class Directory:
             self._known.get(deployment, {}).pop(name, None)
 
     def replicas(self, deployment: str) -> dict[str, int]:
-        """Return the known replicas of a deployment."""
+        """Return the replicas of a deployment by name, with the tokens that each caches; empty if
+        unknown."""
         with self._lock:
             return dict(self._known.get(deployment, {}))
 

@@ -225,7 +225,11 @@ class Gateway:
     async def _one(
         self, name: str, call: Call, answer: _Answer, ticket: object, is_last: bool
     ) -> bool:
-        """Let one replica answer; return False if another one shall try."""
+        """Pass a request to one replica and its answer to the client.
+
+        Returns:
+            False if the replica refused before any work was done, so that another one shall answer.
+        """
         async with aclosing(self.backend.open(name, call)) as parts:
             start = None
             async for part in parts:

@@ -48,9 +48,10 @@ class Asked:
 
 
 class Router(Protocol):
-    """The interface of routers: they choose replicas and are told what happens to requests.
+    """The interface of routers, which choose a replica for each request.
 
-    A ticket identifies one request.
+    A gateway reports to the router what happens to a request: sent, answered, ended. A ticket
+    identifies the request.
     """
 
     def join(self, name: str, capacity: int = CAPACITY) -> None:
@@ -170,7 +171,11 @@ class PrefixRouter:
         return self._kept(asked).get(name, 0)
 
     def _kept(self, asked: Asked) -> dict[str, int]:
-        """Return how many tokens of a prompt each replica caches, without those that cache none."""
+        """Return the number of a prompt's first tokens that each replica caches, by the replica's
+        name.
+
+        Replicas that cache none of them are left out.
+        """
         found: dict[str, int] = {}
         among, length = -1, 0
         for piece in asked.pieces:

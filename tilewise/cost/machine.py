@@ -175,7 +175,7 @@ def read_machine(path: str | Path) -> Machine:
     """Read a profile that `tilewise bench machine` wrote.
 
     Raises:
-        ValueError: it is not JSON, or a field is missing, unknown or out of its range.
+        ValueError: the file is not JSON, or a field is missing, unknown or out of its range.
         OSError: the file cannot be read.
     """
     try:
@@ -220,7 +220,7 @@ def machine(name: str) -> Machine:
     """Return a profile by its name.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no profile has that name.
     """
     if name not in MACHINES:
         raise ValueError(f"gpu must be one of {', '.join(MACHINES)}, got {name!r}")

@@ -104,10 +104,11 @@ def cache_bytes_by_kind(
 
 
 class WastedSlots(NamedTuple):
-    """Token slots that are reserved and hold nothing.
+    """Token slots that are reserved and hold no token.
 
-    `internal` lie between a request's length and its own reservation, `external` between its
-    reservation and what the layout of the memory gives it.
+    Attributes:
+        internal: the slots between the length of a request and its own reservation.
+        external: the slots beyond a reservation that the layout of the memory adds to it.
     """
 
     internal: int

@@ -34,7 +34,8 @@ class StateLayers:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the float32 states of one sequence, in all layers: what its step reads."""
+        """Bytes of the float32 states of one sequence in all these layers; a step reads all of
+        them."""
         return 4 * self.count * self.num_heads * self.key_dim * self.value_dim
 
     @property

@@ -99,7 +99,7 @@ class StepSeconds(NamedTuple):
 
     @property
     def alone(self) -> float:
-        """Seconds of the step when no other step overlaps it."""
+        """Seconds of the step if no other step overlaps with it."""
         return self.before + max(self.launching, self.device) + self.after
 
 
@@ -296,7 +296,8 @@ class StepCost:
         return weights, flops
 
     def _kinds(self) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-        """Return how many layers there are of each kind, and the products of one."""
+        """Return the number of layers of each kind and the shapes of the products of one such
+        layer."""
         sizes, states = self.sizes, self.sizes.states
         kinds = [(sizes.num_layers, sizes.products)]
         return kinds if states is None else [*kinds, (states.count, states.products)]

@@ -203,7 +203,7 @@ def shared_attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) ->
 def _edges_of(
     cu_seqlens: Sequence[int] | Tensor | None,
 ) -> tuple[tuple[int, ...] | None, str | None]:
-    """Return the edges of documents, or what is wrong with them."""
+    """Return (edges of the documents or None, the fault of cu_seqlens or None)."""
     if cu_seqlens is None:
         return None, None
     try:

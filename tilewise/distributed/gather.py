@@ -128,7 +128,14 @@ def _parts(problem: Problem, batch: int, length: int, device: torch.device) -> t
 
 
 def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.device) -> _Part:
-    """Return a call for each of several sequences, with positions as indices of gathered keys."""
+    """Return the indices by which one call computes the same part of several sequences.
+
+    Args:
+        call: the part, with its rows and keys counted within a sequence.
+        gathered: the places of each sequence's keys among the gathered keys.
+        length: the queries of this rank in a sequence.
+        device: the device of the index tensors.
+    """
     own = call.runs or (Run(*call.rows, *call.keys),)
     runs = [
         run._replace(q_first=run.q_first + b * length, q_last=run.q_last + b * length)

@@ -70,7 +70,13 @@ def layout_rule(layout: str, edges: Sequence[int] | None) -> str | None:
 
 
 def chunks_of(rank: int, size: int, layout: str) -> tuple[int, ...]:
-    """Return the chunks that a rank holds, in their order there."""
+    """Return the indices of the chunks of the sequence that a rank holds, in the order of its
+    memory.
+
+    Args:
+        rank, size: the rank and the number of ranks.
+        layout: "zigzag" gives a rank two chunks, r and 2 N - 1 - r; others give chunk r.
+    """
     count = num_chunks(size, layout)
     return (rank, count - 1 - rank) if layout == "zigzag" else (rank,)
 
@@ -453,7 +459,13 @@ def _by_document(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
 def _calls_of_document(
     mine: list[Piece], others: list[Piece], left: Bound, right: Bound
 ) -> list[Call]:
-    """Return the calls between one rank's pieces of a document and another's."""
+    """Return the calls in which one rank's pieces of a document attend to another rank's pieces.
+
+    Args:
+        mine: the pieces with the queries.
+        others: the pieces with the keys.
+        left, right: the window over positions; None for no bound.
+    """
     if mine == others and left is None and right in (None, 0):
         # consecutive pieces see one another as the whole does
         whole = (mine[0].place, mine[-1].end)

@@ -231,7 +231,7 @@ def _why_not(rows: Tensor, edges: Sequence[int] | None, size: int) -> str | None
 
 
 class _Call(NamedTuple):
-    """What the passes of a call share.
+    """A call of a recurrence over several ranks, for its forward and its backward pass.
 
     Attributes:
         share: the rank's part of the sequences.
@@ -286,7 +286,10 @@ class _Line:
 
 
 class _Passed(torch.autograd.Function):
-    """The parts of a call, one behind another, and their gradients the other way."""
+    """A recurrence over parts of a sequence: the state passes from part to part and rank to rank.
+
+    The gradient of the state passes in the other direction.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:

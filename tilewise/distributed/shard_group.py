@@ -75,8 +75,7 @@ class ShardGroup:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let this rank compute, during the block, as if the others sent what it sends, without
-        waiting.
+        """Let collectives use this rank's tensors alone during the block, without communication.
 
         It is for steps whose kernels are recorded and not run (`kernels.host.requests`).
         """

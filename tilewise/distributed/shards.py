@@ -84,11 +84,10 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
     """Refuse a number of shards that does not divide a model.
 
     Raises:
-        ValueError: it does not divide the heads, of attention or of a recurrence, or the
+        ValueError: the number does not divide the heads, of attention or of a recurrence, or the
             intermediate size, or neither divides nor is a multiple of the key heads, or of the
-            groups of Mamba-2; q and k have a norm over all heads that is no `RMSNorm`; experts
-            read latents; or a layer shares keys or blocks, or has a scale, inputs or a second
-            block.
+            groups of Mamba-2; q and k have a norm over all heads that is no `RMSNorm`; experts read
+            latents; or a layer shares keys or blocks, or has a scale, inputs or a second block.
     """
     if num_shards == 1:
         return
@@ -133,7 +132,7 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
 
 
 def _is_of_its_own(layer: LayerConfig) -> bool:
-    """Return whether a layer has something that is not cut."""
+    """Return whether a layer has parts that are not divided among ranks."""
     has_more = layer.has_scale or layer.token_input_size > 0 or layer.experts is not None
     has_more = has_more or layer.shared is not None
     attention = layer.attention
@@ -141,7 +140,11 @@ def _is_of_its_own(layer: LayerConfig) -> bool:
 
 
 def _sizes_of_mixer(mixer: MixerConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes that ranks divide, and those of which several ranks may hold the same."""
+    """Return the sizes that the number of ranks must divide, by name, and those that it may exceed.
+
+    A size of the second kind may be smaller than the number of ranks: several ranks then hold the
+    same part.
+    """
     if isinstance(mixer, GatedDeltaConfig):
         return {
             "num_key_heads": mixer.num_key_heads,
@@ -214,7 +217,13 @@ def _columns_of_mixer(mixer: MixerConfig) -> tuple[int, int]:
 def _spans(
     parts: Sequence[tuple[int, int, bool]], rank: int, num_shards: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the rows of a rank among those of parts that follow one another."""
+    """Return the ranges of rows that a rank holds of a tensor made of several parts.
+
+    Args:
+        parts: the parts in their order: the number of heads, the rows of a head, and whether every
+            rank holds all of them.
+        rank, num_shards: the rank and the number of ranks.
+    """
     first, spans = 0, []
     for count, width, is_whole in parts:
         own = range(count) if is_whole else _heads_of(count, rank, num_shards)
@@ -608,7 +617,8 @@ def _part_of(part: AdapterPart, rows: Tensor | None, columns: Tensor | None) -> 
 
 
 def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
-    """Insert the collectives at the places where the shards meet."""
+    """Replace the modules after which ranks' partial results must be summed by ones that sum
+    them."""
     modules = list(model.modules())
     shared = {id(module.shared) for module in modules if isinstance(module, Experts)}
     for module in modules:

@@ -95,7 +95,11 @@ def _device(group: Any) -> torch.device:
 def _share_head(
     own: list[list[Any]] | None, source: int, group: Any, device: torch.device
 ) -> list[list[Any]]:
-    """Return names, dtypes and shapes of what the source sends; others give None."""
+    """Return the names, dtypes and shapes that rank `source` will send, on every rank.
+
+    Args:
+        own: the list of them on the source; None on other ranks.
+    """
     data = b"" if own is None else json.dumps(own).encode()
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     dist.broadcast(length, source, group)

@@ -63,7 +63,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a report says of the machine.
+    """The facts of a report about the machine.
 
     Attributes:
         system: the operating system, its release and the architecture.

@@ -64,7 +64,7 @@ def _extras(lines: list[str]) -> list[str]:
 
 
 def _of_extra(needs: list[Requirement], extra: str) -> Iterator[Requirement]:
-    """Yield the requirements of an extra, those of extras that it names among them."""
+    """Yield the requirements of an extra, including those of other extras that it names."""
     for need in needs:
         if _is_for(need, "") or not _is_for(need, extra):
             continue

@@ -24,7 +24,7 @@ __all__ = ["Report", "doctor", "examine"]
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, each part as its own file describes it.
+    """The findings of `tilewise doctor`; the module of each part describes its rows.
 
     Attributes:
         version: the version of the package.

@@ -89,7 +89,10 @@ def _trial(
     speed: Callable[[], float],
     unit: str,
 ) -> Trial:
-    """Run, judge and time one op; what it raises is what is wrong with it."""
+    """Return the trial of one op: its results against the budget, and its speed.
+
+    An exception is a result, too: its text is the fault of the trial.
+    """
     name, backend = str(dtype).removeprefix("torch."), str(row.backend)
     op, where = row.op, row.device
     begin = time.perf_counter()

@@ -48,7 +48,7 @@ class Elsewhere(Protocol):
         ...
 
     def forget_adapter(self, number: int) -> None:
-        """Forget it; a collection of garbage may call this."""
+        """Forget adapter `number`; a garbage collection may call this."""
         ...
 
 
@@ -98,7 +98,7 @@ class Adapters:
         """Read an adapter and give it a name; where anything is wrong nothing changes.
 
         Args:
-            name: its name, which requests use.
+            name: the name by which requests use the adapter.
             path: a folder in PEFT's format, or a hub name; or what its files would hold, which then
                 stays in main memory.
             replaces: True if another adapter of this name may be unloaded.
@@ -184,7 +184,8 @@ class Adapters:
             return adapter
 
     def load_elsewhere(self, elsewhere: Elsewhere) -> None:
-        """Let other processes load what is loaded here, now and later, and forget it at its end."""
+        """Load every adapter in other processes, too, from now on, and forget it there when it is
+        freed."""
         self._elsewhere = elsewhere
         for named in list(self._named.values()):
             elsewhere.load_adapter(named.number, named.path)

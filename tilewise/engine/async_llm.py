@@ -84,7 +84,7 @@ class AsyncLLM:
 
     @property
     def limits(self) -> Limits:
-        """What the engine can serve, see `admission.Limits`."""
+        """The largest requests that the engine serves, see `admission.Limits`."""
         return self.llm.engine.scheduler.limits
 
     @keywords_of(RequestTerms)
@@ -108,10 +108,10 @@ class AsyncLLM:
             prompt: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
             sampling_params: None is `LLM.default_params`.
             request_id: unique among unfinished requests; None makes one.
-            sink: called on the event loop with each output but the last as it comes, in place of a
-                yield, which wakes a task and copies the output: this one goes on changing when the
-                sink has returned. Outputs for which it returns False are yielded after all, as is
-                the last one. What it raises is raised here.
+            sink: a function that is called on the event loop with each output but the last as it
+                comes, in place of a yield, which wakes a task and copies the output: this one goes
+                on changing when the sink has returned. Outputs for which it returns False are
+                yielded after all, as is the last one. What it raises is raised here.
             terms: user, cache_salt, lora_request, priority, deadline_s and max_queue_s, see
                 `RequestTerms`.
 
@@ -298,7 +298,7 @@ class AsyncLLM:
         self.llm.unload_lora_adapter(name)
 
     async def _caught_up(self) -> None:
-        """Wait until the engine's thread has done all tasks that were posted before."""
+        """Wait until the engine's thread has run all tasks that were posted before this call."""
         with suppress(EngineClosedError):
             await asyncio.wrap_future(self.llm.loop.post(lambda: None))
 
@@ -344,7 +344,8 @@ class _Reader:
         self.is_told = self.is_hurried = False
 
     def read(self) -> None:
-        """Give what is new to the sink, or wake the task; called on the event loop."""
+        """Pass the new output to the sink, or wake the task that reads; called on the event
+        loop."""
         # The task reads the end of a request, and what came while it had not read what came before.
         if self.sink is not None and not self.changed.is_set():
             try:
@@ -358,7 +359,7 @@ class _Reader:
         self.changed.set()
 
     def tell(self) -> None:
-        """Have it read; called on the engine's thread.
+        """Ask the event loop to call `read`; called on the engine's thread.
 
         Raises:
             RuntimeError: the event loop is closed, so that no task reads.
@@ -371,18 +372,18 @@ class _Reader:
 
 
 class Readable(Protocol):
-    """What a mailbox wakes.
+    """An object that a mailbox wakes on the event loop.
 
     Attributes:
-        is_told: it is in the mailbox.
-        is_hurried: it is among those that wait for nothing.
+        is_told: True while this object is in the mailbox.
+        is_hurried: True while it is among those that wait for nothing.
     """
 
     is_told: bool
     is_hurried: bool
 
     def read(self) -> None:
-        """Look at what is new; called on the event loop."""
+        """Read the new output; called on the event loop."""
         ...
 
 

@@ -83,10 +83,10 @@ class Auditor:
 
     Attributes:
         num_audited: requests that were computed again.
-        num_different: those of which something differed.
+        num_different: the number of second computations in which something differed.
         num_forgotten: noted requests that were never computed again: too many waited, weights have
             changed, or a step of the second computation failed.
-        on_difference: called with each difference.
+        on_difference: a function that is called with each difference.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Auditor:
                 noted.neighbours[name] = None
 
     def take(self, request_id: str, events: Iterable[TokenEvent]) -> None:
-        """Note what a step has drawn for a request, or compare it if it is a second computation."""
+        """Note the tokens that a step drew for a request, or for the second computation of one."""
         noted = self._noted.get(request_id)
         if noted is None and self._replay is not None and self._replay[0] == request_id:
             noted = self._replay[2]

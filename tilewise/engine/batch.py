@@ -38,12 +38,12 @@ PENDING = -1
 
 
 class Asked(NamedTuple):
-    """What a runner must know of a sequence whose logits are changed, or whose prompt is read.
+    """The facts about a sequence for the runner, if its logits are changed or its prompt is read.
 
     Attributes:
-        adjusts: its logits are changed before they are drawn from.
-        token_ids: all that is known, prompt and generated. It is the sequence's own list, not a
-            copy: a runner reads it in submit() and not later.
+        adjusts: True if its logits are changed before tokens are drawn from them.
+        token_ids: all known tokens, of the prompt and generated. It is the sequence's own list, not
+            a copy: a runner reads it in submit() and not later.
         num_prompt_tokens: the number of these tokens that are the prompt.
         end_ids: tokens that end it.
         bad_word_ids, new_matcher, pooling, token_type_ids: see `Request`.
@@ -97,7 +97,8 @@ class ScheduledSequence(NamedTuple):
         first_new_block: block_ids before this index are what the last batch with this sequence
             said; 0 for a sequence that came since, or came back.
         asked: None for a sequence with nothing but temperature and truncation.
-        is_chosen: the first token may be another than the runner has drawn for the sequence last.
+        is_chosen: True if the first token may be another than the runner has drawn for the sequence
+            last.
         num_drafts: tokens at the end of token_ids that are guesses, to be verified. A token is
             drawn from the row of the one before the first of them and from each of theirs; the
             result is those that agree with the guesses, and the one after. DRAFT is a guess that
@@ -172,7 +173,7 @@ class LaterRuns(Sequence[ScheduledSequence]):
         return len(self.first)
 
     def __iter__(self) -> Iterator[ScheduledSequence]:
-        """Yield them, made at once."""
+        """Yield the runs, all of which are made at the first call."""
         if self._made is None:
             told = dict(self.told)
             self._made = tuple(
@@ -196,14 +197,14 @@ def first_of(runs: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSeque
 
 
 class StateMoves(NamedTuple):
-    """What a step does with slots of states, and with checkpoints of them.
+    """The copies of a step between slots of states and checkpoints.
 
     Attributes:
-        restores: (checkpoint, slot, position): the slot becomes what it was at a position, before
-            the step and after swap_in.
-        forks: (slot, its copy), likewise; no copy is a source.
-        saves: (slot, checkpoint, position): what a slot knows of a position is kept, after the
-            step.
+        restores: (checkpoint, slot, position): before the step and after swap_in the slot is set to
+            the state at the position.
+        forks: (slot, its copy), made at the same time; no copy is a source.
+        saves: (slot, checkpoint, position): after the step the slot's state at the position is
+            copied to the checkpoint.
     """
 
     restores: tuple[tuple[int, int, int], ...] = ()
@@ -211,7 +212,7 @@ class StateMoves(NamedTuple):
     saves: tuple[tuple[int, int, int], ...] = ()
 
     def of_slots(self, slots: Set[int]) -> StateMoves:
-        """Return those of some slots alone."""
+        """Return the moves that concern the given slots."""
         return StateMoves(
             tuple(each for each in self.restores if each[1] in slots),
             tuple(each for each in self.forks if each[1] in slots),
@@ -408,11 +409,11 @@ class PlainDraws(Sequence[list[SampledToken]]):
 
 
 class TokenEvent(NamedTuple):
-    """What a step did for one sample of one request.
+    """The result of a step for one sample of one request.
 
     Attributes:
         token: the token that was drawn; None if the sample has ended by an error.
-        error: why, where finish_reason is "error".
+        error: the reason of the failure, where finish_reason is "error".
         num_cached_tokens: prompt tokens that the prefix cache had when the request was admitted.
     """
 
@@ -448,7 +449,7 @@ class PlainEvents(Sequence[TokenEvent]):
         return len(self.request_ids)
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        """Yield them, made at once."""
+        """Yield the events, all of which are made at the first call."""
         if self._made is None:
             columns = self.request_ids, self.indices, self.draws.tokens, self.cached
             self._made = [

@@ -18,9 +18,11 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The sizes of a model that decide what it must remember of a token.
+    """The sizes of a model that decide how many bytes its cache keeps of a token, in all layers.
 
     Attributes:
+        num_layers: the number of layers, each with a cache.
+        num_q_heads: Hq, the number of query heads.
         head_dim, v_head_dim: D and Dv of a head; D is Dn + Dr for latent attention.
         num_kv_heads: Hk; Hq for latent attention, whose heads all have keys of their own.
         latent_dim, rope_dim: R and Dr of latent attention, None for others.

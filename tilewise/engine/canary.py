@@ -30,12 +30,12 @@ class Canary:
     Args:
         storage: the cache on the device.
         share: the share of full blocks that are watched, in (0, 1].
-        on_difference: called with each block that has changed.
+        on_difference: a function that is called with each block that has changed.
         seed: the seed of the choices.
 
     Attributes:
         num_checked: comparisons that were made.
-        num_broken: those that have failed.
+        num_broken: the number of blocks whose check has failed.
     """
 
     def __init__(

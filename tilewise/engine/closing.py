@@ -28,7 +28,7 @@ class Closers:
     """Knows the tokens that close strings and brackets.
 
     Args:
-        decode: bytes of tokens.
+        decode: a function from token ids to their bytes.
         vocab_size: columns of the logits.
     """
 

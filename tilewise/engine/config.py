@@ -167,7 +167,7 @@ def _check_count(name: str, value: object, most: int) -> None:
 
 
 class Rule(Protocol):
-    """Which values an option may have.
+    """A rule for the values of an option.
 
     Attributes:
         kind: the type of a value that is given as text; None where no text can be one.
@@ -423,7 +423,7 @@ class Modules:
         """Return names with paths.
 
         Raises:
-            TypeError: it is neither a dict nor a list.
+            TypeError: the value is neither a dict nor a list.
             ValueError: a text of the list has no "=", or two have one name.
         """
         if value is None:
@@ -445,7 +445,7 @@ class Modules:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the metadata of a field say of an option.
+    """The description of an option, from the metadata of its field.
 
     Attributes:
         text: the description of the value, for one line of help.
@@ -948,7 +948,7 @@ class Terms(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTerms:
-    """What a caller may say of a request beside its prompt and its sampling.
+    """The options of a request besides its prompt and its sampling.
 
     Attributes:
         user: the user whose request this is, where users are to get equal shares.

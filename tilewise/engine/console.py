@@ -66,8 +66,8 @@ def generate(
 
     Args:
         model: see LLM.
-        as_json: print one JSON object instead of text.
-        echoes_prompt: print the prompt before its continuation.
+        as_json: True to print one JSON object instead of text.
+        echoes_prompt: True to print the prompt before its continuation.
         trace: a file for what the scheduler decided, see `tilewise replay`.
         settings: further arguments of LLM.
     """
@@ -106,10 +106,10 @@ def generate(
 def explain_attention(
     shape: Sequence[int], *, dtype: str, device: str, causal: bool, window: int | None
 ) -> None:
-    """Print what one call of attention would run and cost.
+    """Print the plan and the cost of one call of attention.
 
     Args:
-        shape: batch, queries, keys, query heads, key heads, channels.
+        shape: the numbers of sequences, queries, keys, query heads, key heads and channels.
         dtype: name of a torch dtype.
     """
     batch, seqlen_q, seqlen_k, num_q_heads, num_kv_heads, head_dim = shape
@@ -177,7 +177,7 @@ def precompile_for(arch: str, to: str, **choice: Any) -> int:
     """Compile kernels for a GPU that is not here, into a file; returns the exit code.
 
     Args:
-        arch: such as "sm89".
+        arch: a compute capability, such as "sm89".
         to: the file to write.
         choice: the other fields of `elsewhere.Task`.
     """
@@ -281,13 +281,13 @@ def verify(
         model: see LLM; dtypes and the size of blocks are the recipe's.
         device: the device that computes.
         lora_modules: the adapters that the recipe may name, "name=path".
-        as_json: print one JSON object instead of a sentence.
+        as_json: True to print one JSON object instead of a sentence.
 
     Returns:
         0 where it is equal, 1 where it differs.
 
     Raises:
-        RequestError: it is no recipe, was changed, or is of other weights or another class.
+        RequestError: the JSON is no recipe, was changed, or is of other weights or another class.
     """
     text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     try:

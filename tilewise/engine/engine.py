@@ -105,7 +105,7 @@ class _Failed:
         self.error = error
 
     def result(self) -> Drawn:
-        """Raise what `submit` raised."""
+        """Raise the error with which `submit` failed."""
         raise self.error
 
 
@@ -138,8 +138,9 @@ class Engine:
     Args:
         scheduler: decides what runs; its blocks must be those of the runner's storage.
         runner: the model over its paged cache.
-        overlap: submit a step before the result of the one before is known.
-        new_scheduler: makes an empty scheduler like `scheduler`; None where none can replace it.
+        overlap: True to submit a step before the result of the one before is known.
+        new_scheduler: a function that returns an empty scheduler like `scheduler`; None where none
+            can replace it.
         store: the files of blocks that main memory has no room for; None without any.
 
     Attributes:
@@ -147,9 +148,10 @@ class Engine:
             them; None for none.
         version: the name of the weights, "" for those of the start: blocks of one are found by
             requests of no other.
-        auditor, canary: those that compute requests again, and look at blocks again; None without.
+        auditor, canary: the objects that compute requests again, and look at blocks again; None
+            without.
         stops_at_difference: True if no request is taken after the first difference.
-        differences: those that the two have found, the last ones.
+        differences: the last differences that auditor and canary have found.
         asleep: why no request is taken for now; "" while they are.
 
     Example:
@@ -231,7 +233,8 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: it can never be served, or the engine sleeps; nothing has changed.
+            RequestError: the request can never be served, or the engine sleeps; nothing has
+                changed.
         """
         if self.asleep:
             is_broken = self.stops_at_difference and self.differences
@@ -293,7 +296,8 @@ class Engine:
                 self.scheduler.add(request)
 
     def stop_audits(self) -> None:
-        """Forget what was noted, as other weights come; no second computation runs afterwards."""
+        """Forget the noted answers, because the weights change; end the second computation that
+        runs."""
         auditor = self.auditor
         if auditor is None:
             return
@@ -312,7 +316,7 @@ class Engine:
             auditor.finish_replay()
 
     def _look(self, events: Sequence[TokenEvent]) -> None:
-        """Let auditor and canary see what a step has done."""
+        """Pass the events of a step to the auditor, and tell the canary that a step has ended."""
         self._num_steps += 1
         auditor, canary = self.auditor, self.canary
         if auditor is not None and auditor.is_watching:
@@ -360,10 +364,8 @@ class Engine:
             self.new_scheduler = self.store = None
 
     def use_version(self, version: str) -> None:
-        """Separate the cached blocks of earlier requests from those of later ones.
-
-        Neither finds the other's, as their weights differ.
-        """
+        """Set the version of the weights: later requests do not find blocks that earlier ones
+        cached."""
         self.version = version
 
     def give_way(self, user: str) -> None:
@@ -535,7 +537,7 @@ class Engine:
             self.scheduler.discard(batch)
 
     def _let_end(self) -> None:
-        """When no request is left, wait for the unfinished steps, and free their blocks."""
+        """Wait for unfinished steps if no request is left, and free their blocks."""
         while self._unfinished and not self.scheduler.has_unfinished():
             self._discard(self._drop_oldest())
 
@@ -605,7 +607,8 @@ class Engine:
         )
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Say what a request waits for and what it has cost, see `explanation`; from any thread."""
+        """Return the state and the cost of a request, see `explanation`; any thread may call
+        this."""
         with self.lock:
             return explain(self.scheduler, request_id)
 

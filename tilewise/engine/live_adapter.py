@@ -18,14 +18,14 @@ __all__ = ["LiveAdapter"]
 
 
 class LiveAdapter:
-    """What all requests of an engine add to the products of its model.
+    """The adapter trained in this process, which all requests of the engine use.
 
     Parameters of the engine's dtype and device are the engine's own memory; of others it has a
     copy, which `write` brings up to date where it lies.
 
     Args:
         model: the model with the adapter, see `models.trained_adapter`.
-        dtype, device: those of the engine's rows.
+        dtype, device: the dtype and the device of the engine's rows.
 
     Attributes:
         number, fingerprint, weights: as of `engine.adapters.LoadedAdapter`; the weights of the only

@@ -316,7 +316,7 @@ class LLM:
         self.close()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Fail what is unfinished with EngineClosedError and end the engine's thread.
+        """End unfinished requests with EngineClosedError, and the engine's thread.
 
         Blocks that were given to offload_dir's files are written before this returns. Leaving a
         `with LLM(...) as llm:` does the same.
@@ -604,7 +604,7 @@ class LLM:
 
         Raises:
             RequestError: the prompt can never be served, or it has several samples.
-            TypeError: it is several prompts, or sampling_params is something else.
+            TypeError: the argument is several prompts, or sampling_params is of another type.
 
         The iterator raises what ends the request alone, see generate(), after the text before it.
         """
@@ -934,8 +934,8 @@ class LLM:
         Nothing of the prefix cache is used.
 
         Raises:
-            RequestError: it is no recipe, was changed, or is of other weights, another class, or
-                an adapter that is not loaded; one sentence says which.
+            RequestError: the argument is no recipe, was changed, or is of other weights, another
+                class, or an adapter that is not loaded; one sentence says which.
             UnsupportedError: see `facts`.
         """
         found = check_recipe(recipe, self.facts())
@@ -951,8 +951,13 @@ class LLM:
         return verdict_of(found, output)
 
     def fingerprint_of(self, adapter: str) -> str:
-        """Return the digest of an adapter by its name; of "" that of the adapter that is trained
-        beside a model of this process, or "" without one.
+        """Return the digest of an adapter.
+
+        Args:
+            adapter: the adapter's name; "" for the one trained beside a model of this process.
+
+        Returns:
+            The digest; "" for no adapter.
 
         Raises:
             RequestError: there is no such adapter.
@@ -1088,6 +1093,6 @@ class LLM:
         self.loop.submit(*generations)
 
     def _drop(self, generations: Sequence[Generation]) -> None:
-        """Let go of those that have not finished."""
+        """End the generations that have not finished."""
         if not all(g.output.finished for g in generations):
             self.loop.drop(generations)

@@ -48,12 +48,12 @@ _OF_DECODERS = (
 
 
 class Loaded(NamedTuple):
-    """A model; without memory where other processes hold it.
+    """A loaded model; its parameters have no memory here if other processes hold them.
 
     Attributes:
         model: the model, with its weights.
-        spec: the kind of its cache, the whole model's.
-        config: the engine's config, with what the model and the device decide.
+        spec: the cache spec of the whole model.
+        config: the engine's config, with all values that depend on model and device.
     """
 
     model: Decoder

@@ -62,9 +62,9 @@ class EngineLoop:
         engine: no other thread may change it from now on; or a function that makes it, called on
             the new thread, so that what libraries keep for each thread is warm there. What it
             raises is raised here.
-        new_scheduler: makes an empty scheduler when the old one cannot be trusted; None is that of
-            the engine, and without one the loop ends in that case. Like `engine` it should not hold
-            the owner of the loop, or the thread keeps that alive.
+        new_scheduler: a function that returns an empty scheduler when the old one cannot be
+            trusted; None is that of the engine, and without one the loop ends in that case. Like
+            `engine` it should not hold the owner of the loop, or the thread keeps that alive.
 
     Example:
         >>> loop = EngineLoop(engine)
@@ -123,9 +123,10 @@ class EngineLoop:
 
     @property
     def last_step_time(self) -> float | None:
-        """When the last step ended, in seconds of time.monotonic(); None before the first.
+        """The time at which the last step ended, in seconds of time.monotonic(); None before the
+        first.
 
-        While requests are unfinished its age is how long the present step has taken.
+        While requests are unfinished, the time since then is that of the present step so far.
         """
         return self._core.last_step_time
 
@@ -140,9 +141,9 @@ class EngineLoop:
         return len(self._core.live)
 
     def submit(self, *generations: Generation) -> None:
-        """Queue requests; those of one call come into the same step.
+        """Queue requests; those of one call enter the same step.
 
-        What refuses or ends one of them is its own `error`, not raised here.
+        An error that refuses or ends one of them is stored as its `error`, not raised here.
 
         Raises:
             EngineClosedError: the loop has ended, or ends; nothing was queued.
@@ -249,11 +250,11 @@ class EngineLoop:
         self.call(functools.partial(self._core.set_paused, False))
 
     def end(self, error: EngineClosedError) -> None:
-        """Fail what is unfinished with `error` and end the thread; return at once."""
+        """End unfinished requests with `error`, and the thread; do not wait for that."""
         self._core.end_soon(error)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Fail what is unfinished with EngineClosedError and end the thread.
+        """End unfinished requests with EngineClosedError, and the thread.
 
         Args:
             timeout_s: seconds to wait for the step that runs; None waits for its end.
@@ -265,7 +266,10 @@ class EngineLoop:
 
 
 class _Task:
-    """A function to run between two steps; without a future, what it raises is dropped."""
+    """A function to run between two steps.
+
+    The future, if there is one, receives its result or its exception; otherwise both are dropped.
+    """
 
     def __init__(self, function: Callable[[], object], future: Future[Any] | None) -> None:
         self.function, self.future = function, future
@@ -303,7 +307,7 @@ class _Arrival:
 
 
 class _Core:
-    """What the thread works with; it holds no reference to the loop.
+    """The state of the loop's thread, without a reference to the loop.
 
     Attributes:
         inbox: tasks for the thread; None ends it.
@@ -385,12 +389,13 @@ class _Core:
             thread.join(PATIENCE)
 
     def exit(self) -> None:
-        """End the thread with the interpreter; of those who still wait, none is to be told."""
+        """End the thread because the interpreter ends; callers that still wait are not told."""
         self._is_exiting = True
         self.close(EngineClosedError("the interpreter is ending"), PATIENCE)
 
     def become_child(self) -> None:
-        """Forget the parent's thread, which a forked process has not, and what it was doing."""
+        """Reset this object in a forked process, which lacks the parent's thread and its
+        requests."""
         self._begin_life()
         self.live = {}
         self.is_paused = False
@@ -511,10 +516,10 @@ class _Core:
             time.sleep(HAND_OVER_S)
 
     def _add(self, events: PlainEvents) -> tuple[Sequence[TokenEvent], dict[Generation, None]]:
-        """Give tokens to the requests of which only the tokens grow.
+        """Add the tokens of a plain step to requests that need nothing else done.
 
         Returns:
-            The events of all others, and the requests to be told of, in their order.
+            The events of the other requests, and the requests whose readers must be told, in order.
         """
         live, others, changed = self.live, list[int](), dict[Generation, None]()
         for place, request_id in enumerate(events.request_ids):

@@ -86,7 +86,7 @@ def settle_memory(max_num_seqs: int) -> None:
 
 
 class StartSeconds(dict[str, float]):
-    """Seconds that the parts of a start took, by what was done, in their order."""
+    """The seconds of each part of a start, by the part's name, in the order of the parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def state_limits(
 
 
 class _Guessing(NamedTuple):
-    """What guesses by a cache of its own, and the kind of that cache."""
+    """The model or head that guesses tokens with a cache of its own, and the spec of that cache."""
 
     model: Decoder | MultiTokenHead
     spec: CacheSpec
@@ -277,7 +277,7 @@ class EngineMaker:
     live: LiveAdapter | None
 
     def __call__(self) -> Engine:
-        """Make the engine.
+        """Return the engine, with its cache allocated and its kernels compiled.
 
         Raises:
             ValueError: the cache does not fit; see `sizing`.
@@ -323,7 +323,7 @@ class EngineMaker:
 
     @property
     def _memory(self) -> StateMemory | None:
-        """What states take beside blocks; None for a model without."""
+        """The memory of states, besides the blocks; None for a model without states."""
         return state_memory(self.config, self.spec)
 
     def _slots(self) -> AdapterSlots | None:
@@ -417,7 +417,8 @@ class EngineMaker:
         )
 
     def _compile_ahead(self, slots: AdapterSlots | None) -> dict[str, float]:
-        """Let the kernels of the start be compiled side by side; return what took how long."""
+        """Compile the kernels of the start in several processes; return the seconds of its parts by
+        name."""
         config = self.config
         with Progress(config.use_progress) as progress:
             return compile_ahead(

@@ -64,7 +64,7 @@ def check_memory(
     """Refuse a model whose weights and cache the device has no room for.
 
     Args:
-        model: its parameters may be on "meta".
+        model: the model, whose parameters may be on "meta".
         spec: the spec of the model's cache; None for an encoder, which has none.
         free: bytes, see `free_memory`.
         num_blocks: the number of the cache's blocks; None gives it the memory that is left, at
@@ -127,8 +127,11 @@ def _refuse(
 
 
 def _left_in_groups() -> Iterator[int | None]:
-    """Yield the bytes that each memory limit of this process's control groups leaves, None for
-    no limit."""
+    """Yield the bytes that each memory limit of this process's control groups leaves.
+
+    The groups above its own count, too; a group without a limit yields nothing. Files in the page
+    cache do not count as used.
+    """
     own = {"": "/", "memory": "/"}
     for line in _lines(Path("/proc/self/cgroup")):
         _, kinds, path = line.split(":", 2)

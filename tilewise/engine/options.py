@@ -35,7 +35,7 @@ class Options:
         """Return the arguments of `Request` that follow from `sampling`.
 
         Raises:
-            ImportError: it asks for structured text, and llguidance is not installed.
+            ImportError: `sampling` asks for structured text, and llguidance is not installed.
             RequestError: an option does not suit the model; the message names it.
         """
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())

@@ -94,7 +94,7 @@ class Generation:
 
     Args:
         request: as given to the engine.
-        prompt: its text, if it had one.
+        prompt: the text of the prompt, if there was one.
         tokenizer: None leaves the text empty.
 
     Attributes:
@@ -103,9 +103,10 @@ class Generation:
         samples: all that are drawn, by the index of their events; those of output.outputs, until
             only the best of them are returned.
         error: why it failed, for the caller that waits for it; None if it did not.
-        on_change: called on the engine's thread after each step that has changed the output, and
-            when it has finished. What it raises ends the request.
-        on_end: called on the engine's thread, once, when the output has finished.
+        on_change: a function that is called on the engine's thread after each step that has changed
+            the output, and when it has finished. What it raises ends the request.
+        on_end: a function that is called on the engine's thread, once, when the output has
+            finished.
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
@@ -159,12 +160,12 @@ class Generation:
             self._take(event, time.perf_counter())
 
     def adds(self, token_id: int) -> bool:
-        """Add a token that is nothing but one more of the only sample, without a text.
+        """Add a token to the only sample, if that is all that its event brings and no text is made.
 
-        That is what most of most steps are.
+        Most tokens of most steps are such.
 
         Returns:
-            Whether it was one; else nothing has changed.
+            Whether the token was added; if not, nothing has changed.
         """
         tokens = self._only
         if not tokens or self.output.finished:  # more is told with the first one
@@ -177,11 +178,11 @@ class Generation:
         return True
 
     def take_all(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
-        """Add what one step did, of whichever samples, as `take` does for each.
+        """Add the events of one step for any samples of the request, each as `take` does.
 
         Returns:
-            Those of the events that are not the last of their samples for the engine, but whose
-            texts have reached a stop string.
+            The events that should end a sample: its text has reached a stop string, while the
+                engine would go on with it.
         """
         stopped: list[TokenEvent] = []
         with self._lock:

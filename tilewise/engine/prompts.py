@@ -26,7 +26,7 @@ def token_ids(
         tokenizer: the tokenizer of the model; None if its directory holds none.
 
     Raises:
-        RequestError: it is none of these.
+        RequestError: the prompt is none of these.
     """
     text, ids, types = prompt, None, list[int]()
     if isinstance(prompt, Mapping):

@@ -46,12 +46,12 @@ _VERBS = {
 
 @dataclass(frozen=True, slots=True)
 class Purpose:
-    """What can be asked of a model.
+    """The tasks that a model is for, and how they are done.
 
     Attributes:
         name: the class that config.json names.
-        tasks: those of "generate", "embed", "score" and "classify" that it is for.
-        is_encoder: True if its tokens see both sides.
+        tasks: the ones of "generate", "embed", "score" and "classify" that it can do.
+        is_encoder: True if each token sees the tokens before and after it.
         pooling: the way in which states become a vector, where a request says none.
         stages: the layers on that vector.
         labels: the names of what a classifier tells apart; empty without one.
@@ -83,10 +83,10 @@ class Purpose:
     is_lower: bool = False
 
     def check(self, task: str) -> None:
-        """Refuse what the model is not for.
+        """Refuse a task that the model cannot do.
 
         Raises:
-            RequestError: the task is none of its own.
+            RequestError: the task is not one of `tasks`.
         """
         if task in self.tasks:
             return
@@ -113,7 +113,7 @@ class Purpose:
         """Return the pooling of a request, the model's own for None.
 
         Raises:
-            ValueError: it is none of those that are built.
+            ValueError: the pooling is none of those that are built.
         """
         if pooling is None:
             return self.pooling
@@ -173,7 +173,7 @@ def read_purpose(
 
     Args:
         directory: the directory of the checkpoint.
-        tokenizer: its tokenizer; None where there is none.
+        tokenizer: the model's tokenizer; None where there is none.
         score_tokens: the texts of one or two tokens, with a comma between them, whose logits score
             a pair.
         pair_template: the text of a pair.

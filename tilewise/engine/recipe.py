@@ -39,7 +39,7 @@ Recipe = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an engine's answers depend on beside the request.
+    """The facts about an engine on which its answers depend, besides the request.
 
     Attributes:
         weights: a digest of the weights as the engine holds them.
@@ -60,7 +60,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a second computation of an answer has shown.
+    """The result of a second computation of an answer.
 
     Attributes:
         is_equal: True if all tokens, log-probabilities and reasons are those of the recipe.
@@ -117,7 +117,7 @@ def recipe_of(
         adapter: the fingerprint of its adapter; "" without one.
 
     Raises:
-        RequestError: it cannot be computed again, or has not come to its own end.
+        RequestError: the answer cannot be computed again, or has not come to its own end.
     """
     reason = why_no_recipe(sampling)
     if reason is not None:
@@ -187,7 +187,7 @@ def options_of_recipe(recipe: object) -> dict[str, Any]:
     """Return the options with which an engine is of the class of a recipe, where it can be.
 
     Raises:
-        RequestError: it is no recipe.
+        RequestError: the argument is no recipe.
     """
     facts = recipe.get("facts") if isinstance(recipe, dict) else None
     order = facts.get("order") if isinstance(facts, dict) else None
@@ -213,8 +213,8 @@ def check_recipe(recipe: object, facts: Facts) -> Recipe:
     """Return a recipe that an engine of these facts can compute again.
 
     Raises:
-        RequestError: it is none, was changed, or is of other weights or another class; one
-            sentence says what it must be.
+        RequestError: the argument is no recipe, was changed, or is of other weights or another
+            class; one sentence says what it must be.
     """
     if not isinstance(recipe, dict) or recipe.get("form") != FORM:
         got = recipe.get("form") if isinstance(recipe, dict) else recipe

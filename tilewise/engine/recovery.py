@@ -26,7 +26,7 @@ __all__ = ["Rerun", "run_again"]
 
 
 class Rerun(NamedTuple):
-    """What came of running a step again.
+    """The result of a step that was run again after a failure.
 
     Attributes:
         samples: the results for Scheduler.update(); BROKEN for sequences that have none.

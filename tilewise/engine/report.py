@@ -43,7 +43,7 @@ def stats_record(stats: EngineStats) -> dict[str, Any]:
 
 
 def cache_report(spec: CacheSpec, max_model_len: int) -> str:
-    """Say what the keys and values of a model cost in memory."""
+    """Return lines on the memory that the keys and values of a model take."""
     gib = 2**30
     rows = []
     if spec.num_layers:
@@ -90,7 +90,7 @@ def _states(spec: CacheSpec) -> list[tuple[str, str]]:
 
 
 def _kept(kind: KVSpec | LatentSpec) -> str:
-    """Say what one layer keeps of one token."""
+    """Return the channels and bytes that the cache of one layer keeps of one token, as text."""
     dtype, width = str(kind.dtype).removeprefix("torch."), kind.dtype.itemsize
     heads = ""
     if isinstance(kind, LatentSpec):

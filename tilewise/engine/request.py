@@ -39,7 +39,8 @@ LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in the words of the OpenAI API."""
+    """Why a sequence ended: "stop" and "length" as in the OpenAI API, the others are Tilewise's
+    own."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context is used up
@@ -54,16 +55,17 @@ class SamplingParams:
 
     Attributes:
         n: samples to draw for the prompt, 1 to 1024. Greedy decoding allows only 1.
-        temperature: divides the logits; 0 is greedy (argmax).
+        temperature: the number by which logits are divided; 0 is greedy (argmax).
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
         max_tokens: new tokens at most; None is up to the model's context.
-        seed: makes the samples reproducible whatever else is in the batch; None draws one.
+        seed: a number that makes the samples reproducible whatever else is in the batch; None draws
+            one.
         stop: strings that end the text, at most 64 of at most 1024 characters; they are not part
             of the output.
         stop_token_ids: at most 1024 token ids that end the text, beside the model's own end token.
-        ignore_eos: keep going past the model's end token.
+        ignore_eos: True to keep going past the model's end token.
         logprobs: report the log-probability of each token and of this many best ones, of the
             model's own distribution: before everything below, and before temperature.
         prompt_logprobs: the same for each token of the prompt but the first.
@@ -80,8 +82,9 @@ class SamplingParams:
         logits_processors: at most 16 functions (prompt ids, output ids, logits of one row (V,)
             float32) -> logits (V,), called in order on the engine's thread before all of the above.
         structured: the text follows a JSON schema, a regular expression, a choice or a grammar.
-        include_stop_str_in_output: the text keeps the stop string, or stop token, that ended it.
-        skip_special_tokens: special tokens have no text.
+        include_stop_str_in_output: True if the text keeps the stop string, or stop token, that
+            ended it.
+        skip_special_tokens: True if special tokens have no text.
         reasoning: (opening, closing): in a text that begins with the first, "" in any, stop strings
             are looked for behind the second only.
         best_of: samples to draw, of which the n with the highest cumulative log-probability are
@@ -297,7 +300,7 @@ class Adapted(Protocol):
 
     @property
     def weights(self) -> Any:
-        """Its tensors, for a runner."""
+        """The tensors of the adapter, for a runner."""
         ...
 
     @property
@@ -321,7 +324,8 @@ class Request:
         max_queue_s: seconds from its arrival until it must have begun to run; None is for ever.
         eos_token_ids: the model's own end tokens.
         bad_word_ids: the token ids of sampling.bad_words, in every form that is looked for.
-        new_matcher: makes the state of sampling.structured before the first token.
+        new_matcher: a function that returns the state of sampling.structured before the first
+            token.
         pooling: the function of the prompt's hidden states that is wanted, one of
             `embedding.POOLINGS`, or None.
         token_type_ids: the types of its prompt's tokens; empty if all are 0.
@@ -329,14 +333,14 @@ class Request:
             from others.
         drawn_seed: the seed of its first sample, for a request that repeats another's draws; None
             is what sampling.seed or its arrival gives.
-        stop_ids: those of sampling.stop_token_ids.
+        stop_ids: the ids in sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
             A structured text always ends with the model's.
-        adjusts: something of sampling changes logits before they are drawn from.
+        adjusts: True if something of sampling changes logits before tokens are drawn from them.
         needs_tokens: True if what is asked of the logits depends on all tokens before, which the
             host must know.
         row_sampling: the sampling options of each row of the request's logits.
-        is_plain: nothing is asked but tokens, by temperature and truncation.
+        is_plain: True if nothing is asked but tokens, by temperature and truncation.
 
     Raises:
         ValueError: sampling has bad_words or structured, and what is made of them is missing.
@@ -412,12 +416,13 @@ class Sequence:
         num_scheduled_tokens: the same when the unfinished steps are done, too.
         num_pending: tokens that unfinished steps draw for it.
         max_len: tokens, prompt and generated, at which it ends.
-        shares_tail: samples of its request may hold its last block, too, though it is not full.
+        shares_tail: True if samples of its request may hold its last block, too, though it is not
+            full.
         block_ids: cache blocks in order of position; owned by reference count.
         num_registered_blocks: the number of leading blocks that are full and known to the prefix
             cache.
-        is_doubtful: it holds blocks of which a request had that failed: the prefix cache is told
-            nothing of it any more.
+        is_doubtful: True if it holds blocks that a failed request had, too: none of its blocks
+            enters the prefix cache any more.
         num_told_blocks: the number of leading blocks that a batch has named and that have not
             changed since.
         ended: samples of its request that have ended before it forks, and why.
@@ -427,15 +432,15 @@ class Sequence:
         finish_reason: None while it lives.
         stop_reason: the stop token id or stop string that ended it, when one did.
         seed: the seed of this sample's random numbers.
-        rank: its place in the order of sequences, see `engine.scheduling.order`.
-        was_admitted: it has held blocks, or its parent has.
+        rank: the place in the order of sequences, see `engine.scheduling.order`.
+        was_admitted: True if it has held blocks, or its parent has.
         arrival_time: the time at which its request came, on the scheduler's clock.
         swap_slots: blocks in main memory that keep what it had computed when it was swapped out.
         other_swap_slots: the same of the other groups of layers; in any of them -1 stands for what
             its window has passed.
         num_swapped_tokens: the number of tokens in the swapped blocks.
-        is_stepwise: its next run needs the results of its last, so that no unfinished step may be
-            beside it.
+        is_stepwise: True if its next run needs the results of its last, so that no unfinished step
+            may be beside it.
     """
 
     seq_id: int

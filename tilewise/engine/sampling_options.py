@@ -41,7 +41,7 @@ MAX_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """What a text must be, by one of four descriptions; names are vLLM's.
+    """A description of the texts that may be generated, in one of four forms; names are vLLM's.
 
     Attributes:
         json: a JSON schema, as text or as a dict; {} is any JSON.
@@ -90,7 +90,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the four descriptions is given."""
+        """The name of the form that is given: "json", "regex", "choice" or "grammar"."""
         names = ("json", "regex", "choice", "grammar")
         return next(name for name in names if getattr(self, name) is not None)
 
@@ -171,8 +171,8 @@ def check_biases(biases: object) -> None:
     """Refuse a logit_bias that is not {token id: bias in [-100, 100]}.
 
     Raises:
-        TypeError: it is no dict, or of other keys or values.
-        ValueError: it has too many tokens, or a bias is outside its range.
+        TypeError: logit_bias is no dict, or has other keys or values.
+        ValueError: logit_bias has too many tokens, or a bias is outside its range.
     """
     if not isinstance(biases, Mapping):
         raise TypeError(f"logit_bias must be a dict, got {type(biases).__name__}")
@@ -193,8 +193,8 @@ def check_allowed(ids: object) -> None:
     """Refuse allowed_token_ids that are not a list of integers.
 
     Raises:
-        TypeError: it is another thing.
-        ValueError: it has no ids, or too many.
+        TypeError: allowed_token_ids is no list, or an entry is no integer.
+        ValueError: allowed_token_ids is empty or too long.
     """
     if not isinstance(ids, (list, tuple, set, frozenset, range)):
         raise TypeError(f"allowed_token_ids must be a list of integers, got {shown(ids)}")
@@ -211,8 +211,8 @@ def check_processors(processors: object) -> None:
     """Refuse logits_processors that are not a list of functions.
 
     Raises:
-        TypeError: it is another thing.
-        ValueError: it has too many.
+        TypeError: logits_processors is no list, or an entry is no function.
+        ValueError: logits_processors is too long.
     """
     if not isinstance(processors, (list, tuple)):
         raise TypeError(f"logits_processors must be a list, got {type(processors).__name__}")
@@ -226,11 +226,11 @@ def check_processors(processors: object) -> None:
 
 
 def check_bad_words(words: list[str] | tuple[str, ...]) -> None:
-    """Refuse bad_words that are not a list of texts with something beside spaces.
+    """Refuse bad_words that are not a list of texts with at least one character besides spaces.
 
     Raises:
-        TypeError: it is another thing.
-        ValueError: it has too many texts, or one is too long or empty.
+        TypeError: bad_words is no list, or holds something that is no str.
+        ValueError: bad_words has too many texts, or a text is too long, empty or only spaces.
     """
     _check_texts("bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
     if not all(word.lstrip(" ") for word in words):

@@ -46,7 +46,7 @@ class RerankOutput:
     """A document in the order of a query.
 
     Attributes:
-        index: its place in the list that was given.
+        index: the document's place in the given list.
         document: the text of the document.
         score: see `ScoreOutput`.
         num_prompt_tokens: the tokens of the pair.
@@ -77,7 +77,7 @@ def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[t
     """Return the pairs of two texts, of one with each of several, or of two lists entry by entry.
 
     Raises:
-        RequestError: they are no texts, or two lists of different lengths.
+        RequestError: an argument is no text or list of texts, or the lists have different lengths.
     """
     sides = []
     for name, given in (("text_1", text_1), ("text_2", text_2)):
@@ -168,7 +168,8 @@ def classified(purpose: Purpose, output: EmbeddingOutput) -> ClassifyOutput:
 def ranked(
     documents: Sequence[str], scores: Sequence[ScoreOutput], top_n: int | None
 ) -> list[RerankOutput]:
-    """Return documents, the best one first, equal ones in their order; `top_n` of them."""
+    """Return the documents by descending score, equal ones in the given order; the first
+    `top_n`."""
     found = [
         RerankOutput(i, document, one.score, one.num_prompt_tokens)
         for i, (document, one) in enumerate(zip(documents, scores, strict=True))

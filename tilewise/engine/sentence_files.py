@@ -32,7 +32,7 @@ _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 @dataclass(frozen=True, slots=True)
 class SentenceFiles:
-    """What the files say.
+    """The settings in the files that sentence-transformers writes.
 
     Attributes:
         pooling: the way to pool; None if no file says one.
@@ -93,7 +93,10 @@ def read_sentence_files(directory: Path) -> SentenceFiles:
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:
-    """Return the kind and the folder of each module; without a list of them, that of 1_Pooling."""
+    """Return the kind and the folder of each module of a sentence-transformers checkpoint.
+
+    Without a list of modules it has one, the pooling in 1_Pooling.
+    """
     path = directory / _MODULES
     if not path.is_file():
         return [("Pooling", "1_Pooling")]

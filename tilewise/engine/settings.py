@@ -1,4 +1,5 @@
-"""From what a user says (a name, "auto", nothing) to a directory, a device, a dtype, a length."""
+"""The settings of an engine: a user's values ("auto", a name, none) made a folder, device or
+length."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def max_prompt_run(self) -> int:
-        """Tokens of one prompt in one step."""
+        """The largest number of tokens of one prompt in one step."""
         most = self.max_num_batched_tokens
         return min(self.long_prefill_token_threshold or most, most, self.max_model_len)
 
@@ -112,7 +113,8 @@ def runs_graphs(config: EngineConfig, device: torch.device) -> bool:
 
 
 def is_invariant(config: EngineConfig, device: torch.device) -> bool:
-    """Whether a request's bits depend on no other request."""
+    """Whether the bits of a request must not depend on other requests: as configured, or on a
+    CPU."""
     return device.type == "cpu" if config.batch_invariant is None else config.batch_invariant
 
 
@@ -189,8 +191,8 @@ def model_directory(model: object) -> Path:
     """Return the checkpoint directory that a user means: a path, a name on the hub, or "story".
 
     Raises:
-        TypeError: it is neither a str nor a Path.
-        ValueError: it is empty, which would be the current directory.
+        TypeError: the model is neither a str nor a Path.
+        ValueError: the model is empty, which would be the current directory.
         CheckpointError: a name on the hub has no folder here and could not be downloaded.
     """
     if not isinstance(model, str | Path):
@@ -251,11 +253,10 @@ def spec_of(model: ModelConfig, config: ResolvedConfig) -> CacheSpec:
 
 
 def check_groups(config: ModelConfig, speculative: object) -> None:
-    """Refuse what is not built for layers with windows, or for latents.
+    """Refuse trees of guesses for models with windows, latents or states.
 
     Raises:
-        ValueError: guesses are trees, whose mask attention with a window or over latents does not
-            take.
+        ValueError: guesses are trees, whose mask these layers do not take.
     """
     kind = "latents" if config.latent is not None else "windows"
     if config.has_states:
@@ -269,7 +270,7 @@ def compute_device(device: str | torch.device) -> torch.device:
     """Return the device that a user means: a name, or "auto" for a GPU if there is one.
 
     Raises:
-        ValueError: it is neither a CPU nor a CUDA device, or torch sees no such GPU.
+        ValueError: the device is neither a CPU nor a CUDA device, or torch sees no such GPU.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -307,7 +308,7 @@ def cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtyp
     """Return the dtype of the cache: a name, or "auto" for that of the parameters.
 
     Raises:
-        ValueError: it is none of those offered.
+        ValueError: the dtype is none of those offered.
     """
     if name == "auto" or name == model_dtype:
         return model_dtype
@@ -321,7 +322,7 @@ def check_weights(config: EngineConfig, device: torch.device) -> None:
     """Refuse weights in 8 bits where no kernel multiplies them.
 
     Raises:
-        ValueError: they would be on a GPU.
+        ValueError: the weights would be on a GPU.
     """
     if config.weight_dtype == "int8" and device.type != "cpu":
         raise ValueError(

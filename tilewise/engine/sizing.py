@@ -61,7 +61,7 @@ def _demands(spec: CacheSpec, num_tokens: int, max_run: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """What states take beside the blocks of a cache.
+    """The memory of states, besides the blocks of a cache.
 
     Attributes:
         spec: the cache spec with the states.
@@ -85,8 +85,12 @@ class StateMemory:
 
     @property
     def tokens_apart(self) -> int:
-        """Tokens between two checkpoints: those of which keys and values take twice as much, if
-        there are any."""
+        """Tokens between two checkpoints, whose keys and values take twice the bytes of a
+        checkpoint.
+
+        The number is doubled from LEAST_INTERVAL up to MOST_INTERVAL; LEAST_INTERVAL for a model
+        without keys and values, or `interval` if that is set.
+        """
         if self.interval is not None:
             return self.interval
         own, tokens = checkpoint_bytes(self.spec.states), LEAST_INTERVAL
@@ -95,7 +99,11 @@ class StateMemory:
         return tokens
 
     def num_slots(self, budget_bytes: int) -> int:
-        """Return how many sequences may run at once within budget_bytes, at least one."""
+        """Return how many sequences may run at once: at most num_seqs, at least one.
+
+        Args:
+            budget_bytes: the memory of the whole cache, of which slots take at most SLOT_FRACTION.
+        """
         most = int(budget_bytes * SLOT_FRACTION) // max(self.slot_bytes, 1)
         return max(1, min(self.num_seqs, most))
 
@@ -248,8 +256,8 @@ def blocks_on_cuda(
     What the driver then reports as free is what is left, other processes included.
 
     Args:
-        captures_prompts: with graphs, steps with prompts are captured, too, where the model allows
-            it.
+        captures_prompts: True if steps with prompts are captured, too, where graphs are used and
+            the model allows it.
         adapters: the slots of adapters, which are there already.
         states: the memory that states take of what is left; None for a model without.
         beside: the cache of what guesses, with as many blocks as the first group of layers; None
@@ -432,7 +440,8 @@ def warm_up(
     """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
 
     Args:
-        batch_invariant: as of the runner to be, whose decodes take other kernels with it.
+        batch_invariant: True if the runner will be batch-invariant: its decode steps then take
+            other kernels.
     """
     for length in (2, 1):
         batch = widest_batch(1, length, length, spec.block_size)

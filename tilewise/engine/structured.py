@@ -134,11 +134,11 @@ class Grammars:
 
         Args:
             user: the user of the request, see `trials.Trials`.
-            is_tried: another process has compiled it.
+            is_tried: True if another process has compiled it.
 
         Raises:
             RequestError: the description is wrong, or takes too much time or memory.
-            QueueFullError: others compile for long, or this user has had his time.
+            QueueFullError: requests of others compile for long, or this user's time is spent.
         """
         key = outputs.kind, outputs.description, outputs.lead
         with self._lock:

@@ -89,7 +89,10 @@ class Detokenizer:
         return max(_unfinished(text), 0 if self._open_end is None else self._open_end(text))
 
     def _from_a_character(self, tokens: list[int]) -> list[int]:
-        """Drop the first tokens while they begin inside a character, which spoils what follows."""
+        """Return the tokens from the first one on with which a character begins.
+
+        A token that begins inside a character would decode to a replacement.
+        """
         for start in range(len(tokens)):
             text = self._decode(tokens[start:])
             if REPLACEMENT not in text[: len(text) - _unfinished(text)]:
@@ -97,7 +100,12 @@ class Detokenizer:
         return []
 
     def _advance(self, text: str, certain: int) -> str:
-        """Take the window's new text, of which `certain` characters are, and return what is new."""
+        """Set the window's text and return the part of it that has not been returned before.
+
+        Args:
+            text: the text of the window.
+            certain: the number of its first characters that later tokens cannot change.
+        """
         self._text = text
         # A decoder with byte fallback gives up a whole run of bytes until its last is there, and
         # with it characters that were shown before: wait for them to come back.
@@ -109,7 +117,12 @@ class Detokenizer:
         return delta
 
     def _keep(self, tokens: list[int], unfinished: int) -> None:
-        """Make `tokens` the whole window, unless they show nothing by themselves."""
+        """Make `tokens` the whole window; do nothing if they have no text.
+
+        Args:
+            unfinished: the number of characters at the end of their text that later tokens may
+                change.
+        """
         text = self._decode(tokens)
         if text:
             self._window, self._text = tokens, text
@@ -177,7 +190,7 @@ class StopMatcher:
 
     Args:
         stops: the strings, or an automaton of them.
-        includes_stop: the stop string that ends the text is passed on with it.
+        includes_stop: True if the stop string that ends the text is passed on with it.
     """
 
     def __init__(
@@ -217,7 +230,7 @@ class _Reasoning:
     Args:
         opening: the string with which the text begins, behind white space, where reasoning comes
             first; "" where it always comes first.
-        closing: ends the reasoning.
+        closing: the string that ends the reasoning.
     """
 
     def __init__(self, opening: str, closing: str) -> None:
@@ -226,11 +239,12 @@ class _Reasoning:
         self._tail = ""  # may become a mark, of which it is the beginning
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text.
+        """Add text, and split all that is certain at the end of the reasoning.
 
         Returns:
-            What of it belongs to the reasoning, and that with which the answer begins: None while
-            it has not begun, and of what cannot be told yet nothing.
+            (reasoning, answer): the new text of the reasoning, and the first text of the answer,
+                which is None until the answer begins. Text that may turn out to be a part of a mark
+                is held back.
         """
         seen = self._tail + text
         if not self._is_open:
@@ -263,7 +277,7 @@ class TextStream:
     Args:
         detokenizer: the detokenizer of this sample.
         stops: strings that end the text, or an automaton of them.
-        includes_stop: the text keeps the string that ended it.
+        includes_stop: True if the text keeps the string that ended it.
         min_tokens: the first tokens, in whose text no stop string is looked for.
         reasoning: the strings that open and close reasoning, in which nothing is looked for; None
             where there is no reasoning.

@@ -54,12 +54,12 @@ _OTHER_FORMATS = ("tokenizer.model", "tekken.json", ".tiktoken", "tiktoken.model
 
 
 class TokenizerFiles(NamedTuple):
-    """What the files of a directory make.
+    """The tokenizer that the files of a directory describe.
 
     Attributes:
         library: the tokenizer of the `tokenizers` library, all tokens added.
         named: special tokens by name, such as eos_token.
-        tidies: spaces before punctuation are taken out of decoded texts.
+        tidies: True if spaces before punctuation are taken out of decoded texts.
     """
 
     library: tokenizers.Tokenizer
@@ -195,12 +195,13 @@ def _how_to_write(directory: Path) -> str:
 
 
 class _Declared(NamedTuple):
-    """Tokens beside the vocabulary; those that are declared by their text alone are texts.
+    """The tokens that a tokenizer's files declare besides its vocabulary.
 
     Attributes:
         added: the added tokens, by id.
-        named: special ones by name.
-        others: special ones without a name.
+        named: the special tokens with a name ("bos_token", ...), by that; a text without properties
+            is a str.
+        others: the special tokens without a name.
     """
 
     added: dict[int, tokenizers.AddedToken]
@@ -278,7 +279,8 @@ def _declared(
 
 
 def _add(library: tokenizers.Tokenizer, declared: _Declared) -> None:
-    """Add what is declared: by ids first, then special tokens that are not there yet.
+    """Add the declared tokens to a tokenizer: those with ids first, then special ones that it
+    lacks.
 
     A token that is declared twice in different ways is added twice, and the last way counts.
     """

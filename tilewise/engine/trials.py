@@ -68,7 +68,7 @@ def grammar_of(library: Any, kind: str, description: str, lead: str | None = Non
             `@text`; None where the text is that from its beginning.
 
     Raises:
-        ValueError: it is wrong.
+        ValueError: the description is wrong.
     """
     grammar = _plain_grammar(library, kind, description) + UNFORCED
     if lead is None:
@@ -134,7 +134,7 @@ class Trials:
             lead: see `grammar_of`.
 
         Raises:
-            RequestError: it is wrong, or takes too much time or memory.
+            RequestError: the description is wrong, or takes too much time or memory.
             QueueFullError: its turn has not come for long, or its user has had his time.
             RuntimeError: the processes were ended from outside, twice.
         """
@@ -152,7 +152,14 @@ class Trials:
 
     @contextmanager
     def _turn(self, user: str) -> Iterator[None]:
-        """Hold one of the turns: of those who wait it is that of who has the fewest."""
+        """Wait for a turn to compile, and hold it during the block.
+
+        The next turn goes to the waiting user who holds the fewest. One process is left for others.
+
+        Raises:
+            QueueFullError: too many wait, this one has waited too long, or the user's time is
+                spent.
+        """
         mine = (user, object())
         until = time.monotonic() + WAIT_SECONDS
         with self._changed:

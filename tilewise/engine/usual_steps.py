@@ -30,9 +30,9 @@ _DECODE = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, logit_bia
 
 
 def warm_up(llm: LLM) -> None:
-    """Run the steps where kernels are compiled as they are called: on a CPU, in one process.
+    """Run the usual steps on a CPU in one process, where kernels are compiled when first called.
 
-    A GPU's kernels are all there when its engine is made. No request runs yet.
+    A GPU's kernels are compiled when its engine is made. No request may run yet.
     """
     if llm.devices != "cpu" or llm.purpose.is_encoder:
         return

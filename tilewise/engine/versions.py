@@ -13,9 +13,10 @@ def new_version() -> str:
 
 
 def versioned(salt: str, version: str) -> str:
-    """Return the namespace of the blocks of a salt and of weights; "" is those of the start.
+    """Return the namespace in the prefix cache of a salt and a version of the weights.
 
-    No namespace of `adapters.salted` begins so: behind two NULs it has a third.
+    Version "" is that of the start, whose namespace is the salt. Others begin with two NULs; those
+    of `adapters.salted` with three, so none is equal.
     """
     return f"\0\0{version}\0{salt}" if version else salt
 

@@ -39,7 +39,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Timing:
-    """What became of one request; times are seconds from the start.
+    """The times of one request, in seconds from the start, and its end.
 
     Attributes:
         arrival: the time at which it came.
@@ -65,7 +65,7 @@ class Timing:
 
     @classmethod
     def of(cls, arrival: Arrival) -> Timing:
-        """Return that of a request that has just come."""
+        """Return the timing of a request that has just arrived."""
         request = arrival.request
         prompt = len(request.prompt_token_ids)
         return cls(request.request_id, arrival.seconds, prompt, request.sampling.num_samples)
@@ -73,7 +73,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Steps:
-    """What the steps were, one entry each; and the memory, looked at in some of them.
+    """The record of all steps, an entry for each, and of the memory in some of them.
 
     Attributes:
         ended: the time at which the engine took in the step's tokens.
@@ -152,7 +152,7 @@ def _goes_on(batch: Batch, before: Batch) -> bool:
 
 
 class _Tokens:
-    """What a virtual model draws: a token that is a sequence's own, again and again."""
+    """The tokens of a virtual model: each sequence draws one number of its own again and again."""
 
     def __init__(self) -> None:
         self._own: dict[int, list[SampledToken]] = {}
@@ -180,9 +180,9 @@ class VirtualEngine:
 
     Args:
         scheduler: a new one; it may have tables of another kind.
-        clock: seconds of a step; `cost.StepCost` is one.
-        overlap: submit a step before the result of the one before is known.
-        watch: called with each batch when it has been scheduled.
+        clock: a function from the work of a step to its seconds; `cost.StepCost` is one.
+        overlap: True to submit a step before the result of the one before is known.
+        watch: a function that is called with each batch when it has been scheduled.
         slots_taken: a function that returns the number of cache slots that have an owner; None asks
             the tables' allocator.
 
@@ -190,7 +190,8 @@ class VirtualEngine:
         timings: the timing of every request, in the order of arrival.
         steps: see Steps.
         now: the host's time.
-        tell: called with what a step has done and when it ended; None calls nothing.
+        tell: a function that is called with the events of a step and the time at which it ended;
+            None calls nothing.
 
     Example:
         >>> engine = VirtualEngine(scheduler, StepCost(sizes, machine("h200")), overlap=True)
@@ -259,7 +260,7 @@ class VirtualEngine:
         return following
 
     def add(self, arrival: Arrival) -> None:
-        """Take a request in, between two steps; the host's time is at least that of its arrival."""
+        """Add a request between two steps, and set the host's time to its arrival or later."""
         self.now = max(self.now, arrival.seconds)
         request = arrival.request
         timing = Timing.of(arrival)

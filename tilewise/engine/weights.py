@@ -94,8 +94,10 @@ class LiveWeights:
 
     @property
     def stays(self) -> bool:
-        """Whether an adapter alone is trained: no other parameter learns, or was written since
-        `note`."""
+        """Whether only an adapter is trained.
+
+        No other parameter requires a gradient, and none was written since `note`.
+        """
         own = self._own()
         return self.has_adapter and not any(p.requires_grad for p in own) and not self.has_changed
 

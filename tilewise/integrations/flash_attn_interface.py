@@ -77,7 +77,7 @@ def flash_attn_func(
         attention_chunk: with a size c, a query at position p = i + Sk - Sq sees only keys of its
             own chunk, floor(p / c) * c ... + c - 1, as in Llama 4; 0 is off. Gradients flow.
         num_splits, pack_gqa, sm_margin: arguments without effect.
-        return_attn_probs: also return softmax_lse.
+        return_attn_probs: True to also return softmax_lse.
 
     Returns:
         out (B, Sq, Hq, Dv) in q's dtype, bfloat16 for 8 bits; with return_attn_probs also
@@ -347,8 +347,8 @@ def flash_attn_with_kvcache(
         attention_chunk: as in `flash_attn_func`; positions count from where a sequence starts.
         qv, cu_seqlens_k_new: refused unless None.
         scheduler_metadata, pack_gqa, sm_margin: arguments without effect.
-        return_softmax_lse: also return softmax_lse and, as FlashAttention-3 does, its two buffers
-            of partial results, which are empty here.
+        return_softmax_lse: True to also return softmax_lse and, as FlashAttention-3 does, its two
+            buffers of partial results, which are empty here.
 
     Returns:
         out shaped as q with Dv channels, in q's dtype, bfloat16 for 8 bits; softmax_lse (B, Hq, Sq)

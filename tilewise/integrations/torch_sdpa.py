@@ -48,9 +48,9 @@ def scaled_dot_product_attention(
             torch.nn.attention.bias. The gradient of an expanded mask has the expanded size: where
             memory counts, give the mask before it is expanded.
         dropout_p: probability of dropping a probability, in [0, 1].
-        is_causal: hide the keys behind the query; excludes attn_mask.
-        scale: multiplies query . key; E ** -0.5 when None.
-        enable_gqa: the heads of key and of value may divide those of query.
+        is_causal: True to hide the keys behind the query; excludes attn_mask.
+        scale: the factor of query . key; E ** -0.5 when None.
+        enable_gqa: True if the heads of key and of value may divide those of query.
 
     Returns:
         (..., Hq, L, Ev), in query's dtype, contiguous; where it has query's shape and four dims,

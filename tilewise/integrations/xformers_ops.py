@@ -128,7 +128,8 @@ class BlockDiagonalMask(AttentionBias):
         return mask, torch.cat([x.flatten(0, 1) for x in tensors]).unsqueeze(0)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Cut what was computed of a packed tensor into what was packed, (B_i, M_i, ...)."""
+        """Cut a packed result (1, M, ...) into the results of the packed tensors, (B_i, M_i, ...)
+        each."""
         edges = self.q_seqinfo.seqstart_py
         sizes = self._batch_sizes or [1] * (len(edges) - 1)
         found, at = [], 0
@@ -206,7 +207,7 @@ def memory_efficient_attention(
         attn_bias: a tensor that broadcasts to (B, H, Mq, Mk), with a gradient, or a mask of this
             module or of xformers, known by its class's name. Packed sequences have B = 1.
         p: the probability of dropping a weight.
-        scale: multiplies query . key; K ** -0.5 when None.
+        scale: the factor of query . key; K ** -0.5 when None.
         op: the kernel in xformers; nothing here, as it changes no result.
         output_dtype: the dtype of the result; that of query when None.
 

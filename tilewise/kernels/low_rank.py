@@ -16,7 +16,7 @@ TILE = 16
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What the adapters in S slots add to a linear layer (N, K) of P parts, each up to rank R.
+    """The adapters in S slots of one linear layer (N, K) of P parts, each of rank R at most.
 
     Part p is columns edges[p] ... edges[p + 1] - 1 of the outputs: q, k and v, or gate and up, of a
     fused projection.

@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     """How a tensor lies in memory, but for its address.
 
     Attributes:
-        is_aligned: its address is a multiple of 16 bytes.
+        is_aligned: True if its address is a multiple of 16 bytes.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Layout:
-        """Return that of a tensor."""
+        """Return the layout of a tensor."""
         return _new(cls, (x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT == 0))
 
     def meta(self) -> Tensor:
@@ -118,7 +118,7 @@ def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Refusal(NamedTuple):
-    """What a backend returns in place of a plan: why it cannot run the call."""
+    """The answer of a backend that has no plan for a call, with the reason."""
 
     reason: str
 
@@ -152,14 +152,15 @@ class Plan(Protocol):
     def steps(self) -> list[str]: ...
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Run it for tensors that lie as those of its call do; results are contiguous."""
+        """Run the plan for tensors with the layouts of its call; results are contiguous."""
 
 
 class Again(Protocol):
     """Calls of a plan that follow one another on a stream, in the same buffers."""
 
     def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-        """Run it with the first result in `out`, and no other result; False where it must not."""
+        """Run the plan with its only result in `out`; False, and nothing runs, where that is
+        impossible."""
 
 
 class View(NamedTuple):
@@ -209,7 +210,7 @@ class Run:
 
     Attributes:
         tensors: the tensor of each buffer; None until it is made.
-        stream: the current one, 0 on a CPU.
+        stream: the address of the current CUDA stream, 0 on a CPU.
     """
 
     __slots__ = ("stream", "tensors")
@@ -248,7 +249,7 @@ class Compute:
         return f"torch: {getattr(self._function, '__name__', self._function)}"
 
     def run(self, run: Run) -> None:
-        """Compute it."""
+        """Compute the result from the buffers of a run."""
         found = self._function(*map(run.tensor, self._places))
         if self._made is not None:
             run.store(self._made, found)
@@ -276,13 +277,13 @@ class Launch:
         return f"launch {name} on {self.grid} programs"
 
     def run(self, run: Run) -> None:
-        """Start it."""
+        """Start the kernel on the buffers of a run."""
         grid = self.grid if isinstance(self.grid, tuple) else (self.grid,)
         self.kernel[grid](*filled(self.arguments, run), **self.options)
 
 
 def filled(argument: Any, run: Run) -> Any:
-    """Return an argument with what stands for its places in a run."""
+    """Return an argument with its places, also inside tuples, replaced by the tensors of a run."""
     fill = getattr(argument, "fill", None)
     if fill is not None:
         return fill(run)
@@ -311,19 +312,19 @@ class LaunchPlan:
 
     @property
     def tiles(self) -> dict[str, TileConfig]:
-        """Those of each kernel, by part."""
+        """The tile sizes of each kernel, by its part of the computation."""
         return self._tiles()
 
     @property
     def steps(self) -> list[str]:
-        """What it does, a line each."""
+        """The actions of the plan in words, a line each."""
         return [str(action) for action in self.actions]
 
     def run(self, *tensors: Tensor | None, out: Tensor | None = None) -> Results:
-        """Run the steps for tensors that lie as those of its call do.
+        """Run the plan for tensors with the layouts of its call.
 
         Args:
-            out: memory of the first result, laid out as that is, at a multiple of 16 bytes; None
+            out: memory for the first result, of its layout and at a multiple of 16 bytes; None
                 allocates it.
         """
         run = self._done(tensors)
@@ -342,7 +343,7 @@ class LaunchPlan:
         return None
 
     def run_for(self, places: Sequence[Place], *tensors: Tensor | None) -> list[Tensor]:
-        """Run it and return what lies at `places`, results or not."""
+        """Run the plan and return the tensors at `places`, which need not be results."""
         run = self._done(tensors)
         return [run.tensor(place) for place in places]
 
@@ -367,7 +368,7 @@ class LaunchPlan:
         return start
 
     def _begin(self, tensors: Sequence[Tensor | None]) -> Run:
-        """Allocate what a call needs."""
+        """Allocate the results and the scratch of a call."""
         run = Run([*tensors, *[None] * (len(self._buffers) - self._num_inputs)], 0)
         for index, each in enumerate(self._buffers):
             if each.kind not in ("result", "work"):
@@ -454,10 +455,16 @@ class Maker:
         self._actions.append(self._launch(kernel, grid, places, options))
 
     def compute(self, function: Callable[..., Tensor], *tensors: Tensor, like: Tensor) -> Tensor:
-        """Let torch compute one tensor of others.
+        """Add the computation of one tensor by torch to the plan.
 
         Args:
-            like: lies as the result does; one of `tensors` where `function` writes to that.
+            function: a function of `tensors` that returns the result, or writes to one of them.
+            tensors: tensors of this maker.
+            like: a tensor with the layout of the result; the one of `tensors` to which `function`
+                writes.
+
+        Returns:
+            `like`, which stands for the result.
         """
         places = [self.place(x) for x in tensors]
         made = None if any(like is x for x in tensors) else self._add_made(like)
@@ -494,11 +501,12 @@ class Maker:
     def finish(
         self, results: Sequence[Tensor | None], tiles: Callable[[], dict[str, TileConfig]] = dict
     ) -> LaunchPlan:
-        """Return the plan.
+        """Return the plan of the recorded actions.
 
         Args:
-            results: each all of what was allocated for it, or computed.
-            tiles: says those of the plan.
+            results: the results of the plan: whole tensors that were allocated for it or computed
+                by it.
+            tiles: a function that returns the tile sizes of the plan's kernels, by part.
         """
         indices = [None if x is None else self._as_result(x) for x in results]
         kinds = self._buffers, self._asked, self._actions, indices, tiles
@@ -507,7 +515,13 @@ class Maker:
     def run_at_once(
         self, wanted: Sequence[Tensor], tensors: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Run what was said for the call's tensors; return what `wanted` stand for, views too."""
+        """Run the recorded actions for a call's tensors; return the tensors that `wanted` stand
+        for.
+
+        Args:
+            wanted: tensors of this maker, or views of them.
+            tensors: the tensors of the call.
+        """
         places = [self.place(x) for x in wanted]
         return self.finish([]).run_for(places, *tensors)
 

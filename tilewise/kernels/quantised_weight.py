@@ -237,7 +237,7 @@ class QuantisedWeight:
         return replace(self, **found)  # type: ignore[arg-type]
 
     def columns(self) -> QuantisedWeight:
-        """Return the weight with codes in the order of their columns: what `lanes` undoes."""
+        """Return the weight with its codes in the order of columns, the inverse of `lanes`."""
         return self._reordered(False) if self.in_lanes else self
 
     def _reordered(self, in_lanes: bool) -> QuantisedWeight:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class RecurrentStates(NamedTuple):
-    """What slots hold of running sequences: a state at a chunk's start, and the chunk's tokens.
+    """The slots of running sequences: the state at the start of a chunk, and the chunk's tokens.
 
     A chunk is `CHUNK` tokens of a sequence, counted from its first one. In an open chunk of p
     tokens the first p rows of the tensors after `state` are in use.
@@ -317,7 +317,13 @@ class PagedTensors(NamedTuple):
     def of(
         cls, tensors: Sequence[Any], shared_rows: tuple[int, ...]
     ) -> tuple[PagedTensors, SharedKeys | None]:
-        """Separate a plan's tensors from those of shared prefixes, which follow them one by one."""
+        """Return the tensors of a call of paged attention and its shared prefixes, if there are
+        any.
+
+        Args:
+            tensors: the fields of PagedTensors, then `SharedPrefixes.tensors`.
+            shared_rows: the rows of the largest group of each level; () without shared prefixes.
+        """
         count = len(cls._fields)
         given = cls(*tensors[:count])
         if given.records is not None and given.records.shape[0] == 0:

@@ -125,9 +125,9 @@ def _over_tiles(blocks: Bools, of_query: Any, of_key: Any, tile: tuple[int, int]
 def _rule(
     rule: Rule, b: int, h: int, i: Any, j: Any, shape: tuple[int, ...], place: torch.device
 ) -> Bools:
-    """Ask a mask function for the pairs of tiles, bool (n, tile_q, tile_k).
+    """Return the values of a mask function for the pairs of n tiles, bool (n, tile_q, tile_k).
 
-    i, j: (n, tile_q) and (n, tile_k); those behind the mask's end are asked as its last ones.
+    i, j: (n, tile_q) and (n, tile_k) positions; positions after the mask's end count as its last.
     """
     queries = torch.from_numpy(np.minimum(i, shape[2] - 1)).to(place)[:, :, None]
     keys = torch.from_numpy(np.minimum(j, shape[3] - 1)).to(place)[:, None]

@@ -281,7 +281,10 @@ def check_lists(
 def _tiles_in_lists(
     name: str, lists: tuple[Ints, Ints], across: int, num_bits: int
 ) -> tuple[NDArray[np.signedinteger], ...]:
-    """Return for each listed tile its list, its index in it and its number, -1 for a full one."""
+    """Return, for each entry of lists of tiles: its list, its tile's index across, its bit tile.
+
+    The number of a bit tile is -1 for a full tile.
+    """
     spans, entries = (part.astype(np.int64) for part in lists)
     flat = spans.reshape(-1, 3)
     wrong = (flat[:, 0] < 0) | (np.diff(flat) < 0).any(1) | (flat[:, 2] > len(entries))

@@ -69,7 +69,7 @@ class AdapterSite(NamedTuple):
 
 
 class AdapterPart(NamedTuple):
-    """What an adapter adds to rows first ... first + out - 1 of the outputs of a module.
+    """The terms of an adapter for outputs first ... first + out - 1 of a module.
 
     Attributes:
         first: the first row.
@@ -260,7 +260,7 @@ def _check_kind(config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What a config says of each layer; the fields have PEFT's names."""
+    """The settings of an adapter's config for all layers; the fields have PEFT's names."""
 
     r: int
     alpha: float

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,14 @@ _NOT_BUILT: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(DecoderConfig):
-    """A decoder's configuration that is read from a config.json, and written to one."""
+    """A decoder's configuration that is read from a config.json, and written to one.
+
+    Attributes:
+        source: the contents of the config.json that this was read from; None if it was made
+            otherwise. Two configurations of different sources may be equal.
+    """
+
+    source: Json | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -59,25 +67,48 @@ class ModelConfig(DecoderConfig):
     def to_hf(self) -> dict[str, Any]:
         """Return a config.json that transformers, and `from_hf`, read as this model.
 
+        What the family has no writer for is the file that this was read from.
+
         Raises:
             CheckpointError: no config.json of the architecture says what this model is.
         """
-        family = FAMILIES[self.architecture]
-        if family.write is None:
-            raise CheckpointError(
-                f"architecture must be one whose config.json is written, got {self.architecture}"
-            )
-        ends = self.eos_token_ids
+        family, ends = FAMILIES[self.architecture], self.eos_token_ids
+        try:
+            written = family.write(self) if family.write is not None else None
+        except CheckpointError:
+            if not self._is_as_read():
+                raise
+            written = None
+        if written is None:
+            if not self._is_as_read():
+                raise CheckpointError(
+                    "architecture must be one whose config.json is written, or the configuration "
+                    f"as it was read, got {self.architecture}"
+                )
+            written = dict(self.source or {})
         return {
-            "architectures": [self.architecture],
             "model_type": family.model_type,
             "vocab_size": self.vocab_size,
             "tie_word_embeddings": self.tie_word_embeddings,
+            **written,
+            "architectures": [self.architecture],
             "bos_token_id": self.bos_token_id,
             "eos_token_id": list(ends) if len(ends) > 1 else next(iter(ends), None),
             "dtype": self.dtype,
-            **family.write(self),
         }
+
+    def _is_as_read(self) -> bool:
+        """Whether there is a source that still says what this model is.
+
+        Files of models with a block that layers share hold its weights under other names.
+        """
+        if self.source is None or any(layer.shared is not None for layer in self.layers):
+            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unread fields, which the first reading told
+            read = type(self).from_hf(self.source)
+        begin, ends = self.bos_token_id, self.eos_token_ids
+        return replace(read, dtype=self.dtype, bos_token_id=begin, eos_token_ids=ends) == self
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -101,7 +132,8 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 def _read(config: Json) -> dict[str, Any]:
     """Return the keyword arguments of `ModelConfig` for a config.json."""
-    fields = ReadFields(text_part(as_causal(config)))
+    source = text_part(as_causal(config))
+    fields = ReadFields(source)
     family = _family(fields)
     _check_format(fields, family)
     for name, allowed in _NOT_BUILT.items():
@@ -116,6 +148,7 @@ def _read(config: Json) -> dict[str, Any]:
             text_or_none(fields, "dtype") or text_or_none(fields, "torch_dtype") or "float32"
         ),
         **family.read(fields),
+        "source": {k: v for k, v in source.items() if k not in ("quantization_config", "dtype")},
     }
     _check_type(fields, family)
     unread = fields.unread("config.json")

@@ -22,7 +22,8 @@ class UnknownModelError(CheckpointError):
 
 
 def with_fields(config: Json, **fields: Any) -> Json:
-    """Return a configuration with other values of some fields, which count as read there."""
+    """Return a configuration with some fields replaced; fields read from it count as read in
+    `config`."""
     return ChainMap(fields, cast(Any, config))
 
 

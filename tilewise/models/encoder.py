@@ -29,7 +29,7 @@ __all__ = ["Encoder", "EncoderConfig", "EncoderShape", "Packed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderShape:
-    """What an engine asks of an encoder's configuration.
+    """The fields of an encoder's configuration that an engine needs.
 
     Attributes:
         architecture: Hugging Face's class name, e.g. "BertModel".

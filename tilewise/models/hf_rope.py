@@ -148,8 +148,10 @@ def _settings(config: Json, theta: float) -> dict[str, Any]:
 
 
 def _one_of(name: str, settings: Json) -> dict[str, Any]:
-    """Return the settings, which are one set for all layers or, with equal sets, one per layer
-    type."""
+    """Return the settings of rope for all layers.
+
+    Settings by layer type are accepted if all types have the same.
+    """
     by_type = [value for value in settings.values() if isinstance(value, dict)]
     if not by_type:
         return dict(settings)

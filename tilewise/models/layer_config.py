@@ -1,4 +1,5 @@
-"""One layer of a decoder as data: norms, attention or a state, a feed-forward block."""
+"""The configuration of one decoder layer: norms, attention or a state (or both), feed-forward
+block."""
 
 from __future__ import annotations
 
@@ -252,9 +253,9 @@ class LayerConfig:
             what is added behind the blocks; 0 for none. See `DecoderConfig.token_inputs`.
         mixer: the block that remembers by a state; it reads what attention reads, where there are
             both, and their outputs are added. None for none.
-        shared: says that attention and feed-forward block are those of several layers, before the
-            mixer, which reads what they give besides the stream; see `models.shared_block`. None
-            for blocks of the layer's own.
+        shared: the settings of an attention and a feed-forward block that several layers share.
+            They come before the mixer, which reads their output besides the stream; see
+            `models.shared_block`. None for blocks of the layer's own.
     """
 
     attention: AttentionConfig | None

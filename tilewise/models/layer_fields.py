@@ -205,7 +205,8 @@ def layers_that_attend(
 
 
 def windows_of_types(types: list[Any], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer: that of sliding_attention, none of full_attention."""
+    """Return the window of each layer: `window` for "sliding_attention", None for
+    "full_attention"."""
     known = {"full_attention": None, "sliding_attention": window}
     unknown = [name for name in types if not isinstance(name, str) or name not in known]
     if unknown:

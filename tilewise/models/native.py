@@ -828,7 +828,13 @@ class NativeDecoder(Decoder):
         *,
         batch_invariant: bool,
     ) -> CpuProgram:
-        """Return a step as a list of operations for a CPU."""
+        """Return the list of operations that computes a step of this model on a CPU.
+
+        Args:
+            caches: the caches of the layers.
+            states: the slots of each layer with a state, by its number.
+            batch_invariant: True if a row's bits must not depend on other rows.
+        """
         return program_of(self, caches, states, batch_invariant=batch_invariant)
 
 

@@ -21,13 +21,13 @@ __all__ = ["SharedBlock", "SharedBlockTurn"]
 
 
 class SharedBlock(nn.Module):
-    """What the layers have in common: norm, attention, norm, feed-forward block.
+    """The modules that several layers share: norm, attention, norm, feed-forward block.
 
     Args:
         hidden_size: the width E of the model.
         eps: the epsilon of the norms.
-        attention: its attention, which reads 2 E channels and gives E.
-        feed_forward: its feed-forward block.
+        attention: the attention of the block, which reads 2 E channels and gives E.
+        feed_forward: the feed-forward block.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class SharedBlock(nn.Module):
 
 
 class SharedBlockTurn(nn.Module):
-    """What one of the layers has of its own: adapters, and the projection of the output.
+    """The modules of one of the layers that share a block: adapters and the output's projection.
 
     Args:
         hidden_size: the width E of the model.
         config: the number of the block, and the rank of the adapters.
-        attention, feed_forward: those of the block.
+        attention, feed_forward: the configurations of the block.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def sharing(
 
     Raises:
         TypeError: the model is no decoder of this package.
-        ValueError: it is packed for inference.
+        ValueError: `model` is packed for inference.
     """
     if not isinstance(model, NativeDecoder):
         raise TypeError(

@@ -114,7 +114,7 @@ class AttentionCall:
 
 
 class _Step:
-    """What the layers of a model share while it runs: set before a pass, cleared behind it.
+    """The state of a pass that all layers of a model read: set before the pass, cleared after it.
 
     Attributes:
         calls: the attention calls of a pass, in their order.
@@ -252,7 +252,8 @@ class TransformersDecoder(Decoder):
         return hidden[0] if ctx is not None else hidden
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size), with what the model's class does behind its head."""
+        """Return logits (..., vocab_size), with the scaling or capping that the model's class
+        applies."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         logits: Tensor = self._head(inputs_embeds=rows, use_cache=False, return_dict=True).logits
         return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
@@ -417,7 +418,7 @@ def survey(make: Any) -> tuple[tuple[AttentionCall, ...], bool]:
     """Find the attention calls of a model, and whether its projections can be packed.
 
     Args:
-        make: returns the model, without memory, on the device "meta".
+        make: a function that returns the model, without memory, on the device "meta".
 
     Raises:
         UnsupportedError: a layer cannot run over a paged cache; the message names it.
@@ -640,7 +641,7 @@ def load_through_transformers(
     """Load a checkpoint as transformers does, to run over a paged cache.
 
     Args:
-        path: holds config.json and safetensors.
+        path: a folder with config.json and safetensors.
         architecture: a class of transformers; see `can_run`.
         dtype: the dtype of the parameters; None takes the checkpoint's.
         device, random_weights, before: see `models.load_model`.

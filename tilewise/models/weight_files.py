@@ -55,7 +55,7 @@ def weight_files(directory: Path) -> list[Path]:
     of its index, or its shards alone. Files of safetensors come first, as pickles may be large.
 
     Raises:
-        CheckpointError: there is none, or a shard is missing.
+        CheckpointError: the folder has no such file, or a shard is missing.
     """
     plain = [x for x in _named(directory, ".safetensors") if not x.name.startswith("consolidated")]
     for single, index, others in (
@@ -105,7 +105,7 @@ class PickledTensors:
         file: the path of the file.
 
     Raises:
-        CheckpointError: it is torn, or holds anything but tensors by name.
+        CheckpointError: the file is torn, or holds anything but tensors by name.
     """
 
     def __init__(self, file: Path) -> None:

@@ -212,7 +212,7 @@ def read_tensor(
         names: the names that it may have.
 
     Raises:
-        CheckpointError: it is missing, or the file cannot be read.
+        CheckpointError: the tensor is missing, or the file cannot be read.
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)

@@ -45,7 +45,7 @@ class Attention(nn.Module):
         qk_norm_eps: the epsilon of an RMS norm of each head of q and k (Qwen3); None is no norm.
         window: keys that a query sees, its own included; None is no bound.
         softmax_scale: the factor of q . k; None is D ** -0.5.
-        has_sinks: one learned logit a head in the denominator only (gpt-oss).
+        has_sinks: True for one learned logit a head in the denominator only (gpt-oss).
         softcap: c of the softcap c tanh(logits / c); 0 is off (Gemma 2).
         rope_interleaved: True to rotate channels in pairs (2i, 2i + 1), False in pairs (i, i + R /
             2) of the R rotated ones.

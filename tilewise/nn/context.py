@@ -79,7 +79,7 @@ class AttentionContext:
         seqlens_k: (B,) int32, tokens of each sequence with the new ones counted.
         block_table: (B, max_blocks) int32 cache block ids, in order of position.
         slot_mapping: (T,) int64, block * block_size + offset of each row; -1 is not written.
-        batch_invariant: a row's bits must not depend on its neighbours, of any sequence.
+        batch_invariant: True if a row's bits must not depend on its neighbours, of any sequence.
         shared: leading blocks that layers without a window read once for several sequences.
         tree_mask: (T, at least max_seqlen_q) bool, which new rows of its sequence each row sees, in
             place of causality among them; see `ops.paged_attention`.

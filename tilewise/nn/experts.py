@@ -33,28 +33,30 @@ class ExpertsConfig:
         num_active: the number of experts of a token.
         intermediate_size: I of each expert.
         scores, normalised, norm_eps, num_groups, num_active_groups, best_in_group, jitter: the
-            choice of experts and their weights, see `ops.choose_experts`.
-        weight_scale: a factor of all weights.
+            choice of a token's experts and their routing weights, see `ops.choose_experts`.
+        weight_scale: a factor of all routing weights.
         has_correction_bias: True if a term that is learnt is added to the scores for the choice.
         router_bias: True if the router has a bias.
         routes_in_float32: True if the router's weight is float32 in a model of 16 bits, and its
             products, too.
         router_norm_eps: the eps of an RMS norm before the router; None if there is none.
-        logit_scale: a factor of the logits.
-        scales_experts: True if the weight of each expert has a factor that is learnt.
-        weighs_input: True if the weights multiply what enters the experts, not what leaves them.
+        logit_scale: a factor of the router's logits.
+        scales_experts: True if each expert has a learnt factor of its routing weights.
+        weighs_input: True if routing weights multiply the inputs of experts, not their outputs.
         activation: the function of the gate, one of `nn.layers.ACTIVATIONS` that `ops.expert_mlp`
-            computes, or "clamped" (with `limit` and `alpha`, see there).
+            computes, or "clamped": (b + 1) g sigmoid(alpha g) with g = min(a, limit) of the gate's
+            output a and b of the other, clamped to [-limit, limit].
         has_bias: True if the products of the experts have biases.
         is_interleaved: True if the rows of gate and up alternate; False if the gate's come first.
         is_packed: True if the experts' weights are MXFP4, 4.25 bits an element.
-        shared_size: the intermediate size of a block that all tokens use; 0 if there is none.
-        shared_bias: True if that block's projections have biases.
-        shared_is_gated: True if that block is multiplied by the sigmoid of a product of the token.
-        is_gated: False for blocks without gates.
-        latent_size: the channels that experts read and write, of projections of the tokens; 0 for
-            the tokens themselves.
-        latent_bias: True if these two projections have biases.
+        shared_size: the intermediate size of the shared block, which all tokens use; 0 for none.
+        shared_bias: True if the shared block's projections have biases.
+        shared_is_gated: True if the shared block's output is multiplied by sigmoid(w x) of the
+            token.
+        is_gated: False if experts and the shared block are act(x W) without a second factor.
+        latent_size: the channels that experts read and write: tokens are projected to them before
+            the experts and back after them. 0 for no projections.
+        latent_bias: True if the two projections of latent_size have biases.
     """
 
     num_experts: int
@@ -408,13 +410,12 @@ class Experts(nn.Module):
             norm_eps=config.norm_eps,
             scale=config.weight_scale,
             correction_bias=self.correction_bias,
+            expert_scale=self.expert_scale,
             num_groups=config.num_groups,
             num_active_groups=config.num_active_groups,
             best_in_group=config.best_in_group,
             jitter=config.jitter,
         )
-        if self.expert_scale is not None:
-            weights = weights * self.expert_scale[chosen]
         if isinstance(self.up, QuantisedLinear):
             assert isinstance(self.down, QuantisedLinear)
             call = functools.partial(

@@ -13,9 +13,11 @@ __all__ = ["use_invariant_linears"]
 
 
 def use_invariant_linears(module: nn.Module) -> None:
-    """Replace every nn.Linear below `module`, and thereby its parameters.
+    """Replace every nn.Linear below `module` by an `InvariantLinear` of the same weight and bias.
 
-    Attention over a dense batch is then computed as by an engine, see `nn.dense_cache`.
+    The weights become buffers without gradient, outside of state_dict: for inference only. Mixtures
+    of experts and quantised linears are switched to products whose rows do not depend on each
+    other, and attention over a dense batch to the computation of an engine, see `nn.dense_cache`.
     """
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:

@@ -151,9 +151,10 @@ def _product(linear: nn.Module, x: Tensor) -> Tensor:
 def project_in_parts(
     linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None
 ) -> Tensor | Parts | RankPart:
-    """Return linear(x) for `RMSNorm.add`, in parts if it is best that the norm adds them.
+    """Return linear(x) for `RMSNorm.add`: as partial sums where it is faster that the norm adds
+    them.
 
-    What adapters add is in the first part: parts without it are those of a step without adapters.
+    The terms of adapters are in the first part; the other parts are those of a step without.
     """
     leave_sum = getattr(linear, "leave_sum", None)
     if leave_sum is not None:

@@ -211,7 +211,7 @@ def stand_in(
     Args:
         target: the `GPUTarget` that Triton compiles for.
         sm_count: the multiprocessors of the GPU, by which work is split.
-        needs_gradients: compute the gradient of each dense or packed call, too.
+        needs_gradients: True to compute the gradient of each dense or packed call, too.
 
     Returns:
         A context in which torch makes tensors on it, as device "cuda:0".

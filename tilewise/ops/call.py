@@ -157,7 +157,7 @@ _NO_CALL = _Latest(None, (), never, 0, None, (), False)
 
 
 class _Memory:
-    """What is remembered of calls.
+    """The bound calls that later calls may use again.
 
     Attributes:
         calls: bound calls by their keys.
@@ -277,8 +277,8 @@ def _find(given: Signature, tensors: Tensors, present: Sequence[Tensor]) -> Boun
 
     Args:
         given: the call's arguments.
-        tensors: its tensors, None for absent ones.
-        present: those that are not None.
+        tensors: the tensors of the call, None for absent ones.
+        present: the tensors that are not None.
     """
     if not are_plain(*present) or not (present[0].is_cuda or present[0].is_cpu):
         return None
@@ -347,7 +347,8 @@ def recall(key: Key) -> Any:
 
 
 def remember(key: Key, value: Any) -> None:
-    """Let `recall` find a bound call, or what belongs to calls alike, by its key."""
+    """Store a bound call, or the facts about calls alike, under the key by which `recall` finds
+    it."""
     if len(_memory.calls) >= _MAX_CALLS:
         _memory.calls.clear()
     _memory.calls[key] = value
@@ -431,9 +432,10 @@ class Last:
         self._bound = bound
 
     def run(self, given: Signature, out: Tensor) -> bool:
-        """Run it for other arguments; False where they differ, or are watched.
+        """Run the remembered call for other arguments, with its only result in `out`.
 
-        Its first result is written to `out`; it has no others.
+        Returns:
+            False, and nothing runs, where layouts, types or numbers differ, or the call is watched.
         """
         bound = self._bound
         if not unwatched() or bound is None:

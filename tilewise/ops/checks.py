@@ -210,7 +210,7 @@ def host_int(name: str, value: Any, rule: str = "an integer") -> int:
     """Return an int from an integer of Python, numpy or a traced graph, or a one-element tensor.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: the value is none of these.
     """
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
         return value  # type: ignore[return-value]

@@ -50,7 +50,7 @@ def listen(told: Callable[..., None]) -> None:
 def noted_launches(
     note: Callable[[Request], None],
 ) -> AbstractContextManager[dict[str, Request]]:
-    """Record what launches of this thread would compile, by its hash, instead of launching.
+    """Record the kernels of this thread's launches, by their hashes, instead of launching.
 
     A recorded kernel writes nothing: results are uninitialised memory, except for sampled tokens,
     which are 0.
@@ -115,7 +115,7 @@ def take(path: Path) -> Taken:
         path: a file that `tilewise precompile --arch ARCH --to FILE` has written.
 
     Raises:
-        ValueError: it is no such file, or of another Triton, tilewise or GPU.
+        ValueError: the file holds no kernels, or is of another Triton, tilewise or GPU.
         UnsupportedError: there is no Triton.
     """
     check_triton()

@@ -80,7 +80,7 @@ def start_decode(
     angles: Tensor,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `begin_decode` does, and look up each row's embedding and angles in the same launch.
+    """Run `begin_decode`, and look up each row's embedding and angles in the same launch.
 
     Args:
         token: (B,) int64, the last token of each row, below V.

@@ -188,7 +188,8 @@ def check_tokens(x: Tensor, chosen: Tensor) -> int:
 
 
 def check_choices(tokens: int, chosen: Tensor, weights: Tensor, num_experts: int) -> None:
-    """Check the choices of tokens and their weights, (T, k)."""
+    """Raise unless chosen experts and their weights, (T, k) each, fit `tokens` and
+    `num_experts`."""
     if not 1 <= num_experts <= MOST_EXPERTS:
         raise ValueError(f"experts must be 1 to {MOST_EXPERTS}, got {num_experts}")
     most, num_active = min(num_experts, MOST_ACTIVE), chosen.shape[1]

@@ -46,9 +46,9 @@ def invariant_linear(
 
 
 def invariant_linear_leaves_parts(weight: Tensor) -> bool:
-    """Return whether `linear_parts` returns the parts of `invariant_linear`, and more than one.
+    """Return whether `linear_parts` gives the partial sums of `invariant_linear`, at least two.
 
-    Added in their order and rounded once they are its result, bit for bit.
+    Added in order and rounded once, the parts are the result of `invariant_linear`, bit for bit.
     """
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False

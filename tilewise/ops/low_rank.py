@@ -20,7 +20,7 @@ __all__ = ["TILE", "add_low_rank"]
 def add_low_rank(
     y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles, *, backend: str | None = None
 ) -> None:
-    """Add what each row's adapter adds to a product: y[t] += scale (x[t] A^T) B, in place.
+    """Add each row's adapter to a product: y[t] += scale (x[t] A^T) B, in place.
 
     For part p of the columns of y, A is a[slot, p R : (p + 1) R], B is b[slot] and the factor is
     scale[slot, p], with the slot of the row's tile. Rows that are in no tile are left alone. Sums

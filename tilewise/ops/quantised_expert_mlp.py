@@ -50,10 +50,10 @@ def quantised_expert_mlp(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Compute what `expert_mlp` does, with weights that stay as narrow as they are stored.
+    """Compute `expert_mlp` with quantised weights, widened in registers only.
 
     Rows are sorted by expert on the device, and nothing waits for it; codes are widened in the
-    registers of those who multiply. Nothing is differentiable.
+    registers of the multiplying warps. Nothing is differentiable.
 
     Args:
         x, chosen, weights, activation, interleaved, limit, alpha, weighs_input, batch_invariant: as

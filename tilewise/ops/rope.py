@@ -34,7 +34,8 @@ def apply_rope(
         x: (T, H, D) or (B, S, H, D), any float dtype, last dim contiguous.
         cos, sin: float32, (T, R/2) for a packed x; (S, R/2) or (B, S, R/2) for a dense one; R <= D,
             and with R = 0 nothing turns.
-        interleaved: pair channels (2i, 2i + 1) as GPT-J does; else (i, i + R/2) as Llama does.
+        interleaved: True to pair channels (2i, 2i + 1) as GPT-J does; else (i, i + R/2) as Llama
+            does.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Returns:

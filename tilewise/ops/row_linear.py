@@ -1,4 +1,5 @@
-"""Products of one row: the norm before them and the activation behind them in one kernel."""
+"""Linear layers for an input of one row, in one kernel with the norm before or the activation
+after."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def add_up_flagged(
     total: Tensor,
     **options: Any,
 ) -> None:
-    """Do what `add_up` does with a kernel for more rows.
+    """Compute `add_up` by the kernel for more rows.
 
     The options are those of `kernels.triton.step.flagged_sum.launch`.
     """

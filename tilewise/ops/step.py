@@ -180,7 +180,7 @@ def step(name: str, check: Callable[..., None]) -> Callable[..., Any]:
     """Return the registered op `name` as a function that checks its arguments.
 
     Args:
-        check: raises unless the arguments of the op are as they must be.
+        check: a function that raises an error unless the arguments of the op are valid.
     """
     dispatched = lean(name)
 

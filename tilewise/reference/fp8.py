@@ -197,7 +197,7 @@ def attention(
 
 
 def probability_bound(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Bound what rounding P to e4m3 does to o = p v: (largest, root mean square) of each o_id.
+    """Return the largest and the root mean square change of o = p v by rounding P to e4m3.
 
     With r_ij = p_ij / max_j p_ij, the kernel rounds 256 r_ij, so p_ij moves by at most
     2 ** -4 p_ij + 2 ** -10 / 256 max_j p_ij. Were the roundings independent and uniform, o would

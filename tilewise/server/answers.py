@@ -36,7 +36,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: Any) -> bytes:
-    """Return one server-sent event of a stream."""
+    """Return `content` as JSON in one server-sent event."""
     return b"data: %b\n\n" % json.dumps(content, separators=(",", ":")).encode()
 
 

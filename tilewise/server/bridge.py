@@ -213,7 +213,7 @@ class Bridge:
         Args:
             kind: the prefix of the job's id.
             asked_id: the rest of the job's id; None draws one at random.
-            receive: the request's ASGI `receive`, after the body has been read.
+            receive: the request's ASGI function `receive`, after the body has been read.
             trace_headers: the client's trace headers, see `Job`.
 
         Raises:
@@ -550,7 +550,11 @@ class Bridge:
             self.queue.end(ticket)
 
     async def abort(self, job: Job) -> None:
-        """End a job at any stage; the engine ends its requests with finish_reason "abort"."""
+        """End a job at any stage.
+
+        The requests that the engine knows end with finish_reason "abort". A job that has not
+        reached the engine, or whose engine hangs, fails with an error 400 of code "aborted".
+        """
         try:
             asked = [functools.partial(self.llm.explain, i) for i in job.engine_ids]
             told = [await self.questions.ask(question) for question in asked]

@@ -261,7 +261,14 @@ class ChatTemplate:
 
 
 def _unseen(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Return the system and developer messages that do not appear in a prompt in their order."""
+    """Return the system and developer messages whose contents are not in a rendered prompt.
+
+    Each content is searched for after the place of the one before: those in another order are
+    returned, too.
+
+    Args:
+        text: the rendered prompt.
+    """
     found, end = [], 0
     for message in messages:
         if message["role"] in ("system", "developer"):

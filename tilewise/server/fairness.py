@@ -19,7 +19,7 @@ WORK_S = 2e-3  # seconds of one request's work on the event loop before other ta
 
 
 class Pace:
-    """Let other tasks run between the parts of one request's work.
+    """A pace for the work of one request: at most `WORK_S` seconds between rests for other tasks.
 
     Example:
         >>> pace = Pace()
@@ -32,7 +32,7 @@ class Pace:
         self._since = time.perf_counter()
 
     async def rest(self) -> None:
-        """Let other tasks run, if `WORK_S` seconds have passed since they did."""
+        """Let other tasks run, if the last rest was at least `WORK_S` seconds ago."""
         if time.perf_counter() - self._since >= WORK_S:
             await asyncio.sleep(0)
             self._since = time.perf_counter()
@@ -62,7 +62,7 @@ class Turns:
         await turn
 
     def _next(self) -> None:
-        """Start the oldest request of the key that is first, and move the key to the end."""
+        """Start the oldest request of the first key in the queue, and move that key to the end."""
         while self._waiting:
             key = next(iter(self._waiting))
             queue = self._waiting.pop(key)

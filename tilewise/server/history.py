@@ -15,9 +15,10 @@ Message = dict[str, Any]
 
 
 def with_ids(messages: Sequence[Message], form: ToolFormat | None) -> list[Message]:
-    """Return messages with the ids of calls that the format demands, also in the results.
+    """Return messages whose tool calls have ids in the model's format; the results name the same
+    ids.
 
-    Clients send what ids they like, and those of this server suit no format.
+    Clients may send any ids, and the ids that this server makes suit no format.
 
     Args:
         messages: the result of `chat.messages_of`; it is not changed.

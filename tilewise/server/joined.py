@@ -26,7 +26,8 @@ class Joined:
     Args:
         transport: the transport to write to; other attributes are passed through to it.
         loop: the transport's event loop.
-        on_close: a function called by `close`, which waits for the client to read what was written.
+        on_close: a function that `close` calls after it has closed the transport, whose closing
+            ends only when the client has read what was written.
     """
 
     def __init__(

@@ -167,11 +167,7 @@ class RequestLimits:
             )
 
     def longest_prompt(self, max_prompt_len: int) -> int:
-        """Return the largest number of tokens of any caller's prompt.
-
-        Args:
-            max_prompt_len: the engine's own limit.
-        """
+        """Return the number of tokens that a prompt may have at most, whoever sends it."""
         return min(max_prompt_len, self.max_prompt_tokens or max_prompt_len)
 
     def longest_count(self, max_model_len: int) -> int:

@@ -16,8 +16,10 @@ T = TypeVar("T")
 async def merged(
     outputs: Sequence[AsyncIterator[RequestOutput]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield from several generators at once; for a slow reader only the newest output of each is
-    kept."""
+    """Yield (index of the generator, output) from several generators at once.
+
+    For a slow reader only the newest output of each generator is kept.
+    """
     newest: dict[int, RequestOutput] = {}
     news = asyncio.Event()
 

@@ -25,7 +25,8 @@ def with_recipe(
     """Return the sampling parameters of a request, with a seed and log-probabilities for a recipe.
 
     Raises:
-        ApiError: 400: a recipe is wanted of what has none.
+        ApiError: 400, a recipe is asked for a stream, several prompts or parameters that allow
+            none.
     """
     if not request.recipe:
         return sampling

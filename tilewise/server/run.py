@@ -119,9 +119,10 @@ class _Protocol(H11Protocol):
         self._await_headers()
 
     def _is_open(self) -> bool:
-        """Return whether parts of a streamed answer may be pushed.
+        """Return whether parts of a streamed answer may be written to the socket at once.
 
-        If not, send() must write them, which waits for a client that reads slowly.
+        If False (HTTP/1.0, a full buffer or a closing connection), send() must write them, which
+        waits for a client that reads slowly.
         """
         is_chunked = self.conn.their_http_version == b"1.1"
         return is_chunked and not self.flow.write_paused and not self.transport.is_closing()
@@ -205,7 +206,7 @@ class _Protocol(H11Protocol):
             self._unread = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP, and end the connection."""
+        """Answer bytes that are not HTTP with an error 400, and close the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun on this connection
             return

@@ -56,7 +56,8 @@ class Conversation:
         """Check that a server is there and lets this model chat.
 
         Raises:
-            ValueError: it is not there, refuses the key, lacks the model, or the model cannot chat.
+            ValueError: the server is not there, refuses the key, lacks the model, or the model
+                cannot chat.
         """
         try:
             models = self._call("/v1/models")["data"]

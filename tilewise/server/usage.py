@@ -31,8 +31,8 @@ class Ledger:
 
         Args:
             name: the name of the key.
-            prompt, cached, generated: its numbers of tokens.
-            preempted, refused: its numbers of preemptions and refusals.
+            prompt, cached, generated: the request's numbers of tokens.
+            preempted, refused: the request's numbers of preemptions and refusals.
         """
         account = self._accounts.setdefault(name, _Account())
         account.requests += 1

@@ -58,7 +58,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
-        """Map what `prepare` has written.
+        """Map the files that `prepare` has written.
 
         Raises:
             ValueError: files are shorter or longer than they were written.
@@ -114,7 +114,7 @@ def read_documents(root: str | Path) -> Iterator[str]:
     UTF-8. Bytes that are not become U+FFFD, with a warning that names the file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no document is found.
     """
     found = False
     for file in _text_files(Path(root)):
@@ -147,8 +147,8 @@ def train_tokenizer(texts: Iterable[str], words: int, *, is_masked: bool = False
 
     Args:
         words: the largest size of the vocabulary.
-        is_masked: the special tokens are BERT's, [CLS] before a text and [SEP] after it; else the
-            end token, which also stands before a text.
+        is_masked: True if the special tokens are BERT's, [CLS] before a text and [SEP] after it;
+            else the end token, which also stands before a text.
     """
     special = list(MASKED) if is_masked else [END]
     fewest = len(special) + 256  # bytes
@@ -185,7 +185,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             merges.txt or vocab.bpe.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: the folder has neither.
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path

@@ -57,7 +57,7 @@ def hidden_states(
         positions: int64 (T,), each document's own; None for rows.
         documents: the documents of packed ids; None for rows.
         dtype: the dtype of products and of the residual stream.
-        deterministic: the backward pass of attention gives the same bits each time.
+        deterministic: True if the backward pass of attention must give the same bits each time.
 
     Returns:
         (T, E) or (B, S, E).
@@ -81,7 +81,7 @@ def hidden_states(
 
 
 def _why_not(config: ModelConfig) -> str | None:
-    """Say what of a model no forward pass here computes, or return None."""
+    """Return a message that names what these forward passes lack for a model; None if nothing."""
     is_layer_norm = config.norm.kind == "layer"
     facts: list[tuple[str, object, object]] = [
         ("learned_positions", config.learned_positions is not None, is_layer_norm),
@@ -312,9 +312,9 @@ def _split(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of each head, as `ops.apply_rope` does, where a compiler can fuse it.
+    """Rotate the halves of each head as `ops.apply_rope`, in operations that a compiler can fuse.
 
-    Channels beyond those that the cosines are of stay.
+    Channels after the first 2 * cos.shape[-1] are unchanged.
     """
     half = cos.shape[-1]
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)

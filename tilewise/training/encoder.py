@@ -21,11 +21,11 @@ __all__ = ["Bert", "BertShape"]
 
 @dataclass(frozen=True, slots=True)
 class BertShape:
-    """What decides the shape of a BERT; the defaults are BERT-base's.
+    """The sizes of a BERT; the defaults are BERT-base's.
 
     Attributes:
-        vocab_size: words; the embedding may have more rows, see `Bert`.
-        max_positions: tokens of the longest text.
+        vocab_size: the number of words; the embedding may have more rows, see `Bert`.
+        max_positions: the number of tokens of the longest text.
     """
 
     vocab_size: int = 30_522

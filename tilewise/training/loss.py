@@ -177,7 +177,7 @@ def find_loss(name: str) -> Any:
     """Return the loss of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no loss has that name.
     """
     if name not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {name!r}")

@@ -89,8 +89,8 @@ class Packer:
         tokens: T, of a batch.
         context: tokens of the longest piece.
         seed: the seed of the order; epoch e shuffles with seed and e.
-        is_rows: batches are (T / context, context) rows cut from the joined documents, without
-            boundaries, as GPT-2's own training and nanoGPT have them.
+        is_rows: True if batches are (T / context, context) rows cut from the joined documents,
+            without boundaries, as GPT-2's own training and nanoGPT have them.
 
     Raises:
         ValueError: a number is not positive, there is no document, or rows do not fill a batch.
@@ -125,7 +125,7 @@ class Packer:
         self._order = self._shuffled()
 
     def state(self) -> dict[str, int]:
-        """Where the next batch begins: epoch, document of its order, token of that document."""
+        """The position of the next batch: epoch, document in its order, token in the document."""
         return {
             "epoch": self.epoch,
             "next": self.next,
@@ -247,9 +247,9 @@ def prefetch(
     """Yield batches on `device`, made by a thread while the device computes.
 
     Args:
-        batches: on the CPU.
+        batches: the batches, on the CPU.
         ahead: the largest number of batches that wait.
-        change: applied to each on the thread, masking for instance.
+        change: a function applied to each batch on the thread, masking for instance.
 
     An error of the thread is raised where the next batch is asked for. Closing the iterator ends
     the thread.

@@ -34,10 +34,10 @@ _INTERRUPTED = "the run ends after this step, with a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run does beside its steps.
+    """The settings of a run besides those of its steps.
 
     Attributes:
-        accumulate: batches of a step.
+        accumulate: the number of batches of a step.
         log_every, evaluate_every, save_every: steps; 0 is never. The end is logged and saved too.
         evaluation_batches: the number of batches of the held-out text.
         stop_after: steps after which the run ends early, as if interrupted; None does not.
@@ -76,7 +76,7 @@ def run(
         packer: the packer of the text to train on.
         out: folder of the files; a checkpoint there is gone on from.
         held_out: the packer of the text to evaluate on.
-        change: applied to each batch, masking for instance.
+        change: a function applied to each batch, masking for instance.
         resume: False begins anew.
 
     Raises:

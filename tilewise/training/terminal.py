@@ -39,8 +39,8 @@ class Interrupts:
         """End as the signal would have, if one came: the files are written.
 
         Raises:
-            KeyboardInterrupt: it was SIGINT, Ctrl-C.
-            SystemExit: it was SIGTERM; a shell's 128 + 15.
+            KeyboardInterrupt: the signal was SIGINT, Ctrl-C.
+            SystemExit: the signal was SIGTERM; the status is 128 + 15, as a shell's.
         """
         if self.signal is signal.SIGINT:
             raise KeyboardInterrupt

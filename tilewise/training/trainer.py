@@ -42,7 +42,7 @@ class Settings:
         dtype: the dtype of products and residual stream: "bfloat16" or "float32".
         loss: "chunked" or "liger", see `training.loss`.
         compile: mode of torch.compile, "" does not compile.
-        deterministic: the same bits in each run of a machine, slower.
+        deterministic: True for the same bits in each run on a machine, which is slower.
     """
 
     lr: float = 6e-4
@@ -82,7 +82,7 @@ def model_flops(model: Decoder | Bert, tokens: int, pairs: float) -> float:
     """FLOPs of a forward and backward pass: products and visible attention; see `training.flops`.
 
     Args:
-        model: its parameters may lie on the meta device.
+        model: the model, whose parameters may lie on the meta device.
         tokens: the number of tokens of all sequences.
         pairs: sum of the sequences' squared lengths.
     """
@@ -109,7 +109,7 @@ class Trainer:
 
     Args:
         model: float32 parameters, on the device that trains.
-        settings: see there.
+        settings: the settings of training.
         words: the size of the vocabulary; more rows of the embedding are its padding.
 
     Attributes:
@@ -157,9 +157,10 @@ class Trainer:
         return self._loss(self._compiled(*arguments), batch.targets)
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
-        """Make one step over `batches`; return their mean loss before it, on the device.
+        """Make one step over `batches`, which all count alike, as their sizes are equal.
 
-        Batches are of one size: each counts alike.
+        Returns:
+            The mean loss of the batches before the step, on the device.
         """
         total: Tensor | None = None
         for batch in batches:
@@ -187,7 +188,7 @@ class Trainer:
         self._failure = torch.where(is_first, torch.cat([step, seen]), self._failure)
 
     def check_finite(self) -> None:
-        """Wait for the device and refuse what no training goes on from.
+        """Wait for the device and refuse a loss or a gradient norm that was not finite.
 
         Raises:
             FloatingPointError: the loss or the norm of all gradients of a step was not finite.
@@ -252,7 +253,7 @@ class Trainer:
         """Read a checkpoint, go on from it and return all that `save` was given.
 
         Raises:
-            ValueError: it is damaged, not finite, or of a model with other parameters.
+            ValueError: the checkpoint is damaged, not finite, or of a model with other parameters.
         """
         try:
             state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
@@ -359,7 +360,7 @@ _Inputs = tuple[Tensor, Tensor | None, Tensor | None, int, Tensor | None]
 
 
 def _inputs(batch: Batch) -> _Inputs:
-    """What the forward pass takes of a batch, in order."""
+    """Return the inputs of the forward pass from a batch, in the order of its arguments."""
     documents = batch.documents
     cu_seqlens = None if documents is None else documents.cu_seqlens
     longest = 0 if documents is None else documents.max_seqlen

@@ -114,7 +114,7 @@ def row(family: Family) -> str:
         positions,
         ", ".join(seen),
         fed,
-        "yes" if family.write is not None else "no",
+        "no" if any(layer.shared is not None for layer in config.layers) else "yes",
         ", ".join(family.formats) or "none",
         _reason_of_shards(config) or "yes",
         ", ".join(states) or "none",

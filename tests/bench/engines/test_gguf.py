@@ -113,7 +113,50 @@ def test_a_gemma_has_its_norms_with_their_1_and_its_rows_as_they_are(written, tm
     assert np.array_equal(q, own.view(np.uint16))
 
 
+def _small_states(**changed):
+    return SHAPES["qwen3.5-0.8b"] | {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 40,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    } | changed  # fmt: skip
+
+
+def test_layers_with_states_have_llama_cpps_names_and_rates(written, tmp_path):
+    model = build_model(ModelConfig.from_hf(_small_states()), dtype="bfloat16")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    save_model(model, tmp_path)
+    write_gguf(tmp_path, tmp_path / "x.gguf", "bf16")
+    assert written.said["architecture"] == "qwen35"
+    assert written.said["add_rope_dimension_count"] == (4,)
+    assert written.said["add_ssm_inner_size"] == (16,)
+    assert len(written.tensors) == 2 + 3 * 14 + 11
+    states = {name: x.detach().float().numpy() for name, x in model.named_parameters()}
+    of_layer = {
+        name.split(".", 2)[2]: x for name, x in states.items() if ".layers.1." in f".{name}"
+    }
+    (rates,) = (x for name, x in of_layer.items() if name.endswith(("A_log", "a_log")))
+    assert np.allclose(written.tensors["blk.1.ssm_a"], -np.exp(rates))
+    assert written.tensors["blk.1.ssm_conv1d.weight"].shape == (48, 4)
+    (norm,) = (x for name, x in of_layer.items() if x.shape == (8,))
+    assert np.array_equal(written.tensors["blk.1.ssm_norm.weight"], norm)
+    shifted = written.tensors["blk.3.attn_k_norm.weight"]
+    (own,) = (x for name, x in states.items() if "layers.3" in name and "k_norm" in name)
+    assert np.array_equal(shifted, own + 1)
+
+
+def test_value_heads_that_share_key_heads_are_refused(written, tmp_path):
+    shape = _small_states(linear_num_value_heads=4)
+    save_model(build_model(ModelConfig.from_hf(shape), dtype="bfloat16"), tmp_path)
+    with pytest.raises(ValueError, match="linear_num_value_heads must be linear_num_key_heads"):
+        write_gguf(tmp_path, tmp_path / "x.gguf", "bf16")
+
+
 def test_other_models_are_refused(written, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
-    with pytest.raises(ValueError, match="must be a Llama or a Gemma 3 with a plain rope"):
+    with pytest.raises(
+        ValueError, match="must be a Llama, a Gemma 3 or a Qwen3.5 with a plain rope"
+    ):
         write_gguf(tmp_path, tmp_path / "x.gguf", "bf16")

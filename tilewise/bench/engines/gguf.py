@@ -1,10 +1,11 @@
-"""A checkpoint of Llama or Gemma 3 as a GGUF file for llama.cpp, without a tokenizer.
+"""A checkpoint of Llama, Gemma 3 or Qwen3.5 as a GGUF file for llama.cpp, without a tokenizer.
 
     python -m tilewise.bench.engines.gguf DIRECTORY FILE bf16|f16
 
 Runs in llama.cpp's environment: it needs numpy and the package gguf, neither torch nor safetensors.
 The products keep 16 bits and norms become float32. Llama's rows of q and k are reordered from
-Hugging Face's rotary halves to llama.cpp's pairs; Gemma's norms get the 1 that is added to them.
+Hugging Face's rotary halves to llama.cpp's pairs; norms of Gemma and Qwen3.5 get the 1 that is
+added to them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,26 @@ _OWN = {
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     },
+    "qwen35": {
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+    },
 }
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Gemma3ForCausalLM": "gemma3"}
+# Tensors whose names llama.cpp does not end in ".weight".
+_UNNAMED = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Gemma3ForCausalLM": "gemma3",
+    "Qwen3_5ForCausalLM": "qwen35",
+}
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -48,16 +67,17 @@ _OUTER = {
 
 
 def write_gguf(directory: Path, file: Path, dtype: str) -> None:
-    """Write a GGUF file of a LlamaForCausalLM or Gemma3ForCausalLM checkpoint in model.safetensors.
+    """Write a GGUF file of a Llama, Gemma 3 or Qwen3.5 checkpoint in model.safetensors.
 
     Args:
-        directory: holds config.json and model.safetensors, in bfloat16, float16 or float32.
+        directory: a folder with config.json and model.safetensors, in bfloat16, float16 or float32.
         dtype: "bf16" or "f16", of the products.
 
     Raises:
         ImportError: gguf or numpy is missing.
         ValueError: the checkpoint is of another model, or has a scaled rope that llama.cpp reads
-            from no field written here.
+            from no field written here, or is a Qwen3.5 with more value heads than key heads, whose
+            rows llama.cpp orders in another way.
     """
     try:
         import gguf
@@ -70,8 +90,8 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
     rope = rope.get("full_attention", rope)
     if not architecture or rope.get("rope_type", "default") != "default":
         raise ValueError(
-            "the checkpoint must be a Llama or a Gemma 3 with a plain rope to become GGUF, "
-            f"got {config['architectures'][0]}"
+            "the checkpoint must be a Llama, a Gemma 3 or a Qwen3.5 with a plain rope to become "
+            f"GGUF, got {config['architectures'][0]}"
         )
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or config["hidden_size"] // heads
@@ -86,7 +106,9 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(d)
     writer.add_value_length(d)
-    writer.add_rope_dimension_count(d)
+    writer.add_rope_dimension_count(int(d * rope.get("partial_rotary_factor", 1.0)))
+    if architecture == "qwen35":
+        _add_states(writer, config)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -100,8 +122,14 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
             count = heads if "q_proj" in name else kv_heads
             halves = values.reshape(count, 2, d // 2, -1)
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        if values.ndim == 1:
-            writer.add_tensor(theirs, values + 1 if architecture == "gemma3" else values)
+        if name.endswith("A_log"):
+            writer.add_tensor(theirs, -np.exp(values))
+        elif values.ndim == 1:
+            is_shifted = architecture in ("gemma3", "qwen35") and name.endswith("norm.weight")
+            is_shifted = is_shifted and not name.endswith("linear_attn.norm.weight")
+            writer.add_tensor(theirs, values + 1 if is_shifted else values)
+        elif name.endswith("conv1d.weight"):
+            writer.add_tensor(theirs, np.ascontiguousarray(values.squeeze(1)))
         elif dtype == "f16":
             writer.add_tensor(theirs, values.astype(np.float16))
         else:
@@ -116,6 +144,23 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
     writer.close()
 
 
+def _add_states(writer: Any, config: dict[str, Any]) -> None:
+    """Write the sizes of Qwen3.5's gated delta nets."""
+    heads = config["linear_num_value_heads"]
+    if heads != config["linear_num_key_heads"]:
+        raise ValueError(
+            "linear_num_value_heads must be linear_num_key_heads to become GGUF, "
+            f"got {heads} and {config['linear_num_key_heads']}"
+        )
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
+    writer.add_full_attention_interval(4)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
 def _name(name: str, layer_names: dict[str, str]) -> str | None:
     """Return llama.cpp's name of a tensor; None for one that it computes itself."""
     if name in _OUTER:
@@ -123,6 +168,8 @@ def _name(name: str, layer_names: dict[str, str]) -> str | None:
     if name.endswith("inv_freq"):
         return None
     _, _, layer, rest = name.split(".", 3)
+    if rest in _UNNAMED:
+        return f"blk.{layer}.{_UNNAMED[rest]}"
     return f"blk.{layer}.{layer_names[rest.removesuffix('.weight')]}.weight"
 
 

@@ -50,10 +50,11 @@ class Session:
 
 
 def timings(process: EngineProcess, workload: Workload, timeout: float) -> Row:
-    """Run a workload once; a fixed one also for its first token alone.
+    """Run a workload once; the workload "fixed" also with one new token for each prompt.
 
     Returns:
-        "whole" seconds, "first" seconds (fixed only), and what the engine said of itself.
+        "whole" seconds, "first" seconds (of one token each; "fixed" only), the token "ids" and the
+            "facts" that the engine reported.
     """
     asked = workload.as_request()
     found: Row = {}

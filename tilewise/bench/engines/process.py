@@ -36,10 +36,11 @@ class EngineProcess:
         start_timeout: seconds until it must be ready.
 
     Attributes:
-        facts: its first answer; "start_s" is the time until it was ready, imports included.
+        facts: the first answer of the engine; "start_s" is the time until it was ready, imports
+            included.
 
     Raises:
-        EngineFailed: it did not start.
+        EngineFailed: the engine did not start.
     """
 
     def __init__(

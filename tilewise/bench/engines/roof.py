@@ -86,7 +86,7 @@ class Roof:
 
         Args:
             members: the number of samples of each prompt, by the prompt's index.
-            lengths, new_tokens: the tokens of each prompt, and of each of its answers.
+            lengths, new_tokens: the number of tokens of each prompt, and of each of its samples.
         """
         seconds = 0.0
         # The first new token comes from the prompt's own step.

@@ -128,6 +128,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
         "dtype": "bfloat16",
     },
+    "qwen3.5-0.8b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248_320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    },
     # For a CPU; no published model's. 0.39 B parameters, all of which a token reads.
     "llama-0.4b": _LLAMA
     | {
@@ -158,7 +185,7 @@ def model_directory(name: str, folder: Path) -> tuple[Path, bool]:
         name: one of SHAPES, whose config.json is written below `folder`, "story", or a path.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `name` is none of these.
     """
     if name in SHAPES:
         directory = folder / name

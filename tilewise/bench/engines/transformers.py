@@ -13,7 +13,7 @@ class Measured:
     """transformers; see `worker.Engine`.
 
     Args:
-        settings: those of `ours.Measured`; "engine" is "transformers" for `generate`, or
+        settings: the settings of `ours.Measured`; "engine" is "transformers" for `generate`, or
             "transformers_cb" for `ContinuousBatchingManager` over paged attention.
 
     Raises:

@@ -32,7 +32,7 @@ class Measured:
     """vLLM; see `worker.Engine`.
 
     Args:
-        settings: those of `ours.Measured`.
+        settings: the settings of `ours.Measured`.
 
     Raises:
         ImportError: vLLM is not installed.

@@ -31,7 +31,7 @@ ENGINES = {
 
 
 class Engine(Protocol):
-    """What a worker needs of an engine."""
+    """The interface by which a worker runs an engine."""
 
     def generate(
         self, prompts: list[list[int]], new_tokens: list[int], temperature: float, n: int

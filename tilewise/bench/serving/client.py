@@ -25,11 +25,11 @@ _CHOICES = (b'"choices":[{', b'"choices": [{')  # of an event with text, as serv
 
 @dataclass(slots=True)
 class Answer:
-    """What one request saw; seconds of time.perf_counter.
+    """The answer to one request, with its times: seconds of time.perf_counter.
 
     Attributes:
         key: the key of the API.
-        begun: the time at which it should have been sent.
+        begun: the time at which the request was due.
         prompt: the prompt that was sent.
         samples: the number of samples of the prompt.
         times: the times of each event that brought text.
@@ -38,7 +38,7 @@ class Answer:
         text: the text of the first sample, where it was asked for.
         request_id: the id that was asked for, if one was.
         ended: the time at which the answer was whole.
-        error: None unless it failed.
+        error: the reason of a failure; None without one.
     """
 
     key: str
@@ -67,7 +67,7 @@ async def ask(
     """Send one request for a stream and read it to its end.
 
     Args:
-        times: gets those of its events as they come; None makes a list.
+        times: the list to which the time of each event is added as it comes; None makes one.
     """
     answer = Answer(
         key, begun, body["prompt"], body.get("n", 1), request_id=body.get("request_id", "")

@@ -68,10 +68,11 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a server adds, in seconds.
+    """The seconds that a server adds to the steps of its engine.
 
     Attributes:
-        setting: the engine's, with a profile to which step_s, sequence_s and token_s are added.
+        setting: the setting of the engine, with a profile to which step_s, sequence_s and token_s
+            are added.
         step_s, sequence_s, token_s: the seconds of each step, each sequence of a step, each prompt
             token.
         request_s: the seconds of each request before its first token, if nothing else runs.
@@ -141,8 +142,8 @@ async def probe(
     Returns the median of each length, that of the requests sent at once, and all of the last kind.
 
     Args:
-        ask: sends a body of /v1/completions at a time and returns an `Answer`; its third argument
-            is a list that gets the times of the answer's events as they come.
+        ask: a function that sends a body of /v1/completions at a time and returns an `Answer`; its
+            third argument is a list that gets the times of the answer's events as they come.
         longest: tokens of a sequence.
         vocab_size: prompts' ids are below it.
         repeats: prompts of each length.

@@ -61,10 +61,10 @@ class ServedStep:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a server's engine saw of a request, by the server's clock.
+    """The times of a request in the engine of a server, by the server's clock.
 
     Attributes:
-        earliest, noted: it came between these; a step was under way meanwhile, or they are equal.
+        earliest, noted: the bounds of its arrival; they differ if it came during a step.
         ready: the time at which the step ended that computed the last of its prompt.
     """
 
@@ -218,10 +218,10 @@ class _Counted:
 
 
 class _Half:
-    """Steps and ways of every second window: a clock for the others.
+    """A clock made of the steps of every second window, which predicts those of the other windows.
 
     Args:
-        steps: each with the number of its window.
+        steps: the steps, each with the number of its window.
     """
 
     def __init__(
@@ -308,13 +308,13 @@ def foreseen(
     events: Sequence[Mapping[str, Any]],
     told: Callable[[list[Timing]], dict[str, Any]],
 ) -> tuple[dict[str, Any], list[Timing], dict[str, Any]] | None:
-    """Serve what a server was sent in virtual time, by the clock of its own steps.
+    """Serve a server's requests again in virtual time, by the clock of its own steps.
 
     Args:
         setting: the setting of the server's engine; of the profile the peaks count.
         requests: the requests that were answered, in the order in which they were sent.
         events: the events of the server's trace since before the first of them.
-        told: makes numbers of what became of requests.
+        told: a function that computes numbers from the timings of requests.
 
     Returns:
         Medians of `told` over DRAWS runs, the timings of the first run, and what was measured of

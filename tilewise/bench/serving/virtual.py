@@ -29,7 +29,7 @@ def simulated(
     ids_of: Callable[[str], list[int]],
     longest: int,
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Serve what was sent, when it was sent, in virtual time.
+    """Serve the answered requests again in virtual time, each at the time at which it was sent.
 
     Args:
         options: the options of the command line.
@@ -38,12 +38,12 @@ def simulated(
             is known; () takes the times of the engine called directly.
         events: the events of the server's trace since before the requests were sent; then its own
             steps are the clock.
-        ids_of: makes a prompt that was sent as text into ids.
-        longest: tokens of a sequence.
+        ids_of: a function that tokenises a prompt that was sent as text.
+        longest: the largest number of tokens of a sequence.
 
     Returns:
         {"predicted": ..., "measured": ..., "error %": ...} in the words of `tilewise simulate`, and
-        what became of each request there.
+        the timing of each request in virtual time.
 
     Raises:
         ValueError: model or machine is unknown, or no request was answered.

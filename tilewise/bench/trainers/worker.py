@@ -134,7 +134,11 @@ def _time(step: Step, device: torch.device, budget: float) -> tuple[list[float],
 
 
 def make_step(spec: Json, device: torch.device) -> tuple[Step, Json]:
-    """Build the model of a row and its batches; return a step, and what it counts for."""
+    """Build the model and the batches of a row.
+
+    Returns:
+        A function that makes a training step, and the numbers that a step counts for.
+    """
     is_masked = spec["shape"] in BERT_SHAPES
     if is_masked:
         shape = replace(BERT_SHAPES[spec["shape"]], max_positions=max(512, spec["N"]))

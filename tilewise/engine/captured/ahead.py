@@ -79,19 +79,19 @@ def compile_ahead(
     adapters: AdapterSlots | None = None,
     show: Show = silent,
 ) -> dict[str, float]:
-    """Let what a start compiles lie on disk before it is asked for.
+    """Compile the kernels of a start into Triton's cache on disk, in several processes.
 
-    What fails is said in a warning, and compiled later.
+    A failure is reported as a warning; the kernel is compiled when it is needed.
 
     Args:
-        captures_prompts: steps with prompts are padded and captured.
+        captures_prompts: True if steps with prompts are padded and captured.
         num_blocks: the number of the cache's blocks, where it is known.
         group: the group of the ranks that hold the model's shards.
         adapters: the slots of adapters.
         show: a function that takes lines of progress.
 
     Returns:
-        The seconds of its parts, by name; nothing where nothing was to be done.
+        The seconds of the parts of this work, by name; empty if there was nothing to compile.
 
     Raises:
         ValueError: the environment asks for no number of processes.

@@ -43,7 +43,7 @@ MAX_KNOWN = 16_384  # requests whose sampling parameters are remembered
 
 
 class SamplingWords:
-    """Sampling parameters as the device has them; those of each request are made once."""
+    """The sampling parameters of requests as four int32 words each, converted once a request."""
 
     def __init__(self) -> None:
         self._known: dict[int, bytes] = {}  # by id
@@ -265,9 +265,9 @@ class DeviceBatch:
 
         Args:
             batch: read as it is; see `Batch` for what it tells.
-            decodes: every run is one token, from which one is drawn, so that the step advances the
-                rows itself. Else the rows are told where the step leaves them, but for the tokens
-                that it draws (`store_tokens`).
+            decodes: True if every run is one token, from which one is drawn, so that the step
+                advances the rows itself. Else the rows are told where the step leaves them, but for
+                the tokens that it draws (`store_tokens`).
             columns: the columns of the runs if they were made before; only for a step that does not
                 decode.
 
@@ -326,7 +326,15 @@ class DeviceBatch:
             self._steady = None
 
     def send(self, changes: Changes, more: Sequence[NDArray[np.integer]] = ()) -> list[Tensor]:
-        """Apply changes on the device; return `more`, which goes along, as tensors there."""
+        """Copy changes and further arrays to the device at once, and apply the changes there.
+
+        Args:
+            changes: the changes of rows.
+            more: further arrays for the step.
+
+        Returns:
+            `more` as tensors on the device.
+        """
         sent: list[Tensor] = []
         if self.others:
             more = [*(part for other in self.others for part in other.parts()), *more]
@@ -481,7 +489,7 @@ class DeviceBatch:
         changes.blocks.append((row, first, blocks[first:]))
 
     def _write_blocks(self, changes: Changes) -> None:
-        """Write what was stored into the table of the host, all at once."""
+        """Write the blocks of `changes` into the host's copy of the block tables, all at once."""
         if not changes.blocks:
             return
         rows, columns, blocks = zip(*changes.blocks, strict=True)
@@ -494,7 +502,8 @@ class DeviceBatch:
         changes.written = places, new
 
     def _set_active(self, changes: Changes) -> None:
-        """Let a decode step run the rows of the batch and no others."""
+        """Add to `changes` the rows that must begin or cease to run, so that the batch's rows run
+        alone."""
         num_rows, is_active = self.num_rows, self._is_active
         if len(changes.rows) < num_rows:
             runs = set(changes.rows)

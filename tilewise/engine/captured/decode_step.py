@@ -55,11 +55,12 @@ GREEDY_ROWS = 256
 
 
 class Results:
-    """Where steps leave what they drew, in turn.
+    """The drawn tokens of the last RING steps, on the device.
 
     Attributes:
         values: (RING, max_num_seqs, 2) int64: token, and 1 if the row of logits was finite.
-        place: (1,) int64, of the last step; a step begins by moving it on.
+        place: (1,) int64, the row of `values` of the last step; each step begins by incrementing
+            it.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
@@ -68,7 +69,8 @@ class Results:
         self._hidden: Tensor | None = None
 
     def room_for(self, hidden: Tensor) -> Tensor:
-        """Return where the graphs of models leave states like `hidden` (rows, E), all in one place.
+        """Return the memory (rows, E) in which all graphs of models leave hidden states like
+        `hidden`.
 
         The head reads them before the next graph of a model runs.
         """
@@ -78,7 +80,8 @@ class Results:
 
 
 def _embedding_of(model: CausalModel) -> tuple[NativeDecoder, Tensor] | None:
-    """Return the model and its embedding where its layers begin with what a kernel can look up."""
+    """Return a model and its embedding if one kernel can look up embeddings and angles; else
+    None."""
     if not isinstance(model, NativeDecoder) or not model.begins_with_look_ups:
         return None
     table: nn.Module = model.embed_tokens
@@ -100,14 +103,15 @@ class DecodeStep:
     """The decode step of the first `bucket` rows.
 
     Args:
-        model: computes the step.
+        model: the model that computes the step.
         storage: the paged cache.
         batch: the rows of the sequences that decode.
         results: the buffer to which tokens are written.
         bucket: rows of the step.
-        batch_invariant: the field of that name of the `AttentionContext`.
+        batch_invariant: True if a row's bits must not depend on other rows, see `AttentionContext`.
         shared: leading blocks that layers without a window read once for several rows.
-        keeps_logits: `logits` are there after `run`, too, in memory of this step's own.
+        keeps_logits: True if `logits` must still be there after `run`, in memory of this step's
+            own.
         greedy: head whose ranks draw from the largest logit of each, as all rows are greedy; such
             a step runs whole.
         adapters: adapters of the rows; None for steps in which no row uses one.
@@ -194,8 +198,8 @@ class DecodeStep:
         """Do the step up to its logits (bucket, V), which may then be read; `sample` follows.
 
         Args:
-            widens: the logits are float32 and may be changed; else they are as the head rounds
-                them.
+            widens: True to return float32 logits, which may be changed; else they are as the head
+                rounds them.
         """
         if self._model_graph is None:
             hidden = self._compute_hidden()
@@ -224,9 +228,10 @@ class DecodeStep:
         self._graph_logits = self.logits
 
     def capture_model(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Capture the step up to the head as a graph of its own, for `run_model`; likewise.
+        """Capture the part of the step before the head as a graph of its own, for `run_model`.
 
-        Head and sampler, which follow op by op, have run once then, too.
+        Head and sampler, which follow op by op, are run once, too, so that their kernels are
+        compiled.
         """
 
         def compute() -> None:

@@ -46,14 +46,14 @@ _SECONDS = 3600.0  # for all kernels of a file
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What to compile.
+    """Kernels to compile for another machine.
 
     Attributes:
         arch: the compute capability, as 89; one of SM_COUNTS.
         to: the file to write.
         head_dims, dtypes: heads of attention, and names of dtypes, as `ops.precompile` takes them;
             none with a model.
-        needs_backward: compile gradients of dense and packed attention, too.
+        needs_backward: True to compile gradients of dense and packed attention, too.
         options: options of an engine, `model` among them, or nothing without a model.
         sm_count: multiprocessors of the GPU.
         workers: compiling processes; None takes one a core, at most 16.
@@ -79,7 +79,7 @@ class Task:
 
     @property
     def about(self) -> str:
-        """For what kernels are compiled, in words."""
+        """The purpose of the kernels, in words."""
         if self.options is not None:
             return f"an engine of {self.options['model']}"
         return f"attention with heads of {', '.join(map(str, self.head_dims))}"
@@ -87,12 +87,12 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a task.
+    """The result of a task.
 
     Attributes:
-        num_kernels: kernels in the file.
-        num_found: those of them that had been compiled before.
-        failures: why others are not in it, a line each.
+        num_kernels: the number of kernels in the file.
+        num_found: the number of those that had been compiled before.
+        failures: the reasons why other kernels are missing, a line each.
     """
 
     num_kernels: int

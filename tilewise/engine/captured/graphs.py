@@ -73,12 +73,12 @@ def prepare(
     is_lazy: bool,
     show: Show = silent,
 ) -> None:
-    """Compile what steps need and capture the decode steps, or let them be captured when they run.
+    """Compile the kernels of steps, and capture the decode steps now or when they first run.
 
     Args:
-        runner: it has no sequences.
-        max_num_batched_tokens: tokens of one step.
-        is_lazy: capture a step when it first runs, but for decode steps of a few sizes.
+        runner: the runner, which has no sequences yet.
+        max_num_batched_tokens: the largest number of tokens of one step.
+        is_lazy: True to capture a step when it first runs, except for decode steps of a few sizes.
         show: a function that takes lines of progress.
     """
     # Before the steps, which then launch little beside attention.
@@ -104,7 +104,7 @@ def capture_steps(runner: DeviceRunner, *, is_lazy: bool, show: Show = silent) -
     Args:
         runner: on a CPU nothing is captured, and a step op by op has other kernels: none begins
             early in a lazy start.
-        is_lazy: capture a decode step of every kind only; others launch the same kernels.
+        is_lazy: True to capture a decode step of every kind only; others launch the same kernels.
         show: a function that takes lines of progress.
     """
     if is_lazy and runner.device.type != "cuda":

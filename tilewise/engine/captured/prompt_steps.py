@@ -174,7 +174,7 @@ class PromptSteps:
 
     @torch.inference_mode()
     def try_out(self, size: int, *, adapted: bool = False) -> None:
-        """Compute what the graphs of one of `sizes` will, but for attention; drop the results."""
+        """Run the layers on `size` rows without attention, as a graph will; drop the results."""
         self._slots.fill_(-1)
 
         def attend(_own: AttentionContext, _function: Attend, q: Tensor, v_dim: int) -> Tensor:
@@ -245,7 +245,7 @@ class _Pieces:
 
     Args:
         pool: the memory pool of the graphs.
-        room: queries and the channels of a value to the buffers of q and o.
+        room: a function from queries and the channels of a value to the buffers of q and o.
     """
 
     def __init__(self, pool: Any, room: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:
@@ -316,8 +316,8 @@ class _Bytes:
 
 
 def _without_owner(x: Tensor) -> Tensor:
-    """Return contiguous `x` as a tensor that does not keep its memory.
+    """Return contiguous `x` as a tensor on the same memory that does not keep that memory alive.
 
-    What a graph has computed lies there until a later graph of the pool writes there.
+    The results of a graph stay valid until a later graph of the pool writes there.
     """
     return torch.as_tensor(_Bytes(x), device=x.device).view(x.dtype).view(x.shape)

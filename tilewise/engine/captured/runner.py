@@ -303,7 +303,10 @@ class DeviceRunner:
         return True
 
     def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
-        """Whether rows of a step share enough; looked for when the batch has changed."""
+        """Whether enough rows of a step share blocks to read them once.
+
+        Groups are searched for again only when the batch has changed.
+        """
         if self.sharing_tokens is None:
             return False
         groups, rows = self.groups, self.rows
@@ -352,7 +355,7 @@ class DeviceRunner:
 
         Args:
             of_model: True for the part before the logits only.
-            shares, is_greedy, adapted: the kind of step, as for `step_of`.
+            shares, is_greedy, adapted: as of `step_of`; they name the kind of step.
         """
         rows, place = self.rows, self.results.place
         with torch.inference_mode():
@@ -386,7 +389,17 @@ class DeviceRunner:
     def _run(
         self, batch: Batch, adjusts: bool, chunks: list[Chunk], parts: list[pooling.Part]
     ) -> _Handle:
-        """Compute a step of which some sequences run more than one token, or draw not one."""
+        """Compute a step that is not a decode step, or whose hidden states are pooled.
+
+        Args:
+            batch: the step: some sequences run several tokens, or draw no token or several.
+            adjusts: True if requests of the batch change logits, see `Adjuster.follow`.
+            chunks: the parts of prompts whose log-probabilities are asked for.
+            parts: the parts of prompts whose hidden states are pooled.
+
+        Returns:
+            The handle by which the results are waited for.
+        """
         rows, sequences = self.rows, batch.sequences
         columns = Columns(sequences)
         changes = rows.take(batch, decodes=False, columns=columns)
@@ -601,11 +614,13 @@ class DeviceRunner:
         sums: pooling.Pooled | None = None,
         own: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event | None:
-        """Copy results to the host beside what the device does next; return what to wait for.
+        """Copy results to the host while the device goes on; return the event to wait for.
 
         Args:
-            own: an event that is not waited for any more; with it the sources of `copies` live as
-                long as the runner.
+            copies: pairs (target on the host, source on the device).
+            logprobs, scored, sums: further results that are copied; None for none.
+            own: an event to use again, for which nobody waits any more; the sources of `copies`
+                then live as long as the runner.
         """
         is_cuda, kept = self.device.type == "cuda", 0 if own is None else len(copies)
         for more in (logprobs, scored, sums):
@@ -652,7 +667,7 @@ class _Scored:
         self.host: list[Tensor] = []
 
     def finish(self) -> None:
-        """Add them to the scores of their sequences."""
+        """Add the log-probabilities that have reached the host to the scores of their sequences."""
         columns = iter(self.host)
         finish(self.chunks, list(zip(columns, columns, columns, strict=True)))
 

@@ -101,7 +101,14 @@ class GroupRows:
         ]
 
     def apply(self, sent: list[Tensor]) -> list[Tensor]:
-        """Take what `parts` gave from the first of the tensors sent; return those behind."""
+        """Apply the changes that `parts` listed to the table on the device.
+
+        Args:
+            sent: the tensors on the device: those of `parts`, if there were any, then others.
+
+        Returns:
+            The others.
+        """
         if self._blocks or self._moves:
             source, target, places, blocks, *sent = sent
             if len(source):

@@ -199,7 +199,7 @@ class _Beam:
 
     Attributes:
         parent: the index of the beam that it continues; equal for beams that share its last block.
-        row: its next log-probabilities; None until they are computed.
+        row: the log-probabilities of the beam's next token; None until they are computed.
     """
 
     seq: Sequence
@@ -258,10 +258,10 @@ class BeamSearch:
         return all(beam.row is not None for beam in self._beam_of.values())
 
     def order(self, family: list[Sequence]) -> list[Sequence]:
-        """Return the beams in the order in which they shall run.
+        """Return the beams of a request in the order in which they are to run.
 
-        Those that hold blocks are first, and of these the resting ones last, so that they are
-        preempted first. Otherwise the order is unchanged.
+        First beams with blocks that grow, then resting ones, then beams without blocks; equal ones
+        keep their order. The last beams with blocks are preempted first.
         """
         return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
 
@@ -428,8 +428,14 @@ class Beams:
         return None
 
     def _branch(self, search: BeamSearch, branches: list[Branch]) -> list[int]:
-        """Continue each parent with its first token, fork it for further ones, drop it if it has
-        none."""
+        """Turn the beams of a search into its branches.
+
+        A parent continues with its first branch and is forked for further ones; a beam without a
+        branch ends.
+
+        Args:
+            branches: the parent and the next token of each new beam.
+        """
         family = self.roster.unfinished(search.request.request_id)
         parents = {branch.parent for branch in branches}
         kept = {s.index for s in parents}

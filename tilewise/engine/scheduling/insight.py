@@ -170,7 +170,7 @@ class Insight:
         return list(dict.fromkeys(seq.request.request_id for seq in waiting))
 
     def explain(self, request_id: str) -> str:
-        """Return in one line what a request is doing or what it waits for."""
+        """Return the state of a request in one line: how far it is computed, or why it waits."""
         unfinished = self.roster.unfinished(request_id)
         if not unfinished:
             return "unknown or finished"

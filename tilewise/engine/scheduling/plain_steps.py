@@ -166,7 +166,7 @@ class Steady:
 
     Args:
         roster: the running and waiting sequences.
-        tables: their block tables.
+        tables: the block tables of the sequences.
         limits: the limits of a step.
         results: the receiver of tokens that end a sequence.
     """
@@ -293,16 +293,20 @@ class Steady:
         return list(map(tuple.__new__, repeat(TokenEvent), values))
 
     def _charge(self, runs: Seq[ScheduledSequence], preemptions: Seq[int]) -> None:
-        """Count a token for the user of each sequence that gets one."""
+        """Charge the user of each sequence of a plain step for its one new token."""
         for run, before in zip(runs, preemptions, strict=True):
             seq = self.roster.live.get(run.seq_id)
             if seq is not None and seq.num_preemptions == before:
                 self.roster.order.charge(seq.request.user, 0, 1)
 
     def _begin(self, runs: Seq[tuple[Sequence, int]], first: tuple[ScheduledSequence, ...]) -> None:
-        """Let the next steps go on from a plain one, if nothing changed since the one before.
+        """Prepare to schedule the next steps as repetitions of a plain one, if nothing has changed.
 
-        If sequences end in every step, looking ahead gains nothing.
+        Where sequences end in every step this gains nothing, so it needs two steps without changes.
+
+        Args:
+            runs: the sequences of the step and the tokens of each.
+            first: the runs of the step.
         """
         was, self._num_changes, self._first = self._num_changes, self.roster.num_changes, ()
         if was != self._num_changes or len(runs) != len(self.roster.running):

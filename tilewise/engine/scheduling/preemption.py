@@ -74,9 +74,9 @@ class Preemption:
         return left
 
     def preempt(self, first: int) -> None:
-        """Take the blocks of a running sequence at index `first` or after, never at 0.
+        """Preempt a running sequence at index `first` or later, but never the one at index 0.
 
-        A swap takes those of all samples of its request.
+        If it is swapped out, all samples of its request are.
         """
         first = max(first, 1)
         seq = self._choose(first)

@@ -19,13 +19,14 @@ __all__ = ["Results"]
 
 
 class Results:
-    """Add tokens to sequences and end them; see `Scheduler` for what its methods promise.
+    """Add the results of a step to sequences and end them; `Scheduler` states what its methods
+    promise.
 
     Args:
         roster: the unfinished sequences.
-        tables: their block tables.
+        tables: the block tables of the sequences.
         beams: the beam searches.
-        preemption: the record of preempted sequences, which ended ones leave.
+        preemption: the record of preempted sequences; a sequence that ends is removed from it.
     """
 
     def __init__(
@@ -145,10 +146,11 @@ class Results:
         """End all samples of a request with an error.
 
         Args:
-            is_damaged: True to remove the blocks that it may have spoilt from the prefix cache.
+            is_damaged: True if the request may have spoilt its blocks: the prefix cache forgets
+                them.
 
         Returns:
-            The events of its samples.
+            The events of its samples; none for a request that is not running or waiting.
         """
         if not self.roster.unfinished(request_id):
             return []

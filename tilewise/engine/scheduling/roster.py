@@ -16,7 +16,10 @@ __all__ = ["Roster", "seats"]
 
 
 def seats(seq: Sequence) -> int:
-    """Return the seats to keep for a sequence: those of all its samples until it has forked."""
+    """Return the number of seats to keep for a sequence: 1 once it has its first new token.
+
+    Before, the prompt's sequence keeps a seat for each sample of its request that has not ended.
+    """
     if seq.num_tokens > seq.num_prompt_tokens:
         return 1
     return seq.request.sampling.num_samples - len(seq.ended)
@@ -141,8 +144,8 @@ class Roster:
         """Return a new sequence of a request that continues `parent`; `regroup` assigns its rank.
 
         Args:
-            token_ids: the tokens of the new sequence.
-            index: its number within the request.
+            token_ids: all tokens of the new sequence, the prompt included.
+            index: the number of the new sequence within the request.
         """
         seq = self._new(parent.request, index, parent.seed, parent.max_len, parent.rank, token_ids)
         seq.was_admitted, seq.arrival_time = True, parent.arrival_time

@@ -214,7 +214,8 @@ class Scheduler:
         """Accept a request into the queue, or refuse it and change nothing.
 
         Raises:
-            RequestError: it can never be served, or its id is that of an unfinished request.
+            RequestError: the request can never be served, or its id is that of an unfinished
+                request.
             QueueFullError: the limit of waiting requests or tokens is reached.
         """
         if request.request_id in self.roster.requests:
@@ -467,7 +468,7 @@ class Scheduler:
         return self.insight.stats(self.speculation)
 
     def explain(self, request_id: str) -> str:
-        """Return in one line what a request is doing or what it waits for."""
+        """Return the state of a request in one line: how far it is computed, or why it waits."""
         return self.insight.explain(request_id)
 
     def check_integrity(self) -> None:
@@ -628,7 +629,12 @@ class Scheduler:
         return n
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
-        """Return the tokens of a sequence to run; 0 if it first needs a sampled token."""
+        """Return how many tokens of a sequence the next step runs; 0 if a token of it must be drawn
+        first.
+
+        Args:
+            budget: the number of tokens that the step may still take.
+        """
         known = len(seq.token_ids)
         if seq.num_pending:
             forks = known == seq.num_prompt_tokens and seq.request.sampling.num_samples > 1

@@ -84,7 +84,7 @@ def empty_slots(
         sites: the linear layers of the model by name, see `models.adapters.adapter_sites`.
         count: slots; a step uses no more different adapters.
         max_rank: the largest rank of an adapter.
-        device, dtype: those of the rows that the linear layers take.
+        device, dtype: the device and the dtype of the rows that the linear layers take.
     """
     found = {}
     rank = -(-max_rank // TILE) * TILE

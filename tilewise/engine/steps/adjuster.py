@@ -37,12 +37,12 @@ ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 
 @dataclass(slots=True)
 class _State:
-    """What is kept of one sequence.
+    """The state by which the logits of one sequence are changed.
 
     Attributes:
         slot: row of its counts; -1 without penalties.
         num_counted: generated tokens that are counted, or that the device was told to count.
-        allowed: words of what may ever be drawn; None is everything.
+        allowed: bits, in words, of the tokens that may ever be drawn; None for all.
         ends: tokens that may not be drawn before min_tokens.
         endings: pairs (all but the last token, the last token) of each bad word, by the token
             before its last one.
@@ -89,7 +89,7 @@ class Adjuster:
 
         Args:
             batch: the batch of the step.
-            asks: the requests of `batch.asks`.
+            asks: True if a request of the batch asks for more than tokens, see `Batch.asks`.
         """
         if self._states:
             for seq_id in batch.left:
@@ -344,7 +344,7 @@ def put_errors(samples: list[list[SampledToken]], errors: dict[int, Exception]) 
 
 
 class _Step:
-    """What one step sends.
+    """The data that one step sends to the device.
 
     Attributes:
         rows, mask_of, counts_of, penalties, masks, bias_rows, bias_ids, biases: the arguments of

@@ -46,7 +46,7 @@ class Compilations:
 
     @property
     def names(self) -> list[str]:
-        """Their names, in order."""
+        """The names of the kernels, in the order of their compilation."""
         return _names[self._first : _total]
 
 

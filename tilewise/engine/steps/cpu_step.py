@@ -282,7 +282,7 @@ class CompiledRunner(ModelRunner):
     def logits_of(self, rows: Tensor) -> Tensor:
         """Return the logits (n, V) float32 of rows (n,) int64 of the step that `forward` ran last.
 
-        They lie where those of the last call do.
+        The next call of this method overwrites them.
         """
         if self._hidden is not None:
             return super().logits_of(rows)
@@ -296,9 +296,9 @@ class CompiledRunner(ModelRunner):
 
     @torch.inference_mode()
     def states_of(self, rows: Tensor) -> Tensor:
-        """Return the hidden states (n, E), after the last norm, of rows (n,) int64 likewise.
+        """Return the hidden states (n, E) of rows (n,) int64 of the last step, after the last norm.
 
-        They lie where those of the last call do.
+        The next call of this method overwrites them.
         """
         if self._hidden is not None:
             return super().states_of(rows)
@@ -336,7 +336,7 @@ class CompiledRunner(ModelRunner):
         return self._angles
 
     def _context(self, layer: int, inputs: ModelInputs) -> AttentionContext:
-        """Where the rows of a layer belong, for attention as an op."""
+        """Return a layer's context of a step, for attention computed as an op."""
         ctx = inputs.ctx.of_layer(layer)
         if ctx.batch_invariant != self.batch_invariant:
             ctx = replace(ctx, batch_invariant=self.batch_invariant)

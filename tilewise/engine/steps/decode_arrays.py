@@ -113,5 +113,5 @@ class DecodeArrays:
 
     @property
     def seqlens_k(self) -> np.ndarray:
-        """(B,) int32 tokens of each sequence, its new one included."""
+        """(B,) int32, the number of tokens of each sequence, including its new one."""
         return self.rows.lengths

@@ -49,7 +49,7 @@ def check_speculative(
     num_ranks: int = 1,
     has_graphs: bool = False,
 ) -> None:
-    """Refuse what cannot guess, or where nothing can be verified.
+    """Refuse a way to guess tokens that the engine does not have, or cannot verify.
 
     Args:
         speculative: the way to guess tokens that the config names.
@@ -59,7 +59,7 @@ def check_speculative(
         has_graphs: whether steps are CUDA graphs.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: speculative is of none of these classes.
         ValueError: ranks share a model whose steps are CUDA graphs, a draft model would guess for
             several GPUs, or guesses are trees where a row's bits must not depend on them.
     """

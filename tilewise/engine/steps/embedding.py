@@ -39,8 +39,8 @@ def embedding_of(output: RequestOutput, pooling: str) -> EmbeddingOutput:
 
     Raises:
         TimeoutError: its deadline has passed.
-        RequestError: it was aborted.
-        RuntimeError: it ended otherwise.
+        RequestError: the request was aborted.
+        RuntimeError: the request ended before its prompt was computed, for another reason.
     """
     if output.prompt_state is None:
         reason = output.outputs[0].finish_reason

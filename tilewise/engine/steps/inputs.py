@@ -132,10 +132,10 @@ def build_inputs(
         tables: the tables of a runner that has built the inputs of all batches before; None reads
             every table whole.
         group_of: the number of each layer's group, see `CacheSpec.group_of`.
-        other_tables: those of groups 1, 2, ...
+        other_tables: the block tables of groups 1, 2, ...
         sharing_tokens: keys that reading shared prefixes once must save, for it to be done; None
             never does it.
-        batch_invariant: the field of that name of the `AttentionContext`.
+        batch_invariant: True if a row's bits must not depend on other rows, see `AttentionContext`.
         states: the slots of each layer with a state; None for a model without.
     """
     sequences = batch.sequences

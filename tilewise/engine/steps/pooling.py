@@ -24,11 +24,12 @@ __all__ = ["Part", "Pooled", "Pooling", "Pools", "hand_over"]
 
 @dataclass(slots=True)
 class Pooling:
-    """What is known of the vector of one prompt.
+    """The vector of one prompt, as far as it is known.
 
     Attributes:
         kind: one of `embedding.POOLINGS`.
-        sums: (first position, what the states of a chunk come to (E,) float64 on the host).
+        sums: (first position, sum, or maximum for "max", of the hidden states of a chunk, (E,)
+            float64 on the host).
         num_tokens: the number of tokens of the prompt.
     """
 
@@ -48,12 +49,12 @@ class Pooling:
 
 
 class Part(NamedTuple):
-    """The rows of a step that one prompt's vector needs.
+    """The rows of a step that belong to one prompt whose states are pooled.
 
     Attributes:
-        first, last: rows, the last one not included.
-        start: position of the first one.
-        pooling: the pooling of its sequence, to which `Pooled.finish` adds.
+        first, last: the rows first ... last - 1 of the step.
+        start: the position of the first row in the prompt.
+        pooling: the pooling of the prompt, to which `Pooled.finish` adds.
     """
 
     first: int
@@ -76,7 +77,7 @@ class Pools:
 
         Args:
             batch: the batch of the step.
-            asks: the requests of `batch.asks`.
+            asks: True if a request of the batch asks for more than tokens, see `Batch.asks`.
 
         Returns:
             Parts, and by place among the sequences what goes with a first token, whole when all
@@ -115,8 +116,8 @@ class Pooled:
 
     Args:
         parts: see `Pools.follow`.
-        states_of: gives the states (n, E) of rows (n,) int64 of the step, valid until it is called
-            again.
+        states_of: a function that returns the states (n, E) of rows (n,) int64 of the step, valid
+            until it is called again.
         device: the device of the step.
 
     Attributes:
@@ -140,7 +141,7 @@ class Pooled:
         self.host: list[Tensor] = []
 
     def finish(self) -> None:
-        """Add them to what is known of their prompts."""
+        """Add the vectors that have reached the host to the poolings of their prompts."""
         for part, vector in zip(self.parts, self.host[0], strict=True):
             part.pooling.sums.append((part.start, vector))
 

@@ -56,7 +56,7 @@ class PromptScores:
 
         Args:
             batch: the batch of the step.
-            asks: the requests of `batch.asks`.
+            asks: True if a request of the batch asks for more than tokens, see `Batch.asks`.
 
         Returns:
             Chunks, and by place among the sequences the scores that go with a first token; they are
@@ -92,8 +92,8 @@ def score(
 
     Args:
         chunks: see `PromptScores.follow`.
-        logits_of: gives the logits (n, V) float32 of rows (n,) int64 of the step, valid until it is
-            called again.
+        logits_of: a function that returns the logits (n, V) float32 of rows (n,) int64 of the step,
+            valid until it is called again.
         vocab: the size of the vocabulary, V.
         device: the device of the step.
 
@@ -115,7 +115,7 @@ def score(
 
 
 def finish(chunks: Sequence[Chunk], parts: Sequence[Triple]) -> None:
-    """Add what `score` found, on the host by now, to the scores of its sequences."""
+    """Add the results of `score`, which have reached the host, to the scores of their sequences."""
     columns = [x.tolist() for part in parts for x in part]
     own = [value for column in columns[0::3] for value in column]
     ids = [row for column in columns[1::3] for row in column]

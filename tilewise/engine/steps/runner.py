@@ -130,9 +130,11 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget all sequences; every one that comes now is new. No step is unfinished.
+        """Forget all sequences: later batches describe each from its beginning. No step is
+        unfinished.
 
-        What earlier steps have scored of a prompt stays: its sequence may go on behind them.
+        The log-probabilities of prompts from earlier steps are kept, as a sequence may continue
+        them.
         """
         ...
 
@@ -143,10 +145,10 @@ class Runner(Protocol):
 
 @runtime_checkable
 class Stoppable(Protocol):
-    """A runner whose steps may end before their time.
+    """A runner whose steps may be stopped before they end.
 
-    `submit` raises StepStoppedError then. What it was told of tables it knows; of what the step has
-    written, nothing is read before it is written again.
+    `submit` then raises StepStoppedError. The runner keeps the changes of block tables that the
+    step brought; what the step wrote to the cache is written again before it is read.
     """
 
     def begin_step(self, number: int) -> None:
@@ -170,7 +172,7 @@ class Finished:
 
 
 class CausalModel(Protocol):
-    """What the runner needs of a model; every class of `tilewise.models` is one."""
+    """The interface of a model for a runner; every class of `tilewise.models` has it."""
 
     def __call__(
         self,
@@ -213,8 +215,8 @@ class ModelRunner:
         num_parameters: the number of the model's parameters, from which a step on a CPU chooses its
             threads; None leaves torch's number of threads alone.
         sampler: logits to tokens; see `tilewise.engine.steps.sampler.sample`.
-        batch_invariant: a token's bits depend on the tokens before it alone: neither on what
-            shares its steps nor on how many of its sequence's tokens come at once.
+        batch_invariant: True if a token's bits depend on the tokens before it alone: neither on
+            what shares its steps nor on how many of its sequence's tokens come at once.
 
     Attributes:
         block_size: tokens per cache block.
@@ -276,7 +278,7 @@ class ModelRunner:
             self._compilations = CpuCompilations()
 
     def submit(self, batch: Batch) -> Finished:
-        """Compute a step."""
+        """Compute a step; the handle that is returned has finished already."""
         if self.host is not None:
             self.host.move(batch)
         batch = self._known(batch)
@@ -329,7 +331,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _adjust_and_sample(self, logits: Tensor, batch: Batch) -> Samples:
-        """Apply penalties, masks and biases to logits in place, and draw from them."""
+        """Change logits in place as requests ask (penalties, masks, biases), and draw tokens from
+        them."""
         draws = [s.num_samples > 0 for s in batch.sequences]
         rows = [sum(draws[:i]) for i in range(len(draws))]
         has_logprobs = any(s.sampling.logprobs is not None for s in batch.sequences)

@@ -62,7 +62,7 @@ def sample(
 
 @contextmanager
 def few_threads(logits: Tensor) -> Iterator[None]:
-    """Let one thread of a CPU do what there is to do with few logits."""
+    """Use one thread of a CPU during the block if `logits` are few; more would cost time."""
     threads = torch.get_num_threads()
     if logits.device.type != "cpu" or logits.numel() > ONE_THREAD or threads == 1:
         yield
@@ -284,7 +284,11 @@ def _unless_all(values: Sequence[float], usual: float, dtype: torch.dtype) -> Te
 
 
 def _draw_rows(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[list[int]]:
-    """Draw max(num_samples) token ids from each row of logits (R, V); none is greedy."""
+    """Draw max(num_samples) token ids from each row of logits (R, V).
+
+    Args:
+        rows: the runs whose rows these are; every temperature is above 0.
+    """
     params = [s.sampling for s in rows]
     temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)
     scaled = logits.double()

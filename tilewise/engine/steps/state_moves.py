@@ -19,7 +19,7 @@ __all__ = ["FixedStates", "begin_states", "end_states", "layer_states"]
 
 
 def layer_states(storage: StateStorage) -> Mapping[int, LayerStates]:
-    """Return the slots of each layer as its module takes them."""
+    """Return the slots of each layer as `LayerStates`, by the layer's number in the model."""
     return {
         layer: LayerStates(
             None if slots.recurrence is None else RecurrentStates(*slots.recurrence),
@@ -39,7 +39,7 @@ def begin_states(storage: StateStorage | None, batch: Batch) -> None:
 
 @torch.inference_mode()
 def end_states(storage: StateStorage | None, batch: Batch) -> None:
-    """Keep what slots know, when a step's layers have run."""
+    """Save the checkpoints that a batch asks for, after its layers have run."""
     if storage is not None:
         storage.save(batch.states.saves)
 

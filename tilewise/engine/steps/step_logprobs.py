@@ -26,7 +26,7 @@ Logprobs = tuple[Tensor, Tensor, Tensor]
 
 
 class StepLogprobs:
-    """What the steps of a runner share.
+    """The log-probabilities that the steps of a runner compute, and their buffers.
 
     Args:
         max_num_seqs: rows of a decode step at most.
@@ -53,7 +53,8 @@ class StepLogprobs:
         return Asking(asking, self.sent(tuple(rows[i] for i in asking)), most)
 
     def sent(self, numbers: tuple[int, ...]) -> Tensor:
-        """Return int64 numbers on the device; those of late are there already."""
+        """Return numbers as an int64 tensor on the device; recently sent ones are not copied
+        again."""
         found = self._numbers.get(numbers)
         if found is None:
             found = torch.from_numpy(np.array(numbers, np.int64))
@@ -91,7 +92,12 @@ class Asking(NamedTuple):
     most: int
 
     def found_in(self, logits: Tensor, tokens: Tensor) -> FoundLogprobs:
-        """Compute them, of the model's logits and the token of each of these samples."""
+        """Compute the log-probabilities of these samples.
+
+        Args:
+            logits: the model's logits, a row for each of these samples.
+            tokens: the drawn token of each of these samples.
+        """
         logits, vocab = logits.float(), logits.shape[1]
         most = min(MOST_LOGPROBS, vocab)  # one number, so that one kernel is compiled
         found = [*ops.token_logprobs(logits, tokens, most)]
@@ -114,7 +120,7 @@ class FoundLogprobs:
         self.host: list[Tensor] = []
 
     def attach(self, samplers: Sequence[ScheduledSequence], tokens: list[SampledToken]) -> None:
-        """Put them into the tokens."""
+        """Replace the tokens of these samples by tokens with log-probabilities."""
         found = [x.tolist() for x in self.host]
         for row, i in enumerate(self.asking):
             kept = samplers[i].sampling.logprobs or 0

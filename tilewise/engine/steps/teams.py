@@ -49,7 +49,12 @@ class Teams:
         return known.best if known.left > 0 else _tried_next(known, most)
 
     def record(self, kind: int, most: int, team: int, seconds: float) -> None:
-        """Note what a step of `kind`, for which there were `most`, took on `team` threads."""
+        """Note the seconds of a step on `team` threads.
+
+        Args:
+            kind: the kind of the step.
+            most: the number of threads that the step might have used.
+        """
         if most == 1:
             return
         known = self._kinds.setdefault((kind, most), _Kind())

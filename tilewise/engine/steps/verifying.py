@@ -34,9 +34,10 @@ __all__ = ["VerifyingRunner", "padded_places"]
 
 
 def padded_places(lengths: Sequence[int], width: int) -> NDArray[np.int64]:
-    """Return the rows (T,) of packed runs where each run has `width` rows, the last ones its own.
+    """Return the rows (T,) of packed runs within runs that are all padded to `width` rows.
 
-    So the last row of every run is the last of its sequence: what a row sees does not change.
+    Padding stands before a run, so that the last row stays the last of its sequence and every row
+    sees the same keys as without.
     """
     own = np.array(lengths, np.int64)
     edges = np.cumsum(own)
@@ -218,7 +219,7 @@ class _Step:
     """The pass of a model over a fixed number of runs of a fixed width.
 
     Args:
-        forward: computes the hidden states.
+        forward: a function that computes the hidden states.
         ctx: the context that it passes to the model.
         largest: the elements of the largest weight of a layer.
     """

@@ -43,8 +43,8 @@ class Limits:
         other_blocks: cache blocks of the groups of layers beyond the first.
         fair_prompt_tokens: the number of tokens of a step's admitted prompts, under the policy
             "fair", from which on the step admits no other request; None is no bound.
-        is_encoder: each prompt runs whole, in one step, and nothing follows it, so that it may have
-            max_model_len tokens; no step may be narrower than that.
+        is_encoder: True if each prompt runs whole, in one step, and nothing follows it, so that it
+            may have max_model_len tokens; no step may be narrower than that.
         max_loras: different adapters of the sequences that run at once; None is no bound.
 
     Raises:
@@ -105,16 +105,17 @@ class Limits:
 
     @property
     def max_run(self) -> int:
-        """The most tokens of one sequence in one step."""
+        """The largest number of tokens of one sequence in one step."""
         longest = self.long_prefill_token_threshold or self.max_num_batched_tokens
         return min(longest, self.max_num_batched_tokens, self.max_model_len)
 
     @property
     def max_cached_len(self) -> int:
-        """Tokens of a sequence that has the whole cache: the last one is never written to it.
+        """The largest number of tokens of a sequence that has the whole cache to itself. Its last
+        token is never written there.
 
-        A group of layers whose window and step fit its blocks holds any length; max_model_len is
-        what is left then.
+        A group of layers sets no bound if its blocks hold a window and a step; if none does, this
+        is max_model_len.
         """
         longest, _ = self._scarcest()
         return longest
@@ -153,12 +154,12 @@ class Limits:
         """Refuse a request for which the queue has no room now.
 
         Args:
-            request: it could be served.
+            request: a request that could be served.
             num_waiting, num_waiting_tokens: requests that have not run, tokens of their prompts.
 
         Raises:
-            QueueFullError: one more would be too many. A prompt longer than max_waiting_tokens is
-                accepted by an empty queue.
+            QueueFullError: the queue is full. A prompt longer than max_waiting_tokens is accepted
+                by an empty queue.
         """
         most, tokens = self.max_waiting_requests, len(request.prompt_token_ids)
         if most is not None and num_waiting >= most:

@@ -94,7 +94,12 @@ class BlockFiles:
         return self._num_bytes
 
     def save(self, content: Content, slot: int) -> None:
-        """Let a block be written soon; with too many waiting it is let go of."""
+        """Queue a block to be written to a file; if too many wait, it is not written.
+
+        Args:
+            content: the tokens and the namespace by which the block is found.
+            slot: the slot of main memory that holds it; it is copied before this returns.
+        """
         digest = content.digest
         with self._lock:
             is_known = digest in self._sizes or digest in self._waiting
@@ -177,7 +182,8 @@ class BlockFiles:
         return self.directory / f"{digest.hex()}-{parent.hex()}{SUFFIX}"
 
     def _scan(self) -> None:
-        """Learn what is there, the oldest first, and remove what a killed writer left."""
+        """List the files that are there, the oldest first, and remove unfinished ones of a killed
+        process."""
         found = []
         for entry in os.scandir(self.directory):
             name, suffix = os.path.splitext(entry.name)

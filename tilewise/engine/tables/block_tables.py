@@ -137,7 +137,7 @@ class BlockTables(Holdings):
 
     @property
     def groups_used(self) -> tuple[tuple[int, int], ...]:
-        """Of groups 1, 2, ...: blocks with an owner, and all blocks."""
+        """The blocks with an owner and all blocks, for each of groups 1, 2, ..."""
         pools = [pool.allocator for pool in self.pools[1:]]
         return tuple((pool.num_used, pool.num_blocks) for pool in pools)
 
@@ -274,9 +274,13 @@ class BlockTables(Holdings):
         states.admit(seq, len(hits) * self.block_size, checkpoint)
 
     def shares(self, seq: Sequence, writer: Sequence) -> bool:
-        """Whether what another sequence writes is of use to one whose next block is the same.
+        """Whether the block that another sequence writes is of use to one with the same next block.
 
-        With states they must agree as far as the next place of a checkpoint.
+        With states the two must agree as far as the next place of a checkpoint.
+
+        Args:
+            seq: the sequence that might wait for the block.
+            writer: the sequence that writes the block.
         """
         if self.states is None:
             return True
@@ -294,9 +298,10 @@ class BlockTables(Holdings):
         return states.cut(seq, num_tokens, depth)
 
     def swap_out(self, family: list[Sequence]) -> bool:
-        """Keep in main memory what all the sequences need to go on, or nothing.
+        """Copy the blocks that all these sequences need to continue to main memory, or none of
+        them.
 
-        Nothing is kept of a sequence that has passed what it needs.
+        Nothing is copied if a later step has released a block that one of them needs.
 
         Returns:
             Whether there was room; the sequences still hold their blocks.
@@ -351,7 +356,7 @@ class BlockTables(Holdings):
         )
 
     def drop_swapped(self, seq: Sequence) -> None:
-        """Let go of what main memory keeps of a sequence that waits."""
+        """Free the slots of main memory that hold a waiting sequence's swapped blocks."""
         if self.memory is not None and seq.swap_slots:
             self.memory.drop(seq)
 
@@ -364,13 +369,14 @@ class BlockTables(Holdings):
     def revoke(
         self, batch: Batch, later: list[Batch], running: list[Sequence], waiting: list[Sequence]
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Make unfindable what a failed step was to move, and all copies made of it.
+        """Remove the blocks that a failed step was to move from the prefix cache, with their
+        copies.
 
         Args:
             batch: the batch of the failed step.
-            later: the batches of the steps that began after it and are unfinished.
-            running: sequences that hold blocks.
-            waiting: those that hold none.
+            later: the batches of the unfinished steps that began after it.
+            running: the sequences that hold blocks.
+            waiting: the sequences that hold none.
 
         Returns:
             The running and the waiting sequences whose blocks and slots lack their contents.
@@ -443,12 +449,12 @@ class BlockTables(Holdings):
             pool.sources[source] += 1
 
     def begin_blocks(self, sequences: list[Sequence]) -> bool:
-        """Do what extend() does for the next token of sequences whose blocks are full, in turn.
+        """Give each of the sequences, whose blocks are full, a block for its next token.
 
-        The layers are one group that keeps every token.
+        It is `extend` for layers that are one group and keep every token.
 
         Returns:
-            Whether the blocks were there; if not, nothing has changed.
+            Whether there were enough free blocks; if not, nothing has changed.
         """
         if len(sequences) > self.allocator.num_free:
             return False
@@ -506,7 +512,7 @@ class BlockTables(Holdings):
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
 
     def truncate(self, seq: Sequence) -> None:
-        """Let go of the blocks behind the scheduled tokens, which were for drafts."""
+        """Release the blocks after the scheduled tokens, which were for drafts."""
         kept = self.blocks_for(seq.num_scheduled_tokens)
         for number in range(len(self.pools)):
             table = self.table(seq, number)
@@ -551,9 +557,10 @@ class BlockTables(Holdings):
             )
 
     def _held_at(self, seq: Sequence, place: int) -> list[int]:
-        """Return a sequence's block of each group; -1 where a window has passed it.
+        """Return a sequence's block at index `place` in each group; -1 where the window has passed
+        it.
 
-        A short window may have passed one before its step had finished.
+        A short window may have passed a block before the block's own step had finished.
         """
         held = [
             self.table(seq, number)[place] if place >= gone else -1
@@ -673,7 +680,7 @@ class BlockTables(Holdings):
         return self._take_copies(0)
 
     def take_other_copies(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return those of groups 1, 2, ..., likewise."""
+        """Return the copies of groups 1, 2, ... of the step, as `take_copies` does of group 0."""
         if self.is_one_group:
             return ()
         return tuple(map(self._take_copies, range(1, len(self.pools))))
@@ -797,7 +804,7 @@ class BlockTables(Holdings):
         """Return how many free blocks of each group the admission of a sequence would take.
 
         Args:
-            hits: the cached blocks with which it begins.
+            hits: the cached blocks with which the sequence begins.
         """
         demands, size = list[int](), self.block_size
         for number, pool in enumerate(self.pools):
@@ -821,7 +828,11 @@ class BlockTables(Holdings):
         return max(num_hits, min(total, first + most))
 
     def _pass(self, seq: Sequence, number: int, first: int) -> None:
-        """Let go of a sequence's blocks before `first`; their numbers stay in its table."""
+        """Release a sequence's blocks of group `number` before index `first`, which its window has
+        passed.
+
+        Their ids stay in the sequence's table.
+        """
         gone = self.places[seq].gone
         if first > gone[number]:
             passed = self.table(seq, number)[gone[number] : first]

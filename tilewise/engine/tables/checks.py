@@ -15,7 +15,7 @@ def check_tables(tables: Holdings, holders: list[Sequence], waiting: list[Sequen
 
     Args:
         holders: the sequences that own blocks.
-        waiting: those that own none.
+        waiting: the sequences that own none.
 
     Raises:
         AssertionError: names the invariant that is broken.

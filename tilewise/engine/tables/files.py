@@ -50,9 +50,9 @@ def forget_files(tables: Holdings, seq: Sequence) -> None:
 
 
 def read_files(tables: Holdings, seq: Sequence) -> None:
-    """Read into main memory what makes a sequence's hit longer, as far as there is room.
+    """Read the files of blocks that would make a sequence's hit longer into main memory.
 
-    One file that turns out to be none ends it; what is read until then stays in main memory.
+    Reading ends when main memory is full or a file is invalid; blocks read until then stay.
     """
     memory, prefix, size = tables.memory, tables.prefix, tables.block_size
     if memory is None or prefix is None or not memory.stores or memory.is_paused:

@@ -153,7 +153,8 @@ class Holdings:
         return min(map(len, (seq.block_ids, *self.places[seq].tables)))
 
     def retell(self, seq: Sequence, number: int, place: int) -> None:
-        """Let the next batch tell a sequence's blocks of group `number` from `place` on."""
+        """Make the next batch list a sequence's blocks of group `number` again, from index `place`
+        on."""
         if number == 0:
             seq.num_told_blocks = min(seq.num_told_blocks, place)
         else:

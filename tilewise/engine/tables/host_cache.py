@@ -180,7 +180,7 @@ class HostCache:
             self._last = None
 
     def _let_device_wait(self) -> None:
-        """Order what the device is given from now on after all transfers."""
+        """Make the device wait for all transfers before its next work; the host does not wait."""
         for transfer in self._under_way:
             if transfer.event is not None:  # not `wait`: the host need not
                 torch.cuda.current_stream(self.storage.device).wait_event(transfer.event)

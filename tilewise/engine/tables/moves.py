@@ -20,11 +20,12 @@ __all__ = ["bring_back", "count_lacking", "count_seen", "revoke_moves", "seen", 
 
 
 class _Source(NamedTuple):
-    """Where a block that was swapped out comes from.
+    """The place from which a block of a swapped sequence is brought back.
 
     Attributes:
-        block: on the device already; -1 if it is not.
-        slot: in main memory; -1 if it is on the device, or its window has passed it.
+        block: the block that is on the device already; -1 if there is none.
+        slot: the slot in main memory; -1 if the block is on the device, or the window has passed
+            it.
     """
 
     block: int
@@ -32,7 +33,10 @@ class _Source(NamedTuple):
 
 
 def seen(tables: Holdings, seq: Sequence) -> list[list[int]]:
-    """Return a sequence's tables up to what is computed, -1 for what its next query misses."""
+    """Return a sequence's block table in each group, up to its computed tokens.
+
+    Entries are -1 for blocks that the window of the next query excludes.
+    """
     end, found = tables.blocks_for(seq.num_computed_tokens), list[list[int]]()
     for number, pool in enumerate(tables.pools):
         first = first_block(seq.num_computed_tokens, pool.window, tables.block_size)

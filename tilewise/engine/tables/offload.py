@@ -59,10 +59,10 @@ def _beside_states(storage: KVStorage, swap_space_gib: float) -> HostCache:
 def block_files(
     offload_dir: str | Path | None, host: HostMemory | None, model: bytes, offload_gib: float
 ) -> BlockFiles | GroupFiles | None:
-    """Return the files of a directory; None without one.
+    """Return the block files in offload_dir; None without a directory or a cache in main memory.
 
-    Groups of layers, and one with a window, have files of their own, which share offload_gib as the
-    groups share a block's bytes.
+    Several groups of layers, or one with a window, have a directory each; offload_gib is divided
+    among them as the bytes of a block are.
     """
     if offload_dir is None or host is None:
         return None

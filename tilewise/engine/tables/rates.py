@@ -1,4 +1,4 @@
-"""How long it takes to compute tokens of a prompt again, or to move blocks: measured. No torch."""
+"""Measured rates: of computing a prompt's tokens again, and of moving blocks. No torch."""
 
 from __future__ import annotations
 

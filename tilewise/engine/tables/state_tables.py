@@ -67,7 +67,7 @@ class StateLimits:
 
 @dataclass(slots=True)
 class _Held:
-    """What is known of a running sequence's state.
+    """The slot and the checkpoints of a running sequence's state.
 
     Attributes:
         slot: the number of its slot.
@@ -211,7 +211,7 @@ class StateTables:
         self.num_restored += 1
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new sequence begin with its parent's state; it gets its slot by `settle`."""
+        """Note that a child begins with its parent's state; `settle` gives it a slot."""
         self._unplaced.append((self._held[parent].slot, child))
         self._held[child] = _Held(-1, self._held[parent].known, parent.num_computed_tokens)
 
@@ -337,7 +337,7 @@ class StateTables:
             self._reads[index - 1] += reads
 
     def register(self, seq: Sequence, node: PrefixNode | None, num_registered: int) -> None:
-        """Let what a finished step has kept of a sequence be found.
+        """Enter the checkpoints that finished steps made of a sequence into the prefix cache.
 
         Args:
             seq: the sequence, whose full blocks are registered.
@@ -374,7 +374,8 @@ class StateTables:
             self._drop_tail(*before)
 
     def _drop_tail(self, node: PrefixNode, checkpoint: int) -> None:
-        """Let go of a tail that a later one replaces, if nobody has gone on from it."""
+        """Remove a tail's checkpoint that a later one replaces, unless a sequence needs or owns
+        it."""
         assert self.prefix is not None
         assert self.allocator is not None
         is_there = node.blocks[self.group] == checkpoint
@@ -382,8 +383,10 @@ class StateTables:
             self.prefix.forget_block(self.group, checkpoint)
 
     def end_update(self) -> None:
-        """Let go of checkpoints of finished steps whose sequences have ended or lost their
-        blocks."""
+        """Release the checkpoints of finished steps that `register` has not entered.
+
+        Their sequences have ended or lost their blocks.
+        """
         made, self._made = self._made, []
         self._let_go([save.checkpoint for save in made])
 
@@ -394,7 +397,8 @@ class StateTables:
         return [seq for seq, held in self._held.items() if held.slot in slots]
 
     def filled_by(self, batch: Batch, checkpoints: Collection[int]) -> list[Sequence]:
-        """Return the sequences whose slots a step, or the next one, fills from any of these."""
+        """Return the sequences whose slots are filled from one of `checkpoints` by a step or the
+        next one."""
         restores = (*batch.states.restores, *self._restores)
         slots = {slot for checkpoint, slot, _ in restores if checkpoint in checkpoints}
         return [seq for seq, held in self._held.items() if held.slot in slots]

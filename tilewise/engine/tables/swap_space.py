@@ -266,7 +266,7 @@ class SwapSpace:
             room.pins.append(slot)
 
     def take_off(self, group: int, node: PrefixNode) -> None:
-        """Drop what is kept of a node in a group, if anything is."""
+        """Free the slot in main memory that keeps a group's block of a node, if there is one."""
         slot = node.slots[group]
         if slot >= 0:
             assert self.prefix is not None
@@ -277,7 +277,8 @@ class SwapSpace:
             self.prefix.version += 1  # those that wait look again
 
     def forget_slots(self, group: int, slots: Iterable[int]) -> None:
-        """Drop the prefixes' blocks in these slots: what was to go there has not arrived."""
+        """Remove the prefixes' blocks in these slots from the prefix cache: their contents never
+        arrived."""
         for slot in slots:
             node = self.rooms[group].node_at.get(slot)
             if node is not None:

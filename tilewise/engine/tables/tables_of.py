@@ -23,7 +23,7 @@ def tables_of(
 
     Args:
         limits: the groups, and blocks of each.
-        enable_prefix_caching: keep full blocks findable by content.
+        enable_prefix_caching: True to keep full blocks findable by content.
         num_swap_blocks: blocks of main memory, of every group, or one number for each.
         store: the store in main memory for cold prefixes; a sequence with one for each group, where
             there are several.

@@ -282,7 +282,15 @@ def _scored(
     rows: Sequence[ScheduledSequence],
     tokens: Sequence[Sequence[int]],
 ) -> list[list[SampledToken]]:
-    """Return the tokens of rows with their log-probabilities and those of the most likely ones."""
+    """Return the drawn tokens of each row with their log-probabilities over the whole vocabulary.
+
+    Args:
+        head: this rank's share of the vocabulary.
+        logits: the logits (R, tokens of the share) of the rows.
+        rows: the runs whose rows these are; `sampling.logprobs` says how many likely tokens each
+            lists.
+        tokens: the drawn tokens of each row.
+    """
     wanted = min(max(s.sampling.logprobs or 0 for s in rows), head.vocab_size)
     longest, size = max(map(len, tokens)), logits.shape[1]
     ids = torch.tensor([[*own, *[0] * (longest - len(own))] for own in tokens])

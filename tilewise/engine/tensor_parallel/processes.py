@@ -69,7 +69,8 @@ class Workers:
 
     Attributes:
         error: why they are lost; None while they work.
-        on_lost: called with that, once, on the thread that watches or one that waits.
+        on_lost: a function that is called with that, once, on the thread that watches or one that
+            waits.
 
     Raises:
         OSError: a process cannot be started.
@@ -120,7 +121,7 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, by rank."""
+        """The process ids of the workers, by rank."""
         return [member.process.pid for member in self._members]
 
     @property
@@ -132,7 +133,7 @@ class Workers:
         """Send all workers a message.
 
         Raises:
-            WorkerLostError: one is lost.
+            WorkerLostError: a worker is lost.
         """
         frame = encoded(message)
         with self._lock:
@@ -151,7 +152,7 @@ class Workers:
         """Send all workers a step.
 
         Raises:
-            WorkerLostError: one is lost.
+            WorkerLostError: a worker is lost.
         """
         with self._changed:
             now = time.monotonic()
@@ -164,7 +165,7 @@ class Workers:
         """Let all workers do something between two steps, and wait until they have.
 
         Raises:
-            WorkerLostError: one is lost, or has failed where others have not.
+            WorkerLostError: a worker is lost, or has failed where others have not.
             Exception: what all have failed with.
         """
         with self._changed:
@@ -177,11 +178,12 @@ class Workers:
         self.answer(number)
 
     def words(self) -> list[Any]:
-        """Wait for the next word of each worker's start and return what they said, by rank.
+        """Wait until each worker has sent the next message of its start; return the messages by
+        rank.
 
         Raises:
-            WorkerLostError: one is lost.
-            Exception: what one has failed with; all have ended then.
+            WorkerLostError: a worker is lost.
+            Exception: the error with which a worker failed; all workers have ended then.
         """
         self._wait_for(lambda: self._has_failed() or all(m.words for m in self._members))
         for member in self._members:
@@ -351,7 +353,8 @@ class Workers:
             self.on_lost(self.error)
 
     def close(self) -> None:
-        """End all processes and remove what they had; a forked child leaves its parent's alone."""
+        """End all worker processes and remove their files; a forked child of the parent does
+        nothing."""
         if os.getpid() != self._pid or self._is_closed:
             return
         self._is_closed = True

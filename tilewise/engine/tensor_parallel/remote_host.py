@@ -60,7 +60,7 @@ class RemoteHost:
     """Main memory for blocks, in the processes of the workers.
 
     Args:
-        workers: they are ready.
+        workers: the workers, which are ready.
         num_blocks: the number of blocks of each worker, and of every group of layers.
         link_blocks: blocks that the slowest moved a second.
         storage: the description of the cache of all workers.
@@ -92,7 +92,7 @@ class RemoteHost:
         """Return a copy of a group's block as bytes: each worker's arrays, by rank.
 
         Raises:
-            WorkerLostError: one is lost.
+            WorkerLostError: a worker is lost.
         """
         self._workers.call("read", slot, group)
         sizes = self._sizes_of(group)

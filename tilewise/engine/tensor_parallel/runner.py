@@ -97,7 +97,7 @@ def check_tensor_parallel(
 
 
 class RemoteStorage:
-    """What is known here of a cache that lies in other processes.
+    """The sizes of a cache that lies in other processes.
 
     Attributes:
         spec: the cache spec of all workers together; of latents, which each worker holds whole, the
@@ -133,7 +133,7 @@ class ParallelRunner:
     """Has batches computed by workers; see `engine.steps.runner.Runner`.
 
     Args:
-        workers: they are ready.
+        workers: the workers, which are ready.
         storage: the description of the workers' caches.
         host: the workers' main memory; None if batches move no blocks.
 
@@ -163,7 +163,7 @@ class ParallelRunner:
         """Tell all workers of a step, which has been guessed for.
 
         Raises:
-            WorkerLostError: one is lost.
+            WorkerLostError: a worker is lost.
         """
         if self.guesser is not None:
             batch = self.guesser.guess(batch)
@@ -177,7 +177,7 @@ class ParallelRunner:
         """Let all workers read an adapter, each its part; from any thread.
 
         Raises:
-            WorkerLostError: one is lost, or has failed where others have not.
+            WorkerLostError: a worker is lost, or has failed where others have not.
             Exception: what all have failed with.
         """
         self.workers.call("load_adapter", number, path)
@@ -187,7 +187,7 @@ class ParallelRunner:
         self._forgotten.append(number)
 
     def reset(self) -> None:
-        """Forget all sequences, here and there."""
+        """Forget all sequences, in this process and in the workers."""
         self._writer.reset()
         self.workers.tell(["reset"])
         if self.guesser is not None:

@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 
 class FrameReader:
-    """Puts frames together from what a socket gives."""
+    """Joins the bytes that a socket delivers to whole frames."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -130,13 +130,13 @@ def error_of(name: str, message: str) -> Exception:
 
 
 class _Sampling(SamplingParams):
-    """As many log-probabilities as a beam search asks for."""
+    """Sampling parameters that may ask for as many log-probabilities as a beam search needs."""
 
     most_logprobs: ClassVar[int] = 2**31
 
 
 class BatchWriter:
-    """Turns batches into messages; remembers what the workers know of each sequence."""
+    """Turns batches into messages that contain only what workers do not know of each sequence."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
@@ -265,7 +265,8 @@ class BatchReader:
     """Makes batches of messages again, on a worker.
 
     Args:
-        new_matcher: makes what starts a matcher of a description of a structured text.
+        new_matcher: a function from the description of a structured text to a function that starts
+            a matcher of it.
         adapters: the adapters that were loaded, by number.
     """
 

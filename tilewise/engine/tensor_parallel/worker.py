@@ -88,7 +88,7 @@ class _Line:
             self._leave()
 
     def _leave(self) -> None:
-        """End the process, whatever its other threads wait for, and what its parent may leave."""
+        """Remove the workers' folder and end the process at once, even if other threads wait."""
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
 
@@ -307,7 +307,11 @@ class _Worker:
             host.write(slot, self._window.get(self._sizes[group]), group)
 
     def _check_graphs(self) -> None:
-        """Refuse graphs where what is sent goes through main memory."""
+        """Refuse CUDA graphs where tensors are sent through main memory.
+
+        Raises:
+            ValueError: the workers share a GPU and cannot read one another's memory.
+        """
         refusal = self.group.why_no_symmetric_memory
         if goes_through_host(self.group.group, self.device) and refusal is not None:
             raise ValueError(

@@ -48,8 +48,8 @@ def flash_attn_func(
         window_size: (left, right) keys around the diagonal; negative is unlimited.
         softcap: bound of the logits; 0 or less is off.
         alibi_slopes: (Hq,) or (B, Hq); adds -slope * |i + Sk - Sq - j|.
-        deterministic: the backward pass must be bitwise reproducible.
-        return_attn_probs: also return softmax_lse and S_dmask.
+        deterministic: True if the backward pass must be bitwise reproducible.
+        return_attn_probs: True to also return softmax_lse and S_dmask.
 
     Returns:
         out (B, Sq, Hq, Dv); with return_attn_probs (out, softmax_lse, S_dmask): softmax_lse

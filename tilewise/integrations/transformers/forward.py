@@ -151,9 +151,9 @@ def _rows(tensor: Tensor) -> Tensor:
 def _without_mask(
     causal: bool, window: int | None, num_keys: int, lengths: tuple[int, int] | None
 ) -> Visible:
-    """Return the visible keys if there is no mask: from the arguments, as for flash attention.
+    """Return the keys that queries see by the arguments alone, if there is no mask.
 
-    lengths are those of queries and keys; None if packed sequences have lengths of their own.
+    lengths: the numbers of queries and keys; None if packed sequences have lengths of their own.
     """
     if window is not None and window >= num_keys:
         window = None

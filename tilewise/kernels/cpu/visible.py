@@ -235,7 +235,7 @@ def _tile_kind(mask, view, first_query, last_query, key):
     Args:
         view: the part of the block mask that the task needs.
         first_query, last_query: the queries of the tile.
-        key: its first key.
+        key: the first key of the tile.
     """
     first_column = (key >> mask.shift_k) - view.first_column
     columns = min((key + TILE_N - 1 >> mask.shift_k) - view.first_column + 1, view.width)

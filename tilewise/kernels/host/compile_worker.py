@@ -31,12 +31,12 @@ __all__ = ["Answer", "StubDriver", "main"]
 
 
 class Answer(NamedTuple):
-    """What became of a request.
+    """The result of a request to compile a kernel.
 
     Attributes:
         what: "compiled", "found" on disk, "busy" (another process compiles it) or "failed".
         seconds: the time that the answer took.
-        reason: why it failed.
+        reason: the cause of a failure.
     """
 
     what: str
@@ -104,7 +104,7 @@ def _compile(request: Any) -> str:
 
 
 def _build_launcher(compiled: Any) -> None:
-    """Let what Triton before 3.7 builds in C for a kernel's parameters lie on disk, too."""
+    """Build the C launcher of a kernel's parameters on disk, which Triton before 3.7 needs."""
     from triton.backends.nvidia import driver
     from triton.runtime import build
 
@@ -120,7 +120,8 @@ def _not_loaded(name: str, path: str) -> Any:
 
 @contextmanager
 def _claimed(name: str) -> Iterator[bool]:
-    """Whether this process may make what has this name; no other one may meanwhile."""
+    """Yield whether this process may compile the kernel `name`, which it claims during the
+    block."""
     if fcntl is None:
         yield True
         return

@@ -42,7 +42,7 @@ _new = tuple.__new__  # a named tuple in a third of the time of its class
 
 
 class _Base(NamedTuple):
-    """What a descriptor needs of its tensor; it must not keep the memory alive."""
+    """The address and the dtype of a descriptor's tensor, without keeping its memory alive."""
 
     address: int
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class _Base(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What all descriptors of one dtype and tile share.
+    """The parts that all descriptors of one dtype and tile have in common.
 
     Attributes:
         kind: the dtype and the tile, for each of which kernels are compiled anew.
@@ -72,7 +72,7 @@ class Described(NamedTuple):
 
     Attributes:
         base: the tensor; within a plan the place of the tensor among all of its tensors.
-        shape, strides: those of the described matrix, in elements.
+        shape, strides: the sizes and steps of the described matrix, in elements.
         form: the dtype and tile.
     """
 
@@ -178,7 +178,8 @@ def _of(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], form: 
 
 
 def at(found: Described, address: int) -> TensorDescriptor:
-    """Return a descriptor of a tensor like that of `found` which lies at `address`."""
+    """Return the descriptor of a tensor with the shape, strides and form of `found`, at
+    `address`."""
     dtype, *block = found.form.kind
     base, shape, strides = _Base(address, dtype), list(found.shape), list(found.strides)
     made = TensorDescriptor(base, shape, strides, block, found.form.layout)
@@ -232,10 +233,10 @@ def form_of(found: TensorDescriptor) -> Form:
 
 
 class Maps:
-    """Memory for what the copy engine reads, 128 bytes of each of some descriptors.
+    """Memory for encoded descriptors, 128 bytes each, from which the copy engine reads them.
 
     Attributes:
-        places: their addresses; they live as long as this object.
+        places: the address of each descriptor; valid as long as this object lives.
     """
 
     def __init__(self, count: int) -> None:

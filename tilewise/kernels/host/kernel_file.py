@@ -37,7 +37,7 @@ _MOST_ENTRIES = 100_000
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a file of kernels says of itself.
+    """The description of a file of kernels, inside it.
 
     Attributes:
         tilewise, torch, triton: the versions that compiled them.
@@ -58,12 +58,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Taken:
-    """What became of a file's kernels.
+    """The result of taking a file's kernels into the cache.
 
     Attributes:
         manifest: the manifest of the file.
-        num_taken: kernels that were put into the cache.
-        num_there: kernels that were there already.
+        num_taken: the number of kernels that were put into the cache.
+        num_there: the number of kernels that were there already.
     """
 
     manifest: Manifest
@@ -105,7 +105,7 @@ def unpack(path: Path, *, arch: int | None) -> Taken:
         arch: the compute capability of the GPU here, None without one.
 
     Raises:
-        ValueError: it is no file of kernels, an entry is none of a kernel's files, or another
+        ValueError: the file is no file of kernels, an entry is none of a kernel's files, or another
             Triton or GPU is here than it was written for.
         OSError: the file cannot be read, or the cache not be written.
     """

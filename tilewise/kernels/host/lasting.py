@@ -32,7 +32,7 @@ def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
     makes the tensor. The caller must not be capturing a graph.
 
     Args:
-        make: allocates and fills a tensor on `device`.
+        make: a function that allocates and fills a tensor on `device`.
     """
     if device.type != "cuda":
         return make()
@@ -64,7 +64,7 @@ def made_once(key: tuple[object, ...], make: Callable[[], Tensor], device: torch
     Args:
         key: the name of the use, and all that the contents of the tensor depend on, the device
             included.
-        make: allocates and fills the tensor on `device`.
+        make: a function that allocates and fills the tensor on `device`.
     """
     found = launches.tensors.get(key)
     if found is not None:

@@ -50,11 +50,11 @@ def launch_now(
 
     Args:
         kernel: a jitted Triton or Gluon function.
-        arguments: its run-time arguments: tensors, None, descriptors, numbers, and tuples of them.
-            For an integer of a parameter that is not marked do_not_specialize Triton compiles one
-            kernel for 1, one for multiples of 16 and one for the rest.
+        arguments: the kernel's run-time arguments: tensors, None, descriptors, numbers, and tuples
+            of them. For an integer of a parameter that is not marked do_not_specialize Triton
+            compiles one kernel for 1, one for multiples of 16 and one for the rest.
         num_warps: the warps of the default partition, without those of the workers.
-        constants: its constexpr parameters, and Triton's options, by name.
+        constants: the kernel's constexpr parameters, and Triton's options, by name.
 
     Returns:
         The prepared launch, which can start the kernel again; None where only Triton's launcher
@@ -130,7 +130,7 @@ class Calls:
     """Calls of one kernel whose arguments have the same types; what was prepared for their kinds.
 
     Attributes:
-        tensors, descriptors: their places among the leaves.
+        tensors, descriptors: the places of tensors and of descriptors among the leaves.
         specialised: the places of integers with a `kind_of_integer` that is part of a kind.
         prepared: the prepared kernels by kind; None where only Triton's launcher can start the
             kernel.
@@ -348,7 +348,8 @@ class Addressed:
         self.met: dict[tuple[int, ...], tuple[Any, Maps]] = {}
 
     def run(self, run: Any) -> None:
-        """Launch on the stream of a run, `run.stream`, for what lies at its addresses, `run.at`."""
+        """Launch on the stream of a run, `run.stream`, with the addresses of its tensors,
+        `run.at`."""
         at, prepared = run.at, self._prepared
         places = tuple(self._maps(at))
         met = self.met.get(places) or self._meet(places)
@@ -460,9 +461,15 @@ def _is_on_gpu(leaves: list[Any]) -> bool:
 
 
 def _compiled_in(compiled: Any, leaves: list[Any], specialised: list[int]) -> set[int] | None:
-    """Return which leaves are integers that are no parameter of the kernel: Triton compiled them.
+    """Return the indices of integer leaves that Triton made constants of the compiled kernel.
 
-    None where it compiled in a value, or a multiple, of an integer that is not `specialised`.
+    Args:
+        compiled: the compiled kernel.
+        leaves: the arguments of the launch, flattened.
+        specialised: the indices of leaves whose values may be compiled in.
+
+    Returns:
+        The indices; None if the value of another integer was compiled in, or a divisor of it.
     """
     kinds = list(_kinds(tuple(compiled.src.signature.values())))
     attributes = compiled.src.attrs

@@ -13,7 +13,7 @@ _MAX_MET = 8192  # maps of all launches together: some 2 KB each
 
 
 class LaunchMemory:
-    """What is remembered of launches.
+    """The state that launches keep for later ones.
 
     Attributes:
         calls: the `Calls` of each kernel, by kernel, constants and types of arguments.

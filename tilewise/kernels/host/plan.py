@@ -128,7 +128,7 @@ class Launch(plan.Launch):
         self._is_tritons = False  # only its launcher starts this
 
     def run(self, run: plan.Run) -> None:
-        """Start it."""
+        """Start the kernel on the buffers of a run."""
         assert isinstance(run, Run)
         addressed = self.addressed
         if addressed is None and run.plan.has_addresses and not self._is_tritons:
@@ -174,10 +174,11 @@ class Launch(plan.Launch):
 
 
 class NestedLaunch(plan.Launch):
-    """A launch with numbers inside of tuples, for which a kernel may be compiled anew.
+    """A launch with numbers inside of tuples: other numbers may need another compiled kernel.
 
     Attributes:
-        addressed: as that of `Launch`, for these numbers alone.
+        addressed: the launch by addresses alone, for these numbers; None until the kernel is
+            prepared.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -186,7 +187,7 @@ class NestedLaunch(plan.Launch):
         self._is_decided = False
 
     def run(self, run: plan.Run) -> None:
-        """Start it."""
+        """Start the kernel on the buffers of a run."""
         assert isinstance(run, Run)
         if self.addressed is not None and not observed():
             self.addressed.run(run)
@@ -307,7 +308,8 @@ class LaunchPlan(plan.LaunchPlan):
         return _Again(self._begin(tensors, out), first, self._given, self._steps)
 
     def _settle(self) -> None:
-        """Let later runs go straight to what starts the launches."""
+        """Replace each launch by its addressed form, if it is known; later runs start that
+        directly."""
         steps = [getattr(action, "addressed", None) or action for action in self.actions]
         self._is_settled = not any(isinstance(step, Launch) for step in steps)
         self._steps = steps
@@ -369,7 +371,16 @@ class _Again:
             run.tensors[index] = None
 
     def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-        """Launch it; False where device, stream or alignment differ, or launches are observed."""
+        """Launch the plan on the kept buffers.
+
+        Args:
+            out: the memory of the first result.
+            tensors: the tensors of the call, which lie in memory as those of the plan.
+
+        Returns:
+            False, and nothing is launched, where device, stream or alignment differ, or launches
+                are observed.
+        """
         run, at = self._buffers, self._buffers.at
         if _current_device() != self._device or observed():
             return False

@@ -81,7 +81,7 @@ def planned(function: Function) -> Planned:
 
 
 def rows_of(maker: Maker, x: Tensor) -> Tensor:
-    """Return x (..., E) as (rows, E), a copy where its rows do not lie one step apart."""
+    """Return x (..., E) as (rows, E): a view, or a copy where no single stride reaches all rows."""
     try:
         return x.view(-1, x.shape[-1])
     except RuntimeError:  # its strides need more than one step

@@ -42,7 +42,7 @@ class Request(NamedTuple):
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it has been compiled."""
+        """Whether the kernel's compiled files are in Triton's cache."""
         file = f"{self.file}.json"
         return file in (get_cache_manager(self.hash).get_group(file) or {})
 
@@ -78,7 +78,8 @@ def kernel_of(module: str, name: str) -> Any:
     """Return a kernel by its module and its name there.
 
     Raises:
-        ImportError, AttributeError: there is none, as of a function that was made in another.
+        ImportError, AttributeError: the module has no such kernel; one made inside a function
+            cannot be found.
     """
     return operator.attrgetter(name)(importlib.import_module(module))
 
@@ -90,7 +91,7 @@ def work_of(request: Request) -> Work:
 
 
 class _Recording:
-    """What a thread's launches have asked for.
+    """The kernels that a thread's launches have asked for.
 
     Attributes:
         requests: the requests by their hashes.
@@ -110,7 +111,7 @@ _run, _do_compile = JITFunction.run, JITFunction._do_compile
 
 
 def is_recording() -> bool:
-    """Whether launches of this thread are noted and not done."""
+    """Whether launches of this thread are recorded instead of run."""
     return threading.get_ident() in _recordings
 
 
@@ -185,7 +186,7 @@ def _request(fn: Any, source: Any, target: Any, backend: Any, options: Any) -> R
 
     Args:
         fn: the jitted function.
-        source, target, backend, options: those of Triton's compilation.
+        source, target, backend, options: the arguments of Triton's compilation.
     """
     name = fn.fn.__module__, fn.fn.__qualname__
     try:

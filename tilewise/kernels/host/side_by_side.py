@@ -33,7 +33,7 @@ _TRIES = 2  # of a kernel: a process that ends takes down the kernel that it was
 
 @dataclass
 class Outcome:
-    """What became of the requests.
+    """The results of requests to compile kernels.
 
     Attributes:
         seconds: the time that each compiled request took, by its hash.
@@ -93,7 +93,7 @@ class Compilers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes."""
+        """The process ids of the compilers."""
         return [process.pid for process in self._processes]
 
     def compile(
@@ -103,12 +103,13 @@ class Compilers:
         seconds: float,
         show: Callable[[int, int], None] = lambda _done, _all: None,
     ) -> Outcome:
-        """Compile what is not on disk yet; once only.
+        """Compile the requests whose kernels are not on disk yet; call this once.
 
         Args:
-            requests: in the order in which they are begun.
-            seconds: at most, then the rest is left.
-            show: called with how many are done, of how many, by this thread.
+            requests: the kernels, in the order in which they are begun.
+            seconds: the time after which no further kernel is begun or waited for.
+            show: a function that this thread calls with the number of finished kernels and that of
+                all.
         """
         waiting, outcome = deque(requests), Outcome()
         if not waiting:

@@ -68,7 +68,7 @@ def expert_tile(
         num_experts: among which they are.
         itemsize: bytes of a row's element.
         packed: True if weights are MXFP4.
-        batch_invariant: one tile, whatever the number of rows.
+        batch_invariant: True for one tile, whatever the number of rows.
     """
     if itemsize > 2:
         return _WIDE
@@ -133,7 +133,7 @@ def narrow_tile(
 
     Args:
         tokens, active, num_experts: the sizes of the call; each token has `active` experts.
-        batch_invariant: a row's sums in one order, whatever the number of rows.
+        batch_invariant: True for sums of a row in one order, whatever the number of rows.
     """
     each = tokens * active / num_experts
     rows = next((size for size in (32, 64) if 1.5 * each <= size), 128)

@@ -109,7 +109,8 @@ def cut(rows: int, outputs: int, channels: int, *, leaves: bool = False) -> Rows
 
     Args:
         rows, outputs, channels: the sizes of the product.
-        leaves: its parts are left to who reads it, so that there is no other kernel.
+        leaves: True if the partial sums are left to the kernel that reads them, so that no other
+            kernel adds them up.
     """
     if not _FEW_ROWS < rows <= (MOST_LEFT if leaves else MOST_IN_TILES):
         return None
@@ -135,7 +136,7 @@ def many_tile(rows: int, outputs: int, channels: int, has_parts: bool) -> ManyTi
 
     Args:
         rows, outputs, channels: the sizes of the product.
-        has_parts: K is summed in several parts.
+        has_parts: True if K is summed in several parts.
     """
     if rows <= min(_FEW_ROWS, most_rows(tile_of(outputs, channels))):
         return None

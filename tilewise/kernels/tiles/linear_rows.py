@@ -131,7 +131,10 @@ def fitted(tile: RowsTile, padded_rows: int, channels: int) -> RowsTile:
 
 
 def stages_of(tile: RowsTile, padded_rows: int, channels: int) -> int:
-    """Return how many stages fit shared memory, at most those of a part; 0 where two do not."""
+    """Return the number of stages of a tile: as many as fit shared memory and its part of K needs.
+
+    0 if fewer fit than the two that a loop needs.
+    """
     room = min(SHARED // tile.ctas - 1024, _SHARED_CTA) - _SHARED_BESIDE
     fitting = room // (2 * tile.tile_k * (tile.tile_n + padded_rows))
     needed = -(-min(channels, channels_of_part(tile, channels)) // tile.tile_k)

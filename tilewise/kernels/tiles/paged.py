@@ -42,10 +42,10 @@ class SplitPlan:
         target_pairs: pairs that fill the device.
         split_tiles: key tiles of a split, at least (exactly, when fixed).
         num_pairs: pairs launched, an upper bound; a program without a pair leaves at once.
-        fixed: a split's size does not depend on the other sequences.
-        alone: no sequence can have a second split, so nothing is merged.
-        weighed: split_tiles is chosen on the device by a model of waves, target_pairs being what
-            runs at a time; only for kernels that read a plan.
+        fixed: True if a split's size does not depend on the other sequences.
+        alone: True if no sequence can have a second split, so nothing is merged.
+        weighed: True if split_tiles is chosen on the device by a model of waves, target_pairs being
+            what runs at a time; only for kernels that read a plan.
     """
 
     target_pairs: int

@@ -25,7 +25,7 @@ CROWD_STAGES, _CROWD_ROW_BYTES = 2, 256
 
 @dataclass(frozen=True, slots=True)
 class RowsPlan:
-    """What one launch of the rows kernel does; all of it known on the host.
+    """The items of one launch of the rows kernel, as far as the host knows them.
 
     An item is (sequence, tile of rows, split of keys). The device cuts a sequence's keys into
     splits of split_tiles tiles, or as many more as keep the items within target_items and one more
@@ -35,7 +35,7 @@ class RowsPlan:
         config: the tiles of the kernel.
         splits: whether keys are split at all; if not, an item is a tile of rows.
         num_items: items launched, an upper bound; a program without one leaves at once.
-        lone: every sequence has one tile at most, as those that decode, and is an item.
+        lone: True if every sequence has at most one tile, as in a decode step, and is an item.
         num_parts, num_merged: bounds of the items that write a partial result, and of the tiles of
             rows whose parts are merged.
     """

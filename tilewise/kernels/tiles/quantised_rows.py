@@ -124,10 +124,10 @@ def ring_registers(tile: RingTile | FewTile, rows: int) -> tuple[int, int]:
 
 
 class FewTile(NamedTuple):
-    """How a product of up to 16 rows on Hopper is cut, whose codes are in the order of lanes.
+    """The tile of a product of up to 16 rows on Hopper by weights with codes in the order of lanes.
 
     Attributes:
-        parts: CTAs that share 64 outputs, each with its channels.
+        parts: CTAs that share 64 outputs, each with a part of the input channels.
         ctas: the CTAs of a multiprocessor, among which its memory and registers are divided.
     """
 

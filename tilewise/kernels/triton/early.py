@@ -30,7 +30,7 @@ def options(kind: str) -> dict[str, Any]:
 
 
 def options_of(mode: int) -> dict[str, Any]:
-    """Return those of a launch in this mode."""
+    """Return the options of a launch in this mode."""
     return {"EARLY": mode, "launch_pdl": True} if mode else {"EARLY": 0}
 
 

@@ -159,9 +159,9 @@ def launch(
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of x, with 0 for that of a batch of one, which depends on the number of
-    rows.
+    """Return the strides of x, with 0 for the first if it has one sequence.
 
-    Triton would compile again where such a stride is a multiple of 16.
+    That stride depends on the number of rows, and Triton would compile again where it is a multiple
+    of 16.
     """
     return x.stride() if x.shape[0] > 1 else (0, *x.stride()[1:])

@@ -137,7 +137,10 @@ def span_of_keys(
     STEP: tl.constexpr,
     variant: tl.constexpr,
 ):
-    """Return the `span_of_tile` of the queries that keys [first, first + TILE) meet."""
+    """Return the range of queries that see some of keys [first, first + TILE).
+
+    The result is that of `span_of_tile` with queries in the place of columns.
+    """
     limit = tl.where(first < length_k, length_q, 0)
     return span_of_tile(
         first,
@@ -255,7 +258,8 @@ def entries_of_tile(spans, b, h, batch, head, tile):
 
 @triton.jit
 def entries_between(entries, begin, end, first_tile, end_tile):
-    """Cut a run of entries, which ascend, to those of the tiles [first_tile, end_tile)."""
+    """Return the range of entries, which ascend within begin ... end, of tiles [first_tile,
+    end_tile)."""
     begin = _first_from(entries, begin, end, first_tile)
     return begin, _first_from(entries, begin, end, end_tile)
 

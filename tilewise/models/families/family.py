@@ -27,7 +27,8 @@ class Names:
             have .weight and .bias, or a parameter's.
         ignored: regular expressions of tensors that are no parameters.
         transposed: our modules whose weight is stored as (..., in, out).
-        either: those of `transposed` that some files store as (..., out, in), as the shapes tell.
+        either: the modules in `transposed` whose weight some files store as (..., out, in), as the
+            shapes tell.
         orders: the order of the rows of the first source, by our modules; see `RowOrder`.
         unit_dims: the dims of size 1, ascending, that the stored tensors of our parameters have
             besides.

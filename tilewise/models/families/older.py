@@ -268,7 +268,7 @@ def _codegen_rows(
 ) -> tuple[tuple[int, int], ...]:
     """Return the ranges of rows of the given heads in CodeGen's fused projection.
 
-    They are those of queries, keys and values in this order; `RowOrder` says how they are used.
+    The order is queries, keys, values; `RowOrder` applies them.
     """
     share = attention.num_q_heads // _CODEGEN_PARTS
     places = [

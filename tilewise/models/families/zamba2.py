@@ -142,8 +142,11 @@ _NAMES = LLAMA_NAMES.but(
 
 
 def _names(config: DecoderConfig) -> Names:
-    """Return the names, by which each layer holds the adapters of its turn: in files the first
-    layer of a block holds those of all turns."""
+    """Return the names of a checkpoint's tensors.
+
+    In a checkpoint the first layer of each shared block has the adapters of all layers that use the
+    block; here each of these layers has its own.
+    """
     places = [i for i, layer in enumerate(config.layers) if layer.shared is not None]
     renames = [(r"^((?:model\.)?layers\.\d+\.)mamba_decoder\.", r"\1")]
     for turn, place in enumerate(places):

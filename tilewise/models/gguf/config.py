@@ -90,7 +90,7 @@ class Fields:
 
     @property
     def num_layers(self) -> int:
-        """The layers, without those behind them that guess further tokens."""
+        """The number of layers, without the last ones that guess further tokens."""
         return self.count("block_count") - (self.get("nextn_predict_layers") or 0)
 
     @property
@@ -218,7 +218,7 @@ def _by_table(fields: Fields, table: list[float], theta: float) -> dict[str, Any
         theta: the base of the frequencies.
 
     Raises:
-        CheckpointError: it is another rule's table.
+        CheckpointError: the table is another rule's.
     """
     if any(not 0 < x < math.inf for x in table):
         raise CheckpointError("tensor rope_freqs.weight must be of positive numbers, got others")

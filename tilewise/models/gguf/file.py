@@ -68,7 +68,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a file, or all parts of a split one, hold.
+    """The contents of a GGUF file, or of all parts of a split one.
 
     Attributes:
         paths: the files, the first part first.

@@ -22,7 +22,7 @@ __all__ = ["Source", "sources_of"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a tensor is made of.
+    """The parts of a GGUF file of which a tensor is made.
 
     Attributes:
         tensors: names in the file; the rows of a tensor are all but its last dim, and those of

@@ -120,10 +120,10 @@ def attention(
         q: (B, Sq, Hq, D), float16, bfloat16, float32 (or float64 on a CPU); last dim contiguous.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), same dtype; Hq is a multiple of Hk, and query head
             h reads key head h // (Hq / Hk).
-        causal: hide the keys to the right of the query.
+        causal: True to hide the keys to the right of the query.
         window: None, or w: the last w keys, the query's own included (implies causal), or
             (left, right): keys i - left ... i + right, None or -1 unlimited.
-        softmax_scale: multiplies q . k; D ** -0.5 when None.
+        softmax_scale: the factor of q . k; D ** -0.5 when None.
         softcap: bound of the logits, 0 is off.
         bias: broadcastable to (B, Hq, Sq, Sk), in q's dtype or float32; has a gradient. That of a
             bias which all keys of a row share is computed by what it moves, lse and the share of a
@@ -143,9 +143,9 @@ def attention(
             torch.vmap a seed is that of every sample, and None follows vmap's `randomness`.
         deterministic: the backward pass must be bitwise reproducible; so it is, too, under
             torch.use_deterministic_algorithms(True). Only "gluon" needs to be told.
-        return_lse: also return the log-sum-exp of the logits, which is differentiable too.
-        return_max_logits: also return the largest logit of each head, as the softmax takes it:
-            scaled, capped and biased, over all sequences, queries and the keys that they see; a
+        return_lse: True to also return the log-sum-exp of the logits, which is differentiable too.
+        return_max_logits: True to also return the largest logit of each head, as the softmax takes
+            it: scaled, capped and biased, over all sequences, queries and the keys that they see; a
             sink is no key. What QK-clip compares with its threshold. It has no gradient.
         backend: "cpu", "triton", "gluon" (compute capability 8.x, 9.x, 12.x) or "reference"; None
             chooses. A name is obeyed or

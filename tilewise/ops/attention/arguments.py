@@ -123,7 +123,8 @@ class AttentionSignature(NamedTuple):
         """Check the arguments, whose types were checked, and return those but q, k and v.
 
         Args:
-            check_dtype: raises unless q, by its name, has a dtype of the call.
+            check_dtype: a function that raises an error unless q, by its name, has a dtype of the
+                call.
         """
         q, k, v = self[:3]
         is_packed = self.cu_seqlens_q is not None

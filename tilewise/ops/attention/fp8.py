@@ -220,17 +220,17 @@ def attention_fp8(
             (Tq, Hq, Dv) and lse (Hq, Tq); scales of tokens are (1, Hq, Tq) and (1, Hk, Tk).
         q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); with e4m3 tensors, and only
             with them. Those of q and k may be of tokens, (B, Hq, Sq) and (B, Hk, Sk), both.
-        rotate: rotate q and k before they are quantised, see `quantize_heads`; for 16-bit tensors,
-            D a power of two. Worth its time where single channels or entries are far larger than
-            the rest.
+        rotate: True to rotate q and k before they are quantised, see `quantize_heads`; for 16-bit
+            tensors, D a power of two. Worth its time where single channels or entries are far
+            larger than the rest.
         seed: decides the signs of the rotation.
-        smooth_k: subtract each head's mean key before quantising; for 16-bit tensors, without
-            softcap and sinks. It moves all logits of a row by one number, which softmax does not
-            feel, and lse gets it back. Worth its pass over k where channels of k are far from 0 on
-            average.
-        per_token: quantise q and k with a scale for each token, see `quantize_tokens`, v with one a
-            head; for 16-bit tensors. Worth it where tokens differ in size.
-        return_lse: also return the log-sum-exp of the logits.
+        smooth_k: True to subtract each head's mean key before quantising; for 16-bit tensors,
+            without softcap and sinks. It moves all logits of a row by one number, which softmax
+            does not feel, and lse gets it back. Worth its pass over k where channels of k are far
+            from 0 on average.
+        per_token: True to quantise q and k with a scale for each token, see `quantize_tokens`, v
+            with one a head; for 16-bit tensors. Worth it where tokens differ in size.
+        return_lse: True to also return the log-sum-exp of the logits.
         backend: "gluon" (Hopper; D = Dv of 64, 128 or 256), "triton", "cpu" or "reference"; None
             chooses. A name is obeyed or refused.
 

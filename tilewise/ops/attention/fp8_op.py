@@ -115,7 +115,12 @@ class _Quantised:
         return ["torch: quantise q, k and v", *self._plan.steps]
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Run it for the tensors of `FP8_TENSORS`, whose scales and rotation are not read."""
+        """Quantise the tensors of a call and run the kernel; their scales and rotation are not
+        read.
+
+        Args:
+            tensors: the tensors of the call, in the order of `FP8_TENSORS`.
+        """
         q, k, v, *beside = tensors[FP8_TENSORS.index("q") :]
         given = AttentionTensors(q, k, v, *beside)
         of_k: dict[str, Any] = {"seqlens": given.seqlens_k}

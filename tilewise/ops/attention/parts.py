@@ -63,7 +63,8 @@ class Part(NamedTuple):
         return self.grouped(tokens[:, self.query_heads])
 
     def pairs(self, x: Tensor) -> Tensor:
-        """View what broadcasts to (B, Hq, Sq, Sk) as what does to (b, Hk, G, Sq, Sk)."""
+        """Return the part of a tensor that broadcasts to (B, Hq, Sq, Sk), with (b, Hk, G, Sq, Sk)
+        its dims."""
         x = x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
         x = x if x.shape[0] == 1 else x[self.batch]
         return self.grouped(x if x.shape[1] == 1 else x[:, self.query_heads])

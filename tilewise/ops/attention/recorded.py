@@ -31,7 +31,10 @@ def _check_saved(bound: BoundAttention, q: Tensor, k: Tensor, v: Tensor, o: Tens
 
 
 class _Node(torch.autograd.Function):
-    """Records the gradient of a call: that of the op, which computes it where it is watched."""
+    """Records the gradient of a call of attention for autograd, without the dispatcher.
+
+    If the gradient itself is watched, the registered op's gradient is computed instead.
+    """
 
     @staticmethod
     def forward(

@@ -37,7 +37,7 @@ class Tangents(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """How the logits of a tile move along one direction, 0.0 where they do not."""
+    """The derivatives of a tile's logits along one direction; 0.0 where they are zero."""
 
     s: Tensor | float  # softmax_scale * (q' k + q k')
     t: Tensor | float  # of the final logit: phi'(s) s' + bias'

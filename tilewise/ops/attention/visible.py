@@ -19,7 +19,7 @@ _EMPTY, _FULL = -1, -2  # others are numbers of bit tiles
 
 
 class _Where(Protocol):
-    """Which sequences and query heads are looked at."""
+    """A part of a batch: the slices of its sequences and of its query heads."""
 
     @property
     def batch(self) -> slice: ...
@@ -38,7 +38,8 @@ class MaskWalk:
         self._num_columns = mask.columns.shape[2]
 
     def strip(self, where: _Where, first: int, last: int) -> MaskStrip:
-        """Look at queries first ... last - 1; first stands at the start of a mask tile."""
+        """Return the tiles of queries first ... last - 1; `first` is a multiple of the rows of a
+        mask tile."""
         spans = self._spans[:, :, first // self.tile_q : -(-last // self.tile_q)]
         spans = spans if spans.shape[0] == 1 else spans[where.batch]
         spans = spans if spans.shape[1] == 1 else spans[:, where.query_heads]

@@ -121,7 +121,8 @@ def _fold(
 
 
 def _dsinks(named: dict[str, Any]) -> Tensor:
-    """What attention_bwd or attention_second would add up over sequences as dsinks, (B, Hq)."""
+    """Return the terms of dsinks (B, Hq), which attention_bwd or attention_second would add over
+    B."""
     sinks, lse, do = named["sinks"].unsqueeze(-1), named["lse"], named["do"]
     share = torch.where(lse.isneginf(), 0.0, torch.exp(sinks - lse))
     delta = _row_dots(do, named["o"], lse.dtype)
@@ -146,7 +147,8 @@ def _over_batch(value: Tensor, is_mapped: bool, size: int) -> Tensor:
 
 
 def _four_dims(bias: Tensor, is_mapped: bool) -> Tensor:
-    """Give what broadcasts to (B, Hq, Sq, Sk) all four dims, beside the mapped one."""
+    """Return a bias that broadcasts to (B, Hq, Sq, Sk) with all four dims, behind the mapped
+    one."""
     missing = 4 + is_mapped - bias.dim()
     first = bias.shape[:is_mapped]
     return bias.reshape(*first, *(1,) * missing, *bias.shape[is_mapped:])

@@ -89,8 +89,8 @@ def mla_decode(
         softmax_scale: (Dn + Dr) ** -0.5 of the heads before absorption, which latents do not tell.
         latent_scale: (num_blocks, block_size, 2) float32, with an 8-bit cache and only then: what
             z and k_rope of each token are multiplied by, as write_latent_cache wrote them.
-        batch_invariant: a sequence's bits do not depend on what else is in the batch.
-        return_lse: also return lse (Hq, T), float32, natural log.
+        batch_invariant: True if a sequence's bits must not depend on what else is in the batch.
+        return_lse: True to also return lse (Hq, T), float32, natural log.
         backend: "cpu", "triton", "gluon" or "reference"; None chooses. A name is obeyed or refused.
 
     Returns:

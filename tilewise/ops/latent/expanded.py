@@ -102,7 +102,7 @@ def mla_prefill(
         softmax_scale: (Dn + Dr) ** -0.5 when None.
         latent_scale: the scales of an 8-bit cache, as in `mla_decode`.
         chunk_tokens: cached tokens that are up-projected at once, over all sequences.
-        return_lse: also return lse (Hq, T), float32, natural log.
+        return_lse: True to also return lse (Hq, T), float32, natural log.
         backend: "cpu", "triton" or "reference", for the attention and the merging; None chooses.
 
     Returns:

@@ -109,7 +109,7 @@ def paged_attention(
             docs/guide/paged.md.
         cu_seqlens_q: (B + 1,) int32 or int64, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
-        softmax_scale: multiplies q . k; D ** -0.5 when None.
+        softmax_scale: the factor of q . k; D ** -0.5 when None.
         window: w, the last w keys of a query, its own included; None is all.
         softcap, alibi_slopes, sinks: as in `attention`.
         k_scale, v_scale: float32, with an 8-bit cache and only then: a key is k_scale * k_cache.
@@ -125,12 +125,12 @@ def paged_attention(
         plan: from `plan_paged_attention` for these lengths and shapes; made once a step, it saves
             every layer what it would find out about the lengths. It changes speed, and on a GPU
             how keys are split and so the rounding; a CPU has no use for it.
-        batch_invariant: a row's bits depend on its own keys alone: neither on what else is in the
-            batch nor on how many rows of its sequence come at once. On a CPU they are those of
-            `attention` over the whole sequence.
+        batch_invariant: True if a row's bits must depend on its own keys alone: neither on what
+            else is in the batch nor on how many rows of its sequence come at once. On a CPU they
+            are those of `attention` over the whole sequence.
         out: memory to which o is written, and which is returned: (T, Hq, Dv), contiguous, in q's
             dtype, of no memory that the call reads. None makes it.
-        return_lse: also return lse (Hq, T), float32, natural log, the sink included.
+        return_lse: True to also return lse (Hq, T), float32, natural log, the sink included.
         backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
             refused.
 

@@ -98,10 +98,11 @@ def rope_write_kv_cache(
         k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale: as for `write_kv_cache`. A row that
             is skipped there has its q rotated all the same.
         cos, sin: float32 (T, R / 2), R <= D, as for `apply_rope`.
-        interleaved: pair channels (2i, 2i + 1) as GPT-J does; else (i, i + R/2) as Llama does.
+        interleaved: True to pair channels (2i, 2i + 1) as GPT-J does; else (i, i + R/2) as Llama
+            does.
         q_norm, k_norm: (D,) weights of an RMS norm of each head before the rotation (Qwen3), both
             or none: x / sqrt(mean(x^2) + norm_eps) * weight.
-        norm_eps: see there.
+        norm_eps: the number added to the mean square in these norms.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Returns:

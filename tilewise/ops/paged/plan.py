@@ -24,8 +24,8 @@ class PagedPlan:
         spec: the facts that calls must have in common with the one that the plan was made for.
         backend: the backend with kernels that read it.
         made_for: both in words; a call that differs is refused when it runs, compiled ones too.
-        last: its last call with ``out=``: one for another layer whose tensors lie alike repeats
-            it, past its checks and in its buffers.
+        last: the plan's last call with ``out=``: one for another layer whose tensors lie alike
+            repeats it, past its checks and in its buffers.
     """
 
     records: Tensor

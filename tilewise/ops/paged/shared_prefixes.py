@@ -61,7 +61,8 @@ class SharedPrefixes:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What kernels read of it, one by one: `PagedTensors.of` puts it together again."""
+        """The tensors for kernels in one list, from which `PagedTensors.of` makes the levels
+        again."""
         return [self.skipped, *(x for level in self.levels for x in level[:-1])]
 
     @property

@@ -29,7 +29,7 @@ class BlockTransfer:
     to_host: bool
 
     def wait(self) -> None:
-        """Order what follows after the copies.
+        """Make later work wait for the copies.
 
         On a GPU the current stream waits, the host does not; with a target in main memory the host
         does. A source in main memory may still be being read when a GPU has been told to wait:

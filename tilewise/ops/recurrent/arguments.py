@@ -91,8 +91,8 @@ def check_places(
     """Return slots and starts (N,) as int64.
 
     Raises:
-        ValueError, TypeError: they are no integers (N,) on the device, a slot does not exist or
-            comes twice, or a start is negative.
+        ValueError, TypeError: slots or starts are no integers (N,) on the device, a slot does not
+            exist or comes twice, or a start is negative.
     """
     for name, x in (("slots", slots), ("starts", starts)):
         checks.check_integers(name, x, (num_sequences,), device)

@@ -45,7 +45,7 @@ def causal_conv1d(
             None for dense rows.
         initial_state: (N, W - 1, C), the dtype of x, the tokens before the first, oldest first;
             zeros when None.
-        return_state: also return the last W - 1 tokens, as `initial_state`.
+        return_state: True to also return the last W - 1 tokens, as `initial_state`.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Returns:

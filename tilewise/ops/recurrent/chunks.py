@@ -85,7 +85,7 @@ class _Chunks(NamedTuple):
 
 
 class _Decays:
-    """What E multiplies: pairs of tokens of a chunk, of which the second is not later.
+    """The decays E between pairs of tokens of a chunk, of which the second is not later.
 
     Args:
         running: G, (chunks, H, tokens), or (chunks, H, tokens, K) by channel.

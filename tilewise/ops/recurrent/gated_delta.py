@@ -59,7 +59,7 @@ def gated_delta(
         initial_state: (N, H, K, V) float32 (float64 for float64), the states before the sequences;
             zeros when None.
         q_scale: a factor of the queries, K ** -0.5 when None.
-        return_state: also return the states after the sequences.
+        return_state: True to also return the states after the sequences.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Returns:

@@ -53,7 +53,7 @@ def ssd(
         d: (H,), or (H, P), what of x is passed on; nothing when None. The sum is rounded once more.
         cu_seqlens: as in `gated_delta`.
         initial_state: (sequences, H, N, P) float32 (float64 for float64); zeros when None.
-        return_state: also return the states after the sequences.
+        return_state: True to also return the states after the sequences.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Returns:

@@ -1,4 +1,4 @@
-"""backend="reference" of silu_mul."""
+"""The launcher of silu_mul for backend="reference": the oracle in torch's operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""backend="reference" of adjust_logits."""
+"""The launcher of adjust_logits for backend="reference": the oracle, written back in place."""
 
 from __future__ import annotations
 

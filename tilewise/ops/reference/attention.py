@@ -1,4 +1,5 @@
-"""backend="reference" of attention: the oracle in float64, with its gradient as defined."""
+"""The planner of attention for backend="reference": the equations in float64, forward and
+backward."""
 
 from __future__ import annotations
 

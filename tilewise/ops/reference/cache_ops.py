@@ -1,4 +1,4 @@
-"""backend="reference" of the cache-filling ops."""
+"""The launchers of the ops that fill and copy cache blocks for backend="reference"."""
 
 from __future__ import annotations
 

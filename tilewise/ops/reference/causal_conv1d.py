@@ -1,4 +1,4 @@
-"""backend="reference" of causal_conv1d."""
+"""The launchers of causal_conv1d and its step for backend="reference": float64, rounded once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The rows of a decode step in torch's own operations: for CPUs, and the oracle."""
+"""The state of the rows of a captured decode step, brought forward by torch's own operations.
+
+A row is a running sequence: its position, next token, block table and slot. `ops.decode_rows` runs
+this on CPUs; it is the oracle of the kernels of GPUs.
+"""
 
 from __future__ import annotations
 

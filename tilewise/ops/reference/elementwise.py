@@ -1,4 +1,4 @@
-"""backend="reference" of activate."""
+"""The launcher of activate for backend="reference": the oracle in torch's operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""backend="reference" of invariant_linear: that of `linear`, in float64."""
+"""The launcher of invariant_linear for backend="reference": that of `linear`, in float64."""
 
 from __future__ import annotations
 

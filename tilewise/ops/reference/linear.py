@@ -1,4 +1,4 @@
-"""backend="reference" of linear."""
+"""The launchers of linear and linear_parts for backend="reference": float64, rounded once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""backend="reference" of add_low_rank."""
+"""The launcher of add_low_rank for backend="reference": float64, rounded once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""backend="reference" of merge_states."""
+"""The launcher of merge_states for backend="reference": float64, rounded to the given dtypes."""
 
 from __future__ import annotations
 

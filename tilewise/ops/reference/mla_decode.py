@@ -13,7 +13,7 @@ from tilewise.reference import mla
 
 
 def plan_fwd(call: Call) -> LatentForwardPlan:
-    """Return how it computes a call; it computes every call."""
+    """Return the plan of a call; the oracle computes every call."""
     return LatentForwardPlan(call)
 
 

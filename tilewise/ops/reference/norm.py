@@ -1,4 +1,4 @@
-"""backend="reference" of rms_norm and add_rms_norm."""
+"""The launchers of rms_norm and add_rms_norm for backend="reference": the oracle's functions."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tilewise.reference import paged
 
 
 def plan_fwd(call: Call) -> PagedForwardPlan:
-    """Return how it computes a call; it computes every call."""
+    """Return the plan of a call; the oracle computes every call."""
     return PagedForwardPlan(call)
 
 

@@ -1,4 +1,4 @@
-"""backend="reference" of quantised_linear."""
+"""The launcher of quantised_linear for backend="reference": dequantised weights in float64."""
 
 from __future__ import annotations
 

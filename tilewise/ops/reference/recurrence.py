@@ -1,4 +1,4 @@
-"""backend="reference" of gated_delta and ssd."""
+"""The launchers of gated_delta and ssd for backend="reference": token by token in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""backend="reference" of rope."""
+"""The launcher of rope for backend="reference": float64, rounded to the dtype of x."""
 
 from __future__ import annotations
 

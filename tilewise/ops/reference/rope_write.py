@@ -1,4 +1,4 @@
-"""backend="reference" of rope_write_kv_cache."""
+"""The launcher of rope_write_kv_cache for backend="reference": norms and rotation in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""backend="reference" of add_rms_norm_linear and row_linear_parts."""
+"""The launchers of add_rms_norm_linear and row_linear_parts for backend="reference", in float64."""
 
 from __future__ import annotations
 

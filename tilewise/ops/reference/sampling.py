@@ -1,4 +1,4 @@
-"""backend="reference" of sample_tokens and token_logprobs."""
+"""The launchers of sample_tokens and token_logprobs for backend="reference": the oracle."""
 
 from __future__ import annotations
 

@@ -352,13 +352,15 @@ def _by_kind(schema: Any, root: Mapping[str, Any]) -> tuple[list[Any], list[Any]
 def _members(
     schema: Any, root: Mapping[str, Any], left: list[int]
 ) -> tuple[dict[str, Any], set[str], Any]:
-    """Return a tool's parameters, the required ones, and what further ones must be.
+    """Return a tool's parameters by name, the names of the required ones, and additionalProperties.
 
     Args:
-        left: the number of schemas that are looked into.
+        schema: the JSON schema of the parameters, or of a part of them.
+        root: the whole schema, which holds the targets of references.
+        left: one number, in a list: how many further schemas may be read.
 
     Raises:
-        ValueError: the schema demands more than that, or is none.
+        ValueError: more schemas are needed, or a keyword cannot be followed.
     """
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):

@@ -14,7 +14,7 @@ __all__ = ["CallParser", "ReadSyntax"]
 
 
 class ReadSyntax(Protocol):
-    """What the parser asks of a format's syntax.
+    """The properties of a format's syntax that the parser reads.
 
     Attributes:
         begin: the marks with which calls begin.

@@ -73,7 +73,7 @@ class CallsOnly:
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """Return parts with neighbours of one kind and one call as one part."""
+    """Return parts with neighbours of the same kind and call joined."""
     made: list[Part] = []
     for part in parts:
         last = made[-1] if made else None

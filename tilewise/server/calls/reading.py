@@ -100,7 +100,7 @@ class CallText:
         return bool(self._again)
 
     def next_again(self) -> str:
-        """Return the next of the characters that were given back, and remove it from them."""
+        """Return the first of the characters that a reader gave back, and remove it."""
         char, self._again = self._again[0], self._again[1:]
         return char
 
@@ -115,7 +115,7 @@ class CallText:
         """Read white space and one of several marks, none of which begins another one.
 
         Returns:
-            The mark; None if something else stands there, which then is read again.
+            The mark; None if other text follows, which is given back and will be read again.
         """
         held = yield from self.after_space()
         while held not in marks:
@@ -178,7 +178,7 @@ class CallText:
         """End the call that is being read.
 
         Raises:
-            NotACall: it has no name, or no name that may be called.
+            NotACall: the call has no name, or no name that may be called.
         """
         call = self._call
         if call is None or call.name is None or not self.admits(call.name):
@@ -218,7 +218,11 @@ class CallText:
         return read
 
     def cut(self) -> str:
-        """Tell a call that the end of the text cut off; return the text that is no call."""
+        """End the text inside a call: report the call as far as it is known.
+
+        Returns:
+            The rest of the text, which is no call.
+        """
         call = self._call
         if call is not None and not call.is_told:
             name = call.name_if_cut()

@@ -52,7 +52,7 @@ class Unwritable(Exception):
 
 
 class WriteSyntax(Protocol):
-    """What grammars, and chat histories written as text, need of the syntax of tool calls.
+    """The properties of a format's syntax that grammars and chat histories written as text need.
 
     See also `parser.ReadSyntax`, for `begin` and `at_start` too.
     """

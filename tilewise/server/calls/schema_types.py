@@ -47,7 +47,7 @@ def list_in(schema: Mapping[str, Any], key: str) -> list[Any]:
     """Return a list in a schema, an empty one if there is none.
 
     Raises:
-        ValueError: something else is there.
+        ValueError: the value is no list.
     """
     found = schema.get(key)
     if found is None or isinstance(found, list):
@@ -79,7 +79,7 @@ def count_in(schema: Mapping[str, Any], key: str) -> int | None:
     """Return a count in a schema, None if there is none.
 
     Raises:
-        ValueError: something else is there.
+        ValueError: the value is no count.
     """
     found = schema.get(key)
     if found is None or (isinstance(found, int) and not isinstance(found, bool) and found >= 0):

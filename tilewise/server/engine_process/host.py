@@ -53,7 +53,7 @@ LOOK_S = 0.25  # seconds between two checks whether the engine is alive
 
 
 class _Entry:
-    """A request of the server: what has been sent about it, and what is to be sent."""
+    """A request of the server: the output that was sent of it, and what must still be sent."""
 
     def __init__(self, number: int, tell: Callable[[_Entry], None]) -> None:
         self.number = number
@@ -68,7 +68,7 @@ class _Entry:
         self._delta: Delta | None = None
 
     def changed(self) -> None:
-        """Put it into the outbox; called on the engine's thread."""
+        """Put this entry into the outbox, once; called on the engine's thread."""
         if not self.is_told:
             self.is_told = True
             self._tell(self)
@@ -277,7 +277,7 @@ class Host:
         return self._begin(lambda: self._llm.load_lora_adapter(name, path, replaces=replaces))
 
     def _begin(self, work: Callable[[], object]) -> int:
-        """Begin what may take minutes; return a number for `_has_ended`."""
+        """Begin work that may take minutes, on a thread; return its number for `_has_ended`."""
         number = next(self._work_numbers)
         self._works[number] = beside(work)
         return number

@@ -127,7 +127,7 @@ class RemoteEngine(asyncio.Protocol):
         share: the largest share of the time for reporting tokens, see AsyncLLM.
 
     Raises:
-        Exception: the exception of LLM, see there.
+        Exception: the exception that LLM raised in the process.
         RuntimeError: the process ended before it answered.
 
     Attributes:

@@ -138,7 +138,11 @@ def plain(value: Any) -> Any:
 
 
 def wide(code: int, data: memoryview) -> int:
-    """Return the integer that `plain` encoded."""
+    """Return the integer of more than 64 bits that `plain` encoded.
+
+    Raises:
+        ValueError: `code` is not that of such an integer.
+    """
     if code != _WIDE:
         raise ValueError(f"code must be {_WIDE}, got {code}")
     return int.from_bytes(data, "little", signed=True)

@@ -494,7 +494,11 @@ def _backward_tile(call, place, keys, queries, scores, seen, shape, first_row, f
 
 @inner
 def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, begin, end):
-    """c^T += operand^T words over the strip's rows first ... last, for keys begin ... end."""
+    """Add the sum over rows first ... last - 1 of operand[row, channel] * words[row, key] to c.
+
+    c is a tile of dk or dv, stored as (channels, keys); keys begin ... end - 1 are added to. The
+    operand is q (with words = ds) or do (with words = p). Rows are counted within the strip.
+    """
     multiply_tiles(
         c,
         at + begin,
@@ -518,7 +522,7 @@ def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, be
 
 @inner
 def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first_row, tile):
-    """Add what a strip of query rows gives to dk and dv of one tile of keys, and to dq.
+    """Add the terms of a strip of query rows to dk and dv of one tile of keys, and to dq.
 
     Args:
         place: the tile of keys, a `Place`.

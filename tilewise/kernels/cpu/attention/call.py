@@ -140,7 +140,10 @@ class CallFrame:
         self._place(starts, first_q, first_k)
 
     def firsts(self, tensors: AttentionTensors) -> list[np.ndarray]:
-        """Return the first row of each sequence of queries and keys; for dense ones its number."""
+        """Return the first row of each packed sequence in q and in k.
+
+        For dense sequences the numbers of the sequences are returned instead.
+        """
         if not self.spec.is_varlen:
             return [self.numbers, self.numbers]
         edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k

@@ -157,7 +157,7 @@ def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key)
     Args:
         si: the index of the block in `scores.s`.
         first_row, rows: the rows of the block.
-        key: its first key.
+        key: the first key of the block.
     """
     sizes, rule, arrays = problem.sizes, problem.rule, problem.arrays
     like = arrays.like

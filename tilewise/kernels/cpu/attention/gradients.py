@@ -74,10 +74,14 @@ class BackwardTasks(NamedTuple):
 def gradients_of(
     plan: BackwardTasks, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias_like: Tensor
 ) -> Gradients:
-    """Return the byte strides of the gradients; each run sets num_row_tasks by its lengths.
+    """Return the strides of the gradients and the sizes of a plan's tasks, as kernels take them.
+
+    Strides are bytes for do, dk and dv, elements for dq and dbias. num_row_tasks is 0, to be set by
+    each run from its lengths.
 
     Args:
-        dbias_like: the gradient of bias, broadcast to five dims; any other number of dims is none.
+        dbias_like: the gradient of bias, broadcast to five dims; a tensor of other dims stands for
+            a call without it.
     """
     (do_row, do_head), (dk_row, dk_head), (dv_row, dv_head) = map(byte_strides, (do, dk, dv))
     rows_per_task = max(1, ROW_ELEMENTS // max(1, do.shape[-1] * do.shape[-2]))

@@ -162,7 +162,7 @@ class ForwardPlan:
 
     @property
     def steps(self) -> list[str]:
-        """What it does, a line each."""
+        """The steps of the plan in words, a line each."""
         if self._decodes:
             return ["run the decode kernel"]
         takes_tiles = _multiplies_tiles(self._dtype) and not self._spec.needs_max
@@ -421,7 +421,7 @@ class GradientPlan:
 
     @property
     def steps(self) -> list[str]:
-        """What it does, a line each."""
+        """The steps of the plan in words, a line each."""
         if self._is_row:
             return ["run the backward kernel of one query by the vector unit"]
         return [f"run the backward kernel by {_unit(self._multiplies_tiles)}"]

@@ -56,8 +56,8 @@ def run_short(
     """Return `run` of a forward plan that stays on its thread, as `run_alone` does.
 
     Args:
-        kernel: takes q, k, v, o and lse by their addresses.
-        prepare: makes its other arguments when the first call comes.
+        kernel: a compiled function of the addresses of q, k, v, o and lse.
+        prepare: a function that returns the kernel's other arguments, called before the first call.
         o_made, lse_made: the layouts of the results.
     """
     enter: Callable[..., None] | None = None

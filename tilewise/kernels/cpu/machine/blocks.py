@@ -53,7 +53,7 @@ def set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
 
 @inlined
 def set_first(c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_words):
-    """Compute at least the first `rows` of BLOCK rows of c = a b; the other arguments are
+    """Compute `rows` rows of c = a b or some more, at most BLOCK; other arguments are
     `set_rows`'s."""
     if rows > HALF:
         set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)

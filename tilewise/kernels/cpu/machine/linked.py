@@ -22,7 +22,7 @@ from numba.core.compiler import Compiler
 
 
 class _NoMachineCode:
-    """What stands for the code generator where an environment is set: there is none to set."""
+    """A stand-in for the code generator, which accepts an environment and ignores it."""
 
     @staticmethod
     def set_env(name: str, env: Any) -> None:
@@ -35,7 +35,7 @@ class _LinkedLibrary(JITCodeLibrary):
     codegen = _NoMachineCode()
 
     def finalize(self) -> None:
-        """Optimise what is here; the rest is linked when machine code is made."""
+        """Optimise the code of this function; what it calls is linked when machine code is made."""
         if hasattr(self, "_reload_init"):  # numba 0.62 has none
             for library in self._linking_libraries:
                 self._reload_init.update(library._reload_init)
@@ -67,7 +67,7 @@ class _LinkedLibrary(JITCodeLibrary):
         return self._shared_module
 
     def _parts(self) -> list[Any]:
-        """The libraries of what this function calls, and of what these call, callers first.
+        """The libraries of all functions that this one calls, directly or not, callers first.
 
         LLVM links of a function that may be repeated only what is called by then.
         """

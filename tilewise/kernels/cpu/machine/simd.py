@@ -205,7 +205,7 @@ def store(typingctx, array, index, vector):
 def store_pair(typingctx, array, index, even, odd):
     """Store bfloat16 words whose low halves are `even` and whose high halves are `odd`.
 
-    Kernels for floats compile this call in a branch that they never take; there it does nothing.
+    In kernels for floats the call is in a branch that is never taken; for them it does nothing.
     """
 
     def codegen(context, builder, sig, args):

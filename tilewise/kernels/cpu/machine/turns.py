@@ -76,7 +76,7 @@ def wait_for_count(counter, number):
 
 @inner
 def publish_rows(turn, last_row):
-    """Let the next task add to the rows up to last_row, for which this one has waited."""
+    """Report that this task has added to all rows up to last_row, so that the next task may."""
     _write(turn.done, turn.task, turn.base + last_row)
 
 

@@ -109,7 +109,10 @@ def address_of_tiles(problem: Problem) -> int:
 
 
 def run_decode_tiles(problem: Problem, lse: Tensor) -> None:
-    """Run the sequences of `problem`, one query row each; `packed_like` is that of the chunks."""
+    """Attend from one query row of each sequence of `problem`, by the matrix unit.
+
+    `packed_like` of the problem's arrays has the type of packed chunks.
+    """
     num_sequences, num_kv_heads = len(problem.arrays.starts), problem.sizes.num_kv_heads
     heads = heads_of_task.py_func(problem.sizes, num_sequences, get_num_threads())
     run_tasks(

@@ -21,7 +21,7 @@ def slots_of(slot_mapping: Tensor, cache: Tensor) -> np.ndarray:
     """Return int64 (T,) slots of a cache (N, P, ...), -1 for a row that is skipped.
 
     Raises:
-        ValueError: one lies outside of the cache.
+        ValueError: a slot lies outside of the cache.
     """
     slots = slot_mapping.contiguous().numpy()
     check_ids("slot_mapping", slots, -1, cache.shape[0] * cache.shape[1] - 1)
@@ -32,7 +32,7 @@ def pairs_of(block_pairs: Tensor, cache: Tensor) -> np.ndarray:
     """Return int64 (n, 2) blocks of a cache (N, P, ...).
 
     Raises:
-        ValueError: one lies outside of the cache.
+        ValueError: a block lies outside of the cache.
     """
     pairs = block_pairs.contiguous().numpy()
     check_ids("block_pairs", pairs, 0, cache.shape[0] - 1)

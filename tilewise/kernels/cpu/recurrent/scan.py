@@ -262,7 +262,7 @@ def _add_rows(c, ci, ldc, is_pair, columns, a, ai, a_row, b, b_word, words):
 
 @inner
 def _add_update(c, rows, columns, a, a_word, b, words):
-    """Add a^T b to c, whose rows are `columns` elements apart as those of b are."""
+    """Add a^T b to c; the rows of b and of c are `columns` elements apart."""
     lanes, row = lanes_in(c), 0
     while row + MR <= rows:
         column = 0

@@ -119,7 +119,7 @@ def open_step(mailbox, syscall):
 
 @inner
 def close_step(mailbox, give_way, syscall):
-    """Let no other helper in, and wait for those that are inside."""
+    """Admit no further helper thread to a step, and wait until those that work on it have left."""
     base = mailbox.ctypes.data
     add_at(base + OPEN * LINE, -read_at(base + OPEN * LINE))
     wait_until_zero(base + INSIDE * LINE, give_way, base + OUTSIDE * LINE, syscall)

@@ -189,7 +189,10 @@ _f32s, _f16s, _bf16s, _u8s, _i8s, _f8s, _exponents = map(
 
 @intrinsic
 def _scale_terms(typingctx, factors):
-    """Multiply zero points by the scales."""
+    """Multiply the zero points in scratch by the scales beside them, in place.
+
+    factors: the address of the scales; the zero points lie _TERMS bytes after them.
+    """
 
     def codegen(context, builder, sig, args):
         for at in range(0, _HALF_BYTES, 64):

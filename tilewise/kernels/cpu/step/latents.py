@@ -4,9 +4,8 @@ What      o = softmax(scale (q_latent . z + q_rope . k_rope)) z of each row and 
           `latent/kernel.py`.
 Grid      the tasks of that kernel, shared by the threads of a step: first those that attend, then,
           as an operation of its own, those that merge what long sequences were split into.
-One task  see there.
-Traffic   see there.
-Numerics  see there: where keys are split depends on a sequence's length alone if the list is
+One task  that of `latent/kernel.py`. Traffic   that of `latent/kernel.py`. Numerics  those of
+`latent/kernel.py`: where keys are split depends on a sequence's length alone if the list is
           batch-invariant, else on the lengths of all.
 """
 

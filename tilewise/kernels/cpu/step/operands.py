@@ -103,14 +103,15 @@ class Heads(NamedTuple):
     def side_by_side(
         cls, kv: Sequence[Tensor], num_q: int, *, first: int = 0, **options: Any
     ) -> Heads:
-        """Return the heads of one product: those of q, from column `first` on, then of k and v."""
+        """Return heads whose q, k and v are columns of one product, in this order from column
+        `first` on."""
         num_kv, dim = kv[0].shape[2:]
         start = first + num_q * dim
         return cls(kv, num_q, num_kv, first, start, start + num_kv * dim, dim, **options)
 
     @property
     def are_side_by_side(self) -> bool:
-        """Whether they lie as `side_by_side` lays them, all of one width."""
+        """Whether q, k and v lie as by `side_by_side`, and keys are as wide as values."""
         dims = {cache.shape[-1] for cache in self.kv[:2]}
         start = self.num_q * self.q_step
         places = (0, start, start + self.num_kv * self.q_step)

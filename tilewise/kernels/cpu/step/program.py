@@ -275,7 +275,7 @@ class _Weight:
 
 
 class _Memory(NamedTuple):
-    """What a buffer is made of: columns, dtype, rows a token (or sampled row), rows besides."""
+    """The sizes of a buffer: columns, dtype, rows for each token (or sampled row), further rows."""
 
     columns: int
     dtype: torch.dtype
@@ -444,7 +444,7 @@ class Program:
         Args:
             function: the name of the function of what is stored, or of the gate; "clamped" with
                 `limit` and `alpha`, see `layers.py`.
-            factor: multiplies what is stored or added, or logits.
+            factor: the factor of the stored or added result, or of logits.
             cap: c of c tanh(logits / c), 0 for none.
             extra: rows that are added to what is added, or multiply what is stored.
             outputs: the columns that may be stored; 0 for whole groups of 64.
@@ -501,7 +501,7 @@ class Program:
         op[SOURCE_STEP], op[TARGET_STEP] = source_step * self.size, target_step * self.size
 
     def _with_parts(self, op: np.ndarray, weights: Sequence[Panels]) -> None:
-        """Let a product have a weight of its own for each part."""
+        """Set the weights of an operation of several products of equal size, one for each."""
         addresses = [[self._words(w), self._address(w.bias)] for w in weights]
         table = np.array(addresses, np.int64)
         self._kept.append(table)
@@ -838,9 +838,16 @@ class Program:
         sinks: Held | None = None,
         slopes: Tensor | None = None,
     ) -> None:
-        """Attend to the cache from one row of each sequence; see `ops.paged_attention`.
+        """Append attention to the cache from one row of each sequence; see `ops.paged_attention`.
 
-        With `is_chunked` the window begins anew at each multiple of its size, which blocks divide.
+        Args:
+            q, o: the buffers of the queries and of the result.
+            heads: the places of the heads, and the cache.
+            window: the keys that a query sees, its own included; None for all.
+            is_chunked: True if a query sees only its own chunk of `window` keys, at multiples of
+                `window`, a multiple of the block size.
+            sinks: the sink of each head; None for none.
+            slopes: the ALiBi slopes; None for none.
         """
         op = self._append(ATTEND, q, o)
         self._with_cache(op, heads)
@@ -943,7 +950,13 @@ class Program:
     def _problem_of(
         self, op: np.ndarray, rule: Rule, slopes: np.ndarray, sinks: np.ndarray
     ) -> Problem:
-        """Return a problem without sequences; the list inserts those of its step."""
+        """Return an attention problem without sequences; the list enters those of each step.
+
+        Args:
+            op: the operation's record, with its heads and window.
+            rule: the rule of the logits.
+            slopes, sinks: the ALiBi slope and the sink of each query head.
+        """
         dim, v_dim, num_q, num_kv = (int(op[column]) for column in (DIM, V_DIM, NUM_Q, NUM_KV))
         is_wide = self.cache_size > 1 and self._cache_dtype != self.dtype
         packed = packed_type(self.dtype, HAS_BF16_DOT and not is_wide)

@@ -4,9 +4,8 @@ What      `convolve_rows` and `scan_rows` are the kernels of `recurrent/`, calle
           on the buffers of a list; `keep_rows` keeps the keys of open chunks in slots. `weigh_rows`
           computes what the recurrence reads beside q, k and v: the strength of each token's write,
           beta, and the log of the decay, g, from projections.
-Grid      the tasks of those kernels, and tasks of some rows, from a counter.
-One task  see there; some rows.
-Traffic   see there; projections of the rows are in cache.
+Grid      the tasks of those kernels, and tasks of some rows, from a counter. One task  that of
+those kernels; some rows. Traffic   that of those kernels; projections of the rows are in cache.
 Numerics  those of `nn`, to the bit: float32, rounded to the model's dtype where a module would have
           returned a tensor.
 """

@@ -513,10 +513,17 @@ def _attend(op, batch, work, likes, num_threads, starts, splits, frame, block_si
 
 @inner
 def _enter_chunks(starts, table, size, block_size):
-    """Let sequences begin with the chunk of `size` keys that holds their last one.
+    """Restrict each sequence to its last chunk of `size` keys.
+
+    The numbers of keys in `starts` are changed to those of the last chunks.
+
+    Args:
+        starts: the starts and lengths of the sequences.
+        table: the block table.
+        size: the keys of a chunk, a multiple of block_size.
 
     Returns:
-        Their block table; `starts` have the number of keys from there on.
+        The block table of the last chunks.
     """
     width, blocks = size // block_size, table.shape[1]
     own = np.empty((len(starts), max(min(width, blocks), 1)), table.dtype)

@@ -114,10 +114,12 @@ def made_fwd(call: Call) -> LaunchPlan:
 
 
 def plan_quantized(call: Call, variant: Variant | None = None) -> LaunchPlan:
-    """Return how the kernel is run on what is `Quantized`; its results are o and lse.
+    """Return the plan of attention over already quantised q, k and v; its results are o and lse.
 
-    call: of the tensors of `Quantized`, then those of `AttentionTensors`, whose q, k and v do not
-    count; variant: overrides the table.
+    Args:
+        call: the tensors are those of `Quantized`, then those of `AttentionTensors`, whose q, k and
+            v are not read.
+        variant: the form of the kernel; None takes the table's.
     """
     maker = Maker(call)
     ready = Quantized(*maker.inputs[: len(Quantized._fields)])
@@ -149,7 +151,7 @@ def _add_kernel(
 
     Args:
         ready: the quantised tensors, of which q and k have rows.
-        tensors: those beside q, k and v.
+        tensors: the tensors beside q, k and v.
 
     Returns:
         o (B, Sq, Hq, D), or (Tq, Hq, D); lse float32 (B, Hq, Sq), or (Hq, Tq).

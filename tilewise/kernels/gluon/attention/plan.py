@@ -30,9 +30,10 @@ _SEPARATE_ROWS = 128  # of a tile of dq where it has a kernel of its own
 
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
-    """Return how the forward pass is run, where queries are few on the paged kernels.
+    """Return the plan of the forward pass, or why Hopper's kernels cannot run it.
 
-    Its results are o, lse and row maxima where wanted.
+    Calls of few queries run on the paged kernels. The results are o, lse and, where wanted, row
+    maxima.
     """
     reason = _why_not(call.spec)
     return Refusal(reason) if reason is not None else made_fwd(call)

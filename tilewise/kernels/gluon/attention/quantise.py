@@ -213,7 +213,7 @@ def add_qkv(
         rotation: +-1, (D, D) in q's dtype, for q and k; None leaves them.
         seqlens_k: int32 (B,), rows of k and v that count.
         packed: the first rows of the sequences of a packed batch.
-        per_token: with a scale for each query and key, and each head of v.
+        per_token: True for a scale for each query and key, and each head of v.
     """
     if per_token:
         q8, q_scale = _add_tokens(maker, q, rotation, None)

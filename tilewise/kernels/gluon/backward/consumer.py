@@ -462,9 +462,10 @@ def consume(
     turn=0,
     before=0,
 ):
-    """Make dk and dv of 64 keys, and half of every tile of dq.
+    """Compute dk and dv of 64 keys, and half of every tile of dq.
 
-    before: steps of the turns before. Returns those of this one, too.
+    before: the number of steps in the CTA's earlier turns. Returns that number with this turn's
+    steps.
     """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d

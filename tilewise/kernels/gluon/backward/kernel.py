@@ -173,7 +173,7 @@ def attention_bwd_kernel(
     drop_limit,
     variant: gl.constexpr,
 ):
-    """Compute one tile of dk and dv and add what it gives to dq; see the module's docstring."""
+    """Compute one tile of dk and dv, and add its terms to dq; see the module's docstring."""
     shape = Shape(
         sequences.cu_q,
         sequences.cu_k,

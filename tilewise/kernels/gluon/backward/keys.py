@@ -79,7 +79,7 @@ def clear_keys(tile, first_key, lengths, shape, variant: gl.constexpr):
 
 @gluon.jit
 def clear_queries(rows, work, tile, variant: gl.constexpr):
-    """Zero what the last tile of a packed sequence holds of the next one."""
+    """Zero the rows of a packed sequence's last tile that belong to the next sequence."""
     if variant.packed:
         rest = work.length_q - tile * variant.tile_m
         if rest < variant.tile_m:

@@ -84,7 +84,8 @@ def add_bwd(
     lse: Tensor,
     tensors: AttentionTensors,
 ) -> Gradients:
-    """Add the backward pass to a plan; see `add_around`."""
+    """Add the backward pass of Hopper's kernels to a plan; arguments and results are
+    `add_around`'s."""
     return add_around(maker, spec, do, dlse, o, lse, tensors, _add_kernels)
 
 

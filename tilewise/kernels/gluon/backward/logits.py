@@ -179,10 +179,8 @@ def _octets(layout: gl.constexpr):
 
 @gluon.jit
 def keep_signed(p, dp, keep_scale):
-    """Return (p, dp) of probabilities whose sign says which of them dropout keeps.
-
-    Where p is 0 it does not matter what dp is.
-    """
+    """Return (|p|, dp * keep_scale where dropout keeps p, else 0); p is negative where it is
+    dropped."""
     return gl.abs(p), gl.where(p > 0.0, dp * keep_scale, 0.0)
 
 

@@ -131,7 +131,10 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
 
 
 def is_short(spec: AttentionSpec) -> bool:
-    """Say whether a call has a diagonal, no other rule and few keys: chores then take long."""
+    """Return whether a call is causal without other rules and has few keys.
+
+    Pre- and postprocessing take a large share of such a call.
+    """
     has_diagonal = spec.window_right >= 0 > spec.window_left
     return has_diagonal and not spec.is_varlen and spec.max_seqlen_k <= SHORT
 
@@ -274,7 +277,7 @@ def _way_of(variant: BwdVariant, seqlen_k: int) -> Way:
 
 
 def _turns(way: Way, num_tiles: int) -> int:
-    """Return how many tiles of keys a CTA takes, which divides those of a head."""
+    """Return how many tiles of keys a CTA takes: a divisor of num_tiles, the tiles of a head."""
     return math.gcd(num_tiles, way.turns)
 
 

@@ -113,7 +113,7 @@ def run_all_prepost(
     variant: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Do what all tiles of keys of this CTA ask for, one after the other.
+    """Run the pre- and postprocessing of all tiles of keys of this CTA, one after the other.
 
     The rows of each are a multiple of 128, so that every barrier of `full` ends an even number of
     phases and begins the next tile as it began this one.

@@ -258,9 +258,9 @@ def attention_bwd_sinks_kernel(
     rows_per_plane,
     TILE: tl.constexpr,
 ):
-    """Add up dsinks of a head: a sink is one more probability of each row, whose value is zero.
+    """Compute dsinks of one head: minus the sum over its rows of exp(sink - lse) * delta.
 
-    count: the rows of a head, those of all its planes; padded ones have lse = +inf and delta = 0.
+    count: the number of rows of a head in all planes; padded rows have lse = +inf and delta = 0.
     """
     head = tl.program_id(0).to(tl.int64)
     sink = tl.load(sinks_ptr + head) * LOG2E

@@ -65,7 +65,7 @@ class BwdVariant(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Where sequences start and how long they are: pointers, None where a call has none."""
+    """The edges and lengths of sequences: pointers, None for those that a call does not have."""
 
     cu_q: object  # int32 (B + 1,), first row of each packed sequence
     cu_k: object  # int32 (B + 1,)

@@ -93,7 +93,10 @@ def kept_words(block, row, head, draw):
 
 @gluon.constexpr_function
 def _drawn_layout(registers, rows):
-    """Return who draws words (rows / 2, registers, 4); the last axis: the threads of a row."""
+    """Return the layout of random words (rows / 2, registers, 4) over threads that draw them.
+
+    The last axis are the four threads of a row.
+    """
     return gl.DistributedLinearLayout(
         [[0, 1, 0]] if registers == 2 else [],
         [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],

@@ -131,7 +131,7 @@ def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
 
 @gluon.jit
 def _add_slant(s, head):
-    """Add what ALiBi adds to s (64, n) from the first key of each thread to its others.
+    """Add ALiBi's differences between a thread's first key and its others to s (64, n).
 
     Where no row sees a key behind its own, a distance is a difference, and the rest of it is one
     number for each thread of a row (see `slant_of`).

@@ -113,7 +113,7 @@ def wait_for_copies():
 
 @gluon.jit
 def fence_async(WARPS: gl.constexpr):
-    """Order what this partition reads and writes in global memory with its and others' copies."""
+    """Order this partition's reads and writes of global memory with copies by the copy engine."""
     thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False,

@@ -23,7 +23,7 @@ from tilewise.kernels.gluon.forward.softmax import finish
 
 
 class Output(NamedTuple):
-    """Where results go."""
+    """The tensors of the results, and the numbers that the epilogue needs."""
 
     o: object  # descriptor of (64, tile.o_columns) tiles
     o_ptr: object  # address for the last rows of packed sequences

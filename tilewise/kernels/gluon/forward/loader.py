@@ -107,7 +107,7 @@ def _load_queries(
 
 @gluon.jit
 def _load_bias(bias, shares, shared, rows, block, step, group: gl.constexpr, tile: gl.constexpr):
-    """Load what the bias adds to the 64 rows of one warpgroup and a block of keys."""
+    """Load the bias of the 64 rows of one warpgroup and a block of keys into shared memory."""
     STAGES: gl.constexpr = tile.bias_stages
     slot = group * STAGES + step % STAGES
     b = gl.where(shares[0], 0, rows.b)

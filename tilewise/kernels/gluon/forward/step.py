@@ -46,7 +46,7 @@ class Task(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The numbers that `gather` found for one block of keys; 0 for what the call has not."""
+    """The numbers that `gather` found for one block of keys; 0 for features that the call lacks."""
 
     first_key: object
     number: object  # number of its bit tile, see `span.block_of_step`

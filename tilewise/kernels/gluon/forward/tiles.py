@@ -95,8 +95,8 @@ def tile_config_fwd(
     """Return how a CTA is cut for `spec`.
 
     Args:
-        bias_rows: the bias, if there is one, differs from query to query.
-        bias_copied: it comes by copies.
+        bias_rows: True if there is a bias that differs from query to query.
+        bias_copied: True if TMA brings the bias, tile by tile.
     """
     kind = "biased" if bias_copied else _kind_of(spec)
     if bias_copied and _adds_a_bias_alone(spec):

@@ -41,7 +41,7 @@ class Variant(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where results go."""
+    """The tensors of the results and of partial results."""
 
     o: object  # (T, Hq, 512)
     lse: object  # float32 (Hq, T)

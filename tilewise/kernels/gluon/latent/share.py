@@ -45,7 +45,10 @@ class Step(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Tiles [first, last) of all; `start` is where those of `sequence`, its first, begin."""
+    """The share of a CTA: tiles of keys first ... last - 1, counted over all sequences.
+
+    `sequence` is the first sequence of the share, whose tiles begin at `start`.
+    """
 
     number: object
     row_tile: object  # the CTA computes these rows of every run
@@ -57,7 +60,8 @@ class Share(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Tiles [first, first + tiles) of one sequence and one tile of its rows."""
+    """A part of a share: tiles first ... first + tiles - 1 of one sequence, for a tile of its
+    rows."""
 
     sequence: object
     first_row: object  # first of all rows, new tokens times heads
@@ -73,7 +77,7 @@ class Item(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Of CHUNK sequences: where their runs begin and end, and how many tokens they have."""
+    """The first row, the end and the number of cached tokens of each of CHUNK sequences."""
 
     begin: object
     end: object
@@ -112,7 +116,7 @@ def _keys(length, step):
 
 @gluon.jit
 def block_id(block, step):
-    """Return an id of the table, of no block as that of the last one, to count from by int64."""
+    """Return a block id as int64, to compute addresses; invalid ids become the last block's."""
     block = gl.minimum(block.to(gl.uint32, bitcast=True), (step.blocks - 1).to(gl.uint32))
     return block.to(gl.int64)
 

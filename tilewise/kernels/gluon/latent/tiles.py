@@ -31,7 +31,7 @@ LEFT, MIDDLE, TAIL, ROPE = (gl.constexpr(channel) for channel in (0, 256, 384, 5
 
 
 class Loads(NamedTuple):
-    """TMA descriptors, by the width of what they load; `middle` is also the tail's."""
+    """TMA descriptors, named by the channels that they load; `middle` loads the tail, too."""
 
     q_left: object
     q_middle: object
@@ -42,7 +42,7 @@ class Loads(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tile lies in the cache: its block, and the slot of its first row (may be < 0)."""
+    """The place of a tile in the cache: its block, and the slot of its first row (may be < 0)."""
 
     block: object
     slot: object
@@ -58,7 +58,10 @@ class Places(NamedTuple):
 
 @gluon.jit
 def shift_of(index, length):
-    """Return how far left of its own first key tile `index` of a sequence is loaded, as one box."""
+    """Return how many keys before its first one the box of tile `index` of a sequence begins.
+
+    The last tile is loaded as a whole box that ends with the sequence's last key.
+    """
     return gl.maximum(KEYS - (length - index * KEYS), 0)
 
 

@@ -149,7 +149,7 @@ def _add_right(
         o, o_tail: the sums of both parts.
         at: the number of the tile over all items.
         exists, next_tail: whether the two later tiles exist.
-        place, tail_place: their places in the cache.
+        place, tail_place: the places of the two tiles in the cache.
     """
     stage = at % 3
     tail_stage = at % 2

@@ -58,7 +58,7 @@ class Loads(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The tile of rows and the head that a CTA computes."""
+    """The work of a CTA: its tile of query rows, the walk over keys, and the key head."""
 
     rows: object
     walk: object
@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a part of o goes."""
+    """The destination of one part of o's channels."""
 
     o: object  # the descriptor of its tiles
 

@@ -20,9 +20,11 @@ _COPIED_BYTES = 4  # asynchronous copies need rows that start at a multiple of t
 
 
 def head_dims(spec: AttentionSpec, *tensors: Tensor, is_aligned: bool = True) -> HeadDims:
-    """Return the head dims as the kernels count them, and the unit in which they address `tensors`.
+    """Return the sizes of a head for kernels, with the unit in which strides of `tensors` are
+    counted.
 
     Args:
+        tensors: the tensors of the call, whose last dim is contiguous.
         is_aligned: True if each of them starts at a multiple of 16 bytes.
     """
     unit = _VECTOR_BYTES // spec.dtype.itemsize

@@ -176,7 +176,7 @@ def _tiles(
 
 
 def given_of(spec: AttentionSpec, tensors: AttentionTensors) -> dict[str, Any]:
-    """Return the further arguments of the backward launches, beside the row terms."""
+    """Return the arguments "sequences" and "extras", which all launches of a backward pass take."""
     lengths = sequences_of(tensors)
     extras = extras_of(
         spec,

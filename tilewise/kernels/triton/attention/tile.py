@@ -31,7 +31,7 @@ class Sequences(NamedTuple):
 
 
 class HeadDims(NamedTuple):
-    """Constexpr: channels of one head."""
+    """Compile-time sizes of one head: its channels, as they are and padded for tl.dot."""
 
     d: int  # channels of q and k, up to 512
     dv: int  # channels of v and o

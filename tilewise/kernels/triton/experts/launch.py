@@ -216,7 +216,11 @@ def gather(maker: Maker, x: Tensor, chosen: Tensor, place: Tensor, num_experts: 
 def placed(
     maker: Maker, chosen: Tensor, num_experts: int, tile_m: int, row_tiles: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the table of tiles, the place of each choice, and the choice of each place."""
+    """Add the launches that sort the choices of tokens by expert.
+
+    Returns:
+        int32 tensors: the table of tiles, the place of each choice, and the choice at each place.
+    """
     tokens, active = chosen.shape
     experts = max(triton.next_power_of_2(num_experts), 32)  # a histogram has a bin a lane at least
     slots = triton.next_power_of_2(active)

@@ -37,8 +37,11 @@ def _rows_of_tile(
     SLOTS: tl.constexpr,
     TILE_M: tl.constexpr,
 ):
-    """Return whether a tile has rows; its expert; for each row whether it is one, its place in
-    what the products write, and its choice, token * ACTIVE + slot."""
+    """Return the rows of a tile: (whether there are any, expert, is_row, place, choice).
+
+    is_row, place and choice have an entry for each row of the tile: whether it is used, its row in
+    the products' output, and token * ACTIVE + slot of the choice that it computes.
+    """
     m = tl.arange(0, TILE_M)
     if SORTED:
         count = tl.load(table_ptr)

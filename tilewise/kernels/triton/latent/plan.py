@@ -79,7 +79,7 @@ class Memory(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Constexpr: the cache of latents, and the heads that share it."""
+    """Compile-time sizes of a cache of latents, and of the heads that share it."""
 
     heads: int
     tile_h: int  # a power of two

@@ -3,8 +3,8 @@
 what     o = softmax(scale * q k^T) v of packed rows over the cached keys of their own sequence
 grid     none: a plan hands runs of few tokens to `paged_decode` and longer ones, draft trees and
          shared prefixes to `rows`
-program  see there
-traffic  with shared prefixes: the keys after them once for each sequence, they themselves once for
+program  that of these kernels traffic  with shared prefixes: the keys after them once for each
+sequence, they themselves once for
          each group; every pass of groups reads and writes o once more
 numerics as in `keys`; a pass of groups is merged into o by lse, so o is rounded once a pass
 """

@@ -57,7 +57,7 @@ def arrive_scheduler(CONSUMER: gl.constexpr, C: gl.constexpr):
 
 
 class KeyScales(NamedTuple):
-    """Where the scales of a head's keys are, if each has its own, and which tile is at hand."""
+    """The scales of a head's keys, if each key has its own, and the tile that is read next."""
 
     scales: object  # scales from its first key on, at a multiple of 16 bytes
     tile: object
@@ -108,7 +108,7 @@ def next_tile(of_keys, count):
 
 
 class Bits(NamedTuple):
-    """Where the bit tiles of a block mask are, the number of the one at hand, and a row in it."""
+    """The bit tiles of a block mask, the number of the present one, and a row in it."""
 
     bits: object
     number: object  # -1 has all bits, -2 none

@@ -18,10 +18,11 @@ class Variant:
         NUM_CONSUMERS: warpgroups of 64 queries.
         STAGES: buffers of K and of V.
         PARTS: blocks of channels in which O is summed.
-        DYNAMIC: tiles come from a counter, the longest first.
-        HAS_RIGHT, HAS_LEFT, HAS_SEQLENS, HAS_TAIL: bounds of the window; sequences of their own
-            length; a last tile of keys that is not full.
-        PER_TOKEN: each query and each key has a scale of its own.
+        DYNAMIC: True if tiles come from a counter, the longest first.
+        HAS_RIGHT, HAS_LEFT: True if the window has a bound on that side.
+        HAS_SEQLENS: True if sequences have lengths of their own.
+        HAS_TAIL: True if the last tile of keys is not full.
+        PER_TOKEN: True if each query and each key has a scale of its own.
         softcap, sinks, packed, mask_rows, mask_keys: as those of `forward.kernel.Variant`.
 
     The properties below are what the 16-bit kernel's helpers read of its Tile and Variant.

@@ -50,7 +50,7 @@ class Variant(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: rings, seen as what is copied and as what is computed with, and barriers."""
+    """Shared memory: rings in the shapes of copies and in those of products, and barriers."""
 
     latent: object  # boxes of 128 channels
     rope: object  # boxes

@@ -33,7 +33,10 @@ WIDTH = gl.constexpr(128)  # channels of a tile: those of a swizzled line
 
 @gluon.constexpr_function
 def key_bytes_layout():
-    """Return how a warp takes its 16 of (64, 128) keys: of each line every other 16 bytes first."""
+    """Return the layout by which each warp has 16 keys of a (64, 128) tile of bytes.
+
+    A lane has 32 adjacent bytes of two keys, 8 apart, the first 16 of a key before the others.
+    """
     registers = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]]
     lanes = [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 128])
