@@ -92,7 +92,9 @@ WIDE_RESIDENT_PROGRAMS = 2  # of heads of more than 256 channels
 # the sequences a layer takes 153 us in place of 127 (tune_paged_planned_h200.json).
 WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
-# Of gluon.paged.decode: 64 x 4,096 keys took 150 us, with (3, 3, 256) 158 (H200, 2026-11-22).
+# Of gluon.paged.decode: 64 x 4,096 keys of 4 bits took 94 us, with tiles of 16 keys 106, with three
+# CTAs of three stages 99, with six stages 95; of e4m3 140, with tiles of 32 keys 141.5 (H200,
+# 2026-11-30).
 BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
 NIBBLE_KEYS, BYTE_KEYS = 32, 16
 WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
@@ -333,10 +335,20 @@ def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
         max(1, spec.max_seqlen_q),
         sm_count,
         programs_per_sm=BYTE_PROGRAMS_PER_SM,
-        min_split_keys=BYTE_MIN_SPLIT_KEYS,
+        min_split_keys=byte_split_keys(spec, sm_count),
         waves=PLANNED_WAVES,
     )
     return BYTE_STAGES, plan
+
+
+def byte_split_keys(spec: PagedSpec, sm_count: int) -> int:
+    """Choose the fewest keys of a split of that kernel.
+
+    A warp reads them all, of one head: few sequences are cut finer.
+    """
+    programs = spec.num_seqs * spec.num_kv_heads // 4
+    is_small = 8 * programs < BYTE_PROGRAMS_PER_SM * sm_count
+    return BYTE_MIN_SPLIT_KEYS // 4 if is_small else BYTE_MIN_SPLIT_KEYS
 
 
 def byte_decode_keys(spec: PagedSpec) -> int:

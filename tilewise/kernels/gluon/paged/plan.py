@@ -40,7 +40,13 @@ _NIBBLE_WIDTHS = (64, 128, 256)
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, FOUR_BITS: 4}
 LOADER_REGISTERS = 24
 REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
-SEATS = 2  # CTAs of a multiprocessor, which stay and take pair after pair
+# The number of CTAs of a multiprocessor that stay and take pair after pair, in calls that have as
+# many pairs without splits. With a plan such a call also merges in the last split of a sequence to
+# end and begins early where others do: 256 x 1,024 keys of e4m3 take 138.5 us so, and 140.9 with a
+# CTA for each pair. With many splits of few sequences the last one would merge for long: 64 x 4,096
+# keys of 4 bits take 95.5 us, and 94.3 with a CTA for each pair and a kernel that merges (H200,
+# 2026-11-30, lab/results/paged_int4_h200.json).
+SEATS = 2
 _ARCH = 90
 _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8 bits are worth
 
@@ -189,9 +195,9 @@ def _add_decode(
         _fill(maker.launch, records, spec, given.seqlens_k, starts, splits)
     parts = splits.num_pairs * spec.num_q_heads * run
     part_o, part_lse, bounds = o, lse, records  # never touched
-    seats = SEATS * device.sm_count_of(maker.device)
-    merges = given.records is not None and not splits.alone
-    early = options_of(spec.early if given.records is not None else 0)
+    seats = _seats(spec, device.sm_count_of(maker.device))
+    merges = _merges(splits, seats) and given.records is not None
+    early = options_of(spec.early if seats and given.records is not None else 0)
     if not splits.alone:
         part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
         part_lse = maker.empty((parts,), torch.float32)
@@ -225,7 +231,7 @@ def _add_decode(
     strides = [*scales[0].stride()[:2], *scales[1].stride()[:2]] if slot_scales else [0] * 4
     maker.launch(
         paged_decode_kernel,
-        min(items, seats),
+        min(items, seats) if seats else items,
         q,
         *tensors,
         *scales,
@@ -266,17 +272,25 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
     if spec.num_tokens == 0:
         return 0
     plan = tiles.byte_decode_plan(_short(spec), device.sm_count_of(where))[1]
-    return plan.num_pairs + counter_rows(spec, plan)
+    return plan.num_pairs + counter_rows(spec, plan, device.sm_count_of(where))
 
 
-def counter_rows(spec: PagedSpec, plan: SplitPlan) -> int:
-    """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended.
-
-    By them the kernel merges a sequence's splits itself where there is a plan.
-    """
-    if plan.alone:
+def counter_rows(spec: PagedSpec, plan: SplitPlan, sm_count: int) -> int:
+    """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended."""
+    if not _merges(plan, _seats(spec, sm_count)):
         return 0
     return -(-spec.num_seqs * spec.num_kv_heads // (HEADS.value * FIELDS.value))
+
+
+def _merges(plan: SplitPlan, seats: int) -> bool:
+    """Whether the kernel merges splits itself where a plan has counters; few have any then."""
+    return seats > 0 and not plan.alone
+
+
+def _seats(spec: PagedSpec, sm_count: int) -> int:
+    """Return how many CTAs stay and take pair after pair; 0 where there is one for each pair."""
+    seats = SEATS * sm_count
+    return seats if spec.num_seqs * spec.num_kv_heads // HEADS.value >= seats else 0
 
 
 @planned
