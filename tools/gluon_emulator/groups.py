@@ -125,5 +125,7 @@ def arrive(mbarrier: Barrier, increment_count: bool = True) -> None:
 
 def finish(worker: Worker) -> None:
     """Check that a partition ends with all copies waited for."""
-    if _groups(worker).untold or _groups(worker).last > worker.clock.get((worker.lane, "groups"), 0):
+    if _groups(worker).untold or _groups(worker).last > worker.clock.get(
+        (worker.lane, "groups"), 0
+    ):
         raise Protocol(f"{worker.name} ends before it has waited for its copies")
