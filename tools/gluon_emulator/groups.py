@@ -1,9 +1,10 @@
 """cp.async: copies by all threads of a partition, in groups that it waits for, or for a barrier.
 
 A copy takes its elements and lands, piece by piece, at any time between its issue and the wait for
-its group, or the arrival that its threads have left at an mbarrier for when it has landed. Triton puts a barrier of the partition's warps behind each wait (its membar pass), which
-is counted on: who has waited knows what all its warps have copied. No other barrier is: a copy over
-what the partition has read or written since the last one raises, although Triton would put one in.
+its group, or the arrival that its threads leave at an mbarrier for when it has landed. Triton puts
+a barrier of the partition's warps behind each wait (its membar pass), which is counted on: who has
+waited knows what all its warps have copied. No other barrier is: a copy over what the partition has
+read or written since the last one raises, although Triton would put one in.
 """
 
 from __future__ import annotations
