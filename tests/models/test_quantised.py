@@ -137,6 +137,18 @@ def test_tiles_of_torchao_are_those_of_pytorchs_kernel():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
 @pytest.mark.parametrize(
+    ("scheme", "size", "rounds"),
+    [("dynamic", 128, True), ("static", 128, False), ("dynamic", 64, False)],
+)
+def test_rows_are_rounded_where_the_format_has_dynamic_inputs_in_blocks(scheme, size, rounds):
+    codes = torch.randn(256, 256).to(torch.float8_e4m3fn)
+    tensors = {"weight": codes, "weight_scale_inv": torch.rand(256 // size, 256 // size)}
+    told = {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": [size, size]}
+    found = format_of(told).read(Stored("m", frozenset(tensors), lambda name: tensors[name]))
+    assert found.rounds_rows == rounds
+
+
+@pytest.mark.parametrize(
     "name", ["awq", "gptq-order", "fp8-blocks", "nf4", "w8a8", "hqq", "torchao-int4"]
 )
 def test_a_model_computes_what_its_values_give(name, family, plain, tmp_path):
