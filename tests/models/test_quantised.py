@@ -13,6 +13,7 @@ from tilewise import LLM, SamplingParams
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, build_model, load_model, weights
 from tilewise.models.quantised import Stored
+from tilewise.models.quantised.choose import format_of
 from tilewise.models.quantised.torchao import torchao
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.nn.packed import PackedLinear
@@ -124,18 +125,6 @@ def test_tiles_of_torchao_are_taken_apart():
         torchao(FORMATS["torchao-int4"][1]).read(stored)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tiles_of_torchao_are_those_of_pytorchs_kernel():
-    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    plain = torchao_int4(weight)[0]["_weight_qdata"]
-    codes = (torch.stack((plain & 15, (plain >> 4) & 15), -1).flatten(1) + 8) & 15
-    pairs = (codes[:, 0::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-    words = torch.ops.aten._convert_weight_to_int4pack(pairs.cuda(), 8)
-    assert torch.equal(words.cpu(), torchao_tiles(weight)[0]["_weight_qdata"])
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
 @pytest.mark.parametrize(
     ("scheme", "size", "rounds"),
     [("dynamic", 128, True), ("static", 128, False), ("dynamic", 64, False)],
@@ -148,6 +137,18 @@ def test_rows_are_rounded_where_the_format_has_dynamic_inputs_in_blocks(scheme, 
     assert found.rounds_rows == rounds
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tiles_of_torchao_are_those_of_pytorchs_kernel():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    plain = torchao_int4(weight)[0]["_weight_qdata"]
+    codes = (torch.stack((plain & 15, (plain >> 4) & 15), -1).flatten(1) + 8) & 15
+    pairs = (codes[:, 0::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+    words = torch.ops.aten._convert_weight_to_int4pack(pairs.cuda(), 8)
+    assert torch.equal(words.cpu(), torchao_tiles(weight)[0]["_weight_qdata"])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
 @pytest.mark.parametrize(
     "name", ["awq", "gptq-order", "fp8-blocks", "nf4", "w8a8", "hqq", "torchao-int4"]
 )
