@@ -294,6 +294,7 @@ def measure(name: str, options: argparse.Namespace, read: float) -> dict[str, An
             device=options.device,
             dtype="bfloat16",
             random_weights=True,
+            num_blocks=max(options.rows) * (length // 16 + 2),
             max_num_seqs=max(options.rows),
             max_model_len=max(length, 256),
             **settings,

@@ -197,7 +197,7 @@ def launch_experts(tokens: int, *, packed: bool) -> None:
     scores, groups = ("softmax", (1, 1, 1)) if packed else ("sigmoid", (8, 4, 2))
     correction = None if packed else meta(experts, dtype=torch.float32)
     chosen, weights = choose.launch(
-        logits, correction, active, scores, True, 0.0, 1.0, *groups, jitter=0.01
+        logits, correction, None, active, scores, True, 0.0, 1.0, *groups, jitter=0.01
     )
     launch.launch(
         x, chosen, weights, **given, activation="clamped" if packed else "silu",  # type: ignore[arg-type]

@@ -204,12 +204,12 @@ def test_the_router_of_inference_chooses_as_the_one_that_learns(seed):
         _, mine = build(family, seed)
         config = mine.config
         logits = torch.randn(11, COUNT, generator=torch.Generator().manual_seed(seed))
-        mine.expert_scale = None
         chosen, weights = mine._choose(logits)
         expected = ops.choose_experts(
             mine._scaled(logits), config.num_active, scores=config.scores,
             normalised=config.normalised, norm_eps=config.norm_eps, scale=config.weight_scale,
             correction_bias=mine.correction_bias, num_groups=config.num_groups,
+            expert_scale=None if mine.expert_scale is None else mine.expert_scale.detach(),
             num_active_groups=config.num_active_groups, best_in_group=config.best_in_group,
             jitter=config.jitter, backend="reference",
         )  # fmt: skip

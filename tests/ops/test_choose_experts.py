@@ -27,6 +27,7 @@ CASES = {
     "sparse_mixer": (16, 2, {"scores": "sparse_mixer", "jitter": 0.1}, False),
     "all_of_one_expert": (1, 1, {}, False),
     "many_experts": (300, 10, SIGMOID, True),
+    "experts_with_factors": (24, 6, {"scale": 0.5, "expert_scale": torch.bfloat16}, False),
 }  # fmt: skip
 
 
@@ -37,6 +38,10 @@ def problem(name, dtype, place, tokens=13):
     given = {"num_active": active, **options}
     if has_correction:
         given["correction_bias"] = torch.randn(experts, generator=draw).to(place)
+    if "expert_scale" in given:
+        given["expert_scale"] = torch.randn(experts, generator=draw).to(
+            place, given["expert_scale"]
+        )
     return logits, given
 
 
@@ -122,6 +127,10 @@ REFUSED = {
                                 "correction_bias must have dtype"),
     "a correction of others": ({"correction_bias": torch.zeros(11)}, ValueError,
                                "correction_bias must have shape"),
+    "factors of others": ({"expert_scale": torch.ones(11)}, ValueError,
+                          "expert_scale must have shape"),
+    "factors of integers": ({"expert_scale": torch.ones(12).int()}, TypeError,
+                            "expert_scale must be one of float16"),
 }  # fmt: skip
 
 
@@ -142,5 +151,5 @@ def test_opcheck():
     options = (2, "sigmoid", True, 0.0, 1.0, 2, 1, 2, 0.01, "reference")
     torch.library.opcheck(
         torch.ops.tilewise.choose_experts.default,
-        (torch.randn(3, 8), torch.zeros(8), *options),
+        (torch.randn(3, 8), torch.zeros(8), torch.ones(8), *options),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,8 +204,38 @@ def _with_key_bias(q: Tensor, k: Tensor, keys: Tensor, scale: float) -> tuple[Te
     else:
         parts = _parts(keys.to(wide).clamp(min=_LEAST) / (scale * power), q.dtype)
     added = pad(torch.stack(parts, dim=-1), (0, _CHANNELS - len(parts))).unsqueeze(2)
-    added_k = added.expand(*k.shape[:-1], -1)
-    return pad(q, (0, _CHANNELS), value=power), torch.cat([k, added_k], dim=-1)
+    factors = q.new_full((1, 1, 1, _CHANNELS), power)
+    return _with_channels(q, factors), _with_channels(k, added)
+
+
+class _Channels(torch.autograd.Function):
+    """A tensor with more channels behind its own; gradients are views of that of the result.
+
+    torch's own `cat` and `pad` would copy the tensor twice, and the gradients once more.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, added: Tensor) -> Tensor:
+        whole = x.new_empty(*x.shape[:-1], x.shape[-1] + added.shape[-1])
+        whole[..., : x.shape[-1]] = x
+        whole[..., x.shape[-1] :] = added
+        return whole
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.width, ctx.shape = inputs[0].shape[-1], inputs[1].shape
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        of_x, of_added = ctx.needs_input_grad
+        added = grad[..., ctx.width :].sum_to_size(ctx.shape) if of_added else None
+        return grad[..., : ctx.width] if of_x else None, added
+
+
+def _with_channels(x: Tensor, added: Tensor) -> Tensor:
+    """Return (N, S, H, D + C): x (N, S, H, D), and channels that broadcast to (N, S, H, C)."""
+    whole: Tensor = _Channels.apply(x, added)  # type: ignore[no-untyped-call, unused-ignore]
+    return whole
 
 
 def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:

@@ -410,13 +410,12 @@ class Experts(nn.Module):
             norm_eps=config.norm_eps,
             scale=config.weight_scale,
             correction_bias=self.correction_bias,
+            expert_scale=self.expert_scale,
             num_groups=config.num_groups,
             num_active_groups=config.num_active_groups,
             best_in_group=config.best_in_group,
             jitter=config.jitter,
         )
-        if self.expert_scale is not None:
-            weights = weights * self.expert_scale[chosen]
         if isinstance(self.up, QuantisedLinear):
             assert isinstance(self.down, QuantisedLinear)
             call = functools.partial(

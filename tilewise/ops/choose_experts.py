@@ -28,6 +28,7 @@ def choose_experts(
     norm_eps: float = 0.0,
     scale: float = 1.0,
     correction_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
     num_groups: int = 1,
     num_active_groups: int = 1,
     best_in_group: int = 1,
@@ -39,8 +40,8 @@ def choose_experts(
     The scores s of a token are the softmax of its logits or their sigmoids. The experts with the
     largest s + correction_bias are chosen (of equal ones the first) in descending order, with
     groups only among the experts of the `num_active_groups` best groups. An expert's weight is its
-    s, divided by the sum of the chosen ones' s + norm_eps if `normalised`, times `scale`. A
-    normalised softmax is the softmax over the chosen logits.
+    s, divided by the sum of the chosen ones' s + norm_eps if `normalised`, times `scale` and the
+    expert's own `expert_scale`. A normalised softmax is the softmax over the chosen logits.
 
     "sparse_mixer": the expert with the largest logit m1 has the probability of m1 in a softmax over
     the logits x with m1 - x <= 2 jitter max(|x|, m1), and the second, of the logit m2, that of m2
@@ -58,6 +59,7 @@ def choose_experts(
         norm_eps: the term that is added to that sum with sigmoids.
         scale: a factor of all weights.
         correction_bias: (N,) float32, what is added to the scores for the choice only.
+        expert_scale: (N,) float32, float16 or bfloat16, a factor of each expert's weight.
         num_groups: the number of groups of N / num_groups consecutive experts, at most 32.
         num_active_groups: the number of groups among whose experts a token chooses.
         best_in_group: the number of largest scores, 1 or 2, whose sum is the score of a group.
@@ -82,6 +84,7 @@ def choose_experts(
     found: tuple[Tensor, Tensor] = _choose_experts(
         logits,
         correction_bias,
+        expert_scale,
         num_active,
         scores,
         normalised,
@@ -99,6 +102,7 @@ def choose_experts(
 def _check(
     logits: Tensor,
     correction_bias: Tensor | None,
+    expert_scale: Tensor | None,
     num_active: int,
     scores: str,
     normalised: bool,
@@ -128,6 +132,11 @@ def _check(
         checks.check_shape("correction_bias", correction_bias, (num_experts,))
         checks.check_device("correction_bias", correction_bias, logits.device)
         checks.check_last_dim_contiguous("correction_bias", correction_bias)
+    if expert_scale is not None:
+        checks.check_float("expert_scale", expert_scale)
+        checks.check_shape("expert_scale", expert_scale, (num_experts,))
+        checks.check_device("expert_scale", expert_scale, logits.device)
+        checks.check_last_dim_contiguous("expert_scale", expert_scale)
     dispatch.check_backend_name(backend)
 
 
@@ -176,16 +185,24 @@ def check_choice(
 
 
 def _chosen(
-    logits: Tensor, correction_bias: Tensor | None, num_active: int, *options: Any
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    expert_scale: Tensor | None,
+    num_active: int,
+    *options: Any,
 ) -> partial[tuple[Tensor, Tensor]]:
     *rest, backend = options
     name = dispatch.choose("choose_experts", ElementSpec(logits.device.type, logits.dtype), backend)
     launch = dispatch.kernel_module("choose_experts", name).launch
-    return partial(launch, logits, correction_bias, num_active, *rest)
+    return partial(launch, logits, correction_bias, expert_scale, num_active, *rest)
 
 
 def _fake(
-    logits: Tensor, correction_bias: Tensor | None, num_active: int, *_: Any
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    expert_scale: Tensor | None,
+    num_active: int,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], num_active)
     return (
@@ -195,9 +212,9 @@ def _fake(
 
 
 register_step(
-    "choose_experts(Tensor logits, Tensor? correction_bias, int num_active, str scores, "
-    "bool normalised, float norm_eps, float scale, int num_groups, int num_active_groups, "
-    "int best_in_group, float jitter, str? backend) -> (Tensor, Tensor)",
+    "choose_experts(Tensor logits, Tensor? correction_bias, Tensor? expert_scale, int num_active, "
+    "str scores, bool normalised, float norm_eps, float scale, int num_groups, "
+    "int num_active_groups, int best_in_group, float jitter, str? backend) -> (Tensor, Tensor)",
     _chosen,
     _fake,
 )

@@ -18,6 +18,7 @@ def why_not(spec: ElementSpec) -> str | None:
 def launch(
     logits: Tensor,
     correction_bias: Tensor | None,
+    expert_scale: Tensor | None,
     num_active: int,
     scores: str,
     normalised: bool,
@@ -33,6 +34,7 @@ def launch(
     The arguments are those of `ops.choose_experts`, whose docstring has the rules.
     """
     bias = [0.0] * logits.shape[1] if correction_bias is None else correction_bias.tolist()
+    factors = [1.0] * logits.shape[1] if expert_scale is None else expert_scale.tolist()
     experts, weights = [], []
     for row in logits.double():
         if row.isnan().any():
@@ -51,7 +53,7 @@ def launch(
                 total = sum(parts) + norm_eps
                 parts = [part / total if total else math.nan for part in parts]
         experts.append(found)
-        weights.append([part * scale for part in parts])
+        weights.append([part * scale * factors[e] for part, e in zip(parts, found, strict=True)])
     shape = (logits.shape[0], num_active)
     chosen = torch.tensor(experts, dtype=torch.int32, device=logits.device).view(shape)
     return chosen, torch.tensor(weights, dtype=torch.float32, device=logits.device).view(shape)

@@ -59,6 +59,7 @@ def _among_groups(
 def choose_kernel(
     logits_ptr,
     bias_ptr,
+    factor_ptr,
     chosen_ptr,
     weight_ptr,
     num_experts,
@@ -70,6 +71,7 @@ def choose_kernel(
     SCORES: tl.constexpr,
     NORMALISED: tl.constexpr,
     CORRECTED: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     GROUPS: tl.constexpr,
     ACTIVE_GROUPS: tl.constexpr,
     BEST: tl.constexpr,
@@ -132,7 +134,10 @@ def choose_kernel(
         weight = weight / tl.sum(weight, 0)
     else:
         weight = tl.exp(best - top) / total
-    weight = tl.where(broken, float("nan"), weight * scale)
+    weight *= scale
+    if HAS_FACTORS:
+        weight *= tl.load(factor_ptr + chosen).to(tl.float32)
+    weight = tl.where(broken, float("nan"), weight)
     to = token * ACTIVE + slot
     tl.store(chosen_ptr + to, chosen, mask=slot < ACTIVE)
     tl.store(weight_ptr + to, weight, mask=slot < ACTIVE)
@@ -143,6 +148,7 @@ def launch(
     maker: Maker,
     logits: Tensor,
     correction_bias: Tensor | None,
+    expert_scale: Tensor | None,
     num_active: int,
     scores: str,
     normalised: bool,
@@ -165,6 +171,7 @@ def launch(
         tokens,
         logits,
         logits if correction_bias is None else correction_bias,
+        logits if expert_scale is None else expert_scale,
         chosen,
         weights,
         num_experts,
@@ -176,6 +183,7 @@ def launch(
         SCORES=_SCORES[scores],
         NORMALISED=normalised,
         CORRECTED=correction_bias is not None,
+        HAS_FACTORS=expert_scale is not None,
         GROUPS=num_groups,
         ACTIVE_GROUPS=num_active_groups,
         BEST=best_in_group if num_groups > 1 else 1,
