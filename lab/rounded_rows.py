@@ -42,7 +42,9 @@ def rounded(x: Tensor) -> Tensor:
     """Round rows to e4m3 as the format does; return float64."""
     groups = x.float().unflatten(-1, (-1, 128))
     scale = groups.abs().amax(-1, keepdim=True) / 448
-    return ((groups / scale).to(torch.float8_e4m3fn).double() * scale.double()).flatten(-2)
+    codes = (groups / scale).to(torch.float8_e4m3fn)
+    wide: Tensor = codes.double() * scale.double()
+    return wide.flatten(-2)
 
 
 def microseconds(ways: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
