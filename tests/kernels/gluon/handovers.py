@@ -273,7 +273,19 @@ OTHERS = {
 }  # fmt: skip
 
 _ROWS = "step/rows:_multiply"
+_NARROW = "quantised/narrow_rows:_multiply_tiles"
 PRODUCTS = {
+    "codes_multiplied_before_they_are_there": _without(
+        _NARROW, "mbarrier.wait(full.index(stage), count // shape.stages & 1)", "rounded_rows"
+    ),
+    "codes_loaded_over_some_in_use": _without(
+        "quantised/narrow_rows:_load_tiles",
+        "mbarrier.wait(empty.index(stage), (count // shape.stages & 1) ^ 1)", "rounded_rows",
+    ),
+    "codes_given_back_before_their_product_is_done": _later(
+        _NARROW, "            sum2 = _add(sum2, part2, of_x * factor2, 0)\n",
+        "            mbarrier.arrive(empty.index(stage), count=1)\n", "rounded_rows",
+    ),
     "a_stage_multiplied_before_it_is_there": _without(
         _ROWS, "mbarrier.wait(ring.full.index(stage), (step // shape.stages) & 1)", "few_rows"
     ),

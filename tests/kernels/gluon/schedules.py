@@ -22,6 +22,7 @@ from tests.kernels.gluon import test_linear as test_gluon_linear
 from tests.kernels.gluon import test_mla as test_gluon_mla
 from tests.kernels.gluon import test_mla_bytes as test_gluon_mla_bytes
 from tests.kernels.gluon import test_paged as test_gluon_paged
+from tests.kernels.gluon import test_quantised as test_gluon_quantised
 from tests.kernels.gluon.problem import assert_forward_right, backward, forward, in_turns
 from tests.kernels.triton.test_mla import Case as Latents
 from tests.kernels.triton.test_mla import make_inputs
@@ -175,6 +176,15 @@ def _paged(seed: int, program: Program, *, has_plan: bool = False) -> list[Recor
     return recordings
 
 
+def _rounded_rows(seed: int, program: Program) -> list[Recording]:
+    torch.manual_seed(0)
+    with recorded() as recordings:
+        test_gluon_quantised.check_rounded(
+            140, 264, 640, torch.bfloat16, seed=seed, program=program
+        )
+    return recordings
+
+
 def _rows(seed: int, program: Program, *, early: bool = False) -> list[Recording]:
     torch.manual_seed(0)
     x, weight, bias = test_gluon_linear.make_product(5, 704, 130)
@@ -277,6 +287,7 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "8_bits_packed": _packed_bytes,
     "8_bits_masked": _masked_bytes,
     "paged_decode": _paged,
+    "rounded_rows": _rounded_rows,
     "paged_decode_with_a_plan": functools.partial(_paged, has_plan=True),
     "latents": _latents,
     "latents_of_8_bits": _latents_of_bytes,

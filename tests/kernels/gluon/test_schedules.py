@@ -44,6 +44,7 @@ STOPPED = frozenset((
     "another_senders_dq_given_back", "k_of_the_next_tile_loaded_before_its_place_is_free",
     "the_wrong_phase_of_free_k", "v_given_back_before_dk_has_left", "the_last_ds_not_given_back",
     "notes_read_before_they_are_there", "notes_of_another_tile",
+    "codes_multiplied_before_they_are_there", "codes_loaded_over_some_in_use",
 ))  # fmt: skip
 RACES = [name for name in HANDOVERS if name not in STOPPED]
 
