@@ -127,7 +127,6 @@ def test_kernels_are_launched_by_plans_alone():
 AT_ONCE = {
     "kernels/host/plan.py",
     "kernels/triton/recurrent/backward.py",
-    "kernels/triton/recurrent/convolution.py",
     "kernels/triton/recurrent/scan.py",
 }
 

@@ -2,7 +2,7 @@
 
     Exception
     └── TilewiseError               catch this to catch all of ours
-        ├── UnsupportedError        also NotImplementedError: a backend cannot run this call
+        ├── UnsupportedError        also NotImplementedError: the call cannot be done
         ├── CacheFullError          also RuntimeError: no free KV block
         ├── RequestError            also ValueError: a request can never be served (HTTP 400)
         │   └── QueueFullError      it could be, but too many wait already (HTTP 503)
@@ -49,7 +49,11 @@ class TilewiseError(Exception):
 
 
 class UnsupportedError(TilewiseError, NotImplementedError):
-    """A named backend cannot run this call; the message says why."""
+    """A call asks for something that no backend, or not the named one, can do.
+
+    It is raised as well for options that an integration does not have, for models that a feature of
+    the engine does not work with, and for packages that are missing. The message says why.
+    """
 
 
 class CacheFullError(TilewiseError, RuntimeError):

@@ -21,6 +21,7 @@ from tests.integrations import sglang_recorded
 from tests.integrations.sglang_recorded import MODES, RECORDED, recorded
 from tilewise.errors import UnsupportedError
 from tilewise.integrations import sglang as plugin
+from tilewise.nn.context import StepPlans
 from tilewise.reference import mla, paged
 from tilewise.reference import standard as dense
 
@@ -238,8 +239,11 @@ def test_a_layer_that_reads_anothers_pool_does_not_write(registered):
     assert pool.written == []
 
 
-def test_a_graph_reads_buffers_that_stay_where_they_are(registered):
+@pytest.mark.parametrize("has_plans", [False, True])
+def test_a_graph_reads_buffers_that_stay_where_they_are(registered, monkeypatch, has_plans):
     """Captured with one batch, replayed with another, of which two rows pad."""
+    if has_plans:  # as on a GPU
+        monkeypatch.setattr(StepPlans, "on", classmethod(lambda cls, device: cls()))
     pool = WindowPool(2, 32)
     one = runner(pool, 8)
     backend = made(registered, one)
@@ -254,6 +258,8 @@ def test_a_graph_reads_buffers_that_stay_where_they_are(registered):
     for name in ("edges", "seq_lens", "block_table", "window_table", "window_slots"):
         then, now = getattr(captured, name), getattr(replayed, name)
         assert (then.data_ptr(), then.shape) == (now.data_ptr(), now.shape)
+    assert captured.plans is replayed.plans
+    assert (captured.plans is not None) is has_plans
     backend.forward_metadata = captured
     pool.layers_mapping = {0: (0, False)}
     q = drawn(4, 4, 32)
@@ -262,6 +268,57 @@ def test_a_graph_reads_buffers_that_stay_where_they_are(registered):
     wanted = truth(one, step, q, pool.k, pool.v)
     torch.testing.assert_close(o.view(4, 4, 32), wanted, atol=1e-5, rtol=0)
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_captured", [False, True], ids=["filled", "filled by a graph"])
+def test_a_graph_of_a_gpu_follows_the_lengths(registered, is_captured):
+    """As SGLang does: filled and run before the capture; filled again before each replay."""
+    pool = Pool(2, 64)
+    pool.k, pool.v = pool.k.cuda().bfloat16(), pool.v.cuda().bfloat16()
+    one = runner(pool, 16, device="cuda")
+    table = one.req_to_token_pool.req_to_token = one.req_to_token_pool.req_to_token.cuda()
+    backend = made(registered, one)
+    backend.init_cuda_graph_state(4, 4)
+    q = drawn(4, 4, 64).cuda().bfloat16()
+
+    def given(lengths):
+        lengths = torch.tensor(lengths)
+        rows = torch.arange(1, 5, device="cuda")
+        return SimpleNamespace(
+            forward_mode=MODES["DECODE"], batch_size=4, req_pool_indices=rows,
+            seq_lens=lengths.cuda(), seq_lens_cpu=lengths, extend_seq_lens_cpu=[1] * 4,
+            out_cache_loc=table[rows, lengths.cuda() - 1].long(),
+        )  # fmt: skip
+
+    static = given([1, 1, 1, 1])
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    stream, graph, fill = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        backend.forward_decode(q, None, None, layer(dim=64), static)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            o = backend.forward_decode(q, None, None, layer(dim=64), static)
+        if is_captured:
+            backend.init_forward_metadata_out_graph(static)
+            with torch.cuda.graph(fill, stream=stream):
+                backend.init_forward_metadata_out_graph(static)
+    torch.cuda.synchronize()
+    for lengths in ([30, 17, 1, 2], [3, CONTEXT, 33, 64]):
+        step = given(lengths)
+        if is_captured:
+            static.seq_lens.copy_(step.seq_lens)
+            fill.replay()
+        else:
+            backend.init_forward_metadata_out_graph(step)
+        graph.replay()
+        wanted = paged.paged_attention(
+            q.cpu(), pool.k.cpu()[:, None], pool.v.cpu()[:, None], block_table=table[1:].cpu(),
+            seqlens_k=step.seq_lens_cpu, cu_seqlens_q=torch.arange(5),
+        )  # fmt: skip
+        o_now = o.view(4, 4, 64).cpu().float()
+        torch.testing.assert_close(o_now, wanted.float(), atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize("queries", [[1, 1, 1], [20, 1, 7]])

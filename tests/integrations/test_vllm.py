@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -17,9 +18,10 @@ import pytest
 import torch
 
 from tests.integrations import vllm_recorded
-from tests.integrations.vllm_recorded import RECORDED
+from tests.integrations.vllm_recorded import RECORDS
 from tilewise.errors import UnsupportedError
 from tilewise.integrations import vllm as plugin
+from tilewise.nn.context import StepPlans
 from tilewise.reference import mla, paged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +99,8 @@ def truth(common, q, cache, **options):
     )  # fmt: skip
 
 
-def test_every_method_takes_what_vllm_gives_it(backend, latent):
+@pytest.mark.parametrize("version", RECORDS)
+def test_every_method_takes_what_vllm_gives_it(backend, latent, version):
     classes = {
         "AttentionBackend": (backend.PagedBackend, latent.LatentBackend),
         "AttentionImpl": (backend.PagedImpl,),
@@ -106,7 +109,7 @@ def test_every_method_takes_what_vllm_gives_it(backend, latent):
     }
     seen = 0
     for name, ours in classes.items():
-        for method, wanted in RECORDED[name].items():
+        for method, wanted in RECORDS[version][name].items():
             for one in ours:
                 if method not in vars(one):
                     continue
@@ -117,6 +120,10 @@ def test_every_method_takes_what_vllm_gives_it(backend, latent):
                 assert given == wanted, f"{one.__name__}.{method}"
                 seen += 1
     assert seen > 15
+    fields = {*RECORDS[version]["CommonAttentionMetadata"]}
+    read = re.findall(r"\bcommon\.(\w+)", inspect.getsource(backend.PagedBuilder))
+    assert len(read) > 5
+    assert fields >= {*read}
 
 
 OPTIONS = {
@@ -151,6 +158,17 @@ def test_an_8_bit_cache_has_the_scales_of_the_layer(backend):
     torch.testing.assert_close(o, truth(common, q, wide), atol=1e-3, rtol=1e-2)
 
 
+def test_a_cache_may_have_a_heads_keys_beside_its_values(backend):
+    """The form of caches since vLLM 0.33: (num_blocks, Hk, block_size, 2 D)."""
+    common = step([20, 1, 7], [20, 37, 50])
+    cache = drawn(64, BLOCK, 2, 64, seed=9).transpose(1, 2)
+    o, (q, k, v), cache = run(backend, common, cache=cache)
+    halves = torch.stack(cache.transpose(1, 2).split(32, dim=-1), dim=1)
+    torch.testing.assert_close(o, truth(common, q, halves), atol=1e-5, rtol=0)
+    written = halves.transpose(0, 1).flatten(1, 2)[:, common.slot_mapping]
+    assert torch.equal(written, torch.stack([k, v]))
+
+
 def test_rows_that_pad_a_graph_are_not_touched(backend):
     common = step([1, 1], [30, 17], padded=2)
     o, (q, _, _), cache = run(backend, common)
@@ -179,6 +197,69 @@ def test_shared_prefixes_are_read_once_with_the_same_result(backend):
         backend, common, prefix=272, cache=drawn(240, 2, BLOCK, 2, 32, seed=9)
     )
     torch.testing.assert_close(o, truth(common, q, cache), atol=1e-5, rtol=0)
+
+
+def test_layers_share_the_plan_that_the_first_of_them_makes(backend):
+    common = step([20, 1, 7], [20, 37, 50])
+    metadata = built(backend, common)
+    assert metadata.plans is None  # a CPU has no use for plans
+    metadata.plans = StepPlans()
+    fused = drawn(28, 8 * 32)  # queries, keys and values are parts of one product's result
+    q, k, v = (x.view(28, -1, 32) for x in fused.split([4 * 32, 2 * 32, 2 * 32], dim=1))
+    layer = backend.PagedImpl(4, 32, 32**-0.5, 2)
+    for seed in (8, 9):
+        cache = drawn(*backend.PagedBackend.get_kv_cache_shape(64, BLOCK, 2, 32), seed=seed)
+        o = layer.forward(None, q, k, v, cache, metadata, torch.zeros(28, 4, 32))
+        torch.testing.assert_close(o, truth(common, q, cache), atol=1e-5, rtol=0)
+    assert len(metadata.plans) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_graph_makes_its_plan_from_the_lengths_that_it_finds(backend, heads_first):
+    """As vLLM does: metadata of their own for the run before the capture and for the capture."""
+    common = step([1] * 6, [40, 37, 5, 18, 33, 64], padded=2)
+    for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+        setattr(common, name, getattr(common, name).cuda())
+    common.slot_mapping = torch.cat([common.slot_mapping, common.slot_mapping.new_full((2,), -1)])
+    common.num_actual_tokens = 8
+    caches = [drawn(64, 2, BLOCK, 2, 64, seed=seed).cuda().bfloat16() for seed in (8, 9)]
+    given = caches
+    if heads_first:  # as since vLLM 0.33
+        given = [cache.permute(0, 3, 2, 1, 4).flatten(3) for cache in caches]
+    q, k, v = (drawn(8, heads, 64).cuda().bfloat16() for heads in (4, 2, 2))
+    layer = backend.PagedImpl(4, 64, 0.125, 2)
+    outputs = [torch.full((8, 4, 64), float("nan"), device="cuda").bfloat16() for _ in caches]
+
+    def layers():
+        builder = backend.PagedBuilder(
+            SimpleNamespace(block_size=BLOCK), [], SimpleNamespace(), torch.device("cuda")
+        )
+        metadata = builder.build(0, common)
+        for cache, output in zip(given, outputs, strict=True):
+            layer.forward(None, q, k, v, cache, metadata, output)
+        assert len(metadata.plans) == 1
+
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        layers()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            layers()
+    for lengths in ([40, 37, 5, 18, 33, 64], [3, 30, 48, 1, 64, 17], [64] * 6):
+        common.seq_lens.copy_(torch.tensor([*lengths, 0, 0]))
+        graph.replay()
+        for cache, output in zip(given, outputs, strict=True):
+            if heads_first:
+                cache = torch.stack(cache.transpose(1, 2).chunk(2, dim=-1), dim=1)
+            wanted = paged.paged_attention(
+                q[:6].cpu(), *cache.cpu().unbind(1), block_table=common.block_table_tensor.cpu(),
+                seqlens_k=common.seq_lens.cpu(), cu_seqlens_q=common.query_start_loc.cpu(),
+            )  # fmt: skip
+            o = output[:6].cpu().float()
+            torch.testing.assert_close(o, wanted.float(), atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -274,13 +355,17 @@ def test_without_vllm_it_says_what_to_install(monkeypatch):
 def test_the_record_is_vllms_interface():
     """Where vLLM's Python parts can be imported, with or without its compiled ones."""
     real = pytest.importorskip("vllm.v1.attention.backend", exc_type=ImportError)
+    version = sys.modules["vllm"].__version__
+    record = next((x for x in RECORDS.values() if x["version"] == version), None)
+    if record is None:
+        pytest.skip(f"no record of vLLM {version}")
     for name in ("AttentionBackend", "AttentionImpl", "AttentionMetadataBuilder",
                  "MLAAttentionImpl"):  # fmt: skip
-        for method, wanted in RECORDED[name].items():
+        for method, wanted in record[name].items():
             given = inspect.signature(getattr(getattr(real, name), method)).parameters
             assert [p for p in given if p not in ("self", "cls")] == wanted, f"{name}.{method}"
     fields = [*real.CommonAttentionMetadata.__dataclass_fields__]
-    assert fields == RECORDED["CommonAttentionMetadata"]
+    assert fields == record["CommonAttentionMetadata"]
     ours = importlib.import_module("tilewise.integrations.vllm.paged")
     for one in (ours.PagedBackend, ours.PagedImpl, ours.PagedBuilder):
         assert not one.__abstractmethods__

@@ -1,7 +1,8 @@
 """The part of vLLM's Python interface that its attention backends meet, recorded, as modules.
 
-`vllm_0_25_1.json` has the names of methods, parameters and fields of vLLM 0.25.1; `install` puts
-stand-ins of that form where the imports of `tilewise.integrations.vllm` look for them.
+`vllm_0_25_1.json` has the names of methods, parameters and fields of vLLM 0.25.1, and
+`vllm_0_33_0.json` those of 0.33.0. `install` puts stand-ins of the first's form where the imports
+of `tilewise.integrations.vllm` look for them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-RECORDED: dict[str, Any] = json.loads((Path(__file__).with_name("vllm_0_25_1.json")).read_text())
+RECORDS: dict[str, dict[str, Any]] = {
+    version: json.loads(Path(__file__).with_name(f"vllm_{version}.json").read_text())
+    for version in ("0_25_1", "0_33_0")
+}
+RECORDED = RECORDS["0_25_1"]
 _BASES = ("AttentionBackend", "AttentionImpl", "AttentionMetadataBuilder")
 
 

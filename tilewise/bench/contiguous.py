@@ -74,7 +74,7 @@ class BuddyAllocator:
         return start, size
 
     def release(self, piece: tuple[int, int]) -> None:
-        """Take a piece back and join it with its buddy while that is free."""
+        """Free a piece (start, size); as long as its buddy is free too, join the two."""
         start, size = piece
         base = max(top for top in self._tops if top <= start)
         while size < self._tops[base]:

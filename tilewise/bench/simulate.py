@@ -290,10 +290,17 @@ def serve_fleet(
     allocator: str = "prefix",
     n: int | None = None,
 ) -> Fleet:
-    """Serve a trace by several replicas behind a router and return them.
+    """Serve a trace in virtual time by several replicas behind a router; return the fleet.
+
+    Args:
+        requests: the requests of the trace.
+        setting: the model, the machine and the options of each replica's engine.
+        place: the number of replicas and the kind of router.
+        allocator: the name of a way to allocate the cache, one of `ALLOCATORS`.
+        n: the number of samples of each prompt; None takes the trace's.
 
     Raises:
-        ValueError: the setting does not fit.
+        ValueError: the machine has no room for a cache beside the weights.
     """
     fleet = Fleet(
         lambda: new_engine(setting, allocator),

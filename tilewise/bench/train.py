@@ -179,7 +179,11 @@ class _Worker:
             self._process.stdin.write(b"go\n")
 
     def prepare(self, limit: float) -> None:
-        """Wait until the row is ready, or has ended with a result."""
+        """Wait until the row's process can be timed, or has ended with a result.
+
+        Args:
+            limit: the seconds to wait; after them the result is an error.
+        """
         line = self._line(limit)
         if line is not None and line != READY:
             self.result = json.loads(line)

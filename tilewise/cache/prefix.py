@@ -337,7 +337,7 @@ class PrefixCache:
         return block
 
     def hold(self, node: PrefixNode) -> None:
-        """Count a sequence that continues a node."""
+        """Count one more sequence whose last known block is `node`, which stays in the tree."""
         node.num_users += 1
 
     def drop(self, node: PrefixNode | None) -> None:

@@ -31,10 +31,12 @@ class Part:
     """A call of attention, with its indices as tensors on a device.
 
     Attributes:
-        rows, keys: the indices of the queries and of the keys; without duplicates.
-        touched: the range of the queries.
-        window: causal and window of `attention`.
-        lengths: the edges of a packed call's runs among the taken rows and keys.
+        rows, keys: the indices of the queries in this rank's tensors, and of the keys in those of
+            the rank that has them; none twice.
+        touched: the range (first, last + 1) that contains all of these queries.
+        window: the arguments causal and window of `attention`, by name.
+        lengths: the cumulative and largest lengths of packed sequences, as named arguments; empty
+            for a dense call.
     """
 
     rows: Rows

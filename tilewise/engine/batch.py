@@ -201,10 +201,10 @@ class StateMoves(NamedTuple):
 
     Attributes:
         restores: (checkpoint, slot, position): before the step and after swap_in the slot is set to
-            the state at the position.
-        forks: (slot, its copy), made at the same time; no copy is a source.
-        saves: (slot, checkpoint, position): after the step the slot's state at the position is
-            copied to the checkpoint.
+            the checkpoint, the state after `position` tokens of the sequence.
+        forks: (slot, its copy), copied after the restores; no copy is a source.
+        saves: (slot, checkpoint, position): after the step the slot's state after `position` tokens
+            is copied to the checkpoint.
     """
 
     restores: tuple[tuple[int, int, int], ...] = ()

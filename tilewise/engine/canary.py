@@ -131,7 +131,8 @@ def checksum(storage: KVStorage, block: int) -> int:
     """Return a checksum, 0 ... 2^63 - 1, of a block's bytes in all layers of a group.
 
     Each word of 8 bytes is multiplied by an odd number of its own, and the products are added
-    modulo 2^64: integers, so that the order of additions is none.
+    modulo 2^64. Sums of integers do not depend on the order of the additions. The lowest bit of the
+    last sum is dropped.
     """
     total = 0
     for whole in storage.whole:

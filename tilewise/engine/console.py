@@ -124,7 +124,10 @@ def explain_attention(
 
 
 def explain_cache(model: str, block_size: int, dtype: str) -> None:
-    """Print the bytes that the cache of a model needs; only its config.json is read.
+    """Print the bytes of a model's cache for one token, one block and one full context.
+
+    A table compares the bytes of a token with those that other kinds of attention would need. Only
+    config.json is read.
 
     Args:
         model: the checkpoint or hub name.

@@ -418,7 +418,8 @@ class LLM:
             pooling: one of the names above; None is what 1_Pooling/config.json says, else "mean".
             prompt_name: the name of a text that config_sentence_transformers.json puts before each
                 text; None is its default_prompt_name, if there is one.
-            dimensions: the first numbers of each vector that are kept; None keeps all.
+            dimensions: the count of each finished vector's first numbers that are kept; None keeps
+                all. The shorter vector is not normalised again.
             truncate_prompt_tokens: the tokens of the beginning of each text that are kept, special
                 tokens included; None refuses a text that is too long.
             terms: see generate().

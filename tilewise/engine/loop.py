@@ -158,7 +158,10 @@ class EngineLoop:
         self._soon(functools.partial(self._core.abort, request_id))
 
     def drop_soon(self, generation: Generation) -> None:
-        """End a request between this step and the next if it has not finished; return at once."""
+        """Ask the engine's thread to abort a request after the current step; do not wait for it.
+
+        A request that has finished by then stays as it is.
+        """
         self._soon(functools.partial(self._core.drop, [generation]))
 
     def drop(self, generations: Sequence[Generation]) -> None:
@@ -557,7 +560,7 @@ class _Core:
         self.idle_tasks.append(task)
 
     def when_ended(self, task: _Task) -> None:
-        """End all requests, and do a task."""
+        """Abort all requests, then do a task as `when_idle` does."""
         self.drop(list(self.live.values()))
         self.when_idle(task)
 
@@ -590,7 +593,11 @@ class _Core:
             self.add(generation)
 
     def add(self, generation: Generation) -> None:
-        """Give a request to the engine, unless it was aborted before it came here."""
+        """Give a request to the engine, or hold it back while tasks wait for an idle engine.
+
+        A request that ended before it came here, or that the engine refuses, is not added; its
+        callback is called.
+        """
         if generation.output.finished:
             self.tell(generation)
             return

@@ -101,7 +101,7 @@ class Purpose:
 
     @property
     def verbs(self) -> str:
-        """The tasks, for a message."""
+        """The tasks of the model as words of a message, e.g. "generate text and embed texts"."""
         return " and ".join(_VERBS[one] for one in self.tasks)
 
     @property

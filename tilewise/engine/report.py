@@ -111,7 +111,7 @@ def _rate(tokens_per_second: float) -> str:
 
 
 def _bytes(count: int) -> str:
-    """Return e.g. "36,864 B", "2.25 MiB"."""
+    """Format a number of bytes: "9,216 B" below 10 KiB, else in the largest unit, "36.00 KiB"."""
     size, units = float(count), ["KiB", "MiB", "GiB", "TiB"]
     if count < 10 * 1024:
         return f"{count:,} B"

@@ -190,11 +190,11 @@ def check_biases(biases: object) -> None:
 
 
 def check_allowed(ids: object) -> None:
-    """Refuse allowed_token_ids that are not a list of integers.
+    """Refuse allowed_token_ids that are not a list, tuple, set or range of integers.
 
     Raises:
-        TypeError: allowed_token_ids is no list, or an entry is no integer.
-        ValueError: allowed_token_ids is empty or too long.
+        TypeError: allowed_token_ids is none of these, or an entry is no integer.
+        ValueError: allowed_token_ids is empty or has more than MAX_ALLOWED_IDS entries.
     """
     if not isinstance(ids, (list, tuple, set, frozenset, range)):
         raise TypeError(f"allowed_token_ids must be a list of integers, got {shown(ids)}")
@@ -226,11 +226,12 @@ def check_processors(processors: object) -> None:
 
 
 def check_bad_words(words: list[str] | tuple[str, ...]) -> None:
-    """Refuse bad_words that are not a list of texts with at least one character besides spaces.
+    """Refuse bad_words that are not texts with at least one character besides spaces.
 
     Raises:
-        TypeError: bad_words is no list, or holds something that is no str.
-        ValueError: bad_words has too many texts, or a text is too long, empty or only spaces.
+        TypeError: bad_words is no list, tuple or set, or holds something that is no str.
+        ValueError: bad_words has more than MAX_BAD_WORDS texts, or a text is empty, only spaces,
+            or longer than MAX_BAD_WORD_LENGTH characters.
     """
     _check_texts("bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
     if not all(word.lstrip(" ") for word in words):

@@ -171,7 +171,7 @@ def flash_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> _Forward:
-    """Compute aten._flash_attention_forward: o, lse, the dropout seed, nothing, nothing.
+    """Compute aten._flash_attention_forward: o, lse, the dropout seed and two unused tensors.
 
     (B, S, H, D) or, with cum_seq_q, (T, H, D); causal and windows are aligned to the bottom right.
     With block_table, key and value are (pages, page size, H, D) of a paged cache.

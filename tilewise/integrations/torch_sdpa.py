@@ -229,7 +229,14 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _broadcast(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand all three to the same batch dims; heads of key and value may stay fewer."""
+    """Expand all three to the same batch dims, and query to all heads.
+
+    key and value get one number of heads, which divides that of query. With enable_gqa they may
+    have any such numbers, otherwise 1 or that of query.
+
+    Raises:
+        RuntimeError: heads or batch dims do not fit.
+    """
     q, k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in (query, key, value))
     heads = (q.shape[-3], k.shape[-3], v.shape[-3])
     if enable_gqa:

@@ -95,7 +95,10 @@ class Decoder(nn.Module):
         return ids.shape[-1]
 
     def weight_table(self) -> tuple[Weight, ...]:
-        """Return for each parameter its tensors in a Hugging Face checkpoint."""
+        """Return a row for each parameter: the tensors of a Hugging Face checkpoint that make it.
+
+        No tensor is read; the rows have names, and how the tensors are joined.
+        """
         raise NotImplementedError
 
     def source_of(self, name: str, linear: QuantisedLinear) -> Weight:

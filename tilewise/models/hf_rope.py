@@ -98,13 +98,18 @@ def read_rope(
 def read_gemma_rope(
     config: Json, head_dim: int, positions: int, kind: str, base: str, theta: float
 ) -> RopeConfig:
-    """Return the rotary settings of Gemma's layers of a kind; rope_scaling applies to full ones
-    only.
+    """Return the rotary settings of one kind of Gemma's layers.
+
+    Newer files have them in rope_parameters, by kind. In older ones the field `base` is rope_theta,
+    and rope_scaling is only for "full_attention".
 
     Args:
+        config: the fields of config.json.
+        head_dim: the channels of a head.
+        positions: the positions of the model's context.
         kind: the kind of layer, "full_attention" or "sliding_attention".
-        base: the field with their rope_theta in older files.
-        theta: the default of that field.
+        base: the name of the field in older files.
+        theta: the value of rope_theta if neither kind of file has one.
     """
     parameters, scaling = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
     kinds = ("full_attention", "sliding_attention")

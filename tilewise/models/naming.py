@@ -61,7 +61,11 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _inside(path: Path) -> str:
-    """Return a suggestion for a folder without config.json."""
+    """Return the advice that ends the message about a folder without config.json.
+
+    It names subfolders that have one; if there are none it speaks of adapters, of Mistral's and
+    Meta's own files, or of checkpoints in general.
+    """
     files = {x.name.lower() for x in path.iterdir()}
     below = [*sorted(path.glob("*/")), *sorted(path.glob("snapshots/*/"))]
     found = [repr(str(x)) for x in below if _is_checkpoint(x)]

@@ -256,8 +256,16 @@ class _Writer:
         self._token_block(layer, index, scale)
 
     def _add_both(self, layer: Any, down: Panels, *, scale: step.Held | None) -> None:
-        """Write the last product of a feed-forward block, the mixture of experts beside it, and
-        their sum."""
+        """Append the operations of a layer with a dense block beside a mixture of experts.
+
+        They are the dense block's last product, the mixture, and the sum of both, each normalised,
+        which is added to the residual stream.
+
+        Args:
+            layer: the layer with the norms and the experts.
+            down: the weight of the dense block's last product.
+            scale: the factor of the residual stream afterwards; None for 1.
+        """
         program, dtype, width = self.program, self.model.dtype, self.model.config.hidden_size
         both = program.buffer("both blocks", width)
         program.product(self.act, self.y, down, step.STORE)

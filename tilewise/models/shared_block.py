@@ -67,15 +67,18 @@ class SharedBlock(nn.Module):
         kv: KVLayer | None,
         read: KeysAndValues | None = None,
     ) -> Tensor:
-        """Return the rows (..., E) that a layer's mixer reads besides the residual stream.
+        """Return the rows (..., E) that are added to what a layer's mixer reads.
+
+        They are the layer's projection of the block's output, whose input is stream and embedded
+        side by side, 2 E channels. The residual stream itself is not changed.
 
         Args:
             stream, embedded: (..., E), the residual stream and the embedded tokens.
-            turn: the parts that the layer has of its own.
+            turn: the layer's own parts: its adapters beside the shared products, and a projection.
             rope, ctx, kv, read: see `nn.Attention`.
 
         Raises:
-            ValueError: adapters of a request, which a shared product has not.
+            ValueError: ctx has adapters of a request, which shared products do not support.
         """
         if ctx is not None and ctx.adapters is not None:
             raise ValueError("adapters must be None for blocks that layers share, got some")

@@ -1,8 +1,8 @@
-"""A decoder made of the parameters of another, and its weights written anew where they lie.
+"""A second decoder that shares the parameters of a first, and new weights for it, in place.
 
 An engine packs weights, or refers to them without gradients; the model that is trained must stay as
 it is. So the engine has a decoder of its own, whose parameters are the trained ones themselves
-where dtype and device agree.
+where dtype and device agree. `refill` overwrites those that it does not share.
 """
 
 from __future__ import annotations

@@ -177,8 +177,17 @@ def load_transformers_encoder(
 
 
 def _shape(name: str, theirs: Any, empty: nn.Module, dtype: torch.dtype) -> EncoderShape:
-    """Return the sizes of an encoder that an engine needs: architecture, vocabulary, width,
-    positions ..."""
+    """Return the sizes of an encoder that an engine needs, from its configuration.
+
+    Args:
+        name: the architecture's class name.
+        theirs: the configuration object of transformers.
+        empty: the model without memory, whose table of positions may begin behind a padding token.
+        dtype: the dtype of the checkpoint.
+
+    Raises:
+        CheckpointError: max_position_embeddings is no positive integer.
+    """
     longest = getattr(theirs, "max_position_embeddings", None)
     if type(longest) is not int or longest < 1:
         raise CheckpointError(f"max_position_embeddings must be a positive integer, got {longest}")

@@ -69,7 +69,7 @@ class Weight:
 
     @property
     def layer(self) -> int:
-        """The index of the layer that the parameter belongs to."""
+        """The index of the layer in the model, from 0; only for parameters of layers."""
         return int(self.name.split(".")[1])
 
 

@@ -150,7 +150,8 @@ class AttentionContext:
         rows = (keys - (starts.unsqueeze(1) - chunk * size).clamp(min=0)).clamp(min=0).flatten()
         edges = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).to(torch.int32)
         places = (chunk * width).unsqueeze(2) + torch.arange(width, device=device)
-        places = places.clamp(max=self.block_table.shape[1] - 1).flatten(1)
+        # Lengths are any number while a start compiles kernels and none has run yet.
+        places = places.clamp(0, self.block_table.shape[1] - 1).flatten(1)
         table = self.block_table.gather(1, places).view(-1, width)
         return replace(
             self,

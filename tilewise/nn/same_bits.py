@@ -72,7 +72,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        """Map input (..., in) to (..., out)."""
+        """Map input (..., in) to (..., out) by the product of inference, see `product`."""
         return product(input, self.weight, self.bias)
 
 

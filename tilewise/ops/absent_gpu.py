@@ -166,7 +166,10 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _differentiate(args: tuple[Any, ...], o: Tensor, lse: Tensor) -> None:
-    """Compute the gradient of a call at once: autograd records none on a GPU that is not there."""
+    """Call the backward pass of a call right after it, so that its launches are noted too.
+
+    On a GPU that is not there autograd records no graph that would call it later.
+    """
     q, k, v, *rest = args
     attention_bwd(torch.empty_like(o), None, q, k, v, o, lse, False, *rest)
 

@@ -223,7 +223,12 @@ def host_int(name: str, value: Any, rule: str = "an integer") -> int:
 
 
 def check_length(name: str, value: Any) -> int:
-    """Return a maximum length as an integer; raise unless it is one and at least 0."""
+    """Return a maximum length as an integer.
+
+    Raises:
+        TypeError: the value is no integer, see `host_int`.
+        ValueError: the length is negative.
+    """
     length = host_int(name, value)
     if length < 0:
         raise ValueError(f"{name} must be at least 0, got {length}")

@@ -1,4 +1,4 @@
-"""Merge two attentions over disjoint sets of keys into the attention over their union."""
+"""Merge the results (o, lse) of attention over two disjoint sets of keys into those over both."""
 
 from __future__ import annotations
 

@@ -306,8 +306,8 @@ class CompletionAnswer:
         """Return the JSON of the answer once all choices have ended, with its recipe if given.
 
         Log-probabilities of long prompts are megabytes, and the encoder holds the interpreter lock.
-        The answer is therefore encoded in pieces on a thread, and other threads run between two
-        pieces.
+        Each choice is therefore encoded for itself, and other threads run between two of them; the
+        caller calls this on a thread if the answer is long.
         """
         choices = [
             json.dumps(self._choice(prompt, output, completion))

@@ -91,7 +91,7 @@ class ChatJob:
         self.sampling = with_recipe(request, self.sampling, 1)
 
     def reply(self) -> Reply:
-        """Return the answer, ready to run."""
+        """Return the response object, a `Reply`; it begins to run when the server calls it."""
         request = self.request
         if request.stream:
             return Reply(self._bridge, "chatcmpl", request.request_id, stream=self._stream)

@@ -167,7 +167,11 @@ class RequestLimits:
             )
 
     def longest_prompt(self, max_prompt_len: int) -> int:
-        """Return the number of tokens that a prompt may have at most, whoever sends it."""
+        """Return the largest number of tokens of a prompt, before the limits of its key.
+
+        Args:
+            max_prompt_len: the largest number of tokens that the engine takes.
+        """
         return min(max_prompt_len, self.max_prompt_tokens or max_prompt_len)
 
     def longest_count(self, max_model_len: int) -> int:
@@ -283,14 +287,16 @@ class _Load:
 class Queue:
     """Bound how many requests and prompt tokens wait, for each key and in all.
 
-    A request waits from its acceptance until its first token.
+    A request waits from its acceptance until its first token. The limits of each key in the keys
+    file, on requests at once and on tokens a minute, hold besides.
 
     Args:
         max_requests: the largest number of requests that wait in all; 503 above.
         max_tokens: the largest number of prompt tokens that wait in all; 503 above.
         max_key_requests: the largest number of requests that wait for one key; 429 above.
         max_key_tokens: the largest number of prompt tokens that wait for one key; 429 above.
-        clock: a function that returns the time in seconds.
+        clock: a function that returns the time in seconds, for the tokens of a minute and for the
+            time after which a refused client may ask again.
     """
 
     def __init__(

@@ -280,7 +280,7 @@ class TokenizeRequest(_Body):
 
 
 class DetokenizeRequest(_Body):
-    """The body of /detokenize."""
+    """The body of /detokenize, which turns token ids into text."""
 
     model: str | None = None
     tokens: ListOf[int]

@@ -284,7 +284,7 @@ def attend(
 
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
-    """Multiply in the dtype of x, whatever the parameters' dtype."""
+    """Return x W^T + b, with weight and bias, if there is one, converted to the dtype of x."""
     bias = None if module.bias is None else module.bias.to(x.dtype)
     return F.linear(x, module.weight.to(x.dtype), bias)
 

@@ -235,6 +235,21 @@ def _server(data: Any) -> tuple[list[str], list[list[object]]]:
             "between two events, ms, p50 / p99"], found  # fmt: skip
 
 
+def _in_vllm(data: Any) -> tuple[list[str], list[list[object]]]:
+    names = {"graphs": "CUDA graphs", "compiled": "torch.compile, too"}
+    found = {}
+    for r in data["rates"]:
+        case = (f"{r['shape']}, {r['rows']} x {r['length']:,}", names[r["mode"]])
+        found.setdefault(case, {})[r["backend"]] = r
+    rows: list[list[object]] = [
+        [*case, *[number(of[backend][key]) for key in ("prompt_tokens_s", "decode_tokens_s")
+                  for backend in ("FLASH_ATTN", "CUSTOM")]]
+        for case, of in found.items()
+    ]  # fmt: skip
+    return ["shape, prompts", "with", "prompt tokens/s, FlashAttention-3", "ours",
+            "decode tokens/s, FlashAttention-3", "ours"], rows  # fmt: skip
+
+
 def _start(data: Any) -> tuple[list[str], list[list[object]]]:
     names = {"cold": "nothing compiled before", "warm": "all compiled before"}
     return ["start", "processes that compile", "whole process, s"], [
@@ -332,6 +347,10 @@ SUBJECTS = (
             "serve.md",
             "Qwen3-0.6B's shape, nano-vllm's 256 requests; times at 24.3 requests a second.",
             _server),
+    Subject("vLLM with our attention beside its own", "vllm_backend_h200", "", "",
+            "python lab/vllm_backend.py", "../guide/integrations.md",
+            "vLLM 0.25.1, random weights, bfloat16, 128 new tokens, the fastest of three turns.",
+            _in_vllm),
     Subject("A start", "cold_start_h200", "", "", "python lab/cold_start.py", "../design/engine.md",
             "From the start of Python to a ready engine, Qwen3-0.6B's shape.", _start),
     Subject("One model on several GPUs", "shard_engine_h200", "2026-11-27", "NVIDIA H200",

@@ -139,14 +139,16 @@ async def probe(
 ) -> list[Alone]:
     """Send prompts of each length one by one, then several at once, then while streams run.
 
-    Returns the median of each length, that of the requests sent at once, and all of the last kind.
-
     Args:
         ask: a function that sends a body of /v1/completions at a time and returns an `Answer`; its
             third argument is a list that gets the times of the answer's events as they come.
-        longest: tokens of a sequence.
-        vocab_size: prompts' ids are below it.
-        repeats: prompts of each length.
+        longest: the tokens of the longest sequence, prompt and answer.
+        vocab_size: the number above all ids of the prompts.
+        repeats: the number of prompts of each length.
+
+    Returns:
+        One list: the median of each length, from short to long, that of the requests sent at once,
+        and each of the requests sent while streams run.
 
     Raises:
         ValueError: a request failed.

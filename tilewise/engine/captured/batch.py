@@ -385,7 +385,11 @@ class DeviceBatch:
         self.num_bytes_sent += 4 * end
 
     def _seat(self, batch: Batch, changes: Changes) -> None:
-        """Free the rows of sequences that left, seat those that came, and close the gaps."""
+        """Free the rows of sequences that left, seat new ones, and close the gaps.
+
+        New sequences take free rows first. If rows are still free below the last one in use, last
+        rows move down into them; `changes` notes these moves.
+        """
         row_of = self._row_of
         holes = sorted(row_of.pop(s) for s in batch.left if s in row_of)
         is_hole = set(holes)

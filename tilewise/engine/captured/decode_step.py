@@ -219,10 +219,14 @@ class DecodeStep:
         self.logits = None
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Capture the graph in a pool of `torch.cuda.graph_pool_handle`; no row may be active.
+        """Run the step once, then capture it as a CUDA graph.
 
-        What the step does for the first time (kernels that are compiled, plans, tables of angles,
-        the workspace of cuBLAS for a stream) it does before.
+        The run before does what a step does only the first time: it compiles kernels and makes
+        plans, tables of angles, and cuBLAS's workspace for the stream.
+
+        Args:
+            pool: the memory pool of the graph, from `torch.cuda.graph_pool_handle`.
+            stream: the stream of the run and of the capture. No row of the batch may be active.
         """
         self._graph = self._captured(self._compute, pool, stream)
         self._graph_logits = self.logits

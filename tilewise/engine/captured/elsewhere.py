@@ -158,7 +158,14 @@ def _run(task: Task) -> Outcome:
 
 
 def _rehearse(options: dict[str, Any]) -> None:
-    """Note the kernels of an engine's start."""
+    """Run an engine's start on the absent GPU, where launches are noted for compilation.
+
+    Args:
+        options: the fields of the engine's `EngineConfig`.
+
+    Raises:
+        UnsupportedError: the model's steps cannot be captured as CUDA graphs.
+    """
     device = torch.device("cuda:0")
     asked = EngineConfig(**options)
     directory = model_directory(asked.model)

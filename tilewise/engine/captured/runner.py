@@ -354,8 +354,10 @@ class DeviceRunner:
         """Capture the decode step of `bucket` rows in a CUDA graph.
 
         Args:
-            of_model: True for the part before the logits only.
-            shares, is_greedy, adapted: as of `step_of`; they name the kind of step.
+            of_model: True for a graph that ends before the head, so that logits can be changed.
+            shares: True for a step that reads shared prefixes once.
+            is_greedy: True for a step that draws the most likely tokens itself.
+            adapted: True for a step with adapters of low rank; see `step_of`.
         """
         rows, place = self.rows, self.results.place
         with torch.inference_mode():

@@ -33,7 +33,9 @@ HAPPENED = {
 
 
 def draw(timeline: Timeline, path: str | Path) -> None:
-    """Write the picture as PNG, or in the format of `path`'s suffix.
+    """Plot a replay over time: use of the cache, its blocks, the queue, and events.
+
+    The file has the format of `path`'s suffix, PNG without one.
 
     Raises:
         ImportError: matplotlib is missing.

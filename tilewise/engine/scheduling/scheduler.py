@@ -464,7 +464,7 @@ class Scheduler:
         return True
 
     def stats(self) -> SchedulerStats:
-        """Return the counters as they are now."""
+        """Return a snapshot of the present queues and blocks, and of the totals since the start."""
         return self.insight.stats(self.speculation)
 
     def explain(self, request_id: str) -> str:

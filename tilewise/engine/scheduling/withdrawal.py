@@ -46,7 +46,10 @@ def withdraw(scheduler: Scheduler) -> None:
 
 
 def pause_transfers(scheduler: Scheduler) -> None:
-    """Move nothing until resume_transfers(); swapped-out sequences are recomputed."""
+    """Move no blocks between device and main memory until resume_transfers() is called.
+
+    Waiting sequences that are swapped out lose what main memory has of them, and are recomputed.
+    """
     if scheduler.tables.memory is not None:
         scheduler.tables.memory.is_paused = True
     for seq in scheduler.roster.waiting:

@@ -386,9 +386,11 @@ class _Step:
 
 
 def _tokens_of(run: ScheduledSequence, asked: Asked) -> tuple[Sequence[int], bool]:
-    """Return the known tokens of a sequence up to a run's end, and whether one more is PENDING.
+    """Return the known tokens of a sequence, prompt included, and whether one more is PENDING.
 
-    A runner that knows the token of the last step may have put it in the place of PENDING.
+    The tokens go up to the end of the run. The run's last token may have been drawn in a step that
+    is not recorded yet. Then it is PENDING and not among the known ones, unless the runner knows
+    its id already and has put that in its place.
     """
     known = asked.token_ids
     if run.start + len(run.token_ids) == len(known):

@@ -103,7 +103,7 @@ class DecodeArrays:
 
     @property
     def logits_rows(self) -> np.ndarray:
-        """(B,) int64: each row is sampled."""
+        """(B,) int64: the rows whose logits are sampled, which are all, 0 ... B - 1."""
         return self.rows.sampled
 
     @property

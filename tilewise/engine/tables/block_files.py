@@ -115,7 +115,7 @@ class BlockFiles:
                 self._thread.start()
 
     def has(self, digest: bytes) -> bool:
-        """Return whether load() is worth trying."""
+        """Return whether the store has a block of this digest; load() may fail nevertheless."""
         with self._lock:
             return digest in self._sizes or digest in self._waiting
 

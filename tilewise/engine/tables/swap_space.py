@@ -64,7 +64,7 @@ class BlockStore(Protocol):
         ...
 
     def has(self, digest: bytes) -> bool:
-        """Return whether load() is worth trying."""
+        """Return whether the store has a block of this digest; load() may fail nevertheless."""
         ...
 
     def load(self, content: Content, slot: int) -> bool:

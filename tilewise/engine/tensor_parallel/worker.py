@@ -163,7 +163,13 @@ class _Worker:
         self.runner: Runner
 
     def _check_memory(self, model: Decoder) -> None:
-        """Refuse a shard that this GPU has no room for."""
+        """Refuse a shard whose weights and cache do not fit in the device's free memory.
+
+        Nothing is allocated yet. Ranks that share a device all measure before one allocates.
+
+        Raises:
+            ValueError: there is less memory; see `check_memory`.
+        """
         config = self.config
         share = config.gpu_memory_utilization if config.num_blocks is None else None
         free = free_memory(self.device, share)

@@ -1,4 +1,7 @@
-"""Attention with float8_e4m3fn tensors under the names of FlashAttention-3."""
+"""Helpers of FlashAttention-3's functions for float8_e4m3fn tensors.
+
+They attend in 8 bits, without a gradient, and check q_descale, k_descale and v_descale.
+"""
 
 from __future__ import annotations
 

@@ -81,23 +81,25 @@ class PagedBackend(StepBackend):
         table: Any = step.block_table
         if self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]:
             table = step.window_table
-        paged_attention(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:count],
-            self.paged(k_cache),
-            self.paged(v_cache),
-            block_table=table,
-            seqlens_k=step.seq_lens,
-            cu_seqlens_q=step.edges,
-            max_seqlen_q=step.max_query_len,
-            softmax_scale=float(layer.scaling),
-            window=window + 1 if window is not None and window > -1 else None,
-            softcap=float(layer.logit_cap or 0.0),
-            sinks=None if sinks is None else sinks.float(),
-            k_scale=k_scale,
-            v_scale=v_scale,
-            batch_invariant=self.batch_invariant,
-            out=o[:count],
-        )
+        rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:count]
+        caches = self.paged(k_cache), self.paged(v_cache)
+        options: dict[str, Any] = {
+            "block_table": table,
+            "seqlens_k": step.seq_lens,
+            "cu_seqlens_q": step.edges,
+            "max_seqlen_q": step.max_query_len,
+            "softmax_scale": float(layer.scaling),
+            "window": window + 1 if window is not None and window > -1 else None,
+            "softcap": float(layer.logit_cap or 0.0),
+            "sinks": None if sinks is None else sinks.float(),
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "batch_invariant": self.batch_invariant,
+        }
+        plan = None
+        if step.plans is not None:
+            plan = step.plans.plan(rows, *caches, **options)
+        paged_attention(rows, *caches, plan=plan, out=o[:count], **options)
         return o.view(q.shape[0], -1)
 
     def _scales_of(self, layer: Any) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
+from tilewise.nn.context import StepPlans
 
 __all__ = ["Step", "StepBackend"]
 
@@ -30,6 +31,7 @@ class Step:
         block_table: int32 (B, max_blocks), pages of the pool.
         window_table: the same in the pool of layers with windows, where that is one of its own.
         window_slots: int64 (T,), where those layers write.
+        plans: the plans of the layers' attention, which the first layer makes; None on a CPU.
     """
 
     num_tokens: int
@@ -39,13 +41,14 @@ class Step:
     block_table: Tensor
     window_table: Tensor | None = None
     window_slots: Tensor | None = None
+    plans: StepPlans | None = field(default=None, repr=False)
 
 
 class StepBackend(AttentionBackend):  # type: ignore[misc]
     """The half of a backend that knows batches; layers are computed by its children.
 
-    A graph of a decode step reads its lengths and tables from buffers that are filled before each
-    replay; kernels read them on the device, so nothing waits.
+    A graph of a decode step reads its lengths, tables and plans from buffers that are filled before
+    each replay; kernels read them on the device, so nothing waits.
     """
 
     needs_cpu_seq_lens: ClassVar[bool] = False
@@ -67,6 +70,7 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         self.batch_invariant = bool(get_exec().deterministic.enable_deterministic_inference)
         self.forward_metadata: Step | None = None
         self._graph: Step | None = None
+        self._plans: dict[int, StepPlans | None] = {}  # of graphs, by their sequences
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Note a step that runs op by op, or whose pieces between attention are graphs."""
@@ -92,7 +96,14 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         if self.has_window_pool:
             window_slots = self.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         self.forward_metadata = Step(
-            tokens, longest, edges, batch.seq_lens.int(), table, window_table, window_slots
+            tokens,
+            longest,
+            edges,
+            batch.seq_lens.int(),
+            table,
+            window_table,
+            window_slots,
+            StepPlans.on(edges.device),
         )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -122,7 +133,9 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         if kept is None or not batch.forward_mode.is_decode_or_idle():
             raise UnsupportedError("a graph must be of decode steps, and its buffers made before")
         count = batch.batch_size
-        table, window_table = self._tables(batch)
+        # Filling may be captured, too: then it is for lengths that the host does not know.
+        is_captured = kept.edges.is_cuda and torch.cuda.is_current_stream_capturing()
+        table, window_table = self._tables(batch, all_blocks=is_captured)
         kept.seq_lens[:count].copy_(batch.seq_lens[:count])
         kept.block_table[:count, : table.shape[1]].copy_(table)
         step = Step(
@@ -135,15 +148,21 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
             kept.window_slots[: slots.shape[0]].copy_(slots)
             step.window_table = kept.window_table[:count]
             step.window_slots = kept.window_slots[: slots.shape[0]]
+        if count not in self._plans:
+            self._plans[count] = StepPlans.on(kept.edges.device)
+        step.plans = self._plans[count]
+        if step.plans is not None:
+            step.plans.update(step.seq_lens, step.edges)
         self.forward_metadata = step
 
-    def _tables(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+    def _tables(self, batch: Any, all_blocks: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the pages of each sequence, int32 (B, blocks of the longest), and the windows'.
 
-        Where SGLang keeps no lengths on the host the tables are as wide as the longest context.
+        Where SGLang keeps no lengths on the host, or with `all_blocks`, the tables are as wide as
+        the longest context.
         """
         count, blocks = batch.batch_size, self.max_blocks
-        if batch.seq_lens_cpu is not None:
+        if batch.seq_lens_cpu is not None and not all_blocks:
             longest = int(batch.seq_lens_cpu[:count].max())
             blocks = min(blocks, -(-longest // self.block_size))
         first = self.slots[:, : blocks * self.block_size : self.block_size]

@@ -43,6 +43,6 @@ def _register(path: str) -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
         raise ImportError(
-            f"tilewise.integrations.vllm needs vLLM 0.25: pip install vllm ({error})"
+            f"tilewise.integrations.vllm needs vLLM 0.25 or newer: pip install vllm ({error})"
         ) from None
     register_backend(AttentionBackendEnum.CUSTOM, path)

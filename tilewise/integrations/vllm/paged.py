@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
 )
 
 from tilewise.errors import UnsupportedError
+from tilewise.nn.context import StepPlans
 from tilewise.ops import SharedPrefixes, paged_attention, shared_prefixes, write_kv_cache
 
 __all__ = ["PagedBackend", "PagedBuilder", "PagedImpl", "PagedMetadata"]
@@ -40,6 +41,8 @@ class PagedMetadata:
         block_table: int32 (B, max_blocks).
         slot_mapping: int64 (T,), where the new tokens are written; -1 is nowhere.
         shared: the prefix that all sequences share, where reading it once pays.
+        plans: the plans of the layers' attention, which the first layer makes; None on a CPU. A
+            graph that is captured makes them again in each replay, from the lengths it finds.
     """
 
     num_actual_tokens: int
@@ -49,6 +52,7 @@ class PagedMetadata:
     block_table: Tensor
     slot_mapping: Tensor
     shared: SharedPrefixes | None = None
+    plans: StepPlans | None = field(default=None, repr=False)
 
 
 class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -81,6 +85,7 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             common.block_table_tensor,
             common.slot_mapping,
             self._shared(common_prefix_len, common),
+            StepPlans.on(self.device),
         )
 
     def _shared(self, length: int, common: Any) -> SharedPrefixes | None:
@@ -165,6 +170,10 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
 
@@ -219,7 +228,8 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         Args:
             layer: the layer of vLLM, with the scales of an 8-bit cache.
             query: (T, Hq, D); key, value: (T, Hk, D), written unless another layer's cache is read.
-            kv_cache: (num_blocks, 2, block_size, Hk, D).
+            kv_cache: (num_blocks, 2, block_size, Hk, D); since vLLM 0.33 (num_blocks, Hk,
+                block_size, 2 D), the keys of a head beside its values.
             attn_metadata: the step, None in a run that measures memory.
             output: (T, Hq, D) or (T, Hq * D), written and returned.
             output_scale, output_block_scale: must be None; outputs are not quantised here.
@@ -229,7 +239,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:
             return output.zero_()
         step, count = attn_metadata, attn_metadata.num_actual_tokens
-        k_cache, v_cache = kv_cache.unbind(1)
+        k_cache, v_cache = _parts(kv_cache)
         k_scale = v_scale = None
         if self.kv_cache_dtype in _FP8:
             k_cache, v_cache = (x.view(torch.float8_e4m3fn) for x in (k_cache, v_cache))
@@ -247,26 +257,37 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             )
         if self.slopes is not None and self.slopes.device != query.device:
             self.slopes = self.slopes.to(query.device)
-        paged_attention(
-            query[:count],
-            k_cache,
-            v_cache,
-            block_table=step.block_table,
-            seqlens_k=step.seq_lens,
-            cu_seqlens_q=step.query_start_loc,
-            max_seqlen_q=step.max_query_len,
-            softmax_scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            alibi_slopes=self.slopes,
-            sinks=self.sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            shared=None if self.batch_invariant else step.shared,
-            batch_invariant=self.batch_invariant,
-            out=output[:count].view(count, self.num_heads, self.head_size),
-        )
+        q = query[:count]
+        options: dict[str, Any] = {
+            "block_table": step.block_table,
+            "seqlens_k": step.seq_lens,
+            "cu_seqlens_q": step.query_start_loc,
+            "max_seqlen_q": step.max_query_len,
+            "softmax_scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "alibi_slopes": self.slopes,
+            "sinks": self.sinks,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "shared": None if self.batch_invariant else step.shared,
+            "batch_invariant": self.batch_invariant,
+        }
+        plan = None
+        if step.plans is not None:
+            plan = step.plans.plan(q, k_cache, v_cache, **options)
+        out = output[:count].view(count, self.num_heads, self.head_size)
+        paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
         return output
+
+
+def _parts(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a cache, each (num_blocks, block_size, Hk, D)."""
+    if kv_cache.dim() == 5:
+        k_cache, v_cache = kv_cache.unbind(1)
+    else:
+        k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return k_cache, v_cache
 
 
 def _is_batch_invariant() -> bool:

@@ -326,12 +326,14 @@ class Addressed:
     """A launch of which nothing but addresses changes.
 
     Args:
+        prepared: the kernel's prepared launch.
+        grid: the number of CTAs.
         leaves: the arguments one by one, with a place for each tensor, and a `Described` of a place
-            for each descriptor. A place's `slot` says which of the addresses of a run is its own.
+            for each descriptor. A place's `slot` is its index among the addresses of a run.
 
     Attributes:
-        met: the pointers to the parameters, and the maps that must live with them, by the addresses
-            of the descriptors' tensors.
+        met: the pointers to the parameters, with the TMA descriptors that must live as long, by the
+            addresses of the descriptors' tensors.
 
     Raises:
         struct.error: a number does not fit its parameter.
@@ -408,7 +410,11 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...], calls: Calls) -> Prepare
 
 
 def _is_usual(compiled: Any) -> bool:
-    """Return whether a kernel runs on single CTAs and has no parameters besides its arguments."""
+    """Return whether a kernel is for NVIDIA's GPUs and is launched in the plain way.
+
+    That is without clusters, a cooperative grid or an early start, and without scratch memory of
+    Triton's own.
+    """
     if "ptx" not in getattr(compiled, "asm", ()):
         return False
     metadata = compiled.metadata

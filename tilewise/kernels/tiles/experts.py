@@ -110,7 +110,7 @@ class NarrowTile(NamedTuple):
 
     @property
     def is_few(self) -> bool:
-        """Whether mma.sync multiplies."""
+        """Whether a tile has few rows, at most 16, for which mma.sync multiplies, not WGMMA."""
         return self.rows <= 16
 
     @property

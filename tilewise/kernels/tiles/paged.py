@@ -1,4 +1,4 @@
-"""Tile sizes as pure tables: (op, head dim, dtype, arch) -> TileConfig.
+"""Tiles and splits of paged attention: by head dim, dtype, run and architecture.
 
 Shipped code never autotunes. Each row of a table names where it was measured: device, shape, date;
 `python lab/tune.py` and `tune_paged` print candidates, and a person commits them.

@@ -67,7 +67,11 @@ class Fields:
         return default if self.get(name) is None else self.count(name)
 
     def number(self, name: str, default: float | None = None) -> float | None:
-        """Return a number, the default where there is none."""
+        """Return a field's number, or the default, which may be None, if the file has none.
+
+        Raises:
+            CheckpointError: the field is no number.
+        """
         value = self.get(name, default)
         if value is None:
             return None

@@ -120,11 +120,14 @@ class AttentionSignature(NamedTuple):
         check_mask_type(self.mask)
 
     def options(self, check_dtype: Callable[[str, Tensor], None]) -> AttentionOptions:
-        """Check the arguments, whose types were checked, and return those but q, k and v.
+        """Check the arguments' shapes and values; return all but q, k and v as kernels read them.
+
+        The arguments' types were checked before. Defaults are filled in: the softmax scale, the
+        bounds of the window, the longest sequences.
 
         Args:
-            check_dtype: a function that raises an error unless q, by its name, has a dtype of the
-                call.
+            check_dtype: a function that is called with "q" and q, and raises an error if this
+                operation does not take its dtype.
         """
         q, k, v = self[:3]
         is_packed = self.cu_seqlens_q is not None

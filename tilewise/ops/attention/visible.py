@@ -1,7 +1,7 @@
-"""What a block mask shows of one tile: its lists walked strip by strip, in torch.
+"""The pairs of queries and keys that a block mask lets through, computed in torch.
 
-Lists of tiles are read on the host, so this waits for the device; a strip's part of the map from
-tiles to bit tiles is all that is kept of it at a time.
+A strip is some rows of tiles, with all keys. The lists of tiles are read on the host, so this waits
+for the device; at any time the map from tiles to bit tiles is held for one strip only.
 """
 
 from __future__ import annotations

@@ -125,7 +125,11 @@ def _copy(
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[list[int]]:
-    """Join pairs that follow one another: [first source, first target, blocks]."""
+    """Sort pairs (source, target) and join those whose blocks follow one another in both.
+
+    Returns:
+        One [first source, first target, number of blocks] for each run.
+    """
     runs: list[list[int]] = []
     for source, target in sorted(pairs):
         last = runs[-1] if runs else [0, 0, 0]

@@ -1,4 +1,7 @@
-"""The checks that gated_delta and ssd share, and the slots of running sequences."""
+"""Argument checks of the recurrent ops, and `recurrent_states`, which allocates their slots.
+
+A slot holds the state of one running sequence.
+"""
 
 from __future__ import annotations
 

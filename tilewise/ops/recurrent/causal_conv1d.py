@@ -13,6 +13,7 @@ from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import refuse_gradient, register_gradient, save
 from tilewise.ops.library import refuse_vmap, register, register_vmap
 from tilewise.ops.recurrent.arguments import check_edges, check_lengths, check_places, check_state
+from tilewise.ops.step import launched
 
 WIDEST = 8  # taps; those of models are 2 to 7
 ACTIVATIONS = (None, "silu")
@@ -226,9 +227,9 @@ def _kernel(
 ) -> tuple[Tensor, Tensor]:
     edges, rows = _edges(x, cu_seqlens), x.reshape(-1, x.shape[-1])
     module = _module(x, backend)
-    y = module.launch(rows, weight, bias, initial_state, edges, has_silu=has_silu)
+    y = launched(module.launch, rows, weight, bias, initial_state, edges, has_silu=has_silu)
     last = getattr(module, "last", _last)  # only a GPU has a kernel for it
-    return y.view(x.shape), last(rows, weight.shape[1], initial_state, edges)
+    return y.view(x.shape), launched(last, rows, weight.shape[1], initial_state, edges)
 
 
 def _fake(
@@ -269,7 +270,8 @@ def _backward_kernel(
         has_silu: True if y went through silu.
     """
     if _has_kernels(x, backend):
-        dx, *grads = dispatch.kernel_module("causal_conv1d", "triton").gradient(
+        dx, *grads = launched(
+            dispatch.kernel_module("causal_conv1d", "triton").gradient,
             dy.reshape(-1, x.shape[-1]),
             dstate,
             x.reshape(-1, x.shape[-1]),
@@ -337,8 +339,9 @@ def _step_kernel(
     has_silu: bool,
     backend: str | None,
 ) -> Tensor:
-    y: Tensor = _module(x, backend).step(
-        x, weight, bias, states, slots, starts, cu_seqlens, has_silu=has_silu
+    module = _module(x, backend)
+    y: Tensor = launched(
+        module.step, x, weight, bias, states, slots, starts, cu_seqlens, has_silu=has_silu
     )
     return y
 

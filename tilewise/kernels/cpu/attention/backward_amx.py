@@ -404,7 +404,7 @@ def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
 
 @inner
 def _store_query_gradient(call, sums, sequence, kv_head, first_row, rows, ld):
-    """Add a strip's sums to dq, which stays without the softmax scale."""
+    """Add a strip's sums to dq; the caller multiplies dq by the softmax scale at the end."""
     sizes, grads, starts, dq = call.sizes, call.grads, call.arrays.starts, call.dq
     head_dim, first_head = sizes.head_dim, kv_head * sizes.group
     lanes = simd.REGISTER_BYTES // dq.itemsize

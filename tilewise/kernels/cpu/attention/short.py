@@ -53,11 +53,12 @@ Alone = tuple[tuple[Any, ...], tuple[Any, ...], int]
 def run_short(
     kernel: Callable[..., None], prepare: Callable[[], Alone], o_made: Made, lse_made: Made
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `run` of a forward plan that stays on its thread, as `run_alone` does.
+    """Return the function `run` of a forward plan whose kernel runs on the caller's thread only.
 
     Args:
         kernel: a compiled function of the addresses of q, k, v, o and lse.
-        prepare: a function that returns the kernel's other arguments, called before the first call.
+        prepare: a function that returns the kernel's other arguments, called once, when `run` is
+            first called.
         o_made, lse_made: the layouts of the results.
     """
     enter: Callable[..., None] | None = None

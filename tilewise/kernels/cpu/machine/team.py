@@ -5,8 +5,8 @@ one follows. If torch's threads occupy all cores, our own threads get none meanw
 pass of 10 ms waited 3 ms for its second thread. A kernel that runs on torch's team starts at once.
 
 GOMP_parallel is the function that compiled OpenMP code calls in GCC's runtime, and Intel's and
-LLVM's offer it too. If it is not found, or in a forked child, whose team is gone, kernels run as
-others do.
+LLVM's offer it too. If it is not found, or in a forked child, whose team is gone, kernels run on
+our own threads (`run_tasks`).
 """
 
 from __future__ import annotations

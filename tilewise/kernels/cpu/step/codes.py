@@ -100,8 +100,8 @@ class Batch(NamedTuple):
 class Shape(NamedTuple):
     """The numbers that all operations of a list share.
 
-    They are the dtype codes of the model and of its cache, the tokens of a block, and the widest
-    head.
+    They are the dtype codes of the model and of its cache, the number of tokens of a cache block,
+    and the largest head dimension of its layers.
     """
 
     code: int

@@ -91,7 +91,7 @@ def note_step(typingctx, mailbox, step):
 
 @intrinsic
 def noted_step(typingctx, mailbox, like):
-    """Return the step in the mailbox, which has the types of the tuple `like`."""
+    """Load the step that the mailbox holds, a tuple; `like` gives its type, and is not read."""
 
     def codegen(context, builder, sig, args):
         return builder.load(_job(context, builder, mailbox, args[0], args[1].type))

@@ -137,7 +137,10 @@ class _Words:
         self.a_bytes = 8 if self.is_bf16 and not self.is_dot else 4
 
     def load(self, address):
-        """Load the weights of one word, as vectors for `multiply`."""
+        """Emit the load of one word of packed weights; return its vectors for `multiply`.
+
+        A word has a weight, or in bfloat16 two, of each of COLUMNS outputs.
+        """
         builder = self.builder
         if self.is_bf16:
             word = simd.load_at(builder, address, ir.VectorType(_i32, COLUMNS), 64)

@@ -31,7 +31,11 @@ SECOND_SENDER = gl.constexpr(3)  # how much further those of a second sender are
 
 @gluon.jit
 def row_plane(work, g, shape, variant: gl.constexpr):
-    """Return (query head, plane of the row terms and of dq) of head g of the group."""
+    """Return the index of query head g of the work's group, and that of its plane.
+
+    A plane has the rows of one query head, in lse_log2, delta and the sums of dq: of one sequence,
+    or of all packed ones.
+    """
     head = work.head * shape.group_size + g
     plane = head
     if not variant.packed:

@@ -186,9 +186,10 @@ def keep_signed(p, dp, keep_scale):
 
 @gluon.jit
 def draw_words(n: gl.constexpr, draw, head, first_row, first_key):
-    """Draw the words of 64 keys and n queries, uint32 (2, n): bit k is that of key k of 32.
+    """Draw for 64 keys and n queries which pairs dropout keeps: words, uint32 (2, n).
 
-    They are spread over the threads of a warpgroup, each drawn once.
+    Bit k of word [i, j] is 1 if key first_key + 32 i + k is kept for query first_row + j. Each word
+    is drawn by one thread of a warpgroup.
     head: b Hq + h.
     """
     drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])

@@ -78,7 +78,15 @@ def launch_before(
     *,
     has_sums: bool,
 ) -> Rows:
-    """Return the row terms, of the first heads at least, and where `has_sums` the sum of dq."""
+    """Allocate the tensors that the kernels of a backward pass share; compute the first row terms.
+
+    The row terms of the first `plan.ahead` key heads of the batch are computed here, those of the
+    others beside the main kernel.
+
+    Args:
+        has_sums: True to allocate float32 sums of dq, and the counts by which their heads are
+            known to be complete.
+    """
     planes, count = _planes(o, spec)
     lse_log2, delta = (maker.empty((planes, count), torch.float32) for _ in range(2))
     if spec.is_varlen and (spec.has_sinks or spec.mask_tile):
@@ -482,5 +490,8 @@ def strides_of(x: Tensor, *, is_packed: bool) -> tuple[int, int, int]:
 
 
 def _packed_rows(spec: AttentionSpec, q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Rows of packed queries and keys, beyond which a kernel takes no sequence to go."""
+    """Return the numbers of rows of packed q and of packed k, (0, 0) for dense ones.
+
+    A kernel cuts off sequences there, whatever cu_seqlens says.
+    """
     return (q.shape[0], k.shape[0]) if spec.is_varlen else (0, 0)

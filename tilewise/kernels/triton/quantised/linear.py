@@ -49,7 +49,11 @@ def launch(
     bias: Tensor | None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Return y (..., N) of x (..., K), a weight (N, K) and bias (N,)."""
+    """Return y (..., N) = x W^T + bias for x (..., K), in the dtype of x.
+
+    Outputs are taken in parts: a kernel writes the values of a part of W (N, K), which stay in the
+    L2 cache, and torch multiplies by them, or `invariant_linear` if batch_invariant.
+    """
     outputs, channels = weight.shape
     y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:

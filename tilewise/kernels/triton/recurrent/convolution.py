@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.elements import why_not as why_not
 
 _TILE_T, _TILE_C = 16, 128  # 16 elements of each of 128 threads
@@ -454,7 +455,9 @@ def _dkept_kernel(
         tl.store(at, total.to(dkept_ptr.dtype.element_ty), mask=inside)
 
 
+@planned
 def launch(
+    maker: Maker,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -468,20 +471,24 @@ def launch(
     Args:
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
     """
-    states = None if initial_state is None else initial_state.contiguous()
-    return _run(x, weight, bias, states, None, None, edges, has_silu)
+    states = maker.dense(initial_state)
+    return _run(maker, x, weight, bias, states, None, None, edges, has_silu)
 
 
-def last(x: Tensor, width: int, initial_state: Tensor | None, edges: Tensor) -> Tensor:
+@planned
+def last(
+    maker: Maker, x: Tensor, width: int, initial_state: Tensor | None, edges: Tensor
+) -> Tensor:
     """Return the last `width` - 1 tokens (N, width - 1, C) of whole sequences."""
     num_sequences, channels = edges.shape[0] - 1, x.shape[1]
-    after = torch.empty(num_sequences, width - 1, channels, dtype=x.dtype, device=x.device)
+    after = maker.empty((num_sequences, width - 1, channels), x.dtype)
+    before = maker.dense(initial_state)
     if after.numel():
-        launch_now(
+        maker.launch(
             _last_kernel,
             (num_sequences, triton.cdiv(channels, _TILE_C)),
             x,
-            x if initial_state is None else initial_state.contiguous(),
+            x if before is None else before,
             after,
             edges,
             x.stride(0),
@@ -494,7 +501,9 @@ def last(x: Tensor, width: int, initial_state: Tensor | None, edges: Tensor) -> 
     return after
 
 
+@planned
 def step(
+    maker: Maker,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -517,9 +526,9 @@ def step(
     num_sequences, (channels, width) = edges.shape[0] - 1, weight.shape
     num_kept, grid = states.shape[1], (num_sequences, triton.cdiv(channels, _TILE_C))
     if len(x) > num_sequences or num_sequences < 1 or x.numel() == 0 or num_kept == 0:
-        y = _run(x, weight, bias, states, slots, starts, edges, has_silu)
+        y = _run(maker, x, weight, bias, states, slots, starts, edges, has_silu)
         if y.numel() > 0 and num_kept > 0:
-            launch_now(
+            maker.launch(
                 _keep_kernel,
                 grid,
                 x,
@@ -534,13 +543,13 @@ def step(
                 num_warps=4,
             )
         return y
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_now(
+    y = maker.empty(x.shape, x.dtype)
+    maker.launch(
         _step_kernel,
         grid,
         x,
-        weight.contiguous(),
-        x if bias is None else bias.contiguous(),
+        maker.dense(weight),
+        x if bias is None else maker.dense(bias),
         states,
         y,
         edges,
@@ -560,7 +569,9 @@ def step(
     return y
 
 
+@planned
 def gradient(
+    maker: Maker,
     dy: Tensor,
     dstate: Tensor | None,
     x: Tensor,
@@ -579,30 +590,27 @@ def gradient(
         edges: as in `launch`.
     """
     (num_rows, channels), width, num_sequences = x.shape, weight.shape[1], edges.shape[0] - 1
-    kept = (num_sequences, width - 1, channels)
-    dkept = torch.empty(kept, dtype=x.dtype, device=x.device)
-    dx = torch.empty((num_rows, channels), dtype=x.dtype, device=x.device)
-    weight = weight.contiguous()
+    kept, dtype = (num_sequences, width - 1, channels), x.dtype
     if num_sequences < 1 or num_rows == 0 or channels == 0:
-        if dstate is not None:
-            dkept.copy_(dstate)
-        else:
-            dkept.zero_()
-        return dx.zero_(), torch.zeros_like(weight), torch.zeros_like(weight[:, 0]), dkept
+        dkept = maker.full(kept, 0.0, dtype) if dstate is None else maker.copy(dstate)
+        dx = maker.full((num_rows, channels), 0.0, dtype)
+        return dx, *(maker.full(n, 0.0, dtype) for n in ((channels, width), (channels,))), dkept
     if dy.stride(-1) != 1:
-        dy = dy.contiguous()
-    dz = torch.empty_like(dx)
+        dy = maker.copy(dy)
+    dkept = maker.empty(kept, dtype)
+    dx, dz = (maker.empty((num_rows, channels), dtype) for _ in range(2))
     programs, tiles = triton.cdiv(num_rows, _SUM_ROWS * _SUM_TILES), triton.cdiv(channels, _TILE_C)
-    sums = torch.empty(programs, width + 1, channels, dtype=torch.float32, device=x.device)
+    sums = maker.empty((programs, width + 1, channels), torch.float32)
     sizes = {"CHANNELS": channels, "WIDTH": width}
     shape = sizes | {"TILE_C": _TILE_C}
-    before = x if initial_state is None else initial_state.contiguous()
-    launch_now(
+    before = x if initial_state is None else maker.dense(initial_state)
+    dense = maker.dense(weight)
+    maker.launch(
         _dz_kernel,
         (programs, triton.cdiv(channels, _SUM_CHANNELS)),
         x,
-        weight,
-        x if bias is None else bias.contiguous(),
+        dense,
+        x if bias is None else maker.dense(bias),
         before,
         dy,
         dz,
@@ -621,12 +629,12 @@ def gradient(
         HAS_SILU=has_silu,
         num_warps=1,
     )
-    dafter = dz if dstate is None else dstate.contiguous()
-    launch_now(
+    dafter = dz if dstate is None else maker.dense(dstate)
+    maker.launch(
         _dx_kernel,
         (triton.cdiv(num_rows, _TILE_T), tiles),
         dz,
-        weight,
+        dense,
         dafter,
         dx,
         edges,
@@ -638,11 +646,11 @@ def gradient(
         num_warps=4,
     )
     if dkept.numel():
-        launch_now(
+        maker.launch(
             _dkept_kernel,
             (num_sequences, tiles),
             dz,
-            weight,
+            dense,
             dafter,
             dkept,
             edges,
@@ -650,11 +658,24 @@ def gradient(
             HAS_DSTATES=dstate is not None,
             num_warps=1,
         )
-    total = sums.sum(0).to(weight.dtype)
-    return dx, total[:width].t().contiguous(), total[width], dkept
+
+    def summed(sums: Tensor) -> Tensor:
+        return sums.sum(0).to(dtype)
+
+    def of_weight(total: Tensor) -> Tensor:
+        return total[:width].t().contiguous()
+
+    def of_bias(total: Tensor) -> Tensor:
+        return total[width].clone()
+
+    total = maker.compute(summed, sums, like=torch.empty_like(sums[0], dtype=dtype))
+    dweight = maker.compute(of_weight, total, like=sums.new_empty(channels, width, dtype=dtype))
+    dbias = maker.compute(of_bias, total, like=total.new_empty(channels))
+    return dx, dweight, dbias, dkept
 
 
 def _run(
+    maker: Maker,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -664,16 +685,16 @@ def _run(
     edges: Tensor,
     has_silu: bool,
 ) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = maker.empty(x.shape, x.dtype)
     if y.numel() == 0 or edges.shape[0] < 2:
-        return y.zero_()
+        return maker.full(x.shape, 0.0, x.dtype)
     channels, width = weight.shape
-    launch_now(
+    maker.launch(
         _convolve_kernel,
         (triton.cdiv(len(x), _TILE_T), triton.cdiv(channels, _TILE_C)),
         x,
-        weight.contiguous(),
-        x if bias is None else bias.contiguous(),
+        maker.dense(weight),
+        x if bias is None else maker.dense(bias),
         x if states is None else states,
         y,
         edges,

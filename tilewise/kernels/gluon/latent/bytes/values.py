@@ -34,7 +34,11 @@ from tilewise.kernels.gluon.latent.item import TILES as ITEM_TILES
 
 @gluon.jit
 def add_items(output, shared, variant: gl.constexpr, SIDE: gl.constexpr):
-    """Sum up one half of o of all items that the logits announce; SIDE: 0 is left, 1 is right."""
+    """Compute and store one half of the channels of o, item after item, until none comes.
+
+    An item is a tile of rows and the tiles of keys that it reads; the warpgroup of the logits
+    announces it in shared memory. SIDE: 0 for the first half, 1 for the second.
+    """
     ROWS: gl.constexpr = variant.rows
     SUM: gl.constexpr = sum_layout(ROWS)
     at = gl.program_id(0) * 0  # tiles so far: the place in the rings
