@@ -4,12 +4,14 @@ One new token a sequence, R 512 and Dr 64, blocks of 64 in random order, in bflo
 of 8 bits. All calls of a row are replayed from CUDA graphs in turn, in short blocks, each after a
 buffer larger than L2 was overwritten. Bytes are those of the cache; FLOPs are 2 B Hq N (576 + 512).
 FlashMLA is measured where its package `flash_mla` can be imported. A result that differs from
-float64 gets no number.
+float64 gets no number. With TRITON_OVERRIDE_ARCH=sm80 (or sm89) kernels are those of that
+architecture; see `lab/ampere.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -23,6 +25,7 @@ from tilewise.bench.attention import document
 from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.bench.timing import time_together
+from tilewise.kernels import device
 
 _RANK, _ROPE_DIM, _BLOCK = 512, 64, 64
 _WIDTH = _RANK + _ROPE_DIM
@@ -187,6 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("it needs a GPU that torch can see")
+    arch = os.environ.get("TRITON_OVERRIDE_ARCH", "").removeprefix("sm")
+    if arch:  # Triton makes the code of that architecture, for which tilewise takes the card
+        device.capability = lambda index: int(arch)  # type: ignore[assignment]
     ceilings = measure_ceilings("cuda")
     print(ceilings)
     rows: list[Row] = []
@@ -195,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{shape}: " + ", ".join(f"{r['peer']} {r.get('ms', 0.0):.4f} ms" for r in found))
         rows += found
     print(format_table(rows, _COLUMNS))
-    emit(document(rows, ceilings), options.json)
+    made_for = {"as": f"sm_{arch}"} if arch else {}
+    emit(document(rows, ceilings) | made_for, options.json)
     return 0
 
 

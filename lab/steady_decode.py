@@ -2,6 +2,10 @@
 
     python lab/steady_decode.py --json F [--rows 1 32 256] [--trace FOLDER]
     python lab/steady_decode.py --empty --rows 256 [--turns 6] TREE TREE
+    python lab/steady_decode.py --json F --beside sm80
+
+With `--beside` each tree has a second engine, whose kernels are those of another architecture; see
+`lab/ampere.py`.
 
 Each tree of this package (this one, if none is named) has a process of its own, which takes turns
 with the others. In a turn so many sequences with prompts of 1,024 tokens are brought to decode;
@@ -250,6 +254,13 @@ def busy_between(spans: Sequence[Any]) -> dict[str, Any]:
 
 def serve(given: argparse.Namespace) -> None:
     """Answer each line of standard input, a number of rows, with a turn."""
+    arch = os.environ.get("TRITON_OVERRIDE_ARCH", "").removeprefix("sm")
+    if arch:
+        from tilewise.kernels import device
+
+        capability = int(arch)
+        device.capability = lambda index: capability  # type: ignore[assignment]
+        arch = f"-sm{arch}"
     most = max(given.rows)
     with tempfile.TemporaryDirectory() as folder:
         llm = None
@@ -262,7 +273,7 @@ def serve(given: argparse.Namespace) -> None:
         print("@{}", flush=True)
         for line in sys.stdin:
             rows = int(line)
-            trace = f"{given.trace}/steady-{rows}.json.gz" if given.trace else None
+            trace = f"{given.trace}/steady-{rows}{arch}.json.gz" if given.trace else None
             found = loop.call(lambda rows=rows, trace=trace: steps.turn(rows, trace))
             print("@" + json.dumps(found), flush=True)
 
@@ -299,6 +310,7 @@ def main() -> None:
     parser.add_argument("--empty", action="store_true", help="on a CPU, without a model")
     parser.add_argument("--prefix-caching", action="store_true")
     parser.add_argument("--trace", metavar="FOLDER", help="keep the profiler's traces there")
+    parser.add_argument("--beside", metavar="ARCH", help="a second engine, as of sm80 or sm89")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -317,27 +329,34 @@ def main() -> None:
     command += [str(rows) for rows in given.rows]
     command += [word for word in options if word in ("--empty", "--prefix-caching")]
     command += ["--trace", str(given.trace.rstrip("/"))] if given.trace else []
-    running = []
+    running, engines = [], []
     for tree in given.trees:
-        began = time.perf_counter()
-        path = str(tree.resolve())
-        process = subprocess.Popen(
-            command, cwd=tree, text=True, env=os.environ | {"PYTHONPATH": path},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        running.append(process)
-        _read(process)
-        print(f"{tree.resolve().name}: ready in {time.perf_counter() - began:.1f} s", flush=True)
+        for arch in (None, given.beside) if given.beside else (None,):
+            began = time.perf_counter()
+            path = str(tree.resolve())
+            environment = os.environ | {"PYTHONPATH": path}
+            name = tree.resolve().name
+            if arch:
+                environment["TRITON_OVERRIDE_ARCH"] = arch
+                name += f" as {arch}"
+            process = subprocess.Popen(
+                command, cwd=tree, text=True, env=environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            running.append(process)
+            engines.append(name)
+            _read(process)
+            print(f"{name}: ready in {time.perf_counter() - began:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
     document["rows"] = rows
     for turn in range(given.turns + 1):
-        order = list(zip(given.trees, running, strict=True))
-        for tree, process in order if turn % 2 == 0 else reversed(order):
+        order = list(zip(engines, running, strict=True))
+        for name, process in order if turn % 2 == 0 else reversed(order):
             for count in given.rows:
                 assert process.stdin is not None
                 process.stdin.write(f"{count}\n")
                 process.stdin.flush()
-                row = {"tree": tree.resolve().name, "turn": turn} | _read(process)
+                row = {"tree": name, "turn": turn} | _read(process)
                 if not given.empty:
                     add_roof(row, document["ceilings"])
                 if turn:
@@ -347,14 +366,14 @@ def main() -> None:
                     given.json.write_text(json.dumps(document, indent=1) + "\n")
     for process in running:
         process.communicate()
-    for tree in given.trees:
+    for engine in engines:
         for count in given.rows:
-            own = [r for r in rows if (r["tree"], r["rows"]) == (tree.resolve().name, count)]
+            own = [r for r in rows if (r["tree"], r["rows"]) == (engine, count)]
             medians = {
                 name.strip("_"): statistics.median(r[name.strip("_")][1] for r in own)
                 for name in (*PARTS, "asked")
             }
-            print(f"{tree.resolve().name}, {count} rows, ms a step:", flush=True)
+            print(f"{engine}, {count} rows, ms a step:", flush=True)
             print("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in medians.items()))
             print(f"  digest of tokens: {', '.join(sorted({row['digest'] for row in own}))}")
             for name in ("% of roof", "busy %"):

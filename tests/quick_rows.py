@@ -74,9 +74,7 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
         "test_agrees_with_float64_with_and_without_a_plan": (
             "(decode|padding_rows|window)-torch.int8|(drafts|a_scale_a_head)-torch.float8_e4m3fn"
         ),
-        "test_forms_agree_with_float64": (
-            "ctas_that_stay-many|a_cta_for_each-decode|ctas_that_stay-drafts"
-        ),
+        "test_a_cta_takes_several_pairs": "many|drafts",
         "test_single_tokens_beside_prompts_agree_with_float64": "torch.int8",
     },
     "kernels/gluon/test_plan.py": {

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tests.kernels.compile_cases import Case, meta
-from tilewise.kernels.gluon.quantised import linear, mixture
+from tilewise.kernels.gluon.quantised import linear, mixture, narrow
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.tiles.experts import NarrowTile
 from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile
@@ -165,6 +165,12 @@ def launch_early(mode: int) -> None:
         launch_experts("int4-256")
 
 
+def launch_rounded() -> None:
+    """Call the launcher of many rows that are rounded to e4m3."""
+    weight = _weight(torch.float8_e4m3fn, torch.bfloat16, (128, 128), in_lanes=True)
+    narrow.launch(meta(_ROWS, _COLUMNS, dtype=torch.float16), weight, meta(_ROWS, dtype=_HALF))
+
+
 def cases() -> Iterator[Case]:
     """Yield each kind of code and of scale, for each architecture; in float16 for one."""
     for arch in ARCHITECTURES:
@@ -212,6 +218,7 @@ def cases() -> Iterator[Case]:
         lambda: launch_experts("mxfp4-256", NarrowTile(64, 0, 2, 1, 2)),
         slow=True,
     )
+    yield Case("sm_90-quantised-rounded-rows", 90, launch_rounded, mma="wgmma.mma_async")
     for name in _RINGS:
         yield Case(
             f"sm_90-quantised-ring-{name}",

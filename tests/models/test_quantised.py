@@ -13,6 +13,7 @@ from tilewise import LLM, SamplingParams
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, build_model, load_model, weights
 from tilewise.models.quantised import Stored
+from tilewise.models.quantised.choose import format_of
 from tilewise.models.quantised.torchao import torchao
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.nn.packed import PackedLinear
@@ -122,6 +123,18 @@ def test_tiles_of_torchao_are_taken_apart():
     stored = Stored("m", frozenset(tensors), lambda suffix: tensors[suffix])
     with pytest.raises(CheckpointError, match="m._weight_act_pre_scale must be absent"):
         torchao(FORMATS["torchao-int4"][1]).read(stored)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "rounds"),
+    [("dynamic", 128, True), ("static", 128, False), ("dynamic", 64, False)],
+)
+def test_rows_are_rounded_where_the_format_has_dynamic_inputs_in_blocks(scheme, size, rounds):
+    codes = torch.randn(256, 256).to(torch.float8_e4m3fn)
+    tensors = {"weight": codes, "weight_scale_inv": torch.rand(256 // size, 256 // size)}
+    told = {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": [size, size]}
+    found = format_of(told).read(Stored("m", frozenset(tensors), lambda name: tensors[name]))
+    assert found.rounds_rows == rounds
 
 
 @pytest.mark.gpu

@@ -58,6 +58,8 @@ class QuantisedWeight:
         computed: the dtype in which the format computes values: float32, float16 or bfloat16.
         in_lanes: True if each 64 bytes of a row of codes are in the order of `lanes`, in which
             tensor cores take them, and not in that of their columns.
+        rounds_rows: True if the format rounds the rows that it multiplies to e4m3, 128 channels by
+            a scale of their own; products may do so where there are many rows.
 
     Source: Frantar et al., 2022 (GPTQ); Lin et al., 2023 (AWQ); Dettmers et al., 2023 (NF4); OCP
     Microscaling Formats 1.0, 2023; ggml's k-quants (two levels of scales).
@@ -75,6 +77,7 @@ class QuantisedWeight:
     permutation: Tensor | None = None
     computed: torch.dtype = torch.float32
     in_lanes: bool = False
+    rounds_rows: bool = False
 
     @property
     def bits(self) -> int:
@@ -355,6 +358,7 @@ def _are_alike(a: QuantisedWeight, b: QuantisedWeight) -> bool:
         or a.computed != b.computed
         or a.table != b.table
         or a.in_lanes != b.in_lanes
+        or a.rounds_rows != b.rounds_rows
     ):
         return False
     width = a.shape[1]

@@ -449,6 +449,7 @@ class QuantisedLinearSpec(ElementSpec):
         rows: rows of x, rounded up to a power of two.
         batch_invariant: True if a row's bits must not depend on the number of others.
         in_lanes: whether the codes are in the order of lanes.
+        rounds_rows: whether many rows may be rounded to e4m3, see `QuantisedWeight`.
     """
 
     codes: torch.dtype
@@ -466,6 +467,7 @@ class QuantisedLinearSpec(ElementSpec):
     rows: int
     batch_invariant: bool
     in_lanes: bool = False
+    rounds_rows: bool = False
 
     @property
     def bits(self) -> int:

@@ -30,6 +30,7 @@ def quantised_linear(
     """Compute y = x W^T + bias for a quantised W, see `QuantisedWeight`.
 
     Values of W are computed tile by tile and rounded to x's dtype; products are summed in float32.
+    More than 512 rows are rounded to e4m3 on Hopper where the format does so (`rounds_rows`).
     Nothing is differentiable.
 
     Args:
@@ -68,6 +69,7 @@ def arguments_of(weight: QuantisedWeight) -> tuple[Any, ...]:
         weight.permutation,
         str(weight.computed).removeprefix("torch."),
         weight.in_lanes,
+        weight.rounds_rows,
     )
 
 
@@ -76,7 +78,7 @@ def schema_of(prefix: str = "") -> str:
     kinds = (
         "Tensor codes, Tensor scales, int rows, int columns, float[]? table, Tensor? zeros, "
         "Tensor? minimums, Tensor? outer, Tensor? outer_minimums, int outer_rows, "
-        "int outer_columns, Tensor? permutation, str computed, bool in_lanes"
+        "int outer_columns, Tensor? permutation, str computed, bool in_lanes, bool rounds_rows"
     )
     named = (argument.rsplit(" ", 1) for argument in kinds.split(", "))
     return ", ".join(f"{kind} {prefix}{name}" for kind, name in named)
@@ -101,6 +103,7 @@ def weight_of(
     permutation: Tensor | None,
     computed: str,
     in_lanes: bool,
+    rounds_rows: bool,
 ) -> QuantisedWeight:
     """Return the QuantisedWeight that `arguments_of` has taken apart; the inverse of that
     function."""
@@ -117,6 +120,7 @@ def weight_of(
         permutation,
         getattr(torch, computed),
         in_lanes,
+        rounds_rows,
     )
 
 
@@ -148,6 +152,7 @@ def spec_of(
         rows=1 << max(x.shape[:-1].numel() - 1, 0).bit_length(),
         batch_invariant=batch_invariant,
         in_lanes=weight.in_lanes,
+        rounds_rows=weight.rounds_rows,
     )
 
 

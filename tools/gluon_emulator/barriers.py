@@ -57,6 +57,17 @@ class Barrier:
         self._maybe_end()
         return phase
 
+    def copied(self, count: int) -> int:
+        """Count arrivals of copies that have landed; return the phase whose end tells of them."""
+        self._checked()
+        self._pending -= count
+        if self._pending < 0:
+            raise Protocol(f"{self.name} has more arrivals of copies than its phase counts")
+        phase = self.finished + 1
+        self._collected[self] = phase
+        self._maybe_end()
+        return phase
+
     def wait(self, parity: Any) -> None:
         """Block until the phase of this parity has ended."""
         self._checked()

@@ -405,6 +405,7 @@ async_copy = SimpleNamespace(
     async_copy_global_to_shared=groups.copy,
     commit_group=groups.commit,
     wait_group=groups.wait,
+    mbarrier_arrive=groups.arrive,
 )
 mbarrier = SimpleNamespace(
     MBarrierLayout=shared.BarrierLayout,

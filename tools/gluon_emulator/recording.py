@@ -79,6 +79,7 @@ def steps_of(worker: Worker, regions: Regions) -> list[Op]:
     read: set[int] = set()  # since the last barrier of the warps
     written: set[int] = set()
     several = worker.num_warps > 1
+    copies: list[Any] = []  # by cp.async, which the next arrival of copies tells of
 
     def barrier() -> None:
         if several:
@@ -133,11 +134,23 @@ def steps_of(worker: Worker, regions: Regions) -> list[Op]:
         elif kind in ("start", "join"):
             barrier()
             steps.append((kind, EVERY, *of_op))
-        elif kind in ("copy", "commit", "committed"):
-            raise NotEmulated("cp.async in other schedules than the emulator's own")
+        elif kind == "copy":
+            copies.append(of_op)
+        elif kind == "copied":
+            # As if the arrival announced the copies' bytes and an engine brought them.
+            told, copies = copies, []
+            bytes_of = [memory.nbytes for _, memory in told]
+            steps.append(("arrive", FIRST, *of_op, sum(bytes_of)))
+            for (history, memory), nbytes in zip(told, bytes_of, strict=True):
+                number = regions.number(history, memory)
+                steps.append(("bring", FIRST, number, of_op[0], nbytes, 0, ()))
+        elif kind in ("commit", "committed"):
+            raise NotEmulated("groups of cp.async in other schedules than the emulator's own")
         else:
             assert kind == "barrier", kind
             barrier()
+    if copies:
+        raise NotEmulated("cp.async of which no barrier tells in other schedules")
     return steps
 
 

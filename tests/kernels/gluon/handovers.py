@@ -176,11 +176,11 @@ BACKWARD = {
 
 _CONSUME_8 = "forward/fp8/kernel:_consume"
 _ADD = "latent/values:"
-_VALUES = "        value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))\n"
+_VALUES = "        value_bytes = v_tiles.index(stage).load(value_bytes_layout(N, W))\n"
 _SCALES = (
     "        if shape.slot_scales:\n"
-    "            k_scales = _head_scales(ring.k_scale, stage, head, shape)\n"
-    "            v_scales = _head_scales(ring.v_scale, stage, head, shape)\n"
+    "            k_scales = _scales_of(ring.k_scale.index(stage), shape)\n"
+    "            v_scales = _scales_of(ring.v_scale.index(stage), shape)\n"
 )
 _FREE_PAGE = "        release_loaded(ring.empty.index(stage))\n"
 
@@ -212,24 +212,20 @@ OTHERS = {
         "mbarrier.wait(ring.full.index(stage), step // shape.stages & 1)", "paged_decode",
     ),
     "a_page_loaded_over_one_in_use": _without(
-        "paged/decode:_load_tiles",
-        "mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)", "paged_decode",
+        "paged/decode:_load_tile", "mbarrier.wait(ring.empty.index(stage), parity)", "paged_decode"
     ),
     "a_page_given_back_before_its_values_are_read": Mutation(
         "paged/decode:_fold_pair", _VALUES + _SCALES + _FREE_PAGE, _FREE_PAGE + _VALUES + _SCALES,
         "paged_decode",
     ),
     "the_scales_of_a_page_not_waited_for": Mutation(
-        "paged/decode:_load_tile", "2 * KEYS * shape.row + scale_bytes",
-        "2 * KEYS * shape.row", "paged_decode",
+        "paged/decode:_allocate", "33 if shape.slot_scales else 1", "1", "paged_decode"
     ),
-    "the_scales_of_a_page_announced_before_they_are_stored": Mutation(
-        "paged/decode:_load_tiles",
-        "                ring.v_scale.index(stage).store(v_scales)\n"
-        "                mbarrier.arrive(ring.full.index(stage), count=1)\n",
-        "                mbarrier.arrive(ring.full.index(stage), count=1)\n"
-        "                ring.v_scale.index(stage).store(v_scales)\n",
-        "paged_decode_that_stays",
+    "the_scales_of_a_page_announced_before_they_are_copied": _later(
+        "paged/decode:_load_scales",
+        "    async_copy.async_copy_global_to_shared(ring.v_scale.index(stage), v_at)\n",
+        "    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)\n",
+        "paged_decode_with_a_plan",
     ),
     "latents_loaded_over_queries_that_some_warp_reads": Mutation(
         "latent/scores:_begin",
@@ -277,7 +273,19 @@ OTHERS = {
 }  # fmt: skip
 
 _ROWS = "step/rows:_multiply"
+_NARROW = "quantised/narrow_rows:_multiply_tiles"
 PRODUCTS = {
+    "codes_multiplied_before_they_are_there": _without(
+        _NARROW, "mbarrier.wait(full.index(stage), count // shape.stages & 1)", "rounded_rows"
+    ),
+    "codes_loaded_over_some_in_use": _without(
+        "quantised/narrow_rows:_load_tiles",
+        "mbarrier.wait(empty.index(stage), (count // shape.stages & 1) ^ 1)", "rounded_rows",
+    ),
+    "codes_given_back_before_their_product_is_done": _later(
+        _NARROW, "            sum2 = _add(sum2, part2, of_x * factor2, 0)\n",
+        "            mbarrier.arrive(empty.index(stage), count=1)\n", "rounded_rows",
+    ),
     "a_stage_multiplied_before_it_is_there": _without(
         _ROWS, "mbarrier.wait(ring.full.index(stage), (step // shape.stages) & 1)", "few_rows"
     ),

@@ -589,7 +589,7 @@ MMA_FORWARD = {
 _BWD, _BWD_STEP = "mma/backward:attention_bwd_kernel", "mma/backward:_step"
 _BWD_ADD, _BWD_STORE = "mma/backward:_add_queries", "mma/backward:_store"
 _BWD_WAIT = "async_copy.wait_group(0)\n"
-_BWD_COPY = "_copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)\n"
+_BWD_COPY = "_copy(step + 1, until, work, shape, scores, places, heads, bufs, variant, grids)\n"
 _BWD_AHEAD = f"if not ONE:\n    {_BWD_COPY}"
 _BWD_BARRIER = "partition_barrier()\n"
 
@@ -664,6 +664,17 @@ MMA_BACKWARD = {
     ),
     "random_words_of_the_first_keys": Mutation(
         "mma/backward:_kept", "1) + work.first_key // 32", "1)", "dropped"
+    ),
+    "the_bias_of_the_first_keys": Mutation(
+        "mma/backward:_copy", "every.start + work.first_key", "every.start", "biased"
+    ),
+    "the_bias_of_another_head": Mutation(
+        "mma/backward:_copy", "work.b, first * 0, head, strides",
+        "work.b, first * 0, head * 0, strides", "biased",
+    ),
+    "bias_past_the_last_key_is_read": Mutation(
+        "mma/backward:_copy", "(shape.seqlen_k - work.first_key) // UNIT", "shape.seqlen_k // UNIT",
+        "biased",
     ),
     "steps_without_their_mask": Mutation(
         _BWD, "masked = masked_steps(work) * group_size", "masked = zero", "two_stages"

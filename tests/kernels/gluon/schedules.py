@@ -22,13 +22,13 @@ from tests.kernels.gluon import test_linear as test_gluon_linear
 from tests.kernels.gluon import test_mla as test_gluon_mla
 from tests.kernels.gluon import test_mla_bytes as test_gluon_mla_bytes
 from tests.kernels.gluon import test_paged as test_gluon_paged
+from tests.kernels.gluon import test_quantised as test_gluon_quantised
 from tests.kernels.gluon.problem import assert_forward_right, backward, forward, in_turns
 from tests.kernels.triton.test_mla import Case as Latents
 from tests.kernels.triton.test_mla import make_inputs
 from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
 from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
-from tilewise.kernels.gluon.paged import plan as paged_plan
 from tools.gluon_emulator import Program, Recording, Replay, recorded
 
 _UNCHANGED = Program()
@@ -168,12 +168,20 @@ def _latents_of_bytes(seed: int, program: Program) -> list[Recording]:
     return recordings
 
 
-def _paged(seed: int, program: Program, *, stays: bool = False) -> list[Recording]:
+def _paged(seed: int, program: Program, *, has_plan: bool = False) -> list[Recording]:
     torch.manual_seed(0)
     case = test_gluon_paged.Case("", (380, 33), (1, 1), (4, 4), head_dim=64)
-    seats = 2 if stays else 0  # CTAs that stay and take several pairs, or one for each
-    with mock.patch.object(paged_plan, "SEATS", seats), recorded() as recordings:
-        test_gluon_paged.run_emulated(case, torch.int8, seed, program, has_plan=stays)
+    with recorded() as recordings:
+        test_gluon_paged.run_emulated(case, torch.int8, seed, program, has_plan=has_plan)
+    return recordings
+
+
+def _rounded_rows(seed: int, program: Program) -> list[Recording]:
+    torch.manual_seed(0)
+    with recorded() as recordings:
+        test_gluon_quantised.check_rounded(
+            140, 264, 640, torch.bfloat16, seed=seed, program=program
+        )
     return recordings
 
 
@@ -279,7 +287,8 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "8_bits_packed": _packed_bytes,
     "8_bits_masked": _masked_bytes,
     "paged_decode": _paged,
-    "paged_decode_that_stays": functools.partial(_paged, stays=True),
+    "rounded_rows": _rounded_rows,
+    "paged_decode_with_a_plan": functools.partial(_paged, has_plan=True),
     "latents": _latents,
     "latents_of_8_bits": _latents_of_bytes,
     "few_rows": _rows,

@@ -71,11 +71,20 @@ CASES = {
         alibi="heads", sinks=True, dropout_p=0.2,
     ),
 }  # fmt: skip
+BIASED = {
+    "bias_copied": Call(150, 136, (2, 1), D128, 2, BRAIN, bias=(2, 150, 136)),
+    "bias_copied_causal": Call(130, 176, (2, 1), D64, 1, HALF, CAUSAL, bias=(1, 2, 130, 176)),
+    "bias_copied_and_all": Call(
+        70, 136, (2, 1), D128, 2, BRAIN, (30, 9), bias=(2, 2, 70, 136), alibi="heads",
+        softcap=5.0, seqlens_k=(136, 45), sinks=True,
+    ),
+}  # fmt: skip
+CASES |= BIASED
 _QUICK = ("plain", "causal", "groups", "padded", "window", "dropout", "packed", "mask_ruled")
 _EVERYDAY = [pytest.param(n, marks=[] if n in _QUICK else pytest.mark.slow) for n in CASES]
 ON_GPU = {
     name: call
-    for name, call in (test_attention_fwd.CASES | test_attention_bwd.CASES).items()
+    for name, call in (test_attention_fwd.CASES | test_attention_bwd.CASES | BIASED).items()
     if call.mask is None or call.mask_tile == (128, 128)
 }
 
@@ -143,6 +152,7 @@ MISTAKEN: dict[str, tuple[Call, int, bool]] = {
     "ordered": (Call(130, 260, (1, 1), D64, 1, BRAIN), 89, True),
     "dropped": (Call(60, 140, (1, 1), D64, 1, BRAIN, dropout_p=0.4), 80, False),
     "unseen": (Call(60, 140, (1, 1), D64, 2, BRAIN, seqlens_k=(5, 140)), 80, False),
+    "biased": (CASES["bias_copied"], 89, False),
 }
 
 
@@ -213,7 +223,8 @@ def shared_bytes(spec: AttentionSpec, tile: BwdTile) -> int:
     variant, _ = choice_bwd(spec, tile)
     keys = tile.keys * (variant.d + variant.dv)
     queries = tile.stages * tile.queries * (variant.d + variant.dv)
-    return 2 * (keys + queries + 2 * tile.keys * tile.queries) + 8 * tile.stages * tile.queries
+    tiles = (2 + tile.stages * tile.has_room) * tile.keys * tile.queries  # p, ds and the bias
+    return 2 * (keys + queries + tiles) + 8 * tile.stages * tile.queries
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -17,12 +16,12 @@ from tests.kernels.planned import paged
 from tests.kernels.triton.test_paged import _spec
 from tilewise import paged_attention, plan_paged_attention, write_kv_cache
 from tilewise.kernels import device, early
+from tilewise.kernels.gluon.device.byte_operands import LINE
 from tilewise.kernels.gluon.paged import plan as gluon
 from tilewise.kernels.gluon.paged.plan import why_not_decode
-from tilewise.kernels.host.descriptors import descriptor
+from tilewise.kernels.host.descriptors import token_descriptor
 from tilewise.kernels.host.launch import launch_now
 from tilewise.kernels.tiles import paged as tiles
-from tilewise.ops import call
 from tilewise.reference import four_bits
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget
@@ -159,33 +158,15 @@ def test_agrees_with_float64_with_and_without_a_plan(case: Case, dtype: torch.dt
         assert torch.equal(o, again)
 
 
-# Constants of the plan that change the kernel, or who launches it.
-FORMS: dict[str, dict[str, Any]] = {"a_cta_for_each": {"SEATS": 0}, "ctas_that_stay": {"SEATS": 2}}
-
-
-@pytest.fixture
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Give the constants of a form; calls of before are planned anew."""
-    for constant, value in FORMS[request.param].items():
-        monkeypatch.setattr(gluon, constant, value)
-    _forget_plans()
-    yield request.param
-    _forget_plans()
-
-
-def _forget_plans() -> None:
-    call.forget()
-
-
 # Many sequences, so that a CTA that stays takes several; two of them have splits.
-MANY = Case("many", (*range(1, 1400, 11), 9000, 6000), (1,) * 130)
+MANY = Case("many", (*range(1, 1400, 10), 9000, 6000), (1,) * 142)
 STAYING = (
     MANY,
     Case("many_windows", MANY.lengths, MANY.runs, options={"window": 300}),
     Case("many_narrow_heads", MANY.lengths, MANY.runs, head_dim=64, block_size=8),
     Case("many_padding_rows", (*MANY.lengths, 50, 2000), (*MANY.runs, 0, 0)),
 )
-BY_FORM = [*STAYING, *(case for case in CASES if case.name in ("decode", "drafts", "padding_rows"))]
+SEVERAL = [*STAYING, *(case for case in CASES if case.name in ("decode", "drafts", "padding_rows"))]
 
 
 @pytest.mark.gpu
@@ -193,11 +174,10 @@ BY_FORM = [*STAYING, *(case for case in CASES if case.name in ("decode", "drafts
     "case",
     [
         pytest.param(c, marks=[pytest.mark.large] if c in STAYING else [], id=c.name)
-        for c in BY_FORM
+        for c in SEVERAL
     ],
 )
-@pytest.mark.parametrize("form", FORMS, indirect=True)
-def test_forms_agree_with_float64(form: str, case: Case) -> None:
+def test_a_cta_takes_several_pairs(case: Case) -> None:
     (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, torch.float8_e4m3fn)
     given = options | {"k_scale": k_scale, "v_scale": v_scale, "backend": "gluon"}
     truth, truth_lse = _reference(torch.float64, q, exact, options)
@@ -272,7 +252,7 @@ def run_emulated(
 ) -> None:
     """Judge one call in the emulator: two stages, and a split for every four tiles of keys.
 
-    There are two multiprocessors, so that a CTA that stays takes several pairs.
+    There are two multiprocessors. With a plan each has one CTA, which stays and takes more pairs.
     """
     (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, dtype, "cpu")
     window = options.get("window")
@@ -284,11 +264,13 @@ def run_emulated(
         window_left=-1 if window is None else window - 1, has_sinks="sinks" in options,
     )  # fmt: skip
     splits = tiles.SplitPlan(target_pairs=0, split_tiles=4, num_pairs=12, fixed=True, alone=False)
-    records = torch.zeros(12 + gluon.counter_rows(spec, splits, 2), 8, dtype=torch.int32)
+    counters = -(-len(case.lengths) * case.heads[1] // 4 // 8)
+    records = torch.zeros(12 + counters, 8, dtype=torch.int32)
     with (
         # Shared memory of the emulator holds numbers, not bytes: e4m3 has no two zeros or NaNs.
-        mock.patch.object(gluon, "_bytes_descriptor", _int8_descriptor),
+        mock.patch.object(gluon, "_lines_descriptor", _int8_descriptor),
         mock.patch.object(device, "sm_count_of", return_value=2),
+        mock.patch.object(gluon, "SEATS", 1 if has_plan else 1000),
         emulated(seed, program=program or Program(), resident=2),
     ):
         if has_plan:
@@ -315,8 +297,8 @@ def run_emulated(
 _TENSORS = ("block_table", "seqlens_k", "cu_seqlens_q")
 
 
-def _int8_descriptor(cache: Tensor, rows: int, width: int) -> object:
-    return descriptor(cache.view(torch.int8), rows, width)
+def _int8_descriptor(cache: Tensor, rows: int) -> object:
+    return token_descriptor(cache.view(torch.int8), rows, LINE.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -337,14 +319,12 @@ def test_four_bits_agree_with_float64_in_the_emulator(name: str) -> None:
     run_emulated(NIBBLES[name], torch.uint8)
 
 
-@pytest.mark.parametrize("form", FORMS, indirect=True)
-def test_forms_of_four_bits_agree_with_float64_in_the_emulator(form: str) -> None:
+def test_four_bits_with_a_plan_agree_with_float64_in_the_emulator() -> None:
     run_emulated(NIBBLES["splits"], torch.uint8, has_plan=True)
 
 
 @pytest.mark.parametrize("name", EMULATED)
-@pytest.mark.parametrize("form", FORMS, indirect=True)
-def test_forms_agree_with_float64_in_the_emulator(form: str, name: str) -> None:
+def test_with_a_plan_agrees_with_float64_in_the_emulator(name: str) -> None:
     run_emulated(EMULATED[name], torch.int8, has_plan=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.test_quantised_weight import random_weight
-from tilewise.kernels.gluon.quantised import linear
+from tilewise.kernels import device
+from tilewise.kernels.gluon.quantised import linear, narrow
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile
@@ -205,6 +207,58 @@ def test_what_cannot_lie_in_lanes_is_said():
         assert reason in found
 
 
+def blocks_of_e4m3(outputs, channels):
+    """Return a weight as DeepSeek's and Qwen's checkpoints have it."""
+    scales = torch.rand(-(-outputs // 128), channels // 128) * 0.1 + 0.01
+    codes = torch.randn(outputs, channels).to(torch.float8_e4m3fn)
+    return QuantisedWeight(codes, scales, (128, 128), rounds_rows=True)
+
+
+def rounded(x):
+    """Round rows to e4m3, 128 channels by one scale; in float64."""
+    groups = x.float().unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    scale = torch.where(scale > 0, scale, 1.0)
+    codes = (groups / scale).to(torch.float8_e4m3fn)
+    return (codes.double() * scale.double()).flatten(-2)
+
+
+def check_rounded(rows, outputs, channels, dtype, place="cpu", **emulator):
+    """Compare with float64; on a CPU in the emulator, two CTAs of two stages."""
+    weight = blocks_of_e4m3(outputs, channels)
+    x, bias = torch.randn(rows, channels).to(dtype), torch.randn(outputs).to(dtype)
+    x[rows // 2] = 0
+    operands = x.to(place), weight.to(place).lanes(), bias.to(place)
+    if place == "cpu":
+        with (
+            mock.patch.object(device, "sm_count_of", return_value=2),
+            mock.patch.object(narrow, "STAGES", 2),
+            emulated(**emulator),
+        ):
+            y = narrow.launch(*operands)
+    else:
+        y = narrow.launch(*operands).cpu()
+    values = weight.dequantise()
+    wide = torch.nn.functional.linear(rounded(x), values.double(), bias.double())
+    plain = torch.nn.functional.linear(rounded(x).to(dtype), values.to(dtype), bias)
+    assert_within_budget(y, wide, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_rounded_as_the_format_does(dtype):
+    check_rounded(140, 264, 640, dtype)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_told_by_nan(broken):
+    x = torch.randn(3, 256).bfloat16()
+    x[1, 200] = broken
+    with emulated(0):
+        y = narrow.launch(x, blocks_of_e4m3(128, 256).lanes(), None)
+    assert y[1].isnan().all()
+    assert y[[0, 2]].isfinite().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -254,3 +308,13 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it_on_a_gpu():
     many = linear.launch(x, weight, None, True)
     for count in (1, 7, 16, 33, 128):
         assert torch.equal(linear.launch(x[:count], weight, None, True), many[:count])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "channels"), [(513, 264, 640), (1000, 4096, 4096), (4096, 1536, 2048)]
+)
+def test_rows_are_rounded_as_the_format_does_on_a_gpu(rows, outputs, channels, dtype):
+    check_rounded(rows, outputs, channels, dtype, "cuda")

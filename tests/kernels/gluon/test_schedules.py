@@ -36,6 +36,7 @@ STOPPED = frozenset((
     "8_bits_the_turn_passed_to_oneself", "8_bits_q_and_its_notes_read_before_they_are_there",
     "a_page_used_before_it_is_there", "a_page_loaded_over_one_in_use",
     "the_scales_of_a_page_not_waited_for", "a_stage_multiplied_before_it_is_there",
+    "the_scales_of_a_page_announced_before_they_are_copied",
     "the_wrong_phase_of_a_stage", "another_stage_loaded",
     "a_stage_loaded_before_its_product_is_done", "the_bytes_of_x_forgotten",
     "the_bytes_of_an_early_weight_forgotten", "arrivals_left_behind",
@@ -43,6 +44,7 @@ STOPPED = frozenset((
     "another_senders_dq_given_back", "k_of_the_next_tile_loaded_before_its_place_is_free",
     "the_wrong_phase_of_free_k", "v_given_back_before_dk_has_left", "the_last_ds_not_given_back",
     "notes_read_before_they_are_there", "notes_of_another_tile",
+    "codes_multiplied_before_they_are_there", "codes_loaded_over_some_in_use",
 ))  # fmt: skip
 RACES = [name for name in HANDOVERS if name not in STOPPED]
 

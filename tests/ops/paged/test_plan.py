@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewise import PagedPlan, paged_attention, plan_paged_attention
+from tilewise.kernels import device
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.tiles.paged import fills_whole
+from tilewise.ops.call import forget
 from tilewise.testing import assert_within_budget, make_paged_cache
 
 pytest.importorskip("triton")
@@ -87,15 +89,20 @@ def test_the_last_program_merges_all_splits_and_leaves_the_counters_at_0(
 
 
 @interpreted
-def test_a_second_kernel_merges_the_splits_of_wide_heads() -> None:
-    k_cache, v_cache, table, seqlens_k = make_paged_cache([1200, 64, 70], 16, 1, 320)
+@pytest.mark.parametrize(("width", "arch"), [(320, 90), (32, 80)])
+def test_a_second_kernel_merges_the_splits_of_wide_heads_and_as_sm_80_of_few(
+    monkeypatch: pytest.MonkeyPatch, width: int, arch: int
+) -> None:
+    monkeypatch.setattr(device, "arch_of", lambda _: arch)
+    k_cache, v_cache, table, seqlens_k = make_paged_cache([1200, 64, 70], 16, 1, width)
     options: dict[str, Any] = {
         "block_table": table, "seqlens_k": seqlens_k, "max_seqlen_q": 1, "return_lse": True,
         "cu_seqlens_q": torch.arange(4, dtype=torch.int32), "sinks": torch.randn(4),
     }  # fmt: skip
-    q = torch.randn(3, 4, 320)
+    q = torch.randn(3, 4, width)
     want = paged_attention(q, k_cache, v_cache, backend="reference", **options)
     options["backend"] = "triton"
+    forget()
     plan = plan_paged_attention(q, k_cache, v_cache, **options)
     assert int(plan.records[:, 7].amax()) > 2
     before = plan.records.clone()

@@ -210,9 +210,12 @@ def row_descriptor(tensor: Tensor, count: int) -> Any:
     return _numbers(tensor, (1, count))
 
 
-def scale_descriptor(tensor: Tensor, rows: int, heads: int) -> Any:
-    """Return the descriptor of (rows, heads) tiles of float32 (num_blocks, block_size, Hk)."""
-    return _numbers(tensor, (1, rows, heads))
+def token_descriptor(tensor: Tensor, rows: int, width: int) -> Any:
+    """Return the descriptor of (rows, width) tiles of a cache (blocks, block_size, heads, width of
+    a head): tokens of one block, and neighbours of all their numbers."""
+    blocks, tokens, heads, head = tensor.shape
+    form = _form_of_chunks(tensor.dtype, 1, rows, width)
+    return _of(tensor, (blocks, tokens, heads * head), (*tensor.stride()[:2], 1), form)
 
 
 def _numbers(tensor: Tensor, block: tuple[int, ...]) -> Any:

@@ -23,10 +23,14 @@ ONE_PER_SM = 1  # a program's tiles and queries take more than half of an SM's s
 def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     """Tiles for runs of `run` tokens: rows for all heads of a token, up to MAX_ROWS.
 
-    Chosen by what compiles without spilling its hot loop into local memory; not yet measured. But
-    for 8-bit caches, of which a tile is held in three forms, as bytes, in registers and widened:
-    B 128, 4,096 tokens, 128 heads takes 1,061 us with 32 rows and 4 warps, 1,776 with 8, and 1,714
-    with 64 rows, which spill (H200, float8_e4m3fn, 2026-11-22).
+    Chosen by what compiles without spilling its hot loop into local memory, on Hopper not yet
+    measured. But for 8-bit caches, of which a tile is held in three forms, as bytes, in registers
+    and widened: B 128, 4,096 tokens, 128 heads takes 1,061 us with 32 rows and 4 warps, 1,776 with
+    8, and 1,714 with 64 rows, which spill (H200, float8_e4m3fn, 2026-11-22). And as sm_80 on an
+    H200 (lab/results/ampere_latents_h200.json, 2026-11-30), us of 64 x 16,384 tokens, 16 heads:
+    32 keys in three stages 433, in two 442, 16 in two 740, in three of two programs 490; of
+    float8_e4m3fn 516, 576, 881, 650. Of 128 x 4,096, 128 heads: 32 keys 1,802, 16 3,067; of
+    float8_e4m3fn 1,970 and 1,788. Three stages take 91 KiB of shared memory.
     """
     rows = run * spec.num_q_heads
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), MAX_ROWS)
@@ -35,9 +39,12 @@ def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
         return TileConfig(16, 16, 8, 1)  # float32 operands: a tile of keys is 36 KiB
     is_narrow = padded_head_dim(spec.v_head_dim) <= 256
     if spec.cache_dtype.itemsize == 1:
-        return TileConfig(min(tile_m, 32), *((16, 4, 2) if has_only_mma_sync(arch) else (32, 4, 3)))
+        by_warps = (32, 4, 3) if tile_m == 16 else (16, 4, 2)
+        return TileConfig(min(tile_m, 32), *(by_warps if has_only_mma_sync(arch) else (32, 4, 3)))
     if has_only_mma_sync(arch):  # q and the sums share the registers
-        return TileConfig(min(tile_m, 32), 32 if is_narrow else 16, 8 if tile_m > 16 else 4, 2)
+        if tile_m == 16:
+            return TileConfig(16, 32, 4, 2 if is_narrow else 3)
+        return TileConfig(32, 32, 8, 2)
     if tile_m < 64:
         return TileConfig(tile_m, 32, 4, 3)
     return TileConfig(tile_m, 64 if is_narrow else 32, 8, 3)

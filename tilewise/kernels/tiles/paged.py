@@ -1,4 +1,4 @@
-"""Tiles and splits of paged attention: by head dim, dtype, run and architecture.
+"""Tile sizes as pure tables: (op, head dim, dtype, arch) -> TileConfig.
 
 Shipped code never autotunes. Each row of a table names where it was measured: device, shape, date;
 `python lab/tune.py` and `tune_paged` print candidates, and a person commits them.
@@ -46,6 +46,7 @@ class SplitPlan:
         alone: True if no sequence can have a second split, so nothing is merged.
         weighed: True if split_tiles is chosen on the device by a model of waves, target_pairs being
             what runs at a time; only for kernels that read a plan.
+        merges_apart: True if a second kernel merges splits, though kernels read a plan.
     """
 
     target_pairs: int
@@ -54,6 +55,7 @@ class SplitPlan:
     fixed: bool
     alone: bool
     weighed: bool = False
+    merges_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,24 @@ PROGRAMS_OF_TWO_STAGES = 4
 # split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
 RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
 WIDE_RESIDENT_PROGRAMS = 2  # of heads of more than 256 channels
+# Heads of all sequences whose splits a second kernel merges where kernels do not begin early: the
+# last of 64 programs merges alone, 1 x 131,072 keys of 8 heads take 149 us, and 133 by a second one
+# (H200 as sm_80, lab/results/ampere_latents_h200.json, 2026-11-30).
+HEADS_MERGED_APART = 8
+# Of 8-bit caches as sm_80: 64 x 4,096 keys take 346 us, in tiles of 64 keys and four programs 446
+# (H200, float8_e4m3fn; int8 339 and 432; the same file). float16 spills 124 bytes so.
+BYTE_TILE_N, PROGRAMS_OF_BYTES = 128, 2
 # Sequences that decode and fill the device once without splits, this many programs an SM, have more
 # keys in flight a program: 32 x 1,024 keys, 8 key heads, a step of Qwen3-0.6B of 28 layers takes
 # 1,936 us in place of 2,077 (H200, 2026-11-23, lab/results/early_decode_h200.json); with twice
 # the sequences a layer takes 153 us in place of 127 (tune_paged_planned_h200.json).
 WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
-# Of gluon.paged.decode: 64 x 4,096 keys took 150 us, with (3, 3, 256) 158 (H200, 2026-11-22).
+# Of gluon.paged.decode: 64 x 4,096 keys of 4 bits took 94 us, with tiles of 16 keys 106, with three
+# CTAs of three stages 99, with six stages 95; of e4m3 140, with tiles of 32 keys 141.5 (H200,
+# 2026-11-30).
 BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
+NIBBLE_KEYS, BYTE_KEYS = 32, 16
 WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
 
 
@@ -191,8 +203,18 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     if spec.cache_dtype == FOUR_BITS and is_hopper and is_plain and tile_m == 16 and size <= 512:
         tile_n, num_stages = 128, 3  # 34 % of a read in place of 20 (H200, 64 x 4,096, D 128)
     # Without WGMMA 64 rows of q and o fill the registers of 4 warps and spill.
+    if _reads_many_bytes(spec, tile_m, arch):
+        tile_n, num_stages = BYTE_TILE_N, 2
     num_warps = 8 if tile_m == 64 and has_only_mma_sync(arch) else 4
     return TileConfig(tile_m, tile_n, num_warps, num_stages)
+
+
+def _reads_many_bytes(spec: PagedSpec, tile_m: int, arch: int) -> bool:
+    """Whether a call over an 8-bit cache was measured to read faster in tiles of 128 keys."""
+    is_plain = not (spec.has_alibi or spec.softcap > 0) and spec.dtype == torch.bfloat16
+    has_bytes = spec.cache_dtype in (torch.int8, torch.float8_e4m3fn)
+    has_room = arch in WIDE_SHARED_MEMORY and has_only_mma_sync(arch)
+    return has_bytes and has_room and is_plain and tile_m == 16 and row_bytes(spec) == 512
 
 
 def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
@@ -317,24 +339,47 @@ def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     if fills_whole(spec, arch, sm_count):
         config = replace(config, tile_n=WHOLE_TILE_N, num_stages=WHOLE_STAGES)
         resident = WHOLE_PROGRAMS
+    if _reads_many_bytes(spec, config.tile_m, arch):
+        resident = PROGRAMS_OF_BYTES
     run = max(1, work.split_run)
     plan = plan_splits(spec, config, run, sm_count, programs_per_sm=resident, waves=PLANNED_WAVES)
+    heads = spec.num_seqs * spec.num_kv_heads
+    if has_only_mma_sync(arch) and heads <= HEADS_MERGED_APART:
+        plan = replace(plan, merges_apart=True)
     return replace(work, split_config=config, split_plan=plan)
 
 
 def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
-    """Choose (stages of the ring, splits) of Hopper's kernel over 8-bit caches."""
-    config = TileConfig(16, 64, 4, BYTE_STAGES)
+    """Choose (stages of the ring, splits) of Hopper's kernel over caches of 8 and 4 bits."""
+    config = TileConfig(16, byte_decode_keys(spec), 4, BYTE_STAGES)
+    groups = replace(spec, num_q_heads=spec.num_q_heads // 4, num_kv_heads=spec.num_kv_heads // 4)
     plan = plan_splits(
-        spec,
+        groups,
         config,
         max(1, spec.max_seqlen_q),
         sm_count,
         programs_per_sm=BYTE_PROGRAMS_PER_SM,
-        min_split_keys=BYTE_MIN_SPLIT_KEYS,
+        min_split_keys=byte_split_keys(spec, sm_count),
         waves=PLANNED_WAVES,
     )
     return BYTE_STAGES, plan
+
+
+def byte_split_keys(spec: PagedSpec, sm_count: int) -> int:
+    """Choose the fewest keys of a split of that kernel.
+
+    A warp reads them all, of one head: few sequences are cut finer.
+    """
+    programs = spec.num_seqs * spec.num_kv_heads // 4
+    is_small = 8 * programs < BYTE_PROGRAMS_PER_SM * sm_count
+    return BYTE_MIN_SPLIT_KEYS // 4 if is_small else BYTE_MIN_SPLIT_KEYS
+
+
+def byte_decode_keys(spec: PagedSpec) -> int:
+    """Choose the keys of a tile of Hopper's kernel over caches of 8 and 4 bits."""
+    rows = 8 if spec.max_seqlen_q * spec.group_size <= 8 else 16
+    is_narrow = spec.cache_dtype == FOUR_BITS and rows * spec.head_dim <= 1024
+    return NIBBLE_KEYS if is_narrow else BYTE_KEYS
 
 
 def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
@@ -368,6 +413,7 @@ def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
         split_run = 0 if spec.num_tokens == spec.num_seqs * longest else 1
     split_config = paged_split_config(spec, max(1, split_run), arch)
     fits_four = split_config.tile_m == 16 and split_config.num_stages == 2 and not is_wide(spec)
+    fits_four = fits_four and not _reads_many_bytes(spec, split_config.tile_m, arch)
     programs = PROGRAMS_OF_TWO_STAGES if fits_four else PROGRAMS_PER_SM
     run = max(1, split_run)
     plan = plan_splits(spec, split_config, run, sm_count, programs_per_sm=programs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,8 +58,10 @@ def fp8(config: Mapping[str, Any]) -> Format:
 
     def read(stored: Stored) -> QuantisedWeight:
         suffix = "weight_scale_inv" if "weight_scale_inv" in stored.names else "weight_scale"
-        return float8(stored, stored.tensor(suffix), suffix, block)
+        weight = float8(stored, stored.tensor(suffix), suffix, block)
+        return replace(weight, rounds_rows=rounds and weight.block == (128, 128))
 
+    rounds = config.get("activation_scheme", "dynamic") == "dynamic"
     name = "fp8" if block is None else f"fp8 in blocks of {block[0]} x {block[1]}"
     return Format(name, ("weight_scale_inv", "weight_scale"), read, _INPUTS)
 

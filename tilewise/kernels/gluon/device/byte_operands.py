@@ -2,7 +2,7 @@
 
 What: tiles of int8 or e4m3 in shared memory -> float16 operands of mma.sync in registers.
 Grid: none, inlined into the kernels.
-One call: a tile of 64 keys; each of four warps has 16 of them, which no other warp multiplies.
+One call: a tile of 16 keys of four heads; each of four warps has a head.
 Traffic: shared memory once, 8 or 16 bytes at a time.
 Numerics: exact. An int8 x is the float16 1024 + (x + 128) less 1152.
 
@@ -19,7 +19,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-KEYS = gl.constexpr(64)  # of a tile
+HEADS = gl.constexpr(4)  # whose keys make a tile, one for each warp
+LINE = gl.constexpr(128)  # neighbouring bytes of a token that are copied together
 INT8, E4M3 = gl.constexpr(1), gl.constexpr(2)  # as in `triton.paged.quantise`
 # Four bytes -> four float16 in two registers.
 _WIDEN_E4M3 = gl.constexpr(
@@ -56,29 +57,58 @@ def sum_layout():
 
 
 @gluon.constexpr_function
-def key_bytes_layout(width):
-    """Return how a warp takes its 16 of (64, width) keys."""
-    registers = [[0, 1], [0, 2], [0, 4], [0, 8], *([[0, 64]] if width == 128 else []), [8, 0]]
-    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
+def lines_of(row):
+    """Return the lines of a token's bytes of HEADS heads."""
+    return HEADS.value * row // LINE.value
 
 
 @gluon.constexpr_function
-def value_bytes_layout(width):
-    """Return how a warp takes its 16 of (64, width) values."""
+def warps_layout(registers, lanes, keys, row):
+    """Return how warps, a head each, take a tile (lines, keys) x LINE, given how one takes (keys,
+    row) bytes."""
+    steps = (row, 2 * row)  # from a head to others, in bytes of a token
+    warps = [[step // LINE.value * keys, step % LINE.value] for step in steps]
+    size = [lines_of(row) * keys, LINE.value]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], size)
+
+
+@gluon.constexpr_function
+def more_keys(keys):
+    """Return the bases of the keys of a lane that lie eight and more apart."""
+    return [[8 << bit, 0] for bit in range((keys // 16).bit_length())]
+
+
+@gluon.jit
+def by_heads(x, ROW: gl.constexpr):
+    """Return bytes (HEADS * keys, ROW) of a tile that was loaded in the layout of warps."""
+    L: gl.constexpr = HEADS * ROW // LINE
+    N: gl.constexpr = x.shape[0] // L
+    heads = x.reshape([L, N, HEADS // L, ROW]).permute((0, 2, 1, 3))
+    return heads.reshape([HEADS * N, ROW])
+
+
+@gluon.constexpr_function
+def key_bytes_layout(keys, width):
+    """Return how warps take keys of 8 bits."""
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], *([[0, 64]] if width == 128 else [])]
+    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
+    return warps_layout([*registers, *more_keys(keys)], lanes, keys, width)
+
+
+@gluon.constexpr_function
+def value_bytes_layout(keys, width):
+    """Return how warps take values of 8 bits."""
     run = width // 8  # neighbours in memory that one lane has
     registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
     lanes = [[2, 0], [4, 0], [0, run], [0, 2 * run], [0, 4 * run]]
-    warps = [[16, 0], [32, 0]]
-    return gl.DistributedLinearLayout([*registers, [1, 0], [8, 0]], lanes, warps, [], [64, width])
+    return warps_layout([*registers, [1, 0], *more_keys(keys)], lanes, keys, width)
 
 
 @gluon.constexpr_function
-def scales_layout():
-    """Return how a warp takes the scales of its 16 of (64, 4) keys and neighbouring heads."""
+def scales_layout(keys):
+    """Return how warps, a head each, take the scales of (keys, HEADS)."""
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
-    registers = [[0, 1], [0, 2], [8, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 4])
+    return gl.DistributedLinearLayout(more_keys(keys), lanes, [[0, 1], [0, 2]], [], [keys, 4])
 
 
 @gluon.jit
@@ -92,17 +122,20 @@ def key_order(x):
 
 @gluon.jit
 def keys_operand(x, KIND: gl.constexpr):
-    """Return the left operand (4, 16, width) of k q^T of int8 bits (64, width)."""
+    """Return the left operand (HEADS, keys, width) of k q^T of int8 bits (HEADS * keys, width)."""
+    N: gl.constexpr = x.shape[0] // HEADS
     width: gl.constexpr = x.shape[1]
     asm: gl.constexpr = _WIDEN_INT8 if KIND == INT8 else _WIDEN_E4M3
     wide = gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4)
     layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
-    return gl.convert_layout(key_order(wide).reshape([4, 16, width]), layout, assert_trivial=True)
+    return gl.convert_layout(
+        key_order(wide).reshape([HEADS, N, width]), layout, assert_trivial=True
+    )
 
 
 @gluon.jit
 def value_pairs(x, KIND: gl.constexpr):
-    """Convert values of 8 bits (64 keys, width) to pairs of float16, int32 (32, width).
+    """Convert values of 8 bits (HEADS * keys, width) to pairs of float16, int32 (half, width).
 
     A word holds keys 2 i (low half) and 2 i + 1. Scales are not applied.
 
@@ -111,7 +144,7 @@ def value_pairs(x, KIND: gl.constexpr):
         KIND: INT8 or E4M3.
     """
     width: gl.constexpr = x.shape[1]
-    even, odd = gl.split(x.reshape([32, 2, width]).permute((0, 2, 1)))
+    even, odd = gl.split(x.reshape([x.shape[0] // 2, 2, width]).permute((0, 2, 1)))
     asm: gl.constexpr = _PAIR_INT8 if KIND == INT8 else _PAIR_E4M3
     return gl.inline_asm_elementwise(
         asm, "=r,=r,=r,=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=4
@@ -129,38 +162,43 @@ def halves(pairs):
 
 @gluon.jit
 def values_operand(pairs):
-    """Return the left operand (4, width, 16) of v^T p^T of pairs (32, width)."""
+    """Return the left operand (HEADS, width, keys) of v^T p^T of `value_pairs`."""
+    N: gl.constexpr = pairs.shape[0] * 2 // HEADS
     width: gl.constexpr = pairs.shape[1]
     even, odd = halves(pairs)
-    keys = gl.join(even, odd).permute((0, 2, 1)).reshape([4, 16, 8, width // 8])
-    keys = keys.permute((0, 3, 2, 1)).reshape([4, width, 16])
+    keys = gl.join(even, odd).permute((0, 2, 1)).reshape([HEADS, N, 8, width // 8])
+    keys = keys.permute((0, 3, 2, 1)).reshape([HEADS, width, N])
     layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
     return gl.convert_layout(keys, layout, assert_trivial=True)
 
 
 @gluon.jit
 def probabilities_operand(p):
-    """Return the right operand (4, 16, rows) of v^T p^T of float32 sums (4, 16, rows).
+    """Return the right operand (4, n, rows) of v^T p^T of float32 sums (4, n, rows).
 
     Sums have a key to a lane, operands a row; movmatrix turns blocks of 8 by 8 around.
     """
+    N: gl.constexpr = p.shape[1]
     rows: gl.constexpr = p.shape[2]
-    low, high = gl.split(p.reshape([4, 16, rows // 2, 2]))
+    low, high = gl.split(p.reshape([4, N, rows // 2, 2]))
     turned = gl.inline_asm_elementwise(
         "{ .reg .b32 x; cvt.rn.f16x2.f32 x, $1, $2; "
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, x; }",
         "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
     # Lane 4 g + t has the keys 2 t, 2 t + 1 of row g now; its place says key g, rows 2 t, 2 t + 1.
-    even, odd = halves(turned.reshape([4, 2, 8, rows // 8, 4]))
-    pairs = gl.join(even, odd).permute((0, 1, 4, 5, 3, 2)).reshape([4, 16, rows])
+    even, odd = halves(turned.reshape([4, N // 8, 8, rows // 8, 4]))
+    pairs = gl.join(even, odd).permute((0, 1, 4, 5, 3, 2)).reshape([4, N, rows])
     layout: gl.constexpr = gl.DotOperandLayout(1, sum_layout(), 2)
     return gl.convert_layout(pairs, layout, assert_trivial=True)
 
 
 @gluon.jit
 def value_order(x):
-    """Put the channels of sums (width, rows) of `values_operand` back into their own order."""
-    width: gl.constexpr = x.shape[0]
-    rows: gl.constexpr = x.shape[1]
-    return x.reshape([width // 8, 8, rows]).permute((1, 0, 2)).reshape([width, rows])
+    """Put the channels of sums (HEADS, width, rows) of `values_operand` back into their own order,
+    as rows (HEADS * rows, width)."""
+    H: gl.constexpr = x.shape[0]
+    width: gl.constexpr = x.shape[1]
+    rows: gl.constexpr = x.shape[2]
+    parts = x.reshape([H, width // 8, 8, rows]).permute((0, 3, 2, 1))
+    return parts.reshape([H * rows, width])

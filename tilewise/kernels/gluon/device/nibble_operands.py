@@ -3,7 +3,7 @@
 What: tiles of codes 0 ... 15, two in a byte, in shared memory -> float16 operands of mma.sync in
       registers; the orders of channels that they want of queries and leave in sums.
 Grid: none, inlined into the kernels.
-One call: a tile of 64 keys; each of four warps has 16 of them, which no other warp multiplies.
+One call: a tile of 16 or 32 keys of four heads; each of four warps has a head.
 Traffic: shared memory once, 4 to 16 bytes at a time.
 Numerics: exact. A code c whose bits are the last of a float16's is c 2^-24, a subnormal number that
       products take as it is; one that stays four bits higher is 16 times as much. So `SCALE` undoes
@@ -20,7 +20,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.byte_operands import KEYS, halves, sum_layout
+from tilewise.kernels.gluon.device.byte_operands import (
+    halves,
+    more_keys,
+    sum_layout,
+    warps_layout,
+)
 
 INT4 = gl.constexpr(4)  # as in `triton.paged.quantise`
 SCALE = gl.constexpr(2.0**24)  # what products of codes are divided by
@@ -49,25 +54,22 @@ def _words_of_a_lane(width):
 
 
 @gluon.constexpr_function
-def nibble_keys_layout(width):
-    """Return how a warp takes its 16 of the keys (64, width / 2 bytes): 8 or 16 bytes a lane."""
+def nibble_keys_layout(keys, width):
+    """Return how warps take keys of width / 2 bytes: 8 or 16 neighbouring bytes a lane."""
     run = 4 * _words_of_a_lane(width)
     registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
     registers += [[0, 64]] * (width == 256)
     lanes = [[0, run], [0, 2 * run], [1, 0], [2, 0], [4, 0]]
-    warps = [[16, 0], [32, 0]]
-    return gl.DistributedLinearLayout([*registers, [8, 0]], lanes, warps, [], [KEYS, width // 2])
+    return warps_layout([*registers, *more_keys(keys)], lanes, keys, width // 2)
 
 
 @gluon.constexpr_function
-def nibble_values_layout(width):
-    """Return how a warp takes its 16 of the values (64, width / 2 bytes)."""
+def nibble_values_layout(keys, width):
+    """Return how warps take values of width / 2 bytes."""
     run = width // 16
     registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
     lanes = [[2, 0], [4, 0], [0, run], [0, 2 * run], [0, 4 * run]]
-    warps = [[16, 0], [32, 0]]
-    registers = [*registers, [1, 0], [8, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [KEYS, width // 2])
+    return warps_layout([*registers, [1, 0], *more_keys(keys)], lanes, keys, width // 2)
 
 
 @gluon.jit
@@ -91,25 +93,26 @@ def nibble_key_order(x):
 
 @gluon.jit
 def nibble_keys_operand(x):
-    """Return the left operand (4, 16, width) of c q^T of the bytes int8 (64, width / 2)."""
+    """Return the left operand (4, keys, width) of c q^T of bytes int8 (4 keys, width / 2)."""
     width: gl.constexpr = 2 * x.shape[1]
+    N: gl.constexpr = x.shape[0] // 4
     words: gl.constexpr = _words_of_a_lane(width)
     pairs = gl.inline_asm_elementwise(
         _KEYS, "=r,=r,=r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=4
     )
     low, high = halves(pairs)
-    parts = gl.join(low, high).reshape([4, 16, width // (32 * words), 4, words, 2, 2, 2])
-    parts = parts.permute((0, 1, 2, 4, 5, 6, 3, 7)).reshape([4, 16, width])
+    parts = gl.join(low, high).reshape([4, N, width // (32 * words), 4, words, 2, 2, 2])
+    parts = parts.permute((0, 1, 2, 4, 5, 6, 3, 7)).reshape([4, N, width])
     layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
     return gl.convert_layout(parts, layout, assert_trivial=True)
 
 
 @gluon.jit
 def nibble_value_pairs(x):
-    """Return (even key, odd key) float16 pairs, int32 (32, width / 2) twice, of bytes int8 (64,
-    width / 2): of byte 4 w + j those of the channels 8 w + j, and 8 w + 4 + j."""
+    """Return (even key, odd key) float16 pairs, int32 (2 keys, width / 2) twice, of bytes int8
+    (4 keys, width / 2): of byte 4 w + j those of the channels 8 w + j, and 8 w + 4 + j."""
     size: gl.constexpr = x.shape[1]
-    even, odd = gl.split(x.reshape([32, 2, size]).permute((0, 2, 1)))
+    even, odd = gl.split(x.reshape([x.shape[0] // 2, 2, size]).permute((0, 2, 1)))
     return gl.inline_asm_elementwise(
         _VALUES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [even, odd],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=4,
@@ -118,14 +121,15 @@ def nibble_value_pairs(x):
 
 @gluon.jit
 def nibble_values_operand(first, second):
-    """Return the left operand (4, width, 16) of c^T p^T of `nibble_value_pairs`."""
+    """Return the left operand (4, width, keys) of c^T p^T of `nibble_value_pairs`."""
     width: gl.constexpr = 2 * first.shape[1]
+    N: gl.constexpr = first.shape[0] // 2
     first_even, first_odd = halves(first)
     second_even, second_odd = halves(second)
     keys = gl.join(gl.join(first_even, first_odd), gl.join(second_even, second_odd))
-    keys = keys.reshape([4, 8, 8, width // 64, 4, 2, 2]).permute((0, 3, 6, 4, 2, 1, 5))
+    keys = keys.reshape([4, N // 2, 8, width // 64, 4, 2, 2]).permute((0, 3, 6, 4, 2, 1, 5))
     layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout(), 2)
-    return gl.convert_layout(keys.reshape([4, width, 16]), layout, assert_trivial=True)
+    return gl.convert_layout(keys.reshape([4, width, N]), layout, assert_trivial=True)
 
 
 @gluon.jit

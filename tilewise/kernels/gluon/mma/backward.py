@@ -33,10 +33,11 @@ from tilewise.kernels.gluon.backward.span import (
 )
 from tilewise.kernels.gluon.device.compat import partition_barrier
 from tilewise.kernels.gluon.device.dropout import draw_of, kept_words
-from tilewise.kernels.gluon.device.warpgroup import capped_exp2, exp2
+from tilewise.kernels.gluon.device.warpgroup import LOG2E, capped_exp2, exp2
 from tilewise.kernels.gluon.mma.operands import (
     CHUNK,
     UNIT,
+    Rows,
     copy_layout,
     copy_rows,
     rows_of,
@@ -75,6 +76,7 @@ class Buffers(NamedTuple):
     ds: object
     lse_log2: object  # (stages, queries)
     delta: object
+    bias: object  # (stages, queries, keys), None where registers load it
 
 
 class Heads(NamedTuple):
@@ -134,11 +136,21 @@ def _place(work, step, shape, scores, variant: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    step, until, work, shape, scores, heads, bufs, variant: gl.constexpr, grids: gl.constexpr
+    step,
+    until,
+    work,
+    shape,
+    scores,
+    places,
+    heads,
+    bufs,
+    variant: gl.constexpr,
+    grids: gl.constexpr,
 ):
     """Start to copy the queries and do of a step to shared memory, as one group; none past `until`.
 
     Args:
+        scores, places: the bias and its strides, if variant.bias_copied in units of 16 bytes.
         heads: the tensors and their strides.
         bufs: the CTA's shared memory.
     """
@@ -161,6 +173,12 @@ def _copy(
         copy_rows(do, first, bufs.do.index(stage), None, WARPS, grids.queries_end, grids.padded)
         _copy_numbers(heads.lse_log2 + at, bufs.lse_log2.index(stage), WARPS)
         _copy_numbers(heads.delta + at, bufs.delta.index(stage), WARPS)
+        if variant.bias_copied:
+            strides = (places.bias_batch, places.bias_row, places.bias_head)
+            every = rows_of(scores.bias, work.b, first * 0, head, strides, 0, work.length_q, 0)
+            width = (shape.seqlen_k - work.first_key) // UNIT
+            bias = Rows(every.start + work.first_key, every.stride, 0, work.length_q, width)
+            copy_rows(bias, first, bufs.bias.index(stage), None, WARPS, grids.queries_end, True)
     async_copy.commit_group()
 
 
@@ -274,7 +292,7 @@ def _step(
         seen = gl.load(heads.semaphores + turn, volatile=True)
     async_copy.wait_group(0)
     if not ONE:
-        _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
+        _copy(step + 1, until, work, shape, scores, places, heads, bufs, variant, grids)
     q = bufs.q.index(stage)
     do = bufs.do.index(stage)
     zeros = gl.zeros([KEYS, TILE_M], gl.float32, SCORES)
@@ -291,7 +309,10 @@ def _step(
     else:
         logits = gl.fma(s, zeros + scores.scale_log2, minus_lse)
     queries = tile * TILE_M + gl.arange(0, TILE_M, TERMS)
-    if variant.bias:
+    if variant.bias_copied:
+        bias = bufs.bias.index(stage).permute((1, 0)).load(SCORES).to(gl.float32)
+        logits = gl.fma(bias, zeros + LOG2E, logits)
+    elif variant.bias:
         last_q = gl.minimum(queries, work.length_q - 1)
         last_k = gl.minimum(keys, work.length_k - 1)
         logits = add_bias(
@@ -319,7 +340,7 @@ def _step(
     dk = _add_product(dk, bufs.ds, q, TILE_M)
     if ONE:
         partition_barrier()  # all warps have read q and do
-        _copy(step + 1, until, work, shape, scores, heads, bufs, variant, grids)
+        _copy(step + 1, until, work, shape, scores, places, heads, bufs, variant, grids)
     D: gl.constexpr = variant.d
     QUERIES: gl.constexpr = sum_layout(grids.queries[0], grids.queries[1])
     dq = gl.zeros([TILE_M, D], gl.float32, QUERIES)
@@ -468,6 +489,11 @@ def attention_bwd_kernel(
     WARPS: gl.constexpr = grids.warps
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     work = work_of_cta(shape, scores, places, variant)
+    bias_memory = None
+    if variant.bias_copied:
+        BIAS: gl.constexpr = scores.bias.dtype.element_ty
+        size: gl.constexpr = [variant.stages, TILE_M, KEYS]
+        bias_memory = gl.allocate_shared_memory(BIAS, size, tile_layout(KEYS))
     bufs = Buffers(
         gl.allocate_shared_memory(DTYPE, [variant.stages, TILE_M, D], tile_layout(D)),
         gl.allocate_shared_memory(DTYPE, [variant.stages, TILE_M, DV], tile_layout(DV)),
@@ -477,6 +503,7 @@ def attention_bwd_kernel(
         gl.allocate_shared_memory(DTYPE, [KEYS, TILE_M], tile_layout(TILE_M)),
         gl.allocate_shared_memory(gl.float32, [variant.stages, TILE_M], LINE),
         gl.allocate_shared_memory(gl.float32, [variant.stages, TILE_M], LINE),
+        bias_memory,
     )
     heads = Heads(q, do, q_strides, do_strides, lse_log2, delta, dq_sum, semaphores, width, v_width)
     b = work.b
@@ -492,7 +519,7 @@ def attention_bwd_kernel(
     copy_rows(key_rows, work.first_key, bufs.k, None, WARPS, True, grids.padded)
     copy_rows(value_rows, work.first_key, bufs.v, None, WARPS, True, grids.padded)
     zero = until * 0
-    _copy(zero, until, work, shape, scores, heads, bufs, variant, grids)
+    _copy(zero, until, work, shape, scores, places, heads, bufs, variant, grids)
     SCORES: gl.constexpr = sum_layout(grids.scores[0], grids.scores[1])
     keys = work.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
     dk = gl.zeros([KEYS, D], gl.float32, sum_layout(grids.keys[0], grids.keys[1]))

@@ -176,8 +176,15 @@ def _add_kernels(maker: Maker, x: Parts, *, tile: BwdTile) -> Rows:
     """Note the launches of a backward pass: row terms, the kernel, and the rounding of dq."""
     spec = x.spec
     variant, grids = choice_bwd(spec, tile)
+    tiles_of_bias = None
+    if tile.has_room and spec.max_seqlen_k % _UNIT == 0:
+        tiles_of_bias = copied_bias(maker, spec, x.bias)
+    variant = variant._replace(bias_copied=tiles_of_bias is not None)
     rows = rows_before(maker, x, variant, has_sums=True)
     scores, places = scores_of(spec, x.extras)
+    if tiles_of_bias is not None:
+        scores = scores._replace(bias=tiles_of_bias)
+        places = (places[0], *_in_eights(tiles_of_bias), *places[5:])
     num_tiles = -(-spec.max_seqlen_k // tile.keys)
     tensors = (x.q, x.k, x.v, x.do, x.dk, x.dv)
     maker.launch(

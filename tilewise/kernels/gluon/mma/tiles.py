@@ -132,6 +132,7 @@ class BwdTile(NamedTuple):
         scores: the grid of warps over s and dp, as (keys, queries).
         key_sums, query_sums: the grids over dk and dv, and over dq.
         stages: the tiles of queries in shared memory, 1 or 2.
+        has_room: True if a tile of a bias fits beside each of them.
     """
 
     queries: int
@@ -141,6 +142,7 @@ class BwdTile(NamedTuple):
     key_sums: tuple[int, int]
     query_sums: tuple[int, int]
     stages: int = 2
+    has_room: bool = False
 
 
 # Of the larger of D and Dv, padded, for 163 KiB of shared memory and for 99. Measured as the
@@ -152,6 +154,8 @@ class BwdTile(NamedTuple):
 #          do is copied apart from q, each as soon as it is used up, full calls make 225 for 231.
 #          For 99 KiB 16 queries of 64 keys make 158 full and 163 causal at 4,096, 32 of 32 134 and
 #          136: half as much is added to dq.
+#          A bias of D 128 in 99 KiB: copied 265, loaded 191, plain calls 279; copied beside 32
+#          queries in two stages 258, by 8 warps 204 (lab/results/ampere_bias_h200.json).
 # p and ds that go from product to product in registers, where warps lie over keys alone, are as
 # fast at D 64 and slower at D 128 (234 for 315).
 _BWD_LARGE = {
@@ -161,7 +165,7 @@ _BWD_LARGE = {
 }
 _BWD_SMALL = {
     64: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
-    128: BwdTile(64, 64, 4, (2, 2), (2, 2), (2, 2), stages=1),
+    128: BwdTile(64, 64, 4, (2, 2), (2, 2), (2, 2), stages=1, has_room=True),
     256: BwdTile(16, 64, 8, (4, 2), (4, 2), (1, 8), stages=1),
 }
 

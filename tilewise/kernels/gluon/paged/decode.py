@@ -1,9 +1,11 @@
 """Paged attention of short runs over caches of 8 and 4 bits on Hopper: TMA by the block, mma.sync.
 
 What: o = softmax(s) v and lse of at most 16 rows (new tokens x heads of a group) of a sequence.
-Grid: (pairs * Hk,), heads fastest; a pair is a sequence and a split of its keys, read from a plan.
-One CTA: a warp brings tiles of 64 keys into a ring, by one TMA copy a cache block, for four warps.
-Each of them folds 16 keys of every tile into sums of its own: nothing is exchanged before the end.
+Grid: (pairs * Hk / 4,), heads fastest; a pair is a sequence and a split of its keys, read from a
+plan.
+One CTA: of four heads, which lie one behind another in memory, a warp brings tiles of keys into a
+ring, by few TMA copies a cache block of whole lines, for four warps. Each of them has a head:
+nothing is exchanged.
 Traffic: K, V and their scales once; q once a split; partials as in `triton.paged.decode`.
 Numerics: products in float16, to which keys and values are widened exactly. Rows of q are scaled
 by powers of two, so that they fit; scales of keys multiply logits. A value's scale, over the
@@ -21,16 +23,20 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from tilewise.kernels import early
-from tilewise.kernels.gluon.device.barriers import release_loaded
+from tilewise.kernels.gluon.device.barriers import barriers, release_loaded
 from tilewise.kernels.gluon.device.byte_operands import (
     E4M3,
-    KEYS,
+    HEADS,
+    LINE,
+    by_heads,
     key_bytes_layout,
     key_order,
     keys_operand,
+    lines_of,
     probabilities_operand,
     scales_layout,
     sum_layout,
@@ -56,8 +62,7 @@ from tilewise.kernels.gluon.device.nibble_operands import (
 from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2, reciprocal
 from tilewise.kernels.gluon.visible import first_key_of_run, full_keys_of_run, inside_window, key_at
 
-ROWS = gl.constexpr(16)  # of queries at most: two products of 8 columns
-HEADS = gl.constexpr(4)  # whose scales are loaded together: TMA moves 16 bytes at least
+ROWS = gl.constexpr(16)  # of a head's queries at most: two products of 8 columns
 FIELDS = gl.constexpr(8)  # of a pair's record in the plan
 _FIRST = gl.constexpr(early.FIRST)
 LOWEST = gl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
@@ -71,15 +76,15 @@ class Shape(NamedTuple):
     rows: int  # 8 or 16: new tokens x group, padded
     width: int  # channels, 64 or 128; of 4 bits also 256
     row: int  # bytes of a key
+    keys: int  # of a tile: 16 or 32
     block: int  # tokens of a cache block
-    box: int  # tokens of one copy: those of a block, at most 64
+    box: int  # tokens of one copy: those of a block, at most those of a tile
     stages: int
     kind: int  # INT8, E4M3 or INT4
     slot_scales: bool  # a scale for every token and head; else one for every head
     window: bool
     sinks: bool
     alone: bool  # no sequence has a second split
-    warp_scales: bool = False  # slot scales come by loads of the loading warp, not by TMA
     merges: bool = False  # the last split of a sequence to end merges them all
     early: int = 0  # mode of `kernels.early`
     loader_registers: int = 24
@@ -98,121 +103,102 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def _allocate(k, v, k_scale, v_scale, shape: gl.constexpr):
-    boxes: gl.constexpr = shape.stages * (KEYS // shape.box)
-    k_ring = gl.allocate_shared_memory(k.dtype, [boxes, 1, 1, shape.box, shape.row], k.layout)
-    v_ring = gl.allocate_shared_memory(v.dtype, [boxes, 1, 1, shape.box, shape.row], v.layout)
+def _allocate(k, v, shape: gl.constexpr):
+    boxes: gl.constexpr = shape.stages * lines_of(shape.row) * (shape.keys // shape.box)
+    k_ring = gl.allocate_shared_memory(k.dtype, [boxes, 1, shape.box, LINE], k.layout)
+    v_ring = gl.allocate_shared_memory(v.dtype, [boxes, 1, shape.box, LINE], v.layout)
     k_scales = k_ring
     v_scales = v_ring
-    if shape.warp_scales:
+    if shape.slot_scales:
         rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        k_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, 4, KEYS // 4], rows)
-        v_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, 4, KEYS // 4], rows)
-    elif shape.slot_scales:
-        size: gl.constexpr = [boxes, 1, shape.box, HEADS]
-        k_scales = gl.allocate_shared_memory(gl.float32, size, k_scale.layout)
-        v_scales = gl.allocate_shared_memory(gl.float32, size, v_scale.layout)
-    STAGES: gl.constexpr = shape.stages
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=2 if shape.warp_scales else 1)
-        mbarrier.init(empty.index(stage), count=1)
-    return Ring(k_ring, v_ring, k_scales, v_scales, full, empty)
+        k_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, shape.keys, HEADS], rows)
+        v_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, shape.keys, HEADS], rows)
+    # Each lane of the loading warp tells when its copies of scales have come.
+    full = barriers(shape.stages, 33 if shape.slot_scales else 1)
+    return Ring(k_ring, v_ring, k_scales, v_scales, full, barriers(shape.stages, 1))
 
 
 @gluon.jit
-def _load_tile(
-    k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high, shape: gl.constexpr
-):
-    """Start the copies of a tile. Columns of the table outside low ... high - 1 are not read."""
-    boxes: gl.constexpr = KEYS // shape.box
+def _load_tile(k, v, ring, table, tile, stage, parity, group, low, high, shape: gl.constexpr):
+    """Start the copies of a tile of a group of heads when its stage is free.
+
+    Columns of the table outside low ... high - 1 are not read.
+    """
+    boxes: gl.constexpr = shape.keys // shape.box
+    lines: gl.constexpr = lines_of(shape.row)
     full = ring.full.index(stage)
-    with_scales: gl.constexpr = shape.slot_scales and not shape.warp_scales
-    scale_bytes: gl.constexpr = 2 * KEYS * HEADS * 4 if with_scales else 0
-    mbarrier.expect(full, 2 * KEYS * shape.row + scale_bytes)
+    # All ids come at once, while the stage is waited for.
+    blocks = ()
     for i in gl.static_range(boxes):
-        key = tile * KEYS + i * shape.box
         # A tile that reaches past the sequence takes a block of it once more; it is masked.
+        key = tile * shape.keys + i * shape.box
         column = gl.minimum(gl.maximum(key // shape.block, low), high - 1)
-        block = gl.load(table + column)
-        slot = key % shape.block
-        place = stage * boxes + i
-        tma_load(k, [block, head, slot, 0], full, ring.k.index(place))
-        tma_load(v, [block, head, slot, 0], full, ring.v.index(place))
-        if with_scales:
-            first = head // HEADS * HEADS
-            tma_load(k_scale, [block, slot, first], full, ring.k_scale.index(place))
-            tma_load(v_scale, [block, slot, first], full, ring.v_scale.index(place))
+        blocks = blocks + (gl.load(table + column),)  # noqa: RUF005
+    mbarrier.wait(ring.empty.index(stage), parity)
+    mbarrier.expect(full, 2 * shape.keys * lines * LINE)
+    for i in gl.static_range(boxes):
+        slot = (tile * shape.keys + i * shape.box) % shape.block
+        for line in gl.static_range(lines):
+            place = (stage * lines + line) * boxes + i
+            at = (group * lines + line) * LINE
+            tma_load(k, [blocks[i], slot, at], full, ring.k.index(place))
+            tma_load(v, [blocks[i], slot, at], full, ring.v.index(place))
 
 
 @gluon.jit
-def _scales_of(scales, table, tile, last, head, low, high, shape: gl.constexpr):
-    """Load the scales of keys and values (4, 16) of a tile before `last`, as `_load_tile` does."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
+def _load_scales(scales, ring, table, tile, stage, group, low, high, shape: gl.constexpr):
+    """Start the copies of the scales of a tile's keys and values, as `_load_tile` does of them."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, HEADS], [32, 1], [1, 1], [1, 0])
     k_scale, stride_kb, stride_kp, v_scale, stride_vb, stride_vp, num_blocks = scales
-    warp = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, LANES)) * (KEYS // 4), 1)
-    key = warp + gl.expand_dims(gl.arange(0, KEYS // 4, gl.SliceLayout(0, LANES)), 0)
-    key = tile * KEYS + key
-    inside = key < last * KEYS
+    key = tile * shape.keys + gl.arange(0, shape.keys, gl.SliceLayout(1, LANES))
     column = gl.minimum(gl.maximum(key // shape.block, low), high - 1)
     # An id of no block becomes that of the last one; a copy of it by TMA brings zeros.
-    block = gl.load(table + column, mask=inside, other=0).to(gl.uint32, bitcast=True)
+    block = gl.load(table + column).to(gl.uint32, bitcast=True)
     block = gl.minimum(block, (num_blocks - 1).to(gl.uint32)).to(gl.int64)
     slot = key % shape.block
-    k_at = k_scale + (block * stride_kb + slot * stride_kp + head)
-    v_at = v_scale + (block * stride_vb + slot * stride_vp + head)
-    return gl.load(k_at, mask=inside, other=0.0), gl.load(v_at, mask=inside, other=0.0)
+    head = gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(0, LANES)), 0)
+    # Strides are multiples of four: it is said so, for a copy of 16 bytes a lane.
+    k_at = (block * (stride_kb // HEADS) + slot * (stride_kp // HEADS) + group) * HEADS
+    v_at = (block * (stride_vb // HEADS) + slot * (stride_vp // HEADS) + group) * HEADS
+    k_at = k_scale + (gl.expand_dims(k_at, 1) + head)
+    v_at = v_scale + (gl.expand_dims(v_at, 1) + head)
+    async_copy.async_copy_global_to_shared(ring.k_scale.index(stage), k_at)
+    async_copy.async_copy_global_to_shared(ring.v_scale.index(stage), v_at)
+    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
 
 
 @gluon.constexpr_function
-def _tile_layout(width, bits):
-    """Return how rows of `width` bytes lie: those of all boxes of a tile make one (64, n) tile."""
-    swizzle = width if width >= 32 else 0
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+def _tile_layout():
+    """Return how lines lie: those of all boxes of a tile make one (n, LINE) tile."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=8, rank=2)
 
 
 @gluon.jit
-def _head_scales(scales, stage, head, shape: gl.constexpr):
-    """Return the scales (4, 16) of one head of a tile."""
-    if shape.warp_scales:
-        return scales.index(stage).load(gl.SliceLayout(2, sum_layout()))
-    else:
-        return _loaded_scales(scales, stage, head, shape)
-
-
-@gluon.jit
-def _loaded_scales(scales, stage, head, shape: gl.constexpr):
-    """Likewise of the heads that TMA has brought."""
-    sizes: gl.constexpr = [shape.stages, KEYS, HEADS]
-    tiles = reinterpret(scales, gl.float32, sizes, _tile_layout(4 * HEADS, 32))
-    even, odd = gl.split(tiles.index(stage).load(scales_layout()).reshape([KEYS, 2, 2]))
-    low, high = gl.split(gl.where(head % 2 == 0, even, odd))
-    mine = gl.where(head // 2 % 2 == 0, low, high).reshape([4, 16])
+def _scales_of(scales, shape: gl.constexpr):
+    """Return the scales (heads, keys) of a tile."""
+    mine = scales.load(scales_layout(shape.keys)).permute((1, 0))
     return gl.convert_layout(mine, gl.SliceLayout(2, sum_layout()), assert_trivial=True)
 
 
 @gluon.jit
-def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
-    """Return q^T of a key head's rows as the right operand of products.
+def _queries(q, start, run, group, stride_t, stride_h, shape: gl.constexpr):
+    """Return q^T of the rows of a group of key heads as the right operand of products.
 
     Args:
         start, run: the first row of the sequence and its number of rows.
-        head: the key head.
+        group: the group of key heads.
         stride_t, stride_h: the strides of tokens and heads.
 
     Returns:
-        q^T (4, width, rows) with channels in the order of keys, the same for each warp; the power
-            of two by which each row was divided, to fit float16; for 4 bits the sum of each row.
+        q^T (HEADS, width, rows) with channels in the order of keys; the power of two by which each
+            row (HEADS, rows) was divided, to fit float16; for 4 bits the sum of each row.
     """
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     MMA: gl.constexpr = sum_layout()
     R: gl.constexpr = shape.rows
     W: gl.constexpr = shape.width
-    row = gl.arange(0, R, gl.SliceLayout(1, BLOCKED))
+    token, q_head = _place_of(gl.arange(0, HEADS * R, gl.SliceLayout(1, BLOCKED)), group, shape)
     channel = gl.arange(0, W, gl.SliceLayout(0, BLOCKED))
-    token = row // shape.group
-    q_head = head * shape.group + row % shape.group
     at = (start + token).to(gl.int64) * stride_t + q_head * stride_h
     inside = gl.expand_dims(token < run, 1)
     place = q + gl.expand_dims(at, 1) + gl.expand_dims(channel, 0)
@@ -226,17 +212,27 @@ def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
     total = power
     if shape.kind == INT4:
         total = gl.sum(x.to(gl.float32), 1)
-        x = nibble_key_order(divide_odd(x)).permute((1, 0))
+        x = nibble_key_order(divide_odd(x))
     else:
-        x = key_order(x).permute((1, 0))
-    FOUR: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 16, 2], [4, 1, 1], [1, 2, 0])
-    x = gl.convert_layout(x, gl.SliceLayout(0, FOUR))
-    x = gl.expand_dims(x, 0) + gl.zeros([4, W, R], gl.float16, FOUR)
+        x = key_order(x)
+    x = x.reshape([HEADS, R, W]).permute((0, 2, 1))
     return (
         gl.convert_layout(x, gl.DotOperandLayout(1, MMA, 2)),
-        gl.convert_layout(power, gl.SliceLayout(0, gl.SliceLayout(1, MMA))),
-        gl.convert_layout(total, gl.SliceLayout(0, gl.SliceLayout(1, MMA))),
+        gl.convert_layout(power.reshape([HEADS, R]), gl.SliceLayout(1, MMA)),
+        gl.convert_layout(total.reshape([HEADS, R]), gl.SliceLayout(1, MMA)),
     )
+
+
+@gluon.jit
+def _place_of(row, group, shape: gl.constexpr):
+    """Return the token in its run and the query head of rows of a group, all its heads' in turn.
+
+    A row of padding has a token that no run has.
+    """
+    G: gl.constexpr = shape.group
+    own = row % shape.rows
+    head = group * HEADS + row // shape.rows
+    return own // G, head * G + own % G
 
 
 @gluon.jit
@@ -247,27 +243,16 @@ def _zeros_of(scales):
 
 @gluon.jit
 def _load_tiles(given, shape: gl.constexpr):
-    """Bring the tiles of this CTA's pairs and heads into the ring; one warp."""
-    (
-        k,
-        v,
-        k_scale,
-        v_scale,
-        ring,
-        plan,
-        block_table,
-        stride_table,
-        window_left,
-        scales,
-        num_pairs,
-    ) = given
+    """Bring the tiles of this CTA's pairs and groups of heads into the ring; one warp."""
+    k, v, ring, plan, block_table, stride_table, window_left, scales, num_pairs = given
+    groups: gl.constexpr = shape.num_kv_heads // HEADS
     if shape.early:
         # The newest keys and values are written by the kernel before.
         await_previous(1)
     before = 0  # tiles of earlier items
-    for item in range(gl.program_id(0), num_pairs * shape.num_kv_heads, gl.num_programs(0)):
-        head = item % shape.num_kv_heads
-        record = plan + item // shape.num_kv_heads * FIELDS
+    for item in range(gl.program_id(0), num_pairs * groups, gl.num_programs(0)):
+        group = item % groups
+        record = plan + item // groups * FIELDS
         seq = gl.load(record)
         run = gl.load(record + 2)
         seqlen_k = gl.load(record + 3)
@@ -276,47 +261,36 @@ def _load_tiles(given, shape: gl.constexpr):
         table = block_table + seq.to(gl.int64) * stride_table
         low = first_key_of_run(seqlen_k, run, window_left, shape) // shape.block
         high = gl.maximum((seqlen_k + shape.block - 1) // shape.block, low + 1)
-        k_scales = 0.0
-        v_scales = 0.0
-        if shape.warp_scales:
-            k_scales, v_scales = _scales_of(scales, table, first, last, head, low, high, shape)
         for tile in range(first, last):
             step = before + (tile - first)
             stage = step % shape.stages
-            mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)
-            _load_tile(k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high, shape)
-            if shape.warp_scales:
-                ring.k_scale.index(stage).store(k_scales)
-                ring.v_scale.index(stage).store(v_scales)
-                mbarrier.arrive(ring.full.index(stage), count=1)
-                # Of the next tile: they come while the loop waits for its room.
-                k_scales, v_scales = _scales_of(
-                    scales, table, tile + 1, last, head, low, high, shape
-                )
+            parity = (step // shape.stages & 1) ^ 1
+            _load_tile(k, v, ring, table, tile, stage, parity, group, low, high, shape)
+            if shape.slot_scales:
+                _load_scales(scales, ring, table, tile, stage, group, low, high, shape)
         before += last - first
 
 
 @gluon.jit
 def _fold_tiles(given, num_pairs, shape: gl.constexpr):
-    """Compute the pairs and heads of this CTA; four warps."""
+    """Compute the pairs and groups of heads of this CTA; four warps."""
+    groups: gl.constexpr = shape.num_kv_heads // HEADS
     if shape.early:
         await_previous(4)
         if shape.early != _FIRST:
             begin_next(4)
     before = 0  # tiles of earlier items
-    for item in range(gl.program_id(0), num_pairs * shape.num_kv_heads, gl.num_programs(0)):
-        pair = item // shape.num_kv_heads
-        head = item % shape.num_kv_heads
-        before += _fold_pair(given, num_pairs, pair, head, before, shape)
+    for item in range(gl.program_id(0), num_pairs * groups, gl.num_programs(0)):
+        before += _fold_pair(given, num_pairs, item // groups, item % groups, before, shape)
 
 
 @gluon.jit
-def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
+def _fold_pair(given, num_pairs, pair, group, before, shape: gl.constexpr):
     """Attend over the tiles of a (sequence, split) pair; return the number of tiles.
 
     Args:
         given: the kernel's arguments.
-        num_pairs, pair, head: the number of pairs, this pair and the key head.
+        num_pairs, pair, group: the number of pairs, this pair and the group of key heads.
         before: the number of tiles before, which decides the stage of the ring.
     """
     (
@@ -325,8 +299,8 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
         stride_qh,
         scale_log2,
         window_left,
-        k_head_scale,
-        v_head_scale,
+        k_scale,
+        v_scale,
         sinks,
         o,
         lse,
@@ -343,10 +317,11 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     MMA: gl.constexpr = sum_layout()
     W: gl.constexpr = shape.width
     R: gl.constexpr = shape.rows
-    rows: gl.constexpr = gl.SliceLayout(1, MMA)  # (4, R): warp, row
-    keys: gl.constexpr = gl.SliceLayout(2, MMA)  # (4, 16): warp, key
-    warps: gl.constexpr = gl.SliceLayout(1, keys)  # (4,)
-    sizes: gl.constexpr = [shape.stages, KEYS, shape.row]
+    N: gl.constexpr = shape.keys
+    rows: gl.constexpr = gl.SliceLayout(1, MMA)  # (HEADS, R): head, row
+    keys: gl.constexpr = gl.SliceLayout(2, MMA)  # (HEADS, N): head, key
+    heads: gl.constexpr = gl.SliceLayout(1, keys)  # (HEADS,)
+    sizes: gl.constexpr = [shape.stages, lines_of(shape.row) * N, LINE]
     is_codes: gl.constexpr = shape.kind == INT4
     record = plan + pair * FIELDS
     seq = gl.load(record)
@@ -358,51 +333,57 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     first_pair = gl.load(record + 6)
     num_splits = gl.load(record + 7)
     used = gl.minimum(gl.maximum(gl.load(cu_seqlens_q + num_seqs), 0), num_tokens)
-    _clear(o, lse, used + pair, num_pairs, num_tokens, head, shape)
-    operand, power, q_sums = _queries(q, start, run, head, stride_qt, stride_qh, shape)
-    row_scale = gl.expand_dims(gl.expand_dims(power * scale_log2, 0), 1)
+    _clear(o, lse, used + pair, num_pairs, num_tokens, group, shape)
+    operand, power, q_sums = _queries(q, start, run, group, stride_qt, stride_qh, shape)
+    row_scale = gl.expand_dims(power * scale_log2, 1)
+    of_heads = group * HEADS + gl.arange(0, HEADS, heads)
     if not shape.slot_scales:
-        row_scale = row_scale * gl.load(k_head_scale + head)
+        of_keys = gl.load(k_scale + of_heads)
+        row_scale = row_scale * gl.expand_dims(gl.expand_dims(of_keys, 1), 2)
     key_lo = first_key_of_run(seqlen_k, run, window_left, shape)
-    warp_key = gl.expand_dims(gl.arange(0, 4, warps) * 16, 1)
-    within = warp_key + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, keys)), 0)
+    within = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, keys)), 0)
     row = gl.expand_dims(gl.arange(0, R, gl.SliceLayout(0, rows)), 0)
     last_key = gl.expand_dims(key_at(row // shape.group, run, seqlen_k), 1)  # that each row sees
-    acc = gl.zeros([4, W, R], gl.float32, MMA)
-    sums = gl.zeros([4, 16, R], gl.float32, MMA)  # of p, by the lane that made it
-    m = gl.full([4, R], LOWEST, gl.float32, rows)
-    unit = gl.full([4], 0.0, gl.float32, warps)  # the largest scale of a value so far
+    acc = gl.zeros([HEADS, W, R], gl.float32, MMA)
+    sums = gl.zeros([HEADS, N, R], gl.float32, MMA)  # of p, by the lane that made it
+    m = gl.full([HEADS, R], LOWEST, gl.float32, rows)
+    unit = gl.full([HEADS], 0.0, gl.float32, heads)  # the largest scale of a value so far
     zero_sums = sums  # of what multiplies values, times their zeros, likewise
-    q_sums = gl.expand_dims(gl.expand_dims(q_sums, 0), 1)
-    k_tiles = reinterpret(ring.k, gl.int8, sizes, _tile_layout(shape.row, 8))
-    v_tiles = reinterpret(ring.v, gl.int8, sizes, _tile_layout(shape.row, 8))
+    q_sums = gl.expand_dims(q_sums, 1)
+    if is_codes:  # products are of 2^-24 of a code
+        row_scale = row_scale * SCALE
+        q_sums = q_sums * (-1.0 / SCALE)
+    k_tiles = reinterpret(ring.k, gl.int8, sizes, _tile_layout())
+    v_tiles = reinterpret(ring.v, gl.int8, sizes, _tile_layout())
     for tile in range(first, last):
         step = before + (tile - first)
         stage = step % shape.stages
         mbarrier.wait(ring.full.index(stage), step // shape.stages & 1)
         if is_codes:
-            key_bytes = k_tiles.index(stage).load(nibble_keys_layout(W))
-            value_bytes = v_tiles.index(stage).load(nibble_values_layout(W))
+            key_bytes = k_tiles.index(stage).load(nibble_keys_layout(N, W))
+            value_bytes = v_tiles.index(stage).load(nibble_values_layout(N, W))
         else:
-            key_bytes = k_tiles.index(stage).load(key_bytes_layout(W))
-            value_bytes = v_tiles.index(stage).load(value_bytes_layout(W))
+            key_bytes = k_tiles.index(stage).load(key_bytes_layout(N, W))
+            value_bytes = v_tiles.index(stage).load(value_bytes_layout(N, W))
         if shape.slot_scales:
-            k_scales = _head_scales(ring.k_scale, stage, head, shape)
-            v_scales = _head_scales(ring.v_scale, stage, head, shape)
+            k_scales = _scales_of(ring.k_scale.index(stage), shape)
+            v_scales = _scales_of(ring.v_scale.index(stage), shape)
         release_loaded(ring.empty.index(stage))
-        zeros = gl.zeros([4, 16, R], gl.float32, MMA)
+        key_bytes = by_heads(key_bytes, shape.row)
+        value_bytes = by_heads(value_bytes, shape.row)
         if is_codes:
-            s = mma_v2(nibble_keys_operand(key_bytes), operand, zeros) * SCALE
-            s = (s - gl.expand_dims(_zeros_of(k_scales), 2) * q_sums) * row_scale
-            pairs, more_pairs = nibble_value_pairs(value_bytes)
+            s = gl.expand_dims(_zeros_of(k_scales), 2) * q_sums
+            s = mma_v2(nibble_keys_operand(key_bytes), operand, s) * row_scale
         else:
+            zeros = gl.zeros([HEADS, N, R], gl.float32, MMA)
             s = mma_v2(keys_operand(key_bytes, shape.kind), operand, zeros) * row_scale
             pairs = value_pairs(value_bytes, shape.kind)
         if shape.slot_scales:
             s = s * gl.expand_dims(k_scales, 2)
         low_edge, high_edge = full_keys_of_run(key_lo, seqlen_k, run, shape)
-        if (tile * KEYS < low_edge) | (tile * KEYS + KEYS > high_edge):
-            key = tile * KEYS + within
+        first_key = tile * shape.keys
+        if (first_key < low_edge) | (first_key + shape.keys > high_edge):
+            key = first_key + within
             owned = (key >= key_lo) & (key < seqlen_k)
             place = gl.expand_dims(key, 2)
             visible = gl.expand_dims(owned, 2) & (place <= last_key)
@@ -413,7 +394,7 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
             if shape.slot_scales:
                 v_scales = gl.where(owned, v_scales, 0.0)
             if shape.kind == E4M3:
-                pairs = _keep_pairs(pairs, tile * KEYS, key_lo, seqlen_k)
+                pairs = _keep_pairs(pairs, first_key, key_lo, seqlen_k)
         m_new = gl.maximum(m, gl.max(s, 1))
         alpha = gl.expand_dims(exp2(m - m_new), 1)
         m = m_new
@@ -429,31 +410,30 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
         if is_codes:
             exact = p.to(gl.float16).to(gl.float32)  # as the product takes it
             zero_sums = zero_sums * alpha + exact * gl.expand_dims(_zeros_of(v_scales), 2)
+            pairs, more_pairs = nibble_value_pairs(value_bytes)
             values = nibble_values_operand(pairs, more_pairs)
         else:
             values = values_operand(pairs)
         acc = mma_v2(values, probabilities_operand(p), acc * alpha)
     if num_splits > 0:
         l = gl.sum(sums, 1)
-        m_all = gl.max(m, 0)
-        weight = exp2(m - gl.expand_dims(m_all, 0))
-        l = gl.sum(l * weight, 0)
         if shape.slot_scales:
-            weight = weight * gl.expand_dims(gl.convert_layout(unit, gl.SliceLayout(1, rows)), 1)
+            acc = acc * gl.expand_dims(gl.expand_dims(unit, 1), 2)
         else:
-            weight = weight * gl.load(v_head_scale + head)
-        total = value_order(gl.sum(acc * gl.expand_dims(weight, 1), 0)).permute((1, 0))
+            of_values = gl.load(v_scale + of_heads)
+            acc = acc * gl.expand_dims(gl.expand_dims(of_values, 1), 2)
         missing = l
         if is_codes:
-            missing = gl.sum(gl.sum(zero_sums, 1) * weight, 0)
-        if not (shape.alone or shape.merges) and (pair == first_pair) & (head == 0):
+            of_rows = gl.convert_layout(unit, gl.SliceLayout(1, rows))
+            missing = gl.sum(zero_sums, 1) * gl.expand_dims(of_rows, 1)
+        if not (shape.alone or shape.merges) and (pair == first_pair) & (group == 0):
             gl.store(bounds + 2 * seq, first_pair)
             gl.store(bounds + 2 * seq + 1, num_splits)
         _finish(
-            total,
-            missing,
-            l,
-            m_all,
+            value_order(acc),
+            missing.reshape([HEADS * R]),
+            l.reshape([HEADS * R]),
+            m.reshape([HEADS * R]),
             sinks,
             o,
             lse,
@@ -464,13 +444,13 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
             num_splits,
             start,
             run,
-            head,
+            group,
             num_tokens,
             max_run,
             shape,
         )
         if shape.merges and num_splits > 1:
-            counter = plan + num_pairs * FIELDS + (seq * shape.num_kv_heads + head)
+            counter = plan + num_pairs * FIELDS + (seq * (shape.num_kv_heads // HEADS) + group)
             partition_barrier()  # all warps have stored their parts before one tells of them
             if gl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 gl.atomic_xchg(counter, 0)
@@ -483,7 +463,7 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
                     num_splits,
                     start,
                     run,
-                    head,
+                    group,
                     num_tokens,
                     max_run,
                     shape,
@@ -514,8 +494,6 @@ def paged_decode_kernel(
     v,
     k_scale,
     v_scale,
-    k_head_scale,
-    v_head_scale,
     sinks,
     o,
     lse,
@@ -541,44 +519,32 @@ def paged_decode_kernel(
     scale_log2,
     shape: gl.constexpr,
 ):
-    """Compute o and lse, or partial ones; see the module's docstring. k ... v_scale: descriptors.
+    """Compute o and lse, or partial ones; see the module's docstring.
 
-    plan: (pairs, FIELDS) int32 of `triton.paged.splits`; k_head_scale, v_head_scale: (Hk,), read
-    without slot scales. o (T, Hq, D) and lse (Hq, T) are contiguous.
+    k, v: descriptors; plan: (pairs, FIELDS) int32 of `triton.paged.splits`; k_scale, v_scale: of
+    tokens and heads, or (Hk,). o (T, Hq, D) and lse (Hq, T) are contiguous.
     """
     if shape.early == _FIRST:
         begin_next(4)
-    ring = _allocate(k, v, k_scale, v_scale, shape)
+    ring = _allocate(k, v, shape)
     scales = (
-        k_head_scale,
+        k_scale,
         stride_ksb,
         stride_ksp,
-        v_head_scale,
+        v_scale,
         stride_vsb,
         stride_vsp,
         num_blocks,
     )
-    loads = (
-        k,
-        v,
-        k_scale,
-        v_scale,
-        ring,
-        plan,
-        block_table,
-        stride_table,
-        window_left,
-        scales,
-        num_pairs,
-    )
+    loads = (k, v, ring, plan, block_table, stride_table, window_left, scales, num_pairs)
     folds = (
         q,
         stride_qt,
         stride_qh,
         scale_log2,
         window_left,
-        k_head_scale,
-        v_head_scale,
+        k_scale,
+        v_scale,
         sinks,
         o,
         lse,
@@ -602,7 +568,8 @@ def paged_decode_kernel(
 @gluon.jit
 def _keep_pairs(pairs, first_key, low, high):
     """Set values of keys outside low ... high - 1 to 0."""
-    at = gl.arange(0, KEYS // 2, gl.SliceLayout(1, pairs.type.layout)) * 2 + first_key
+    HALF: gl.constexpr = pairs.shape[0] // HEADS
+    at = gl.arange(0, HEADS * HALF, gl.SliceLayout(1, pairs.type.layout)) % HALF * 2 + first_key
     even = gl.where((at >= low) & (at < high), 0x0000FFFF, 0)
     odd = gl.where((at + 1 >= low) & (at + 1 < high), -65536, 0)
     return pairs & gl.expand_dims(even | odd, 1)
@@ -624,7 +591,7 @@ def _finish(
     num_splits,
     start,
     run,
-    head,
+    group,
     num_tokens,
     max_run,
     shape: gl.constexpr,
@@ -644,10 +611,8 @@ def _finish(
         total = rotate(total, shape.log, True)
     l = gl.convert_layout(l, by_row)
     m = gl.convert_layout(m, by_row)
-    R: gl.constexpr = shape.rows
-    row = gl.arange(0, R, by_row)
-    token = row // G
-    q_head = head * G + row % G
+    row = gl.arange(0, HEADS * shape.rows, by_row)
+    token, q_head = _place_of(row, group, shape)
     inside = token < run
     unseen = l == 0.0
     if shape.sinks:
@@ -670,9 +635,17 @@ def _finish(
         gl.store(o + gl.expand_dims(at, 1) + channel, total.to(o.dtype.element_ty), mask=mask)
         gl.store(lse + q_head.to(gl.int64) * num_tokens + start + token, value, mask=inside)
     else:
-        part = (pair.to(gl.int64) * shape.num_kv_heads + head) * (max_run * G) + row
+        part = _part_of(pair, row, group, max_run, shape)
         gl.store(part_o + gl.expand_dims(part * shape.width, 1) + channel, total, mask=mask)
         gl.store(part_lse + part, value, mask=inside)
+
+
+@gluon.jit
+def _part_of(pair, row, group, max_run, shape: gl.constexpr):
+    """Return where the parts of a pair's rows lie, see `_place_of`."""
+    head = group * HEADS + row // shape.rows
+    first = (pair.to(gl.int64) * shape.num_kv_heads + head) * (max_run * shape.group)
+    return first + row % shape.rows
 
 
 @gluon.jit
@@ -685,21 +658,19 @@ def _merge(
     num_splits,
     start,
     run,
-    head,
+    group,
     num_tokens,
     max_run,
     shape: gl.constexpr,
 ):
     """Merge the splits of a sequence into its rows of o and lse, in their order."""
-    G: gl.constexpr = shape.group
-    R: gl.constexpr = shape.rows
+    R: gl.constexpr = HEADS * shape.rows
     W: gl.constexpr = shape.width
-    heads: gl.constexpr = shape.num_kv_heads * G
+    heads: gl.constexpr = shape.num_kv_heads * shape.group
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     by_row: gl.constexpr = gl.SliceLayout(1, BLOCKED)
     row = gl.arange(0, R, by_row)
-    token = row // G
-    q_head = head * G + row % G
+    token, q_head = _place_of(row, group, shape)
     inside = token < run
     mask = gl.expand_dims(inside, 1)
     channel = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(0, BLOCKED)), 0)
@@ -708,7 +679,7 @@ def _merge(
     m = gl.full([R], LOWEST, gl.float32, by_row)
     for split in range(num_splits):
         # From L2, where the other CTAs have left them.
-        part = ((first_pair + split).to(gl.int64) * shape.num_kv_heads + head) * (max_run * G) + row
+        part = _part_of(first_pair + split, row, group, max_run, shape)
         value = gl.load(part_lse + part, mask=inside, other=float("-inf"), cache_modifier=".cg")
         at = part_o + gl.expand_dims(part * W, 1) + channel
         total = gl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
@@ -728,17 +699,18 @@ def _merge(
 
 
 @gluon.jit
-def _clear(o, lse, first, step, num_tokens, head, shape: gl.constexpr):
+def _clear(o, lse, first, step, num_tokens, group, shape: gl.constexpr):
     """Write o = 0 and lse = -inf to rows of no sequence, every step-th from `first`."""
+    of_group: gl.constexpr = HEADS * shape.group
     heads: gl.constexpr = shape.num_kv_heads * shape.group
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lane = gl.arange(0, 128, LANES)
-    count: gl.constexpr = shape.group * shape.width
+    count: gl.constexpr = of_group * shape.width
     for token in range(first, num_tokens, step):
-        row = token.to(gl.int64) * heads + head * shape.group
+        row = token.to(gl.int64) * heads + group * of_group
         for base in range(0, count, 128):
             channel = base + lane
             zeros = gl.full([128], 0.0, o.dtype.element_ty, LANES)
             gl.store(o + row * shape.width + channel, zeros, mask=channel < count)
-        at = lse + (head * shape.group + lane).to(gl.int64) * num_tokens + token
-        gl.store(at, gl.full([128], float("-inf"), gl.float32, LANES), mask=lane < shape.group)
+        at = lse + (group * of_group + lane).to(gl.int64) * num_tokens + token
+        gl.store(at, gl.full([128], float("-inf"), gl.float32, LANES), mask=lane < of_group)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon.device.byte_operands import HEADS, LINE
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
-from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
-from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
+from tilewise.kernels.gluon.paged.decode import ROWS, Shape, paged_decode_kernel
+from tilewise.kernels.host.descriptors import token_descriptor, why_no_descriptor
 from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.host.planned import planned
 from tilewise.kernels.plan import Call, Refusal
@@ -39,12 +40,12 @@ _NIBBLE_WIDTHS = (64, 128, 256)
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, FOUR_BITS: 4}
 LOADER_REGISTERS = 24
 REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
-# The number of CTAs of a multiprocessor that stay and take pair after pair, in calls with WAVES or
-# more times as many sequences and key heads as CTAs fit the device. Such a call also brings a
-# token's scales by ordinary loads, and with a plan it merges in the last split of a sequence to end
-# and begins early where others do. A step of Qwen3-0.6B, 256 rows x 1,024 keys, takes 5,857 us so,
-# and 6,081 with a CTA for each pair (H200, 2026-11-24, lab/results/byte_forms_h200.json).
-WAVES = 2
+# The number of CTAs of a multiprocessor that stay and take pair after pair, in calls that have as
+# many pairs without splits. With a plan such a call also merges in the last split of a sequence to
+# end and begins early where others do: 256 x 1,024 keys of e4m3 take 138.5 us so, and 140.9 with a
+# CTA for each pair. With many splits of few sequences the last one would merge for long: 64 x 4,096
+# keys of 4 bits take 95.5 us, and 94.3 with a CTA for each pair and a kernel that merges (H200,
+# 2026-11-30, lab/results/paged_int4_h200.json).
 SEATS = 2
 _ARCH = 90
 _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8 bits are worth
@@ -118,6 +119,8 @@ def why_not_layouts(call: Call) -> str | None:
             reason = f"the last stride must be 1, got {layout.stride}"
         if reason is not None:
             return f"{name} must be addressable by TMA: {reason}"
+        if name.endswith("cache") and layout.stride[2] != layout.shape[3]:
+            return f"{name} must have heads one behind another, got strides {layout.stride}"
     return None
 
 
@@ -136,7 +139,8 @@ def made_fwd(call: Call, tuned: tuple[int, SplitPlan] | None = None) -> LaunchPl
     short, sm_count = _short(spec), device.sm_count_of(maker.device)
     stages, splits = tuned or tiles.byte_decode_plan(short, sm_count)
     _add_decode(maker, short, given, o, lse, stages, splits)
-    chosen = {"split": TileConfig(_rows_of(short), KEYS.value, 5, stages)}  # a warp loads
+    tile_n = tiles.byte_decode_keys(short)
+    chosen = {"split": TileConfig(_rows_of(short), tile_n, 5, stages)}  # a warp loads
     if short is not spec:
         _add_rows(maker, spec, given, o, lse)
         chosen["rows"] = tiles.paged_rows_config(spec, _ARCH)
@@ -199,19 +203,17 @@ def _add_decode(
         part_lse = maker.empty((parts,), torch.float32)
     if not (splits.alone or merges):
         bounds = maker.empty((spec.num_seqs, 2), torch.int32)
-    box = min(spec.block_size, KEYS.value)
+    keys = tiles.byte_decode_keys(spec)
+    box = min(spec.block_size, keys)
     row = spec.head_dim // 2 if spec.cache_dtype == FOUR_BITS else spec.head_dim
-    tensors = [_bytes_descriptor(cache, box, row) for cache in caches]
-    if slot_scales:
-        tensors += [scale_descriptor(x, box, HEADS.value) for x in scales]
-    else:
-        tensors += tensors
+    tensors = [_lines_descriptor(cache, box) for cache in caches]
     variant = Shape(
         spec.num_kv_heads,
         spec.group_size,
         _rows_of(spec),
         spec.head_dim,
         row,
+        keys,
         spec.block_size,
         box,
         stages,
@@ -220,13 +222,12 @@ def _add_decode(
         spec.window_left >= 0,
         sinks is not None,
         splits.alone,
-        seats > 0 and slot_scales,
         merges,
         early.pop("EARLY"),
         LOADER_REGISTERS,
         log_of_rotated(spec.head_dim),
     )
-    items = splits.num_pairs * spec.num_kv_heads
+    items = splits.num_pairs * spec.num_kv_heads // HEADS.value
     strides = [*scales[0].stride()[:2], *scales[1].stride()[:2]] if slot_scales else [0] * 4
     maker.launch(
         paged_decode_kernel,
@@ -262,8 +263,8 @@ def _add_decode(
         launch_merge(maker, part_o, part_lse, bounds, starts, spec, o, lse, splits.num_pairs, run)
 
 
-def _bytes_descriptor(cache: Tensor, rows: int, width: int) -> object:
-    return descriptor(cache.view(torch.float8_e4m3fn), rows, width)
+def _lines_descriptor(cache: Tensor, rows: int) -> object:
+    return token_descriptor(cache.view(torch.float8_e4m3fn), rows, LINE.value)
 
 
 def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
@@ -278,7 +279,7 @@ def counter_rows(spec: PagedSpec, plan: SplitPlan, sm_count: int) -> int:
     """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended."""
     if not _merges(plan, _seats(spec, sm_count)):
         return 0
-    return -(-spec.num_seqs * spec.num_kv_heads // FIELDS.value)
+    return -(-spec.num_seqs * spec.num_kv_heads // (HEADS.value * FIELDS.value))
 
 
 def _merges(plan: SplitPlan, seats: int) -> bool:
@@ -289,7 +290,7 @@ def _merges(plan: SplitPlan, seats: int) -> bool:
 def _seats(spec: PagedSpec, sm_count: int) -> int:
     """Return how many CTAs stay and take pair after pair; 0 where there is one for each pair."""
     seats = SEATS * sm_count
-    return seats if spec.num_seqs * spec.num_kv_heads >= WAVES * seats else 0
+    return seats if spec.num_seqs * spec.num_kv_heads // HEADS.value >= seats else 0
 
 
 @planned
@@ -315,7 +316,7 @@ def _fill(
         cu_seqlens_q,
         records,
         plan=splits,
-        tile_n=KEYS.value,
+        tile_n=tiles.byte_decode_keys(spec),
         max_run=spec.max_seqlen_q,
         window_left=spec.window_left,
         num_tokens=spec.num_tokens,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device, early
+from tilewise.kernels.gluon.quantised import narrow
 from tilewise.kernels.gluon.quantised.few import CHUNK, quantised_few_kernel
 from tilewise.kernels.gluon.quantised.few import Shape as FewShape
 from tilewise.kernels.gluon.quantised.operands import (
@@ -94,6 +95,9 @@ def launch(
         tile: instead of the table's, for tuning and tests.
     """
     outputs, channels = weight.shape
+    is_exact = tile is not None or batch_invariant
+    if not is_exact and narrow.takes(x.shape[:-1].numel(), weight):
+        return narrow.launch.write(maker, x, weight, bias)
     y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:
         return y
@@ -396,6 +400,8 @@ def why_no_lanes(spec: QuantisedLinearSpec) -> str | None:
 
 def _why_no_ring(spec: QuantisedLinearSpec) -> str | None:
     reason = device.why_not_hopper(spec.device_type) or why_no_lanes(spec)
+    if reason is None and not spec.batch_invariant and narrow.why_not(spec) is None:
+        return None
     if reason is None and not spec.batch_invariant and spec.rows > tiles.MOST_RING_ROWS:
         return f"x must have at most {tiles.MOST_RING_ROWS} rows to be faster so, got {spec.rows}"
     return reason

@@ -6,9 +6,9 @@ grid     split kernel: (pairs * Hk, tiles of rows), a pair being (sequence, spli
          that neighbours read neighbouring bytes; merge kernel: (B * run, Hq)
 program  reads the record of its pair from a plan or makes it (see `splits`), folds its keys; a
          sequence with one split is written straight to o and lse. With a plan there is no second
-         kernel, but for heads of more than 256 channels: the plan has a counter for each (sequence,
-         key head, tile of rows), and the program that is the last to raise it merges all splits, in
-         their order, and sets it back to 0
+         kernel, but for heads of more than 256 channels and where `plan.merges_apart`: the plan
+         has a counter for each (sequence, key head, tile of rows), and the program that is the last
+         to raise it merges all splits, in their order, and sets it back to 0
 traffic  K and V once (once per tile of rows), q once per split; partials 4 * (Dv + 1) bytes per
          row and split, which is under 1 % of the keys for splits of 512 keys or more
 numerics as in `keys`; partial o float32 and normalised; weights of the merge are exp2(lse - max)
@@ -484,7 +484,7 @@ def launch_decode(
         clears: True to write also the rows after the last sequence (o = 0, lse = -inf).
         records: the records of `splits.launch_plan` for this plan, and after them `counter_rows`
             rows that are 0 before and after; None lets programs compute them, and a second kernel
-            merge, as it does in heads of more than 256 channels.
+            merge, as it does in heads of more than 256 channels and where `plan.merges_apart`.
     """
     group = spec.group_size
     rows = max_run * group
@@ -586,7 +586,7 @@ def _merges_in_place(spec: PagedSpec, plan: SplitPlan) -> bool:
     about as long to read as all others take for 8 MiB of keys; a second kernel has a program for
     each row.
     """
-    return not (plan.alone or is_wide(spec))
+    return not (plan.alone or plan.merges_apart or is_wide(spec))
 
 
 def counter_rows(spec: PagedSpec, config: TileConfig, plan: SplitPlan, max_run: int) -> int:
