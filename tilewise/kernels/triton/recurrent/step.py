@@ -46,8 +46,8 @@ def _own_rows(
     """Load some columns of rows of which one is the query, one the key, and the rest are kept.
 
     Args:
-        place, stride: where each kept row lies, in rows, and the elements of a row.
-        MOVES: whether one load may have several tensors' addresses, as NVIDIA's may.
+        place, stride: the number of each kept row, and the elements between two rows.
+        MOVES: True if one load may have several tensors' addresses, as NVIDIA's may.
     """
     if MOVES:
         at = tl.where(is_now, k_ptr, kept_ptr + place * stride)
@@ -212,7 +212,7 @@ def _channel_row(
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return what pairs_by_channel has for a token: with tokens before its block, and in it.
+    """Return a token's row of `pairs_by_channel`: with tokens before its block, and in the block.
 
     Args:
         pair: (SUB, TILE_K), the token's query and key in rows 0 and 1.
