@@ -42,7 +42,7 @@ _COPIERS = 16  # programs of a sequence that copy the tokens of its open chunk
 _COPY = 1024  # elements at once
 # A product that is fused with a sum is not rounded, and which are differs from kernel to kernel:
 # parts of a sequence would differ from the whole.
-_FUSION = False
+_ROUNDED: dict[str, bool] = {"enable_fp_fusion": False}
 
 
 def why_not(spec: RecurrentSpec) -> str | None:
@@ -368,7 +368,7 @@ def prepare(
             k.stride(1),
             **constants,
             num_warps=4,
-            enable_fp_fusion=_FUSION,
+            **_ROUNDED,
         )
     return pairs
 
@@ -430,7 +430,7 @@ def scan(
         **pairs.constants,
         num_warps=4,
         num_stages=stages_of(pairs),
-        enable_fp_fusion=_FUSION,
+        **_ROUNDED,
     )
 
 
@@ -529,7 +529,7 @@ def step(
             PRECISION=_precision(v.dtype),
             num_warps=tiles.num_warps,
             num_stages=1,  # a token reads what the token before it has written
-            enable_fp_fusion=_FUSION,
+            **_ROUNDED,
             **limits,
         )
         return o
