@@ -376,21 +376,48 @@ def _token(
             channel = at + some
             in_keys = channel < KEY_DIM
             pair = _own_rows(
-                q_ptr, k_ptr, kept_k_ptr, is_query, is_key, none, token, kept_row, channel,
-                in_keys, MOVES,
-            ).to(OPERAND)  # fmt: skip
-            k = _own_rows(
-                q_ptr, k_ptr, kept_k_ptr, never, own, is_known, row, kept_row, channel, in_keys,
+                q_ptr,
+                k_ptr,
+                kept_k_ptr,
+                is_query,
+                is_key,
+                none,
+                token,
+                kept_row,
+                channel,
+                in_keys,
                 MOVES,
-            ).to(OPERAND)  # fmt: skip
+            ).to(OPERAND)
+            k = _own_rows(
+                q_ptr,
+                k_ptr,
+                kept_k_ptr,
+                never,
+                own,
+                is_known,
+                row,
+                kept_row,
+                channel,
+                in_keys,
+                MOVES,
+            ).to(OPERAND)
             held_at = state_ptr + channel[:, None] * VALUE_DIM + column[None, :]
             is_held = in_keys[:, None] & in_v[None, :] & (chunk > 0)
             state = tl.load(held_at, mask=is_held, other=0.0)
             if IS_DELTA:
                 block = _own_rows(
-                    q_ptr, k_ptr, kept_k_ptr, none, token == place, token < place, token, kept_row,
-                    channel, in_keys, MOVES,
-                ).to(OPERAND)  # fmt: skip
+                    q_ptr,
+                    k_ptr,
+                    kept_k_ptr,
+                    none,
+                    token == place,
+                    token < place,
+                    token,
+                    kept_row,
+                    channel,
+                    in_keys,
+                    MOVES,
+                ).to(OPERAND)
                 a = tl.dot(block, tl.trans(k), a, input_precision=PRECISION)
             p = tl.dot(pair, tl.trans(k), p, input_precision=PRECISION)
             o = tl.dot(pair, state.to(OPERAND), o, input_precision=PRECISION)
