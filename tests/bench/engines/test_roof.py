@@ -72,10 +72,15 @@ def test_every_shape_is_a_model_that_the_engine_builds(shape, tmp_path):
     assert is_random
     ours = ModelConfig.from_hf(config)
     sizes = read_sizes(config)
-    assert (sizes.num_layers, sizes.head_dim) == (ours.num_layers, ours.head_dim)
-    model = build_model(ModelConfig.from_hf(config | {"num_hidden_layers": 1}), device="meta")
-    layer = sum(p.numel() for n, p in model.layers.named_parameters() if "proj" in n)
-    assert layer == sizes.layer_parameters
+    states = sizes.states
+    with_states = 0 if states is None else states.count
+    assert (sizes.num_layers + with_states, sizes.head_dim) == (ours.num_layers, ours.head_dim)
+    kinds = {} if states is None else {"layer_types": ["linear_attention", "full_attention"]}
+    fewest = {"num_hidden_layers": len(kinds.get("layer_types", ["full_attention"])), **kinds}
+    model = build_model(ModelConfig.from_hf(config | fewest), device="meta")
+    layers = sum(p.numel() for n, p in model.layers.named_parameters() if "proj" in n)
+    own = 0 if states is None else sum(map(math.prod, states.products))
+    assert layers == sizes.layer_parameters + own
     assert math.prod(sizes.head) == model.embed_tokens.weight.numel()
 
 

@@ -160,7 +160,8 @@ def test_what_cannot_be_is_refused_before_memory_is_taken(path, case):
     try:
         with pytest.raises(CheckpointError, match=message):
             read_gguf(path)
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        # What is claimed is 2 GiB and more; threads of other tests may read some of their own.
+        assert tracemalloc.get_traced_memory()[1] < 16_000_000
     finally:
         tracemalloc.stop()
 

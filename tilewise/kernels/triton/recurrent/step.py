@@ -95,15 +95,15 @@ def _row_of_t(
     begins = place - within
     at = kept_t_ptr + begins * (NUM_HEADS * TOKENS) + begins + few
     # A warp has all of `few`, so it gathers without memory.
-    diagonal = tl.where(few == within, 1.0, 0.0)
+    solved_row = tl.where(few == within, 1.0, 0.0)
     for done in tl.static_range(SUB - 1):
         is_known = (few >= 0) & (done < within)
         known = tl.load(at + done * (NUM_HEADS * TOKENS), mask=is_known, other=0.0)
-        diagonal -= tl.gather(own, few * 0 + done, 0) * known.to(tl.float32)
+        solved_row -= tl.gather(own, few * 0 + done, 0) * known.to(tl.float32)
     taken = tl.dot(beside.to(OPERAND), t, input_precision=PRECISION).to(OPERAND)
-    weights = tl.where((few == 0)[:, None], diagonal[None, :], 0.0).to(OPERAND)
+    weights = tl.where((few == 0)[:, None], solved_row[None, :], 0.0).to(OPERAND)
     first = _row_of(tl.dot(weights, taken, input_precision=PRECISION), few == 0)
-    placed = tl.gather(diagonal, tl.minimum(tl.maximum(column - begins, 0), SUB - 1), 0)
+    placed = tl.gather(solved_row, tl.minimum(tl.maximum(column - begins, 0), SUB - 1), 0)
     placed = tl.where(column <= place, placed, 0.0)
     return tl.where(column < begins, -first, placed).to(OPERAND)
 
