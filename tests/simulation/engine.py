@@ -208,6 +208,8 @@ class EngineDriver:
         if waits is None:
             self._is_busy = True
             self._at(self._seconds())
+        elif self.core.is_over:  # what came too late waits for nobody
+            return
         elif not self.core.inbox.empty():
             self._at(0.0)
         elif waits >= 0:
