@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lab.adapters import decode_rate
 from lab.on_shape import machine
 from tilewise import LLM
+from tilewise.bench.engines import shapes
 from tilewise.bench.roofline import measure_ceilings
 from tilewise.models.config import read_config
 from tilewise.models.registry import empty_model
@@ -36,21 +37,12 @@ from tilewise.models.registry import empty_model
 _NEW: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16"}
 # Of Qwen3.5's layers, three of four keep a state.
 _DELTA: dict[str, Any] = {
-    "vocab_size": 248_320,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 262_144,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000_000.0,
-        "partial_rotary_factor": 0.25,
-    },
-}
+    name: value
+    for name, value in shapes.SHAPES["qwen3.5-0.8b"].items()
+    if name.startswith("linear_")
+    or name
+    in ("vocab_size", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters")
+} | {"linear_num_value_heads": 32}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _NEW
     | {

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lab.paged import time_together
 from tilewise.bench.roofline import device_name
 from tilewise.ops import QuantisedWeight, quantised_linear
 
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
-ROWS, CHECKED, CALLS, REPEATS = 4096, 256, 5, 9
+ROWS, CHECKED, CALLS = 4096, 256, 5
 
 
 def make_weight(outputs: int, channels: int) -> QuantisedWeight:
@@ -57,17 +61,8 @@ def microseconds(ways: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
         with torch.cuda.graph(graphs[name]):
             for _ in range(CALLS):
                 way()
-        graphs[name].replay()
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(REPEATS):
-        for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return {name: round(statistics.median(found), 1) for name, found in times.items()}
+    times = time_together(graphs, CALLS)
+    return {name: round(1e6 * statistics.median(found), 1) for name, found in times.items()}
 
 
 def measure(channels: int, outputs: int) -> dict[str, Any]:

@@ -26,34 +26,19 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lab.on_shape import machine
+from tilewise.bench.engines.shapes import SHAPES
 from tilewise.models import ModelConfig, build_model
 from tilewise.training.decoder import Documents
 from tilewise.training.packing import Batch
 from tilewise.training.parameters import load_parameters
 from tilewise.training.trainer import Settings, Trainer
 
+# Without the dtype: transformers' weights are float32, and so are ours.
 SHAPE: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "vocab_size": 248_320,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
-    },
-}  # fmt: skip
+    name: value
+    for name, value in SHAPES["qwen3.5-0.8b"].items()
+    if name not in ("model_type", "dtype")
+} | {"max_position_embeddings": 32_768}
 _TINY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,

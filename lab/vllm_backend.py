@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from tilewise.bench.engines.shapes import model_directory
+from tilewise.bench.engines.vllm import ENVIRONMENT
 from tilewise.bench.roofline import device_name
 from tilewise.children import environment
 
@@ -48,19 +49,6 @@ ENGINES = ("story:graphs:FLASH_ATTN,CUSTOM,TRITON_ATTN", "qwen3-0.6b", "llama-3-
 CASES = ((1, 128), (32, 512), (256, 512))
 NEW_TOKENS, REPEATS = 128, 3
 TOKEN_LENGTHS = (5, 16, 17, 64, 130, 300, 511, 700)
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 # ---------------------------------------------------------------------- the engine's process

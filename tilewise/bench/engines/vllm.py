@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["SERVER_ENVIRONMENT", "Measured"]
+__all__ = ["ENVIRONMENT", "SERVER_ENVIRONMENT", "Measured"]
 
 # One process without a network, the sampler that needs nothing compiled, and no calls home.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
@@ -24,7 +24,7 @@ _ENVIRONMENT = {
 }
 # Of its server, whose engine is a process of its own.
 SERVER_ENVIRONMENT = {
-    name: value for name, value in _ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
+    name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
 }
 
 
@@ -39,7 +39,7 @@ class Measured:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
             import vllm
