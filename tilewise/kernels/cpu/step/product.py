@@ -10,8 +10,8 @@ Traffic   a group comes from memory once. AMX reads it in the order of memory, w
           256 MiB of bfloat16, 2 to 16 KiB ahead; Xeon with AMX, one core, 2026-11-22); for more
           than 16 rows the second half of a group comes from the L2 cache. Vector registers read a
           panel or some, each 1 KiB of bfloat16 in 4, in which the prefetcher falls behind: words
-          are prefetched 16 KiB ahead. Rows of several blocks are multiplied by a slice of 16 KiB
-          before the next, which they read from the L1 cache.
+          are prefetched 16 KiB ahead. All rows are multiplied by a slice of 16 KiB before the next:
+          memory is read nearly in its order, and further blocks of rows read the L1 cache.
 Numerics  float32 sums, each of them one chain along K in one order: a row's bits depend neither on
           the number of rows, nor on the threads. They do depend on the CPU's instructions.
 """
@@ -261,7 +261,7 @@ def _vector_block(num_rows, num_panels):
 _ONE, _FEW, _MANY = (4, 2, 2) if _IS_WIDE else (1, 1, 1)  # panels of a block, by its rows
 _MOST_ROWS = 8 if _IS_WIDE else 4
 AHEAD = 4  # steps from the words that are multiplied to those that are prefetched
-_SLICE = 4  # steps that all rows are multiplied by before the next, if they are several blocks
+_SLICE = 4  # steps of all panels that all rows are multiplied by before the next
 _tiles_1, _tiles_2 = _tile_block(1, 4), _tile_block(2, 2)
 _vectors_1, _vectors_4 = _vector_block(1, _ONE), _vector_block(4, _FEW)
 _vectors_8 = _vector_block(_MOST_ROWS, _MANY)
@@ -316,9 +316,6 @@ def multiply_rows(weight_like, c, rows, a, lda, w, inputs, adds, fetches):
                 _tiles_2(weight_like, c + 64 * column, ldc, a, lda, w + column * panel, steps, adds)
         else:
             _tiles_1(weight_like, c, ldc, a, lda, w, steps, adds)
-        return
-    if rows <= _MOST_ROWS:
-        _multiply_slice(weight_like, c, rows, a, lda, w, steps, adds, fetches)
         return
     row_bytes = STEP * 4 if not has_words(weight_like) else STEP * weight_like.itemsize
     for first in range(0, steps, _SLICE):
