@@ -9,9 +9,9 @@ Traffic   a group comes from memory once. AMX reads it in the order of memory, w
           prefetcher follows: software prefetches saved nothing and at times added 5 % (16 and
           256 MiB of bfloat16, 2 to 16 KiB ahead; Xeon with AMX, one core, 2026-11-22); for more
           than 16 rows the second half of a group comes from the L2 cache. Vector registers read a
-          panel or some, each 1 KiB of bfloat16 in 4, in which the prefetcher falls behind: words
-          are prefetched 16 KiB ahead. All rows are multiplied by a slice of 16 KiB before the next:
-          memory is read nearly in its order, and further blocks of rows read the L1 cache.
+          panel or two, each 1 KiB of bfloat16 in 4, in which the prefetcher falls behind. So all
+          rows are multiplied by a slice of 16 KiB before the next, which is prefetched meanwhile in
+          the order of memory; further blocks of rows read the L1 cache.
 Numerics  float32 sums, each of them one chain along K in one order: a row's bits depend neither on
           the number of rows, nor on the threads. They do depend on the CPU's instructions.
 """
@@ -185,18 +185,20 @@ def _fetch(builder, address):
 def _vector_block(num_rows, num_panels):
     """Return the product of num_rows rows x num_panels panels in vector registers.
 
-    With `fetches` it prefetches the words of its panels AHEAD steps further on.
+    From the address `ahead` on it prefetches as many bytes as it reads, in their order; 0 is none.
     """
 
     @intrinsic
-    def block(typingctx, weight_like, c, ldc, a, lda, w, steps, adds, fetches):
-        index, flag = types.int64, types.boolean
-        sig = types.void(weight_like, index, index, index, index, index, index, flag, flag)
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps, adds, ahead):
+        index = types.int64
+        sig = types.void(
+            weight_like, index, index, index, index, index, index, types.boolean, index
+        )
 
         def codegen(context, builder, sig, args):
             if uses_tiles(weight_like):
                 return context.get_dummy_value()
-            _, c_, ldc_, a_, lda_, w_, steps_, adds_, fetches_ = args
+            _, c_, ldc_, a_, lda_, w_, steps_, adds_, ahead_ = args
             how = _Words(builder, weight_like)
             words_ = builder.mul(steps_, _i64(how.words))
             panel_bytes = how.words * how.bytes
@@ -223,11 +225,10 @@ def _vector_block(num_rows, num_panels):
             within = builder.sub(k, builder.mul(step, _i64(how.words)))
             start = builder.add(w_, builder.mul(step, _i64(GROUP * panel_bytes)))
             start = builder.add(start, builder.mul(within, _i64(how.bytes)))
-            with builder.if_then(fetches_):
-                for column in range(num_panels):
-                    ahead = AHEAD * GROUP * panel_bytes + column * panel_bytes
-                    for line in range(ahead, ahead + unrolled * how.bytes, 64):
-                        _fetch(builder, builder.add(start, _i64(line)))
+            with builder.if_then(builder.icmp_signed("!=", ahead_, _i64(0))):
+                fetched = builder.add(ahead_, builder.mul(k, _i64(num_panels * how.bytes)))
+                for line in range(0, unrolled * num_panels * how.bytes, 64):
+                    _fetch(builder, builder.add(fetched, _i64(line)))
             for turn in range(unrolled):
                 at = builder.add(k, _i64(turn))
                 loaded = [
@@ -258,13 +259,20 @@ def _vector_block(num_rows, num_panels):
 
 
 # Sums of 16 columns take one register of AVX-512 or two of AVX2; half of the registers are sums.
-_ONE, _FEW, _MANY = (4, 2, 2) if _IS_WIDE else (1, 1, 1)  # panels of a block, by its rows
+_ONE, _FEW, _MANY = (4, 2, 2) if _IS_WIDE else (2, 1, 1)  # panels of a block, by its rows
 _MOST_ROWS = 8 if _IS_WIDE else 4
-AHEAD = 4  # steps from the words that are multiplied to those that are prefetched
 _SLICE = 4  # steps of all panels that all rows are multiplied by before the next
 _tiles_1, _tiles_2 = _tile_block(1, 4), _tile_block(2, 2)
 _vectors_1, _vectors_4 = _vector_block(1, _ONE), _vector_block(4, _FEW)
 _vectors_8 = _vector_block(_MOST_ROWS, _MANY)
+
+
+@inner
+def _next_words(w, panel, steps, block, column, blocks, fetches):
+    """Return the address of the words after a slice that a block prefetches, or 0."""
+    if fetches and (block + column // _ONE) % blocks == 0:
+        return w + (GROUP + column) * steps * panel
+    return types.int64(0)
 
 
 @inner
@@ -279,18 +287,18 @@ def _multiply_slice(weight_like, c, rows, a, lda, w, steps, adds, fetches):
         if left == 1:
             for column in range(0, GROUP, _ONE):
                 to, at = c_row + 64 * column, w + column * panel
-                now = fetches and (block + column // _ONE) % blocks == 0
-                _vectors_1(weight_like, to, ldc, a_row, lda, at, steps, adds, now)
+                ahead = _next_words(w, panel, steps, block, column, blocks, fetches)
+                _vectors_1(weight_like, to, ldc, a_row, lda, at, steps, adds, ahead)
         elif left <= 4:
             for column in range(0, GROUP, _FEW):
                 to, at = c_row + 64 * column, w + column * panel
-                now = fetches and (block + column // _ONE) % blocks == 0
-                _vectors_4(weight_like, to, ldc, a_row, lda, at, steps, adds, now)
+                ahead = _next_words(w, panel, steps, block, column, blocks, fetches)
+                _vectors_4(weight_like, to, ldc, a_row, lda, at, steps, adds, ahead)
         else:
             for column in range(0, GROUP, _MANY):
                 to, at = c_row + 64 * column, w + column * panel
-                now = fetches and (block + column // _ONE) % blocks == 0
-                _vectors_8(weight_like, to, ldc, a_row, lda, at, steps, adds, now)
+                ahead = _next_words(w, panel, steps, block, column, blocks, fetches)
+                _vectors_8(weight_like, to, ldc, a_row, lda, at, steps, adds, ahead)
 
 
 @inner
