@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.amx import ROWS
+from tilewise.kernels.cpu.machine.pack import emit_prefetch
 from tilewise.kernels.cpu.machine.threads import inner
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP
 
@@ -173,15 +174,6 @@ class _Words:
         return sums
 
 
-def _fetch(builder, address):
-    """Emit a prefetch to the L2 cache; an address outside of all memory is no error."""
-    pointer = _byte_pointer(builder, address)
-    name = "llvm.prefetch.p0i8"
-    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    builder.call(function, [pointer, _i32(0), _i32(2), _i32(1)])  # a read, to L2, of data
-
-
 def _vector_block(num_rows, num_panels):
     """Return the product of num_rows rows x num_panels panels in vector registers.
 
@@ -228,7 +220,7 @@ def _vector_block(num_rows, num_panels):
             with builder.if_then(builder.icmp_signed("!=", ahead_, _i64(0))):
                 fetched = builder.add(ahead_, builder.mul(k, _i64(num_panels * how.bytes)))
                 for line in range(0, unrolled * num_panels * how.bytes, 64):
-                    _fetch(builder, builder.add(fetched, _i64(line)))
+                    emit_prefetch(builder, builder.add(fetched, _i64(line)))
             for turn in range(unrolled):
                 at = builder.add(k, _i64(turn))
                 loaded = [
