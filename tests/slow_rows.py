@@ -559,9 +559,6 @@ SLOW_ROWS: dict[str, dict[str, str | None]] = {
     "engine/test_newcomers.py": {
         "test_any_schedule_with_newcomers_gives_the_tokens_of_a_request_alone": "False",
     },
-    "engine/test_plain_steps.py": {
-        "test_plain_steps_are_described_and_taken_as_all_others": "2-60|1-0",
-    },
     "engine/test_device_runner.py": {
         "test_a_step_that_fails_midway_leaves_a_clean_engine": (
             "[13]-KeyboardInterrupt|[26]-RuntimeError"
