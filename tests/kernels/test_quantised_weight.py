@@ -191,6 +191,33 @@ def test_codes_in_the_order_of_lanes_are_the_same_weight(bits):
         lanes.cut((0, 40), (0, 96))
 
 
+def test_mxfp4_in_the_order_of_lanes_is_the_same_weight():
+    """Bits of codes are spread, and scales turned; parts need not be whole eights of rows."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, (40, 128), dtype=torch.uint8)
+    scales = torch.randint(120, 130, (40, 8), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    weight = QuantisedWeight(codes, scales, (1, 32), ops.E2M1)
+    lanes = weight.lanes()
+    lanes.check()
+    assert lanes.is_spread
+    assert not torch.equal(lanes.scales.view(torch.uint8), scales.view(torch.uint8))
+    back = lanes.columns()
+    assert torch.equal(back.codes, codes)
+    assert torch.equal(back.scales.view(torch.uint8), scales.view(torch.uint8))
+    values = weight.dequantise()
+    assert torch.equal(lanes.dequantise(), values)
+    rows = torch.tensor([[3, 39]])
+    assert torch.equal(lanes.rows_of(rows), weight.rows_of(rows))
+    for first, end, left in ((8, 24, 128), (3, 24, 0), (0, 40, 128), (1, 9, 0)):
+        part = lanes.cut((first, end), (left, 256))
+        assert part.is_spread == ((end - first) % 8 == 0)
+        assert torch.equal(part.dequantise(), values[first:end, left:])
+    both = QuantisedWeight.concatenate([lanes.cut((3, 7), (0, 256)), lanes])
+    assert both is not None
+    assert not both.is_spread
+    assert torch.equal(both.dequantise(), torch.cat((values[3:7], values)))
+
+
 def test_a_lane_has_the_channels_of_its_operands_together():
     # The first byte pair of lane t: channels 2 t and 2 t + 1 of the first 16, see `lanes`.
     codes = torch.arange(64, dtype=torch.int8).view(1, 64)

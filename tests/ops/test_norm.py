@@ -187,3 +187,25 @@ def test_refuses(name):
     call, message = REFUSALS[name]
     with pytest.raises((ValueError, TypeError), match=message):
         call(torch.randn(3, 10), torch.ones(10))
+
+
+@pytest.mark.parametrize(
+    ("backend", "place"),
+    [
+        pytest.param("reference", "cpu", id="reference"),
+        pytest.param("triton", "cpu", id="triton-interpreted"),
+        pytest.param("triton", "cuda", id="triton", marks=pytest.mark.gpu),
+    ],
+)
+@on_each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_norm_by_one_plus_its_weight_keeps_the_budget(shape, dtype, backend, place):
+    x, residual, weight = _rows(shape, dtype, place)
+    y, total = ops.add_shifted_rms_norm(x, residual, weight, EPS, backend=backend)
+    assert torch.equal(total, x + residual)
+    wide = total.double()
+    truth = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * (1 + weight.double())
+    eager = F.rms_norm(total.float(), weight.shape, 1 + weight.float(), EPS).to(dtype)
+    assert y.dtype == dtype
+    assert_within_budget(y, truth, eager, name="y")
+    assert torch.equal(ops.shifted_rms_norm(total, weight, EPS, backend=backend), y)

@@ -9,13 +9,16 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-__all__ = ["E2M1", "LANES_BLOCK", "NIBBLES", "QuantisedWeight"]
+__all__ = ["E2M1", "LANES_BLOCK", "NIBBLES", "SCALE_ROWS", "SCALE_WORD", "QuantisedWeight"]
 
 NIBBLES = 16
 """Codes of 4 bits."""
 
 LANES_BLOCK = 64
 """Bytes of a row that are ordered together where codes lie in the order of lanes."""
+
+SCALE_ROWS, SCALE_WORD = 8, 4
+"""Rows whose scales of MXFP4 lie together in the order of lanes, and scales of a row in a word."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
@@ -204,12 +207,31 @@ class QuantisedWeight:
             values = values[:, inverse]
         return values.to(self.computed)
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether lanes spread the bits of codes and have scales in an order of their own: those of
+        MXFP4 of whole eights of rows."""
+        return (
+            self.table == E2M1
+            and self.scales.dtype == torch.float8_e8m0fnu
+            and self.block == (1, 32)
+            and self.shape[0] % SCALE_ROWS == 0
+            and self.scales.shape[1] % SCALE_WORD == 0
+            and self.zeros is None
+            and self.minimums is None
+            and not self.has_outer
+        )
+
     def lanes(self) -> QuantisedWeight:
         """Return the weight with codes in the order of lanes.
 
         A word of codes of 4 bits is 32 channels' for one lane t of 4, nibble 4 j + 2 q + p of it
         channel 16 q + 8 p + 2 t + j; of 8 bits 16 channels', byte 2 j + p channel 8 p + 2 t + j.
         Of a block of 64 bytes the first four words are those of lane 0 for all its channels.
+
+        Of MXFP4 the bits of each word are rotated, see `_SPREAD`, so that few instructions make
+        operands of them; and scales are words of four of a row, those of eight rows one after
+        another, so that a read of 32 bytes has a word of each.
 
         Raises:
             ValueError: rows are no multiple of 64 bytes.
@@ -255,14 +277,22 @@ class QuantisedWeight:
         dims = (0, 1, *(2 + place for place in order))
         each = max(1, _AT_ONCE // max(1, raw.shape[1]))
         for codes, to in zip(raw.split(each), ordered.split(each), strict=True):
+            if self.is_spread and not in_lanes:
+                codes = _rotated(codes, is_back=True)
             if self.bits == 4:
                 found = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1, *shape)
                 found = found.permute(dims).reshape(*codes.shape, 2)
                 to.copy_(found[..., 0] | (found[..., 1] << 4))
+                if self.is_spread and in_lanes:
+                    to.copy_(_rotated(to))
             else:
                 found = codes.view(len(codes), -1, *shape).permute(dims)
                 to.copy_(found.reshape(codes.shape))
-        return replace(self, codes=ordered.view(self.codes.dtype), in_lanes=in_lanes)
+        scales = self.scales
+        if self.is_spread:
+            scales = _turned(scales) if in_lanes else _straight(scales)
+        codes = ordered.view(self.codes.dtype)
+        return replace(self, codes=codes, scales=scales, in_lanes=in_lanes)
 
     def rows_of(self, rows: Tensor) -> Tensor:
         """Return rows (...,) of W: (..., K), as an embedding looks them up.
@@ -282,7 +312,23 @@ class QuantisedWeight:
         }
         block, outer_block = (1, self.block[1]), (1, self.outer_block[1])
         narrow = replace(self, codes=_take(self.codes, rows), block=block, outer_block=outer_block)
-        return replace(narrow, **taken)  # type: ignore[arg-type]
+        narrow = replace(narrow, **taken)  # type: ignore[arg-type]
+        if not (self.in_lanes and self.is_spread):
+            return narrow
+        # The rows need not be whole eights: they lie in lanes as rows of any number do first.
+        words = self.scales.view(torch.uint8).view(
+            -1, self.scales.shape[1] // SCALE_WORD, SCALE_ROWS, SCALE_WORD
+        )
+        found = words[rows // SCALE_ROWS, :, rows % SCALE_ROWS].flatten(1)
+        narrow = replace(
+            narrow,
+            codes=_rotated(narrow.codes, is_back=True),
+            scales=found.view(torch.float8_e8m0fnu),
+        )
+        if narrow.is_spread:
+            codes, scales = _rotated(narrow.codes), _turned(narrow.scales)
+            narrow = replace(narrow, codes=codes, scales=scales)
+        return narrow
 
     def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> QuantisedWeight:
         """Return rows first ... end - 1 and columns first ... end - 1 of W, as a rank holds them.
@@ -303,6 +349,8 @@ class QuantisedWeight:
             unit = math.lcm(unit, self.outer_block[1])
         if left % unit or (right % unit and right != width):
             raise ValueError(f"columns must be cut at multiples of {unit}, got {columns}")
+        if self.in_lanes and self.is_spread and not whole:
+            return self.columns().cut(rows, columns).lanes()
         if (first, end) != (0, height):
             part = self._by_row(torch.arange(first, end, device=self.device))
         else:
@@ -329,6 +377,10 @@ class QuantisedWeight:
                 return None
         if len(weights) == 1:
             return first
+        if first.in_lanes and first.table == E2M1:  # eights of rows need not remain eights
+            whole = QuantisedWeight.concatenate([weight.columns() for weight in weights])
+            assert whole is not None
+            return whole.lanes()
         heights = [weight.shape[0] for weight in weights[:-1]]
         same_blocks = {(w.block, w.outer_block) for w in weights} == {
             (first.block, first.outer_block)
@@ -372,6 +424,42 @@ def _are_alike(a: QuantisedWeight, b: QuantisedWeight) -> bool:
     if a.permutation is None or b.permutation is None or a.permutation.is_meta:
         return True  # both have none; or only shapes are known
     return torch.equal(a.permutation, b.permutation)
+
+
+# Codes of FP4 whose bits are spread over a word: (which bits, how far they are rotated to the
+# left). Codes 0, 1 and 2 of each half, rotated by 4, 0 and 26 bits, have the sign in bit 15 of a
+# half and their magnitude in bits 6 to 8, as the exponent and mantissa of a bfloat16; code 3 by 30,
+# but its lowest bit by 6.
+_SPREAD = (
+    (0x00770077, 2), (0x00880088, 8), (0x07000700, 4), (0x08000800, 10), (0x10001000, 20),
+    (0x60006000, 28), (0x80008000, 2),
+)  # fmt: skip
+
+
+def _rotated(codes: Tensor, *, is_back: bool = False) -> Tensor:
+    """Return uint8 codes (N, bytes of words) with the bits of each word spread, or back again."""
+    words = codes.view(torch.int32).long() & 0xFFFFFFFF
+    found = torch.zeros_like(words)
+    for mask, left in _SPREAD:
+        shift = 32 - left if is_back else left
+        chosen = words if is_back else words & mask
+        moved = (chosen << shift | chosen >> (32 - shift)) & 0xFFFFFFFF
+        found |= moved & mask if is_back else moved
+    return found.to(torch.int32).view(torch.uint8)
+
+
+def _turned(scales: Tensor) -> Tensor:
+    """Return scales (N, G) of MXFP4 in the order of lanes, see `QuantisedWeight.lanes`."""
+    rows, columns = scales.shape
+    words = scales.view(torch.uint8).view(-1, SCALE_ROWS, columns // SCALE_WORD, SCALE_WORD)
+    return words.transpose(1, 2).reshape(rows, columns).view(scales.dtype)
+
+
+def _straight(scales: Tensor) -> Tensor:
+    """Return scales in the order of columns, the inverse of `_turned`."""
+    rows, columns = scales.shape
+    words = scales.view(torch.uint8).view(-1, columns // SCALE_WORD, SCALE_ROWS, SCALE_WORD)
+    return words.transpose(1, 2).reshape(rows, columns).view(scales.dtype)
 
 
 def _take(tensor: Tensor, rows: Tensor) -> Tensor:

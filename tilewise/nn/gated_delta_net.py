@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise import ops
 from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
-from tilewise.nn.gated_norm import GatedRMSNorm, unit_length
-from tilewise.nn.layers import activate, adapted, project
+from tilewise.nn.gated_norm import UNIT_EPS, GatedRMSNorm, unit_length
+from tilewise.nn.layers import activate, adapted, fuses, project
 from tilewise.nn.states import Memory, StateLayer
+from tilewise.nn.valued import valued
 
 __all__ = ["GatedDeltaConfig", "GatedDeltaNet"]
 
@@ -93,6 +95,7 @@ class GatedDeltaNet(StateLayer):
         conv: (2 Hk K + H V, W), the weight of the convolution.
         a_log, dt_bias: (H,) float32.
         norm: the norm of each head's V channels.
+        has_inference_bits: True to give what is differentiated the values of inference on a GPU.
     """
 
     config: GatedDeltaConfig
@@ -101,6 +104,7 @@ class GatedDeltaNet(StateLayer):
     def __init__(self, hidden_size: int, config: GatedDeltaConfig) -> None:
         super().__init__()
         self.config = config
+        self.has_inference_bits = False
         heads = config.num_value_heads
         self.qkvz_proj = nn.Linear(hidden_size, sum(config.parts), bias=False)
         self.ba_proj = nn.Linear(hidden_size, 2 * heads, bias=False)
@@ -116,14 +120,46 @@ class GatedDeltaNet(StateLayer):
         qkvz = project(self.qkvz_proj, x, adapters)
         mixed, z = qkvz.split_with_sizes((sum(channels), gate), -1)
         mixed = memory.convolve(mixed, self.conv, None, "silu")
-        q, k, v = mixed.split_with_sizes(channels, -1)
-        q, k = (unit_length(part.unflatten(-1, (-1, config.key_dim))) for part in (q, k))
+        ba = project(self.ba_proj, x, adapters)
+        v = mixed[..., -channels[2] :]
         v, z = (part.unflatten(-1, (-1, config.value_dim)) for part in (v, z))
-        b, a = project(self.ba_proj, x, adapters).chunk(2, -1)
+        learns = torch.is_grad_enabled() and (mixed.requires_grad or self.a_log.requires_grad)
+        if not learns and self.a_log.dtype == torch.float32 and fuses(mixed, ba):
+            q, k, g, beta = self._fused(mixed, ba)
+        else:
+            given = self._inputs(mixed, ba)
+            if self.has_inference_bits and mixed.is_cuda:
+                with torch.no_grad():
+                    values = self._fused(mixed, ba)
+                given = tuple(valued(x, y) for x, y in zip(given, values, strict=True))
+            q, k, g, beta = given
+        o = memory.gated_delta(q, k, v, g, beta)
+        return adapted(self.o_proj, self.norm(o, z).flatten(-2), adapters)
+
+    def _fused(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
+        """Return q and k of unit length, g and beta, by one kernel."""
+        config, rows = self.config, mixed.shape[:-1]
+        found = ops.delta_inputs(
+            mixed.reshape(-1, mixed.shape[-1]),
+            ba.reshape(-1, ba.shape[-1]),
+            self.a_log,
+            self.dt_bias,
+            num_key_heads=config.num_key_heads,
+            key_dim=config.key_dim,
+            beta_scale=config.beta_scale,
+            eps=UNIT_EPS,
+        )
+        return tuple(x.view(*rows, *x.shape[1:]) for x in found)
+
+    def _inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
+        """Return q and k of unit length, g and beta, by operations that are differentiable."""
+        config, channels = self.config, self.config.parts[:2]
+        q, k = mixed[..., : sum(channels)].split_with_sizes(channels, -1)
+        q, k = (unit_length(part.unflatten(-1, (-1, config.key_dim))) for part in (q, k))
+        b, a = ba.chunk(2, -1)
         beta = activate(torch.sigmoid, b, on_cpu=True)
         if config.beta_scale != 1:
             beta = beta * config.beta_scale
         shifted = activate(F.softplus, a.to(self.a_log.dtype) + self.dt_bias, on_cpu=True)
         decay = activate(torch.exp, self.a_log, on_cpu=True)
-        o = memory.gated_delta(q, k, v, -decay * shifted, beta)
-        return adapted(self.o_proj, self.norm(o, z).flatten(-2), adapters)
+        return q, k, -decay * shifted, beta

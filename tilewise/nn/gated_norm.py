@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.nn.layers import activate
+from tilewise.nn.layers import activate, fuses
 from tilewise.nn.valued import valued
 
 __all__ = ["UNIT_EPS", "GatedRMSNorm", "unit_length"]
@@ -83,6 +83,20 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map x (..., dim), whose gate has its shape, to the same shape and dtype."""
+        if x.dim() > 1 and x.is_contiguous() and fuses(x, gate, self.weight):
+            dims = x.shape[-2:]  # rows of a packed batch, and heads
+            lies = x.dim() < 4
+            y: Tensor = ops.gated_rms_norm(
+                x if lies else x.view(-1, *dims),
+                gate if lies else gate.reshape(-1, *dims),
+                self.weight,
+                self.eps,
+                group_size=self.group_size,
+                activation=self.activation,
+                gate_first=self.gate_first,
+                rounds_first=self.rounds_first,
+            )
+            return y.view(x.shape)
         factor, wide = activate(self.function, _widened(gate), on_cpu=True), _widened(x)
         if self.gate_first:
             wide = wide * factor

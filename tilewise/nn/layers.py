@@ -34,6 +34,7 @@ __all__ = [
     "UnitRMSNorm",
     "activate",
     "adapted",
+    "fuses",
     "name_of",
     "project",
     "project_in_parts",
@@ -107,7 +108,7 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -
     return valued(function(x), value) if torch.is_grad_enabled() and x.requires_grad else value
 
 
-def _fuses(x: Tensor, *parameters: Tensor, on_cpu: bool = False) -> bool:
+def fuses(x: Tensor, *parameters: Tensor, on_cpu: bool = False) -> bool:
     """Return whether a kernel of `tilewise.ops` replaces torch's operations: in inference, on a
     GPU.
 
@@ -142,7 +143,7 @@ def _product(linear: nn.Module, x: Tensor) -> Tensor:
     if few and type(linear) is nn.Linear and x.numel() > 0 and not torch.is_autocast_enabled():
         weight, bias = linear.weight, linear.bias
         parameters = (weight,) if bias is None else (weight, bias)
-        if _fuses(x, *parameters) and linear_pays(weight):
+        if fuses(x, *parameters) and linear_pays(weight):
             return ops.linear(x, weight, bias)
     y: Tensor = linear(x)
     return y
@@ -180,7 +181,7 @@ def _product_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts:
             weight, leaves_parts = linear.weight, linear_leaves_parts
         else:
             return _product(linear, x)
-        if linear.bias is None and _fuses(x, weight) and leaves_parts(weight):
+        if linear.bias is None and fuses(x, weight) and leaves_parts(weight):
             return Parts(ops.linear_parts(x, weight))
     return _product(linear, x)
 
@@ -251,7 +252,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
-        if _fuses(x, self.weight, on_cpu=self.fuses_on_cpu):
+        if fuses(x, self.weight, on_cpu=self.fuses_on_cpu):
             if self.fuses_on_cpu and x.dtype == torch.float32:
                 # A compiled step rounds the quotient before it is multiplied by the weight, in
                 # every dtype; the kernel does so in 16 bits only.
@@ -268,7 +269,7 @@ class RMSNorm(nn.Module):
             if not (torch.is_grad_enabled() and learns):
                 return ops.add_parts_rms_norm(x.sums, residual, self.weight, self.eps)
             x = x.sums.sum(0).to(residual.dtype)
-        if _fuses(x, residual, self.weight, on_cpu=self.fuses_on_cpu):
+        if fuses(x, residual, self.weight, on_cpu=self.fuses_on_cpu):
             if self.fuses_on_cpu and x.dtype == torch.float32:
                 total = residual + x
                 return self(total), total
@@ -290,7 +291,7 @@ class UnitRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
-        if self.fuses_on_cpu and _fuses(x, on_cpu=True):
+        if self.fuses_on_cpu and fuses(x, on_cpu=True):
             ones = torch.ones(self.dim, dtype=x.dtype)
             return cpu_step.normalise(x, ones, None, self.eps, 0.0, centres=False)
         return F.rms_norm(x, (self.dim,), None, self.eps)
@@ -321,8 +322,10 @@ class ShiftedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
-        if self.fuses_on_cpu and _fuses(x, self.weight, on_cpu=True):
+        if self.fuses_on_cpu and fuses(x, self.weight, on_cpu=True):
             return cpu_step.normalise(x, self.weight, None, self.eps, 1.0, centres=False)
+        if fuses(x, self.weight):
+            return ops.shifted_rms_norm(x, self.weight, self.eps)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = 1.0 + self.weight.to(wide)
         return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
@@ -330,6 +333,8 @@ class ShiftedRMSNorm(nn.Module):
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim)."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
+        if fuses(x, residual, self.weight):
+            return ops.add_shifted_rms_norm(x, residual, self.weight, self.eps)
         total = residual + x
         return self(total), total
 
@@ -364,7 +369,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dim of input (..., dim)."""
-        if self.fuses_on_cpu and _fuses(input, *self.parameters(), on_cpu=True):
+        if self.fuses_on_cpu and fuses(input, *self.parameters(), on_cpu=True):
             ones = torch.ones(self.normalized_shape, dtype=input.dtype)
             return cpu_step.normalise(
                 input,
@@ -418,7 +423,7 @@ class GatedMLP(nn.Module):
         if added is not None:
             gate_up = gate_up + added
         is_plain = self.activation is F.silu and self.gate_scale == 1
-        if is_plain and _fuses(gate_up, on_cpu=self.fuses_on_cpu):
+        if is_plain and fuses(gate_up, on_cpu=self.fuses_on_cpu):
             down = project_in_parts if self.leaves_parts else project
             return down(self.down_proj, ops.silu_mul(gate_up), adapters)
         gate, up = gate_up.chunk(2, dim=-1)

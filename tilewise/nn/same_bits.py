@@ -24,6 +24,8 @@ from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.adapted_linear import AdaptedLinear
 from tilewise.nn.attention import Attention, attend_as_steps
 from tilewise.nn.experts import Experts
+from tilewise.nn.gated_delta_net import GatedDeltaNet
+from tilewise.nn.gated_norm import GatedRMSNorm
 from tilewise.nn.layers import (
     FUSED_MODULES,
     GatedMLP,
@@ -128,6 +130,20 @@ class _ShiftedRMSNorm(ShiftedRMSNorm):
             value = super().forward(x)
         return valued(super().forward(x), value)
 
+    def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
+        total = residual + x
+        return self(total), total
+
+
+class _GatedRMSNorm(GatedRMSNorm):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Map x (..., dim), whose gate has its shape, to the same shape and dtype."""
+        with torch.no_grad():
+            value = super().forward(x, gate)
+        return valued(super().forward(x, gate), value)
+
 
 class _UnitRMSNorm(UnitRMSNorm):
     def forward(self, x: Tensor) -> Tensor:
@@ -149,11 +165,13 @@ _VALUED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _Linear,
     AdaptedLinear: _AdaptedLinear,
     RMSNorm: _RMSNorm,
+    ShiftedRMSNorm: _ShiftedRMSNorm,
     GatedMLP: _GatedMLP,
 }
+# What a GPU's engine computes by a kernel of its own; on a CPU such a layer has these bits anyway.
+_VALUED_ON_GPU: dict[type[nn.Module], type[nn.Module]] = {GatedRMSNorm: _GatedRMSNorm}
 # What a CPU's engine computes by kernels of its own, and a GPU's by torch's operations.
 _VALUED_ON_CPU: dict[type[nn.Module], type[nn.Module]] = {
-    ShiftedRMSNorm: _ShiftedRMSNorm,
     UnitRMSNorm: _UnitRMSNorm,
     LayerNorm: _LayerNorm,
 }
@@ -181,7 +199,7 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
             raise UnsupportedError(f"weights must be such that {who} them: {reason}")
     if any(isinstance(m, MultiheadLatentAttention) for m in model.modules()):
         raise UnsupportedError("attention must keep keys and values for these bits, got latents")
-    kinds = _VALUED if is_on_gpu else _VALUED | _VALUED_ON_CPU
+    kinds = _VALUED | (_VALUED_ON_GPU if is_on_gpu else _VALUED_ON_CPU)
     for module in list(model.modules()):
         if type(module) in kinds:
             module.__class__ = kinds[type(module)]
@@ -189,6 +207,8 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
             module.fuses_on_cpu = not is_on_gpu
         if isinstance(module, Attention):
             module.attends_as_cached = is_on_gpu
+        if isinstance(module, GatedDeltaNet):
+            module.has_inference_bits = is_on_gpu
         if isinstance(module, Experts):
             module.has_inference_bits, module.fuses_on_cpu = True, not is_on_gpu
             # One tile for any number of rows, as in a batch-invariant engine.

@@ -9,9 +9,11 @@ from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.attention.dropout import dropout_keep_mask
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
 from tilewise.ops.choose_experts import choose_experts
+from tilewise.ops.delta_inputs import delta_inputs
 from tilewise.ops.early import launching_early, settle
 from tilewise.ops.expert_mlp import expert_mlp
 from tilewise.ops.explain import Explanation, explain
+from tilewise.ops.gated_norm import gated_rms_norm
 from tilewise.ops.invariant_linear import invariant_linear, invariant_linear_leaves_parts
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
 from tilewise.ops.latent.expanded import mla_attention, mla_prefill
@@ -25,7 +27,13 @@ from tilewise.ops.linear import (
 )
 from tilewise.ops.low_rank import add_low_rank
 from tilewise.ops.merge import merge_states
-from tilewise.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
+from tilewise.ops.norm import (
+    add_parts_rms_norm,
+    add_rms_norm,
+    add_shifted_rms_norm,
+    rms_norm,
+    shifted_rms_norm,
+)
 from tilewise.ops.paged.api import paged_attention, plan_paged_attention
 from tilewise.ops.paged.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
 from tilewise.ops.paged.plan import PagedPlan
@@ -60,6 +68,7 @@ __all__ = [
     "add_parts_rms_norm",
     "add_rms_norm",
     "add_rms_norm_linear",
+    "add_shifted_rms_norm",
     "adjust_logits",
     "apply_rope",
     "attention",
@@ -69,11 +78,13 @@ __all__ = [
     "causal_conv1d_step",
     "choose_experts",
     "copy_blocks",
+    "delta_inputs",
     "dropout_keep_mask",
     "expert_mlp",
     "explain",
     "gated_delta",
     "gated_delta_step",
+    "gated_rms_norm",
     "invariant_linear",
     "invariant_linear_leaves_parts",
     "launching_early",
@@ -103,6 +114,7 @@ __all__ = [
     "sample_tokens",
     "settle",
     "shared_prefixes",
+    "shifted_rms_norm",
     "silu_mul",
     "ssd",
     "ssd_step",

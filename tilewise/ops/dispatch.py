@@ -54,6 +54,9 @@ _MODULES = {
     "recurrence": "recurrent.scan",
     "recurrence_bwd": "recurrent.backward",
     "causal_conv1d": "recurrent.convolution",
+    "delta_inputs": "recurrent.inputs",
+    "gated_norm": "step.gated_norm",
+    "shifted_norm": "step.shifted_norm",
 }
 
 

@@ -86,6 +86,53 @@ def add_rms_norm(
     return y, new_residual
 
 
+def shifted_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None
+) -> Tensor:
+    """Scale each row as Gemma does: y = round(x / sqrt(mean(x^2) + eps) * (1 + weight)).
+
+    All is float32 (float64 for float64) before the last rounding. Nothing is differentiable.
+
+    Args:
+        x, weight, eps: as of `rms_norm`.
+        backend: "triton" or "reference"; None chooses.
+
+    Returns:
+        A new contiguous tensor of x's shape and dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `rms_norm`.
+
+    Example:
+        >>> y = shifted_rms_norm(torch.randn(3, 1024), torch.zeros(1024), 1e-6)
+    """
+    y: Tensor = _shifted_rms_norm(x, weight, eps, backend)
+    return y
+
+
+def add_shifted_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream and normalise the sum by `shifted_rms_norm`, in one kernel.
+
+    Args:
+        x, residual, weight, eps: as of `add_rms_norm`.
+        backend: "triton" or "reference"; None chooses.
+
+    Returns:
+        y and new_residual, new contiguous tensors of x's shape and dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `rms_norm`.
+
+    Example:
+        >>> x, residual = torch.randn(2, 3, 64)
+        >>> y, residual = add_shifted_rms_norm(x, residual, torch.zeros(64), 1e-6)
+    """
+    y, new_residual = _add_shifted_rms_norm(x, residual, weight, eps, backend)
+    return y, new_residual
+
+
 def add_parts_rms_norm(
     parts: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -171,6 +218,22 @@ def _chosen_add(
     return partial(_module(x, backend).add_rms_norm, x, residual, weight, eps)
 
 
+def _shifted_module(x: Tensor, backend: str | None) -> Any:
+    name = dispatch.choose("shifted_norm", ElementSpec(x.device.type, x.dtype), backend)
+    return dispatch.kernel_module("shifted_norm", name)
+
+
+def _chosen_shifted(x: Tensor, weight: Tensor, eps: float, backend: str | None) -> partial[Any]:
+    return partial(_shifted_module(x, backend).shifted_rms_norm, x, weight, eps)
+
+
+def _chosen_add_shifted(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
+) -> partial[Any]:
+    module = _shifted_module(x, backend)
+    return partial(module.add_shifted_rms_norm, x, residual, weight, eps)
+
+
 def _chosen_add_parts(
     parts: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
 ) -> partial[Any]:
@@ -208,7 +271,26 @@ register_step(
     _chosen_add_parts,
     lambda parts, residual, *_: _two_like(residual),
 )
-for _name in ("rms_norm", "add_rms_norm", "add_parts_rms_norm"):
+register_step(
+    "shifted_rms_norm(Tensor x, Tensor weight, float eps, str? backend) -> Tensor",
+    _chosen_shifted,
+    _one_like,
+)
+register_step(
+    "add_shifted_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str? backend) "
+    "-> (Tensor, Tensor)",
+    _chosen_add_shifted,
+    _two_like,
+)
+for _name in (
+    "rms_norm",
+    "add_rms_norm",
+    "add_parts_rms_norm",
+    "shifted_rms_norm",
+    "add_shifted_rms_norm",
+):
     refuse_gradient(_name)
+_shifted_rms_norm = step("shifted_rms_norm", _check)
+_add_shifted_rms_norm = step("add_shifted_rms_norm", _check_add)
 _rms_norm, _add_rms_norm = step("rms_norm", _check), step("add_rms_norm", _check_add)
 _add_parts_rms_norm = step("add_parts_rms_norm", _check_add_parts)

@@ -130,6 +130,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
     "shr.b32": np.right_shift,
+    "shf.r.wrap.b32": lambda low, high, by: low >> by | high << np.uint32(32) - by,
     "add.u32": np.add,
     "add.s32": np.add,
     "mul.lo.u32": np.multiply,

@@ -1,12 +1,13 @@
 """How the products of a mixture of experts are cut: pure tables.
 
 Measured on an H200 (2026-11-29, torch 2.11, triton 3.6; lab/results/experts_h200.json): a layer's
-choice and both products, microseconds, and the share of the read of the experts that are hit.
+choice and both products, microseconds, and the share of the read of the experts that are hit
+(gpt-oss-20b at 32 and 256 rows on 2026-11-30).
 
     rows     Qwen3-30B-A3B, bfloat16   int4         e4m3         gpt-oss-20b, MXFP4; in blocks
        1        29     58 %          20   22 %     27   32 %     36   33 %        76   16 %
-      32       259     91 %         103   60 %    167   71 %    182   50 %       422   22 %
-     256       317     85 %         145   49 %    202   67 %    258   37 %       339   28 %
+      32       259     91 %         103   60 %    167   71 %    163   56 %       422   22 %
+     256       317     85 %         145   49 %    202   67 %    231   41 %       339   28 %
    4,096       891     30 %         777    9 %  1,021   13 %  1,742    5 %
 
 "In blocks" is the portable kernel, which other GPUs run; the other narrow ones are `NarrowTile`s.

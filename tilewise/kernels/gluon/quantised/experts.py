@@ -51,7 +51,7 @@ from tilewise.kernels.gluon.quantised.ring import (
     start_products,
     wait_for_products,
 )
-from tilewise.kernels.gluon.quantised.scales import bases_layout, stage_scales
+from tilewise.kernels.gluon.quantised.scales import bases_layout, bases_of, stage_scales
 
 _FIRST = gl.constexpr(early.FIRST)
 _LOADER = gl.constexpr(40)  # registers of a thread that copies
@@ -91,6 +91,7 @@ class Shape(NamedTuple):
     early: int  # mode of `kernels.early`
     pairs: int  # how outputs lie among the weight's rows, of `operands`
     folds: bool  # scales are multiplied into operands, see `folded_registers`
+    turned: bool  # scales lie by words of eight rows, see `QuantisedWeight.lanes`
     source: int  # SORTED, TOKENS or TOKEN
     activation: int  # one of below; NONE in the product down
     weighed: bool  # rows are multiplied by their weights
@@ -317,10 +318,7 @@ def _multiply_items(given, group: gl.constexpr, shape: gl.constexpr):
             rows_in_weight(output, half, shape.pairs, bases_layout(shape)), outputs - 1
         )
         base_rows += expert * outputs
-        bases = (
-            gl.expand_dims(base_rows // block_rows * grid, 1),
-            gl.expand_dims(base_rows // outer_rows * outer_grid, 1),
-        )
+        bases = bases_of(base_rows, grid, outer_grid, block_rows, outer_rows, shape)
         acc = _sums(tensors, bases, ring, filled, begin, steps, group, grid, constants, shape)
         filled += steps
         if shape.weighed:

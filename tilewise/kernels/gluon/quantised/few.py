@@ -71,6 +71,7 @@ class Shape(NamedTuple):
     early: int  # mode of `kernels.early`: codes are loaded while the kernel before runs
     pairs: int = 0  # how outputs lie among the weight's rows, of `operands`
     folds: bool = False  # scales are multiplied into operands, see `folded_registers`
+    turned: bool = False  # scales lie by words of eight rows, see `QuantisedWeight.lanes`
 
 
 class Ring(NamedTuple):

@@ -20,6 +20,7 @@ from tilewise.kernels.gluon.quantised.operands import (
     INT4,
     INT8,
     MAGIC_WORDS,
+    SPREAD,
     TABLE,
 )
 from tilewise.kernels.gluon.quantised.ring import Shape as RingShape
@@ -118,7 +119,7 @@ def launch(
     assert not isinstance(tile, RingTile | FewTile)
     if tile is None:
         tile = tiles.tile_of(outputs, channels, rows, batch_invariant=batch_invariant)
-    kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
+    kind, table = kind_and_table(weight, x.dtype)
     minimum = -1 if weight.minimums is None else kind_of(weight.minimums)
     step = step_of(weight.block, channels, weight.bits)
     shape = Shape(
@@ -200,7 +201,7 @@ def _launch_ring(
         size = num_tiles * parts * tile.tile_n * padded
         sums = maker.empty((size,), torch.float32)
         arrived = counters(maker, num_tiles * tile.tile_n // 64)
-    kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
+    kind, table = kind_and_table(weight, x.dtype)
     at_start, registers = tiles.ring_registers(tile, padded)
     groups = 1 if folds else of_stage // summed
     scales, grid = read_scales(weight, y, folds=folds)
@@ -228,6 +229,7 @@ def _launch_ring(
         early.mode("rows"),
         tile.fetches,
         folds=folds,
+        turned=weight.is_spread,
     )
     x = maker.addressable(x)
     words = weight.codes.view(torch.int32)
@@ -292,7 +294,7 @@ def _launch_few(
         size = num_tiles * parts * tile.tile_n * padded
         sums = maker.empty((size,), torch.float32)
         arrived = counters(maker, num_tiles)
-    kind, table = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
+    kind, table = kind_and_table(weight, x.dtype)
     at_start, _ = tiles.ring_registers(tile, padded)
     scales, grid = read_scales(weight, y, folds=folds)
     is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
@@ -316,6 +318,7 @@ def _launch_few(
         bias is not None,
         early.mode("rows"),
         folds=folds,
+        turned=weight.is_spread,
     )
     x = maker.addressable(x)
     words = weight.codes.view(torch.int32)
@@ -354,15 +357,7 @@ def _launch_few(
 
 def folds_scales(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
     """Return whether scales are multiplied into operands: those of MXFP4, into bfloat16."""
-    return (
-        weight.table == E2M1
-        and weight.scales.dtype == torch.float8_e8m0fnu
-        and weight.block == (1, 32)
-        and dtype == torch.bfloat16
-        and weight.zeros is None
-        and weight.minimums is None
-        and not weight.has_outer
-    )
+    return weight.in_lanes and weight.is_spread and dtype == torch.bfloat16
 
 
 def read_scales(weight: QuantisedWeight, y: Tensor, *, folds: bool) -> tuple[Tensor, int]:
@@ -413,16 +408,17 @@ def steps_of(block: tuple[int, int], channels: int, step: int) -> int:
 
 
 @functools.cache
-def kind_and_table(
-    codes: torch.dtype, table: tuple[float, ...] | None, dtype: torch.dtype
-) -> tuple[int, tuple[int, ...]]:
+def kind_and_table(weight: QuantisedWeight, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
     """Return the kind of codes, and a general table as eight words of bytes, see `operands`."""
-    if codes != torch.uint8:
-        return _CODES[codes], (0,) * _WORDS
-    if table is None:
+    if weight.codes.dtype != torch.uint8:
+        return _CODES[weight.codes.dtype], (0,) * _WORDS
+    if weight.table is None:
         return INT4.value, (0,) * _WORDS
-    if table == E2M1:
-        return FP4.value, (0,) * _WORDS
-    narrow = torch.tensor(table).to(dtype).view(torch.uint8).view(2, 8, 2)  # half, entry, byte
+    if weight.table == E2M1:
+        kind = SPREAD if weight.in_lanes and weight.is_spread else FP4
+        return kind.value, (0,) * _WORDS
+    narrow = (
+        torch.tensor(weight.table).to(dtype).view(torch.uint8).view(2, 8, 2)
+    )  # half, entry, byte
     words = narrow.transpose(1, 2).contiguous().view(-1).view(torch.int32)
     return TABLE.value, tuple(words.tolist())

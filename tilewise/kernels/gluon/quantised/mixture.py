@@ -206,7 +206,7 @@ def _product(
     """
     table, chosen, place, row = lists
     outputs, channels = weight.shape[0] // num_experts, weight.shape[1]
-    kind, values = kind_and_table(weight.codes.dtype, weight.table, x.dtype)
+    kind, values = kind_and_table(weight, x.dtype)
     folds = folds_scales(weight, x.dtype)
     of_block = LANES_BLOCK * 8 // weight.bits
     summed = min(of_block, weight.block[1])  # channels of a sum
@@ -242,6 +242,7 @@ def _product(
         early=early.mode("rows"),
         pairs=pairs,
         folds=folds,
+        turned=weight.is_spread,
         source=source_rows,
         activation=ACTIVATIONS.index(activation),
         weighed=weighed,

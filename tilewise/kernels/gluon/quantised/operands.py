@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.kernels.triton.quantised.values import E4M3 as SCALE_E4M3
 from tilewise.kernels.triton.quantised.values import E8M0
 
-INT4, FP4, TABLE, INT8, E4M3, E5M2 = (gl.constexpr(i) for i in range(6))
+INT4, FP4, TABLE, INT8, E4M3, E5M2, SPREAD = (gl.constexpr(i) for i in range(7))
 
 # A word of 8 codes -> 4 registers of two 16-bit numbers: codes i and i + 4.
 _SPLIT = "mov.b32 a, $4; shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; "
@@ -62,6 +62,28 @@ def _e2m1(shift: int, factor: int, fma: str) -> str:
             f"and.b32 a, a, 0x{mask:04X}{mask:04X}; lop3.b32 a, b, 0x80008000, a, 0xEA; "
             f"{fma} ${place}, a, g, d; "
         )
+    return text + "}"
+
+
+def _spread(factor: int, fma: str, *, is_half: bool = False) -> str:
+    """Return the assembly for codes of FP4 whose bits are spread, see `quantised_weight`.
+
+    Args:
+        factor: the factor that makes the numbers of the bits.
+        fma: the instruction that multiplies by it.
+        is_half: True for float16, whose mantissa has three bits more than that of bfloat16.
+    """
+    text = _REGISTERS + f"mov.b32 g, 0x{factor:04X}{factor:04X}; mov.b32 d, 0x80008000; "
+    turned = ("shl.b32 a, $4, 4; ", "mov.b32 a, $4; ", "shf.r.wrap.b32 a, $4, $4, 6; ")
+    for place in range(4):
+        if place < 3:
+            text += turned[place] + "and.b32 a, a, 0x81C081C0; "
+        else:
+            text += "shl.b32 b, $4, 6; and.b32 b, b, 0x00400040; shf.r.wrap.b32 a, $4, $4, 2; "
+            text += "lop3.b32 a, a, 0x81808180, b, 0xEA; "
+        if is_half:
+            text += "and.b32 b, a, 0x01C001C0; shl.b32 b, b, 3; lop3.b32 a, a, d, b, 0xEA; "
+        text += f"{fma} ${place}, a, g, d; "
     return text + "}"
 
 
@@ -128,6 +150,8 @@ _ASM = {
     (INT4.value, "fp16"): _INTEGERS,
     (FP4.value, "bf16"): _e2m1(6, 0x7E80, "fma.rn.bf16x2"),  # 2 ** 126
     (FP4.value, "fp16"): _e2m1(9, 0x7400, "fma.rn.f16x2"),  # 2 ** 14
+    (SPREAD.value, "bf16"): _spread(0x7E80, "fma.rn.bf16x2"),
+    (SPREAD.value, "fp16"): _spread(0x7400, "fma.rn.f16x2", is_half=True),
     (TABLE.value, "bf16"): _TABLE,
     (TABLE.value, "fp16"): _TABLE,
     (INT8.value, "bf16"): _INT8_BF16,
@@ -151,7 +175,7 @@ def magic(kind, dtype):
 @gluon.constexpr_function
 def bits_of(kind):
     """Return the bits of a code."""
-    return 4 if kind in (INT4.value, FP4.value, TABLE.value) else 8
+    return 4 if kind in (INT4.value, FP4.value, TABLE.value, SPREAD.value) else 8
 
 
 @gluon.constexpr_function
@@ -448,7 +472,7 @@ def _less_registers(words, negated, DTYPE: gl.constexpr):
 
 # Codes of FP4 times the scales of their groups, whose factors of two are FOLDED too small, so that
 # they and 2 ** 126 fit one factor: one rounding less, and none but of weights below FOLDED.
-_FOLDED_ASM = gl.constexpr(_e2m1(6, 0, "fma.rn.bf16x2").replace("a, g, d", "a, $5, d"))
+_FOLDED_ASM = gl.constexpr(_spread(0, "fma.rn.bf16x2").replace("a, g, d", "a, $5, d"))
 FOLDED = gl.constexpr(2.0**64)
 _FOLDED_BIAS = gl.constexpr(0x3E3E3E3E)  # of exponents: 126 - 64
 

@@ -83,6 +83,7 @@ class Shape(NamedTuple):
     fetches: bool  # all codes of a part are fetched into L2 at once
     pairs: int = 0  # how outputs lie among the weight's rows, of `operands`
     folds: bool = False  # scales are multiplied into operands, see `folded_registers`
+    turned: bool = False  # scales lie by words of eight rows, see `QuantisedWeight.lanes`
 
 
 class Ring(NamedTuple):

@@ -12,7 +12,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.kernels import quantised_weight
 from tilewise.kernels.gluon.quantised.operands import pairs, scales_layout, small, wide
+
+_ROWS = gl.constexpr(quantised_weight.SCALE_ROWS)
+_WORD = gl.constexpr(quantised_weight.SCALE_WORD)
 
 
 @gluon.constexpr_function
@@ -33,8 +37,18 @@ def base_of(first, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.
     """Return where the scales and outer scales of a tile's outputs begin."""
     layout: gl.constexpr = bases_layout(shape)
     row = gl.minimum(first + gl.arange(0, shape.tile_n, layout), outputs - 1)
-    scale = gl.expand_dims(row // block_rows * grid, 1)
-    return scale, gl.expand_dims(row // outer_rows * outer_grid, 1)
+    return bases_of(row, grid, outer_grid, block_rows, outer_rows, shape)
+
+
+@gluon.jit
+def bases_of(row, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr):
+    """Return where the scales and outer scales of rows of a weight begin."""
+    if shape.turned:  # see `QuantisedWeight.lanes`; folded scales are counted by words
+        EACH: gl.constexpr = 1 if shape.folds else _WORD
+        scale = row // _ROWS * (grid * _ROWS) + row % _ROWS * EACH
+    else:
+        scale = row // block_rows * grid
+    return gl.expand_dims(scale, 1), gl.expand_dims(row // outer_rows * outer_grid, 1)
 
 
 @gluon.jit
@@ -54,7 +68,10 @@ def raw_scales(tensors, base, stage, shape: gl.constexpr):
     """Load what the scales and offsets (outputs, groups) of a stage are made of."""
     scales, zeros, minimums, outer, outer_minimums = tensors
     layout: gl.constexpr = scales_layout(shape.num_warps, shape.groups)
-    at = base[0] + _columns_of(stage, shape.groups, shape.shared, layout)
+    column = _columns_of(stage, shape.groups, shape.shared, layout)
+    if shape.turned:
+        column = column // _WORD * (_ROWS * _WORD) + column % _WORD
+    at = base[0] + column
     outer_at = base[1] + _columns_of(stage, shape.groups, shape.outer_shared, layout)
     scale = gl.load(scales + at)
     zero = scale
@@ -81,7 +98,7 @@ def stage_scales(tensors, base, stage, grid, shape: gl.constexpr):
     if shape.folds:
         layout: gl.constexpr = scales_layout(shape.num_warps, shape.blocks)
         column = stage * shape.blocks + gl.arange(0, shape.blocks, gl.SliceLayout(0, layout))
-        at = base[0] + gl.expand_dims(gl.minimum(column, grid - 1), 0)
+        at = base[0] + gl.expand_dims(gl.minimum(column, grid - 1) * _ROWS, 0)
         scale = gl.load(tensors[0] + at)
         return scale, scale, scale, scale, scale
     else:

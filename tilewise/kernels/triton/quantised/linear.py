@@ -138,6 +138,7 @@ def values_of(
         HAS_OUTER_MINIMUMS=weight.outer_minimums is not None,
         COMPUTED=_COMPUTED[weight.computed],
         IN_LANES=weight.in_lanes,
+        SPREAD=weight.in_lanes and weight.is_spread,
         TILE_N=_TILE_N,
         TILE_K=_TILE_K,
     )

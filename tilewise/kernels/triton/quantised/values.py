@@ -12,6 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels import quantised_weight
+
+_ROWS = tl.constexpr(quantised_weight.SCALE_ROWS)
+_WORD = tl.constexpr(quantised_weight.SCALE_WORD)
+
 # How 8 bits are read; what is none of these is read as it is.
 PLAIN, E8M0, E4M3, E5M2 = (tl.constexpr(i) for i in range(4))
 
@@ -75,6 +80,21 @@ def _byte_of(k, BITS: tl.constexpr):
         return k // 64 * 64 + 4 * word + 2 * pair + half
 
 
+@triton.jit
+def _gathered(word, k):
+    """Return the codes of columns k from words in which their bits are spread.
+
+    See `quantised_weight`.
+    """
+    place, half = k // 8 % 4, k % 2 * 16
+    right = tl.where(place == 0, 28, tl.where(place == 1, 0, tl.where(place == 2, 6, 2)))
+    word = word.to(tl.int64) & 0xFFFFFFFF
+    turned = ((word >> right) | (word << (32 - right))) >> half
+    magnitude = (turned >> 6) & 7
+    magnitude = tl.where(place == 3, (magnitude & 6) | ((word >> half) & 1), magnitude)
+    return magnitude | ((turned >> 12) & 8)
+
+
 @triton.jit(do_not_specialize=["first_row", "rows"])
 def values_kernel(
     codes_ptr,
@@ -107,6 +127,7 @@ def values_kernel(
     HAS_OUTER_MINIMUMS: tl.constexpr,
     COMPUTED: tl.constexpr,
     IN_LANES: tl.constexpr,
+    SPREAD: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
@@ -119,7 +140,12 @@ def values_kernel(
     is_row = (n < rows)[:, None]
     inside = is_row & (k < columns)[None, :]
     row = (first_row + n).to(tl.int64)[:, None]
-    if IN_LANES:
+    if SPREAD:
+        word = k // 128 * 16 + _byte_of(k % 128, BITS) // 4
+        at = codes_ptr.to(tl.pointer_type(tl.int32)) + row * (columns // 8) + word[None, :]
+        code = _gathered(tl.load(at, mask=inside, other=0), k[None, :])
+        value = _e2m1(code).reshape(TILE_N, TILE_K // GROUP, GROUP)
+    elif IN_LANES:
         at = codes_ptr + row * (columns * BITS // 8) + _byte_of(k, BITS)[None, :]
         code = tl.load(at, mask=inside, other=0)
         if BITS == 4:
@@ -150,7 +176,12 @@ def values_kernel(
         value = _wide(code, CODES).reshape(TILE_N, TILE_K // GROUP, GROUP)
     first = tl.program_id(1) * TILE_K + GROUP * tl.arange(0, TILE_K // GROUP)[None, :]
     here = is_row & (first < columns)
-    at = row // block_rows * grid + first // BLOCK
+    if SPREAD:  # see `QuantisedWeight.lanes`
+        group = first // BLOCK
+        at = row // _ROWS * (grid * _ROWS) + group // _WORD * (_ROWS * _WORD)
+        at += row % _ROWS * _WORD + group % _WORD
+    else:
+        at = row // block_rows * grid + first // BLOCK
     outer_at = row // outer_rows * outer_grid + first // OUTER_BLOCK
     scale = _wide(tl.load(scales_ptr + at, mask=here, other=0), SCALES)
     if HAS_OUTER:

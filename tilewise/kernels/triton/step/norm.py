@@ -1,7 +1,8 @@
 """RMS norm of rows, and of the sum of two rows.
 
-what     r = round(x + residual), if there is a residual; y = round(r / rms(r)) * weight. x may be
-         float32 partial sums of a product, which are added in order and rounded
+what     r = round(x + residual), if there is a residual; y = round(r / rms(r)) * weight, or SHIFTED
+         y = round(r / rms(r) * (1 + weight)). x may be float32 partial sums of a product, which are
+         added in order and rounded
 grid     (rows,)
 program  holds one row in registers, whatever its width
 traffic  every element read once and written once; the weight from the L2 cache
@@ -37,6 +38,7 @@ def _norm_kernel(
     TILE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     PARTS: tl.constexpr,
+    SHIFTED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     begin_next(EARLY)
@@ -60,8 +62,12 @@ def _norm_kernel(
         tl.store(new_residual_ptr + row * DIM + column, total, mask=inside)
         x = total.to(tl.float32)
     mean_square = tl.sum(x * x, 0) / DIM
-    scaled = (x * tl.rsqrt(mean_square + eps)).to(dtype)
-    tl.store(y_ptr + row * DIM + column, (scaled.to(tl.float32) * weight).to(dtype), mask=inside)
+    scaled = x * tl.rsqrt(mean_square + eps)
+    if SHIFTED:
+        y = scaled * (1.0 + weight)
+    else:
+        y = scaled.to(dtype).to(tl.float32) * weight
+    tl.store(y_ptr + row * DIM + column, y.to(dtype), mask=inside)
 
 
 @planned
@@ -79,6 +85,24 @@ def add_rms_norm(
     """Return y and the new residual, both (..., E)."""
     y, total = maker.empty(x.shape, x.dtype), maker.empty(x.shape, x.dtype)
     _launch(maker, x, residual, weight, eps, y, total)
+    return y, total
+
+
+@planned
+def shifted_rms_norm(maker: Maker, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return y (..., E) of x (..., E), scaled by 1 + weight before it is rounded."""
+    y = maker.empty(x.shape, x.dtype)
+    _launch(maker, x, None, weight, eps, y, y, shifted=True)
+    return y
+
+
+@planned
+def add_shifted_rms_norm(
+    maker: Maker, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return y and the new residual, both (..., E), scaled as by `shifted_rms_norm`."""
+    y, total = maker.empty(x.shape, x.dtype), maker.empty(x.shape, x.dtype)
+    _launch(maker, x, residual, weight, eps, y, total, shifted=True)
     return y, total
 
 
@@ -101,6 +125,8 @@ def _launch(
     y: Tensor,
     total: Tensor,
     parts: Tensor | None = None,
+    *,
+    shifted: bool = False,
 ) -> None:
     """Write y and total of x, or of the first of `parts` contiguous partial sums."""
     if x.numel() == 0:
@@ -125,6 +151,7 @@ def _launch(
         TILE=tile,
         HAS_RESIDUAL=residual is not None,
         PARTS=0 if parts is None else len(parts),
+        SHIFTED=shifted,
         num_warps=min(16, max(1, tile // ELEMENTS_PER_WARP)),
         **options("norm"),
     )
