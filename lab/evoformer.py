@@ -169,11 +169,11 @@ def main() -> int:
             print(f"{tokens:5} tokens {heads:3} heads {part:8} ms (times ours): {told}", flush=True)
         for line in said:
             print(f"DIFFER {line}")
+        if options.json:  # after every size, for a run that is ended early
+            document = {"machine": machine(options.device), "rows": rows}
+            Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    if options.json:
-        document = {"machine": machine(options.device), "rows": rows}
-        Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
     return 1 if wrong else 0
 
 

@@ -41,12 +41,12 @@ def make(shape: str, device: str, dtype: str, **settings: Any) -> LLM:
 
     Args:
         shape: of `bench.engines.shapes`, "tiny", "story" or a directory.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or one of its GPUs.
         dtype: of the weights.
         settings: as `LLM` takes them.
     """
     directory, is_random = folder_of(shape)
-    if device == "cuda":  # the sizes that a benchmark runs are few
+    if device.startswith("cuda"):  # the sizes that a benchmark runs are few
         settings = {"graphs": "lazy"} | settings
     return LLM(directory, device=device, dtype=dtype, random_weights=is_random, **settings)
 

@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tilewise.distributed import receive_weights, send_weights
 from tilewise.models.config import read_config
 from tilewise.models.registry import empty_model
 
+PATIENCE = timedelta(seconds=300)  # of a rank that waits for one which makes an engine
 ASKED = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
@@ -73,21 +75,34 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    first = time.perf_counter()
     device = torch.device(options.device)
     if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if options.device == "cuda" else "gloo",
+        timeout=PATIENCE,
+        device_id=device if options.device == "cuda" else None,
+    )
+    rank, size = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, options.dtype)
-    folder, _ = folder_of(options.shape)
-    shapes = shapes_of(folder)
+    for turn in range(size):  # one after the other, as each of them writes the folder
+        if turn == rank:
+            shapes = shapes_of(folder_of(options.shape)[0])
+        now(device)
     is_engine = rank == size - 1
+
+    def tell(what: str) -> None:
+        if is_engine:
+            print(f"{time.perf_counter() - first:.1f} s: {what}", file=sys.stderr, flush=True)
+
     seconds: dict[str, list[float]] = {"update": [], "link": []}
     answers: list[Any] = []
     llm = None
     if is_engine:
         llm = make(options.shape, str(device), options.dtype, num_blocks=64, max_model_len=256)
+    tell("the engine is made")
     for turn in range(options.turns + 1):
         tensors = tensors_of(shapes, dtype, device, turn)
         began = now(device)
@@ -102,6 +117,7 @@ def main() -> None:
         if turn:  # the first is a warm-up
             seconds["update"].append(ended - began)
             seconds["link"].append(linked - ended)
+        tell(f"turn {turn}: {ended - began:.3f} s, the link {linked - ended:.3f} s")
         if llm is not None:
             prompts = random_prompts(4, 8, 30, llm.config.vocab_size, seed=turn)
             sent = [o.outputs[0].token_ids for o in llm.generate(prompts, ASKED)]

@@ -198,6 +198,30 @@ def test_a_model_may_stand_alone_or_with_its_flag_but_not_two(
         assert seen[5:] == ["of-a-file", "of-a-variable"]
 
 
+@pytest.mark.parametrize(
+    ("words", "url"),
+    [
+        ("", "http://127.0.0.1:8000"),
+        ("http://there:9", "http://there:9"),
+        ("there:9", "http://there:9"),
+        ("--url https://there/v1", "https://there/v1"),
+        ("--port 9", "http://127.0.0.1:9"),
+        ("127.0.0.1:9 --port 9 --url http://127.0.0.1:9", "http://127.0.0.1:9"),
+    ],
+)
+def test_a_chat_finds_its_server_by_address_flag_or_port(monkeypatch, words, url):
+    seen = []
+    monkeypatch.setattr("tilewise.server.terminal.chat", lambda *given: seen.append(given) or 0)
+    assert main(["chat", *words.split()]) == 0
+    assert seen == [(url, None, {})]
+
+
+def test_a_chat_has_one_server(capsys):
+    assert main(["chat", "there", "--port", "9"]) == 2
+    said = "--url must be one address, got http://127.0.0.1:9 and http://there"
+    assert said in capsys.readouterr().err
+
+
 def test_failures_exit_1_and_debug_shows_where(model, capsys, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("out of luck")

@@ -23,3 +23,5 @@ def test_a_row_is_told_by_its_whole_id() -> None:
     assert not is_slow_row(file, f"{name}[False-1]")
     assert not is_slow_row(file, name)
     assert not is_slow_row("test_cli.py", f"{name}[False]")
+    assert not is_slow_row("test_cli.py", f"{name}[]")
+    assert is_slow_row("distributed/test_memory.py", "test_a_gather_holds_the_keys_of_all")

@@ -64,6 +64,7 @@ _OF_PRECOMPILE = (
     "max_num_batched_tokens",
     "batch_invariant",
 )
+_SERVER = "http://127.0.0.1:8000"  # where `tilewise serve` listens if it is not told otherwise
 _WRONG_REQUEST = (CheckpointError, RequestError, UnsupportedError, ValueError, TypeError, OSError)
 
 _EXAMPLES = """\
@@ -389,7 +390,11 @@ def _deploy(options: argparse.Namespace) -> int:
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "chat", "talk to a server in the terminal", _chat)
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
+    parser.add_argument(
+        "URL", nargs="?", help=f"address of the server, also as --url (default: {_SERVER})"
+    )
+    parser.add_argument("--url", help="the same; without http:// it is added")
+    parser.add_argument("--port", type=int, metavar="N", help="of a server on this machine")
     parser.add_argument("--api-key", metavar="KEY", help="(default: TILEWISE_API_KEY)")
     parser.add_argument("--model", metavar="NAME", help="where the server has several names")
     parser.add_argument(
@@ -399,11 +404,15 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from tilewise.server.terminal import chat
+    from tilewise.server.terminal import chat, with_scheme
 
+    here = None if options.port is None else f"http://127.0.0.1:{options.port}"
+    addresses = {with_scheme(x) for x in (options.URL, options.url, here) if x is not None}
+    if len(addresses) > 1:
+        raise ValueError(f"--url must be one address, got {' and '.join(sorted(addresses))}")
     names = ("model", "max_tokens", "temperature")
     settings = {n: getattr(options, n) for n in names if getattr(options, n) is not None}
-    return chat(options.url, options.api_key, settings)
+    return chat(addresses.pop() if addresses else _SERVER, options.api_key, settings)
 
 
 def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from tests.engine.adapter_files import write_adapter
+from tests.models.test_state_families import make as make_state_model
+from tests.models.tiny import save_hf
 from tilewise.cache.prefix import PrefixCache
+from tilewise.cache.states import StateStorage
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.canary import checksum
 from tilewise.engine.config import RequestTerms
@@ -482,6 +485,39 @@ def test_a_hit_across_salts_of_a_block_of_another_prompt_is_found() -> None:
         with patched(PrefixCache, "find", wrong):
             llm.generate(PROMPTS[3], ASKED, cache_salt="b")
             assert settle(llm).num_audits_different == 1
+
+
+def _saved_late(real: Any) -> Any:
+    return lambda self, places: real(self, [(slot, c, at + 1) for slot, c, at in places])
+
+
+def _restored_from_another(real: Any) -> Any:
+    def restore(self: Any, places: Any) -> Any:
+        other = [((c + 1) % self.num_checkpoints, slot, at) for c, slot, at in places]
+        return real(self, other)
+
+    return restore
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("save", _saved_late), ("restore", _restored_from_another)],
+    ids=["one token late", "of another"],
+)
+def test_a_wrong_checkpoint_of_states_is_found(
+    name: str, change: Callable[[Any], Any], tmp_path: Any
+) -> None:
+    path = save_hf(make_state_model("qwen3_5"), tmp_path)
+    settings: dict[str, Any] = {"device": "cpu", "num_blocks": 200, "max_model_len": 256}
+    prompts = [{"prompt_token_ids": [(7 * i + n) % 101 for i in range(150)]} for n in (0, 1)]
+    with LLM(path, audit=1.0, **settings) as llm:
+        llm.engine.runner.storage.states.checkpoints.zero_()
+        with patched(StateStorage, name, change):
+            llm.generate(prompts, ASKED)
+            assert not settle(llm).num_audits_different
+            outputs = llm.generate(prompts, ASKED)
+            assert all(output.num_cached_tokens for output in outputs)
+            assert settle(llm).num_audits_different >= 1
 
 
 def test_a_copy_before_a_write_that_is_lost_is_found() -> None:

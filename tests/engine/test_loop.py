@@ -290,6 +290,28 @@ def test_a_scheduler_that_breaks_again_at_once_ends_the_loop(engine):
     assert loop.close(timeout_s=60)
 
 
+def test_an_end_without_a_step_shows_nothing_of_a_new_scheduler(loop):
+    def break_next():
+        [caller] = callers(1)
+        loop.submit(caller.generation)
+        with pytest.raises(TypeError):
+            caller.result()
+
+    loop.engine.scheduler.update = None
+    break_next()
+    loop.pause()
+    [late] = callers(1)
+    late.generation.request.deadline_s = 0.01
+    loop.submit(late.generation)
+    assert late.ended.wait(60)
+    loop.engine.scheduler.update = None
+    loop.resume()
+    break_next()
+    with pytest.raises(EngineClosedError, match="the engine has failed"):
+        loop.call(lambda: None)
+    assert loop.num_restarts == 1
+
+
 def test_without_a_new_scheduler_a_broken_one_ends_the_loop(engine):
     loop = EngineLoop(engine)
     engine.scheduler.update = None

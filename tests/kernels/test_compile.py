@@ -107,7 +107,8 @@ def run_cases(names: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 # Cases of which the everyday run has a neighbour: the same kernel with other features, another part
-# of the same pass, or the same loop for another architecture.
+# of the same pass, or the same loop for another architecture. Backward passes and recurrences take
+# longest: `make compile-matrix` compiles them, and the interpreter and the emulator run them here.
 _SELDOM = frozenset({
     "sm_80-dkdv-d128-causal-64x64x8x2", "sm_90-fwd-d128-causal-64x64x4x3",
     "sm_90-dq-everything-d128-64x64x4x2", "sm_90-dbias-everything-d128",
@@ -120,6 +121,11 @@ _SELDOM = frozenset({
     "sm_90-adjust_logits-151936", "sm_90-gluon-linear-parts", "sm_90-gluon-linear-early",
     "sm_90-gluon-linear-odd", "sm_90-gluon-many-bias-fp16", "sm_80-mma-fwd-d64-full",
     "sm_89-mma-fwd-d128-everything", "sm_80-mma-bwd-d128-causal",
+    # These took 57 of the 104 seconds of a core of the everyday cases.
+    "recurrent-delta-sm_90", "recurrent-mamba-sm_80", "convolution-sm_90",
+    "sm_90-dkdv-everything-d128-32x64x4x3", "sm_90-gluon-bwd-d128-causal",
+    "sm_89-mma-bwd-d64-everything", "sm_90-gluon-mla-128-heads", "sm_90-experts-300-mxfp4",
+    "sm_90-elementwise-d128", "sm_90-paged-prefill-e4m3", "sm_120-mma-fwd-d128-causal",
 })  # fmt: skip
 
 

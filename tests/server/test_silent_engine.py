@@ -65,6 +65,9 @@ class Hanging(FakeEngine):
     def pause(self):
         self._wait()
 
+    def resume(self):
+        self._wait()
+
     def trace(self, since=0):
         self._wait()
         return []
@@ -140,6 +143,34 @@ def test_what_only_the_engine_knows_is_503(engine, method, path):
         assert not running.bridge.is_paused
         engine.is_held = False
         thread.join(60)
+
+
+def test_steps_are_expected_again_although_the_engine_did_not_say_that_it_resumed(engine):
+    with served(engine) as running:
+        engine.goes_on.set()
+        assert httpx.post(f"{running.url}/pause").status_code == 200
+        engine.goes_on.clear()
+        assert running.bridge.is_paused
+        running.bridge._last_output = -1e9
+        told = httpx.post(f"{running.url}/resume")
+        assert (told.status_code, told.json()["error"]["code"]) == (503, "engine_silent")
+        assert not running.bridge.is_paused
+        assert time.monotonic() - running.bridge._last_output < 60  # a pause is no silence
+
+
+def test_nothing_is_paused_where_the_engine_has_ended(engine, monkeypatch):
+    with served(engine) as running:
+        engine.goes_on.set()
+        assert httpx.post(f"{running.url}/pause").status_code == 200
+
+        def ended():
+            raise EngineClosedError("the engine has failed")
+
+        monkeypatch.setattr(engine, "resume", ended)
+        told = httpx.post(f"{running.url}/resume")
+        assert (told.status_code, told.json()["error"]["code"]) == (503, "engine_error")
+        assert told.json()["error"]["message"] == "the engine has failed"
+        assert not running.bridge.is_paused
 
 
 def test_a_request_is_aborted_although_the_engine_hangs(engine):

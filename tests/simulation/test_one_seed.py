@@ -63,6 +63,19 @@ def test_ten_thousand_seeds_give_the_answers_of_requests_alone(part: int) -> Non
     play_all(EVERY_DAY + part * SLOW // 50, EVERY_DAY + (part + 1) * SLOW // 50)
 
 
+@pytest.mark.parametrize("seed", [4612, 7000])
+def test_an_engine_ends_when_its_new_scheduler_breaks_at_once_and_is_owed_that(seed: int) -> None:
+    """Two breaks, and between them no step, since nobody asked."""
+    plan = plan_of(seed)
+    world = play(plan)
+    assert world.broke_again
+    assert world.core.is_over
+    assert world.core.num_restarts == 1
+    never = property(lambda core: False, lambda core, value: None)
+    with mock.patch.object(_Core, "_is_new", never, create=True):
+        assert "the engine goes on" in str(why_fails(plan))
+
+
 def test_two_runs_are_equal_in_other_processes_too() -> None:
     """Nothing hangs on the time, on addresses, or on the seed of Python's hashes."""
     seeds = [3, 13, 22, 34]

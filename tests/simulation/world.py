@@ -66,7 +66,7 @@ from tilewise.server.service import Service
 
 PATIENCE_S = 1000.0  # of virtual time, that one request may take
 INJECTED = "injected by the simulation"
-# Kinds of events after which no answer is owed to who asks later, or waits.
+# Kinds of events after which no answer is owed to who asks later, or waits: see `World.may_end`.
 DEADLY = {
     "process dies", "device is lost", "shutdown", "rank dies", "rank is silent", "rank fails",
 }  # fmt: skip
@@ -169,6 +169,7 @@ class World:
     Attributes:
         outcomes: one for each request that was sent.
         log: what happened, a line each: equal in two runs of one plan.
+        broke_again: True if a scheduler broke before a step of it had ended, after another did.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -185,6 +186,7 @@ class World:
         self._extra_s = 0.0
         self._damages = False
         self.server_is_gone = False
+        self.broke_again = self._has_broken = False
 
     # ---- making it
 
@@ -207,6 +209,8 @@ class World:
 
         def breaking(batch: Any, drawn: Any) -> Any:
             if self._take("scheduler breaks"):
+                self.broke_again |= self._has_broken
+                self._has_broken = True
                 raise RuntimeError(f"{INJECTED}: the scheduler broke")
             return update(batch, drawn)
 
@@ -250,6 +254,14 @@ class World:
             scheduler, runner, overlap=plan.settings["overlap"], new_scheduler=self._scheduler
         )
         runner.engine = self.engine
+        step = self.engine.step
+
+        def ending() -> Any:
+            events = step()
+            self._has_broken = False
+            return events
+
+        self.engine.step = ending
         if plan.settings["audit"]:
             self.engine.watch(plan.settings["audit"], 0.0, seed=plan.seed, stops=False)
         self.engine_loop = TurnedLoop(self.engine, self._scheduler, self.driver.wake)
@@ -445,11 +457,9 @@ class World:
         """Do what an administrator may."""
         with contextlib.suppress(Exception):  # of an engine that has ended
             if kind == "pause":
-                self.bridge.is_paused = True
-                await self.bridge.questions.ask(self.bridge.loop.pause)
+                await self.bridge.pause()
                 await asyncio.sleep(number)
-                await self.bridge.questions.ask(self.bridge.loop.resume)
-                self.bridge.is_paused = False
+                await self.bridge.resume()
             elif kind == "reset":
                 await self.bridge.questions.within(self.front.reset_prefix_cache())
             elif kind == "abort all":
@@ -619,7 +629,7 @@ class World:
         auditor = self.engine.auditor
         return (
             not self.bridge.jobs
-            and (self.core.is_over or not self.bridge.is_paused)  # none can be resumed
+            and not self.bridge.is_paused
             and not self.server.server_state.tasks
             and (self.core.is_over or (not self.core.live and not self.engine.has_unfinished()))
             and (self.core.is_over or auditor is None or not auditor._waiting)
@@ -634,8 +644,10 @@ class World:
             raise WrongError("not all has ended")
         if self.bridge.queue.num_live or self.bridge.queue.num_waiting:
             raise WrongError("places in the queue are taken, and nobody is there")
-        if self.core.is_over and not self.plan.kinds() & DEADLY:
+        if self.core.is_over and not self.may_end():
             raise WrongError(f"the engine has ended: {self.core.reason}")
+        if self.broke_again and not self.core.is_over:
+            raise WrongError("the engine goes on, and its new scheduler broke at once")
         if self.core.is_over:
             return
         scheduler = self.engine.scheduler
@@ -650,6 +662,10 @@ class World:
             raise WrongError(f"an audit differs: {list(self.engine.differences)}")
         if self.plan.settings["audit"] == 1.0 and not self.plan.events:
             self.counts["audited"] = stats.num_audited
+
+    def may_end(self) -> bool:
+        """Whether what happened may have ended the engine."""
+        return self.broke_again or bool(self.plan.kinds() & DEADLY)
 
     # ---- judging
 
@@ -666,7 +682,7 @@ class World:
 
     def why_wrong(self, outcome: Outcome) -> str | None:
         """Return what is wrong with an answer; None if it is right, or an error with a cause."""
-        client, kinds = outcome.client, self.plan.kinds()
+        client = outcome.client
         is_whole = client.does not in ("stalls", "cuts while sending")
         if not is_whole:
             if outcome.status == 200:
@@ -680,7 +696,7 @@ class World:
             return self._unexplained(outcome, error)
         if outcome.end == "complete" or outcome.end == "left":
             return None
-        if kinds & DEADLY or client.does in ("half-closes", "reads slowly"):
+        if self.may_end() or client.does in ("half-closes", "reads slowly"):
             return None
         return f"the connection ended: {outcome.end}, status {outcome.status}"
 
@@ -794,7 +810,7 @@ class World:
     def _unexplained(self, outcome: Outcome, error: dict[str, Any]) -> str | None:
         message, code, kinds = error["message"], error.get("code"), self.plan.kinds()
         body, client = outcome.body, outcome.client
-        deadly = bool(kinds & DEADLY)
+        deadly = self.may_end()
         try:
             sampling = SamplingParams(max_tokens=body["max_tokens"], n=body["n"])
             self.engine.scheduler.limits.check(Request("x", body["prompt"], sampling))
@@ -816,7 +832,7 @@ class World:
             "device is lost": deadly,
             "worker": deadly,
             "logits must be finite": "nan" in kinds,
-            "engine's process has ended": deadly or "scheduler breaks" in kinds,
+            "engine's process has ended": deadly,
             "the engine has failed": deadly,
             "the engine has ended": deadly,
             "aborted by an administrator": "abort all" in kinds,

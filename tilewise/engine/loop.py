@@ -482,7 +482,8 @@ class _Core:
             return
         finally:
             self.last_step_time = time.monotonic()
-        self._is_new = False
+        if step == self.engine.step:  # what only ends requests shows nothing of a new scheduler
+            self._is_new = False
         changed: dict[Generation, None] = {}
         live = self.live
         if isinstance(events, PlainEvents):

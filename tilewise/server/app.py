@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 
 import tilewise
 from tilewise.engine.outputs import RequestOutput
+from tilewise.errors import EngineClosedError
 from tilewise.server.answers import DONE, CompletionAnswer, usage_of
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, invalid, unserved
@@ -253,6 +254,10 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
         told = invalid(f"{name} must be {rule}, got {shown(problem['input'])}", name)
         return JSONResponse(told.body, told.status)
 
+    async def on_ended_engine(_: Request, error: Exception) -> Response:
+        told = ApiError(503, str(error), code="engine_error")
+        return JSONResponse(told.body, told.status)
+
     async def on_mistake(_: Request, error: Exception) -> Response:
         LOG.error("a route failed in the server", exc_info=error)
         told = ApiError(500, f"the server failed: {type(error).__name__}")
@@ -260,6 +265,7 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
 
     app.add_exception_handler(Exception, on_mistake)
     app.add_exception_handler(RequestValidationError, on_wrong_query)
+    app.add_exception_handler(EngineClosedError, on_ended_engine)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
 

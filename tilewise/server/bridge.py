@@ -199,6 +199,21 @@ class Bridge:
             return f"requests are there and no step has ended for {silent:.0f} s"
         return None
 
+    async def pause(self) -> None:
+        """Let no further step of the engine begin; return when none runs."""
+        self.is_paused = True
+        try:
+            await self.questions.ask(self.loop.pause)
+        except BaseException:
+            self.is_paused = False
+            raise
+
+    async def resume(self) -> None:
+        """Undo pause(): steps are expected again, of an engine that does not answer, too."""
+        self.is_paused = False
+        self._last_output = time.monotonic()
+        await self.questions.ask(self.loop.resume)
+
     @contextlib.asynccontextmanager
     async def job(
         self,

@@ -55,19 +55,13 @@ def admin_router(service: Service) -> APIRouter:
     @router.post("/pause")
     async def pause(request: Request) -> Response:
         admin_only(request)
-        bridge.is_paused = True
-        try:
-            await bridge.questions.ask(bridge.loop.pause)
-        except BaseException:
-            bridge.is_paused = False
-            raise
+        await bridge.pause()
         return JSONResponse({"paused": True})
 
     @router.post("/resume")
     async def resume(request: Request) -> Response:
         admin_only(request)
-        await bridge.questions.ask(bridge.loop.resume)
-        bridge.is_paused = False
+        await bridge.resume()
         return JSONResponse({"paused": False})
 
     @router.post("/abort", openapi_extra=body_of(AbortRequest))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["MAX_TOKENS", "Conversation", "chat"]
+__all__ = ["MAX_TOKENS", "Conversation", "chat", "with_scheme"]
 
 MAX_TOKENS = 2048  # largest answer by default: some models never end one
 # Most tokens that a template adds around a message; a text has at most a token per byte.
@@ -168,6 +168,11 @@ class Conversation:
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
             shown = ascii(data[:80])
             raise ValueError(f"{self._url} must send events of a chat, got {shown}") from None
+
+
+def with_scheme(address: str) -> str:
+    """Return an address with http:// in front if it names no scheme, such as 127.0.0.1:8000."""
+    return address if "://" in address else f"http://{address}"
 
 
 def _message(error: urllib.error.HTTPError) -> str:
