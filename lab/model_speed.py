@@ -1,6 +1,7 @@
 """How fast whole models decode on a GPU, and their share of the roof of what a step reads.
 
     python lab/model_speed.py --json F [SHAPE ...]
+    python lab/model_speed.py --trace --layers 6 gpt-oss-20b     # a step's time by kernel
     python lab/model_speed.py --device cpu --tiny --rows 1 2 --tokens 8   # tries without a GPU
 
 Weights are random, of the published sizes. A step of B rows reads all weights but the table of
@@ -8,7 +9,9 @@ embeddings, of experts those that are hit (of E experts with k a token E (1 - (1
 average), and the keys and values of its rows, of a layer with a window no more than that, of a
 layer with a state the state. The roof
 is the time in which a read of a large tensor, measured in the same run, gives these bytes. Times
-are of decode steps alone, of requests that begin together, the median of the turns.
+are of decode steps alone, of requests that begin together, the median of the turns. With
+--prefill N the step of a prompt of N tokens is timed, too, beside the peak of products: its FLOPs
+are those of the weights and of attention.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import json
 import statistics
 import sys
 import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lab.adapters import decode_rate
 from lab.on_shape import machine
-from tilewise import LLM
+from lab.profile_decode import Slice, slices, traced
+from tilewise import LLM, SamplingParams
 from tilewise.bench.engines import shapes
-from tilewise.bench.roofline import measure_ceilings
+from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.models.config import read_config
 from tilewise.models.registry import empty_model
 
@@ -208,8 +215,10 @@ _TINY = {
 }  # fmt: skip
 
 
-def write(name: str, folder: Path, tiny: bool) -> tuple[Path, dict[str, Any]]:
-    """Write config.json of a shape; return its folder and what was written."""
+def write(
+    name: str, folder: Path, tiny: bool, layers: int | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """Write config.json of a shape, or of its last layers; return its folder and the config."""
     config = dict(SHAPES[name])
     if tiny:
         config |= {key: value for key, value in _TINY.items() if key in config}
@@ -217,6 +226,10 @@ def write(name: str, folder: Path, tiny: bool) -> tuple[Path, dict[str, Any]]:
             config["layer_types"] = ["linear_attention", "full_attention"] * 3
         if name == "deepseek-v2-lite":
             config["num_key_value_heads"] = config["num_attention_heads"]
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][-layers:]
     path = folder / name
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
@@ -273,27 +286,96 @@ def bytes_of_cache(config: dict[str, Any], rows: int, context: int) -> float:
     return total
 
 
-def measure(name: str, options: argparse.Namespace, read: float) -> dict[str, Any]:
+def flops_of_prompt(model: torch.nn.Module, config: dict[str, Any], tokens: int) -> float:
+    """Return FLOPs of the products and of attention of a prompt, of whose tokens one has logits."""
+    total = 0.0
+    for name, tensor in model.state_dict().items():
+        if "embed" in name or "head" in name or tensor.dim() < 2:
+            continue
+        is_routed = tensor.dim() > 2
+        share = config["num_experts_per_tok"] / tensor.shape[0] if is_routed else 1.0
+        total += 2.0 * tokens * share * tensor.numel()
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    width = config["num_attention_heads"] * config["head_dim"]
+    return total + 2.0 * width * tokens**2 * kinds.count("full_attention")
+
+
+def time_by_kernel(run: Callable[[], object]) -> dict[str, Any]:
+    """Return the time of each kernel of the decode step that takes most of a run, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        timeline = slices(traced(lambda: (run(), None)[1], Path(folder)))
+    steps: list[list[Slice]] = [[]]
+    for each in timeline:
+        if "_begin_kernel" in each.name:
+            steps.append([])
+        steps[-1].append(each)
+    orders: Counter[tuple[str, ...]] = Counter()
+    for step in steps:
+        orders[tuple(each.name for each in step)] += len(step)
+    order, size = orders.most_common(1)[0]
+    count = size // len(order)
+    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for step in steps:
+        if tuple(each.name for each in step) == order:
+            for each in step:
+                row = found[each.name]
+                row[0] += 1 / count
+                row[1] += each.own / count
+                row[2] += each.gap / count
+    return {
+        "steps": count,
+        "kernels": [
+            {"name": name[:100], "count": round(n), "us": round(us, 1), "gap_us": round(gap, 1)}
+            for name, (n, us, gap) in sorted(found.items(), key=lambda item: -item[1][1])
+        ],
+    }
+
+
+def prefill_rate(llm: LLM, tokens: int, turns: int) -> list[float]:
+    """Return the tokens/s of steps with one prompt, which is computed anew in each turn."""
+    draw = torch.Generator().manual_seed(1)
+    prompt = {"prompt_token_ids": torch.randint(3, 500, (tokens,), generator=draw).tolist()}
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    rates = []
+    for _ in range(turns + 1):
+        llm.reset_prefix_cache()
+        before = llm.engine.stats()
+        llm.generate([prompt], params)
+        after = llm.engine.stats()
+        seconds = after.prefill_seconds - before.prefill_seconds
+        rates.append((after.prefill_tokens - before.prefill_tokens) / seconds)
+    return rates[1:]
+
+
+def measure(name: str, options: argparse.Namespace, peak: Ceilings) -> dict[str, Any]:
     """Return tokens/s and the share of the roof for each number of rows."""
     found: dict[str, Any] = {}
+    read = peak.read_bytes
     with tempfile.TemporaryDirectory() as folder:
-        path, config = write(name, Path(folder), options.tiny)
+        path, config = write(name, Path(folder), options.tiny, options.layers)
         model = empty_model(read_config(path), "bfloat16", "meta")
         length = options.prompt + options.tokens
+        blocks = max(max(options.rows) * (length // 16 + 2), options.prefill // 16 + 2)
         settings: dict[str, Any] = {"graphs": "lazy"} if options.device == "cuda" else {}
+        began = time.perf_counter()
         with LLM(
             path,
             device=options.device,
             dtype="bfloat16",
             random_weights=True,
-            num_blocks=max(options.rows) * (length // 16 + 2),
+            num_blocks=blocks,
             max_num_seqs=max(options.rows),
-            max_model_len=max(length, 256),
+            max_model_len=max(length, options.prefill + 16, 256),
+            max_num_batched_tokens=max(options.prefill, 8192),
+            enable_prefix_caching=False,  # each turn would be a hit of the one before
             **settings,
         ) as llm:
+            print(f"{name}: starts in {time.perf_counter() - began:.1f} s", flush=True)
             for rows in options.rows:
                 given = argparse.Namespace(**(vars(options) | {"rows": rows}))
-                decode_rate(llm, given, [])
+                decode_rate(
+                    llm, given, []
+                )  # graphs of as few rows as remain at the end are captured, too
                 rates = [decode_rate(llm, given, []) for _ in range(options.turns)]
                 rate = statistics.median(rates)
                 weights = bytes_of_weights(model, config, rows)
@@ -306,6 +388,22 @@ def measure(name: str, options: argparse.Namespace, read: float) -> dict[str, An
                     "share": round((weights + cache) / read * rate / rows, 3),
                 }
                 print(name, rows, found[str(rows)], flush=True)
+                if options.trace:
+                    found[str(rows)] |= time_by_kernel(
+                        lambda given=given: decode_rate(llm, given, [])
+                    )
+            if options.prefill:
+                rates = prefill_rate(llm, options.prefill, options.turns)
+                rate = statistics.median(rates)
+                flops = flops_of_prompt(model, config, options.prefill)
+                found["prefill"] = {
+                    "tokens": options.prefill,
+                    "tokens_per_s": round(rate, 1),
+                    "spread": round((max(rates) - min(rates)) / rate, 3),
+                    "ms": round(1e3 * options.prefill / rate, 3),
+                    "share": round(flops / peak.matmul_flops * rate / options.prefill, 3),
+                }
+                print(name, "prefill", found["prefill"], flush=True)
     return found
 
 
@@ -319,17 +417,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="every shape with few and small layers")
+    parser.add_argument("--layers", type=int, help="the last layers alone")
+    parser.add_argument("--prefill", type=int, default=0, help="tokens of a prompt that is timed")
+    parser.add_argument("--trace", action="store_true", help="times of each kernel of a step")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     unknown = sorted({*options.shapes} - {*SHAPES})
     if unknown:
         parser.error(f"SHAPE must be one of {', '.join(SHAPES)}, got {', '.join(unknown)}")
-    read = 1e10 if options.tiny else measure_ceilings(options.device).read_bytes
-    results = {"machine": machine(options.device), "read_bytes": read, "options": vars(options)}
+    peak = measure_ceilings("cpu" if options.tiny else options.device)
+    results = {"machine": machine(options.device), "read_bytes": peak.read_bytes}
+    results |= {"matmul_flops": peak.matmul_flops, "options": vars(options)}
     results |= {"wanted": WANTED, "models": {}}
     for name in options.shapes:
         try:
-            results["models"][name] = measure(name, options, read)
+            results["models"][name] = measure(name, options, peak)
         except Exception as error:  # the others are measured yet
             results["models"][name] = {"error": f"{type(error).__name__}: {error}"[:300]}
             print(name, results["models"][name], flush=True)

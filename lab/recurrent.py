@@ -14,6 +14,7 @@ a sequence in parts has other bits than the whole, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import importlib.util
 import json
 import sys
@@ -162,6 +163,7 @@ def without_models() -> None:
         package = types.ModuleType(name)
         package.__path__ = [root + name[3:].replace(".", "/")]
         package.__version__ = "0.6.0"  # type: ignore[attr-defined]
+        package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         sys.modules[name] = package
 
 
@@ -308,6 +310,7 @@ def main() -> int:
     kinds = [*SHAPES, "convolution"]
     parser.add_argument("--shapes", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--shortest", action="store_true", help="the first row of each kind only")
+    parser.add_argument("--prompts", action="store_true", help="prompts alone, no decode steps")
     parser.add_argument("--json", help="write the last line there, too")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -326,6 +329,8 @@ def main() -> int:
     steps = ROWS[args.device]
     if args.shortest:
         prompts, steps = prompts[:1], steps[:1]
+    if args.prompts:
+        steps = ()
     for shape in args.shapes:
         if shape == "convolution":
             for lengths in prompts:

@@ -5,7 +5,8 @@
 Weights are random, the same for both, and so are the tokens: 16,384 a step, in documents of 4,096
 and of 16,384. Ours is `tilewise.training` over packed documents; theirs is transformers' model in
 rows, with autocast to bfloat16, fused AdamW, torch's attention and, where it is installed, fla's
-kernels. The losses of the first steps come first, then milliseconds of a step, the median.
+kernels. The losses of the first steps come first, then milliseconds of a step, the median. The
+first step compiles and tunes for a minute and more; the standard error tells each step's seconds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lab.on_shape import machine
+from lab.recurrent import without_models
 from tilewise.bench.engines.shapes import SHAPES
 from tilewise.models import ModelConfig, build_model
 from tilewise.training.decoder import Documents
@@ -47,12 +49,14 @@ _TINY = {
 }  # fmt: skip
 _LR, _BETAS, _EPS = 1e-4, (0.9, 0.95), 1e-8
 _COMPARED = 4  # steps whose losses are shown
+_START = time.perf_counter()
 
 Step = Callable[[Tensor], Tensor]
 
 
 def peer(shape: dict[str, Any], device: str) -> Any:
     """Return transformers' model of the shape with random weights."""
+    without_models()
     import transformers
 
     fields = {name: value for name, value in shape.items() if name != "architectures"}
@@ -104,10 +108,18 @@ def our_step(shape: dict[str, Any], tensors: dict[str, Tensor], device: str, mod
     return step
 
 
+def tell(what: str) -> None:
+    """Write a line of progress with the seconds since the start."""
+    print(f"{time.perf_counter() - _START:8.1f}", what, file=sys.stderr, flush=True)
+
+
 def measure(step: Step, draws: list[Tensor], steps: int) -> dict[str, Any]:
     """Return the first losses, and the median of the milliseconds of later steps."""
     is_cuda = draws[0].is_cuda
-    losses = [float(step(draws[n % len(draws)])) for n in range(_COMPARED)]
+    losses = []
+    for n in range(_COMPARED):
+        losses.append(float(step(draws[n % len(draws)])))
+        tell(f"step {n}, loss {losses[-1]:.4f}")
     times = []
     for n in range(steps):
         begin = time.perf_counter()
@@ -142,6 +154,7 @@ def main() -> None:
     shape = SHAPE | (_TINY if options.tiny else {})
     results: dict[str, Any] = {"machine": machine(options.device), "options": vars(options)}
     for length in options.lengths:
+        tell(f"documents of {length}")
         torch.manual_seed(length)
         draws = [
             torch.randint(
@@ -152,6 +165,9 @@ def main() -> None:
         row: dict[str, Any] = {}
         for way in options.ways:
             model = peer(shape, options.device)
+            # transformers falls back to torch where it cannot import fla.
+            results["fla"] = "fla.ops.gated_delta_rule" in sys.modules
+            tell(f"{way}: weights drawn, fla {results['fla']}")
             if way == "theirs":
                 step = peer_step(model, options.device)
             else:

@@ -679,12 +679,12 @@ MUTANTS = {
         (*_TEST_STATES, "parts and interpreted"),
     ),
     "a_gpus_gradient_of_a_last_decay_is_lost": Mutant(
-        _REVERSE, "_gradients_kernel", "tl.where(row == TOKENS - 1, dlast, 0.0)", "0.0 * dlast",
+        _REVERSE, "_keys_kernel", "tl.where(row == TOKENS - 1, dlast, 0.0)", "0.0 * dlast",
         (*_TEST_REVERSE, "float32"),
     ),
     "a_gpus_gradient_of_a_state_skips_what_corrects_it": Mutant(
-        _REVERSE, "_reverse_kernel",
-        "dstate = tl.dot(tl.trans(k), corrected, dstate, input_precision=PRECISION)",
+        _REVERSE, "_gradients_after",
+        "dstate = tl.dot(tl.trans(w), -y, dstate, input_precision=PRECISION)",
         "dstate += 0.0", (*_TEST_REVERSE, "float32"),
     ),
     "gradients_of_a_last_decay_are_lost": Mutant(

@@ -123,12 +123,8 @@ def test_kernels_are_launched_by_plans_alone():
     assert {name for name, launches in found.items() if "now" in launches} == AT_ONCE
 
 
-# Where `launch_now` is called: for the first launch of a plan, and by recurrences.
-AT_ONCE = {
-    "kernels/host/plan.py",
-    "kernels/triton/recurrent/backward.py",
-    "kernels/triton/recurrent/scan.py",
-}
+# Where `launch_now` is called: for the first launch of a plan.
+AT_ONCE = {"kernels/host/plan.py"}
 
 
 @pytest.mark.parametrize(

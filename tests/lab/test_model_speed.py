@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 
 from tests.lab.scripts import load
+from tilewise.bench.roofline import Ceilings
 from tilewise.models.config import read_config
 from tilewise.models.registry import empty_model
 
@@ -41,7 +42,21 @@ def test_windows_and_shared_tensors_bound_what_is_read_of_a_cache():
 
 
 def test_a_tiny_model_decodes():
-    options = Namespace(device="cpu", tiny=True, rows=[2], prompt=16, tokens=6, turns=1)
-    found = model_speed.measure("qwen3-30b-a3b", options, read=1e10)
+    options = Namespace(
+        device="cpu", tiny=True, rows=[2], prompt=16, tokens=6, turns=1, layers=2, prefill=40,
+        trace=False,
+    )  # fmt: skip
+    peak = Ceilings("cpu", "", "", 1e12, 1e10, 1e10)
+    found = model_speed.measure("qwen3-30b-a3b", options, peak)
     assert found["2"]["tokens_per_s"] > 0
     assert 0 < found["2"]["share"] < 1
+    assert found["prefill"]["tokens"] == 40
+    assert 0 < found["prefill"]["share"] < 1
+
+
+def test_a_prompt_multiplies_the_experts_of_each_token_and_its_keys(tmp_path):
+    path, config = model_speed.write("qwen3.5-35b-a3b", tmp_path, tiny=False)
+    model = empty_model(read_config(path), "bfloat16", "meta")
+    found = model_speed.flops_of_prompt(model, config, 1000)
+    attention = 10 * 2 * 16 * 256 * 1000**2  # of ten layers, half of the pairs
+    assert found - attention == pytest.approx(2 * 1000 * 2.4e9, rel=0.03)

@@ -13,6 +13,9 @@ import transformers
 
 from tests.models.tiny import VOCAB, PagedLoop, assert_saved_as_the_same_model
 from tilewise import LLM, SamplingParams
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.captured.prompt_steps import PromptSteps
+from tilewise.engine.settings import cache_spec
 from tilewise.errors import CheckpointError, UnsupportedError
 from tilewise.models import ModelConfig, load_model
 from tilewise.models.families import FAMILIES
@@ -277,6 +280,31 @@ def test_a_family_of_more_fields_runs_on_a_gpu_as_in_transformers(case, graphs, 
         chosen = expected.gather(1, torch.tensor(sample.token_ids).unsqueeze(1)).squeeze(1)
         assert (torch.tensor(own) - chosen).abs().max() < 2e-2
         assert (expected.amax(1) - chosen).max() < 2e-2
+
+
+@pytest.mark.parametrize("case", ["llama4", "ministral3"])
+def test_queries_grow_in_a_step_that_is_captured(case, tmp_path):
+    """Its context has no sequence, whose block table would say how long texts may be."""
+    make(case).save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    storage = KVStorage(cache_spec(model.config, 4, model.dtype), 8, torch.device("cpu"))
+    steps = PromptSteps(model, storage, 16)
+    found = []
+
+    def attend(_ctx, _function, q, v_dim):
+        found.append(q.clone())
+        return q.new_zeros(*q.shape[:-1], v_dim)
+
+    with torch.no_grad():
+        for first in (0, 40):
+            steps._ids.fill_(5)
+            steps._positions.copy_(first + torch.arange(16))
+            steps._compute(16, steps._context(), attend, False)
+    assert model.growths
+    layer = next(i for i, x in enumerate(model.config.layers) if x.attention.query_growth)
+    lengths = [q[0].norm(dim=-1) for q in found]  # which a rotation does not change
+    before, after = lengths[layer], lengths[layer + len(model.layers)]
+    assert (after > 1.01 * before).all()
 
 
 @pytest.mark.parametrize("case", CASES)

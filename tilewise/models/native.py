@@ -649,11 +649,12 @@ class NativeDecoder(Decoder):
     ) -> dict[QueryGrowth, Tensor]:
         """Return the factors (..., 1, 1) of queries by their position, for each such rule.
 
-        A rule is left out if its factors are 1 for every position that the cache can hold.
+        A rule is left out if its factors are 1 for every position that the block tables can hold.
+        A context of no sequences, as of a step that is captured, tells nothing of later ones.
         """
         found = {}
         for growth in self.growths:
-            if ctx is not None and kv is not None:
+            if ctx is not None and kv is not None and ctx.block_table.shape[0] > 0:
                 longest = ctx.block_table.shape[1] * kv[0][0].shape[1]
                 if longest - 1 + growth.first < growth.length:
                     continue

@@ -175,17 +175,29 @@ def _llama(
     x = model.embed_tokens(ids).to(dtype)
     for layer in model.layers:
         assert isinstance(layer, NativeLayer)
-        mlp, first, second = layer.mlp, layer.attention_norm, layer.mlp_norm
-        assert isinstance(mlp, GatedMLP)
-        h = _rms_norm(x, first)
-        if isinstance(layer.mixer, GatedDeltaNet):
-            x = x + _gated_delta_net(layer.mixer, h, documents)
-        else:
-            assert isinstance(layer.attention, Attention)
-            x = x + _rotated_attention(layer.attention, h, cos, sin, documents, deterministic)
-        gate, up = linear(_rms_norm(x, second), mlp.gate_up_proj).chunk(2, dim=-1)
-        x = x + linear(mlp.activation(gate) * up, mlp.down_proj)
+        x = _llama_layer(layer, x, cos, sin, documents, deterministic)
     return _rms_norm(x, model.norm)
+
+
+def _llama_layer(
+    layer: NativeLayer,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    documents: Documents | None,
+    deterministic: bool,
+) -> Tensor:
+    """Return the residual stream after a layer."""
+    mlp, first, second = layer.mlp, layer.attention_norm, layer.mlp_norm
+    assert isinstance(mlp, GatedMLP)
+    h = _rms_norm(x, first)
+    if isinstance(layer.mixer, GatedDeltaNet):
+        x = x + _gated_delta_net(layer.mixer, h, documents)
+    else:
+        assert isinstance(layer.attention, Attention)
+        x = x + _rotated_attention(layer.attention, h, cos, sin, documents, deterministic)
+    gate, up = linear(_rms_norm(x, second), mlp.gate_up_proj).chunk(2, dim=-1)
+    return x + linear(mlp.activation(gate) * up, mlp.down_proj)
 
 
 def _rotated_attention(

@@ -55,6 +55,20 @@ def test_many_rows_are_bound_by_products_and_few_by_the_weights():
     assert roof.step(341, 0) == pytest.approx(2 * weights, rel=1e-3)
 
 
+def test_layers_with_a_state_count_as_those_with_attention_do():
+    roof = roof_of("qwen3.5-0.8b")
+    sizes, (read_bytes, flops) = roof.sizes, H200
+    weights = 2 * sizes.streamed_parameters
+    assert weights == pytest.approx(1.50e9, rel=3e-3)
+    assert roof.step(1, 0) == pytest.approx((weights + sizes.states.state_bytes) / read_bytes)
+    head = math.prod(sizes.head)
+    pairs = 4096 * 4097 // 2
+    attention = 4 * sizes.num_layers * sizes.num_q_heads * sizes.head_dim * pairs
+    layers = 4096 * (2 * (sizes.streamed_parameters - head) + sizes.states.token_flops)
+    expected = (layers + attention) / flops + 2 * head / read_bytes
+    assert roof.prefill([4096]) == pytest.approx(expected)
+
+
 def test_samples_read_their_prompt_once_and_wait_for_seats():
     one = workloads.samples(prompts=2, n=4, prompt_tokens=100, new_tokens=3, max_num_seqs=8)
     roof = roof_of("llama-1b")

@@ -1,8 +1,9 @@
 """The least time that a step, or a whole workload, can take on a device.
 
 Each matrix product takes the slower of two: reading its weights, or multiplying. After all products
-come keys and values, read once at the read bandwidth. Nothing else counts: no activations, norms,
-sampling or launches. A prompt costs its products and its attention at the rate of products.
+come keys, values and states, read once at the read bandwidth. Nothing else counts: no activations,
+norms, sampling or launches. A prompt costs its products, its attention and its recurrences at the
+rate of products.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Roof:
             cached_tokens: tokens whose keys and values are read, of all sequences together; those
                 of a shared prefix count once.
         """
-        layer = sum(self._product(product, rows) for product in self.sizes.products)
-        products = self.sizes.num_layers * layer + self._product(self.sizes.head, rows)
-        return products + self.read_cache(cached_tokens)
+        states = self.sizes.states
+        reading = 0 if states is None else rows * states.state_bytes / self.read_bytes
+        return self._products(rows, rows) + reading + self.read_cache(cached_tokens)
 
     def read_cache(self, tokens: float) -> float:
         """Return the seconds to read the keys and values of `tokens` tokens."""
@@ -57,11 +58,10 @@ class Roof:
     def prefill(self, prompts: Sequence[int]) -> float:
         """Return seconds for prompts of these lengths, computed together, to their first tokens."""
         tokens, sizes = sum(prompts), self.sizes
-        layer = sum(self._product(product, tokens) for product in sizes.products)
-        head = self._product(sizes.head, len(prompts))
         pairs = sum(length * (length + 1) // 2 for length in prompts)
         attention = 4 * sizes.num_layers * sizes.num_q_heads * sizes.head_dim * pairs / self.flops
-        return sizes.num_layers * layer + head + attention
+        scan = 0 if sizes.states is None else tokens * sizes.states.token_flops / self.flops
+        return self._products(tokens, len(prompts)) + attention + scan
 
     def whole(self, workload: Workload) -> float:
         """Return seconds of a whole workload: its prompts, then steps of all that are left.
@@ -96,6 +96,19 @@ class Roof:
             cached = sum(lengths[i] + members[i] * made for i in live)
             seconds += self.step(rows, cached)
         return seconds
+
+    def _products(self, rows: int, head_rows: int) -> float:
+        """Return the seconds of the products of all layers, and of the head for some rows."""
+        sizes, states = self.sizes, self.sizes.states
+        kinds = [(sizes.num_layers, sizes.products)]
+        if states is not None:
+            kinds.append((states.count, states.products))
+        layers = sum(
+            count * self._product(product, rows)
+            for count, products in kinds
+            for product in products
+        )
+        return layers + self._product(sizes.head, head_rows)
 
     def _product(self, product: tuple[int, int], rows: int) -> float:
         weights = product[0] * product[1]

@@ -23,6 +23,7 @@ from tilewise.ops import dispatch
 from tilewise.ops.derivatives import refuse_gradient, register_gradient, save
 from tilewise.ops.library import refuse_vmap, register, register_vmap
 from tilewise.ops.recurrent import chunks
+from tilewise.ops.step import launched
 
 
 def _module(k: Tensor, v: Tensor, g: Tensor, keeps: str | None, backend: str | None) -> ModuleType:
@@ -59,7 +60,8 @@ def _kernel(
 ) -> tuple[Tensor, Tensor]:
     module, edges = _module(k, v, g, None, backend), _edges(v, cu_seqlens)
     rows = [_packed(x, cu_seqlens) for x in (q, k, v, g, beta)]
-    o, state = module.launch(*rows, initial_state, edges, q_scale=q_scale, is_delta=is_delta)
+    options = {"q_scale": q_scale, "is_delta": is_delta}
+    o, state = launched(module.launch, *rows, initial_state, edges, **options)
     return o.view(v.shape), state
 
 
@@ -109,9 +111,8 @@ def _backward_kernel(
     with torch.autocast(v.device.type, enabled=False):
         if _has_kernels(k, v, g, backend):
             module = dispatch.kernel_module("recurrence_bwd", "triton")
-            *grads, dinitial = module.gradient(
-                *given, _edges(v, cu_seqlens), q_scale=q_scale, is_delta=is_delta
-            )
+            options = {"q_scale": q_scale, "is_delta": is_delta}
+            *grads, dinitial = launched(module.gradient, *given, _edges(v, cu_seqlens), **options)
         else:
             ends = _edges(v, cu_seqlens).tolist()
             *grads, dinitial = chunks.gradient(*given, ends, q_scale=q_scale, is_delta=is_delta)
@@ -156,9 +157,8 @@ def _step_kernel(
 ) -> Tensor:
     states = RecurrentStates(state, keys, gates, values, betas, inverses)
     module = _module(k, v, g, "updates" if betas is None else "tokens", backend)
-    o: Tensor = module.step(
-        q, k, v, g, beta, states, slots, starts, cu_seqlens, q_scale=q_scale, is_delta=is_delta
-    )
+    given, options = (q, k, v, g, beta, states), {"q_scale": q_scale, "is_delta": is_delta}
+    o: Tensor = launched(module.step, *given, slots, starts, cu_seqlens, **options)
     return o
 
 

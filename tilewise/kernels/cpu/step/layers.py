@@ -388,9 +388,8 @@ def _multiply_narrow(word_like, like, c, rows, a, lda, group, form, inputs, word
     for first in range(0, steps, slice_steps):
         end = min(first + slice_steps, steps)
         widen_steps(word_like, group, form, first, end, words, spare)
-        multiply_rows(
-            word_like, c, rows, a + first * STEP * size, lda, words, (end - first) * STEP, first > 0
-        )
+        at, count = a + first * STEP * size, (end - first) * STEP
+        multiply_rows(word_like, c, rows, at, lda, words, count, first > 0, False)
 
 
 @inner
@@ -483,7 +482,7 @@ def multiply_task(
                     word_like, like, c, count, at, lda, start, form, inputs, words, spare
                 )
             else:
-                multiply_rows(word_like, c, count, at, lda, start, inputs, False)
+                multiply_rows(word_like, c, count, at, lda, start, inputs, False, row == 0)
             to = target + row * target_row + out
             other = extra
             if extra != 0:

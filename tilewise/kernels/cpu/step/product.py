@@ -5,10 +5,13 @@ What      sums (R, 64) = a (R, K) weights (K, 64), float32, for up to 32 rows an
 Grid      none: called by one thread of a step for each of its tasks.
 One call  AMX: up to 16 rows x 4 panels, or 32 rows x 2; else 1, 4 or 8 rows x 4, 2 or 1 panels in
           vector registers, by VDPBF16PS or, with words widened in registers, by multiply-adds.
-Traffic   one or few rows read a group once, in the order of memory, which the CPU's own prefetcher
-          follows: software prefetches saved nothing and at times added 5 % (16 and 256 MiB of
-          bfloat16, 2 to 16 KiB ahead; Xeon with AMX, one core, 2026-11-22). Rows and, for more than
-          16 of them, the second half of a group come from the L2 cache.
+Traffic   a group comes from memory once. AMX reads it in the order of memory, which the CPU's own
+          prefetcher follows: software prefetches saved nothing and at times added 5 % (16 and
+          256 MiB of bfloat16, 2 to 16 KiB ahead; Xeon with AMX, one core, 2026-11-22); for more
+          than 16 rows the second half of a group comes from the L2 cache. Vector registers read a
+          panel or two, each 1 KiB of bfloat16 in 4, in which the prefetcher falls behind. So all
+          rows are multiplied by a slice of 16 KiB before the next, which is prefetched meanwhile in
+          the order of memory; further blocks of rows read the L1 cache.
 Numerics  float32 sums, each of them one chain along K in one order: a row's bits depend neither on
           the number of rows, nor on the threads. They do depend on the CPU's instructions.
 """
@@ -22,6 +25,7 @@ from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.amx import ROWS
+from tilewise.kernels.cpu.machine.pack import emit_prefetch
 from tilewise.kernels.cpu.machine.threads import inner
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP
 
@@ -171,17 +175,22 @@ class _Words:
 
 
 def _vector_block(num_rows, num_panels):
-    """Return the product of num_rows rows x num_panels panels in vector registers."""
+    """Return the product of num_rows rows x num_panels panels in vector registers.
+
+    From the address `ahead` on it prefetches as many bytes as it reads, in their order; 0 is none.
+    """
 
     @intrinsic
-    def block(typingctx, weight_like, c, ldc, a, lda, w, steps, adds):
+    def block(typingctx, weight_like, c, ldc, a, lda, w, steps, adds, ahead):
         index = types.int64
-        sig = types.void(weight_like, index, index, index, index, index, index, types.boolean)
+        sig = types.void(
+            weight_like, index, index, index, index, index, index, types.boolean, index
+        )
 
         def codegen(context, builder, sig, args):
             if uses_tiles(weight_like):
                 return context.get_dummy_value()
-            _, c_, ldc_, a_, lda_, w_, steps_, adds_ = args
+            _, c_, ldc_, a_, lda_, w_, steps_, adds_, ahead_ = args
             how = _Words(builder, weight_like)
             words_ = builder.mul(steps_, _i64(how.words))
             panel_bytes = how.words * how.bytes
@@ -208,6 +217,10 @@ def _vector_block(num_rows, num_panels):
             within = builder.sub(k, builder.mul(step, _i64(how.words)))
             start = builder.add(w_, builder.mul(step, _i64(GROUP * panel_bytes)))
             start = builder.add(start, builder.mul(within, _i64(how.bytes)))
+            with builder.if_then(builder.icmp_signed("!=", ahead_, _i64(0))):
+                fetched = builder.add(ahead_, builder.mul(k, _i64(num_panels * how.bytes)))
+                for line in range(0, unrolled * num_panels * how.bytes, 64):
+                    emit_prefetch(builder, builder.add(fetched, _i64(line)))
             for turn in range(unrolled):
                 at = builder.add(k, _i64(turn))
                 loaded = [
@@ -240,13 +253,48 @@ def _vector_block(num_rows, num_panels):
 # Sums of 16 columns take one register of AVX-512 or two of AVX2; half of the registers are sums.
 _ONE, _FEW, _MANY = (4, 2, 2) if _IS_WIDE else (2, 1, 1)  # panels of a block, by its rows
 _MOST_ROWS = 8 if _IS_WIDE else 4
+_SLICE = 4  # steps of all panels that all rows are multiplied by before the next
 _tiles_1, _tiles_2 = _tile_block(1, 4), _tile_block(2, 2)
 _vectors_1, _vectors_4 = _vector_block(1, _ONE), _vector_block(4, _FEW)
 _vectors_8 = _vector_block(_MOST_ROWS, _MANY)
 
 
 @inner
-def multiply_rows(weight_like, c, rows, a, lda, w, inputs, adds):
+def _next_words(w, panel, steps, block, column, blocks, fetches):
+    """Return the address of the words after a slice that a block prefetches, or 0."""
+    if fetches and (block + column // _ONE) % blocks == 0:
+        return w + (GROUP + column) * steps * panel
+    return types.int64(0)
+
+
+@inner
+def _multiply_slice(weight_like, c, rows, a, lda, w, steps, adds, fetches):
+    """Do as `multiply_rows` in vector registers, for a slice of inputs; each word is prefetched
+    once."""
+    ldc, panel = 4 * COLUMNS * GROUP, STEP * COLUMNS * weight_like.itemsize
+    blocks = (rows + _MOST_ROWS - 1) // _MOST_ROWS
+    for block in range(blocks):
+        row = block * _MOST_ROWS
+        c_row, a_row, left = c + row * ldc, a + row * lda, rows - row
+        if left == 1:
+            for column in range(0, GROUP, _ONE):
+                to, at = c_row + 64 * column, w + column * panel
+                ahead = _next_words(w, panel, steps, block, column, blocks, fetches)
+                _vectors_1(weight_like, to, ldc, a_row, lda, at, steps, adds, ahead)
+        elif left <= 4:
+            for column in range(0, GROUP, _FEW):
+                to, at = c_row + 64 * column, w + column * panel
+                ahead = _next_words(w, panel, steps, block, column, blocks, fetches)
+                _vectors_4(weight_like, to, ldc, a_row, lda, at, steps, adds, ahead)
+        else:
+            for column in range(0, GROUP, _MANY):
+                to, at = c_row + 64 * column, w + column * panel
+                ahead = _next_words(w, panel, steps, block, column, blocks, fetches)
+                _vectors_8(weight_like, to, ldc, a_row, lda, at, steps, adds, ahead)
+
+
+@inner
+def multiply_rows(weight_like, c, rows, a, lda, w, inputs, adds, fetches):
     """Compute the sums of `rows` rows, up to 32, and a group of weights, to c.
 
     Rows of c and a are read and written in full blocks: up to 32 of them must exist.
@@ -258,6 +306,7 @@ def multiply_rows(weight_like, c, rows, a, lda, w, inputs, adds):
         w: the address of the group.
         inputs: K, a multiple of 32.
         adds: True if c holds the sums of the inputs before these.
+        fetches: True if the words lie in memory, and others behind them.
     """
     ldc, steps = 4 * COLUMNS * GROUP, inputs // STEP
     panel = STEP * COLUMNS * weight_like.itemsize
@@ -268,46 +317,8 @@ def multiply_rows(weight_like, c, rows, a, lda, w, inputs, adds):
         else:
             _tiles_1(weight_like, c, ldc, a, lda, w, steps, adds)
         return
-    row = 0
-    while row < rows:
-        c_row, a_row = c + row * ldc, a + row * lda
-        left = rows - row
-        if left == 1:
-            for column in range(0, GROUP, _ONE):
-                _vectors_1(
-                    weight_like,
-                    c_row + 64 * column,
-                    ldc,
-                    a_row,
-                    lda,
-                    w + column * panel,
-                    steps,
-                    adds,
-                )
-            row += 1
-        elif left <= 4:
-            for column in range(0, GROUP, _FEW):
-                _vectors_4(
-                    weight_like,
-                    c_row + 64 * column,
-                    ldc,
-                    a_row,
-                    lda,
-                    w + column * panel,
-                    steps,
-                    adds,
-                )
-            row += 4
-        else:
-            for column in range(0, GROUP, _MANY):
-                _vectors_8(
-                    weight_like,
-                    c_row + 64 * column,
-                    ldc,
-                    a_row,
-                    lda,
-                    w + column * panel,
-                    steps,
-                    adds,
-                )
-            row += _MOST_ROWS
+    row_bytes = STEP * 4 if not has_words(weight_like) else STEP * weight_like.itemsize
+    for first in range(0, steps, _SLICE):
+        count = min(_SLICE, steps - first)
+        at, words = a + first * row_bytes, w + first * GROUP * panel
+        _multiply_slice(weight_like, c, rows, at, lda, words, count, adds or first > 0, fetches)

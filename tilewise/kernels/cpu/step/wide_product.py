@@ -62,7 +62,7 @@ def multiply_wide(like, word_like, op, numbers, batch, work, counter, num_thread
             )
             held = block
         start = op[WEIGHT] + group * bytes_of_group(like, inputs)
-        multiply_rows(like, c_at, count, at, lda, start, inputs, False)
+        multiply_rows(like, c_at, count, at, lda, start, inputs, False, block == 0)
         for row in range(count):
             target = op[TARGET] + (first + row) * op[TARGET_ROW] + 4 * group * WIDTH
             for column in range(0, WIDTH, lanes):

@@ -276,7 +276,12 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
 
 
 def counter_rows(spec: PagedSpec, plan: SplitPlan, sm_count: int) -> int:
-    """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended."""
+    """Return the number of rows of counters that a plan has behind its records.
+
+    Where the kernel merges the splits itself, it counts those that have ended: one int32 for each
+    sequence and HEADS of its key heads. A row holds FIELDS counters, as a record holds FIELDS
+    numbers. Other plans have no counters: the number is 0.
+    """
     if not _merges(plan, _seats(spec, sm_count)):
         return 0
     return -(-spec.num_seqs * spec.num_kv_heads // (HEADS.value * FIELDS.value))

@@ -189,8 +189,13 @@ def codes_layout(warps_k, warps_n, tiles, words):
 
 @gluon.constexpr_function
 def inputs_layout(warps_k, warps_n, rows, columns):
-    """Return how warps take (warps, rows, columns) of x likewise; those of outputs have the
-    same."""
+    """Return the layout in which warps hold a tile of x, (warps_k, rows, columns).
+
+    As in `codes_layout`, lane 4 g + t holds the t-th quarter of the columns, here of the rows g,
+    g + 8, g + 16 and so on: a lane has the numbers of x that its codes are multiplied by. Warp i of
+    the `warps_k` warps holds part i of the first axis. The `warps_n` warps that compute other
+    outputs with that part hold the same numbers.
+    """
     run = columns // 4
     registers = [*_doublings(1, run, 2), *_doublings(8, rows, 1)]
     lanes = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]

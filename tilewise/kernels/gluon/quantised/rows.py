@@ -99,7 +99,16 @@ def _raw_scales(tensors, base, step, shape: gl.constexpr):
 
 @gluon.jit
 def _scales(raw, MAGIC: gl.constexpr, shape: gl.constexpr):
-    """Return scale and offset (warps, outputs) of a tile: W = operand * scale - offset."""
+    """Return the scale and the offset of each output, (warps, outputs) in float32.
+
+    A weight is operand * scale - offset. The operand is MAGIC more than the weight's code, and the
+    offset subtracts MAGIC, the zero point and the minimum in one.
+
+    Args:
+        raw: the scales, zero points, minimums, and the outer factors of scales and of minimums, as
+            `_raw_scales` returns them. What the shape lacks is not used.
+        MAGIC: the number of `operands.magic`.
+    """
     scale, zero, minimum, factor, minimum_factor = raw
     scale = wide(scale, shape.scale_kind)
     if shape.has_outer:

@@ -23,7 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch_now
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.host.planned import planned
 from tilewise.kernels.spec import CHUNK, RecurrentSpec, RecurrentStates
 from tilewise.kernels.triton.elements import why_not as why_not_elements
 from tilewise.kernels.triton.recurrent.pairs import pairs_kernel
@@ -306,6 +307,7 @@ class Pairs(NamedTuple):
 
 
 def prepare(
+    maker: Maker,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -315,14 +317,14 @@ def prepare(
     places: tuple[Tensor, Tensor, Tensor],
     is_delta: bool,
 ) -> Pairs:
-    """Run pairs.py; `places` are the edges, slots and starts of sequences."""
+    """Launch pairs.py; `places` are the edges, slots and starts of sequences."""
     key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
     tile_k, tile_v, operand = _tiles(key_dim, value_dim, v.dtype)
     num_sequences, by_channel, has_slots = len(places[0]) - 1, g.dim() == 3, states is not None
     chunks = most_chunks(len(v), num_sequences, has_slots, CHUNK)
 
     def empty(*shape: int, dtype: torch.dtype = operand) -> Tensor:
-        return torch.empty(chunks, num_heads, *shape, dtype=dtype, device=v.device)
+        return maker.empty((chunks, num_heads, *shape), dtype)
 
     r = empty(CHUNK, CHUNK)
     running = empty(key_dim if by_channel else CHUNK, dtype=torch.float32)
@@ -345,7 +347,7 @@ def prepare(
     if inverses is None:  # nothing corrects
         inverses = r
     if chunks:
-        launch_now(
+        maker.launch(
             pairs_kernel,
             chunks * num_heads,
             q,
@@ -374,6 +376,7 @@ def prepare(
 
 
 def scan(
+    maker: Maker,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -396,7 +399,7 @@ def scan(
     """
     (num_heads, value_dim), num_sequences = v.shape[1:], len(places[0]) - 1
     keys, values = (k, v) if slots is None else (slots.keys, slots.values)
-    launch_now(
+    maker.launch(
         _scan_kernel,
         (num_sequences * num_heads, triton.cdiv(value_dim, pairs.tile_v)),
         q,
@@ -434,7 +437,9 @@ def scan(
     )
 
 
+@planned
 def launch(
+    maker: Maker,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -452,18 +457,19 @@ def launch(
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
     """
     shape = (edges.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2])
-    after = torch.empty(shape, dtype=torch.float32, device=v.device)
+    after = maker.empty(shape, torch.float32)
     if after.numel() == 0:
-        return torch.zeros(v.shape, dtype=v.dtype, device=v.device), after
-    before = None if initial_state is None else initial_state.contiguous()
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    beta, places = beta.contiguous(), (edges, edges, edges)
-    pairs = prepare(q, k, v, g.contiguous(), beta, None, places, is_delta)
-    scan(q, k, v, beta, before, after, None, places, o, None, pairs, q_scale)
+        return maker.full(v.shape, 0.0, v.dtype), after
+    before, o = maker.dense(initial_state), maker.empty(v.shape, v.dtype)
+    g, beta, places = dense(maker, g), dense(maker, beta), (edges, edges, edges)
+    pairs = prepare(maker, q, k, v, g, beta, None, places, is_delta)
+    scan(maker, q, k, v, beta, before, after, None, places, o, None, pairs, q_scale)
     return o, after
 
 
+@planned
 def step(
+    maker: Maker,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -485,16 +491,16 @@ def step(
     """
     key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
     num_sequences = edges.shape[0] - 1
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if states.state.numel() == 0 or num_sequences < 1 or o.numel() == 0:
-        return o.zero_()
-    g, beta, places = g.contiguous(), beta.contiguous(), (edges, slots, starts)
+    if 0 in (states.state.numel(), v.numel()) or num_sequences < 1:
+        return maker.full(v.shape, 0.0, v.dtype)
+    o = maker.empty(v.shape, v.dtype)
+    g, beta, places = dense(maker, g), dense(maker, beta), (edges, slots, starts)
     shapes = {"NUM_HEADS": num_heads, "KEY_HEADS": key_heads, "KEY_DIM": key_dim}
-    if len(v) <= num_sequences and _has_rows(v):
+    if len(v) <= num_sequences and _has_rows(maker.device, v.dtype):
         tile_k, _, operand = _tiles(key_dim, value_dim, v.dtype)
         tiles = _step_tiles(key_dim, value_dim, v.dtype, is_delta, g.dim() == 3)
         limits = {"maxnreg": tiles.registers} if device.runs_ptx() and tiles.registers else {}
-        launch_now(
+        maker.launch(
             step_kernel,
             (num_sequences * num_heads, triton.cdiv(value_dim, tiles.tile_v)),
             q,
@@ -533,9 +539,9 @@ def step(
             **limits,
         )
         return o
-    pairs = prepare(q, k, v, g, beta, states, places, is_delta)
-    scan(q, k, v, beta, states.state, states.state, states, places, o, None, pairs, q_scale)
-    launch_now(
+    pairs = prepare(maker, q, k, v, g, beta, states, places, is_delta)
+    scan(maker, q, k, v, beta, states.state, states.state, states, places, o, None, pairs, q_scale)
+    maker.launch(
         _keep_kernel,
         (num_sequences, _COPIERS),
         k,
@@ -556,15 +562,20 @@ def step(
     return o
 
 
-def _has_rows(v: Tensor) -> bool:
+def dense(maker: Maker, x: Tensor) -> Tensor:
+    """Return a tensor that kernels may index without its strides."""
+    return x if x.is_contiguous() else maker.copy(x)
+
+
+def _has_rows(place: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of few rows have the bits of those of 64.
 
     Of tcgen05.mma that is not known; of float16 in TF32 mma.sync adds in another order than wgmma.
     """
     if device.interpreting():
         return True
-    generation = device.arch_of(v.device) // 10
-    return generation != 10 and not (generation == 9 and v.dtype == torch.float16)
+    generation = device.arch_of(place) // 10
+    return generation != 10 and not (generation == 9 and dtype == torch.float16)
 
 
 def _tiles(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int, torch.dtype]:

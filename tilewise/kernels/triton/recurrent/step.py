@@ -25,7 +25,7 @@ from tilewise.kernels.triton.recurrent.rows import load_rows, zero_rows
 
 @triton.jit
 def _row_of(tile, is_row):
-    """Return the one row of a tile that is named, (columns,)."""
+    """Return the row of a tile at which `is_row` is True, (columns,); zeros if it is nowhere."""
     return tl.sum(tl.where(is_row[:, None], tile, 0.0), 0)
 
 
@@ -43,10 +43,12 @@ def _own_rows(
     inside,
     MOVES: tl.constexpr,
 ):
-    """Load some columns of rows of which one is the query, one the key, and the rest are kept.
+    """Load some columns of a tile of rows: the query, the token's key, and keys of the slot.
 
     Args:
-        place, stride: the number of each kept row, and the elements between two rows.
+        is_query, is_now, is_kept: masks of the tile's rows: where the query, the token's key and
+            the keys that the slot keeps belong. Other rows are zeros.
+        place, stride: the number of each row in the slot, and the elements between two of them.
         MOVES: True if one load may have several tensors' addresses, as NVIDIA's may.
     """
     if MOVES:
@@ -83,12 +85,16 @@ def _row_of_t(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the token's row of T (TOKENS,), of those before it.
+    """Return the token's row of T = (1 + A)^-1, (TOKENS,), from the rows of the tokens before it.
+
+    Within its block of SUB tokens the row is solved by substitution. Before the block it is minus
+    the solved part times A T.
 
     Args:
-        beside: (SUB, TOKENS), what the tokens of its block take from those before the block.
-        own: (SUB,), what the token takes from those of its block.
-        t: (TOKENS, TOKENS), the rows of T before the token's.
+        beside: (SUB, TOKENS), the rows of A of the block's tokens, in columns before the block.
+        own: (SUB,), the token's row of A in the columns of its block.
+        t: (TOKENS, TOKENS), the rows of T of the tokens before.
+        place: the number of the token in its chunk.
     """
     few, column = tl.arange(0, SUB), tl.arange(0, TOKENS)
     within = place % SUB
@@ -127,10 +133,13 @@ def _finish(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute and keep X of a token, and store its output, for some columns of V.
+    """Compute a token's row of X and its output, and store both, for some columns of V.
+
+    With the symbols of scan.py: X = beta (V - (E K) S), or beta V without the delta rule, goes to
+    the slot, and O = q_scale ((E Q) S + R X) to the output.
 
     Args:
-        o: (SUB, columns), what the state has for the query and, in row 1, for the key.
+        o: (SUB, columns), (E Q) S in row 0 and (E K) S in row 1.
         r: (SUB, TOKENS), the token's row of R in row 0, else 0.
         x: (TOKENS, columns), X of the tokens before.
         v: (columns,), the token's value.
@@ -169,7 +178,7 @@ def _close(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take a full chunk into some columns of the state."""
+    """Update some columns of the state by a full chunk: S' = E_64 S + (E_64 / E K)^T U."""
     key, row = tl.arange(0, TILE_K), tl.arange(0, TOKENS)
     column = first_column + tl.arange(0, COLUMNS)
     in_v = (row >= 0)[:, None] & (column < VALUE_DIM)[None, :]
