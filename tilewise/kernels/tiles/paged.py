@@ -103,11 +103,10 @@ BYTE_TILE_N, PROGRAMS_OF_BYTES, PROGRAMS_OF_LONE_BYTES, LONE_HEADS = 128, 3, 2, 
 # the sequences a layer takes 153 us in place of 127 (tune_paged_planned_h200.json).
 WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
-# Of gluon.paged.decode: 64 x 4,096 keys of 4 bits took 94 us, with tiles of 16 keys 106, with three
-# CTAs of three stages 99, with six stages 95; of e4m3 140, with tiles of 32 keys 141.5 (H200,
-# 2026-11-30).
+# Of gluon.paged.decode: 64 x 4,096 keys of 4 bits took 89.0 us, with tiles of 32 keys 95.0, of
+# 16 keys 106; of e4m3 140, with tiles of 32 keys 141.5 (H200, 2026-11-30, paged_int4_h200.json).
 BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
-NIBBLE_KEYS, BYTE_KEYS = 32, 16
+NIBBLE_KEYS, NIBBLE_STAGES, BYTE_KEYS = 64, 2, 16
 WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
 
 
@@ -354,7 +353,9 @@ def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
 
 def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
     """Choose (stages of the ring, splits) of Hopper's kernel over caches of 8 and 4 bits."""
-    config = TileConfig(16, byte_decode_keys(spec), 4, BYTE_STAGES)
+    keys = byte_decode_keys(spec)
+    stages = NIBBLE_STAGES if keys == NIBBLE_KEYS else BYTE_STAGES
+    config = TileConfig(16, keys, 4, stages)
     groups = replace(spec, num_q_heads=spec.num_q_heads // 4, num_kv_heads=spec.num_kv_heads // 4)
     plan = plan_splits(
         groups,
@@ -365,7 +366,7 @@ def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
         min_split_keys=byte_split_keys(spec, sm_count),
         waves=PLANNED_WAVES,
     )
-    return BYTE_STAGES, plan
+    return stages, plan
 
 
 def byte_split_keys(spec: PagedSpec, sm_count: int) -> int:
