@@ -7,7 +7,9 @@ at hand, for which tilewise takes the same one; no CTA gets more shared memory t
 has. FlashAttention-2 is torch's, called without its dispatcher. Each row is measured in turns with
 the host ahead, each peer first in turn; a result that is further from float64 than twice
 FlashAttention-2's, on the first heads and 512 rows, ends it. Rows that FlashAttention-2 does not
-have are measured beside the plain call of the same size. Figures are TFLOP/s.
+have are measured beside the plain call of the same size, heads of 512 channels beside the portable
+kernels, whose results must be equal but for rounding, and heads of 256 channels. Figures are
+TFLOP/s. As sm90 the last ones run what a Hopper card would.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.attention import plan as gluon
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
+from tilewise.kernels.triton.attention import plan as portable
 
 TOKENS, HIDDEN = 16384, 2048
 ROUNDS, CALLS, AHEAD = 5, 6, 3_000_000  # the last in cycles
@@ -72,8 +75,9 @@ def rows() -> list[Row]:
     kinds = [Row(width, packed=True) for width in (64, 128)]
     kinds += [Row(width, 16384, window=1024) for width in (64, 128)]
     kinds += [Row(128, kv_heads=8), Row(64, kv_heads=8)]
+    wide = [Row(512, length, causal) for length in (1024, 4096, 16384) for causal in (False, True)]
     names = ("softcap", "ALiBi", "sinks", "bias", "dropout", "documents", "deterministic")
-    return plain + kinds + [Row(128, added=name) for name in names]
+    return plain + kinds + [Row(128, added=name) for name in names] + wide
 
 
 class Case:
@@ -137,14 +141,14 @@ class Case:
             pairs *= 500 / self.row.length
         return (10.0 if backward else 4.0) * pairs * HIDDEN
 
-    def ours(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Return the call of ours and that of its gradient."""
-        plan = gluon.plan_fwd(Call.of(self.spec, self.tensors))
+    def ours(self, kernels: Any = gluon) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Return the call of a backend of ours and that of its gradient."""
+        plan = kernels.plan_fwd(Call.of(self.spec, self.tensors))
         if isinstance(plan, Refusal):
             raise SystemExit(f"{self.row.name}: {plan.reason}")
         o, lse = plan.run(*self.tensors)[:2]
         given = (self.do, None, o, lse, *self.tensors)
-        gradient = gluon.plan_bwd(Call.of(self.spec, given))
+        gradient = kernels.plan_bwd(Call.of(self.spec, given))
         return lambda: plan.run(*self.tensors), lambda: gradient.run(*given)
 
     def flash(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -199,24 +203,47 @@ def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
+def peers_of(row: Row) -> dict[str, tuple[Case, tuple[Callable[[], Any], Callable[[], Any]]]]:
+    """Return the calls of each peer and the case that they compute; ours come first."""
+    case = Case(row)
+    peers = {"tilewise": (case, case.ours())}
+    if row.added:
+        plain = Case(replace(row, added=""))
+        peers["plain"] = plain, plain.ours()
+    elif row.width <= 256:
+        peers["FlashAttention-2"] = case, case.flash()
+    else:
+        peers["portable"] = case, case.ours(portable)
+        narrower = Case(replace(row, width=256))
+        peers["D 256"] = narrower, narrower.ours()
+    return peers
+
+
 def measure(row: Row) -> dict[str, dict[str, float]]:
     """Return TFLOP/s of both directions."""
-    case = Case(row)
-    ours = case.ours()
-    peer, peer_case = "FlashAttention-2", case
-    if row.added:
-        peer, peer_case = "plain", Case(replace(row, added=""))
-        theirs = peer_case.ours()
-    else:
-        theirs = case.flash()
-        for mine, his in zip(ours, theirs, strict=True):
-            rounded(row.name, mine(), his())
+    peers = peers_of(row)
+    case, ours = peers["tilewise"]
+    theirs = [calls for of, calls in peers.values() if of is case and calls is not ours]
+    for mine, his in zip(ours, *theirs, strict=True) if theirs else ():
+        rounded(row.name, mine(), his())
     found = {}
     for backward, name in enumerate(("forward", "backward")):
-        times = in_turns({"tilewise": ours[backward], peer: theirs[backward]})
-        flops = {"tilewise": case.flops(bool(backward)), peer: peer_case.flops(bool(backward))}
+        times = in_turns({peer: calls[backward] for peer, (_, calls) in peers.items()})
+        flops = {peer: of.flops(bool(backward)) for peer, (of, _) in peers.items()}
         found[name] = {key: round(flops[key] / ms / 1e9, 1) for key, ms in times.items()}
     return found
+
+
+def take_overridden() -> int | None:
+    """Let tilewise take cards for the architecture that Triton compiles for; return it, if one.
+
+    It is that of TRITON_OVERRIDE_ARCH.
+    """
+    name = os.environ.get("TRITON_OVERRIDE_ARCH", "").removeprefix("sm")
+    if not name:
+        return None
+    device.capability = lambda index: int(name)  # type: ignore[assignment]
+    return int(name)
 
 
 def main() -> None:
@@ -225,16 +252,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="rows whose name has one of these in it")
     parser.add_argument("--compile", help="only compile every n-th row from the i-th on: i/n")
     given = parser.parse_args()
-    arch = int(os.environ.get("TRITON_OVERRIDE_ARCH", "sm80").removeprefix("sm"))
-    if "TRITON_OVERRIDE_ARCH" not in os.environ:
-        raise SystemExit("TRITON_OVERRIDE_ARCH must be sm80 or sm89, is not set")
-    device.capability = lambda index: arch  # type: ignore[assignment]
+    arch = take_overridden()
+    if arch is None:
+        raise SystemExit("TRITON_OVERRIDE_ARCH must be sm80, sm89 or sm90, is not set")
     chosen = [r for r in rows() if not given.only or any(x in r.name for x in given.only)]
     if given.compile:
         index, count = map(int, given.compile.split("/"))
         for row in chosen[index::count]:
-            for call in Case(row).ours():
-                call()
+            for _, calls in peers_of(row).values():
+                for call in calls:
+                    call()
         return
     found = {}
     for row in chosen:

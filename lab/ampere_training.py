@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lab.ampere import take_overridden
 from tilewise.bench.trainers import worker
-from tilewise.kernels import device
 
 ROWS = (("gpt2-small", 1024, 16), ("llama-1b", 4096, 2))  # shape, N, batch
 WAYS = ("tilewise", "sdpa")
@@ -98,9 +97,7 @@ def main(between: Callable[[], object] = lambda: None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", help="rows by name, as gpt2-small/1024")
     given = parser.parse_args()
-    arch = os.environ.get("TRITON_OVERRIDE_ARCH", "").removeprefix("sm")
-    if arch:
-        device.capability = lambda index: int(arch)  # type: ignore[assignment]
+    arch = take_overridden()
     torch.set_float32_matmul_precision("high")
     chosen = [r for r in ROWS if not given.only or f"{r[0]}/{r[1]}" in given.only]
     rows = [Row(*each) for each in chosen]

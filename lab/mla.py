@@ -11,7 +11,6 @@ architecture; see `lab/ampere.py`.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lab.ampere import take_overridden
 from tilewise import ops
 from tilewise.bench.attention import document
 from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.bench.timing import time_together
-from tilewise.kernels import device
 
 _RANK, _ROPE_DIM, _BLOCK = 512, 64, 64
 _WIDTH = _RANK + _ROPE_DIM
@@ -190,9 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("it needs a GPU that torch can see")
-    arch = os.environ.get("TRITON_OVERRIDE_ARCH", "").removeprefix("sm")
-    if arch:  # Triton makes the code of that architecture, for which tilewise takes the card
-        device.capability = lambda index: int(arch)  # type: ignore[assignment]
+    arch = take_overridden()
     ceilings = measure_ceilings("cuda")
     print(ceilings)
     rows: list[Row] = []

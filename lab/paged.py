@@ -9,7 +9,6 @@ TRITON_OVERRIDE_ARCH=sm80 (or sm89) kernels are those of that architecture; see 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
+from lab.ampere import take_overridden
 from tilewise import ops
 from tilewise.bench.report import emit, format_table, say
 from tilewise.bench.roofline import Ceilings, measure_ceilings
-from tilewise.kernels import device
 from tilewise.reference.four_bits import pack, unpack
 
 Row = dict[str, Any]
@@ -361,9 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs a GPU that torch can see")
-    arch = os.environ.get("TRITON_OVERRIDE_ARCH", "").removeprefix("sm")
-    if arch:  # Triton makes the code of that architecture, for which tilewise takes the card
-        device.capability = lambda index: int(arch)  # type: ignore[assignment]
+    arch = take_overridden()
     torch.manual_seed(0)
     ceilings = measure_ceilings("cuda")
     print(ceilings)

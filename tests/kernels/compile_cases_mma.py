@@ -58,6 +58,8 @@ _ROWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "d96": ((96,), {}),
     "d192-128": ((192, 128), {}),
     "d72-200": ((72, 200), {}),
+    "d512": ((512,), {}),
+    "d320": ((320,), {}),
 }
 _EVERY_DAY = {
     "sm_80-mma-fwd-d128-causal", "sm_80-mma-fwd-d64-full", "sm_89-mma-fwd-d128-everything",
@@ -143,7 +145,7 @@ _BWD_EVERY_DAY = {"sm_80-mma-bwd-d128-causal", "sm_89-mma-bwd-d64-everything"}
 def backward_cases() -> Iterator[MmaCase]:
     """Yield rows of the tables, full and causal, and features that change the code."""
     specs: dict[str, AttentionSpec] = {}
-    for head_dims in ((64,), (128,), (256,), (40,), (96,), (192, 128)):
+    for head_dims in ((64,), (128,), (256,), (40,), (96,), (192, 128), (512,), (320,)):
         name = "-".join(map(str, head_dims))
         specs[f"d{name}-full"] = attention_spec(*head_dims, causal=False)
         specs[f"d{name}-causal"] = attention_spec(*head_dims)

@@ -4,6 +4,7 @@ The interpreter keeps bfloat16 as uint16 bit patterns and, in the versions we su
 the bits: a product of two bfloat16 tiles is silently garbage, and rounding from float32 truncates.
 Here bfloat16 is widened to float32 for arithmetic, products and sums, and rounded to nearest even
 on the way back, as hardware does. Products of float16 are summed in float32, as tensor cores do.
+Rounding float32 to e4m3 loses a factor of 2 there where the mantissa is carried: it is done anew.
 
 `repair()` is called once, before a kernel runs; it changes nothing when kernels are compiled.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -51,6 +53,12 @@ def narrow(values: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(_BF16)
     return np.where(np.isnan(values), _BF16(0x7FC0), rounded)
+
+
+def _e4m3_bits(values: np.ndarray) -> np.ndarray:
+    """Return float32 values as e4m3 bit patterns, to nearest even, saturated; NaN stays NaN."""
+    clamped = torch.from_numpy(np.clip(values, -448.0, 448.0))
+    return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def _is_bf16(operand: Any) -> bool:
@@ -96,6 +104,8 @@ def _repair_casts(builder: Any) -> None:
     def fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
         if tl.bfloat16 in (source.dtype.scalar, target.scalar):
             return cast(self, source, target)
+        if target.scalar == tl.float8e4nv and source.dtype.scalar == tl.float32:
+            return interpreter.TensorHandle(_e4m3_bits(source.data), tl.float8e4nv)
         return original_fp_to_fp(self, source, target, rounding)
 
     builder.cast_impl, builder.create_fp_to_fp = cast, fp_to_fp

@@ -25,6 +25,21 @@ def _arithmetic(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
 
 
 @triton.jit
+def _round_to_e4m3(x_ptr, out_ptr, N: tl.constexpr):
+    cols = tl.arange(0, N)
+    code = tl.load(x_ptr + cols).to(tl.float8e4nv)
+    tl.store(out_ptr + cols, code.to(tl.uint8, bitcast=True))
+
+
+def test_e4m3_is_rounded_to_nearest_even_and_saturates() -> None:
+    x = torch.cat([torch.randn(1020) * 50, torch.tensor([31.5, 1e4, -1e4, 1e-9])])
+    out = torch.empty(1024, dtype=torch.uint8)
+    _round_to_e4m3[(1,)](x, out, N=1024)
+    want = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(out, want.view(torch.uint8))
+
+
+@triton.jit
 def _product(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
     cells = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     tl.store(out_ptr + cells, tl.dot(tl.load(x_ptr + cells), tl.load(y_ptr + cells)))

@@ -580,6 +580,15 @@ MMA_FORWARD = {
     "the_bias_of_another_head": Mutation(
         _MMA, "none,\n            rows.h,", "none,\n            rows.h * 0,", "biased"
     ),
+    "wide_sums_of_the_first_keys": Mutation(
+        "mma/forward:_add_wide_values", "v.slice(chunk * CHUNK, CHUNK)", "v.slice(0, CHUNK)", "wide"
+    ),
+    "wide_probabilities_of_half_the_keys": Mutation(
+        "mma/forward:_add_wide_values", "tile.keys // CHUNK", "tile.keys // CHUNK // 2", "wide"
+    ),
+    "wide_values_multiplied_before_they_are_there": Mutation(
+        _MMA_STEP, _WAIT_V + _COPY_K, _WAIT_V.replace("- 2", "- 1") + _COPY_K, "wide"
+    ),
     "rows_past_the_end_are_written": Mutation(
         "mma/forward:_store", "gl.expand_dims(at < rows.length_q, 1)",
         "gl.expand_dims(at >= 0, 1)", "one_stage",

@@ -41,7 +41,7 @@ from tools.gluon_emulator import EmulationError, Program, emulated
 
 LARGE, SMALL = 80, 89  # compute capabilities with 163 and with 99 KiB of shared memory
 SHARED_MEMORY = {LARGE: 163 << 10, SMALL: 99 << 10}
-D40, D64, D96, D128, D256 = ((width, width) for width in (40, 64, 96, 128, 256))
+D40, D64, D96, D128, D256, D512 = ((width, width) for width in (40, 64, 96, 128, 256, 512))
 CASES = {
     "whole_tiles": Call(128, 128, (1, 1), D64, 1, BRAIN),
     "no_tile_whole": Call(150, 77, (1, 1), D64, 2, HALF),
@@ -107,11 +107,22 @@ CASES = {
         mask_tile=(128, 64),
     ),
 }  # fmt: skip
+WIDE = {
+    "d512": Call(70, 100, (1, 1), D512, 1, BRAIN, CAUSAL),
+    "d512_full": Call(130, 90, (4, 2), D512, 1, HALF),
+    "d512_alibi": Call(70, 90, (2, 1), D512, 1, BRAIN, CAUSAL, alibi="heads"),
+    "d512_lengths": Call(40, 70, (1, 1), D512, 3, BRAIN, (30, 5), seqlens_k=(0, 33, 70)),
+    "d512_packed": Call(
+        heads=(2, 1), dims=D512, dtype=BRAIN, window=CAUSAL, lengths=((70, 60), (0, 50), (40, 90))
+    ),
+    "d320": Call(80, 70, (2, 1), (320, 264), 1, HALF, softcap=5.0, sinks=True),
+}
+CASES |= WIDE
 # Each feature once, packed, and a width of each row of the tables.
 EVERYDAY = {
     "no_tile_whole", "causal", "causal_d128", "grouped", "window_both", "lengths", "packed",
     "softcap", "alibi", "bias", "bias_copied", "bias_copied_and_all", "sinks",
-    "dropout", "mask", "d40", "latent",
+    "dropout", "mask", "d40", "latent", "d512",
 }  # fmt: skip
 
 
@@ -170,7 +181,8 @@ def distinct_tiles(problem: Problem) -> Iterator[Tile]:
 def shared_memory(tile: Tile) -> int:
     """Return the bytes that a CTA takes."""
     bias = tile.bias_stages * tile.keys * tile.rows
-    return 2 * (tile.rows * tile.d + tile.stages * tile.keys * (tile.d + tile.dv) + bias)
+    p = tile.rows * tile.keys if tile.across > 1 else 0
+    return 2 * (tile.rows * tile.d + tile.stages * tile.keys * (tile.d + tile.dv) + bias + p)
 
 
 @pytest.mark.parametrize("name", everyday(CASES, EVERYDAY))
@@ -284,6 +296,7 @@ MISTAKEN = {
     "padded": (Call(130, 70, (1, 1), D40, 1, BRAIN), {}),
     "masked": (CASES["mask_and_window"], {}),
     "biased": (CASES["bias_copied_causal"], {}),
+    "wide": (CASES["d512"], {}),
 }
 
 
@@ -339,11 +352,14 @@ def test_a_mistake_is_seen(name: str) -> None:
     assert seen
 
 
+ON_GPU = hopper.CASES | WIDE
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", hopper.CASES)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_results_match_float64_on_a_gpu(name: str) -> None:
     """By each row of both tables that fits the card, whichever a call of this size would choose."""
-    problem = make_problem(hopper.CASES[name], "cuda")
+    problem = make_problem(ON_GPU[name], "cuda")
     room = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     for tile in distinct_tiles(problem):
         if shared_memory(tile) <= room:

@@ -20,7 +20,7 @@ from tests.kernels.attention_problem import (
     everyday,
     make_problem,
 )
-from tests.kernels.gluon import test_attention_bwd, test_attention_fwd
+from tests.kernels.gluon import test_attention_bwd, test_attention_fwd, test_mma
 from tests.kernels.gluon.mutations import MMA_BACKWARD
 from tests.kernels.gluon.problem import IDEMPOTENT
 from tests.kernels.planned import tensors_of
@@ -44,6 +44,8 @@ CASES = {
     "groups": Call(40, 70, (4, 2), D64, 2, BRAIN, CAUSAL),
     "d128": Call(70, 130, (1, 1), D128, 1, BRAIN, CAUSAL),
     "d256": Call(40, 70, (1, 1), (256, 256), 1, BRAIN, CAUSAL),
+    "d512": Call(40, 70, (1, 1), (512, 512), 1, BRAIN, CAUSAL),
+    "d320": Call(50, 40, (2, 1), (320, 264), 1, HALF),
     "latent": Call(40, 70, (1, 1), (192, 128), 1, BRAIN, CAUSAL),
     "padded": Call(70, 80, (1, 1), (40, 24), 1, HALF),
     "window": Call(150, 150, (1, 1), D64, 1, BRAIN, (30, 5)),
@@ -84,7 +86,9 @@ _QUICK = ("plain", "causal", "groups", "padded", "window", "dropout", "packed", 
 _EVERYDAY = [pytest.param(n, marks=[] if n in _QUICK else pytest.mark.slow) for n in CASES]
 ON_GPU = {
     name: call
-    for name, call in (test_attention_fwd.CASES | test_attention_bwd.CASES | BIASED).items()
+    for name, call in (
+        test_attention_fwd.CASES | test_attention_bwd.CASES | test_mma.WIDE | BIASED
+    ).items()
     if call.mask is None or call.mask_tile == (128, 128)
 }
 
@@ -210,7 +214,7 @@ def test_what_has_no_order_or_other_tiles_is_refused() -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 120])
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
 def test_tiles_fit_the_shared_memory_of_a_device(arch: int, width: int) -> None:
     spec = make_problem(Call(64, 64, (1, 1), (64, 64), 1, BRAIN), "cpu").spec
     spec = spec._replace(head_dim=width, v_head_dim=width)

@@ -11,6 +11,9 @@ from tests.kernels.quantised_cache import quantised
 from tests.ops.latent.test_api import BACKENDS, DN, DR, DV, HEADS, SCALE, R, absorb
 from tilewise import ops
 from tilewise.errors import UnsupportedError
+from tilewise.kernels import device
+from tilewise.kernels.triton.latent import plan as latents
+from tilewise.ops import call as planned
 from tilewise.reference import mla as oracle
 from tilewise.reference.mla import dequantise_latents
 from tilewise.testing import accumulator_scales, assert_within_budget, make_paged_cache
@@ -73,6 +76,28 @@ class TestReading:
         for index, part in enumerate(("o", "lse")):
             scale = scales.get(part, 0.0)
             assert_within_budget(got[index], truth[index], eager[index], name=part, scale=scale)
+
+    @pytest.mark.parametrize("name", ["decode", "blocks_of_256_and_splits"])
+    def test_words_of_two_channels_keep_the_budget(self, name, dtype, backend, place, monkeypatch):
+        """GPUs that multiply by mma.sync read even and odd channels apart."""
+        if backend != "triton":
+            pytest.skip("only the Triton kernel has this form")
+        if CASES[name][3] > 16:
+            monkeypatch.setitem(CASES, name, (*CASES[name][:3], 16, CASES[name][4]))
+        monkeypatch.setattr(device, "arch_of", lambda _: 80)
+        monkeypatch.setattr(planned, "_memory", planned._Memory())
+        has_words, seen = latents._has_words, []
+
+        def watched(*args):
+            seen.append(has_words(*args))
+            return seen[-1]
+
+        monkeypatch.setattr(latents, "_has_words", watched)
+        self.test_output_and_lse_keep_the_budget_beside_poison(
+            name, "bfloat16", dtype, backend, place
+        )
+        assert seen
+        assert all(seen)
 
     def test_tiny_latents_do_not_underflow_in_float16(self, dtype, backend, place):
         """Scales of 1e-7, so that probability times scale is no float16 of any precision."""

@@ -12,6 +12,9 @@ from tests.kernels.quantised_cache import quantised
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.errors import UnsupportedError
+from tilewise.kernels import device
+from tilewise.kernels.triton.paged import keys
+from tilewise.ops import call as planned
 from tilewise.reference import paged as oracle
 from tilewise.testing import accumulator_scales, assert_within_budget, make_paged_cache
 
@@ -29,6 +32,14 @@ CASES = {
     "head_dim_128_splits": ([1], [1100], 16, (4, 1), (128, 128), {}),
     "wide_heads": ([1, 9], [90, 30], 16, (4, 1), (576, 512), {}),
     "window_and_softcap": ([1, 12], [90, 30], 16, (4, 2), (64, 64), {"window": 7, "softcap": 4.0}),
+    "window_of_lone_tokens": (
+        [1, 1],
+        [90, 30],
+        16,
+        (4, 2),
+        (64, 64),
+        {"window": 7, "softcap": 4.0},
+    ),
     "empty": ([1, 0], [0, 0], 16, (4, 2), (64, 64), {}),
 }
 
@@ -101,6 +112,29 @@ class TestReading:
         error = (run[1] - run[0] * 1e-5).abs().max()
         # The results are subnormal float16: half a step of 2^-24, and the roundings of the first.
         assert float(error) <= 2.0**-24
+
+    @pytest.mark.parametrize(
+        "name", ["decode", "block_of_256", "head_dim_128_splits", "window_of_lone_tokens"]
+    )
+    @by_kind
+    def test_words_of_two_channels_keep_the_budget(
+        self, name, fixed, dtype, backend, place, monkeypatch
+    ):
+        """GPUs that multiply by mma.sync read even and odd channels apart."""
+        if backend != "triton":
+            pytest.skip("only the Triton kernel has this form")
+        monkeypatch.setattr(device, "arch_of", lambda _: 80)
+        monkeypatch.setattr(planned, "_memory", planned._Memory())
+        seen = []
+        form_of = keys.Form.of.__func__
+
+        def watched(*args, **options):
+            seen.append(form_of(*args, **options))
+            return seen[-1]
+
+        monkeypatch.setattr(keys.Form, "of", classmethod(watched))
+        _check(name, dtype, torch.bfloat16, backend, place, fixed=fixed)
+        assert any(form.pairs for form in seen)
 
     def test_a_row_that_was_not_finite_makes_its_sequence_nan(self, dtype, backend, place):
         (q, *caches), metadata, longest = _problem(

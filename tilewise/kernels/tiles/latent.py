@@ -18,6 +18,8 @@ from tilewise.kernels.tiles.paged import (
 
 MAX_ROWS = 64  # of a tile: 64 x 512 float32 sums are 128 registers for each thread of 8 warps
 ONE_PER_SM = 1  # a program's tiles and queries take more than half of an SM's shared memory
+# Bytes that are multiplied by mma.sync take 56 KiB, and few sequences would only have more splits.
+TWO_PER_SM, MANY_SEQS_OF_BYTES = 2, 64
 
 
 def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
@@ -29,8 +31,10 @@ def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     8, and 1,714 with 64 rows, which spill (H200, float8_e4m3fn, 2026-11-22). And as sm_80 on an
     H200 (lab/results/ampere_latents_h200.json, 2026-11-30), us of 64 x 16,384 tokens, 16 heads:
     32 keys in three stages 433, in two 442, 16 in two 740, in three of two programs 490; of
-    float8_e4m3fn 516, 576, 881, 650. Of 128 x 4,096, 128 heads: 32 keys 1,802, 16 3,067; of
-    float8_e4m3fn 1,970 and 1,788. Three stages take 91 KiB of shared memory.
+    64 keys in two stages by 8 warps 388. Of 128 x 4,096, 128 heads: 32 keys 1,802, 16 3,067; of
+    float8_e4m3fn 1,970 and 1,788. Of float8_e4m3fn read in words of two channels, 64 x 16,384
+    tokens take 411 with one program a multiprocessor and 340 with two, 1 x 131,072 83 and 97
+    (lab/results/ampere_words_h200.json).
     """
     rows = run * spec.num_q_heads
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), MAX_ROWS)
@@ -43,16 +47,20 @@ def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
         return TileConfig(min(tile_m, 32), *(by_warps if has_only_mma_sync(arch) else (32, 4, 3)))
     if has_only_mma_sync(arch):  # q and the sums share the registers
         if tile_m == 16:
-            return TileConfig(16, 32, 4, 2 if is_narrow else 3)
+            return TileConfig(16, 32, 4, 2) if is_narrow else TileConfig(16, 64, 8, 2)
         return TileConfig(32, 32, 8, 2)
     if tile_m < 64:
         return TileConfig(tile_m, 32, 4, 3)
     return TileConfig(tile_m, 64 if is_narrow else 32, 8, 3)
 
 
-def mla_splits(spec: PagedSpec, config: TileConfig, run: int, sm_count: int) -> SplitPlan:
+def mla_splits(
+    spec: PagedSpec, config: TileConfig, run: int, sm_count: int, arch: int
+) -> SplitPlan:
     """Return the bounds on splits of the keys of a call, see `paged.plan_splits`."""
-    return plan_splits(spec, config, run, sm_count, programs_per_sm=ONE_PER_SM)
+    has_bytes = spec.cache_dtype.itemsize == 1 and config.tile_m == 16 and has_only_mma_sync(arch)
+    programs = TWO_PER_SM if has_bytes and spec.num_seqs >= MANY_SEQS_OF_BYTES else ONE_PER_SM
+    return plan_splits(spec, config, run, sm_count, programs_per_sm=programs)
 
 
 def mla_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
@@ -73,5 +81,5 @@ def mla_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     else:
         split_run = 0 if spec.num_tokens == spec.num_seqs * longest else 1
     split_config = mla_config(spec, max(1, split_run), arch)
-    plan = mla_splits(spec, split_config, max(1, split_run), sm_count)
+    plan = mla_splits(spec, split_config, max(1, split_run), sm_count, arch)
     return PagedWork(split_run, split_config, plan, rows_config)

@@ -88,24 +88,25 @@ PROGRAMS_OF_TWO_STAGES = 4
 # split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
 RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
 WIDE_RESIDENT_PROGRAMS = 2  # of heads of more than 256 channels
-# Heads of all sequences whose splits a second kernel merges where kernels do not begin early: the
-# last of 64 programs merges alone, 1 x 131,072 keys of 8 heads take 149 us, and 133 by a second one
-# (H200 as sm_80, lab/results/ampere_latents_h200.json, 2026-11-30).
-HEADS_MERGED_APART = 8
-# Of 8-bit caches as sm_80: 64 x 4,096 keys take 346 us, in tiles of 64 keys and four programs 446
-# (H200, float8_e4m3fn; int8 339 and 432; the same file). float16 spills 124 bytes so.
-BYTE_TILE_N, PROGRAMS_OF_BYTES = 128, 2
+# Where kernels do not begin early, a second kernel merges splits: a program that merges alone keeps
+# all waiting. 32 x 8,192 keys of 256 channels take 139.5 us, and 155.7 merged by the last program,
+# 131,072 keys beside 60 short rows 155.2 and 169.6, 64 x 4,096 254.2 and 252.6 (H200 as sm_80,
+# lab/results/ampere_words_h200.json, 2026-11-30).
+# Of 8-bit caches as sm_80, 32 heads on 8 of 128, e4m3, planned (the same file): tiles of 128 keys,
+# of 64 in parentheses. 64 x 4,096 keys take 188 us with three programs an SM, 199 with two (211),
+# 16 x 8,192 95 and 131 (117), 16 x 4,096 without groups 188 and 203 (213), 128 x 2,048 176 (205).
+# Eight heads and fewer are merged apart and take two: 1 x 131,072 105 us, with three 130 (108).
+BYTE_TILE_N, PROGRAMS_OF_BYTES, PROGRAMS_OF_LONE_BYTES, LONE_HEADS = 128, 3, 2, 8
 # Sequences that decode and fill the device once without splits, this many programs an SM, have more
 # keys in flight a program: 32 x 1,024 keys, 8 key heads, a step of Qwen3-0.6B of 28 layers takes
 # 1,936 us in place of 2,077 (H200, 2026-11-23, lab/results/early_decode_h200.json); with twice
 # the sequences a layer takes 153 us in place of 127 (tune_paged_planned_h200.json).
 WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
-# Of gluon.paged.decode: 64 x 4,096 keys of 4 bits took 94 us, with tiles of 16 keys 106, with three
-# CTAs of three stages 99, with six stages 95; of e4m3 140, with tiles of 32 keys 141.5 (H200,
-# 2026-11-30).
+# Of gluon.paged.decode: 64 x 4,096 keys of 4 bits took 89.0 us, with tiles of 32 keys 95.0, of
+# 16 keys 106; of e4m3 140, with tiles of 32 keys 141.5 (H200, 2026-11-30, paged_int4_h200.json).
 BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
-NIBBLE_KEYS, BYTE_KEYS = 32, 16
+NIBBLE_KEYS, NIBBLE_STAGES, BYTE_KEYS = 64, 2, 16
 WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
 
 
@@ -339,19 +340,22 @@ def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     if fills_whole(spec, arch, sm_count):
         config = replace(config, tile_n=WHOLE_TILE_N, num_stages=WHOLE_STAGES)
         resident = WHOLE_PROGRAMS
+    merges_apart = has_only_mma_sync(arch)
     if _reads_many_bytes(spec, config.tile_m, arch):
-        resident = PROGRAMS_OF_BYTES
+        merges_apart = spec.num_seqs * spec.num_kv_heads <= LONE_HEADS
+        resident = PROGRAMS_OF_LONE_BYTES if merges_apart else PROGRAMS_OF_BYTES
     run = max(1, work.split_run)
     plan = plan_splits(spec, config, run, sm_count, programs_per_sm=resident, waves=PLANNED_WAVES)
-    heads = spec.num_seqs * spec.num_kv_heads
-    if has_only_mma_sync(arch) and heads <= HEADS_MERGED_APART:
+    if merges_apart:
         plan = replace(plan, merges_apart=True)
     return replace(work, split_config=config, split_plan=plan)
 
 
 def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
     """Choose (stages of the ring, splits) of Hopper's kernel over caches of 8 and 4 bits."""
-    config = TileConfig(16, byte_decode_keys(spec), 4, BYTE_STAGES)
+    keys = byte_decode_keys(spec)
+    stages = NIBBLE_STAGES if keys == NIBBLE_KEYS else BYTE_STAGES
+    config = TileConfig(16, keys, 4, stages)
     groups = replace(spec, num_q_heads=spec.num_q_heads // 4, num_kv_heads=spec.num_kv_heads // 4)
     plan = plan_splits(
         groups,
@@ -362,7 +366,7 @@ def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
         min_split_keys=byte_split_keys(spec, sm_count),
         waves=PLANNED_WAVES,
     )
-    return BYTE_STAGES, plan
+    return stages, plan
 
 
 def byte_split_keys(spec: PagedSpec, sm_count: int) -> int:

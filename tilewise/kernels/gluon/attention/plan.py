@@ -43,13 +43,11 @@ def plan_bwd(call: Call) -> LaunchPlan:
     """Return how the backward pass of a call that `plan_fwd` took is run.
 
     Its results are dq, dk, dv, dbias and dsinks, the last two None where they are not wanted. Of
-    heads of more than 256 channels the portable kernels make them.
+    heads of more than 256 channels the kernel by mma.sync makes them on Hopper, too.
     """
-    is_mma = _is_mma(call.spec)
+    is_mma = _is_mma(call.spec) or wide.is_wide(call.spec)
     arch = device.arch_of(call.device)
     if is_mma and mma.why_not_bwd(call.spec) is not None:
-        return portable.plan_bwd(call)
-    if wide.is_wide(call.spec) and not is_mma:
         return portable.plan_bwd(call)
     spec, maker = call.spec, Maker(call, GRADIENT_TENSORS)
     do, dlse, o, lse = maker.inputs[:4]

@@ -16,7 +16,14 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.warpgroup import LOG2E, exp2, keep_columns, reciprocal, tanh
+from tilewise.kernels.gluon.device.warpgroup import (
+    LOG2E,
+    exp2,
+    keep_columns,
+    reciprocal,
+    tanh,
+    threads_of_row,
+)
 from tilewise.kernels.gluon.visible import keys_of_rows
 
 
@@ -139,11 +146,12 @@ def _add_slant(s, head):
     n: gl.constexpr = s.shape[1]
     whole: gl.constexpr = s.type.layout
     rows: gl.constexpr = s.shape[0]
-    four = s.reshape([rows, n // 8, 4, 2])
+    THREADS: gl.constexpr = threads_of_row(whole)
+    four = s.reshape([rows, n // (2 * THREADS), THREADS, 2])
     layout: gl.constexpr = four.type.layout
     eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
     pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    eight = gl.arange(0, n // 8, eights) * 8
+    eight = gl.arange(0, n // (2 * THREADS), eights) * (2 * THREADS)
     eight = gl.expand_dims(gl.expand_dims(gl.expand_dims(eight, 0), 2), 3)
     second = gl.arange(0, 2, pair)
     second = gl.expand_dims(gl.expand_dims(gl.expand_dims(second, 0), 1), 2)
@@ -155,10 +163,12 @@ def _add_slant(s, head):
 @gluon.jit
 def slant_of(s, head, first_key):
     """Return the ALiBi term of the first key of each thread of a row of s (64, n), as (64, 4)."""
-    four = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])  # no instruction
+    THREADS: gl.constexpr = threads_of_row(s.type.layout)
+    n: gl.constexpr = s.shape[1]
+    four = s.reshape([s.shape[0], n // (2 * THREADS), THREADS, 2])  # no instruction
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, four.type.layout))
     rows: gl.constexpr = gl.SliceLayout(1, layout)
-    key = first_key + 2 * gl.arange(0, 4, gl.SliceLayout(0, layout))
+    key = first_key + 2 * gl.arange(0, THREADS, gl.SliceLayout(0, layout))
     diagonal = gl.expand_dims(gl.convert_layout(head.diagonal, rows), 1)
     return (gl.expand_dims(key, 0) - diagonal).to(gl.float32) * head.slope_log2
 

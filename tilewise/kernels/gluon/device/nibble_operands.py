@@ -3,7 +3,7 @@
 What: tiles of codes 0 ... 15, two in a byte, in shared memory -> float16 operands of mma.sync in
       registers; the orders of channels that they want of queries and leave in sums.
 Grid: none, inlined into the kernels.
-One call: a tile of 16 or 32 keys of four heads; each of four warps has a head.
+One call: a tile of 16 to 64 keys of four heads; each of four warps has a head.
 Traffic: shared memory once, 4 to 16 bytes at a time.
 Numerics: exact. A code c whose bits are the last of a float16's is c 2^-24, a subnormal number that
       products take as it is; one that stays four bits higher is 16 times as much. So `SCALE` undoes

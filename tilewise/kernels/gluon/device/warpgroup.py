@@ -24,6 +24,13 @@ def sum_layout(width, num_warps=4):
 
 
 @gluon.constexpr_function
+def threads_of_row(layout):
+    """Return how many threads hold columns of one row of a sum, two neighbours of eight each: four
+    of each of the warps side by side."""
+    return 4 * layout.warps_per_cta[1]
+
+
+@gluon.constexpr_function
 def operand_layout(width):
     """Return the register layout of a 16-bit left operand of a WGMMA product with `width`
     columns."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2
+from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2, threads_of_row
 from tilewise.kernels.triton.attention.tile import FAR
 
 
@@ -26,7 +26,8 @@ from tilewise.kernels.triton.attention.tile import FAR
 def partial_sums(p):
     """Add up the columns of p (64, n) that a thread holds of a row: (64, 4)."""
     n: gl.constexpr = p.shape[1]
-    return gl.sum(gl.sum(p.reshape([p.shape[0], n // 8, 4, 2]), 3), 1)
+    THREADS: gl.constexpr = threads_of_row(p.type.layout)
+    return gl.sum(gl.sum(p.reshape([p.shape[0], n // (2 * THREADS), THREADS, 2]), 3), 1)
 
 
 @gluon.jit
@@ -65,7 +66,9 @@ def _shared_exp2(x):
 @gluon.jit
 def _maxima(s):
     """Return the maximum of the columns that a thread holds of a row of s (64, n): (64, 4)."""
-    return gl.max(gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
+    n: gl.constexpr = s.shape[1]
+    THREADS: gl.constexpr = threads_of_row(s.type.layout)
+    return gl.max(gl.max(s.reshape([s.shape[0], n // (2 * THREADS), THREADS, 2]), 3), 1)
 
 
 @gluon.jit
@@ -100,7 +103,9 @@ def _in_columns(x, s):
     n: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
     rows: gl.constexpr = s.shape[0]
-    four = gl.zeros([rows, n], gl.float32, LAYOUT).reshape([rows, n // 8, 4, 2])
+    THREADS: gl.constexpr = threads_of_row(LAYOUT)
+    shape: gl.constexpr = [rows, n // (2 * THREADS), THREADS, 2]
+    four = gl.zeros([rows, n], gl.float32, LAYOUT).reshape(shape)
     four = four + gl.expand_dims(gl.expand_dims(x, 1), 3)
     return gl.convert_layout(four.reshape([rows, n]), LAYOUT, assert_trivial=True)
 

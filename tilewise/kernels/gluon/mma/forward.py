@@ -62,6 +62,9 @@ class Tile(NamedTuple):
     dynamic: bool  # tiles go from much to little work
     warpgroups: int = 1  # as Hopper's tiles have it
     bias_stages: int = 0  # blocks of the bias in shared memory: as many as of keys, or none
+    across: int = (
+        1  # warps side by side over the columns of a sum; those over its rows are 1 / across
+    )
 
 
 class Shared(NamedTuple):
@@ -71,6 +74,7 @@ class Shared(NamedTuple):
     k: object  # (stages, keys, d)
     v: object  # (stages, keys, dv)
     bias: object  # (stages, rows, keys), None where registers load it
+    p: object  # (rows, keys), None where p stays in the registers of its warp
 
 
 class Row(NamedTuple):
@@ -81,6 +85,16 @@ class Row(NamedTuple):
     l: object
 
 
+# Numbers, not a tile: Triton 3.6 hands a constexpr function no names of a tuple's fields.
+@gluon.constexpr_function
+def _scores_layout(keys, warps, across):
+    """Return the layout in which scores become probabilities: that of the sum, by Hopper's name
+    where a warp has whole rows."""
+    if across == 1:
+        return shared_layout(keys, warps)
+    return sum_layout(warps // across, across)
+
+
 @gluon.jit
 def _scores(q, k, zero, tile: gl.constexpr):
     """Return q k^T of both parts."""
@@ -89,7 +103,9 @@ def _scores(q, k, zero, tile: gl.constexpr):
     second = zero
     CHUNKS: gl.constexpr = tile.channels // CHUNK
     for chunk in gl.static_range(CHUNKS):
-        b = across.slice(chunk * CHUNK, CHUNK).load(right_layout(tile.warps))
+        b = across.slice(chunk * CHUNK, CHUNK).load(
+            right_layout(tile.warps // tile.across, tile.across)
+        )
         first = mma_v2(_left(q, 0, chunk, tile), b, first)
         if tile.parts == 2:
             second = mma_v2(_left(q, 1, chunk, tile), b, second)
@@ -102,7 +118,11 @@ def _left(q, part: gl.constexpr, chunk: gl.constexpr, tile: gl.constexpr):
     if tile.q_in_registers:
         return q[part * (tile.d // CHUNK) + chunk]
     else:
-        return q.index(part).slice(chunk * CHUNK, CHUNK, dim=1).load(left_layout(tile.warps))
+        return (
+            q.index(part)
+            .slice(chunk * CHUNK, CHUNK, dim=1)
+            .load(left_layout(tile.warps // tile.across, tile.across))
+        )
 
 
 @gluon.jit
@@ -111,7 +131,7 @@ def _lefts(q, FIRST: gl.constexpr, COUNT: gl.constexpr, tile: gl.constexpr):
     if COUNT == 1:
         EACH: gl.constexpr = tile.d // CHUNK
         chunk = q.index(FIRST // EACH).slice(FIRST % EACH * CHUNK, CHUNK, dim=1)
-        return (chunk.load(left_layout(tile.warps)),)
+        return (chunk.load(left_layout(tile.warps // tile.across, tile.across)),)
     else:
         HALF: gl.constexpr = COUNT // 2
         return _lefts(q, FIRST, HALF, tile) + _lefts(q, FIRST + HALF, HALF, tile)
@@ -137,11 +157,24 @@ def _add_values(acc0, acc1, p0, p1, v, tile: gl.constexpr):
         acc0, acc1 = _add_values(acc0, acc1, left0, left1, v.slice(0, KEYS // 2), tile)
         acc0, acc1 = _add_values(acc0, acc1, right0, right1, v.slice(KEYS // 2, KEYS // 2), tile)
     else:
-        b = v.load(right_layout(tile.warps))
+        b = v.load(right_layout(tile.warps // tile.across, tile.across))
         acc0 = mma_v2(unpack(p0, v.dtype, left_layout(tile.warps)), b, acc0)
         if tile.parts == 2:
             acc1 = mma_v2(unpack(p1, v.dtype, left_layout(tile.warps)), b, acc1)
     return acc0, acc1
+
+
+@gluon.jit
+def _add_wide_values(acc, p, v, tile: gl.constexpr):
+    """Return acc + p v; p (rows, keys) is in shared memory, written by all warps of a row."""
+    CHUNKS: gl.constexpr = tile.keys // CHUNK
+    for chunk in gl.static_range(CHUNKS):
+        a = p.slice(chunk * CHUNK, CHUNK, dim=1).load(
+            left_layout(tile.warps // tile.across, tile.across)
+        )
+        b = v.slice(chunk * CHUNK, CHUNK).load(right_layout(tile.warps // tile.across, tile.across))
+        acc = mma_v2(a, b, acc)
+    return acc
 
 
 @gluon.jit
@@ -157,8 +190,7 @@ def _fold(
     BITS: gl.constexpr,
 ):
     """Return packed p of a block of products s (rows of a PART, keys), and the Row, rescaled."""
-    KEYS: gl.constexpr = tile.keys
-    S: gl.constexpr = shared_layout(KEYS, tile.warps)
+    S: gl.constexpr = _scores_layout(tile.keys, tile.warps, tile.across)
     s = gl.convert_layout(s, S, assert_trivial=True)
     block = gather(task, index, tile, variant, EDGE, BITS, s.shape[0])
     bias = block.bias
@@ -166,7 +198,10 @@ def _fold(
         ROWS: gl.constexpr = s.shape[0]
         bias = task.shared.bias.index(index % tile.bias_stages).slice(PART * ROWS, ROWS).load(S)
     p, m, l, alpha = soften(s, row.m, row.l, block, bias, task, index, variant, EDGE, BITS)
-    p = pack(p, task.shared.v.dtype)
+    if tile.across > 1:
+        task.shared.p.store(p.to(task.shared.v.dtype))
+    else:
+        p = pack(p, task.shared.v.dtype)
     if variant.dropout:
         p = drop_pairs(p, block.words)
     acc = row.acc
@@ -208,8 +243,10 @@ def _step(
     following = index + STAGES - 1
     _copy(values, None, following, shared.v, task0, FIRST, True, tile, variant)
     KEYS: gl.constexpr = tile.keys
-    PART_ROWS: gl.constexpr = 16 * tile.warps
-    zero = gl.zeros([PART_ROWS, KEYS], gl.float32, sum_layout(tile.warps))
+    PART_ROWS: gl.constexpr = 16 * (tile.warps // tile.across)
+    zero = gl.zeros(
+        [PART_ROWS, KEYS], gl.float32, sum_layout(tile.warps // tile.across, tile.across)
+    )
     s0, s1 = _scores(q, shared.k.index(stage), zero, tile)
     p0, row0 = _fold(s0, row0, task0, index, 0, tile, variant, EDGE, BITS)
     p1 = p0
@@ -217,7 +254,12 @@ def _step(
         p1, row1 = _fold(s1, row1, task1, index, 1, tile, variant, EDGE, BITS)
     async_copy.wait_group(2 * STAGES - 2)
     _copy(keys, bias, index + STAGES, shared.k, task0, False, False, tile, variant)
-    acc0, acc1 = _add_values(row0.acc, row1.acc, p0, p1, shared.v.index(stage), tile)
+    acc0 = row0.acc
+    acc1 = row1.acc
+    if tile.across > 1:
+        acc0 = _add_wide_values(acc0, shared.p, shared.v.index(stage), tile)
+    else:
+        acc0, acc1 = _add_values(acc0, acc1, p0, p1, shared.v.index(stage), tile)
     return Row(acc0, row0.m, row0.l), Row(acc1, row1.m, row1.l)
 
 
@@ -268,7 +310,8 @@ def _store(row, task, rows, output, o_strides, o_width, tile: gl.constexpr, vari
     if variant.sinks:
         sink = gl.load(sinks + rows.h)
     lse, scale = finish(row.m, row.l, task.factor, sink, variant.factored, variant.sinks)
-    at = head.first_row + gl.arange(0, 16 * tile.warps, lse.type.layout)
+    PART_ROWS: gl.constexpr = 16 * (tile.warps // tile.across)
+    at = head.first_row + gl.arange(0, PART_ROWS, lse.type.layout)
     place = rows.b.to(gl.int64) * lse_batch + rows.h.to(gl.int64) * lse_head + rows.first_q
     gl.store(lse_ptr + place + at, lse, mask=at < rows.length_q)
     if variant.maxima:
@@ -281,11 +324,11 @@ def _store(row, task, rows, output, o_strides, o_width, tile: gl.constexpr, vari
     o = scale_rows(row.acc, scale).to(o_ptr.dtype.element_ty)
     LAYOUT: gl.constexpr = copy_layout(tile.dv, tile.warps)
     o = gl.convert_layout(o, LAYOUT)
-    at = head.first_row + gl.arange(0, 16 * tile.warps, gl.SliceLayout(1, LAYOUT))
+    at = head.first_row + gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
     channel = gl.arange(0, tile.dv, gl.SliceLayout(0, LAYOUT))
     to = rows_of(o_ptr, rows.b, rows.first_q, rows.h, o_strides, 0, rows.length_q, o_width)
     start = to.start + head.first_row.to(gl.int64) * to.stride * UNIT
-    within = gl.arange(0, 16 * tile.warps, gl.SliceLayout(1, LAYOUT))
+    within = gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
     offset = gl.expand_dims(within * to.stride * UNIT, 1) + gl.expand_dims(channel, 0)
     inside = gl.expand_dims(at < rows.length_q, 1) & gl.expand_dims(channel < o_width * UNIT, 0)
     gl.store(start + offset, o, mask=inside)
@@ -394,7 +437,7 @@ def attention_fwd_kernel(
     rows = rows_of_tile(number, work, tile, variant)
     walk = walk_of(rows, work, mask, tile, variant)
     PARTS: gl.constexpr = tile.parts
-    PART_ROWS: gl.constexpr = 16 * tile.warps
+    PART_ROWS: gl.constexpr = 16 * (tile.warps // tile.across)
     DTYPE: gl.constexpr = q.dtype.element_ty
     bias_memory = None
     bias_rows = None
@@ -414,11 +457,15 @@ def attention_fwd_kernel(
             rows.length_q,
             work.seqlen_k // UNIT,
         )
+    wide_p = None
+    if tile.across > 1:
+        wide_p = gl.allocate_shared_memory(DTYPE, [PART_ROWS, tile.keys], tile_layout(tile.keys))
     shared = Shared(
         gl.allocate_shared_memory(DTYPE, [PARTS, PART_ROWS, tile.d], tile_layout(tile.d)),
         gl.allocate_shared_memory(DTYPE, [tile.stages, tile.keys, tile.d], tile_layout(tile.d)),
         gl.allocate_shared_memory(DTYPE, [tile.stages, tile.keys, tile.dv], tile_layout(tile.dv)),
         bias_memory,
+        wide_p,
     )
     key_head = rows.h // group_size
     rows_of_q = rows_of(q, rows.b, rows.first_q, rows.h, q_strides, 0, rows.length_q, width)
@@ -430,7 +477,7 @@ def attention_fwd_kernel(
         first = rows.first_row + PART_ROWS * part
         copy_rows(rows_of_q, first, shared.q.index(part), None, tile.warps, True, tile.padded)
     factor = factor_log2(extras, variant)
-    ROWS: gl.constexpr = gl.SliceLayout(1, shared_layout(tile.keys, tile.warps))
+    ROWS: gl.constexpr = gl.SliceLayout(1, _scores_layout(tile.keys, tile.warps, tile.across))
     EDGE: gl.constexpr = "right" if variant.ruled else "none"
     BITS: gl.constexpr = variant.mask_keys > 0
     draw = 0
@@ -453,8 +500,10 @@ def attention_fwd_kernel(
     m = gl.full([PART_ROWS], float("-inf"), gl.float32, ROWS)
     KEYS: gl.constexpr = tile.keys
     DV: gl.constexpr = tile.dv
-    l = partial_sums(gl.zeros([PART_ROWS, KEYS], gl.float32, shared_layout(KEYS, tile.warps)))
-    acc = gl.zeros([PART_ROWS, DV], gl.float32, sum_layout(tile.warps))
+    l = partial_sums(
+        gl.zeros([PART_ROWS, KEYS], gl.float32, _scores_layout(tile.keys, tile.warps, tile.across))
+    )
+    acc = gl.zeros([PART_ROWS, DV], gl.float32, sum_layout(tile.warps // tile.across, tile.across))
     row0 = Row(acc, m, l)
     row1 = Row(acc, m, l)
     queries = shared.q

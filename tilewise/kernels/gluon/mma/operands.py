@@ -50,15 +50,15 @@ def sum_layout(num_warps, across=1):
 
 
 @gluon.constexpr_function
-def left_layout(num_warps):
+def left_layout(num_warps, across=1):
     """Return how the left operand of such a sum lies in registers."""
-    return gl.DotOperandLayout(0, sum_layout(num_warps), 2)
+    return gl.DotOperandLayout(0, sum_layout(num_warps, across), 2)
 
 
 @gluon.constexpr_function
-def right_layout(num_warps):
+def right_layout(num_warps, across=1):
     """Return how the right operand does."""
-    return gl.DotOperandLayout(1, sum_layout(num_warps), 2)
+    return gl.DotOperandLayout(1, sum_layout(num_warps, across), 2)
 
 
 @gluon.constexpr_function

@@ -51,7 +51,8 @@ __all__ = [
 
 GENERATIONS = (8, 12)  # of devices that have mma.sync and nothing faster
 _UNIT = 8  # elements of 16 bytes
-_WIDEST = 256
+_WIDEST = 512
+_WIDEST_WITH_ALL = 256  # channels of heads in which a call may add anything
 _MASK_ROWS = 128
 _IN_EIGHTS = 2  # how the sum of dq lies, as `backward.rows` takes it
 
@@ -72,6 +73,15 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
             return f"{name} must be a multiple of {_UNIT} from {_UNIT} to {_WIDEST}, got {width}"
     if spec.mask_tile is not None and spec.mask_tile[0] != _MASK_ROWS:
         return f"mask tiles must have {_MASK_ROWS} queries, got {spec.mask_tile[0]}"
+    if max(spec.head_dim, spec.v_head_dim) > _WIDEST_WITH_ALL:
+        added = {
+            "bias": spec.has_bias,
+            "a block mask": spec.mask_tile is not None,
+            "dropout": spec.dropout_p > 0,
+        }
+        for name, is_asked in added.items():
+            if is_asked:
+                return f"{name} must be left out in heads of more than {_WIDEST_WITH_ALL} channels"
     if spec.softcap > WIDEST_SOFTCAP:
         return f"softcap must be at most {WIDEST_SOFTCAP:g}, got {spec.softcap}"
     return None

@@ -14,7 +14,7 @@ from tilewise.kernels.tiles.paged import WIDE_SHARED_MEMORY
 
 __all__ = ["WIDTHS", "BwdTile", "choice_bwd", "tile_config_bwd", "tile_config_fwd"]
 
-WIDTHS = (64, 128, 256)  # heads are padded to the next one, by zeros
+WIDTHS = (64, 128, 256, 512)  # heads are padded to the next one, by zeros
 
 
 class _Row(NamedTuple):
@@ -25,6 +25,7 @@ class _Row(NamedTuple):
     keys: int = 64
     stages: int = 1
     q_in_registers: bool = False
+    across: int = 1
 
 
 _LONG, _SHORT = 2048, 512  # queries
@@ -61,6 +62,7 @@ _LARGE = {
     (128, "copied"): _Row(keys=32, stages=2),
     (256, "plain"): _Row(warps=8, parts=1),
     (256, "short"): _Row(parts=1, keys=32),
+    (512, "plain"): _Row(warps=8, parts=1, keys=32, across=2),
 }
 _SMALL = _LARGE | {
     (64, "copied"): _Row(warps=8, parts=1, stages=2, q_in_registers=True),
@@ -70,6 +72,7 @@ _SMALL = _LARGE | {
     (256, "short"): _Row(warps=8, parts=1, keys=32),
     (256, "crowded"): _Row(parts=1),
     (256, "biased"): _Row(warps=8, parts=1, keys=32),
+    (512, "plain"): _Row(warps=8, parts=1, keys=16, across=2),
 }
 
 
@@ -106,7 +109,7 @@ def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: b
     return Tile(
         warps=row.warps,
         parts=row.parts,
-        rows=16 * row.warps * row.parts,
+        rows=16 * (row.warps // row.across) * row.parts,
         keys=row.keys,
         stages=row.stages,
         d=d,
@@ -116,6 +119,7 @@ def _tile_of(head_dim: int, v_head_dim: int, kind: str, dealt: bool, is_large: b
         padded=head_dim < d or v_head_dim < dv,
         dynamic=dealt,
         bias_stages=row.stages if kind == "copied" and (width, kind) in rows else 0,
+        across=row.across,
     )
 
 
@@ -162,11 +166,13 @@ _BWD_LARGE = {
     64: BwdTile(32, 128, 4, (4, 1), (4, 1), (2, 2)),
     128: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
     256: BwdTile(64, 64, 8, (2, 4), (2, 4), (2, 4), stages=1),
+    512: BwdTile(32, 32, 8, (2, 4), (2, 4), (2, 4), stages=1),
 }
 _BWD_SMALL = {
     64: BwdTile(64, 128, 8, (4, 2), (4, 2), (2, 4)),
     128: BwdTile(64, 64, 4, (2, 2), (2, 2), (2, 2), stages=1, has_room=True),
     256: BwdTile(16, 64, 8, (4, 2), (4, 2), (1, 8), stages=1),
+    512: BwdTile(16, 32, 8, (2, 4), (2, 4), (1, 8), stages=1),
 }
 
 

@@ -76,7 +76,7 @@ class Shape(NamedTuple):
     rows: int  # 8 or 16: new tokens x group, padded
     width: int  # channels, 64 or 128; of 4 bits also 256
     row: int  # bytes of a key
-    keys: int  # of a tile: 16 or 32
+    keys: int  # of a tile: 16 to 64
     block: int  # tokens of a cache block
     box: int  # tokens of one copy: those of a block, at most those of a tile
     stages: int

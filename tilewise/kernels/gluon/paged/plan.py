@@ -38,7 +38,7 @@ __all__ = ["fill_plan", "made_fwd", "plan_fwd", "plan_pairs", "why_not"]
 _WIDTHS = (64, 128)
 _NIBBLE_WIDTHS = (64, 128, 256)
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, FOUR_BITS: 4}
-LOADER_REGISTERS = 24
+LOADER_REGISTERS = 40
 REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
 # The number of CTAs of a multiprocessor that stay and take pair after pair, in calls that have as
 # many pairs without splits. With a plan such a call also merges in the last split of a sequence to

@@ -28,9 +28,15 @@ from tilewise.kernels import device
 from tilewise.kernels.plan import Call, LaunchPlan, Maker, Refusal
 from tilewise.kernels.spec import LatentTensors, PagedSpec
 from tilewise.kernels.tiles import latent as mla_tiles
-from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, padded_head_dim
+from tilewise.kernels.tiles.paged import (
+    SplitPlan,
+    TileConfig,
+    has_only_mma_sync,
+    padded_head_dim,
+)
 from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.paged.decode import FEW_ROWS, _merge_kernel, reach_of
+from tilewise.kernels.triton.paged.four_bits import join_channels, split_channels
 from tilewise.kernels.triton.paged.items import find_tile
 from tilewise.kernels.triton.paged.keys import (
     LOWEST,
@@ -50,6 +56,7 @@ from tilewise.kernels.triton.paged.quantise import (
     factor,
     widen,
     widen_once,
+    widen_pairs,
 )
 from tilewise.kernels.triton.paged.splits import TILE_B, find_split
 from tilewise.kernels.triton.visible import end_of_keys, key_at, key_tile_range
@@ -90,6 +97,8 @@ class Form(NamedTuple):
     block_size: int
     kind: int  # see `quantise.cache_kind`
     widens_once: bool
+    pairs: bool  # True if even and odd channels of an 8-bit cache are multiplied apart
+    ptx: bool  # True if instructions of NVIDIA's may be written
 
 
 class Way(NamedTuple):
@@ -129,8 +138,14 @@ def _attend_latents(
     q (TILE_M, rank_pad), q_rope (TILE_M, rope_pad); pos (TILE_M,) is the last key each row sees.
     """
     offs_n = tl.arange(0, TILE_N)
-    offs_r = tl.arange(0, form.rank_pad)
-    offs_dr = tl.arange(0, form.rope_pad)
+    UNIT: tl.constexpr = 2 if form.pairs else 1  # channels of an element
+    offs_r = tl.arange(0, form.rank_pad // UNIT)
+    offs_dr = tl.arange(0, form.rope_pad // UNIT)
+    acc_odd = 0.0
+    if form.pairs:
+        q, q_odd = split_channels(q)
+        q_rope, rope_odd = split_channels(q_rope)
+        acc, acc_odd = split_channels(acc)
     # Block ids are loaded a tile ahead, see `paged.keys.attend_keys`.
     block = _load_blocks(block_row_ptr, first, last, 0, key_hi, num_blocks, TILE_N, form.block_size)
     for tile in range(first, last):
@@ -149,17 +164,30 @@ def _attend_latents(
         block = _load_blocks(
             block_row_ptr, tile + 1, last, 0, key_hi, num_blocks, TILE_N, form.block_size
         )
-        z = _load_rows(row, offs_r, owned, form.rank, form.rank_pad, True)
-        k_rope = _load_rows(row + form.rank, offs_dr, owned, form.rope_dim, form.rope_pad, True)
-        if form.widens_once:
+        rope_row = row + form.rank
+        if form.pairs:
+            row = row.to(tl.pointer_type(tl.int16), bitcast=True)
+            rope_row = rope_row.to(tl.pointer_type(tl.int16), bitcast=True)
+        z = _load_rows(row, offs_r, owned, form.rank // UNIT, form.rank_pad // UNIT, True)
+        k_rope = _load_rows(
+            rope_row, offs_dr, owned, form.rope_dim // UNIT, form.rope_pad // UNIT, True
+        )
+        if form.pairs:
+            z, z_odd = widen_pairs(z, q.dtype, form.kind, form.ptx)
+            k_rope, k_odd = widen_pairs(k_rope, q.dtype, form.kind, form.ptx)
+        elif form.widens_once:
             z, k_rope = widen_once(z, form.kind), widen_once(k_rope, form.kind)
         else:
             z, k_rope = widen(z, q.dtype, form.kind), widen(k_rope, q.dtype, form.kind)
         s = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+        if form.pairs:
+            s = tl.dot(rope_odd, tl.trans(k_odd), s, input_precision="ieee")
         if form.kind == FLOAT:
             s = tl.dot(q, tl.trans(z), s, input_precision="ieee") * scale_log2
         else:
             s_latent = tl.dot(q, tl.trans(z), input_precision="ieee")
+            if form.pairs:
+                s_latent = tl.dot(q_odd, tl.trans(z_odd), s_latent, input_precision="ieee")
             s = (s_latent * z_scale[None, :] + s * rope_scale[None, :]) * scale_log2
         s = tl.where(owned[None, :] & (key[None, :] <= pos[:, None]), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -177,7 +205,13 @@ def _attend_latents(
             if form.kind != FLOAT:
                 p *= z_scale[None, :]
             acc = tl.dot(p.to(q.dtype), z, acc * alpha[:, None], input_precision="ieee")
+            if form.pairs:
+                acc_odd = tl.dot(
+                    p.to(q.dtype), z_odd, acc_odd * alpha[:, None], input_precision="ieee"
+                )
         m = m_new
+    if form.pairs:
+        acc = join_channels(acc, acc_odd)
     return acc, l, m
 
 
@@ -452,7 +486,7 @@ def launch_splits(
         plan.num_pairs,
         0,
         spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config, arch),
+        **_constants(maker, given.latent_cache, spec, config, arch),
         way=Way(False, plan.fixed, plan.alone, clears),
     )
     if plan.alone:
@@ -511,7 +545,7 @@ def launch_rows(
         num_tiles,
         split_run + 1,
         spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config, arch),
+        **_constants(maker, given.latent_cache, spec, config, arch),
         way=Way(True, True, True, True),
     )
 
@@ -545,27 +579,31 @@ def _arguments(given: LatentTensors, o: Tensor, lse: Tensor, *parts: Tensor) -> 
     )
 
 
-def _constants(spec: PagedSpec, config: TileConfig, arch: int) -> dict[str, Any]:
+def _constants(
+    maker: Maker, cache: Tensor, spec: PagedSpec, config: TileConfig, arch: int
+) -> dict[str, Any]:
     """Return the constexpr arguments of both launches."""
-    widens_once = (
-        spec.dtype == torch.bfloat16
-        and spec.cache_dtype in BYTE_DTYPES
-        and config.tile_m < 64  # so few rows do not use Blackwell's own product
-        and device.runs_ptx()
-    )
-    arch = 90 if widens_once else arch
     rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim
+    is_narrow = spec.dtype == torch.bfloat16 and spec.cache_dtype in BYTE_DTYPES
+    pairs = _has_words(maker, cache, spec, config, arch)
+    least = 32 if pairs else 16  # halves of 16 channels
+    # So few rows do not use Blackwell's own product.
+    widens_once = is_narrow and config.tile_m < 64 and device.runs_ptx() and not pairs
+    if widens_once or (pairs and device.runs_ptx()):
+        arch = 90
     return {
         "form": Form(
             spec.num_q_heads,
             triton.next_power_of_2(spec.num_q_heads),
             rank,
             rope_dim,
-            padded_head_dim(rank),
-            padded_head_dim(rope_dim),
+            max(padded_head_dim(rank), least),
+            max(padded_head_dim(rope_dim), least),
             spec.block_size,
             cache_kind(spec.cache_dtype, arch),
             widens_once,
+            pairs,
+            device.runs_ptx(),
         ),
         "TILE_B": TILE_B,
         "TILE_M": config.tile_m,
@@ -573,3 +611,13 @@ def _constants(spec: PagedSpec, config: TileConfig, arch: int) -> dict[str, Any]
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
+
+
+def _has_words(maker: Maker, cache: Tensor, spec: PagedSpec, config: TileConfig, arch: int) -> bool:
+    """Whether an 8-bit cache is read in words of two channels, see `paged.decode`."""
+    rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim
+    is_narrow = spec.dtype == torch.bfloat16 and spec.cache_dtype in BYTE_DTYPES
+    if not (is_narrow and config.tile_m == 16 and has_only_mma_sync(arch)):
+        return False
+    steps = (*cache.stride()[:2], rank, rope_dim)
+    return maker.is_aligned(cache) and not any(x % 16 for x in steps)

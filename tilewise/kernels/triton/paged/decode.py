@@ -26,9 +26,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels import device
 from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, is_wide, padded_head_dim
+from tilewise.kernels.tiles.paged import (
+    SplitPlan,
+    TileConfig,
+    has_only_mma_sync,
+    is_wide,
+    padded_head_dim,
+)
 from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.early import await_previous, begin_next, options_of, prefetch
 from tilewise.kernels.triton.merge import add_parts, store_whole
@@ -545,6 +552,7 @@ def launch_decode(
             same_strides=k_cache.stride() == v_cache.stride(),
             alibi=alibi_slopes is not None,
             sinks=sinks is not None,
+            has_words=_has_words(maker, k_cache, v_cache, spec, config),
         ),
         way=Way(plan.fixed, plan.alone, clears, records is not None, merges),
         FIELDS=FIELDS,
@@ -577,6 +585,24 @@ def _keys_ahead(maker: Maker, k_cache: Tensor, v_cache: Tensor) -> int:
         if cache.itemsize != 2 or not maker.is_aligned(cache) or any(x % 8 for x in steps):
             return 0
     return KEYS_AHEAD
+
+
+def _has_words(
+    maker: Maker, k_cache: Tensor, v_cache: Tensor, spec: PagedSpec, config: TileConfig
+) -> bool:
+    """Whether an 8-bit cache is read in words of two channels.
+
+    Products by mma.sync take their operands from registers, and bytes come there one by one.
+    """
+    is_measured = spec.dtype == torch.bfloat16 and config.tile_m == 16 and not is_wide(spec)
+    if spec.cache_dtype not in (torch.int8, torch.float8_e4m3fn) or not is_measured:
+        return False
+    if not has_only_mma_sync(device.arch_of(maker.device)):
+        return False
+    widths = (spec.head_dim, spec.v_head_dim)
+    steps = (*k_cache.stride()[:3], *v_cache.stride()[:3], *widths)
+    is_aligned = maker.is_aligned(k_cache) and maker.is_aligned(v_cache)
+    return is_aligned and not any(x % 16 for x in steps)
 
 
 def _merges_in_place(spec: PagedSpec, plan: SplitPlan) -> bool:

@@ -42,6 +42,7 @@ from tilewise.kernels.triton.paged.quantise import (
     factor,
     widen,
     widen_once,
+    widen_pairs,
 )
 from tilewise.kernels.triton.visible import inside_window
 
@@ -69,6 +70,7 @@ class Form(NamedTuple):
     sinks: bool
     kind: int  # see `quantise.cache_kind`
     widens_once: bool  # see `quantise.widen_once`
+    pairs: bool  # True if even and odd channels of the cache are multiplied apart
     k_log: int  # of a cache of 4 bits, log2 of the channels that are rotated together
     v_log: int
     ptx: bool  # True if instructions of NVIDIA's may be written
@@ -84,6 +86,7 @@ class Form(NamedTuple):
         same_strides: bool,
         alibi: bool,
         sinks: bool,
+        has_words: bool = False,
     ) -> Self:
         """Return the constants of a call's kernels.
 
@@ -92,10 +95,12 @@ class Form(NamedTuple):
             kind: the format of the cache, see `quantise.cache_kind`.
             tile_m: the rows of a tile.
             same_strides: whether keys and values have the same strides.
+            has_words: True if an 8-bit cache is read in words of two channels.
         """
         group = spec.group_size
         first, rest = parts_of_keys(spec.head_dim)
-        least = 32 if kind == INT4.value else 16  # halves of 16 channels
+        pairs = kind == INT4.value or has_words
+        least = 32 if pairs else 16  # halves of 16 channels
         widens_once = (
             is_wide(spec)
             and spec.dtype == torch.bfloat16
@@ -103,7 +108,7 @@ class Form(NamedTuple):
             and tile_m <= 16  # beside the sums of more rows, a widened tile would spill
             and device.runs_ptx()
         )
-        if widens_once and kind == E4M3_BITS.value:
+        if (widens_once or (has_words and device.runs_ptx())) and kind == E4M3_BITS.value:
             kind = E4M3.value
         return cls(
             spec.num_kv_heads,
@@ -123,6 +128,7 @@ class Form(NamedTuple):
             sinks,
             kind,
             widens_once,
+            pairs,
             log_of_rotated(spec.head_dim),
             log_of_rotated(spec.v_head_dim),
             device.runs_ptx(),
@@ -200,22 +206,28 @@ def _load_codes(
     form: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load channels of TILE_N rows of a 4-bit cache, and widen them to `dtype`.
+    """Load channels of TILE_N rows of a cache of 4 or 8 bits, and widen them to `dtype`.
 
     Args:
         row_ptrs: the addresses of the rows.
         FIRST: the first channel, an even one.
         owned: the rows that exist, a mask (TILE_N,).
-        scale: (TILE_N,) float32, the scale of each row.
+        scale: (TILE_N,) float32, the scale of each row of 4 bits.
         WIDTH, PADDED: the number of channels, and the power of two that holds it.
 
     Returns:
         The even channels and the odd ones, (TILE_N, PADDED / 2) each.
     """
+    if form.kind != INT4:
+        row_ptrs = row_ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
     x = _load_rows(
         row_ptrs + FIRST // 2, tl.arange(0, PADDED // 2), owned, WIDTH // 2, PADDED // 2, MASKED
     )
-    return widen_codes(x, scale, dtype, form.ptx)
+    if form.kind == INT4:
+        even, odd = widen_codes(x, scale, dtype, form.ptx)
+    else:
+        even, odd = widen_pairs(x, dtype, form.kind, form.ptx)
+    return even, odd
 
 
 @triton.jit
@@ -275,7 +287,7 @@ def attend_keys(
     """
     offs_n = tl.arange(0, TILE_N)
     acc_odd = 0.0
-    if form.kind == INT4:  # a byte has an even channel and an odd one: products of either
+    if form.pairs:  # a word has an even channel and an odd one: products of either
         q, q_odd = split_channels(q)
         acc, acc_odd = split_channels(acc)
         if form.rest > 0:
@@ -312,7 +324,7 @@ def attend_keys(
         block = _load_blocks(
             block_row_ptr, tile + 1, last, key_lo, key_hi, num_blocks, TILE_N, form.block_size
         )
-        if form.kind == INT4:
+        if form.pairs:
             k, odd = _load_codes(
                 k_row, 0, owned, k_scale, form.d, form.d_pad, q.dtype, form, MASKED
             )
@@ -322,7 +334,7 @@ def attend_keys(
             k = _load_cached(k_row, 0, owned, form.d, form.d_pad, q.dtype, form, MASKED)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if form.rest > 0:
-            if form.kind == INT4:
+            if form.pairs:
                 k, odd = _load_codes(
                     k_row, form.d, owned, k_scale, form.rest, form.rest_pad, q.dtype, form, MASKED
                 )
@@ -360,7 +372,7 @@ def attend_keys(
         alpha = tl.math.exp2(m - m_new)
         p = tl.math.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(p, 1)
-        if form.kind == INT4:
+        if form.pairs:
             v, v_odd = _load_codes(
                 v_row, 0, owned, v_scale, form.dv, form.dv_pad, q.dtype, form, MASKED
             )
@@ -374,19 +386,19 @@ def attend_keys(
             p *= (v_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
             o = tl.dot(p.to(q.dtype), v, input_precision="ieee")
             acc = acc * alpha[:, None] + o * largest
-            if form.kind == INT4:
+            if form.pairs:
                 o = tl.dot(p.to(q.dtype), v_odd, input_precision="ieee")
                 acc_odd = acc_odd * alpha[:, None] + o * largest
         else:
             if form.kind != FLOAT:
                 p *= (v_scale * factor(form.kind))[None, :]
             acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
-            if form.kind == INT4:
+            if form.pairs:
                 acc_odd = tl.dot(
                     p.to(q.dtype), v_odd, acc_odd * alpha[:, None], input_precision="ieee"
                 )
         m = m_new
-    if form.kind == INT4:
+    if form.pairs:
         acc = join_channels(acc, acc_odd)
     return acc, l, m
 

@@ -60,6 +60,32 @@ lop3.b32 y1, x1, 0x80008000, y1, 0xEA;
 fma.rn.bf16x2 $0, y0, bias, zero;
 fma.rn.bf16x2 $1, y1, bias, zero;
 }""")
+# Two words of 16 bits, each the bytes of two channels, to the two even ones and the two odd ones.
+_INT8_PAIRS_TO_BF16 = tl.constexpr("""{
+.reg .b32 x<2>, y<2>, odd, one;
+mov.b32 one, 0x3F803F80;
+shr.b32 odd, $2, 8;
+lop3.b32 x0, $2, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 y0, $2, 0x00800080, 0xC300C300, 0xEA;
+lop3.b32 x1, odd, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 y1, odd, 0x00800080, 0xC300C300, 0xEA;
+fma.rn.bf16x2 $0, x0, one, y0;
+fma.rn.bf16x2 $1, x1, one, y1;
+}""")
+_E4M3_PAIRS_TO_BF16 = tl.constexpr("""{
+.reg .b32 x<2>, y<2>, bias, zero;
+mov.b32 bias, 0x7B807B80;
+mov.b32 zero, 0x80008000;
+shl.b32 y0, $2, 4;
+shr.b32 y1, $2, 4;
+shl.b32 x0, $2, 8;
+and.b32 y0, y0, 0x07F007F0;
+and.b32 y1, y1, 0x07F007F0;
+lop3.b32 y0, x0, 0x80008000, y0, 0xEA;
+lop3.b32 y1, $2, 0x80008000, y1, 0xEA;
+fma.rn.bf16x2 $0, y0, bias, zero;
+fma.rn.bf16x2 $1, y1, bias, zero;
+}""")
 # below this 1 / scale exceeds float32: such rows become 0
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
@@ -124,6 +150,23 @@ def widen_once(x, KIND: tl.constexpr):
     """
     asm: tl.constexpr = _INT8_TO_BF16 if KIND == INT8 else _E4M3_TO_BF16
     return tl.inline_asm_elementwise(asm, "=r,=r,r", [x], tl.bfloat16, is_pure=False, pack=4)
+
+
+@triton.jit
+def widen_pairs(x, dtype: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Convert words int16 of two stored numbers to those of even and those of odd channels.
+
+    A transposed operand of bytes is gathered byte by byte; of such words it is loaded as one of 16
+    bits is, and widened where it lies.
+    """
+    if PTX:
+        asm: tl.constexpr = _INT8_PAIRS_TO_BF16 if KIND == INT8 else _E4M3_PAIRS_TO_BF16
+        even, odd = tl.inline_asm_elementwise(
+            asm, "=r,=r,r", [x], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        even, odd = widen(x.to(tl.int8), dtype, KIND), widen((x >> 8).to(tl.int8), dtype, KIND)
+    return even, odd
 
 
 @triton.jit

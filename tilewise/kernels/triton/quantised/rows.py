@@ -13,10 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.paged.quantise import E4M3, narrow
-
 CHANNELS = tl.constexpr(128)
 LARGEST = tl.constexpr(448.0)
+SMALLEST = tl.constexpr(1e-37)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -33,7 +32,13 @@ def narrow_kernel(
     largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
     scale = tl.where(largest > 0.0, tl.div_rn(largest, largest * 0.0 + LARGEST), 1.0)
     scale = tl.where(largest < float("inf"), scale, float("nan"))
-    code = narrow(tl.div_rn(x, x * 0.0 + scale[:, None]), E4M3).to(tl.uint8, bitcast=True)
+    # A product by the inverse, and what it leaves times the inverse: the quotient as a division
+    # rounds it, without the branches of one. Of scales below SMALLEST the inverse is infinite.
+    inverse = tl.where(scale > SMALLEST, tl.div_rn(largest * 0.0 + 1.0, scale), 0.0)[:, None]
+    quotient = x * inverse
+    left = tl.fma(-quotient, tl.broadcast_to(scale[:, None], x.shape), x)
+    quotient = tl.fma(left, tl.broadcast_to(inverse, x.shape), quotient)
+    code = quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     # Within 64 channels: (quarter, half, lane, pair) -> (lane, quarter, pair, half).
     code = code.reshape(TILE_M, 2, 4, 2, 4, 2).permute(0, 1, 4, 2, 5, 3)
     code = code.reshape(TILE_M, CHANNELS)
