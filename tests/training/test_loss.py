@@ -138,12 +138,14 @@ def test_liger_is_called_as_its_documentation_says(monkeypatch):
         liger_loss(x, weight, None, targets, 49)
 
 
-def test_log_probabilities_of_tokens_have_the_engines_bits_and_torchs_gradient():
-    logits = (torch.randn(7, 53) * 4).requires_grad_()
-    ids = torch.randint(0, 53, (7,))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_log_probabilities_of_tokens_have_the_engines_bits_and_the_gradient_of_float64(device):
+    logits = (torch.randn(7, 53, device=device) * 4).requires_grad_()
+    ids = torch.randint(0, 53, (7,), device=device)
     found = token_logprobs(logits, ids)
-    assert torch.equal(found, logits.detach().log_softmax(-1)[torch.arange(7), ids])
-    weights = torch.randn(7)
+    if device == "cpu":  # on a GPU test_live_adapter compares them with an engine's
+        assert torch.equal(found, logits.detach().log_softmax(-1)[torch.arange(7), ids])
+    weights = torch.randn(7, device=device)
     (ours,) = torch.autograd.grad((found * weights).sum(), logits)
     wide = logits.detach().double().requires_grad_()
     exact = wide.log_softmax(-1).gather(-1, ids[:, None])[:, 0]

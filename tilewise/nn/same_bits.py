@@ -6,8 +6,8 @@ Here each such layer takes its value from the operation of inference and its gra
 at the same inputs. The log-probabilities of a differentiable forward pass are then those that the
 engine returned with the tokens.
 
-On a CPU packing reads and writes a weight once more for each forward pass. Norms and activations
-are computed twice, and on a GPU attention; products, which take nearly all of the time, once.
+On a CPU packing reads and writes a weight once more for each forward pass. Norms are computed
+twice, and on a GPU attention; gates and products, which take nearly all of the time, once.
 """
 
 from __future__ import annotations
@@ -98,8 +98,28 @@ class _RMSNorm(RMSNorm):
     def _valued(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             value = super().forward(x)
-        smooth = F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
+        # With the weight inside, as its gradient is then one kernel on a GPU.
+        smooth = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return valued(smooth, value)
+
+
+class _SiluMul(torch.autograd.Function):
+    """silu(gate) * up by the kernel of inference, with torch's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return ops.silu_mul(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        d_gate_up = torch.empty_like(gate_up)
+        d_gate, d_up = d_gate_up.chunk(2, dim=-1)
+        torch.mul(dy, F.silu(gate), out=d_up)
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
+        return d_gate_up
 
 
 class _GatedMLP(GatedMLP):
@@ -111,13 +131,11 @@ class _GatedMLP(GatedMLP):
         gate_up = self.gate_up_proj(x)
         if added is not None:
             gate_up = gate_up + added
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate = gate if self.gate_scale == 1 else gate * self.gate_scale
         if self.activation is F.silu and self.gate_scale == 1 and gate_up.numel():
-            with torch.no_grad():
-                value = ops.silu_mul(gate_up)
-            y = valued(self.activation(gate) * up, value)
+            y: Tensor = _SiluMul.apply(gate_up)  # type: ignore[no-untyped-call, unused-ignore]
         else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            gate = gate if self.gate_scale == 1 else gate * self.gate_scale
             y = activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up
         down: Tensor = self.down_proj(y)
         return down

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tilewise import ops
-from tilewise.nn.valued import valued
 
 __all__ = ["IGNORED", "LOSSES", "chunked_loss", "find_loss", "liger_loss", "token_logprobs"]
 
@@ -120,6 +120,24 @@ def chunked_loss(
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
+class _TokenLogprobs(torch.autograd.Function):
+    """log_softmax of one column a row, of which only the logits are kept: d = dy (onehot - p)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, token_ids: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, token_ids)
+        if not logits.is_cuda:  # an engine on a CPU takes them from torch, too
+            return logits.log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
+        return ops.token_logprobs(logits.contiguous(), token_ids.contiguous(), 0)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        logits, token_ids = ctx.saved_tensors
+        d_logits = logits.softmax(-1).mul_(-dy[:, None])
+        return d_logits.scatter_add_(-1, token_ids[:, None], dy[:, None]), None
+
+
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Return log_softmax(logits) of one token a row: the bits of an engine, torch's gradient.
 
@@ -137,12 +155,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
         >>> logits = model.compute_logits(model(ids))[0, start - 1 : -1]
         >>> token_logprobs(logits, ids[0, start:])
     """
-    smooth = logits.log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
-    if not logits.is_cuda:  # an engine on a CPU takes them from torch, too
-        return smooth
-    with torch.no_grad():
-        value = ops.token_logprobs(logits.detach().contiguous(), token_ids.contiguous(), 0)[0]
-    return valued(smooth, value)
+    found: Tensor = _TokenLogprobs.apply(logits, token_ids)  # type: ignore[no-untyped-call, unused-ignore]
+    return found
 
 
 def liger_loss(

@@ -295,6 +295,16 @@ def _waste(data: Any) -> tuple[list[str], list[list[object]]]:
     return ["trace", "allocator", "of the memory holds tokens", "requests at once"], found
 
 
+def _evoformer(data: Any) -> tuple[list[str], list[list[object]]]:
+    peers = ("tilewise", "sdpa", "eager")
+    found = [
+        [f"{r['tokens']:,} rows of {r['tokens']:,} tokens, {r['heads']} heads",
+         *(pair(r["ms"][part].get(peer) for peer in peers) for part in ("forward", "both"))]
+        for r in sorted(data["rows"], key=lambda r: (r["heads"], r["tokens"]))
+    ]  # fmt: skip
+    return ["call", "forward, ms", "forward and backward, ms"], found
+
+
 SUBJECTS = (
     Subject("Heads of 320 and 512 channels", "wide_h200", "", "",
             "python lab/hopper.py --only wide", "hopper.md",
@@ -310,6 +320,11 @@ SUBJECTS = (
     Subject("Prefixes that sequences share", "cascade_h200", "2026-11-22", "NVIDIA H200",
             "python lab/cascade.py", "../guide/paged.md",
             "One new token each, 32 heads on 8, 256 tokens of their own.", _shared),
+    Subject("AlphaFold's attention", "evoformer_h200", "2026-11-30", "NVIDIA H200",
+            "python lab/evoformer.py", "../guide/integrations.md",
+            "bfloat16, 32 channels a head, a mask and a pair bias with its gradient: tilewise / "
+            "torch's fused kernels over the sum of both biases / the formula in torch. A dash: "
+            "out of memory.", _evoformer),
     Subject("Training on an H200", "train_h200_rows", "2026-11-24", "NVIDIA H200",
             "tilewise bench train", "training.md",
             "Whole steps with optimiser, bfloat16.", _training),
