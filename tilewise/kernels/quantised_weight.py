@@ -431,9 +431,14 @@ def _are_alike(a: QuantisedWeight, b: QuantisedWeight) -> bool:
 # half and their magnitude in bits 6 to 8, as the exponent and mantissa of a bfloat16; code 3 by 30,
 # but its lowest bit by 6.
 _SPREAD = (
-    (0x00770077, 2), (0x00880088, 8), (0x07000700, 4), (0x08000800, 10), (0x10001000, 20),
-    (0x60006000, 28), (0x80008000, 2),
-)  # fmt: skip
+    (0x00770077, 2),
+    (0x00880088, 8),
+    (0x07000700, 4),
+    (0x08000800, 10),
+    (0x10001000, 20),
+    (0x60006000, 28),
+    (0x80008000, 2),
+)
 
 
 def _rotated(codes: Tensor, *, is_back: bool = False) -> Tensor:
