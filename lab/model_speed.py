@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -300,20 +300,18 @@ def flops_of_prompt(model: torch.nn.Module, config: dict[str, Any], tokens: int)
     return total + 2.0 * width * tokens**2 * kinds.count("full_attention")
 
 
-def time_by_kernel(run: Callable[[], object]) -> dict[str, Any]:
-    """Return the time of each kernel of the decode step that takes most of a run, by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        timeline = slices(traced(lambda: (run(), None)[1], Path(folder)))
+def time_by_kernel(timeline: Sequence[Slice]) -> dict[str, Any]:
+    """Return the time of each kernel of the step that a run repeats most often, by name.
+
+    A step ends with the kernel that draws its tokens.
+    """
     steps: list[list[Slice]] = [[]]
     for each in timeline:
-        if "_begin_kernel" in each.name:
-            steps.append([])
         steps[-1].append(each)
-    orders: Counter[tuple[str, ...]] = Counter()
-    for step in steps:
-        orders[tuple(each.name for each in step)] += len(step)
-    order, size = orders.most_common(1)[0]
-    count = size // len(order)
+        if "_draw_kernel" in each.name:
+            steps.append([])
+    orders = Counter(tuple(each.name for each in step) for step in steps)
+    order, count = max(orders.items(), key=lambda item: (item[1], len(item[0])))
     found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for step in steps:
         if tuple(each.name for each in step) == order:
@@ -329,6 +327,12 @@ def time_by_kernel(run: Callable[[], object]) -> dict[str, Any]:
             for name, (n, us, gap) in sorted(found.items(), key=lambda item: -item[1][1])
         ],
     }
+
+
+def traced_run(run: Callable[[], object]) -> list[Slice]:
+    """Return the kernels of a run on a GPU, in their order."""
+    with tempfile.TemporaryDirectory() as folder:
+        return slices(traced(lambda: (run(), None)[1], Path(folder)))
 
 
 def prefill_rate(llm: LLM, tokens: int, turns: int) -> list[float]:
@@ -389,9 +393,8 @@ def measure(name: str, options: argparse.Namespace, peak: Ceilings) -> dict[str,
                 }
                 print(name, rows, found[str(rows)], flush=True)
                 if options.trace:
-                    found[str(rows)] |= time_by_kernel(
-                        lambda given=given: decode_rate(llm, given, [])
-                    )
+                    timeline = traced_run(lambda given=given: decode_rate(llm, given, []))
+                    found[str(rows)] |= time_by_kernel(timeline)
             if options.prefill:
                 rates = prefill_rate(llm, options.prefill, options.turns)
                 rate = statistics.median(rates)

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 
+from lab.profile_decode import Slice
 from tests.lab.scripts import load
 from tilewise.bench.roofline import Ceilings
 from tilewise.models.config import read_config
@@ -60,3 +61,18 @@ def test_a_prompt_multiplies_the_experts_of_each_token_and_its_keys(tmp_path):
     found = model_speed.flops_of_prompt(model, config, 1000)
     attention = 10 * 2 * 16 * 256 * 1000**2  # of ten layers, half of the pairs
     assert found - attention == pytest.approx(2 * 1000 * 2.4e9, rel=0.03)
+
+
+def test_the_step_that_is_repeated_most_is_told_by_kernel():
+    prompt = [Slice("product", 50.0, 0.0), Slice("_draw_kernel<4>", 2.0, 0.0)]
+    decode = [
+        Slice("product", 5.0, 1.0), Slice("norm", 1.0, 0.5), Slice("product", 7.0, 0.0),
+        Slice("_draw_kernel<4>", 2.0, 0.0),
+    ]  # fmt: skip
+    found = model_speed.time_by_kernel([*prompt, *decode, *decode, Slice("copy", 1.0, 0.0)])
+    assert found["steps"] == 2
+    assert found["kernels"] == [
+        {"name": "product", "count": 2, "us": 12.0, "gap_us": 1.0},
+        {"name": "_draw_kernel<4>", "count": 1, "us": 2.0, "gap_us": 0.0},
+        {"name": "norm", "count": 1, "us": 1.0, "gap_us": 0.5},
+    ]
