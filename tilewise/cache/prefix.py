@@ -491,7 +491,11 @@ class PrefixCache:
         return self.keeper is not None and not self.keeper.is_paused
 
     def _all(self) -> list[PrefixNode]:
-        """Return all nodes that can be found, each after its parent."""
+        """Return all nodes that a lookup can reach, each after its parent.
+
+        The roots, one for each salt, come first. A node that was taken out of the tree is not among
+        the nodes, even if a sequence still uses it.
+        """
         nodes = list(self._roots.values())
         for node in nodes:  # it grows meanwhile
             nodes += node.children.values()

@@ -256,7 +256,13 @@ class StateSpec:
 
     @property
     def checkpoint(self) -> list[StateTensor]:
-        """The shapes and dtypes of a checkpoint's tensors: the state, and the last W - 1 tokens."""
+        """The shapes and dtypes of a checkpoint's tensors: the state, and a convolution's inputs.
+
+        A checkpoint is a copy of a sequence's state in one layer, from which another sequence may
+        go on. The recurrent state has shape (H, K, V); it is left out without a recurrence. The
+        inputs of the last W - 1 tokens have shape (W - 1, C), for a convolution of width W; they
+        are left out without a convolution.
+        """
         found = self.recurrence(keeps_tokens=True)[:1]
         if self.conv_width > 1:
             found.append(((self.conv_width - 1, self.conv_channels), self.dtype))

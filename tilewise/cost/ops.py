@@ -256,18 +256,20 @@ def flash_attention_backward_cost(
 ) -> Cost:
     """Cost the tiled backward pass: a key tile stays on chip while its queries are read.
 
-    Five matrix products instead of two, 2.5 times the forward FLOPs. For one head and n tokens, 9 n
-    d + (n / tile_k) (5 n d + n) elements move. Once: K and V are read, dK and dV are read and
-    written, and dQ, dK and dV are set to zero. For each key tile: Q, O, dO, dQ and lse are read,
-    and dQ is written.
+    FLOPs are those of five matrix products over the visible pairs, 2.5 times the forward pass. For
+    one head, n queries and n keys without a window, 9 n d + (n / tile_k) (5 n d + n) elements move.
+    Once: K and V are read, dK and dV are read and written, and dQ, dK and dV are set to zero. For
+    each key tile: Q, O, dO, dQ and lse are read, and dQ is written.
 
     Args:
         seqlen_q, seqlen_k, head_dim: Sq, Sk and D, which is the width of values as well.
         tile_k: the keys that share one read of the queries.
-        tile_q: the queries of a tile; a tile with one visible pair is read whole.
-        num_q_heads, batch: Hq and the number of sequences.
-        window_left, window_right: keys to either side, -1 for all; causal is window_right = 0.
-        itemsize: the bytes of an element.
+        tile_q: the queries of a tile; elements of the whole tile move if one pair in it is visible.
+        num_q_heads, batch: Hq and the number of sequences; keys and values count once for each
+            query head.
+        window_left, window_right: the keys that a query sees before and after its own position, -1
+            for all; the last query is at the last key. Causal is window_right = 0.
+        itemsize: the bytes of an element, of lse, too.
 
     Source: Stratos, "Efficient Attention", FlashBackward and appendix D.
     """

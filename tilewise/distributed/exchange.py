@@ -47,7 +47,14 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def goes_through_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Return whether a device's tensors are sent through main memory: a GPU's, with gloo."""
+    """Return whether ranks exchange a device's tensors through main memory.
+
+    True if the device is a GPU, and gloo is the group's backend for GPUs.
+
+    Args:
+        group: the ranks that exchange tensors; None for the default group.
+        device: the device of the tensors.
+    """
     if device.type != "cuda":
         return False
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))

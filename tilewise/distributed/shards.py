@@ -742,7 +742,11 @@ class SplitGatedRMSNorm(nn.Module):
 
 
 def _norm_is_cut(config: ModelConfig) -> bool:
-    """Whether the norms behind Mamba-2 average channels of all ranks."""
+    """Whether the norm after a Mamba-2 mixer averages over the channels of all ranks.
+
+    True if a layer has a Mamba-2 mixer and all channels are one group of its norm: each rank has a
+    part of these channels. False for several groups, for no norm, and without Mamba-2.
+    """
     mixers = (layer.mixer for layer in config.layers)
     return any(isinstance(mixer, Mamba2Config) and mixer.norm_groups == 1 for mixer in mixers)
 

@@ -325,14 +325,15 @@ def _nobody_reads() -> None:
 
 
 class _Reader:
-    """The task that waits for one request's outputs, and the sink that takes outputs for it.
+    """The reader of one request's outputs: it passes outputs to a sink, or wakes the waiting task.
 
     Attributes:
+        sink: a function that takes each new output; None if the task takes all outputs.
         changed: the event by which the task is woken.
         failure: the exception that the sink raised, or None.
         num_seen: the number of tokens in the outputs that were read.
-        is_told: True while the reader is in the mailbox.
-        is_hurried: True while the reader is among those that are served without a delay.
+        is_told: True while the reader is in the mailbox's queue, which waits while deliveries rest.
+        is_hurried: True while the reader is in the mailbox's other queue, which does not wait.
     """
 
     def __init__(self, mailbox: Mailbox, generation: Generation, sink: Sink | None) -> None:

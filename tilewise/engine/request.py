@@ -473,9 +473,10 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether every position of its prompt is wanted, and not all are computed yet.
+        """Whether the request asks for results of all prompt positions, and has no new token yet.
 
-        That is for their log-probabilities or their hidden states.
+        Results of all positions are log-probabilities of the prompt, or hidden states with a
+        pooling other than "last". Once the sequence has a new token, its prompt has been computed.
         """
         request = self.request
         is_wanted = request.sampling.prompt_logprobs is not None or request.pooling not in (

@@ -120,12 +120,15 @@ class MultiTokenHead(Decoder):
         ctx: AttentionContext | None = None,
         kv: Sequence[CacheLayer] | None = None,
     ) -> Tensor:
-        """Return the normalised hidden states (T, E) of packed rows.
+        """Return normalised hidden states (T, E) of packed rows, one for each row of `previous`.
+
+        The caller first sets the attribute `previous`, (T, E): the hidden states of T tokens.
 
         Args:
-            ids: (T,) the tokens after those of `previous`.
-            positions: (T,) the positions of `previous`.
-            ctx, kv: see `Decoder.forward`.
+            ids: (T,), the token that follows each token of `previous`.
+            positions: (T,), the positions of the tokens of `previous`; must be given.
+            ctx: the AttentionContext, which says to which sequences the rows belong; must be given.
+            kv: the cache of the head's only layer, as a sequence of one; must be given.
         """
         assert positions is not None
         assert ctx is not None

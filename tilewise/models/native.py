@@ -588,12 +588,22 @@ class NativeDecoder(Decoder):
         ctx: AttentionContext | None = None,
         kv: Sequence[CacheLayer] | None = None,
     ) -> Tensor:
-        """Return the last hidden states, after the final norm.
+        """Return the hidden states of all tokens after the last layer and the final norm.
 
         Args:
-            ids: token ids, (B, S) dense or (T,) with ctx and kv.
-            positions: the position of each token; None counts them from 0.
-            ctx, kv: the context and each layer's cache; None for a dense batch.
+            ids: int64 token ids, (B, S) dense, or (T,) packed with ctx and kv.
+            positions: int64, the position of each token; None means 0 ... S - 1 for each row of a
+                dense batch. Packed rows need positions.
+            ctx: the AttentionContext, which says to which sequences packed rows belong; None for a
+                dense batch.
+            kv: the cache of each layer with attention; None for a dense batch.
+
+        Returns:
+            (B, S, E) or (T, E), in the dtype of the model.
+
+        Raises:
+            ValueError: packed rows come without positions, or a row is longer than the table of
+                learned positions.
         """
         seqlen = self.dense_length(ids, ctx) if positions is None else 0
         ropes: list[tuple[Tensor, Tensor]] = []

@@ -177,12 +177,13 @@ def load_transformers_encoder(
 
 
 def _shape(name: str, theirs: Any, empty: nn.Module, dtype: torch.dtype) -> EncoderShape:
-    """Return the sizes of an encoder that an engine needs, from its configuration.
+    """Return the sizes of an encoder that an engine needs, from the encoder's configuration.
 
     Args:
         name: the architecture's class name.
         theirs: the configuration object of transformers.
-        empty: the model without memory, whose table of positions may begin behind a padding token.
+        empty: the model on "meta"; where its table of positions has a padding row, texts use only
+            the rows after the padding row.
         dtype: the dtype of the checkpoint.
 
     Raises:

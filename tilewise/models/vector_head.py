@@ -98,16 +98,16 @@ class _Activation(nn.Module):
 
 
 class VectorHead(nn.Module):
-    """Stages on pooled vectors, in float32.
+    """Layers that map pooled vectors to other vectors, in float32.
 
     Args:
         stages: the layers, the first one first.
-        size: the channels of a pooled vector.
-        read: a function of a folder, a tensor's name and rows of it, which returns that tensor;
-            None draws random weights.
+        size: the channels of a pooled vector, which enters the first layer.
+        read: a function of a folder of the checkpoint, a tensor's name, and the indices of the rows
+            to read (None for all), which returns this tensor. None draws random weights.
 
     Attributes:
-        size: the channels of the result.
+        size: the channels of a result, which leaves the last layer.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.

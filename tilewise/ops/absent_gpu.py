@@ -36,10 +36,11 @@ def _has_values(x: Tensor) -> bool:
 
 
 class _OnGpu(Tensor):
-    """A tensor that says it is on the GPU that is not there.
+    """A tensor that reports a GPU as its device although the machine has none.
 
     Attributes:
-        own: the tensor behind it: integers on the CPU with values, floating point on "meta".
+        own: the tensor that does the work: integers and booleans have values on the CPU, floating
+            point and complex numbers are on "meta".
     """
 
     own: Tensor

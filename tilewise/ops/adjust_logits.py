@@ -32,23 +32,24 @@ def adjust_logits(
     backend: str | None = None,
     **unknown: Never,
 ) -> None:
-    """Change some rows of logits in place; the others are neither read nor written.
+    """Change rows of logits in place by biases, masks and penalties.
 
-    In this order, each operation rounded to float32:
+    Rows that are not in `rows` and have no bias are neither read nor written. The changes, in this
+    order, each operation rounded to float32:
 
-    1. logits[bias_rows[e], bias_ids[e]] += bias[e];
+    1. logits[bias_rows[e], bias_ids[e]] += bias[e], also in a row that is not in `rows`;
     2. the logit of a token whose mask bit is 0 becomes -inf;
-    3. the logit of a token that occurs in the prompt or the output (its count is not 0) is divided
-       by the repetition penalty if it is positive, otherwise multiplied by it;
-    4. the logit of a token that occurs in the output loses count * frequency penalty, then the
+    3. the logit of a token that occurs in the prompt or the output (its number in counts is not 0)
+       is divided by the repetition penalty if the logit is positive, otherwise multiplied by it;
+    4. the logit of a token that was generated n > 0 times loses n * frequency penalty, then the
        presence penalty.
 
     Args:
         logits: (R, V) float32, last dim contiguous.
-        rows: int64 (A,), distinct rows of logits.
+        rows: int64 (A,), distinct rows of logits, to which masks and penalties apply.
         mask: int32 (M, ceil(V / 32)), contiguous; bit t % 32 of word t // 32 allows token t.
         mask_of: int32 (A,), the index of each row's mask; -1 for none. Given with mask.
-        bias_rows, bias_ids: int64 (E,), a row and a token each, no pair twice.
+        bias_rows, bias_ids: int64 (E,), a row of logits and a token each, no pair twice.
         bias: float32 (E,), the biases. The three are given together.
         counts: int32 (S, V), last dim contiguous: 2 * times generated + (1 in the prompt).
         counts_of: int32 (A,), the index of each row's counts; -1 for none. Given with counts.
@@ -57,9 +58,9 @@ def adjust_logits(
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Raises:
-        ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
-            cannot; the message names it. Values are not checked: a row, token, mask or count
-            that does not exist is skipped.
+        ValueError, TypeError: an argument breaks a rule above; the message names it. Values are not
+            checked: "cpu" and "triton" skip a row, token, mask or count that does not exist.
+        UnsupportedError: the backend cannot run this call; the message says why.
 
     Source: Keskar et al., 2019, "CTRL", for the repetition penalty; the OpenAI API for the others.
 

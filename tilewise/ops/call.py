@@ -342,7 +342,11 @@ def key_of(op: str | type[Signature], tensors: Tensors, numbers: Key) -> Key:
 
 
 def recall(key: Key) -> Any:
-    """Return the value that was remembered under a key, or None."""
+    """Return the value that `remember` stored under a key in this process, or None.
+
+    Args:
+        key: the key of a call, as `key_of` makes it.
+    """
     return _memory.calls.get(key)
 
 
@@ -432,10 +436,16 @@ class Last:
         self._bound = bound
 
     def run(self, given: Signature, out: Tensor) -> bool:
-        """Run the remembered call for other arguments, with its only result in `out`.
+        """Repeat the remembered call's launch with other arguments; its result goes to `out`.
+
+        Args:
+            given: the arguments of this call.
+            out: the tensor for the only result.
 
         Returns:
-            False, and nothing runs, where layouts, types or numbers differ, or the call is watched.
+            True if the launch was repeated. False, and nothing runs, if no call is remembered, if
+            the layouts or types of tensors or the numbers differ, if autograd must record a
+            gradient, or if a transform, mode, trace or profile of torch observes ops.
         """
         bound = self._bound
         if not unwatched() or bound is None:

@@ -136,7 +136,18 @@ def check_per_head(
 
 
 def check_bias(name: str, bias: Tensor | None, q: Tensor, full: tuple[int, int, int, int]) -> None:
-    """Raise unless `bias` is None or a float tensor on q's device that broadcasts to `full`."""
+    """Raise unless `bias` is None or a tensor on q's device that broadcasts to `full`.
+
+    Args:
+        name: the name of the argument in messages.
+        bias: q's dtype or float32, at most four dims, each 1 or as in `full`; or None.
+        q: the queries, of which only the dtype and the device count.
+        full: the shape (B, Hq, Sq, Sk) of all logits.
+
+    Raises:
+        TypeError: the dtype of the bias is neither q's nor float32.
+        ValueError: the bias is on another device, or its shape does not broadcast.
+    """
     if bias is None:
         return
     check_device(name, bias, q.device)

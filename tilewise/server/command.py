@@ -413,14 +413,18 @@ def name_of(model: str, directory: Path) -> str:
 
 
 def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[str, Any]:
-    """Return the engine settings that keys with weights require.
+    """Return the engine settings of the fair policy if a key has a weight other than 1.
 
     Args:
-        keys: the callers by the hash of their key.
-        policy: the value of --scheduling-policy; None where it was not given.
+        keys: the callers by the hash of their key; a caller's weight is its share of tokens.
+        policy: the value of --scheduling-policy; None where the option was not given.
+
+    Returns:
+        scheduling_policy, which is "fair", and user_weights, the weights other than 1 by the names
+        of their callers; an empty dict if all weights are 1.
 
     Raises:
-        ValueError: the policy does not support weights.
+        ValueError: a key has a weight other than 1, and the given policy is not "fair".
     """
     weights = {caller.name: caller.weight for caller in keys.values() if caller.weight != 1}
     if not weights:

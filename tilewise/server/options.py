@@ -260,13 +260,19 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> str | None
 def resolve(
     given: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the values of all options: from the command line, environment, file or default.
+    """Return the values of all options by `Flag.name`, the name under which a parser keeps a value.
+
+    The command line comes before environment variables, variables before the file, and the file
+    before defaults. --config or its variable names the file.
 
     Args:
-        given: values by the names of flags in a file, or those under which a parser keeps them.
+        given: the values of the command line, by `Flag.name` or `Flag.key`; other names are
+            ignored.
+        environment: the environment variables; a variable of no option is ignored.
 
     Raises:
-        ValueError: a variable or an entry of the file has a wrong type or an unknown name.
+        ValueError: a variable or an entry of the file has a wrong type, or the file has an entry of
+            no option.
     """
     by_key = {flag.key: flag for flag in FLAGS}
     values = {flag.name: flag.default for flag in FLAGS}

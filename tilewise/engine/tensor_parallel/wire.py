@@ -439,7 +439,15 @@ def _token(token: SampledToken) -> Any:
 
 
 def read_samples(message: Any) -> Samples | PlainDraws:
-    """Return the samples of a worker's answer."""
+    """Return the samples in a worker's answer, the inverse of `write_samples`.
+
+    Args:
+        message: JSON values: a dict with the list "ids", or a list of tokens for each sequence.
+
+    Returns:
+        `PlainDraws` from a dict: one token for each sequence, without log-probabilities. From a
+        list, a list of `SampledToken` for each sequence.
+    """
     if isinstance(message, dict):
         return PlainDraws(message["ids"])
     return [[_read_token(t) for t in tokens] for tokens in message]

@@ -12,7 +12,14 @@ def edges_of(lengths: Tensor) -> Tensor:
 
 
 def _sequence_of(edges: Tensor, num_rows: int) -> Tensor:
-    """Return the sequence of each of num_rows packed rows; the last one's number after the end."""
+    """Return the number of the sequence of each packed row, int64 (num_rows,).
+
+    Rows after the end of the last sequence get the number of the last sequence, B - 1.
+
+    Args:
+        edges: integers (B + 1,), the first row of each sequence and the end of the last one.
+        num_rows: the number of packed rows, which may exceed the last edge.
+    """
     row = torch.arange(num_rows, dtype=torch.int32, device=edges.device)
     last = max(edges.shape[0] - 2, 0)
     return torch.searchsorted(edges[1:], row, right=True).clamp(max=last)

@@ -254,7 +254,19 @@ def _tile_kind(mask, view, first_query, last_query, key):
 
 @inner
 def _mask_word(mask, view, query, member, key):
-    """Return 32 bits of the block mask from `key`, a multiple of 32, on."""
+    """Return a word of the block mask: bit b is 1 if the query may see key `key` + b.
+
+    Args:
+        mask: the block mask of the call.
+        view: the part of the block mask that the task needs.
+        query: the number of the query in its sequence.
+        member: the number of the query head in its group; unused if the group shares one mask.
+        key: the first key of the word, a multiple of 32.
+
+    Returns:
+        An int64 of which the lower 32 bits count; -1 where the mask's tile is full, 0 where the
+        tile is empty.
+    """
     row = ((query >> mask.shift_q) - view.first_tile) * view.members
     row += member if view.members > 1 else 0
     kind = view.kinds[row * view.width + (key >> mask.shift_k) - view.first_column]

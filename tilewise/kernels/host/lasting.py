@@ -88,10 +88,19 @@ class Zeros:
         self._of_stream: dict[int, int] = {}
 
     def take(self, count: int, stream: int, capturing: bool) -> Tensor | None:
-        """Return `count` zeros for a launch; None if fewer are left, or a stream has fewer.
+        """Return `count` zeros for a launch, a view of int32 memory, or None if they are too few.
 
-        Launches of one stream share the same zeros. A launch that a graph captures gets its own for
-        good.
+        Launches of one stream share the same zeros, and each launch leaves zeros behind. A launch
+        that a graph captures gets zeros that no other launch ever gets.
+
+        Args:
+            count: the number of zeros.
+            stream: the handle of the stream on which the kernel runs.
+            capturing: True if a graph captures the launch.
+
+        Returns:
+            (count,) int32. None if too little memory is left, or if `count` exceeds the fixed
+            number of zeros of a stream.
         """
         if capturing:
             return self._next(count)

@@ -103,13 +103,21 @@ class Compilers:
         seconds: float,
         show: Callable[[int, int], None] = lambda _done, _all: None,
     ) -> Outcome:
-        """Compile the requests whose kernels are not on disk yet; call this once.
+        """Compile the requested kernels that are not on disk yet.
+
+        The method kills the processes at its end, with the kernels that they still compile: call it
+        once.
 
         Args:
             requests: the kernels, in the order in which they are begun.
-            seconds: the time after which no further kernel is begun or waited for.
-            show: a function that this thread calls with the number of finished kernels and that of
-                all.
+            seconds: the seconds from the start of this call after which no kernel is begun or
+                waited for.
+            show: a function that this thread calls with the number of finished requests and the
+                number of all requests; both include kernels that are on disk already.
+
+        Returns:
+            The seconds of each compiled request, the number of kernels that were on disk, the
+            reasons of failures, and the requests that are left to compile.
         """
         waiting, outcome = deque(requests), Outcome()
         if not waiting:

@@ -108,10 +108,21 @@ def nibbles_of(words: Tensor) -> Tensor:
 def reordered(
     stored: Stored, codes: Tensor, groups: Tensor | None, group_size: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Put columns of codes (N, K) whose groups lie mixed one group after another.
+    """Reorder the columns of codes (N, K) so that the columns of each group are neighbours.
+
+    Args:
+        stored: the tensors of the layer in the checkpoint, of which errors give the name.
+        codes: (N, K), a code for each weight.
+        groups: integers (K,), the group of each column; None if groups lie one after another.
+        group_size: the number of columns of each group.
 
     Returns:
-        The codes, and the permutation of a `QuantisedWeight`; None where nothing moved.
+        The codes with groups in ascending order, and the permutation, int32 (K,): column k is
+        column permutation[k] of the given codes. The permutation is None if no column moved. For
+        groups on "meta" the codes are as given, and the permutation is on "meta".
+
+    Raises:
+        CheckpointError: a group has another number of columns than group_size.
     """
     if groups is None or groups.is_meta:
         moved = (

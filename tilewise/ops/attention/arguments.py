@@ -176,11 +176,15 @@ class AttentionSignature(NamedTuple):
         return batch, (self.q.shape[1], self.k.shape[1])
 
     def _check_packed(self) -> tuple[int, tuple[int, int]]:
-        """Check cu_seqlens and max_seqlen; return B, the number of sequences, and both max_seqlen.
+        """Check cu_seqlens and max_seqlen; return B and (max_seqlen_q, max_seqlen_k).
+
+        B is the number of sequences. The values in cu_seqlens_q and cu_seqlens_k are not read.
 
         Raises:
-            ValueError, TypeError: cu_seqlens_q and cu_seqlens_k are not integers (B + 1,) on q's
-                device, or a max_seqlen is no integer of at least 0.
+            TypeError: cu_seqlens_q or cu_seqlens_k is no tensor of int32 or int64, or a max_seqlen
+                is no integer.
+            ValueError: cu_seqlens_q or cu_seqlens_k has not the shape (B + 1,) or is not on q's
+                device, or a max_seqlen is negative.
         """
         edges = self.cu_seqlens_q
         assert edges is not None

@@ -394,7 +394,10 @@ class BoundAttention(Bound):
 
 
 def _odd(tensors: Sequence[Tensor | None]) -> tuple[bool, ...]:
-    """Say of each tensor whether its address is no multiple of 16, which kernels are made for."""
+    """Return for each tensor whether its address is not a multiple of 16 bytes; False for None.
+
+    Kernels are made for addresses that are multiples of 16; other addresses need their own plan.
+    """
     return tuple([x is not None and x.data_ptr() & 15 != 0 for x in tensors])
 
 

@@ -45,12 +45,15 @@ class _Node(torch.autograd.Function):
         v: Tensor,
         *others: Tensor | None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Run a bound call's plan and save its tensors for the backward pass; return o and lse.
+        """Run a bound call's plan, save its tensors for the backward pass, and return (o, lse).
 
         Args:
-            ctx: the context of autograd.
-            bound: the call, planned.
-            others: the tensors of the options (bias, sinks ...); none at all if all are None.
+            ctx: autograd's context of this call, which keeps the tensors.
+            bound: the bound call of attention, which has the plan.
+            q, k, v: the queries, keys and values.
+            others: the optional tensors of the plan in the plan's order, from cu_seqlens_q to those
+                of the mask, None for an absent one. The caller leaves all of them out if all are
+                None.
         """
         o, lse = bound.plan.run(q, k, v, *(others or NOTHING))
         # What save_for_backward and set_materialize_grads do, in half of their time.

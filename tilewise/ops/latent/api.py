@@ -148,26 +148,28 @@ def write_latent_cache(
     """Write each token's latent and rotated key side by side into its slot, in one kernel.
 
     cache[slot // block_size, slot % block_size] = [latent, k_rope] for every row whose slot is not
-    -1. k_rope comes rotated: apply_rope turns its Dr channels together with those of the queries,
-    and a ninth of a row (64 of 576) is not worth a second rotation here.
+    -1. The caller rotates k_rope, since apply_rope rotates k_rope and the queries in one call:
+    k_rope is a ninth of a row (64 of 576), and a rotation in this kernel would gain little.
 
-    An 8-bit cache holds each part divided by a scale of its own, as `write_kv_cache` stores keys:
-    amax / 127 (int8) or amax / 448 (float8_e4m3fn) of the token's latent, and of its k_rope. One
-    scale for both would be that of the larger, and a norm holds only the latent to its size.
+    An 8-bit cache holds the latent divided by one scale and k_rope divided by another: amax / 127
+    (int8) or amax / 448 (float8_e4m3fn), where amax is the largest absolute value of the token's
+    latent, or of its k_rope. Models normalise the latent and not k_rope, so k_rope may be far
+    larger; with a common scale the latent would lose precision.
 
     Args:
         latent: (T, R), any float dtype; cast to the cache's.
-        k_rope: (T, Dr), rotated.
+        k_rope: (T, Dr), any float dtype, rotated; cast to the cache's.
         latent_cache: (num_blocks, block_size, R + Dr), of a float dtype, int8 or float8_e4m3fn.
-        slot_mapping: (T,) int64 or int32, block * block_size + offset; -1 skips the row; slots
-            differ.
+        slot_mapping: (T,) int64 or int32, block * block_size + offset; -1 skips the row. No other
+            slot occurs twice.
         latent_scale: (num_blocks, block_size, 2) float32, with an 8-bit cache and only then;
-            written with the row: the scale of the latent, then that of k_rope; 0 for zeros, NaN
-            for a part with an infinity or NaN.
+            written with the row: the scale of the latent, then the scale of k_rope; 0 for zeros,
+            NaN for a part with an infinity or NaN.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Raises:
-        ValueError, TypeError, UnsupportedError: as in `mla_decode`.
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        UnsupportedError: the backend cannot run this call, and the message says why.
 
     Source: DeepSeek-V2 (2024), section 2.1.3, what is cached; PagedAttention (2023), its kernel.
 

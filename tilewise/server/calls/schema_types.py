@@ -241,7 +241,7 @@ def _is_of(value: Any, types: frozenset[str] | None) -> bool:
 
 
 def _value(text: str) -> tuple[Any] | None:
-    """Return the value of a JSON text in a tuple; None if it is none."""
+    """Parse a JSON text; return a tuple of its one value, or None if the text is not valid JSON."""
     try:
         return (json.loads(text, parse_constant=_refuse),)
     except (ValueError, RecursionError):

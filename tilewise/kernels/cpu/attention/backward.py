@@ -550,15 +550,26 @@ def _backward_task(call, spare, seen, turn, chunk, sequence, kv_head):
 def attention_backward(
     like, packed_like, frame, tensors, lse, delta, dq, dbias, done, counter, num_tasks
 ):
-    """Take tasks until none is left; see the head of this file.
+    """Compute the gradients of attention: take tasks in this thread until none is left.
+
+    Tasks of query rows come first: they replace dlse in delta by rowsum(do * o) - dlse. Tasks of
+    keys follow: they write dk and dv, and add to dq and dbias.
 
     Args:
-        like, packed_like: the empty arrays of the problem.
-        frame: the problem and its gradients, see `frame_of`.
-        tensors: the addresses of q, k, v, o, do, dk and dv to which starts are relative; all 0 if
-            starts are absolute.
-        lse, delta, dq, dbias, done: the arrays of a `Backward`; the first four by their addresses.
-        counter: (1,) int64, the next task.
+        like, packed_like: empty arrays of the float type to compute in, and of the type of the
+            products' operands.
+        frame: int64 words that contain the problem and the strides of its gradients, as `frame_of`
+            makes them.
+        tensors: the seven addresses of q, k, v, o, do, dk and dv, which are added to the starts of
+            each sequence; all are 0 if the starts are addresses themselves.
+        lse, delta: the addresses of two flat arrays of like's type, laid out alike; delta contains
+            dlse.
+        dq, dbias: the addresses of zeroed arrays of like's type: (rows, Hq, D), and the gradient of
+            the bias.
+        done: int64 (tasks of keys + 1,), zeroed: counts of finished work, for which tasks wait; the
+            last element counts tasks of rows.
+        counter: int64 (1,), the next task, which all threads share.
+        num_tasks: the number of tasks of rows and of keys.
     """
     problem = read_problem(frame, like, packed_like)
     owned = placed(problem.arrays.starts, tensors[0], tensors[1], tensors[2], tensors[3])

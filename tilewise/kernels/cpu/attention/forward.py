@@ -327,12 +327,22 @@ def pack_stored(like, sizes, spare, pointers, keys, values, key, count, tiles):
 def _forward_task(
     problem, lse, maxima, is_direct, spare, pointers, seen, sequence, kv_head, first_tile, tiles
 ):
-    """Attend from query tiles first_tile ... first_tile + tiles - 1 of one key head to all keys.
+    """Compute o and lse of query tiles first_tile ... first_tile + tiles - 1 of one key head.
+
+    A tile has TILE_M rows. A row is a query of one of the query heads that share the key head; each
+    row attends to all keys that the windows and the mask let it see. o is written through the
+    addresses in the problem.
 
     Args:
-        lse, maxima: results to write; maxima may be empty.
-        is_direct: whether keys are multiplied as stored.
-        spare, pointers, seen: the thread's scratch.
+        problem: the call's `Problem`, with addresses as starts.
+        lse, maxima: flat results of like's type: the logarithm of each row's sum, and the largest
+            logit of each row without the sink; maxima is empty if it is not wanted.
+        is_direct: True if keys and values can be multiplied as stored; False if rows are converted
+            into scratch first.
+        spare, pointers, seen: the thread's scratch, the addresses of parts of it, and the scratch
+            for the keys that a tile sees.
+        sequence, kv_head: the numbers of the sequence and of the key head.
+        first_tile, tiles: the first query tile and the number of tiles.
     """
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, starts = arrays.like, arrays.starts

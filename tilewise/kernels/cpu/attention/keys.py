@@ -51,7 +51,12 @@ def keys_of(sizes, arrays, sequence, kv_head):
 
 @inner
 def values_of(sizes, arrays, sequence, kv_head):
-    """Return the values of one head of a sequence."""
+    """Return a `Source`: the addresses, strides and dtype of one key head's values in memory.
+
+    Args:
+        sizes, arrays: the call's `Sizes` and `Arrays`.
+        sequence, kv_head: the numbers of the sequence and of the key head.
+    """
     return Source(
         arrays.starts[sequence, V] + kv_head * sizes.v_head,
         sizes.v_row,

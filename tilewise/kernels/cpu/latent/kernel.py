@@ -109,7 +109,20 @@ class Arrays(NamedTuple):
 
 @kernel
 def place_runs(sizes, starts, edges, lengths, q_latent, q_rope, o):
-    """Fill starts; return the number of tasks, and of slots for the partial results of splits."""
+    """Fill in a row of starts for each sequence; return the numbers of tasks and of slots.
+
+    Args:
+        sizes: the call's `Sizes`.
+        starts: int64 (B, 11), written: the addresses of a sequence's first rows, its lengths, its
+            first task and slot, and the parts into which its keys are split.
+        edges: (B + 1,) integers, the first row of each sequence and the end of the last one.
+        lengths: (B,) integers, the number of keys of each sequence.
+        q_latent, q_rope, o: the addresses of the tensors.
+
+    Returns:
+        The number of tasks, and the number of slots: partial results of blocks of rows, for
+        sequences of which the keys are split.
+    """
     num_tasks = num_slots = 0
     for sequence in range(len(starts)):
         first = types.int64(edges[sequence])
@@ -156,14 +169,23 @@ def _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld):
 def _attend_block(
     sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q, acc, ai, ld, ldv
 ):
-    """Attend from a block of rows to keys first ... last - 1; sums stay in acc, tile.m and tile.l.
+    """Sum up the attention of a block of rows to keys first ... last - 1 of one sequence.
+
+    A row is one new token and head; a token sees no key after its own position. The function
+    overwrites acc with the sums of weighted values, not yet divided, tile.m with the largest logit
+    of each row, and tile.l with the sum of each row's weights.
 
     Args:
-        first_row, num_rows, rows: the first row, their number, and their number with padding.
-        tile: the scratch of the task.
-        q: scratch for the queries.
-        acc, ai: the sums, and the index of the first.
-        ld, ldv: the padded channels of keys and of values.
+        sizes, arrays: the call's `Sizes` and `Arrays`.
+        sequence: the number of the sequence.
+        first_row, num_rows, rows: the block's first row in the sequence, the number of its rows,
+            and this number padded to a multiple of PAD.
+        first, last: the first key, and the end of the keys.
+        tile: the thread's scratch for a tile of keys.
+        q: scratch, into which the function loads the queries.
+        acc, ai: the array of sums, and the index in it of the block's first sum; each row has ldv +
+            ACC_PAD elements.
+        ld, ldv: the channels of a key and of a value, padded to a multiple of 32.
     """
     like, starts = arrays.like, arrays.starts
     _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld)

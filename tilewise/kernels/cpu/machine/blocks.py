@@ -65,7 +65,18 @@ def set_first(c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_
 
 @inlined
 def set_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
-    """Compute BLOCK rows of c = a b; the arguments are those of `gemm.multiply`."""
+    """Set BLOCK rows of c to a b for one panel of b.
+
+    Args:
+        c, ci, ldc: the sums, the index of the first one, and the elements from row to row; old sums
+            are overwritten.
+        columns: the number of columns that c has from ci on. One register of columns is computed if
+            it has room for all of them, otherwise two registers.
+        a, ai, a_row, a_word: the left operand, the index of its first word, and the elements from
+            row to row and from word to word along K.
+        b, bi: the panels of the right operand, and the index of the first word of this panel.
+        k_words: the words along K, a multiple of UNROLLED.
+    """
     b_word = panel_columns(c) * words_to_elements(b)
     set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
 

@@ -520,12 +520,23 @@ class Program:
         shared: Buffer | None = None,
         shared_gate: Buffer | None = None,
     ) -> None:
-        """Target = what a mixture of experts makes of the rows, or target += that * factor.
+        """Append operations that store a mixture of experts' output in target, or add to target.
+
+        The output of a row is the weighted sum of the outputs of its experts, plus the row of
+        `shared`. Without `adds`, target = output; with `adds`, target += output * factor.
 
         Args:
-            logits: the logits of the experts; float32 with `has_wide_logits`.
+            source: the rows that enter the experts.
+            logits: the logits of the experts for each row; float32 with `has_wide_logits`,
+                otherwise of the program's dtype.
+            target: the rows that are written.
+            mixture: the weights of the experts, and the rule by which rows choose experts.
+            has_wide_logits: True if the logits are float32.
+            adds: True to add to target, False to overwrite target.
+            factor: the factor of the output; used only with `adds`.
             shared: the output of a block that all tokens use, or None.
-            shared_gate: the logit of that block's sigmoid in its first column, or None.
+            shared_gate: a buffer whose first column has a logit for each row: the sigmoid of the
+                logit multiplies the row of `shared`. None for no such factor.
         """
         active, up, down = mixture.num_active, mixture.up[0], mixture.down[0]
         rows = self.buffer("mixed rows", down.num_outputs, copies=active)

@@ -39,7 +39,15 @@ def _widen(builder, word_type, value):
 
 @intrinsic
 def get(typingctx, word_like, address):
-    """Return the LANES words at `address` as float32."""
+    """Load a vector of LANES elements from an address, and return it as float32.
+
+    LANES is the number of float32 in a register. An intrinsic of numba, which passes `typingctx`.
+
+    Args:
+        word_like: an empty array that gives the dtype in memory: uint16 is bfloat16, int16 is
+            float16, float32 is itself.
+        address: int64, the address in bytes of the first element.
+    """
 
     def codegen(context, builder, sig, args):
         stored = {types.uint16: _i16, types.int16: _HALF}.get(word_like.dtype, _f32)

@@ -127,7 +127,17 @@ def plan_quantized(call: Call, variant: Variant | None = None) -> LaunchPlan:
 
 
 def _add_nothing(maker: Maker, spec: Fp8Spec, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
-    """Add the results of a call without queries or without keys."""
+    """Add to the plan the constant results of a call without queries or without keys.
+
+    Args:
+        maker: the maker of the plan.
+        spec: the spec of the call.
+        tensors: the inputs, of which the shape of q and the sinks are used.
+
+    Returns:
+        o, zeros of q's shape and spec.o_dtype; and lse, float32 (B, Hq, Sq) or packed (Hq, T): the
+        sinks of a dense call that has sinks, otherwise -inf.
+    """
     *batch, rows, heads, _ = tensors.q.shape
     o = maker.full(tuple(tensors.q.shape), 0.0, spec.o_dtype)
     lse = maker.full((*batch, heads, rows), -math.inf, torch.float32)

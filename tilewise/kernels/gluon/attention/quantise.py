@@ -123,7 +123,13 @@ class _Tasks:
         self.k = heads * self.heads_k * self.chunks_k
 
     def new_values(self, maker: Maker) -> Tensor:
-        """Return memory of the transposed values."""
+        """Return uninitialised memory for the transposed values, e4m3 (B, Hk, D, columns).
+
+        B is 1 for a packed batch. Columns are the keys, padded.
+
+        Args:
+            maker: the maker of the plan, which allocates the memory.
+        """
         batch = 1 if self.cu_seqlens[1] is not None else self.batch
         return maker.empty((batch, self.heads_k, self.head_dim, self.columns), _E4M3)
 

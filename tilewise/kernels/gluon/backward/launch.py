@@ -227,7 +227,17 @@ def _nothing_seen(
     sinks: Tensor | None,
     spec: AttentionSpec,
 ) -> Gradients:
-    """Return the gradients of a call without queries or keys: only sinks may have one."""
+    """Return the gradients of a call without queries or keys: zeros, but for the sinks' gradient.
+
+    The sinks' gradient is the sum of dlse over the rows of each head, or zeros without dlse. The
+    gradient of the sinks is None without sinks; the gradient of the bias is None if not needed.
+
+    Args:
+        maker: the maker of the plan, which allocates the gradients.
+        q, k, v, bias, sinks: the inputs of the call, of which shapes and dtypes are used.
+        dlse: the gradient of lse, or None.
+        spec: the spec of the call.
+    """
 
     def zeros(x: Tensor) -> Tensor:
         return maker.full(x.shape, 0.0, x.dtype)

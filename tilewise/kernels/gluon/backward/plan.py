@@ -318,7 +318,11 @@ def ring_size(spec: AttentionSpec, num_sms: int) -> int:
 
 
 def with_ungrouped_heads(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec of a call in which every query head has dk and dv of its own."""
+    """Return a copy of a spec that has as many key heads as query heads.
+
+    Kernels with this spec write one dk and one dv for each query head; the caller adds them up over
+    each group of query heads. k and v themselves keep their heads.
+    """
     return spec._replace(num_kv_heads=spec.num_q_heads)
 
 

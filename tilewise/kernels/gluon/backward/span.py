@@ -333,9 +333,21 @@ def padded_start(start, b):
 
 @gluon.jit
 def ring_of_cta(block, tiles, blocks, shape):
-    """Return how CTAs of a head that see all tiles share them out: each starts `stride` further.
+    """Return the ring to which a CTA belongs: CTAs of one head that start at different tiles.
 
-    Returns (CTAs of a ring, stride, first CTA of this one's ring, its place, CTAs of this ring).
+    Every CTA of the head walks over all tiles of queries. The CTAs are cut into rings, of which the
+    last may be shorter. The CTA at place i of its ring starts at tile i * stride, so that no two
+    CTAs of a ring begin with the same tile.
+
+    Args:
+        block: the number of the CTA among the CTAs of its head.
+        tiles: the number of tiles of queries.
+        blocks: the number of CTAs of the head.
+        shape: the sizes of the call; its ring_size is the largest number of CTAs in a ring.
+
+    Returns:
+        The number of CTAs in a full ring, stride, the number of the first CTA in this CTA's ring,
+        the place of this CTA in it, and the number of CTAs in it.
     """
     size = gl.maximum(gl.minimum(gl.minimum(blocks, tiles), shape.ring_size), 1)
     first = block // size * size

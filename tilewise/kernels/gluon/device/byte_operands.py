@@ -174,9 +174,11 @@ def values_operand(pairs):
 
 @gluon.jit
 def probabilities_operand(p):
-    """Return the right operand (4, n, rows) of v^T p^T of float32 sums (4, n, rows).
+    """Convert probabilities p (4, n, rows), float32, to the float16 right operand of v^T p^T.
 
-    Sums have a key to a lane, operands a row; movmatrix turns blocks of 8 by 8 around.
+    The dims of p are four heads, one for each warp, n keys, and rows of queries; the operand has
+    the same shape. In p's layout a lane has neighbouring rows of one key; in the operand's layout
+    neighbouring keys of one row. movmatrix transposes blocks of 8 keys and 8 rows.
     """
     N: gl.constexpr = p.shape[1]
     rows: gl.constexpr = p.shape[2]

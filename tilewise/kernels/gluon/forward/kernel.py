@@ -74,7 +74,17 @@ class Variant(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The further tensors of a call beside q, k, v, o and lse; None for absent ones."""
+    """The optional tensors of a call, beside q, k, v, o and lse; None for an absent tensor.
+
+    Attributes:
+        plan: int32 (entries, 6), a packed batch's tiles of rows, from much to little work.
+        plan_size: int32 (1,), the number of entries of the plan.
+        seqlens_k: the number of keys of each dense sequence.
+        alibi, bias, sinks: the slopes of ALiBi, the bias of the logits, and a sink for each head.
+        philox: the seed of dropout.
+        mask_bits, mask_reach, mask_spans, mask_entries: the block mask's bits and lists of tiles.
+        maxima: float32 of lse's shape, a result: the largest logit of each row.
+    """
 
     plan: object = None  # see sorted_tiles.py
     plan_size: object = None  # int32 (1,), entries of the plan

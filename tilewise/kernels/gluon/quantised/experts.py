@@ -111,7 +111,14 @@ def _channels(shape):
 
 @gluon.constexpr_function
 def _channels_out(shape):
-    """Return the channels that a warpgroup writes of an item."""
+    """Return the number of output channels that a warpgroup writes for one item of work.
+
+    An item is a tile of rows, a tile of outputs and a part of K. 64 rows of the weight give 64
+    channels, or 32 if half of them are gates.
+
+    Args:
+        shape: the kernel's constants, of which `pairs` says how gates lie among the rows.
+    """
     return 64 if shape.pairs == SINGLE.value else 32
 
 
