@@ -24,18 +24,21 @@ class Scale:
     Attributes:
         tokens, hidden: B * N and H * D of every dense call.
         seqlens: N of the dense table.
-        all_up_to: the longest of them with every pass of every peer. Beyond it there is no
-            forward+backward, and of the peers that hold N x N matrices only the forward pass.
-        ours_only: longer N, of our forward pass alone.
-        flex_seqlens: the sequence lengths N that FlexAttention is compiled for; each takes seconds.
+        all_up_to: the longest N at which every peer runs forward, backward and both together. At
+            longer N peers that hold N x N matrices run only forward, all others forward and
+            backward, each by itself.
+        ours_only: longer N, at which our forward pass runs alone.
+        flex_seqlens: the N at which FlexAttention runs; each costs seconds of compilation.
         window_left: keys to the left of a query in the window table.
-        rule_seqlens: N of the window table; the block table takes the last and its half.
+        rule_seqlens: N of the window table; the table of block masks takes the last of these N, and
+            half of the last.
         feature_seqlen: N of features, head dims and second derivatives.
-        varlen: (shortest, longest, tokens) of a packed batch, and
+        varlen: (shortest, longest, tokens) of a packed batch: the limits of a sequence's length,
+            and the number of tokens at which the batch is full.
         varlen_heads: the number of heads of that batch, of D 128.
         peers: the peers of the dense table, ours first.
         published_seqlens: N of the shapes that peers publish figures of; () leaves them out.
-        published_heads: query heads of those.
+        published_heads: query heads of the shapes that peers publish figures of.
         fp8_head_dims: D of the table of 8 bits; () leaves it out.
     """
 

@@ -281,8 +281,8 @@ class LayerGroup:
 
     Attributes:
         kind: the specification of one token in one of the layers.
-        layers: the numbers of the layers in the model, ascending; none in a model that has states
-            alone, whose blocks only count tokens.
+        layers: the numbers of the layers in the model, ascending; empty in a model that has states
+            alone, where blocks only count tokens.
         window: the number of keys that a query sees, its own included; None for all. Tokens that no
             later query sees are not kept.
 

@@ -223,7 +223,7 @@ def folder_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Liv
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError for a tensor with NaN or an infinity; a device is waited for once."""
+    """Raise CheckpointError for a tensor with NaN or an infinity; wait for each device once."""
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel():
@@ -236,8 +236,12 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_shape(name: str, found: Tensor, wanted: Tensor, *, either: bool = False) -> None:
-    """Raise CheckpointError for a tensor of another shape than `wanted`, or its transpose with
-    `either`."""
+    """Raise CheckpointError unless the tensor `found` has the shape of `wanted`.
+
+    Args:
+        name: the name of the tensor, for the error.
+        either: True if the shape of the transpose of `wanted` is right, too.
+    """
     shape, right = tuple(found.shape), tuple(wanted.shape)
     if shape != right and not (either and shape == tuple(wanted.mT.shape)):
         raise CheckpointError(f"tensor {name} must have shape {right}, got {shape}")

@@ -365,7 +365,11 @@ class _Writer:
     def _add_normalised(
         self, source: step.Buffer, norm: nn.Module, *, scale: step.Held | None = None
     ) -> None:
-        """Write: normalise a block's output, add it to the residual stream, and scale the sum."""
+        """Write: normalise a block's output, add it to the residual stream, and scale the sum.
+
+        Args:
+            scale: a function that returns the factor of the sum; None leaves the sum as it is.
+        """
         norm_of, factor = _norm_of(norm, self.model.dtype), self.model.config.residual_scale
         self.program.norm(source, self.x, norm_of, adds=True, factor=factor, scale=scale)
 
@@ -686,7 +690,12 @@ class _Writer:
         return step.Recurrence(rule, [x for x in states.recurrence if x is not None], q_scale)
 
     def _weights_of(self, num_gates: int, num_heads: int) -> tuple[step.Buffer, step.Buffer]:
-        """Return the buffers of logs of decays and of strengths."""
+        """Declare two float32 buffers of a recurrence, and return both: decays, and strengths.
+
+        A row of the first holds num_gates logarithms of decays: factors by which a token shrinks
+        the state. A row of the second holds num_heads strengths, not logarithms: factors of the
+        token's own update (beta of a delta rule, the time step of Mamba-2).
+        """
         gates = self.program.buffer("logs of decays", num_gates, torch.float32)
         return gates, self.program.buffer("strengths", num_heads, torch.float32)
 

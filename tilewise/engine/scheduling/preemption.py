@@ -89,7 +89,11 @@ class Preemption:
         self.recompute(seq)
 
     def recompute(self, seq: Sequence) -> None:
-        """Take the blocks of a running sequence; it waits, and will be recomputed."""
+        """Release the blocks of a running sequence, and let the sequence wait.
+
+        When it runs again, its tokens are computed again; only tokens that were swapped out to main
+        memory before are copied back.
+        """
         self.tables.trace.preempt(seq)
         self.roster.displace(seq)
         self.left.append(seq.seq_id)

@@ -391,9 +391,10 @@ class Scheduler:
     def can_run_again(self, batches: Seq[Batch]) -> bool:
         """Return whether failed steps would give the same results if they were run again in parts.
 
-        A step that moves blocks would not, since their sources may have been overwritten since, nor
-        one whose recurrent state has advanced past its chunk. A step of one run ends its request
-        instead.
+        A step that moves blocks to main memory or back would not, since later steps may have
+        overwritten the blocks that it read. Nor would a step that takes a recurrent state past the
+        chunk of tokens in which the state stood. One step of one sequence returns True in spite of
+        its state: if it fails again, its request ends.
         """
         states = self.tables.states
         if any(batch.is_moving for batch in batches):

@@ -204,8 +204,15 @@ class Speculation:
         return Drafts(*merge(chains, min(self._room, MAX_DRAFTS)))
 
     def record(self, batch: Batch, samples: Seq[Seq[SampledToken]], seconds: float) -> None:
-        """Record the time of a step, and compute the gain of branches, if all its sequences
-        decode."""
+        """Record a step's tokens and seconds for `pace`, which turns drafts on and off by them.
+
+        A step counts only if each of its sequences has generated a token before, and runs at most
+        MAX_DRAFTS tokens beside its drafts. Without `pace` nothing is recorded.
+
+        Args:
+            samples: the tokens drawn for each sequence of the batch.
+            seconds: the time of the step.
+        """
         runs = batch.sequences
         if any(s.num_generated == 0 or len(s.token_ids) - s.num_drafts > MAX_DRAFTS for s in runs):
             return

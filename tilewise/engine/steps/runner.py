@@ -156,7 +156,10 @@ class Stoppable(Protocol):
         ...
 
     def stop(self, number: int) -> None:
-        """Stop the step of this number if it runs; from any thread."""
+        """Stop the step of this number; any thread may call.
+
+        A step that has not begun yet is stopped as it begins; nothing happens to one that ended.
+        """
         ...
 
 

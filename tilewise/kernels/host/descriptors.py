@@ -154,7 +154,7 @@ def _form_of(block: tuple[int, ...], layout: gl.NVMMASharedLayout, dtype: torch.
 
 
 def descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
-    """Return the descriptor of (rows, columns) tiles of (B, S, H, D) or (T, H, D).
+    """Return the TMA descriptor of (rows, columns) tiles of a tensor (B, S, H, D) or (T, H, D).
 
     What lies outside the tensor is read as zero and not written. That of a plan's tensor, on
     "meta", is a `Described`.
@@ -197,7 +197,11 @@ def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
 
 
 def chunk_descriptor(tensor: Tensor, chunks: int, rows: int, width: int) -> Any:
-    """Return the descriptor of (chunks, rows, width) boxes of a matrix: its columns in chunks."""
+    """Return the TMA descriptor of boxes (chunks, rows, width) of a matrix.
+
+    The matrix is read in chunks of `width` columns: a box holds `rows` rows of `chunks` chunks that
+    follow one another.
+    """
     form = _form_of_chunks(tensor.dtype, chunks, rows, width)
     count, columns = tensor.shape
     stride = tensor.stride(0) if count > 1 else columns
@@ -206,13 +210,20 @@ def chunk_descriptor(tensor: Tensor, chunks: int, rows: int, width: int) -> Any:
 
 
 def row_descriptor(tensor: Tensor, count: int) -> Any:
-    """Return the descriptor of runs of `count` numbers of contiguous (planes, rows), float32."""
+    """Return the TMA descriptor of boxes (1, count) of a float32 tensor (planes, rows).
+
+    A box holds the numbers of `count` neighbouring rows of one plane. The tensor is contiguous; a
+    plane holds one number a query row, as the log-sum-exps of a head.
+    """
     return _numbers(tensor, (1, count))
 
 
 def token_descriptor(tensor: Tensor, rows: int, width: int) -> Any:
-    """Return the descriptor of (rows, width) tiles of a cache (blocks, block_size, heads, width of
-    a head): tokens of one block, and neighbours of all their numbers."""
+    """Return the TMA descriptor of boxes (1, rows, width) of a paged cache.
+
+    The cache (blocks, block_size, heads, D) is read as (blocks, block_size, heads * D): a box holds
+    `width` neighbouring numbers of each of `rows` tokens of one block.
+    """
     blocks, tokens, heads, head = tensor.shape
     form = _form_of_chunks(tensor.dtype, 1, rows, width)
     return _of(tensor, (blocks, tokens, heads * head), (*tensor.stride()[:2], 1), form)

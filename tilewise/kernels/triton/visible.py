@@ -2,7 +2,8 @@
 
 What: ranges of keys and of rows, the three ranges of a loop over tiles, and the lists and bit tiles
       of `kernels.spec.MaskTensors`: the portable kernels' only arithmetic on windows and on the
-      diagonal, which ends at the last query and the last key.
+      diagonal, which ends at the last query and the last key. A bit tile is a tile of a block mask
+      that is neither empty nor full, stored as one bit for each pair of query and key.
 Grid: none, inlined into the kernels of attention; `mask_reach_kernel` has one program for each
       band of TILE_M rows of each bit tile.
 One call: one tile of rows, of keys, or of bits; vectors of rows and keys where they are given.
@@ -313,10 +314,18 @@ def pairs_of_entry(
     TILE_N: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):
-    """Return (which `loaded` rows of the other side meet any, which pairs may) in a bit tile.
+    """Return which rows of the other side to load, and which pairs of a bit tile are visible.
 
-    first: row or key at which the own tile begins; within: where the other side does, from the
-    start of the mask tile; entry: where the bit tile's number stands, after that of its column.
+    A bit tile is a partial tile of the mask, stored as one bit a pair. The first result is `loaded`
+    less the keys that no row of the tile sees; with KEYS_FIRST it is `loaded` itself.
+
+    Args:
+        entry: the address of the list's entry, two int32: the mask tile of the other side, and the
+            number of the bit tile.
+        first: the row, or with KEYS_FIRST the key, at which the program's own tile begins.
+        within: the key, or with KEYS_FIRST the row, at which the other side begins, counted from
+            the start of the mask tile.
+        loaded: bool, whether each row or key of the other side exists.
     """
     number = tl.load(entry + 1)
     if KEYS_FIRST:
@@ -332,7 +341,15 @@ def pairs_of_entry(
 
 @triton.jit
 def kind_of_tile(extras, b, h, row, col, variant: tl.constexpr):
-    """Return the bit tile in which a compute tile lies, -1 for a full tile, -2 for an empty one."""
+    """Return the number of the bit tile in which a compute tile lies, -1 if full, -2 if empty.
+
+    A bit tile is a partial tile of the block mask, stored as one bit a pair. In a full tile of the
+    mask every query sees every key, as in a call without a mask; in an empty one none sees any.
+
+    Args:
+        b, h: the numbers of the batch entry and of the query head.
+        row, col: the first query and the first key of the compute tile, int32.
+    """
     kind = row * 0 - 1
     if variant.mask_q > 0:
         first, full_last, last = entries_of_tile(
@@ -374,10 +391,11 @@ def visible_bits(
     KEYS: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):
-    """Return a compute tile of bit tile `number`, bool (ROWS, KEYS) or transposed.
+    """Return which pairs of a compute tile are visible by bit tile `number`, bool (ROWS, KEYS).
 
-    Rows and keys count from the start of the mask tile. Each row loads each of its words once; a
-    thread of a tensor core's accumulator then shifts its few words by its own columns.
+    With KEYS_FIRST the result is transposed. first_row and first_key count from the start of the
+    mask tile. Each row loads each of its words once; a thread of a tensor core's accumulator then
+    shifts its few words by its own columns.
     """
     WORDS: tl.constexpr = variant.mask_k // 32
     row_axis: tl.constexpr = 0 if KEYS_FIRST else 1
@@ -399,9 +417,9 @@ def reached_keys(
     """Return which keys of a compute tile any row of a band of its bit tile sees.
 
     Args:
-        reach: the bits of each band of all bit tiles.
+        reach: int32, the result of `mask_reach_kernel`: a bit for each key of each band.
         number, band: the number of the bit tile, and of the band of TILE_M rows in it.
-        first_key: the first key of the compute tile in the bit tile.
+        first_key: the first key of the compute tile, counted from the start of the bit tile.
     """
     WORDS: tl.constexpr = variant.mask_k // 32
     keys = first_key + tl.arange(0, KEYS)
@@ -416,7 +434,10 @@ def _either(a, b):
 
 @triton.jit
 def mask_reach_kernel(bits, reach, TILE_M: tl.constexpr, WORDS: tl.constexpr):
-    """Join the words of TILE_M rows of a bit tile: the keys that any of them sees."""
+    """Write to `reach` the keys that any row of a band of TILE_M rows of a bit tile sees.
+
+    bits, reach: int32 (bands, TILE_M, WORDS) and (bands, WORDS), bit b of word w: key 32 w + b.
+    """
     band = tl.program_id(0).to(tl.int64)
     words = tl.arange(0, WORDS)
     rows = band * TILE_M + tl.arange(0, TILE_M)

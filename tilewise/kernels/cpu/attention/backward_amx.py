@@ -71,8 +71,17 @@ PANEL_ELEMENTS = 6 * TILE_N * 128  # elements of K in a panel; all scratch stays
 
 
 class _Keys(NamedTuple):
-    """The scratch of a panel of keys, by tiles: operands of the products, and sums of the
-    gradients."""
+    """Scratch for a panel: up to 4 tiles of TILE_N keys that a task packs together.
+
+    Operands are bfloat16; a number of float16 or float32 is the sum of two or three bfloat16 parts.
+
+    Attributes:
+        rows: the rows of one tile of K or V, before they are packed.
+        k_panels, v_panels: (tiles, parts, TILE_N * ld or ldv), flat: K and V transposed.
+        k_pairs: the same size as k_panels: K with pairs of keys side by side.
+        dk, dv: float32 (tiles, ld or ldv, TILE_N), flat: sums of the gradients, transposed.
+        check: (tiles,), 0.0 for a tile of K without NaN and infinities, else NaN.
+    """
 
     rows: np.ndarray
     k_panels: np.ndarray
@@ -84,8 +93,15 @@ class _Keys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The scratch of a strip of query rows: rows and columns of q and do, by parts, and sums of
-    dq."""
+    """Scratch for a strip: up to 256 query rows, of which a task packs q and do together.
+
+    Operands are bfloat16; a number of float16 or float32 is the sum of two or three bfloat16 parts.
+
+    Attributes:
+        q_rows, do_rows: (parts, strip, ld or ldv), flat: rows of q and of do.
+        q_columns, do_columns: (parts, ld or ldv, strip), flat: the same numbers transposed.
+        dq: float32 (strip, ld), flat: sums of dq.
+    """
 
     q_rows: np.ndarray
     do_rows: np.ndarray
@@ -95,7 +111,19 @@ class _Queries(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """The scratch of a tile: products, then P and dS; of a strip: both as operands."""
+    """Scratch for scores: of a tile S and dP, then P and dS; of a strip P and dS as operands.
+
+    Attributes:
+        s, dp: float32 (TILE_M, TILE_N), flat: S and dP of a tile, later P and dS.
+        slack: (TILE_M, TILE_N), flat: the derivative of the softcap.
+        p_words, ds_words: bfloat16 operands of the sums of dv and dk, of all rows of the strip.
+        ds_rows: bfloat16 rows of dS of one tile, the operand of the sum of dq.
+        words: the scratch in which operands are transposed and packed.
+        bias: one row of the bias, TILE_N numbers.
+        ones: TILE_M ones, the factors of rows.
+        keep: the bits of the keys that dropout keeps, of one row.
+        stage: the scratch for float32 rows of keys or queries, zero between uses.
+    """
 
     s: np.ndarray
     dp: np.ndarray
@@ -111,8 +139,14 @@ class _Scores(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """The sizes of a task: padded head dims, rows of a strip, tiles of a panel, parts of an
-    operand."""
+    """The sizes of a task.
+
+    Attributes:
+        ld, ldv: the head dims of keys and of values, rounded up to multiples of 32.
+        strip: the query rows that are packed together, 256 or 128.
+        tiles: the tiles of TILE_N keys that are packed together, 1 to 4.
+        parts: the bfloat16 parts whose sum is a number of an operand, 1 to 3.
+    """
 
     ld: int
     ldv: int
@@ -354,7 +388,19 @@ def _union(seen, first, count):
 
 @inner
 def _multiply_rows(c, top, begin, end, rows, first, ld, panels, area, shape):
-    """C = rows panels^T for SIDE rows of a tile and keys begin ... end."""
+    """Compute c = rows panels^T for SIDE query rows of a tile and its keys begin ... end - 1.
+
+    Args:
+        c: float32 (TILE_M, TILE_N), flat: S or dP of the tile; the products replace older ones.
+        top: the first of the SIDE rows, counted from the start of the tile.
+        begin, end: keys counted from the start of the tile, multiples of 32.
+        rows: the bfloat16 rows of the strip, `_Queries.q_rows` or do_rows.
+        first: the first row of the tile, counted from the start of the strip.
+        ld: the channels of a row in scratch.
+        panels: the transposed keys or values, `_Keys.k_panels` or v_panels.
+        area: the tile's first key in `panels`, counted over all parts of the tiles before it.
+        shape: the `_Shape` of the task.
+    """
     multiply_tiles(
         c,
         top * TILE_N + begin,
@@ -378,7 +424,17 @@ def _multiply_rows(c, top, begin, end, rows, first, ld, panels, area, shape):
 
 @inner
 def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
-    """dq += dS K for one tile of rows, first ... of the strip."""
+    """Add dS K of one tile to the strip's sums of dq.
+
+    Args:
+        queries, scores: the scratch with the sums of dq, and with dS in `ds_rows`.
+        k_pairs: the packed keys of the panel.
+        seen: the columns that rows of the tile see, a `Seen`.
+        ld: the channels of a row in scratch.
+        first: the first row of the tile, counted from the start of the strip.
+        base: the index in `k_pairs` at which the tile's keys begin.
+        parts: the bfloat16 parts of an operand.
+    """
     for row in range(0, TILE_M, SIDE):
         begin, end = _union(seen, row // BLOCK, SIDE // BLOCK)
         multiply_tiles(

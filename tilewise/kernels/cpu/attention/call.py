@@ -140,9 +140,9 @@ class CallFrame:
         self._place(starts, first_q, first_k)
 
     def firsts(self, tensors: AttentionTensors) -> list[np.ndarray]:
-        """Return the first row of each packed sequence in q and in k.
+        """Return the first row of each packed sequence in q and in k, int64 (B,) each.
 
-        For dense sequences the numbers of the sequences are returned instead.
+        For dense sequences both arrays are 0 ... B - 1, the numbers of the sequences.
         """
         if not self.spec.is_varlen:
             return [self.numbers, self.numbers]

@@ -43,7 +43,10 @@ def why_not_dtype(dtype: torch.dtype) -> str | None:
 
 
 def _convert(builder, value, target):
-    """Convert a float vector of any width to `target` elements."""
+    """Return a float vector with its elements converted to the LLVM float type `target`.
+
+    The vector has any number of elements, and keeps that number.
+    """
     kind = ir.VectorType(target, value.type.count)
     have, want = _WIDTH[str(value.type.element)], _WIDTH[str(target)]
     if have == want:

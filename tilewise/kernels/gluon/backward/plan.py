@@ -99,8 +99,10 @@ def why_not_bwd(spec: AttentionSpec) -> str | None:
 def has_separate_dq(spec: AttentionSpec) -> bool:
     """Say whether dq has a kernel of its own.
 
-    It has if the sums of dk and dv leave a CTA no room for dq, or if every reproducible order of
-    the sums of dq would have CTAs wait for one another.
+    Heads wider than 128 channels need that kernel: beside the sums of dk and dv a CTA has no room
+    for dq. Reproducible sums need that kernel in two cases, in which CTAs would wait for one
+    another in any fixed order of adding to dq: under a block mask; and without a diagonal, if a
+    window has a left side or sequences differ in length.
     """
     if max(spec.head_dim, spec.v_head_dim) > 128:
         return True

@@ -78,7 +78,7 @@ class Shared(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The sums of a part of the rows."""
+    """The sums of a part: one of the one or two shares of a CTA's query rows (`Tile.parts`)."""
 
     acc: object
     m: object
@@ -97,7 +97,10 @@ def _scores_layout(keys, warps, across):
 
 @gluon.jit
 def _scores(q, k, zero, tile: gl.constexpr):
-    """Return q k^T of both parts."""
+    """Return q k^T of both parts of the query rows, (rows of a part, keys) each.
+
+    zero: the sums at the start. With tile.parts 1 the second result is `zero`.
+    """
     across = k.permute((1, 0))
     first = zero
     second = zero
@@ -139,14 +142,21 @@ def _lefts(q, FIRST: gl.constexpr, COUNT: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def _halved(p):
-    """Split pairs by columns."""
+    """Return the left and the right half of the columns of packed pairs."""
     n: gl.constexpr = p.shape[1]
     return gl.split(p.reshape([p.shape[0], 2, n // 2]).permute((0, 2, 1)))
 
 
 @gluon.jit
 def _add_values(acc0, acc1, p0, p1, v, tile: gl.constexpr):
-    """Return acc + p v; p: packed pairs of a part, (rows, keys / 2)."""
+    """Return acc + p v of both parts of the query rows: new acc0 and acc1.
+
+    Args:
+        acc0, acc1: float32 sums (rows of a part, dv); with tile.parts 1 the second stays as it is.
+        p0, p1: int32 (rows of a part, keys / 2): the probabilities of two neighbouring keys packed
+            as a pair of 16-bit numbers.
+        v: the values in shared memory, (keys, dv).
+    """
     KEYS: gl.constexpr = 2 * p0.shape[1]
     if KEYS > 16:
         left0, right0 = _halved(p0)
@@ -189,7 +199,12 @@ def _fold(
     EDGE: gl.constexpr,
     BITS: gl.constexpr,
 ):
-    """Return packed p of a block of products s (rows of a PART, keys), and the Row, rescaled."""
+    """Return the probabilities p of a block of keys, and the `Row` of the PART with the block in.
+
+    s: the products q k^T, float32 (rows of the part, keys). With tile.across 1 p is packed in pairs
+    of 16-bit numbers, (rows, keys / 2); above 1 p is stored to shared memory, (rows, keys). The
+    Row's sums of values are rescaled, but p v is not added yet.
+    """
     S: gl.constexpr = _scores_layout(tile.keys, tile.warps, tile.across)
     s = gl.convert_layout(s, S, assert_trivial=True)
     block = gather(task, index, tile, variant, EDGE, BITS, s.shape[0])

@@ -249,7 +249,11 @@ def add_fwd(
 def launch_rows(
     maker: Maker, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Return (lse in base 2, delta), both float32 in the shape of lse."""
+    """Add the kernel of the row terms to a plan, and return them: lse in base 2, and delta.
+
+    Row terms are two numbers of each query row, float32 in the shape of lse, which all later
+    kernels of the backward pass read; delta is the sum of do * o over the row, less dlse.
+    """
     lse, dlse = _dense(maker, lse), maker.dense(dlse)
     lse_log2, delta = (maker.empty(lse.shape, torch.float32) for _ in range(2))
     num_rows = lse.shape[-1]
@@ -292,7 +296,10 @@ def launch_dkdv(
     extras: Extras = Extras(),
     tile: TileConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Return dk and dv, given the row terms of `launch_rows`."""
+    """Add the kernel of dk and dv to a plan, and return both, in shape and dtype as k and v.
+
+    The row terms, lse_log2 and delta, are the results of `launch_rows`.
+    """
     dk, dv = _allocate(maker, k, k.shape, spec), _allocate(maker, v, v.shape, spec)
     num_tiles = triton.cdiv(spec.max_seqlen_k, tile.tile_n)
     num_heads = spec.batch * spec.num_kv_heads
@@ -339,7 +346,10 @@ def launch_dq(
     extras: Extras = Extras(),
     tile: TileConfig,
 ) -> Tensor:
-    """Return dq, given the row terms of `launch_rows`."""
+    """Add the kernel of dq to a plan, and return dq, in shape and dtype as q.
+
+    The row terms, lse_log2 and delta, are the results of `launch_rows`.
+    """
     dq = _allocate(maker, q, q.shape, spec)
     num_tiles = triton.cdiv(spec.max_seqlen_q, tile.tile_m)
     num_heads = spec.batch * spec.num_q_heads
@@ -386,7 +396,10 @@ def launch_dbias(
     sequences: Sequences,
     extras: Extras,
 ) -> Tensor:
-    """Return dbias in the shape and dtype of bias, given the row terms of `launch_rows`."""
+    """Add the kernel of dbias to a plan, and return dbias, in shape and dtype as bias.
+
+    The row terms, lse_log2 and delta, are the results of `launch_rows`.
+    """
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     batch, heads, rows, keys = shape
     if bias.numel() == 0:
@@ -470,10 +483,11 @@ def _sees_every_pair(spec: AttentionSpec, variant: Variant) -> bool:
 
 
 def _with_reach(maker: Maker, extras: Extras, tile: TileConfig) -> Extras:
-    """Add the keys of a bit tile that the rows of each compute tile see, (n, mask_q / tile_m,
-    words).
+    """Add to `extras` the bits of the keys that any row of a compute tile sees.
 
-    Keys that no row of the tile sees are not loaded, so that NaN in them has no effect.
+    The bits are int32 (n, mask_q / tile_m, words), of 32 keys a word, for n bit tiles: tiles of the
+    mask stored as one bit a pair. A kernel loads no key that no row of its tile sees, so that NaN
+    in such a key has no effect.
     """
     bits = extras.mask_bits
     if bits is None:
