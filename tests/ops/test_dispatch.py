@@ -80,7 +80,8 @@ def test_hoppers_kernels_are_never_compiled_for_another_gpu(capability):
 
 def test_what_mma_sync_kernels_refuse_runs_on_the_portable_ones(capability):
     capability(80)
-    for changes in ({"dtype": torch.float32}, {"head_dim": 512, "v_head_dim": 512}):
+    assert choose(CUDA._replace(head_dim=512, v_head_dim=512), None) == "gluon"
+    for changes in ({"dtype": torch.float32}, {"head_dim": 60, "v_head_dim": 60}):
         refused = CUDA._replace(**changes)
         assert choose(refused, None) == "triton"
         with pytest.raises(UnsupportedError, match="'gluon' cannot run attention"):

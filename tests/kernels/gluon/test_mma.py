@@ -407,7 +407,7 @@ def test_devices_without_warpgroup_products_take_it(capability, arch: int, takes
     ("changes", "reason"),
     [
         ({"dtype": torch.float32}, "dtype must be float16 or bfloat16"),
-        ({"head_dim": 512, "v_head_dim": 512}, "head_dim must be a multiple of 8 from 8 to 256"),
+        ({"head_dim": 520, "v_head_dim": 520}, "head_dim must be a multiple of 8 from 8 to 512"),
         ({"head_dim": 60}, "head_dim must be a multiple of 8"),
         ({"v_head_dim": 4}, "v_head_dim must be"),
         ({"mask_tile": (64, 64)}, "mask tiles must have 128 queries"),
