@@ -35,7 +35,7 @@ _SERVE_EXTRA = {
     "prometheus_client",
     "msgspec",
 }
-_MODEL = "checkpoint folder, owner/model[@revision] of the hub, or story, the packaged model"
+_MODEL = "folder, GGUF file, owner/model[@revision] of the hub, or story, the packaged model"
 _DTYPES = ("float32", "float16", "bfloat16")
 # Options of the engine that `generate` offers; the others are for a server's many requests.
 _OF_GENERATE = (

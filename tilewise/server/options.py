@@ -38,7 +38,7 @@ FLAGS: tuple[Flag, ...] = (
         "model",
         str,
         "story",
-        "checkpoint folder, owner/model[@revision] of the hub, or story, the packaged model",
+        "folder, GGUF file, owner/model[@revision] of the hub, or story, the packaged model",
         "the server",
         "MODEL",
     ),
