@@ -804,7 +804,7 @@ MUTANTS = {
         "starts=ctx.states.starts * 0", (*_TEST_STATE_FAMILIES, "chunks and qwen3_5"),
     ),
     "keys_of_a_recurrence_have_any_length": Mutant(
-        "tilewise/nn/gated_delta_net.py", "GatedDeltaNet._inputs",
+        "tilewise/nn/gated_delta_net.py", "GatedDeltaNet.inputs",
         "(unit_length(part.unflatten(-1, (-1, config.key_dim))) for part in (q, k))",
         "(part.unflatten(-1, (-1, config.key_dim)) for part in (q, k))",
         (*_TEST_STATE_LAYERS, "transformers and qwen3_5"),

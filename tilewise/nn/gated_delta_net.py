@@ -14,7 +14,6 @@ from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.gated_norm import UNIT_EPS, GatedRMSNorm, unit_length
 from tilewise.nn.layers import activate, adapted, fuses, project
 from tilewise.nn.states import Memory, StateLayer
-from tilewise.nn.valued import valued
 
 __all__ = ["GatedDeltaConfig", "GatedDeltaNet"]
 
@@ -95,7 +94,6 @@ class GatedDeltaNet(StateLayer):
         conv: (2 Hk K + H V, W), the weight of the convolution.
         a_log, dt_bias: (H,) float32.
         norm: the norm of each head's V channels.
-        has_inference_bits: True to give what is differentiated the values of inference on a GPU.
     """
 
     config: GatedDeltaConfig
@@ -104,7 +102,6 @@ class GatedDeltaNet(StateLayer):
     def __init__(self, hidden_size: int, config: GatedDeltaConfig) -> None:
         super().__init__()
         self.config = config
-        self.has_inference_bits = False
         heads = config.num_value_heads
         self.qkvz_proj = nn.Linear(hidden_size, sum(config.parts), bias=False)
         self.ba_proj = nn.Linear(hidden_size, 2 * heads, bias=False)
@@ -123,20 +120,15 @@ class GatedDeltaNet(StateLayer):
         ba = project(self.ba_proj, x, adapters)
         v = mixed[..., -channels[2] :]
         v, z = (part.unflatten(-1, (-1, config.value_dim)) for part in (v, z))
-        learns = torch.is_grad_enabled() and (mixed.requires_grad or self.a_log.requires_grad)
+        learns = torch.is_grad_enabled() and self.a_log.requires_grad
         if not learns and self.a_log.dtype == torch.float32 and fuses(mixed, ba):
-            q, k, g, beta = self._fused(mixed, ba)
+            q, k, g, beta = self.fused_inputs(mixed, ba)
         else:
-            given = self._inputs(mixed, ba)
-            if self.has_inference_bits and mixed.is_cuda:
-                with torch.no_grad():
-                    values = self._fused(mixed, ba)
-                given = tuple(valued(x, y) for x, y in zip(given, values, strict=True))
-            q, k, g, beta = given
+            q, k, g, beta = self.inputs(mixed, ba)
         o = memory.gated_delta(q, k, v, g, beta)
         return adapted(self.o_proj, self.norm(o, z).flatten(-2), adapters)
 
-    def _fused(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
+    def fused_inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
         """Return q and k of unit length, g and beta, by one kernel."""
         config, rows = self.config, mixed.shape[:-1]
         found = ops.delta_inputs(
@@ -151,7 +143,7 @@ class GatedDeltaNet(StateLayer):
         )
         return tuple(x.view(*rows, *x.shape[1:]) for x in found)
 
-    def _inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
         """Return q and k of unit length, g and beta, by operations that are differentiable."""
         config, channels = self.config, self.config.parts[:2]
         q, k = mixed[..., : sum(channels)].split_with_sizes(channels, -1)

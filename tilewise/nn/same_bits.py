@@ -84,6 +84,16 @@ class _AdaptedLinear(AdaptedLinear):
         return product(x, self.weight, self.bias)
 
 
+class _Valued(nn.Module):
+    """The layer behind it among its bases, with the value of inference and torch's gradient."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of the layer for its arguments."""
+        with torch.no_grad():
+            value = super().forward(*args, **kwargs)
+        return valued(super().forward(*args, **kwargs), value)
+
+
 class _RMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., dim)."""
@@ -141,13 +151,7 @@ class _GatedMLP(GatedMLP):
         return down
 
 
-class _ShiftedRMSNorm(ShiftedRMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of x (..., dim)."""
-        with torch.no_grad():
-            value = super().forward(x)
-        return valued(super().forward(x), value)
-
+class _ShiftedRMSNorm(_Valued, ShiftedRMSNorm):
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim)."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
@@ -155,28 +159,21 @@ class _ShiftedRMSNorm(ShiftedRMSNorm):
         return self(total), total
 
 
-class _GatedRMSNorm(GatedRMSNorm):
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map x (..., dim), whose gate has its shape, to the same shape and dtype."""
+class _GatedRMSNorm(_Valued, GatedRMSNorm): ...
+
+
+class _UnitRMSNorm(_Valued, UnitRMSNorm): ...
+
+
+class _LayerNorm(_Valued, LayerNorm): ...
+
+
+class _GatedDeltaNet(GatedDeltaNet):
+    def inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
+        """Return q and k of unit length, g and beta, with the values of their kernel."""
         with torch.no_grad():
-            value = super().forward(x, gate)
-        return valued(super().forward(x, gate), value)
-
-
-class _UnitRMSNorm(UnitRMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of x (..., dim)."""
-        with torch.no_grad():
-            value = super().forward(x)
-        return valued(super().forward(x), value)
-
-
-class _LayerNorm(LayerNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last dim of input (..., dim)."""
-        with torch.no_grad():
-            value = super().forward(input)
-        return valued(super().forward(input), value)
+            values = self.fused_inputs(mixed, ba)
+        return tuple(map(valued, super().inputs(mixed, ba), values))
 
 
 _VALUED: dict[type[nn.Module], type[nn.Module]] = {
@@ -187,7 +184,10 @@ _VALUED: dict[type[nn.Module], type[nn.Module]] = {
     GatedMLP: _GatedMLP,
 }
 # What a GPU's engine computes by a kernel of its own; on a CPU such a layer has these bits anyway.
-_VALUED_ON_GPU: dict[type[nn.Module], type[nn.Module]] = {GatedRMSNorm: _GatedRMSNorm}
+_VALUED_ON_GPU: dict[type[nn.Module], type[nn.Module]] = {
+    GatedRMSNorm: _GatedRMSNorm,
+    GatedDeltaNet: _GatedDeltaNet,
+}
 # What a CPU's engine computes by kernels of its own, and a GPU's by torch's operations.
 _VALUED_ON_CPU: dict[type[nn.Module], type[nn.Module]] = {
     UnitRMSNorm: _UnitRMSNorm,
@@ -225,8 +225,6 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
             module.fuses_on_cpu = not is_on_gpu
         if isinstance(module, Attention):
             module.attends_as_cached = is_on_gpu
-        if isinstance(module, GatedDeltaNet):
-            module.has_inference_bits = is_on_gpu
         if isinstance(module, Experts):
             module.has_inference_bits, module.fuses_on_cpu = True, not is_on_gpu
             # One tile for any number of rows, as in a batch-invariant engine.

@@ -203,41 +203,36 @@ def _check_add_parts(
     dispatch.check_backend_name(backend)
 
 
-def _module(x: Tensor, backend: str | None) -> Any:
-    name = dispatch.choose("norm", ElementSpec(x.device.type, x.dtype), backend)
-    return dispatch.kernel_module("norm", name)
+def _module(op: str, x: Tensor, backend: str | None) -> Any:
+    name = dispatch.choose(op, ElementSpec(x.device.type, x.dtype), backend)
+    return dispatch.kernel_module(op, name)
 
 
 def _chosen(x: Tensor, weight: Tensor, eps: float, backend: str | None) -> partial[Any]:
-    return partial(_module(x, backend).rms_norm, x, weight, eps)
+    return partial(_module("norm", x, backend).rms_norm, x, weight, eps)
 
 
 def _chosen_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
 ) -> partial[Any]:
-    return partial(_module(x, backend).add_rms_norm, x, residual, weight, eps)
-
-
-def _shifted_module(x: Tensor, backend: str | None) -> Any:
-    name = dispatch.choose("shifted_norm", ElementSpec(x.device.type, x.dtype), backend)
-    return dispatch.kernel_module("shifted_norm", name)
+    return partial(_module("norm", x, backend).add_rms_norm, x, residual, weight, eps)
 
 
 def _chosen_shifted(x: Tensor, weight: Tensor, eps: float, backend: str | None) -> partial[Any]:
-    return partial(_shifted_module(x, backend).shifted_rms_norm, x, weight, eps)
+    return partial(_module("shifted_norm", x, backend).shifted_rms_norm, x, weight, eps)
 
 
 def _chosen_add_shifted(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
 ) -> partial[Any]:
-    module = _shifted_module(x, backend)
+    module = _module("shifted_norm", x, backend)
     return partial(module.add_shifted_rms_norm, x, residual, weight, eps)
 
 
 def _chosen_add_parts(
     parts: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
 ) -> partial[Any]:
-    module = _module(residual, backend)
+    module = _module("norm", residual, backend)
     if hasattr(module, "add_parts_rms_norm"):
         return partial(module.add_parts_rms_norm, parts, residual, weight, eps)
     x = parts[0]

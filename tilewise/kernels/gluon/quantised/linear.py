@@ -417,8 +417,7 @@ def kind_and_table(weight: QuantisedWeight, dtype: torch.dtype) -> tuple[int, tu
     if weight.table == E2M1:
         kind = SPREAD if weight.in_lanes and weight.is_spread else FP4
         return kind.value, (0,) * _WORDS
-    narrow = (
-        torch.tensor(weight.table).to(dtype).view(torch.uint8).view(2, 8, 2)
-    )  # half, entry, byte
+    table = torch.tensor(weight.table).to(dtype)
+    narrow = table.view(torch.uint8).view(2, 8, 2)  # half, entry, byte
     words = narrow.transpose(1, 2).contiguous().view(-1).view(torch.int32)
     return TABLE.value, tuple(words.tolist())
