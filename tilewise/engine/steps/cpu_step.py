@@ -268,7 +268,8 @@ class CompiledRunner(ModelRunner):
         return program.buffers["logits"][:num_sampled, : self._config.vocab_size]
 
     def _places(self, inputs: ModelInputs) -> tuple[np.ndarray, ...]:
-        """Return what layers with a state need of a step: slots, starts and edges of rows, int64.
+        """Return the arrays of a step for layers with a state: slots, starts and edges of rows,
+        int64.
 
         Slots and starts are (B,), a slot of -1 has no state; edges are (B + 1,). The tuple is empty
         for a model without such layers.

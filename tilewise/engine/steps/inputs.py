@@ -263,8 +263,8 @@ def tree_mask(
 
     Args:
         lengths: (B,) rows of each run.
-        trees: by number of the run, for each run that ends in a tree: the number of rows before the
-            tree's first row, and the parent of each further row. Other runs are causal.
+        trees: the runs that end in a tree, by their numbers: how many rows stand before the tree's
+            first row, and the parent of each further row. Other runs are causal.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)])
     places = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)

@@ -70,8 +70,8 @@ class Pools:
         self._poolings: dict[int, Pooling] = {}
 
     def follow(self, batch: Batch, asks: bool) -> tuple[list[Part], dict[int, Pooling]]:
-        """Forget the sequences that left; return the rows that this step pools, and finished
-        poolings.
+        """Forget the sequences that left; return the rows that this step pools, and the poolings to
+        hand over.
 
         Every batch of a runner passes here, in order, and may pass again if its step fails: its
         parts then take the place of what was added from their first position on.

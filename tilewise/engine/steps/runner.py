@@ -356,7 +356,7 @@ class ModelRunner:
         return samples
 
     def reset(self) -> None:
-        """Forget the block tables, drawn tokens and adjusted logits of all sequences.
+        """Forget the block tables, the drawn tokens and the adjuster's state of all sequences.
 
         Scores and pooled states of prompts are kept, as a sequence may continue them.
         """
