@@ -220,11 +220,13 @@ class Buffer(NamedTuple):
 
 
 class Run:
-    """One run of a plan: the tensors that its places stand for. ~ tensors: the tensor of each
-    buffer; None until it is made. => tensors: the tensor of each buffer, by index; None for an
-    input that was not given, and until a step makes it. ~ stream: the address of the current CUDA
-    stream, 0 on a CPU. => stream: the address of the current CUDA stream; 0 on a CPU and where no
-    step needs it."""
+    """One run of a plan: the tensors that its places stand for.
+
+    Attributes:
+        tensors: the tensor of each buffer, by index; None for an input that was not given, and
+            until a step makes it.
+        stream: the address of the current CUDA stream; 0 on a CPU and where no step needs it.
+    """
 
     __slots__ = ("stream", "tensors")
 
@@ -277,7 +279,7 @@ class Launch:
     Args:
         arguments: the kernel's run-time arguments in their order, with a Place for each tensor,
             also inside of tuples.
-    options: the kernel's constants and num_warps and the like, by name.
+        options: the kernel's constants and num_warps and the like, by name.
     """
 
     def __init__(

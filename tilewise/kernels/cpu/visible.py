@@ -58,9 +58,9 @@ class View(NamedTuple):
             of its bit tile.
         first_tile, first_column: the mask tiles of queries and of keys at the table's start.
         members: the heads of a group with masks of their own, 1 if they share one.
+        width: the number of mask tiles of keys in the table.
         used: whether each tile of TILE_N keys has any kind but EMPTY; filled by `view_rows`.
         tree: the index of the first element of the sequence's tree mask; -1 without one.
-    width: the number of mask tiles of keys of the table.
     """
 
     kinds: np.ndarray
