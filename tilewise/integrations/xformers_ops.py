@@ -334,7 +334,10 @@ def _check_packed(x: Tensor, lengths: Any) -> None:
 def _over_padded_keys(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, dropout_p: float, scale: float | None
 ) -> Tensor:
-    """Attend to padded keys: a paged cache with a block for each sequence. No gradient flows."""
+    """Attend causally to padded keys, as to a paged cache with one block for each sequence.
+
+    No gradient flows. Raises UnsupportedError with dropout.
+    """
     if dropout_p > 0:
         raise UnsupportedError(f"p must be 0 over padded keys, got {dropout_p}")
     queries, keys = bias.q_seqinfo, bias.k_seqinfo
