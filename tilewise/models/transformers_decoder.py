@@ -132,7 +132,8 @@ class _Step:
     def running(
         self, ctx: AttentionContext | None, kv: Sequence[CacheLayer] | None
     ) -> Iterator[None]:
-        """Let calls of the attention function belong to this step."""
+        """Let calls of the attention function belong to this step, from its first call on, in a
+        `with` block."""
         self.ctx, self.kv, self.next = ctx, kv, 0
         try:
             yield
@@ -140,7 +141,11 @@ class _Step:
             self.ctx = self.kv = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """Compute the next call: (B, H, S, D) heads to o (B, S, Hq, Dv)."""
+        """Compute the attention of the next call, from heads (B, H, S, D) to o (B, S, Hq, Dv).
+
+        With a cache, the new keys and values are written to it first, B is 1, and keys are read
+        from it.
+        """
         number, self.next = self.next, self.next + 1
         call = self.calls[number]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -220,8 +225,7 @@ class TransformersDecoder(Decoder):
 
     @property
     def hands_attention_over(self) -> bool:  # type: ignore[override]
-        """Return whether each layer calls attention once, so that outputs can be written in
-        place."""
+        """Whether each layer calls attention once, so that outputs can be written in place."""
         return len({call.module for call in self.calls}) == len(self.calls)
 
     @property
