@@ -534,7 +534,7 @@ class Engine:
         events.
 
         Args:
-            batch: the step.
+            batch: the batch of the step.
             error: the exception with which it failed; None if it was dropped because an older one
                 failed.
         """
@@ -671,7 +671,7 @@ class Engine:
         Steps in which each sequence ran only its last drawn token and drafts count as decode steps.
 
         Args:
-            batch: the step.
+            batch: the batch of the step.
             samples: the drawn tokens; None for a step that was run again in parts.
             seconds: the time of the step.
         """

@@ -88,8 +88,8 @@ class StateMemory:
         """The number of tokens between two checkpoints: `interval`, if that is set.
 
         Else the number is doubled from LEAST_INTERVAL, up to MOST_INTERVAL, until the keys and
-        values of so many tokens take at least twice the bytes of a checkpoint. For a model without
-        keys and values it is LEAST_INTERVAL.
+        values of that number of tokens take at least twice the bytes of a checkpoint. For a model
+        without keys and values it is LEAST_INTERVAL.
         """
         if self.interval is not None:
             return self.interval

@@ -146,10 +146,10 @@ class StopAutomaton:
     Source: Aho and Corasick, "Efficient string matching", CACM 1975.
 
     Attributes:
-        next_of: for each state the states that it leads to, by character.
-        fallback: for each state the longest proper end of its text that is a state.
-        depth: for each state the number of its characters.
-        stop: for each state the longest stop string with which its text ends; None without.
+        next_of: the states to which each state leads, by state and character.
+        fallback: the longest proper end of each state's text that is a state, by state.
+        depth: the number of characters of each state, by state.
+        stop: the longest stop string with which each state's text ends, by state; None without.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

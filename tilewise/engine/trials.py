@@ -137,8 +137,8 @@ class Trials:
         remembered and refused at once.
 
         Args:
-            kind: the form of the description, see `StructuredOutputs`.
-            description: the description.
+            kind: the form of the description: "json", "regex", "choice" or "grammar".
+            description: the description as text, see `StructuredOutputs.description`.
             user: the user who asks; "" is no particular user, whose trials share no bound.
             lead: see `grammar_of`.
 

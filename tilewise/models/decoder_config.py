@@ -157,8 +157,8 @@ class DecoderConfig:
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
-        """For each layer with attention the layer whose keys and values it reads; empty if each has
-        its own.
+        """The layer whose keys and values each layer with attention reads; empty if each has its
+        own.
 
         Both are counted among the layers with attention.
         """

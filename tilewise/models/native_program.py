@@ -471,7 +471,7 @@ class _Writer:
         """Write attention of heads from its input h up to the heads' outputs in `o`, and note it.
 
         Args:
-            attention, own: the module and its configuration.
+            attention, own: the layer's attention module, and its configuration.
             h: the normalised input.
             index: the place of the layer's cache.
         """
@@ -759,7 +759,7 @@ class _Writer:
         it.
 
         Args:
-            attention: the module.
+            attention: the layer's attention module.
             h: the normalised input.
             index: the number of the layer.
             place: the place of the layer's cache.

@@ -212,8 +212,8 @@ class Trace:
         """Record that a sequence got blocks, and count its tokens that must be computed again.
 
         Args:
-            seq: the sequence.
-            held: its blocks that its window has not passed.
+            seq: the admitted sequence.
+            held: the sequence's blocks that its window has not passed.
         """
         request_id, found = seq.request.request_id, seq.num_registered_blocks
         blocks = (*(-1,) * (len(seq.block_ids) - len(held)), *held)
