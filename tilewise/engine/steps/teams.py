@@ -14,7 +14,8 @@ SOONEST, LATEST = 32, 4096  # steps until the next trial: doubled each time the 
 
 @dataclass
 class _Kind:
-    """Steps of one kind: the times of the current trial, and the result of the last one."""
+    """Steps of one kind: the times of the current trial by number of threads, and the number that
+    won the last trial."""
 
     times: dict[int, list[float]] = field(default_factory=dict)
     tried: int = 0  # steps of the trial
@@ -42,7 +43,11 @@ class Teams:
         self._kinds: dict[tuple[int, int], _Kind] = {}
 
     def choose(self, kind: int, most: int) -> int:
-        """Return the number of threads for a step of `kind`: 1 or `most`."""
+        """Return the number of threads for a step of `kind`: 1 or `most`.
+
+        It is the one of the last trial that won, or during a trial the one whose turn it is. Kinds
+        are told apart together with `most`.
+        """
         if most == 1:
             return 1
         known = self._kinds.setdefault((kind, most), _Kind())
