@@ -193,13 +193,14 @@ def _product(
     weighed: bool,
     parts: int,
 ) -> None:
-    """Note the launch of the up or down product: y (places, channels), or that for each part.
+    """Note the launch of the up or down product, which writes y (places, channels), or (parts,
+    places, channels).
 
     Args:
         lists: the rows of each expert, as `place_kernel` writes them.
         tokens, num_experts: the numbers of both.
         row_tiles: the most tiles of rows.
-        source_rows: the rows of x.
+        source_rows: the rows of x that a tile reads: SORTED, TOKENS or TOKEN of `experts`.
         pairs: the order of gates and values, one of the constants of `experts`.
         weighed: True to multiply rows by their weights.
         parts: the parts of K.
