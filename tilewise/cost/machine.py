@@ -25,8 +25,8 @@ class Machine:
     Attributes:
         name: the name of the device.
         flops: FLOP/s of a large matrix product, by dtype.
-        read_bandwidth, copy_bandwidth: bytes/s of a kernel that only reads, and of a copy, read
-            and written together.
+        read_bandwidth, copy_bandwidth: bytes/s of a kernel that only reads, and of a copy, read and
+            written together.
         memory_bytes: the memory of the device.
         link_bandwidth: bytes/s between device and pinned main memory, one direction; 0 for a device
             that computes in main memory.
@@ -39,10 +39,10 @@ class Machine:
             sum goes around a ring.
         stream_efficiency: the share of read_bandwidth at which a step's products read their
             weights.
-        product_efficiency: the share of flops at which they multiply.
+        product_efficiency: the share of flops at which a step's products multiply.
         key_efficiency: the share of read_bandwidth at which attention reads keys and values.
-        beside_efficiency: the same share in a GPU's steps with prompts, where one kernel reads for
-            both.
+        beside_efficiency: the share of read_bandwidth at which attention reads keys and values in
+            steps with prompts on a GPU, where one kernel reads for prompts and decoding sequences.
         near_bytes: the bytes of a step's keys and values that stay in the GPU's caches until the
             next step; 0 if not known. Bytes beyond it are read at far_efficiency in addition.
         far_efficiency: the share of read_bandwidth for bytes beyond near_bytes.
@@ -51,8 +51,8 @@ class Machine:
             move their tensors.
         overlaps: True if reads and products overlap, so that the slower one decides; otherwise
             their times add up.
-        attends_apart: True if those of attention add up all the same, because decoding sequences
-            and prompts have separate kernels.
+        attends_apart: True if reads and products of attention add up even if overlaps is True,
+            because decoding sequences and prompts have separate kernels.
         factors: corrections of the predicted time of products, norms and kernels, by the kind of a
             step ("decode" or "prompts") and its rows; interpolated linearly between two numbers.
         reading_s: the additional time of a step's first keys and values on a GPU, until they keep
@@ -72,14 +72,15 @@ class Machine:
             rows differ from those of the step before (StepWork.renews): before the step, for each
             of its sequences, and for each token that is processed.
         launch_s: the host's time for a kernel of a step that is not captured.
-        launch_sequence_s, launch_token_s, launch_draw_s: the host's additional time for each
-            sequence and token of such a step, and for one that samples any token.
+        launch_sequence_s, launch_token_s, launch_draw_s: the host's additional time, in a step that
+            is not captured, for each sequence, for each token, and once if any token is sampled.
         captures: True if decode steps are captured graphs.
         overlaps_steps: True if the next step is submitted while one runs.
         origins: the origin of each number, by the name of its field.
 
     Raises:
-        ValueError: a rate, a size or a share is not above 0, or a time is negative.
+        ValueError: flops is empty, a rate, a size or a share is not above 0, a time is negative, or
+            factors has another kind or an empty one.
     """
 
     name: str
@@ -150,7 +151,8 @@ class Machine:
                 _check(f"factors[{kind!r}][{rows}]", factor, above=True)
 
     def peaks(self, dtype: str) -> DevicePeaks:
-        """Return the peaks that `Cost.time` needs.
+        """Return the device's name, its FLOP/s in `dtype` and its bandwidths, as `Cost.time` needs
+        them.
 
         Raises:
             ValueError: the profile has no FLOP/s for this dtype.
@@ -172,7 +174,9 @@ def _check(name: str, value: object, *, above: bool) -> None:
 
 
 def read_machine(path: str | Path) -> Machine:
-    """Read a profile that `tilewise bench machine` wrote.
+    """Read a profile from a JSON file that `tilewise bench machine` wrote.
+
+    The file holds the fields of a Machine, or an object that has them under the key "machine".
 
     Raises:
         ValueError: the file is not JSON, or a field is missing, unknown or out of its range.
@@ -206,7 +210,12 @@ def read_machine(path: str | Path) -> Machine:
 
 
 def _factors(told: object) -> dict[str, dict[int, float]]:
-    """Return factors with row counts as numbers; in JSON they are strings."""
+    """Return the `factors` of a profile in JSON, {kind: {rows: factor}}, with ints as row counts,
+    which are strings in JSON.
+
+    Raises:
+        ValueError: `told` is not such a mapping.
+    """
     try:
         return {
             kind: {int(rows): factor for rows, factor in of_rows.items()}
@@ -217,7 +226,7 @@ def _factors(told: object) -> dict[str, dict[int, float]]:
 
 
 def machine(name: str) -> Machine:
-    """Return a profile by its name.
+    """Return a profile of this module by its short name in MACHINES: h200, h100, a100, cpu.
 
     Raises:
         ValueError: no profile has that name.
@@ -305,7 +314,9 @@ def _derived(
     """Return the profile of a GPU that was not measured: its data sheet times an H200's
     efficiencies.
 
-    989 TFLOP/s and 4.8 TB/s are the H200's.
+    `flops` and `read` are the data sheet's FLOP/s and bytes/s (an H200's are 989e12 and 4.8e12),
+    `memory` its bytes, `link` and `peers` the bytes/s of its links to main memory and to other
+    GPUs. Fixed times are the H200's.
     """
     what = "not measured: its data sheet, times the share of its own that an H200 reached"
     shares = {"flops": flops / 989e12, "read": read / 4.8e12}

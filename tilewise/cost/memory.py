@@ -50,8 +50,8 @@ def mla_cache_bytes(
 
 
 def grouped_heads(num_q_heads: int, num_kv_heads: int) -> int:
-    """Return the key heads of GQA in a comparison: the model's own if it has groups, else about Hq
-    / 8.
+    """Return the key heads of GQA in a comparison: the model's own if it has groups (1 < Hk < Hq),
+    else the largest divisor of Hq that is at most Hq / 8.
 
     The GQA paper converts its models to groups of eight (8 heads of 64).
     """
@@ -116,7 +116,8 @@ class WastedSlots(NamedTuple):
 
 
 def wasted_slots(seqlens: Sequence[int], *, block_size: int) -> WastedSlots:
-    """Count the empty slots of a paged cache: less than one block a sequence, none outside.
+    """Count the empty slots in the last blocks of sequences of a paged cache: internal ones, less
+    than a block for each sequence; there are no external ones.
 
     Args:
         seqlens: the tokens of each sequence.
@@ -138,6 +139,9 @@ def wasted_slots_contiguous(seqlens: Sequence[int], *, limits: Sequence[int]) ->
     Args:
         seqlens: the tokens of each sequence.
         limits: the largest number of tokens that each sequence may reach.
+
+    Raises:
+        ValueError: a length is above its limit, or the arguments differ in length.
 
     Source: Stratos, "Efficient Attention", section 1.4.
     """

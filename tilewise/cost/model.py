@@ -14,13 +14,15 @@ CHUNK = 64  # tokens of a chunk of a recurrence, see `kernels.spec`
 
 @dataclass(frozen=True, slots=True)
 class StateLayers:
-    """The layers of a model whose memory is a state: gated delta nets.
+    """The gated delta net layers of a model, which keep a state of fixed size per sequence instead
+    of keys and values: their number and sizes.
 
     Attributes:
         count: the number of such layers.
-        products: (in, out) of each matrix product of one.
+        products: (in, out) of each matrix product of one such layer, its feed-forward block
+            included.
         num_key_heads, num_heads: Hk and H, the heads of keys and of values.
-        key_dim, value_dim: K and V.
+        key_dim, value_dim: K and V, the channels of a key head and of a value head.
         conv_width: W, the taps of the convolution.
     """
 
@@ -40,8 +42,9 @@ class StateLayers:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the slot of a running sequence in 16 bits: its states, the tokens of its open
-        chunk and their inverse, and as many inputs of the convolution."""
+        """Bytes that one running sequence takes in all these layers: the float32 states; of the up
+        to CHUNK tokens of its open chunk the keys and values in 16 bits, two float32 gates a head
+        and the inverse matrix; and CHUNK + W - 1 inputs of the convolution in 16 bits."""
         keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         channels = 2 * keys + values
         kept = CHUNK * (2 * keys + 2 * values + (8 + 2 * CHUNK) * self.num_heads)
@@ -49,23 +52,27 @@ class StateLayers:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint in 16 bits: the states, and the last inputs of the convolution."""
+        """Bytes of one checkpoint of a sequence in all these layers: the float32 states, and the
+        last W - 1 inputs of the convolution in 16 bits."""
         channels = 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
         return self.state_bytes + 2 * self.count * (self.conv_width - 1) * channels
 
     @property
     def token_flops(self) -> int:
-        """FLOPs of the recurrences of one token of a prompt, in all layers.
+        """FLOPs of the recurrences of one token of a prompt, in all layers; two for each
+        multiply-add.
 
-        Of each head: products of a key and of a query with the state and one that adds to it, K V
-        each, and with the tokens of its chunk, half a chunk on average, 2 (K + V) each.
+        Multiply-adds of a head: 3 K V, for the products of a key and of a query with the state and
+        for the update of the state; and 2 (K + V) for each of the CHUNK / 2 tokens of its chunk, on
+        average, with which a token is multiplied.
         """
         pairs = CHUNK // 2 * 2 * (self.key_dim + self.value_dim)
         head = 2 * (3 * self.key_dim * self.value_dim + pairs)
         return self.count * self.num_heads * head
 
     def shard(self, parallel: int) -> StateLayers:
-        """Return the part of one of `parallel` shards.
+        """Return the layers as one of `parallel` tensor parallel ranks holds them: its heads and
+        its part of every product.
 
         Raises:
             ValueError: `parallel` does not divide the heads.
@@ -84,7 +91,8 @@ class StateLayers:
 
 
 def _cut(products: tuple[tuple[int, int], ...], parallel: int) -> tuple[tuple[int, int], ...]:
-    """Return a rank's part of products: outputs and inputs are cut in turn."""
+    """Return a rank's part of `products`: the first, third ... have their outputs divided by
+    `parallel`, the second, fourth ... their inputs."""
     return tuple(
         (wide // parallel, narrow) if place % 2 else (wide, narrow // parallel)
         for place, (wide, narrow) in enumerate(products)
@@ -93,16 +101,17 @@ def _cut(products: tuple[tuple[int, int], ...], parallel: int) -> tuple[tuple[in
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes on which the bytes and FLOPs of a token depend.
+    """The sizes of a decoder on which the bytes and FLOPs of a token depend; `read_sizes` makes
+    them.
 
     Attributes:
-        products: (in, out) of each matrix product of a layer with attention; their weights are
-            read once a step.
+        products: (in, out) of each matrix product of a layer with attention; their weights are read
+            once a step.
         num_layers: the number of layers with attention.
-        states: the layers with a state beside those; None for none.
+        states: the gated delta layers, not counted in num_layers; None for a model without.
         head: (in, out) of the output head.
         max_len: the number of positions of the model.
-        is_tied: True if the embedding table is the output head's weight.
+        is_tied: True if the embedding table is the output head's weight, and so is stored once.
     """
 
     products: tuple[tuple[int, int], ...]
@@ -123,7 +132,7 @@ class Sizes:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer's products."""
+        """Number of weights in the matrix products of one layer with attention."""
         return sum(math.prod(product) for product in self.products)
 
     @property
@@ -136,14 +145,16 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Number of weights in memory, without those of norms."""
+        """Number of weights in memory, the embedding table included if it is not tied to the head;
+        without those of norms."""
         return self.streamed_parameters + (0 if self.is_tied else math.prod(self.head))
 
     def shard(self, parallel: int) -> Sizes:
         """Return the sizes of one of `parallel` shards: its part of every product and its heads.
 
-        Vocabulary and width of the residual stream stay the whole model's; `distributed.shards`
-        says which dimension of a product is cut.
+        Vocabulary and width of the residual stream stay the whole model's; with more shards than
+        key heads each holds one key head; `distributed.shards` says which dimension of a product is
+        cut.
 
         Raises:
             ValueError: `parallel` does not divide the query heads, or neither divides nor is a
@@ -172,8 +183,9 @@ class Sizes:
         )
 
     def cache_bytes(self, element_bytes: float = 2) -> int:
-        """Return the bytes of one token's keys and values; elements of 1 byte or half of one add a
-        float32 scale a head."""
+        """Return the bytes of one token's keys and values in all layers with attention; if
+        `element_bytes` is 1 or less, each head adds a float32 scale for its key and one for its
+        value."""
         head = int(self.head_dim * element_bytes) + (4 if element_bytes <= 1 else 0)
         return 2 * self.num_layers * self.num_kv_heads * head
 

@@ -146,10 +146,11 @@ def visible_pairs(
 
 
 def _visible_span(start: int, stop: int, length: int, before: int, after: int, tile: int) -> int:
-    """Return how many of `length` keys, in whole tiles, are visible to one of queries start ...
-    stop - 1.
+    """Return how many of `length` keys lie in a tile of `tile` keys of which at least one is
+    visible to a query of positions start ... stop - 1.
 
-    Position x sees x - before ... x + after; a negative limit means unlimited.
+    Position x sees keys x - before ... x + after; a negative limit means unlimited. The last tile
+    ends at `length`.
     """
     first = 0 if before < 0 else min(max(start - before, 0), length)
     last = length if after < 0 else min(max(stop + after, 0), length)
@@ -169,10 +170,10 @@ def standard_attention_cost(
     batch: int = 1,
     itemsize: int = 2,
 ) -> Cost:
-    """Cost the attention that writes S to HBM and reads it back in softmax(S) V.
+    """Return the cost of attention that writes S to HBM and reads it back in softmax(S) V.
 
-    For one head and n tokens: 4 n d + 2 n^2 elements, 8 n d + 4 n^2 bytes of 2-byte elements, and
-    4 n^2 d FLOPs. A mask saves nothing, since the whole matrix is computed.
+    For one head and n tokens: 4 n d + 2 n^2 elements, 8 n d + 4 n^2 bytes of 2-byte elements, and 4
+    n^2 d FLOPs. A mask saves nothing, since the whole matrix is computed.
 
     Args:
         seqlen_q, seqlen_k, head_dim: Sq, Sk, D.
@@ -208,7 +209,8 @@ def flash_attention_cost(
     itemsize: int = 2,
     writes_lse: bool = False,
 ) -> Cost:
-    """Cost the tiled forward pass: a query tile stays on chip and sweeps the keys it sees.
+    """Return the cost of the tiled forward pass: a query tile stays on chip and sweeps the keys it
+    sees.
 
     For one head and n tokens: 4 n d + 4 n^2 d / tile_q bytes of 2-byte elements and 4 n^2 d FLOPs,
     (n + 1) / 2n of that when causal. Each query head reads the keys and values of its group anew.
@@ -254,7 +256,8 @@ def flash_attention_backward_cost(
     window_right: int = -1,
     itemsize: int = 2,
 ) -> Cost:
-    """Cost the tiled backward pass: a key tile stays on chip while its queries are read.
+    """Return the cost of the tiled backward pass: a key tile stays on chip while its queries are
+    read.
 
     FLOPs are those of five matrix products over the visible pairs, 2.5 times the forward pass. For
     one head, n queries and n keys without a window, 9 n d + (n / tile_k) (5 n d + n) elements move.
@@ -297,7 +300,8 @@ def paged_attention_cost(
     itemsize: int = 2,
     cache_itemsize: float | None = None,
 ) -> Cost:
-    """Cost causal attention over a paged cache that reads each visible key and value once.
+    """Return the cost of causal attention over a paged cache that reads each visible key and value
+    once.
 
     With one new token a sequence, the intensity is about G = Hq / Hk FLOPs for each byte of a
     2-byte cache: decoding is bound by memory.
@@ -335,7 +339,8 @@ def mla_decode_cost(
     itemsize: int = 2,
     cache_itemsize: int | None = None,
 ) -> Cost:
-    """Cost attention over a paged cache of latents, in which keys are also values.
+    """Return the cost of causal attention over a paged cache of latents, in which keys are also
+    values.
 
     Each token costs R + Dr elements once, for all heads; each pair 2 (R + Dr) + 2 R FLOPs a head.
 
@@ -359,7 +364,8 @@ def mla_decode_cost(
 
 
 def merge_states_cost(num_tokens: int, num_heads: int, v_head_dim: int, itemsize: int = 2) -> Cost:
-    """Cost merging two partial outputs with their lse into one."""
+    """Return the cost of merging two partial outputs (T, H, Dv) and their float32 lse into one of
+    each."""
     output, lse = num_tokens * num_heads * v_head_dim * itemsize, num_tokens * num_heads * LSE_BYTES
     return Cost(0, 2 * (output + lse), output + lse)
 
@@ -367,7 +373,8 @@ def merge_states_cost(num_tokens: int, num_heads: int, v_head_dim: int, itemsize
 def rope_cost(
     num_tokens: int, num_heads: int, head_dim: int, rotary_dim: int, itemsize: int = 2
 ) -> Cost:
-    """Cost rotating (T, H, D) by float32 cos and sin of rotary_dim / 2 angles a token."""
+    """Return the cost of rotating (T, H, D) by float32 cos and sin of rotary_dim / 2 angles a
+    token."""
     tensor = num_tokens * num_heads * head_dim * itemsize
     return Cost(0, tensor + num_tokens * rotary_dim * 4, tensor)
 
@@ -375,7 +382,8 @@ def rope_cost(
 def product_cost(
     rows: int, width_in: int, width_out: int, *, itemsize: int = 2, weight_itemsize: float = 2
 ) -> Cost:
-    """Cost a matrix product (rows, in) x (in, out): 2 rows in out FLOPs, each operand moved once.
+    """Return the cost of a matrix product (rows, in) x (in, out): 2 rows in out FLOPs, each operand
+    moved once.
 
     Args:
         rows: the number of tokens.
@@ -389,14 +397,15 @@ def product_cost(
 
 
 def norm_cost(rows: int, width: int, *, itemsize: int = 2) -> Cost:
-    """Cost adding a residual and normalising by RMS: two terms are read, the sum and norm
-    written."""
+    """Return the cost of adding a residual and normalising by RMS: two tensors (rows, width) and
+    the weight are read, the sum and its norm are written."""
     tensor = rows * width * itemsize
     return Cost(0, 2 * tensor + width * itemsize, 2 * tensor)
 
 
 def activation_cost(rows: int, width: int, *, itemsize: int = 2) -> Cost:
-    """Cost silu(gate) * up, `width` elements of each a row."""
+    """Return the cost of silu(gate) * up for tensors (rows, width): both are read, one is
+    written."""
     tensor = rows * width * itemsize
     return Cost(0, 2 * tensor, tensor)
 
@@ -409,7 +418,7 @@ def write_kv_cache_cost(
     v_head_dim: int | None = None,
     itemsize: int = 2,
 ) -> Cost:
-    """Cost writing new keys and values into their slots; a slot number is 8 bytes."""
+    """Return the cost of writing new keys and values into their slots; a slot number is 8 bytes."""
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     tensors = num_tokens * num_kv_heads * (head_dim + v_head_dim) * itemsize
     return Cost(0, tensors + 8 * num_tokens, tensors)
@@ -424,14 +433,15 @@ def copy_blocks_cost(
     v_head_dim: int | None = None,
     itemsize: int = 2,
 ) -> Cost:
-    """Cost copying whole blocks of keys and values; a pair of block numbers is 16 bytes."""
+    """Return the cost of copying whole blocks of keys and values; a pair of block numbers is 16
+    bytes."""
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     blocks = num_blocks * block_size * num_kv_heads * (head_dim + v_head_dim) * itemsize
     return Cost(0, blocks + 16 * num_blocks, blocks)
 
 
 class Tiles(NamedTuple):
-    """Query rows and keys of a tile."""
+    """The query rows and the keys of a tile of flash attention, as `choose_tiles` returns them."""
 
     tile_q: int
     tile_k: int

@@ -56,19 +56,23 @@ class StepWork(NamedTuple):
     """The work of a step, as far as its time depends on it.
 
     Attributes:
-        tokens: the rows of its products.
+        tokens: the tokens that the step computes, which are the rows of its products before
+            padding.
         sequences: the number of sequences with at least one token in the step.
         logits: the rows for which logits are computed.
-        samples: the tokens sampled from them.
-        keys: the tokens whose keys and values are read.
-        pairs: the pairs of query and key, in runs of more than one token.
-        copied_slots: the tokens in blocks that are copied.
+        samples: the tokens that are sampled from the logits.
+        keys: the tokens whose keys and values attention reads, summed over the sequences.
+        pairs: the pairs of query and visible key in runs of more than one token; 0 if the step only
+            decodes.
+        copied_slots: the tokens in blocks that are copied within the cache.
         swapped_slots: the tokens in blocks that are swapped in or out before the step begins.
         is_decode: True if every sequence computes one token and samples one.
-        state_copies: the slots of states that are filled or kept, in layers that keep states.
-        prompt_tokens: the tokens in runs of more than one.
-        renews: True if its rows differ from those of the step before: some sequences compute a
-            prompt, have ended, or sample their second token after their prompt in the step before.
+        state_copies: the copies between a sequence's states and a checkpoint, in either direction,
+            in layers that keep states.
+        prompt_tokens: the tokens in runs of more than one token.
+        renews: True if the step's rows differ from those of the step before: some sequences compute
+            a prompt, have ended, or sample their second token after their prompt in the step
+            before.
     """
 
     tokens: int
@@ -86,10 +90,11 @@ class StepWork(NamedTuple):
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of a step: the host's before it begins, while it is launched, and after it has ended.
+    """The predicted seconds of one step, as `StepCost` returns them.
 
-    `device` counts from the launch of the first kernel; the device waits for the host if launching
-    takes longer.
+    `before` is the host's time to schedule and submit the step, `launching` its time to launch
+    kernels (0 for a captured step), `after` its time to process the sampled tokens. `device` counts
+    from the launch of the first kernel; the device waits for the host if launching takes longer.
     """
 
     before: float
@@ -104,7 +109,7 @@ class StepSeconds(NamedTuple):
 
 
 class StepCost:
-    """Predict steps of one model on one machine.
+    """A predictor for one model on one machine: called with a `StepWork`, it returns `StepSeconds`.
 
     Args:
         sizes: the sizes of the model.
@@ -151,7 +156,7 @@ class StepCost:
         self.kernels = KERNELS_OF_A_LAYER * num_layers + KERNELS_OF_A_STEP
 
     def __call__(self, work: StepWork) -> StepSeconds:
-        """Predict a step."""
+        """Return the predicted seconds of a step on the host and on the device."""
         m = self.machine
         before = m.step_s + m.step_sequence_s * work.sequences
         before += m.token_s * (work.tokens - work.sequences)
@@ -168,7 +173,8 @@ class StepCost:
         return StepSeconds(before, launching, self.device(work), after)
 
     def device(self, work: StepWork) -> float:
-        """Predict the device's time for a step."""
+        """Return the predicted seconds of a step on the device: products, sampling, sums over
+        ranks, attention, recurrences, swapped and copied blocks."""
         m = self.machine
         seconds = self.by_rows(work) + m.sample_s * work.samples
         if work.pairs > m.few_pairs:
@@ -196,7 +202,8 @@ class StepCost:
         return seconds
 
     def states(self, work: StepWork) -> float:
-        """Predict the time of recurrences, and of copies of states: 0 without such layers."""
+        """Return the predicted seconds of a step's recurrences in gated delta layers, and of copies
+        of their states; 0.0 for a model without such layers."""
         states, m = self.sizes.states, self.machine
         if states is None:
             return 0.0
@@ -207,7 +214,12 @@ class StepCost:
         return reading + multiplying + copying
 
     def by_rows(self, work: StepWork) -> float:
-        """Predict the device's time without attention, sampling, sums and copies."""
+        """Return the predicted seconds of all work on the device whose size is the number of rows:
+        products, norms, activations, the head and the fixed time of kernels, corrected by
+        `Machine.factors`.
+
+        Attention, recurrences, sampling, sums over ranks and copies are not included.
+        """
         rows, logits = self.rows(work)
         layers = self._layers.get(rows)
         if layers is None:
@@ -220,7 +232,8 @@ class StepCost:
         return seconds if factors is None else seconds * factors(rows)
 
     def rows(self, work: StepWork) -> tuple[int, int]:
-        """Return the rows of a step's products and of its logits, padding included."""
+        """Return the rows of a step's products and the rows of its logits, with padding if the
+        machine captures steps; logits are padded only in steps of decoding."""
         if not self.machine.captures:
             return work.tokens, work.logits
         rows = padded_rows(work.tokens, is_decode=work.is_decode)
@@ -248,9 +261,9 @@ class StepCost:
         """Return the terms whose weighted sum is a step's time if memory and products do not
         overlap.
 
-        Keys are the fields of Machine that are their weights: counts for fixed times, and seconds
-        at full speed, which efficiencies divide. `bench.machine` fits the weights to measured
-        steps.
+        Keys are the fields of Machine that weight the terms: a count for a field that is a fixed
+        time, and seconds at full speed for an efficiency, which divides them. States, sums over
+        ranks and copies are left out. `bench.machine` fits the weights to measured steps.
         """
         m, sizes = self.machine, self.sizes
         rows, logits = self.rows(work)
@@ -274,19 +287,21 @@ class StepCost:
         }
 
     def _begun(self, work: StepWork) -> float:
-        """Return the fraction of `Machine.reading_s` that a step takes, 1 if it reads for
-        longer."""
+        """Return the fraction of `Machine.reading_s` that a step takes: the time to read its keys
+        and values over BEGINNING_S, at most 1; 0 on a machine that does not capture steps."""
         full = work.keys * self.cache_bytes / self.machine.read_bandwidth
         return min(1.0, full / BEGINNING_S) if self.machine.captures else 0.0
 
     def _far_seconds(self, work: StepWork) -> float:
-        """Return the time at full speed of the keys and values that the caches do not hold."""
+        """Return the seconds, at full read bandwidth, to read the part of a step's keys and values
+        beyond `Machine.near_bytes`, which caches do not hold; 0 if near_bytes is not known."""
         m = self.machine
         far = work.keys * self.cache_bytes - m.near_bytes if m.near_bytes else 0.0
         return max(0.0, far) / m.read_bandwidth
 
     def _streams(self, rows: int) -> tuple[int, int]:
-        """Return the bytes of weights that all layers read, and the FLOPs of their products."""
+        """Return the bytes of weights that all layers read, and the FLOPs of their products with
+        `rows` rows; without the head."""
         weights = flops = 0
         for count, products in self._kinds():
             each = [product_cost(rows, i, o, weight_itemsize=0) for i, o in products]
@@ -303,7 +318,9 @@ class StepCost:
         return kinds if states is None else [*kinds, (states.count, states.products)]
 
     def _element_bytes(self, rows: int, logits: int) -> int:
-        """Return the bytes moved by everything but weights, keys and values."""
+        """Return the bytes that a step of `rows` rows and `logits` rows of logits moves beside
+        weights, keys and values: norms, activations, rotations, inputs and outputs of products, and
+        logits."""
         return self._layer_bytes(rows) + 2 * logits * self.sizes.vocab_size * LOGIT_BYTES
 
     def _layer_bytes(self, rows: int) -> int:
@@ -344,12 +361,14 @@ class StepCost:
 
 
 def kind_of(work: StepWork) -> str:
-    """Return the kind of a step, the key of `Machine.factors`."""
+    """Return the kind of a step, a key of `Machine.factors`: "prompts" if it has pairs, that is
+    runs of more than one token, else "decode"."""
     return "prompts" if work.pairs else "decode"
 
 
 class _Curve:
-    """Factors interpolated between the measured ones; beyond them the outermost."""
+    """A function of a number of rows: measured factors, interpolated linearly between two measured
+    numbers of rows, and constant beyond the least and the largest."""
 
     def __init__(self, told: Mapping[int, float]) -> None:
         self._rows = sorted(told)
@@ -365,7 +384,8 @@ class _Curve:
 
 
 def recompute_seconds(cost: Callable[[StepWork], StepSeconds], tokens: int, chunk: int) -> float:
-    """Predict recomputing the keys and values of a sequence, alone, in chunks.
+    """Return the predicted seconds to recompute the keys and values of one sequence, alone, in
+    chunks: for each chunk the longer of the device's time and the host's launching.
 
     Args:
         cost: the predictor of a step.
@@ -386,12 +406,13 @@ def recompute_seconds(cost: Callable[[StepWork], StepSeconds], tokens: int, chun
 
 
 def sum_seconds(machine: Machine, num_bytes: float, parallel: int) -> float:
-    """Predict a sum over several GPUs of one host.
+    """Return the predicted seconds of one sum of a tensor over the GPUs of a host (an all-reduce).
 
     In a small sum each GPU writes into the inboxes of the (N - 1) others at once, in words of which
     half are data, and waits for each of them; the norm after it is part of it, and counted with the
-    step's kernels. In a larger one each GPU adds up its share and sends the result; the largest go
-    around a ring twice. Either moves 2 (N - 1) / N of the message.
+    step's kernels. In a larger sum each GPU adds up its share and sends the result; the largest
+    sums go around a ring twice. These two move 2 (N - 1) / N of the message. `INBOX_SUM_BYTES` has
+    the limits.
 
     Args:
         machine: a profile with links to peers.
@@ -412,7 +433,8 @@ def sum_seconds(machine: Machine, num_bytes: float, parallel: int) -> float:
 
 
 def swap_seconds(machine: Machine, num_bytes: float, transfers: int) -> float:
-    """Predict moving keys and values over the link in one direction.
+    """Return the predicted seconds to move blocks of keys and values over the link between device
+    and main memory, in one direction.
 
     Args:
         machine: a profile with a link.

@@ -218,7 +218,12 @@ def _within(window: Window) -> Distances:
 
 
 def _by_distance(fn: Distances, seqlen_q: int, seqlen_k: int, tile: tuple[int, int]) -> TileMap:
-    """Return the map of a rule of i + Sk - Sq - j: tiles on one diagonal of tiles are equal."""
+    """Return the tile map (1, 1, Sq, Sk) of the rule fn(i + Sk - Sq - j); tiles on one diagonal of
+    tiles are equal and are evaluated once.
+
+    The rule also decides the pairs of the last tiles beyond Sq and Sk, which `tile_map.bounded`
+    hides.
+    """
     shape = (1, 1, seqlen_q, seqlen_k)
     tile_q, tile_k = tile
     rows, columns = tile_map.tiles_of(shape, tile)
@@ -250,7 +255,12 @@ def _by_distance(fn: Distances, seqlen_q: int, seqlen_k: int, tile: tuple[int, i
 
 
 def _ask(fn: Distances, distances: Tensor) -> Bools:
-    """Return fn(distances), checked."""
+    """Return fn(distances) as numpy bools.
+
+    Raises:
+        TypeError: the result is no bool tensor.
+        ValueError: the result has another shape than `distances`.
+    """
     visible = fn(distances)
     if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
         got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__

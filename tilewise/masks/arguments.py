@@ -19,7 +19,8 @@ Device = torch.device | str | None
 
 
 def check_count(name: str, value: Any, least: int = 0) -> int:
-    """Return `value` as an int of at least `least`."""
+    """Return `value` as an int; raise TypeError if it is no integer and ValueError below `least`.
+    Messages begin with `name`."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -30,7 +31,8 @@ def check_count(name: str, value: Any, least: int = 0) -> int:
 
 
 def check_pair(name: str, value: Any) -> tuple[Any, Any]:
-    """Return an int n as (n, n), and a pair unchanged."""
+    """Return (value, value), or a tuple or list of two as a tuple; raise ValueError if it has
+    another length. The type of a single value is not checked."""
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise ValueError(f"{name} must be an int or a pair, got {value!r}")
@@ -39,7 +41,8 @@ def check_pair(name: str, value: Any) -> tuple[Any, Any]:
 
 
 def check_tile(tile: Tile) -> tuple[int, int]:
-    """Return (tile_q, tile_k)."""
+    """Return (tile_q, tile_k) of a builder's argument `tile`, an int or a pair; raise ValueError
+    unless both are 64 or 128."""
     tile_q, tile_k = check_pair("tile", tile)
     if tile_q not in TILES or tile_k not in TILES:
         raise ValueError(f"tile must be 64 or 128 or a pair of them, got {tile!r}")
@@ -47,13 +50,14 @@ def check_tile(tile: Tile) -> tuple[int, int]:
 
 
 def check_seqlens(seqlen_q: Any, seqlen_k: Any) -> tuple[int, int]:
-    """Return (Sq, Sk), the second Sq when None."""
+    """Return (Sq, Sk) as ints of at least 0; Sk is Sq when seqlen_k is None."""
     first = check_count("seqlen_q", seqlen_q)
     return first, first if seqlen_k is None else check_count("seqlen_k", seqlen_k)
 
 
 def check_window(window: Any) -> tuple[int | None, int | None]:
-    """Return (left, right) numbers of keys, None unlimited, of a window as `attention` takes it."""
+    """Return (left, right) numbers of keys, None unlimited, of a window as `attention` takes it: an
+    int w gives (w - 1, 0), and None or -1 in a pair is unlimited."""
     if not isinstance(window, (tuple, list)):
         return check_count("window", window, 1) - 1, 0
     left, right = check_pair("window", window)
@@ -65,8 +69,8 @@ def check_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def check_bool(name: str, tensor: Tensor, least_dims: int, most_dims: int) -> Tensor:
-    """Return a bool tensor of at most `most_dims` dimensions, with 1s prepended up to that
-    number."""
+    """Return `tensor` with 1s prepended to its shape until it has `most_dims` dimensions; raise
+    TypeError if it is not bool, ValueError unless it has `least_dims` to `most_dims`."""
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a bool tensor, got {got}")
@@ -79,7 +83,9 @@ def check_bool(name: str, tensor: Tensor, least_dims: int, most_dims: int) -> Te
 
 
 def check_integers(name: str, values: Any, dims: int) -> NDArray[np.int64]:
-    """Return an integer tensor or sequence as int64, with 1s prepended up to `dims` dimensions."""
+    """Return an integer tensor or sequence as numpy int64, with 1s prepended to its shape until it
+    has `dims` dimensions; raise TypeError if it holds no integers, ValueError if it has more or
+    none."""
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size == 0:
         array = array.astype(np.int64)
@@ -91,8 +97,8 @@ def check_integers(name: str, values: Any, dims: int) -> NDArray[np.int64]:
 
 
 def token_flags(name: str, tokens: Any, seqlen: int) -> Bools:
-    """Return bool flags (Bm, S) from a count of first tokens, positions, or flags (S,) or (B,
-    S)."""
+    """Return numpy bool flags (Bm, S) from a count of first tokens, positions, or flags (S,) or (B,
+    S); raise an error if a count, a position or the number of flags does not fit `seqlen`."""
     if isinstance(tokens, Tensor) and tokens.dtype == torch.bool:
         flags: Bools = check_bool(name, tokens, 1, 2).cpu().numpy()
         if flags.shape[1] != seqlen:

@@ -92,17 +92,18 @@ class BlockMask:
         return self.bits.device
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The tensors in the order in which the registered ops take them."""
+        """Return the five tensors in the order in which the registered ops take them: bits, spans
+        and entries of rows, spans and entries of columns."""
         return (self.bits, *self.rows, *self.columns)
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """Return the mask with its tensors on `device`."""
+        """Return the mask with its tensors on `device`; the mask itself if it is there already."""
         if self.device == torch.device(device):
             return self
         return _from_tensors((t.to(device) for t in self.tensors()), (self.shape, self.tile))
 
     def memory(self) -> int:
-        """The size of the tensors in bytes."""
+        """Return the size of the tensors in bytes."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     @property
@@ -183,7 +184,12 @@ class BlockMask:
         return from_tile_map(cropped, self.device)
 
     def same_as(self, other: BlockMask) -> bool:
-        """Return whether both masks have the same shape and the same visible pairs."""
+        """Return whether both masks have the same shape and the same visible pairs, whatever their
+        tiles.
+
+        Raises:
+            ValueError: masks of the same shape lie on different devices.
+        """
         if self.shape != other.shape:
             return False
         different = self._combine(other, np.bitwise_xor)
@@ -335,7 +341,8 @@ torch.serialization.add_safe_globals([BlockMask, TileLists])
 
 
 def from_tile_map(whole: TileMap, device: torch.device) -> BlockMask:
-    """Make the mask of a map whose bit tiles are distinct, used, and 0 outside (Sq, Sk)."""
+    """Return the BlockMask, on `device`, of a tile map whose bit tiles are distinct, all used, and
+    0 outside (Sq, Sk); this is not checked."""
     rows, columns = (
         TileLists(*(torch.from_numpy(part) for part in tile_map.tile_lists(numbers)))
         for numbers in (whole.numbers, np.ascontiguousarray(whole.numbers.swapaxes(2, 3)))
@@ -345,7 +352,7 @@ def from_tile_map(whole: TileMap, device: torch.device) -> BlockMask:
 
 
 def to_tile_map(mask: BlockMask) -> TileMap:
-    """Return the map of a mask, the inverse of `from_tile_map`."""
+    """Return the tile map of a mask, in main memory; the inverse of `from_tile_map`."""
     bits, (spans, entries) = mask.bits.cpu().numpy(), (t.cpu().numpy() for t in mask.rows)
     rows, columns = tile_map.tiles_of(mask.shape, mask.tile)
     seen = (spans[..., 2] - spans[..., 0]).ravel()
@@ -356,7 +363,12 @@ def to_tile_map(mask: BlockMask) -> TileMap:
 
 
 def aligned(masks: list[BlockMask], dims: tuple[int, ...] = (0, 1)) -> list[TileMap]:
-    """Return the maps of masks that broadcast in `dims`, with the smallest of their tile sizes."""
+    """Return the tile maps of masks, all cut to the smallest of their tile sizes; sizes Bm and Hm
+    stay.
+
+    Raises:
+        ValueError: masks differ in (Sq, Sk), or do not broadcast in a dimension of `dims`.
+    """
     first = masks[0].shape
     for mask in masks[1:]:
         if mask.shape[2:] != first[2:]:

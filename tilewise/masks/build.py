@@ -118,7 +118,12 @@ def _from_strips(
     tile: tuple[int, int],
     device: torch.device,
 ) -> BlockMask:
-    """Build the mask from strips of a few rows of tiles, and fewer columns if the rows are long."""
+    """Build a mask of `shape` on `device`; strip(b, h, queries, keys) returns the bools of two
+    ranges.
+
+    It is called for a few rows of tiles at a time, or for a part of one row of tiles if that has
+    more than `_STRIP` pairs.
+    """
     rows, columns = tile_map.tiles_of(shape, tile)
     numbers = np.empty((*shape[:2], rows, columns), np.int32)
     store = BitTiles(tile)
@@ -136,7 +141,8 @@ def _from_strips(
 
 
 def _cut(visible: Bools, counts: tuple[int, ...], tile: tuple[int, int]) -> Ints:
-    """Cut a strip into counts[0] x counts[1] bit tiles (n, tile_q, tile_k / 32), padded with 0."""
+    """Cut a strip of bools (queries, keys) into counts[0] x counts[1] bit tiles, row by row: int32
+    (n, tile_q, tile_k / 32), with 0 beyond the strip."""
     padded = np.zeros((counts[0] * tile[0], counts[1] * tile[1]), dtype=bool)
     padded[: visible.shape[0], : visible.shape[1]] = visible
     width = tile[1] // WORD

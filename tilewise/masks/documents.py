@@ -67,7 +67,8 @@ def document(
 
 
 def _by_document(documents: NDArray[np.int64], tile: tuple[int, int]) -> TileMap:
-    """Return the map of doc[b, i] = doc[b, j]; the ranges of ids in a tile decide most tiles."""
+    """Return the tile map of the rule doc[b, i] = doc[b, j] for ids (B, S), where negative ids see
+    nothing; the least and largest id of a tile's queries and keys decide most tiles."""
     batch, seqlen = documents.shape
     shape = (batch, 1, seqlen, seqlen)
     # Padding belongs to no document, so padded queries and keys get different ids.
@@ -98,7 +99,8 @@ def _by_document(documents: NDArray[np.int64], tile: tuple[int, int]) -> TileMap
 
 
 def _document_lengths(lengths: Any, cu_seqlens: Any) -> list[NDArray[np.int64]]:
-    """Return the document lengths of each row."""
+    """Return the document lengths of each row, from `lengths` (flat or nested) or from the edges
+    `cu_seqlens`, which give one row; raise ValueError for negative lengths and falling edges."""
     if cu_seqlens is not None:
         ends = arguments.check_integers("cu_seqlens", cu_seqlens, 1)
         if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any():
@@ -114,7 +116,8 @@ def _document_lengths(lengths: Any, cu_seqlens: Any) -> list[NDArray[np.int64]]:
 
 
 def _document_ids(rows: list[NDArray[np.int64]], seqlen: int | None) -> NDArray[np.int64]:
-    """Return the document numbers of the tokens of each row; -1 after the last document."""
+    """Return int64 (rows, S), the number of each token's document in its row, -1 after the last
+    document; S is `seqlen`, or the longest row when None. Raise ValueError if a row is longer."""
     longest = max(int(row.sum()) for row in rows)
     total = longest if seqlen is None else arguments.check_count("seqlen", seqlen)
     if longest > total:

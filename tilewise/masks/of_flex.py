@@ -64,7 +64,8 @@ def from_flex(mask: Any, *, tile: Tile = 128, device: Device = None) -> BlockMas
 
 
 def _blocks(counts: Tensor, indices: Tensor) -> Bools:
-    """Return which blocks are listed, bool (B, H, rows, columns)."""
+    """Return bool (B, H, rows, columns), True for each block that is listed: the first counts[b, h,
+    r] of indices[b, h, r] are columns of blocks."""
     counted, listed = counts.cpu().numpy(), indices.cpu().numpy()
     columns = listed.shape[-1]
     is_listed = np.arange(columns) < counted[..., None]
@@ -82,7 +83,11 @@ def _by_block(
     tile: tuple[int, int],
     place: torch.device,
 ) -> TileMap:
-    """Return the map of a mask: tiles of full blocks alone need no look, others are evaluated."""
+    """Return the tile map of torch's `mask`: a tile inside of full blocks is full, a tile without
+    listed blocks is empty, and `mask_mod` is evaluated on `place` for the others.
+
+    full, partial: bool (B, H, rows, columns) of blocks, as `_blocks` returns them.
+    """
     rows, columns = tile_map.tiles_of(shape, tile)
     # The block of each query and of each key; behind the mask's end that of the last one.
     of_query = np.minimum(np.arange(rows * tile[0]), max(shape[2] - 1, 0)) // mask.BLOCK_SIZE[0]
@@ -114,7 +119,8 @@ def _by_block(
 
 
 def _over_tiles(blocks: Bools, of_query: Any, of_key: Any, tile: tuple[int, int]) -> Any:
-    """Return how many blocks of a kind reach into each tile, (rows, columns)."""
+    """Return for each tile, (rows, columns), how many True blocks of `blocks`, (block rows, block
+    columns), reach into it; `of_query` and `of_key` are the block of each query and key."""
     sums = np.zeros((blocks.shape[0] + 1, blocks.shape[1] + 1), np.int64)
     sums[1:, 1:] = blocks.cumsum(0).cumsum(1)
     top, bottom = of_query[:: tile[0]], of_query[tile[0] - 1 :: tile[0]] + 1
@@ -125,7 +131,9 @@ def _over_tiles(blocks: Bools, of_query: Any, of_key: Any, tile: tuple[int, int]
 def _rule(
     rule: Rule, b: int, h: int, i: Any, j: Any, shape: tuple[int, ...], place: torch.device
 ) -> Bools:
-    """Return the values of a mask function for the pairs of n tiles, bool (n, tile_q, tile_k).
+    """Return the values of a mask function for the pairs of n tiles, numpy bool (n, tile_q,
+    tile_k); raise TypeError if they are not bool, ValueError if they do not broadcast to that
+    shape.
 
     i, j: (n, tile_q) and (n, tile_k) positions; positions after the mask's end count as its last.
     """

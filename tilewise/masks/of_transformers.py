@@ -18,10 +18,13 @@ class Visible:
     Attributes:
         num_keys: the number of valid keys; the others are unused places of a static cache.
         left, right: the window, aligned to the bottom right of (Sq, num_keys); None is unlimited.
-        seqlens_k: (B,) int32, the keys of each sequence, to which the window is aligned.
-        key_bias: float32 (B, 1, 1, num_keys), 0 or -inf, where padding hides keys.
-        cu_seqlens: (n + 1,) int32, the edges of packed sequences in the batch, laid out in one row.
-        max_seqlen: the length of the longest packed sequence.
+        seqlens_k: (B,) int32, the keys of each sequence, to which the window is aligned; None if
+            all have num_keys.
+        key_bias: float32 (B, 1, 1, num_keys), 0 or -inf, where padding hides keys; None if none are
+            hidden so.
+        cu_seqlens: (n + 1,) int32, the edges of packed sequences in the batch, laid out in one row;
+            None if sequences are not packed.
+        max_seqlen: the length of the longest packed sequence, 0 without cu_seqlens.
     """
 
     num_keys: int
@@ -42,7 +45,8 @@ class Visible:
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where True and -inf where False, without materialising expanded dimensions."""
+    """Return a tensor of `dtype`, 0 where `visible` is True and -inf where False; expanded
+    dimensions (stride 0) have size 1 in the result, which broadcasts."""
     for dim, (size, stride) in enumerate(zip(visible.shape, visible.stride(), strict=True)):
         if stride == 0 and size > 1:
             visible = visible.narrow(dim, 0, 1)
@@ -50,7 +54,8 @@ def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Chunks(NamedTuple):
-    """Pieces of `size` positions that do not see each other, counted after a row's padding (B,)."""
+    """Chunked attention: positions are cut into pieces of `size` that do not see each other,
+    counted from the first token after the left `padding` (B,) of each row."""
 
     size: int
     padding: Tensor
@@ -58,7 +63,8 @@ class Chunks(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask function of transformers: keys q - left ... q + right, of the same sequence.
+    """The rule of a mask function of transformers: a query at position q sees keys q - left ... q +
+    right of the same packed sequence and chunk.
 
     Attributes:
         left, right: the window in positions; None is unlimited.
@@ -80,7 +86,8 @@ class Pattern:
         local_size: int | None,
         config: Any,
     ) -> Pattern | None:
-        """Recognise a function while tracing, where closures cannot be opened; None if impossible.
+        """Recognise a mask function while tracing, where closures cannot be opened: the causal, the
+        bidirectional, or the causal window of `local_size` keys; None for all others.
 
         is_whole: True if transformers has added nothing to the function of this kind of layers.
         """
@@ -99,7 +106,8 @@ class Pattern:
 
     @staticmethod
     def of(mask_function: Callable[..., Any]) -> Pattern | None:
-        """Recognise a function made by transformers' own factories, or return None."""
+        """Recognise a mask function that transformers' own factories made, from the contents of its
+        closures; return None for a function that is not, or that `Pattern` cannot express."""
         from transformers import masking_utils as made
 
         kinds = _closures()
@@ -156,9 +164,10 @@ class Pattern:
         look: bool,
         padded: bool,
     ) -> Visible | None:
-        """Apply the pattern to the keys at hand; None if `Visible` cannot express the result.
+        """Return the pattern for q_length queries from index q_offset on and kv_length keys from
+        index kv_offset on; None if `Visible` cannot express the result.
 
-        look: True if values may be read, which waits for the device.
+        look: True if values of tensors may be read, which waits for the device.
         padded: True if padding is hidden as well; left padding then has a chunk of its own.
         """
         one_chunk = self.chunks is None or (padded and kv_offset + kv_length <= self.chunks.size)
@@ -189,7 +198,9 @@ class Pattern:
         return Visible(num_keys, left, right)
 
     def _apart(self, batch_size: int, num_keys: int) -> Visible | None:
-        """Find the parts that do not see each other: packed sequences, chunks, and rows."""
+        """Return the parts that do not see each other (packed sequences, chunks, rows of the batch)
+        as the packed sequences of a `Visible`; None if positions do not rise by one in a part or
+        numbers of sequences fall. Reads values, which waits for the device."""
         source = self.packed if self.chunks is None else self.chunks.padding
         assert source is not None
         device, positions = source.device, self.positions
@@ -223,7 +234,8 @@ class Pattern:
 
 @functools.cache
 def _closures() -> dict[Any, str]:
-    """Return the names of transformers' factories by the code objects of their functions."""
+    """Return the kind ("and", "window", "packed", "chunks" ...) by the code object of the functions
+    that each of transformers' factories makes; a factory that the release lacks has none."""
     from transformers import masking_utils as made
 
     named = {
@@ -243,9 +255,12 @@ def _closures() -> dict[Any, str]:
 
 
 def hide_padding(visible: Visible, padding: Tensor, kv_offset: int, look: bool) -> Visible | None:
-    """Hide the keys at padding by nothing, by lengths, or by a bias, whichever suffices.
+    """Return `visible` with the keys hidden at which `padding`, (B, keys) from index 0 on, is
+    False: unchanged if there are none, else by seqlens_k if only the ends of rows are padding and
+    the window is unlimited, else by key_bias. None if packed sequences have padding, or cannot be
+    looked at.
 
-    look: True if values may be read, which waits for the device.
+    look: True if values of tensors may be read, which waits for the device; else key_bias is used.
     """
     apart = visible.cu_seqlens is not None
     if apart and not look:

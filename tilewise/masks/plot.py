@@ -14,7 +14,8 @@ _LEAST_CELLS = 16  # smallest number of cells a side, however small the axes are
 
 
 def draw(numbers: Ints, shape: tuple[int, ...], tile: tuple[int, int], ax: Any) -> Any:
-    """Draw one tile map (R, C) on `ax`; see BlockMask.plot."""
+    """Draw the tile numbers (R, C) of one sequence and head on matplotlib's `ax`, new axes if None,
+    and return the axes; raise ImportError without matplotlib. `BlockMask.plot` has the rules."""
     try:
         from matplotlib import pyplot
         from matplotlib.colors import ListedColormap

@@ -23,7 +23,8 @@ _CHUNK = 512  # bit tiles made at a time: 8 MiB while they are still one byte a 
 
 
 class TileMap(NamedTuple):
-    """A mask before its tiles are listed.
+    """A mask in main memory as a number for each tile, before its tiles are listed in a
+    `BlockMask`.
 
     Attributes:
         shape: (Bm, Hm, Sq, Sk).
@@ -38,7 +39,8 @@ class TileMap(NamedTuple):
     bits: Ints
 
     def words(self, numbers: NDArray[Any]) -> Ints:
-        """Return the bit tiles of these numbers, EMPTY and FULL included."""
+        """Return the words (..., tile_q, tile_k / 32) of the tiles that `numbers` (...) name: zeros
+        for EMPTY, ones in every bit for FULL, else the bit tile of that index."""
         words = np.zeros((*numbers.shape, *self.bits.shape[1:]), np.int32)
         words[numbers == FULL] = -1
         partial = numbers >= 0
@@ -67,14 +69,16 @@ class BitTiles:
         return numbers
 
     def add_made(self, count: int, make: Callable[[slice], Ints]) -> Ints:
-        """Return the numbers of `count` tiles that `make` evaluates a slice at a time."""
+        """Return the numbers of `count` tiles, as `add` does; make(part) returns the words of a
+        slice of them, at most _CHUNK tiles."""
         parts = [
             self.add(make(slice(at, min(at + _CHUNK, count)))) for at in range(0, count, _CHUNK)
         ]
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def bits(self) -> Ints:
-        """Return all tiles in the order of their numbers."""
+        """Return all bit tiles added so far, int32 (n, tile_q, tile_k / 32), in the order of their
+        numbers."""
         joined = np.frombuffer(bytearray().join(self._numbers), np.int32)
         return joined.reshape(-1, self.tile[0], self.tile[1] // WORD)
 
@@ -90,7 +94,8 @@ def pack(visible: Bools) -> Ints:
 
 
 def combine(a: TileMap, b: TileMap, op: np.ufunc) -> TileMap:
-    """Apply a bitwise op to two maps of the same tile sizes; Bm and Hm of 1 broadcast."""
+    """Return a bitwise op of two maps of the same tile sizes, queries and keys, such as their `&`;
+    Bm and Hm of 1 broadcast."""
     left, right = np.broadcast_arrays(a.numbers, b.numbers)
     numbers = np.full(left.shape, EMPTY, np.int32)
     numbers[op(left == FULL, right == FULL)] = FULL
@@ -109,8 +114,12 @@ def _evaluate_pairs(
     mixed: Bools,
     op: Callable[[Ints, Ints], Ints],
 ) -> Ints:
-    """Set numbers[mixed] to the numbers of op(a's tile, b's tile), evaluated once per distinct
-    pair."""
+    """Set numbers[mixed] in place to the numbers of op(a's tile, b's tile), and return the bit
+    tiles of the new map.
+
+    left, right: the tiles' numbers in a and b, in the shape of `numbers`; each distinct pair is
+    evaluated once. mixed: True where a tile must be evaluated.
+    """
     width = len(b.bits) + 2
     pairs = (left[mixed].astype(np.int64) + 2) * width + (right[mixed] + 2)
     distinct, inverse = np.unique(pairs, return_inverse=True)
@@ -122,7 +131,8 @@ def _evaluate_pairs(
 
 
 def by_key(flags: Bools, seqlen_q: int, tile: tuple[int, int]) -> TileMap:
-    """Return the map of the rule visible(b, i, j) = flags[b, j], flags (Bm, Sk)."""
+    """Return the tile map (Bm, 1, Sq, Sk) of the rule visible(b, i, j) = flags[b, j], flags (Bm,
+    Sk); keys beyond Sk are hidden, rows of the last tiles beyond Sq are not."""
     shape = (len(flags), 1, seqlen_q, flags.shape[1])
     numbers, blocks, partial = _flag_tiles(flags, tile[1])
     store = BitTiles(tile)
@@ -138,7 +148,8 @@ def by_key(flags: Bools, seqlen_q: int, tile: tuple[int, int]) -> TileMap:
 
 
 def by_query(flags: Bools, seqlen_k: int, tile: tuple[int, int]) -> TileMap:
-    """Return the map of the rule visible(b, i, j) = flags[b, i], flags (Bm, Sq)."""
+    """Return the tile map (Bm, 1, Sq, Sk) of the rule visible(b, i, j) = flags[b, i], flags (Bm,
+    Sq); rows beyond Sq are hidden, keys of the last tiles beyond Sk are not."""
     shape = (len(flags), 1, flags.shape[1], seqlen_k)
     numbers, blocks, partial = _flag_tiles(flags, tile[0])
     store = BitTiles(tile)
@@ -154,8 +165,12 @@ def by_query(flags: Bools, seqlen_k: int, tile: tuple[int, int]) -> TileMap:
 
 
 def _flag_tiles(flags: Bools, length: int) -> tuple[Ints, Bools, Bools]:
-    """Cut flags (Bm, S) into tiles: return a number per tile, the mixed tiles, and their
-    indices."""
+    """Cut flags (Bm, S) into tiles of `length` tokens.
+
+    Returns:
+        int32 (Bm, tiles), FULL where all flags of a tile are set, else EMPTY; the bools (n, length)
+        of the tiles with both values; and bool (Bm, tiles), True for these tiles.
+    """
     tiles = -(-flags.shape[1] // length)
     padded = np.zeros((len(flags), tiles * length), dtype=bool)
     padded[:, : flags.shape[1]] = flags
@@ -166,21 +181,23 @@ def _flag_tiles(flags: Bools, length: int) -> tuple[Ints, Bools, Bools]:
 
 
 def everything(shape: tuple[int, int, int, int], tile: tuple[int, int]) -> TileMap:
-    """Return the map of the mask that hides nothing; tiles that stick out are partial."""
+    """Return the tile map of the mask that hides nothing; tiles that stick out over (Sq, Sk) are
+    partial."""
     queries = by_query(np.ones((1, shape[2]), dtype=bool), shape[3], tile)
     keys = by_key(np.ones((1, shape[3]), dtype=bool), shape[2], tile)
     return combine(queries, keys, np.bitwise_and)
 
 
 def bounded(raw: TileMap) -> TileMap:
-    """Hide the pairs outside (Sq, Sk)."""
+    """Return a map that hides the pairs outside (Sq, Sk); `raw` itself if its tiles fit exactly."""
     if raw.shape[2] % raw.tile[0] == 0 and raw.shape[3] % raw.tile[1] == 0:
         return raw
     return combine(raw, everything(raw.shape, raw.tile), np.bitwise_and)
 
 
 def refine(whole: TileMap, tile: tuple[int, int]) -> TileMap:
-    """Cut the tiles of a map into smaller ones."""
+    """Return a map with its tiles cut into smaller ones of size `tile`, which divides the map's;
+    the map itself if that is its tile size."""
     if whole.tile == tile:
         return whole
     over_q, over_k = whole.tile[0] // tile[0], whole.tile[1] // tile[1]
@@ -200,7 +217,7 @@ def refine(whole: TileMap, tile: tuple[int, int]) -> TileMap:
 
 
 def crop(whole: TileMap, start: int, stop: int, seqlen_k: int) -> TileMap:
-    """Keep queries start ... stop - 1 and the first seqlen_k keys."""
+    """Return the map of queries start ... stop - 1 and the first seqlen_k keys of a map."""
     tile_q = whole.tile[0]
     shape = (*whole.shape[:2], stop - start, seqlen_k)
     rows, columns = tiles_of(shape, whole.tile)
@@ -220,7 +237,7 @@ def crop(whole: TileMap, start: int, stop: int, seqlen_k: int) -> TileMap:
 
 
 def join(maps: list[TileMap], axis: int) -> TileMap:
-    """Concatenate maps of the same tile and (Sq, Sk) along Bm (0) or Hm (1)."""
+    """Return maps of the same tile and (Sq, Sk) concatenated along Bm (axis 0) or Hm (axis 1)."""
     store = BitTiles(maps[0].tile)
     numbers = []
     for part in maps:
@@ -281,9 +298,18 @@ def check_lists(
 def _tiles_in_lists(
     name: str, lists: tuple[Ints, Ints], across: int, num_bits: int
 ) -> tuple[NDArray[np.signedinteger], ...]:
-    """Return, for each entry of lists of tiles: its list, its tile's index across, its bit tile.
+    """Return three flat arrays with a value for each entry of lists of tiles: the index of its
+    list, its tile's index in the list's direction, and the number of its bit tile, -1 for a full
+    tile.
 
-    The number of a bit tile is -1 for a full tile.
+    Args:
+        name: the name of the lists, rows or columns, for messages.
+        lists: the spans (Bm, Hm, R or C, 3) and the entries (n, 2).
+        across: the number of tiles in the list's direction.
+        num_bits: the number of bit tiles.
+
+    Raises:
+        ValueError: spans or entries leave their ranges, are out of order, or leave entries out.
     """
     spans, entries = (part.astype(np.int64) for part in lists)
     flat = spans.reshape(-1, 3)
@@ -320,7 +346,9 @@ def _tiles_in_lists(
 
 
 def tile_lists(numbers: Ints) -> tuple[Ints, Ints]:
-    """List the visible tiles of each row of (Bm, Hm, R, C), full ones first, by column."""
+    """Return the spans and entries of `TileLists`: the visible tiles of each row of `numbers` (Bm,
+    Hm, R, C), full ones first, each kind by ascending column. Raise ValueError for 2**31 tiles or
+    more."""
     batch, heads, count, columns = numbers.shape
     flat = numbers.reshape(batch * heads * count, columns)
     full_row, full_column = np.nonzero(flat == FULL)

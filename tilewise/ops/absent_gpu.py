@@ -62,7 +62,10 @@ class _OnGpu(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def data_ptr(self) -> int:
-        """Return an address that is aligned as that on the GPU is."""
+        """Return an invented address, at which nothing lies.
+
+        It is a fixed multiple of 512 bytes plus the storage offset: aligned as on a GPU.
+        """
         return _ALIGNMENT * 1024 + int(self.storage_offset()) * self.itemsize
 
     # torch's own ask which GPU is current, and a torch without CUDA has none.
@@ -92,8 +95,12 @@ class _OnGpu(Tensor):
 
 
 def _of_key(key: Any, where: torch.device) -> Any:
-    """Return an index with its tensors moved to `where`, the device of the tensor that is
-    indexed."""
+    """Return an index whose tensors, `_OnGpu` or plain, are plain ones on `where`.
+
+    Args:
+        key: an index as `__getitem__` gets it: a number, slice, tensor or tuple of these.
+        where: the device of the tensor that is indexed.
+    """
 
     def own(x: Tensor) -> Tensor:
         return (x.own if isinstance(x, _OnGpu) else x).to(where)
@@ -102,7 +109,11 @@ def _of_key(key: Any, where: torch.device) -> Any:
 
 
 def _named(x: Tensor) -> _OnGpu:
-    """Return the tensor of the GPU that stands on `x`."""
+    """Return an `_OnGpu` tensor with the sizes, strides and dtype of `x`, its `own` tensor.
+
+    `x` is replaced first if it lies on the wrong device: integers on "meta" by zeros on the CPU,
+    floating-point numbers on the CPU by a tensor without values on "meta".
+    """
     if _has_values(x) and x.is_meta:
         x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_()
     elif not _has_values(x) and not x.is_meta:
@@ -111,7 +122,15 @@ def _named(x: Tensor) -> _OnGpu:
 
 
 class _Mode(TorchDispatchMode):
-    """Sees the ops that make a tensor of the GPU from none, or from one of the host."""
+    """A dispatch mode that passes ops on the absent GPU to `_compute`.
+
+    These are ops that take an `_OnGpu` tensor or name a "cuda" device, also those that only copy
+    from the host; other ops run as usual. Requests to pin memory are ignored.
+
+    Attributes:
+        needs_gradients: True if each call of `attention_fwd` is followed by one of its backward
+            pass. It belongs to the class, so to the process.
+    """
 
     needs_gradients = False
 
@@ -137,8 +156,13 @@ def _are_on(leaves: list[Any], kind: str) -> bool:
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op on a GPU that is not there: integers are computed on the CPU, floats only in
-    shape."""
+    """Return the results of an op on a GPU that is not there.
+
+    An op of tilewise runs its own Python code, which plans and launches. Of torch's ops those of
+    integers are computed on the CPU, and those with floating-point numbers on "meta", so only in
+    shape. Results are `_OnGpu`, or plain CPU tensors (zeros for floating-point numbers) if an
+    argument names the device "cpu"; `.item()` of a floating-point number is 0.
+    """
     if func.namespace == library.LIBRARY.ns:
         with _Mode():  # which was left for this op
             results = library.kernel_of(func._opname)(*args, **kwargs)
@@ -167,9 +191,14 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _differentiate(args: tuple[Any, ...], o: Tensor, lse: Tensor) -> None:
-    """Call the backward pass of a call right after it, so that its launches are noted too.
+    """Call `attention_bwd` right after `attention_fwd`, so that its launches are recorded too.
 
-    On a GPU that is not there autograd records no graph that would call it later.
+    On a GPU that is not there autograd records no graph that would call it later. Results are
+    dropped.
+
+    Args:
+        args: the arguments of `attention_fwd`.
+        o, lse: the results of `attention_fwd`.
     """
     q, k, v, *rest = args
     attention_bwd(torch.empty_like(o), None, q, k, v, o, lse, False, *rest)
@@ -183,11 +212,14 @@ def _makes_floats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 def _on(
     where: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[int, Tensor]]:
-    """Run an op on the device `where`, for tensors that claim to be on a GPU.
+    """Run an op on the device `where`, in place of the absent GPU.
+
+    Tensors of `args` and `kwargs` are unwrapped and moved to `where`; devices there become `where`.
 
     Returns:
-        The results, and a dict from the id of each tensor that the op was given to the tensor of
-            the caller.
+        The results, plain tensors on `where`, and a dict from the id of each tensor that the op was
+            given to the caller's tensor that it stands for, by which results of ops in place are
+            recognised.
     """
     names, kept = dict[int, Tensor](), list[Tensor]()
 
@@ -210,7 +242,7 @@ def _on(
 def stand_in(
     target: Any, sm_count: int, *, needs_gradients: bool = False
 ) -> AbstractContextManager[object]:
-    """Let this process have a GPU that is not there, for good.
+    """Let this process have a GPU that is not there, for good: functions of torch are replaced.
 
     Args:
         target: the `GPUTarget` that Triton compiles for.
@@ -290,7 +322,7 @@ def _on_host_first(make: Any) -> Any:
 
 
 class _Event:
-    """An event of work that is never begun."""
+    """A stand-in for `torch.cuda.Event`: its methods do nothing, and `query` returns True."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

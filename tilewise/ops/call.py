@@ -65,14 +65,14 @@ _is_deterministic = torch.are_deterministic_algorithms_enabled
 
 @dataclass(slots=True)
 class Bound:
-    """A call whose arguments were checked.
+    """A checked and planned call, remembered so that calls with like arguments run its plan.
 
     Attributes:
-        backend: the name of the backend that runs it.
+        backend: the name of the backend that runs the call.
         plan: the plan of that backend.
         adapter: a function from the tensors of a caller to those of the plan; None where the plan
             takes them as they are.
-        num_checks: the number of times that the call became the latest one.
+        num_checks: the number of times that the call became `_Memory.latest`.
     """
 
     backend: str
@@ -81,15 +81,21 @@ class Bound:
     num_checks: int = 0
 
     def adapted(self, tensors: Tensors) -> Tensors:
-        """Return the tensors of the plan."""
+        """Return the tensors that the plan takes, made of a caller's `tensors`."""
         return tensors if self.adapter is None else self.adapter(tensors)
 
     def run(self, tensors: Tensors) -> Results:
-        """Run the plan."""
+        """Run the plan for a caller's `tensors`, and return the results of the plan."""
         return self.plan.run(*self.adapted(tensors))
 
     def run_into(self, out: Tensor, tensors: Tensors) -> Results:
-        """Run the plan; its first result is written to `out`."""
+        """Run the plan for a caller's `tensors`, with its first result in `out`.
+
+        A plan that is no `LaunchPlan` allocates that result, which is then copied to `out`.
+
+        Returns:
+            All results of the plan, of which the first is `out`.
+        """
         tensors = self.adapted(tensors)
         if isinstance(self.plan, LaunchPlan):
             return self.plan.run(*tensors, out=out)
@@ -102,46 +108,55 @@ class Options(Protocol):
     """The checked arguments of a call, in the order of the registered op's schema."""
 
     def planned(self) -> Bound:
-        """Return the plan of the call, which takes `tensors()`."""
+        """Choose a backend, and return its plan for this call; the plan takes `tensors()`.
+
+        Raises UnsupportedError where no backend can run the call.
+        """
 
     def tensors(self) -> Tensors:
         """Return the tensors in the order in which plans take them."""
 
     def dispatch(self) -> Results:
-        """Call the registered op."""
+        """Call the registered op with these arguments, and return its results."""
 
 
 class Signature(Protocol):
-    """The arguments of an op's public function: a named tuple with a field for each.
+    """The arguments of one call of an op's public function: a named tuple with a field for each.
 
-    The annotation of a field says which types of numbers are usual, see `_KINDS`.
+    The annotation of a field says which types of numbers are usual, see `_KINDS`: only calls with
+    these types are remembered.
     """
 
     def tensors(self) -> Tensors:
         """Return all tensors, in the order in which plans take them."""
 
     def numbers(self) -> Key:
-        """Return all that is no tensor and decides how the call is checked or computed."""
+        """Return the arguments, no tensors, that decide how the call is checked or computed."""
 
     def bind(self) -> Options:
-        """Check the arguments; raise ValueError or TypeError where one breaks a rule."""
+        """Return the checked arguments; raise ValueError or TypeError where one breaks a rule."""
 
     def adapter(self) -> Adapter:
-        """Return the function that makes the tensors of the options out of `tensors()`."""
+        """Return a function that makes `bind().tensors()` out of `tensors()`, without checks.
+
+        The function serves all calls that differ from this one in their tensors only.
+        """
 
 
 Record = Callable[..., Results]
 
 
 class _Latest(NamedTuple):
-    """A call without more tensors than its first three, found again by one check of these.
+    """A call whose only tensors are its first three arguments q, k and v, to be repeated at once.
 
     Attributes:
-        rest: the other arguments. Those of a call like it are the same objects.
-        check: the check of the three tensors.
-        odd: the bits that addresses of the three must not have.
+        signature: the type of the call's signature; None if there is no latest call yet.
+        rest: the arguments after v. Those of a call like this one are the same objects.
+        check: a function of q, k and v that says whether they lie as those of this call.
+        odd: the bits that the addresses of q, k and v must not have: 15 on a GPU, 0 on a CPU.
+        bound: the planned call, a Bound.
         others: None for each further tensor of the plan.
-        learns: whether one of the three requires a gradient.
+        learns: whether q, k or v requires a gradient.
     """
 
     signature: type[Any] | None
@@ -157,14 +172,13 @@ _NO_CALL = _Latest(None, (), never, 0, None, (), False)
 
 
 class _Memory:
-    """The bound calls that later calls may use again.
+    """The planned calls of this process that later calls may use again.
 
     Attributes:
-        calls: bound calls by their keys.
-        latest: the latest call that came again.
-        missed: the last call that the check of `latest` did not know.
-        num_missed: the number of times it came again before another one was missed or a check was
-            made.
+        calls: the values of `remember` by their keys, above all `Bound` calls; at most 4,096.
+        latest: the call that `repeat` compares with, one that has come several times in a row.
+        missed: the last call that ran through `run` because it was not like `latest`.
+        num_missed: the number of times in a row that `missed` came again since then.
     """
 
     def __init__(self) -> None:
@@ -174,7 +188,16 @@ class _Memory:
         self.num_missed = 0
 
     def let_be_latest(self, given: Any, tensors: Tensors, bound: Bound) -> None:
-        """Let the next call be found at once if this one came before, later each time."""
+        """Count a call that `repeat` did not find, and make it `latest` if it came often enough.
+
+        It must come again, without another missed call between, and once more for each time that
+        it became the latest before (at most 8): making its check costs what it saves a call.
+
+        Args:
+            given: the signature of the call, with q, k and v first.
+            tensors: all tensors of the call, None for absent ones; all but q, k and v are None.
+            bound: the planned call.
+        """
         if bound is not self.missed:
             self.missed, self.num_missed = bound, 0
             return
@@ -194,16 +217,21 @@ _memory = _Memory()
 
 
 def forget() -> None:
-    """Forget all calls."""
+    """Forget all remembered calls of this process: the next call is checked and planned again."""
     _memory.__init__()  # type: ignore[misc]
 
 
 def repeat(given: Any, record: Record) -> Results | None:
-    """Run a call that is like the latest one; None where it differs, or is watched.
+    """Run a call that is like the latest one, past all checks, and return its results.
 
     Args:
-        given: a signature whose first three fields are tensors.
-        record: as in `run`.
+        given: the signature of the call, whose first three fields are tensors.
+        record: as in `run`; used where a gradient is wanted.
+
+    Returns:
+        The results of the plan; None, and nothing runs, where the call is not like the latest one,
+        where a mode, transform, trace or profile of torch watches ops, or where torch's
+        deterministic algorithms are on.
     """
     if torch.compiler.is_compiling():
         return None
@@ -231,15 +259,24 @@ def run(
     last: Last | None = None,
     record: Record | None = None,
 ) -> Results:
-    """Run a call.
+    """Run a call by its remembered plan, or by the registered op where torch must see the op.
+
+    A call unlike all before is checked and planned first. The registered op runs where a mode,
+    transform, trace or profile watches or autocast is on, where a gradient is wanted and `record`
+    is None, and for unusual tensors or numbers.
 
     Args:
         given: the arguments of the call.
-        out: a tensor that was checked, to which the first result is written; None makes one.
-        last: the last call of a step, which takes note of this one if it was run into `out`.
+        out: a tensor that the caller has checked, to which the first result is written; None
+            allocates it.
+        last: the memory of a step's last call, which remembers this one if its plan ran into `out`;
+            None if nothing repeats the call.
         record: a function of the bound call and the tensors of its plan, which runs the plan and
-            records its gradient; of three tensors, the first fields of the signature, it takes no
-            others. None where the registered op has to.
+            records its gradient; it gets only the first three tensors if the call has no others.
+            None if only the registered op can record a gradient.
+
+    Returns:
+        The results of the op, of which the first is `out` if given.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule of the op.
@@ -271,9 +308,11 @@ def run(
 
 
 def _find(given: Signature, tensors: Tensors, present: Sequence[Tensor]) -> Bound | None:
-    """Return the planned call that can run without torch's dispatcher, or None if that must see it.
+    """Return the remembered or newly planned call, or None if torch's dispatcher must see the call.
 
-    Modes, subclasses, transforms and unusual arguments need the dispatcher.
+    The dispatcher is needed for subclasses of tensors, for other devices than CPUs and CUDA GPUs,
+    and for numbers of unusual types. A new call is checked, planned and remembered here, with the
+    errors of `Signature.bind` and `Options.planned`.
 
     Args:
         given: the call's arguments.
@@ -300,14 +339,26 @@ def _find(given: Signature, tensors: Tensors, present: Sequence[Tensor]) -> Boun
 
 
 def _may_repeat(bound: Bound, tensors: Sequence[Tensor]) -> bool:
-    """Whether a check of its three tensors may find a call."""
+    """Return whether a call of three tensors may become the latest one, which `repeat` runs.
+
+    Its plan must take the tensors as they are, torch's deterministic algorithms must be off, and on
+    a GPU all addresses must be multiples of 16 bytes.
+    """
     if bound.adapter is not None or _is_deterministic():
         return False
     return tensors[0].is_cpu or not any(x.data_ptr() & 15 for x in tensors)
 
 
 def plan_of(op: str, spec: Any, tensors: Tensors, backend: str | None) -> Bound:
-    """Return the plan for calls of this spec whose tensors lie like these.
+    """Return the planned call of `op` for this spec and tensors that lie like these.
+
+    It is taken from the memory of calls, or planned and remembered. Nothing runs.
+
+    Args:
+        op: the name of the op, as `dispatch` knows it.
+        spec: the hashable description of the call.
+        tensors: the tensors in the order of the plan, None for absent ones.
+        backend: the name of the only backend to ask; None for the first that can.
 
     Raises:
         UnsupportedError: as `dispatch.choose_plan`.
@@ -351,8 +402,10 @@ def recall(key: Key) -> Any:
 
 
 def remember(key: Key, value: Any) -> None:
-    """Store a bound call, or the facts about calls alike, under the key by which `recall` finds
-    it."""
+    """Store a value, such as a planned call, under the key by which `recall` finds it.
+
+    If 4,096 values are stored already, all are forgotten first.
+    """
     if len(_memory.calls) >= _MAX_CALLS:
         _memory.calls.clear()
     _memory.calls[key] = value
@@ -371,7 +424,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _is_usual(given: Signature) -> bool:
-    """Whether all numbers of a call are of the types that its signature names."""
+    """Return whether the arguments that are no tensors have exactly the types of `_numbers_of`.
+
+    Subclasses do not count, and a tuple may hold only ints and None. Other calls are never
+    remembered.
+    """
     for name, kinds in _numbers_of(type(given)):
         value = getattr(given, name)
         if type(value) not in kinds:
@@ -383,7 +440,10 @@ def _is_usual(given: Signature) -> bool:
 
 @functools.cache
 def _numbers_of(signature: type[Any]) -> list[tuple[str, tuple[type, ...]]]:
-    """Return the names and the usual types of the fields that are numbers."""
+    """Return the name and the usual types of each field of a signature that is no tensor.
+
+    These are the fields that are annotated with names of `_KINDS` alone.
+    """
     found = []
     for name, annotation in signature.__annotations__.items():
         parts = annotation.__forward_arg__.split(" | ")
@@ -407,7 +467,7 @@ class Last:
         return Last, ()  # a copy has had no call
 
     def forget(self) -> None:
-        """Forget the last call, and free its buffers; the next call is looked up again."""
+        """Forget the last call, and free its buffers; `run` then returns False until `follow`."""
         self._check: Callable[..., bool] = never
         self._numbers: Key = ()
         self._types: list[type] = []  # of all tensors and numbers
@@ -416,12 +476,15 @@ class Last:
         self._again: Again | None = None
 
     def follow(self, bound: Bound, given: Signature, out: Tensor) -> None:
-        """Remember a call that has just run, so that an equal call can repeat its launch.
+        """Remember a call that has just run into `out`, so that `run` can repeat its launches.
+
+        The call before is forgotten. This one is not remembered if its plan is no `LaunchPlan`, if
+        an address is no multiple of 16 bytes, or if TILEWISE_CHECK=1 has every call checked.
 
         Args:
             bound: the planned call.
             given: the call's arguments.
-            out: the call's result.
+            out: the call's first result.
         """
         self.forget()
         tensors, numbers = given.tensors(), given.numbers()
@@ -436,16 +499,17 @@ class Last:
         self._bound = bound
 
     def run(self, given: Signature, out: Tensor) -> bool:
-        """Repeat the remembered call's launch with other arguments; its result goes to `out`.
+        """Repeat the launches of the remembered call for other tensors; the result goes to `out`.
 
         Args:
             given: the arguments of this call.
             out: the tensor for the only result.
 
         Returns:
-            True if the launch was repeated. False, and nothing runs, if no call is remembered, if
-            the layouts or types of tensors or the numbers differ, if autograd must record a
-            gradient, or if a transform, mode, trace or profile of torch observes ops.
+            True if the launches were repeated. False, and nothing runs, if no call is remembered,
+            if its plan does more than launch, if the layouts or types of tensors or the numbers
+            differ, if autograd must record a gradient, if the stream is another or is being
+            captured, or if a transform, mode, trace or profile of torch observes ops.
         """
         bound = self._bound
         if not unwatched() or bound is None:

@@ -24,7 +24,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_float(name: str, tensor: Tensor) -> None:
-    """Raise TypeError unless `tensor` has one of the four float dtypes."""
+    """Raise TypeError unless `tensor` is float16, bfloat16, float32 or float64."""
     if tensor.dtype not in FLOAT_DTYPES:
         wanted = ", ".join(dtype_name(d) for d in FLOAT_DTYPES)
         raise TypeError(f"{name} must be one of {wanted}, got {dtype_name(tensor.dtype)}")
@@ -57,8 +57,10 @@ def check_dims(name: str, tensor: Tensor, layout: str) -> None:
 
 
 def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the last dimension has stride 1; under vmap tensors are made
-    contiguous."""
+    """Raise ValueError unless the last dimension has stride 1 or at most one element.
+
+    Under a transform of torch.func nothing is checked: the rule of vmap makes tensors contiguous.
+    """
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and not transforms_active():
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got {tensor.stride(-1)}"
@@ -72,7 +74,7 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise unless `tensor` is int32 metadata of `shape` on `device`."""
+    """Raise unless `tensor` is int32 (else TypeError) of `shape` on `device` (else ValueError)."""
     check_same_dtype(name, tensor, torch.int32)
     check_shape(name, tensor, shape)
     check_device(name, tensor, device)
@@ -83,7 +85,10 @@ _INT32 = torch.iinfo(torch.int32)
 
 
 def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise unless `tensor` is int32 or int64 metadata of `shape` on `device`."""
+    """Raise unless an argument is an int32 or int64 tensor of `shape` on `device`.
+
+    The error is TypeError for another type or dtype, ValueError for another shape or device.
+    """
     check_type(name, tensor, Tensor)
     if tensor.dtype not in _INTEGERS:
         raise TypeError(f"{name} must have dtype int32 or int64, got {dtype_name(tensor.dtype)}")
@@ -108,7 +113,7 @@ def as_int64(tensor: Tensor) -> Tensor:
 
 
 def with_packed_rows(tensor: Tensor) -> Tensor:
-    """Return `tensor` with a contiguous last dim, as kernels read it."""
+    """Return `tensor` if its last dimension has stride 1, as kernels need it, else a copy."""
     if tensor.stride(-1) == 1:
         return tensor
     # contiguous() does not change the strides of a tensor without elements.
@@ -116,7 +121,7 @@ def with_packed_rows(tensor: Tensor) -> Tensor:
 
 
 def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
-    """Raise ValueError unless query heads divide evenly over key heads."""
+    """Raise ValueError unless the query heads are a multiple of the key heads, at least one."""
     if num_kv_heads < 1 or num_q_heads % num_kv_heads != 0:
         raise ValueError(
             "query heads must be a multiple of key heads, "
@@ -127,7 +132,10 @@ def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
 def check_per_head(
     name: str, tensor: Tensor | None, num_q_heads: int, device: torch.device
 ) -> None:
-    """Raise unless `tensor` is None or a float (Hq,) vector on `device`."""
+    """Raise unless `tensor` is None, or a float tensor of shape (num_q_heads,) on `device`.
+
+    The error is TypeError for a dtype that is no float, ValueError for the shape or device.
+    """
     if tensor is None:
         return
     check_float(name, tensor)
@@ -163,7 +171,11 @@ def check_bias(name: str, bias: Tensor | None, q: Tensor, full: tuple[int, int, 
 
 
 def check_alibi(slopes: Tensor | None, batch: int, num_q_heads: int, device: torch.device) -> None:
-    """Raise unless `slopes` is None or a float (Hq,) or (B, Hq) on `device` without gradient."""
+    """Raise unless `slopes` is None or a float tensor (Hq,) or (B, Hq) on `device`.
+
+    A tensor that requires a gradient is refused. The error is TypeError for the dtype, otherwise
+    ValueError, about the argument alibi_slopes.
+    """
     if slopes is None:
         return
     check_float("alibi_slopes", slopes)
@@ -180,8 +192,10 @@ def check_alibi(slopes: Tensor | None, batch: int, num_q_heads: int, device: tor
 def check_number(name: str, value: Any) -> None:
     """Raise unless `value` is a finite number of Python's or numpy's, or a one-element tensor.
 
-    A tensor is read when the op is called, which waits for its device. One that requires a gradient
-    is refused, as torch does for its own scale: the gradient would be lost silently.
+    The error is TypeError for another type (a bool too), ValueError for an infinity or NaN. The
+    value of a tensor is not checked here: the op reads it when called, which waits for its device.
+    A tensor that requires a gradient is refused, as torch does for its own scale: the gradient
+    would be lost silently.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         if value.requires_grad:
@@ -196,21 +210,24 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_softcap(softcap: float) -> None:
-    """Raise unless softcap is 0 (off) or positive."""
+    """Raise unless softcap is 0 (off) or a positive finite number; errors as of `check_number`."""
     check_number("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap must be at least 0, got {softcap}")
 
 
 def check_dropout(dropout_p: float) -> None:
-    """Raise unless dropout_p is a probability."""
+    """Raise unless dropout_p is a number in [0, 1], both included; errors as of `check_number`."""
     check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
 
 
 def scale_of(softmax_scale: float | None, head_dim: int) -> float:
-    """Return the factor of q . k: D ** -0.5 when None."""
+    """Return the factor of q . k: the given `softmax_scale` if it passes `check_number`.
+
+    For None it is `head_dim` ** -0.5.
+    """
     if softmax_scale is None:
         return float(head_dim**-0.5)
     check_number("softmax_scale", softmax_scale)
@@ -219,6 +236,13 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
 
 def host_int(name: str, value: Any, rule: str = "an integer") -> int:
     """Return an int from an integer of Python, numpy or a traced graph, or a one-element tensor.
+
+    A torch.SymInt of a traced graph is returned as it is.
+
+    Args:
+        name: the name of the argument in the message.
+        value: the argument; a bool is no integer.
+        rule: the text of what is allowed, for the message.
 
     Raises:
         TypeError: the value is none of these.
@@ -234,7 +258,7 @@ def host_int(name: str, value: Any, rule: str = "an integer") -> int:
 
 
 def check_length(name: str, value: Any) -> int:
-    """Return a maximum length as an integer.
+    """Return a length, such as max_seqlen_q, as an integer of at least 0.
 
     Raises:
         TypeError: the value is no integer, see `host_int`.

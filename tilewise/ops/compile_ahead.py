@@ -40,8 +40,12 @@ __all__ = [
 
 
 def listen(told: Callable[..., None]) -> None:
-    """Call `told` for every kernel that Triton compiles or loads from its cache; without Triton
-    never."""
+    """Register `told`, called from now on for every kernel that Triton compiles or loads from disk.
+
+    Args:
+        told: a function with the arguments of Triton's `knobs.compilation.listener`; without Triton
+            it is never called. Earlier listeners stay.
+    """
     from tilewise.kernels.host.first_run import listen as listen_to_triton
 
     listen_to_triton(told)
@@ -50,13 +54,14 @@ def listen(told: Callable[..., None]) -> None:
 def noted_launches(
     note: Callable[[Request], None],
 ) -> AbstractContextManager[dict[str, Request]]:
-    """Record the kernels of this thread's launches, by their hashes, instead of launching.
+    """Return a context in which this thread's launches are recorded instead of run.
 
-    A recorded kernel writes nothing: results are uninitialised memory, except for sampled tokens,
-    which are 0.
+    The context yields a dict from the hash of each kernel to its request, filled as launches come.
+    Kernels that this process has compiled already are left out. A recorded kernel writes nothing:
+    results are uninitialised memory, except for sampled tokens, which are 0.
 
     Args:
-        note: a function called with each request, once.
+        note: a function called with each new request, once.
     """
     from tilewise.kernels.host.requests import recording
 
@@ -64,14 +69,22 @@ def noted_launches(
 
 
 def compilers(count: int) -> Compilers:
-    """Return a context manager that runs `count` compiling processes."""
+    """Return a context manager with `count` compiling processes, which it ends at its exit.
+
+    The processes start with the first request, or by its method `begin`.
+    """
     from tilewise.kernels.host.side_by_side import Compilers
 
     return Compilers(count)
 
 
 def is_on_disk(name: str, file: str) -> bool:
-    """Return whether a kernel is in Triton's cache, by the hash and the file of its request."""
+    """Return whether a kernel's compiled files are in Triton's cache on disk.
+
+    Args:
+        name: the hash of the kernel's request.
+        file: the `file` of the kernel's request.
+    """
     from tilewise.kernels.host.requests import Request
 
     return Request("", "", name, file, b"").is_on_disk
@@ -109,10 +122,15 @@ def pack(path: Path, requests: Iterable[Request], *, arch: int, about: str) -> M
 
 
 def take(path: Path) -> Taken:
-    """Put the kernels of a file into Triton's cache; the next run says which of them it used.
+    """Put the kernels of a file into Triton's cache on disk.
+
+    The next process that loads kernels writes to standard error how many of them it used.
 
     Args:
         path: a file that `tilewise precompile --arch ARCH --to FILE` has written.
+
+    Returns:
+        The file's manifest, and the numbers of kernels put into the cache and there already.
 
     Raises:
         ValueError: the file holds no kernels, or is of another Triton, tilewise or GPU.
@@ -126,7 +144,10 @@ def take(path: Path) -> Taken:
 
 
 def tell_first_run() -> None:
-    """Say which precompiled kernels this process has used, if it is the first to use them."""
+    """Write to standard error how many precompiled kernels this process has used, once.
+
+    Nothing is written unless a file of kernels was unpacked (`take`) since the last run.
+    """
     from tilewise.kernels.host.first_run import first_run
 
     found = first_run()

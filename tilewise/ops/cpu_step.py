@@ -64,7 +64,11 @@ def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
 
 
 def new_program(*args: Any, **kwargs: Any) -> Program:
-    """Return an empty list, see `kernels.cpu.step.program.Program`."""
+    """Return a new list of operations without any, a `kernels.cpu.step.program.Program`.
+
+    Args:
+        args, kwargs: the arguments of the class.
+    """
     program: Program = kernel_module("step.program", "cpu").Program(*args, **kwargs)
     return program
 

@@ -80,14 +80,14 @@ def start_decode(
     angles: Tensor,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run `begin_decode`, and look up each row's embedding and angles in the same launch.
+    """Begin a step as `begin_decode` does, and look up embeddings and angles in the same launch.
 
     Args:
         token: (B,) int64, the last token of each row, below V.
         embedding: (V, E), contiguous.
         angles: (positions, R) float32, contiguous; see `RotaryEmbedding.table`.
         position, active, fresh, table, place, block_size, ring, positions, slot_mapping, seqlens_k,
-            backend: as for `begin_decode`.
+            backend: as for `begin_decode`, which changes or writes the same ones.
 
     Returns:
         embedding[token] (B, E) and angles[positions] (B, R), new contiguous tensors.

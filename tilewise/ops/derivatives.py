@@ -71,7 +71,11 @@ def transforms_active() -> bool:
 
 
 def _forward_mode_active(x: Tensor | None) -> bool:
-    """Whether tensors may carry tangents; `x` is one of them, of whatever class all have."""
+    """Return whether tensors of a call may carry tangents of forward-mode differentiation.
+
+    Args:
+        x: one of the call's tensors, which are all of one class; None where there is none to ask.
+    """
     if getattr(forward_ad, "_current_level", -1) >= 0:
         return True
     # A graph that is being traced enters its level behind Python's back, on tensors of a subclass.
@@ -79,10 +83,13 @@ def _forward_mode_active(x: Tensor | None) -> bool:
 
 
 def lean(name: str) -> Callable[..., Any]:
-    """Return a function that calls the op `name` without torch's dispatcher where no mode needs it.
+    """Return a function that calls the registered op `name`, past torch's dispatcher if possible.
 
-    The dispatcher takes 15 to 30 us of host time to pass 24 arguments through Python twice, as much
-    as all else of a short call on a GPU.
+    The function takes the arguments of the op, all by position, and returns its results. It goes
+    through the dispatcher only where a mode, transform, trace or profile watches, or where the
+    dispatcher would convert an argument; gradients are recorded either way. The dispatcher takes
+    15 to 30 us of host time to pass 24 arguments through Python twice, as much as all else of a
+    short call on a GPU.
     """
     op, kernel = getattr(torch.ops.tilewise, name).default, kernel_of(name)
     types = [_UNCHANGED[str(argument.type)] for argument in op._schema.arguments]
@@ -98,7 +105,11 @@ def lean(name: str) -> Callable[..., Any]:
 
 
 def unwatched() -> bool:
-    """Whether no transform, mode, trace or profile wants to see ops; a gradient may."""
+    """Return whether no transform, mode, trace or profile of torch wants to see ops.
+
+    Recording of gradients in the backward mode does not count. It is False, too, where torch lacks
+    the private names that tell.
+    """
     if torch.compiler.is_compiling() or not FORWARD_MODE:
         return False
     if _len_torch_dispatch_stack() or _len_torch_function_stack():
@@ -114,11 +125,12 @@ def records(*args: Any) -> bool:
 
 
 def are_plain(*tensors: Tensor) -> bool:
-    """Whether the dispatcher would pass tensors on to a kernel as they are.
+    """Return whether torch's dispatcher would pass all `tensors` on to a kernel as they are.
 
-    It shows those of a subclass to their class, negates what .conj().imag only marks as negated,
-    gives memory to the zeros of forward mode, which have none, and maps over what
-    autograd.grad(is_grads_batched=True) hands to a backward formula.
+    The dispatcher would not do so for tensors of a subclass, which it shows to their class; for
+    those that .conj().imag marks as negated, which it negates; for zeros of forward mode, which
+    have no memory until it allocates some; and for the batched tensors that
+    autograd.grad(is_grads_batched=True) hands to a backward formula, over which it maps.
     """
     for x in tensors:
         if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
@@ -129,10 +141,10 @@ def are_plain(*tensors: Tensor) -> bool:
 
 
 def places_of(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Return the bits of the addresses of three tensors, 0 if one is not plain or has no memory.
+    """Return the bitwise or of the addresses of three tensors; 0 if one is not plain.
 
-    It is `are_plain` in half of the time: zeros of forward mode lie nowhere, and to ask where
-    tensors lie that are mapped over is an error.
+    A tensor is plain as in `are_plain`, and has memory. This takes half of the time of `are_plain`:
+    zeros of forward mode have address 0, and asking a batched tensor for its address is an error.
     """
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return 0
@@ -146,17 +158,18 @@ def places_of(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 def never(*tensors: Tensor) -> bool:
-    """Return no, as the check of tensors that are not known yet."""
+    """Return False for any tensors: the check of a call where there is none to compare with."""
     return False
 
 
 def check_of(*tensors: Tensor) -> Callable[..., bool]:
-    """Return a function that says whether other tensors would be dispatched as these are.
+    """Return a function of as many tensors that says whether they would be dispatched as `tensors`.
 
-    It compares class, dtype, device, sizes, strides, requires_grad and dispatch keys, those of
-    current modes and transforms included: the guards of torch's compiler, in a sixth of the time of
-    the same questions in Python. The function keeps no tensor alive, and returns False if one
-    tensor is given twice. What no dispatch key shows, `unseen` finds.
+    The function compares class, dtype, device, sizes, strides, requires_grad and dispatch keys,
+    those of current modes and transforms included, but not addresses: the guards of torch's
+    compiler, in a sixth of the time of the same questions in Python. It keeps no tensor alive, and
+    returns False if one tensor is given twice. Modes that no dispatch key shows are found by
+    `unseen`. Where torch has no such guards, the function is `never`.
     """
     if TensorGuards is None:
         return never
@@ -171,8 +184,10 @@ def check_of(*tensors: Tensor) -> Callable[..., bool]:
 
 
 def unseen() -> bool:
-    """Return whether no function mode, profiler or forward gradient is active: `check_of` sees
-    none."""
+    """Return whether no function mode, profiler or forward-mode level is active.
+
+    These have no dispatch key, so that a check of `check_of` cannot see them: ask both.
+    """
     return (
         not (_len_torch_function_stack() or _profiler_enabled()) and forward_ad._current_level < 0
     )
@@ -184,11 +199,14 @@ def autocasts() -> bool:
 
 
 def _would_pass(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool:
-    """Return whether the dispatcher would pass all arguments unchanged; it converts some numbers.
+    """Return whether the dispatcher would pass all arguments of an op to its kernel unchanged.
+
+    The first tensor must be on a CPU or a CUDA GPU, all tensors plain (`are_plain`), and numbers of
+    the types that the dispatcher does not convert.
 
     Args:
-        args: the op's arguments.
-        types: the Python types, for each argument, that stay as they are.
+        args: the op's arguments, a tensor first.
+        types: the Python types that stay as they are, for each argument.
     """
     if not (args[0].is_cuda or args[0].is_cpu):
         return False
@@ -200,7 +218,10 @@ def _would_pass(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> boo
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
-    """Keep tensors for the backward formula and, if one may be needed now, for the jvp."""
+    """Save tensors in `ctx` for the backward formula and, under forward mode, for the jvp.
+
+    Both formulas read them from ctx.saved_tensors.
+    """
     ctx.save_for_backward(*tensors)
     if transforms_active() or _forward_mode_active(tensors[0]):
         ctx.save_for_forward(*tensors)
@@ -209,7 +230,9 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
 def register_gradient(
     name: str, backward: Formula, setup_context: Formula, jvp: Formula | None = None
 ) -> None:
-    """Attach derivatives to the op `name`.
+    """Attach derivatives to the registered op `name`, which is differentiable from then on.
+
+    Where torch lacks the private names of forward mode, only the backward mode is registered.
 
     Args:
         backward: (ctx, *gradients of outputs) -> gradients of inputs.
@@ -234,10 +257,11 @@ def no_gradient(name: str) -> UnsupportedError:
 
 
 def refuse_gradient(name: str) -> None:
-    """Let a gradient that would go through the op `name`, or a dual number, end with an error.
+    """Let backward() through the registered op `name`, or a dual number, raise UnsupportedError.
 
-    Left to itself, torch ends the gradient there with a warning at most, and drops the tangent. So
-    it does for an op that writes to what it is given, where torch has no forward mode of ours.
+    Without this torch would end the gradient there with a warning at most, and drop the tangent.
+    Inside a compiled graph the gradient is None instead. Nothing is registered for an op that
+    writes to its arguments where torch lacks the private names of forward mode.
     """
     if not FORWARD_MODE and getattr(torch.ops.tilewise, name).default._schema.is_mutable:
         return

@@ -62,7 +62,10 @@ _MODULES = {
 
 @functools.cache
 def kernel_module(op: str, backend: str) -> ModuleType:
-    """Import the launcher of `op` in `backend`, see `_MODULES`."""
+    """Import and return the module with the launcher of `op` in `backend`, see `_MODULES`.
+
+    For "reference" it is the op's module in `ops/reference`. ImportError goes to the caller.
+    """
     if backend == "reference":
         return import_module(f"{_ROOT}.ops.reference.{op}")
     return import_module(_path_of(op, backend))
@@ -94,7 +97,11 @@ def _module_or_reason(op: str, backend: str) -> ModuleType | str:
 
 
 def refusal(op: str, backend: str, spec: Spec) -> str | None:
-    """Return why `backend` cannot compute this call, or None if it can."""
+    """Return in one sentence why `backend` cannot compute a call of `op`, or None if it can.
+
+    A backend without this op, or with a package that is not installed, refuses too. It serves the
+    ops whose kernel modules have `why_not(spec)`; others are planned by `plan_by`.
+    """
     module = _module_or_reason(op, backend)
     if isinstance(module, str):
         return module
@@ -122,7 +129,12 @@ def check_backend_name(backend: str | None) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def choose(op: str, spec: Spec, backend: str | None) -> str:
-    """Return the backend that computes `op`.
+    """Return the name of the first backend of the spec's device that computes `op`.
+
+    Args:
+        op: the name of an op whose kernel modules have `why_not(spec)`.
+        spec: the hashable description of the call.
+        backend: the name of the only backend to ask; None asks those of the device in their order.
 
     Raises:
         UnsupportedError: the named backend, or every automatic one, refuses; the message says why.
@@ -136,7 +148,10 @@ def choose(op: str, spec: Spec, backend: str | None) -> str:
 
 
 def choose_plan(op: str, call: Call, backend: str | None) -> tuple[str, Plan]:
-    """Return the backend that computes a call of `op`, and its plan.
+    """Return the name of the first backend that can plan a call of `op`, and its plan.
+
+    Args:
+        backend: the name of the only backend to ask; None asks those of the device in their order.
 
     Raises:
         UnsupportedError: as `choose`.
@@ -146,7 +161,11 @@ def choose_plan(op: str, call: Call, backend: str | None) -> tuple[str, Plan]:
 
 
 def choose_for(op: str, call: Call, backend: str | None) -> str:
-    """Return the backend of `choose_plan`; a plan is made only if no shorter check decides."""
+    """Return the name of the backend that `choose_plan` would return, without its plan.
+
+    A backend with `why_not_call(call)` is asked by that; of another one a plan is made and dropped.
+    Raises UnsupportedError as `choose_plan` does.
+    """
 
     def ask(name: str) -> str | Refusal:
         module = _module_or_reason(op, name)

@@ -12,13 +12,15 @@ from tilewise.kernels import device, early
 
 @contextmanager
 def launching_early(where: torch.device, *, largest_weight: int = 0) -> Iterator[None]:
-    """Let this thread's kernels begin early on a Hopper GPU; elsewhere nothing changes.
+    """Launch this thread's kernels inside the context early on a Hopper GPU (capability 9.0).
 
-    What they compute has the same bits. See `kernels.early` for what the caller promises: nothing
-    in here writes weights, and what a step's kernels share (plan, table, lengths, slots) is written
-    before a kernel of torch's that comes before all layers.
+    A kernel then begins while the one before it still runs (programmatic dependent launch); results
+    have the same bits. On other devices nothing changes. The caller promises, see `kernels.early`,
+    that nothing in the context writes weights, and that what a step's kernels share (plan, table,
+    lengths, slots) is written before a kernel of torch's that comes before all layers.
 
     Args:
+        where: the device of the kernels.
         largest_weight: elements of the largest weight of a layer, which decides when each kernel
             lets the next one begin.
 
@@ -35,10 +37,10 @@ def launching_early(where: torch.device, *, largest_weight: int = 0) -> Iterator
 
 
 def settle(where: torch.device) -> None:
-    """Launch a small kernel that does not begin early; later ones may then read earlier results.
+    """Launch a small kernel on `where` that does not begin early, as a barrier between kernels.
 
-    A kernel that begins early may read what was written two kernels before, if the later of the two
-    is not launched early. Does nothing where kernels do not begin early.
+    It waits for all kernels before it. So a kernel that is launched early right after it may read
+    their results before it waits itself. Inside no `launching_early` context nothing is launched.
     """
     if early.mode("attention") != early.OFF:
         torch.empty(1, dtype=torch.int32, device=where).fill_(0)

@@ -177,7 +177,10 @@ def _check_tensors(
 
 
 def check_tokens(x: Tensor, chosen: Tensor) -> int:
-    """Check the tokens (T, E) and the dims and dtype of their choices; return E."""
+    """Return E; raise unless x is a float (T, E) and chosen an int32 or int64 (T, k).
+
+    The error is TypeError for a dtype, otherwise ValueError. Sizes of chosen are not checked.
+    """
     checks.check_float("x", x)
     checks.check_dims("x", x, "(T, E)")
     checks.check_last_dim_contiguous("x", x)
@@ -188,8 +191,11 @@ def check_tokens(x: Tensor, chosen: Tensor) -> int:
 
 
 def check_choices(tokens: int, chosen: Tensor, weights: Tensor, num_experts: int) -> None:
-    """Raise unless chosen experts and their weights, (T, k) each, fit `tokens` and
-    `num_experts`."""
+    """Raise unless chosen experts and their weights are (tokens, k), the weights float32.
+
+    `num_experts` must be at most 1,024, and k at most 32 and at most `num_experts`. The ids in
+    `chosen` are not read. The error is TypeError for the dtype, otherwise ValueError.
+    """
     if not 1 <= num_experts <= MOST_EXPERTS:
         raise ValueError(f"experts must be 1 to {MOST_EXPERTS}, got {num_experts}")
     most, num_active = min(num_experts, MOST_ACTIVE), chosen.shape[1]
@@ -201,7 +207,7 @@ def check_choices(tokens: int, chosen: Tensor, weights: Tensor, num_experts: int
 
 
 def check_activation(activation: str, *, has_gates: bool) -> None:
-    """Check the name of an activation of experts with or without gates."""
+    """Raise ValueError unless `activation` is a known name; "clamped" needs experts with gates."""
     if activation not in get_args(ExpertActivation):
         names = ", ".join(get_args(ExpertActivation))
         raise ValueError(f"activation must be one of {names}, got {activation!r}")

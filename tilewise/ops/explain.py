@@ -92,9 +92,13 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
 def _chosen(
     op: str, call: Call, named: str | None
 ) -> tuple[str | None, Plan | None, dict[str, str]]:
-    """Return the backend that would run a call, its plan, and the reasons of the others.
+    """Return the backend that would run a call, its plan, and the reasons against the others.
 
-    Backend and plan are None if all refuse.
+    Every backend is asked for a plan. Backend and plan are None if all refuse.
+
+    Args:
+        op, call: the op's name and the call, as `dispatch` takes them.
+        named: the backend that the caller named; None if any may run the call.
     """
     plans = {name: dispatch.plan_by(op, call, name) for name in dispatch.BACKENDS}
     reasons = {
@@ -110,7 +114,13 @@ def _chosen(
 def _refusals(
     reasons: dict[str, str | None], chosen: str | None, named: str | None
 ) -> dict[str, str]:
-    """Return for each backend but the chosen one the reason why it does not run the call."""
+    """Return for each backend but the chosen one the reason why it does not run the call.
+
+    Args:
+        reasons: the refusal of each backend; None if it could run the call.
+        chosen: the backend that runs the call; None if none does.
+        named: the backend that the caller named; None if none was.
+    """
     otherwise = f"{named} was named" if named else "runs only when named"
     return {
         name: otherwise if reason is None else reason
@@ -120,14 +130,21 @@ def _refusals(
 
 
 def _seconds(work: cost.Cost, tensor: Tensor) -> float | None:
-    """Predict seconds on devices with measured peaks; None elsewhere rather than a guess."""
+    """Return the seconds of `work` at the measured peaks of an H200, if `tensor` is on one.
+
+    It is None on any other device: its peaks were not measured.
+    """
     if tensor.device.type == "cuda" and "H200" in torch.cuda.get_device_name(tensor.device):
         return work.time(cost.H200)
     return None
 
 
 def _lengths(q: Tensor, k: Tensor, options: AttentionOptions) -> list[tuple[int, int]]:
-    """Return query and key tokens of each sequence; reads tensors, so it waits for the device."""
+    """Return the numbers of query and key tokens of each sequence, a pair each.
+
+    Edges or lengths are read from tensors if given, which waits for their device. Raises ValueError
+    for edges of a packed batch that do not ascend within its rows.
+    """
     if options.cu_seqlens_q is not None and options.cu_seqlens_k is not None:
         values.check_edges("cu_seqlens_q", options.cu_seqlens_q, q.shape[0])
         values.check_edges("cu_seqlens_k", options.cu_seqlens_k, k.shape[0])
@@ -171,8 +188,10 @@ def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: 
 
 
 def _visited_share(options: AttentionOptions) -> float:
-    """Return the share of a mask's tiles that are not empty; reads it, so it waits for the
-    device."""
+    """Return the share of a block mask's tiles that are not empty, 1.0 without a mask.
+
+    The mask is read, which waits for its device.
+    """
     if options.mask_rows is None or options.mask_columns is None:
         return 1.0
     first, _, end = options.mask_rows.unbind(-1)
@@ -210,7 +229,13 @@ def _explain_paged(
 def _told(
     plan: Plan | None, work: cost.Cost, tensor: Tensor
 ) -> tuple[dict[str, TileConfig], cost.Cost, float | None, tuple[str, ...]]:
-    """Return the last fields of an `Explanation`."""
+    """Return the last four fields of an `Explanation`: tiles, cost, seconds and steps.
+
+    Args:
+        plan: the plan of the call, None if all backends refuse: no tiles and no steps then.
+        work: the cost of the call.
+        tensor: a tensor on the device of the call.
+    """
     tiles, steps = ({}, ()) if plan is None else (plan.tiles, tuple(plan.steps))
     return tiles, work, _seconds(work, tensor), steps
 

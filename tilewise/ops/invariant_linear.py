@@ -46,9 +46,13 @@ def invariant_linear(
 
 
 def invariant_linear_leaves_parts(weight: Tensor) -> bool:
-    """Return whether `linear_parts` gives the partial sums of `invariant_linear`, at least two.
+    """Return whether `linear_parts` gives at least two partial sums of `invariant_linear`.
 
-    Added in order and rounded once, the parts are the result of `invariant_linear`, bit for bit.
+    Added in order and rounded once, the parts are then the result of `invariant_linear`, bit for
+    bit. It is True only for 16-bit weights on a GPU where the "gluon" backend runs.
+
+    Args:
+        weight: (N, K), the weight of the product.
     """
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False

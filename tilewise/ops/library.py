@@ -21,10 +21,13 @@ _kernels: dict[str, Callable[..., Any]] = {}
 
 
 def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define `schema` in the tilewise namespace and return the callable torch op.
+    """Define the op of `schema` in torch's namespace `tilewise`, and return the callable op.
 
-    `kernel` runs on real tensors of any device (it dispatches itself), with the GPU of its first
-    argument current; `fake` on metadata only.
+    Args:
+        schema: the op's name, arguments and results in torch's notation.
+        kernel: a function that runs the op on real tensors of any device (it chooses the backend
+            itself); the GPU of its first argument, a tensor, is made current around each call.
+        fake: a function of the same arguments that returns empty results, for traces.
     """
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.split("(", 1)[0]
@@ -40,7 +43,10 @@ def kernel_of(name: str) -> Callable[..., Any]:
 
 
 def where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `kernel` so that the GPU of its first argument is current when it launches."""
+    """Return a function like `kernel` that makes the GPU of its first argument, a tensor, current.
+
+    The GPU that was current before is so again after the call.
+    """
 
     @functools.wraps(kernel)
     def launch(first: Tensor, *rest: Any) -> Any:
@@ -59,8 +65,10 @@ def register_vmap(name: str, rule: Callable[..., Any]) -> None:
 
 
 def refuse_vmap(name: str) -> None:
-    """Make torch.vmap over the op `name`, whose batch is an argument, raise an error that says
-    so."""
+    """Make torch.vmap over the op `name` raise UnsupportedError.
+
+    It is for ops of a whole batch: the error says that all sequences must come in one call.
+    """
 
     def rule(*_: Any) -> Any:
         raise UnsupportedError(

@@ -23,7 +23,14 @@ MOST_LINEAR_ROWS = MOST_ROWS
 def check_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int | None = None
 ) -> None:
-    """Raise unless x (..., K), weight (N, K) and bias (N,) can be multiplied; see `linear`."""
+    """Raise unless x (..., K), weight (N, K) and bias (N,) or None fit together.
+
+    All must have one float dtype and device and contiguous last dims. The error is TypeError for a
+    dtype, otherwise ValueError.
+
+    Args:
+        most_rows: the largest number of rows of x in all; None for no limit.
+    """
     checks.check_float("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must be (..., K) with K at least 1, got shape {tuple(x.shape)}")
@@ -44,7 +51,10 @@ def check_product(
 
 
 def fake_product(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    """Return a tensor like y (..., N) of x (..., K) and weight (N, K)."""
+    """Return an uninitialised (..., N) tensor of x's dtype, for x (..., K) and weight (N, K).
+
+    It is the fake implementation of products: what a trace sees in place of the result.
+    """
     return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
 
 
@@ -103,8 +113,11 @@ def linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Te
 
 
 def most_linear_parts_rows() -> int:
-    """Return the largest number of rows of `linear_parts`: more than `linear`'s, for invariant
-    products."""
+    """Return the largest number of rows that `linear_parts` takes.
+
+    It is larger than the 32 of `linear`, since `linear_parts` also computes the parts of
+    `invariant_linear`.
+    """
     return max(MOST_LINEAR_ROWS, invariant_many.MOST_LEFT)
 
 
@@ -112,6 +125,11 @@ def linear_leaves_parts(weight: Tensor) -> bool:
     """Return whether `linear_parts` is faster than `linear` for a few rows times this weight.
 
     It is faster only if the next op, such as `add_parts_rms_norm`, adds the partial sums itself.
+    False for weights that are not of 16 bits on a GPU where the "gluon" backend runs, and for
+    shapes with one part.
+
+    Args:
+        weight: (N, K), the weight of the product.
     """
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -119,7 +137,10 @@ def linear_leaves_parts(weight: Tensor) -> bool:
 
 
 def linear_pays(weight: Tensor) -> bool:
-    """Return whether `linear` was measured to be faster than cuBLAS for a weight of this shape."""
+    """Return whether `linear` is faster than cuBLAS for a weight (N, K), by tables of measurements.
+
+    False for a weight that is on no GPU or not of 16 bits.
+    """
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
     if _by_rows(spec_of(weight)):
@@ -128,7 +149,7 @@ def linear_pays(weight: Tensor) -> bool:
 
 
 def spec_of(weight: Tensor) -> LinearSpec:
-    """Return the specification of products with a weight (N, K)."""
+    """Return the hashable description of products with a weight (N, K), to choose a backend by."""
     outputs, channels = weight.shape
     step = weight.stride(0) if outputs > 1 else 0
     addressable = (weight.data_ptr() | step * weight.itemsize) % 16 == 0
@@ -136,16 +157,20 @@ def spec_of(weight: Tensor) -> LinearSpec:
 
 
 def _by_rows(spec: LinearSpec) -> bool:
-    """Return whether Hopper's own kernel is the fastest for a weight."""
+    """Return whether the "gluon" kernel of Hopper is chosen for a weight and can run there.
+
+    The table of measured shapes says where it is the fastest.
+    """
     if not linear_rows.pays(spec.outputs, spec.channels):
         return False
     return dispatch.refusal("linear", "gluon", spec) is None
 
 
 def _backend_of(spec: LinearSpec, backend: str | None) -> str | None:
-    """Return the backend that the caller named, or None for the first that does not refuse.
+    """Return the backend to ask for a product: `backend` if the caller named one.
 
-    On a GPU the tables of sizes name one.
+    Otherwise it is "gluon" or "triton" on a GPU, by the table of measured shapes, and None, which
+    is the first that does not refuse, on other devices.
     """
     if backend is not None or spec.device_type != "cuda":
         return backend

@@ -96,7 +96,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _sides(ctx: Any) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor, Tensor]:
-    """Return (o_x, exp(lse_x - lse)) of both sides, then o and lse; a side without keys is 0, 0."""
+    """Return two pairs (o_x, exp(lse_x - lse)), of x = a and b, then o and lse, all in lse's dtype.
+
+    Where lse_x is -inf, so that side x saw no key, both numbers of its pair are 0.
+    """
     o_a, lse_a, o_b, lse_b, o, lse = ctx.saved_tensors
     sides = []
     for o_x, lse_x in ((o_a, lse_a), (o_b, lse_b)):
@@ -108,12 +111,16 @@ def _sides(ctx: Any) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor, Tensor]
 
 
 def _rows(per_row: Tensor) -> Tensor:
-    """Reshape (B, H, S) or (H, T) so that it broadcasts over o."""
+    """View (B, H, S) as (B, S, H, 1), or (H, T) as (T, H, 1), which broadcasts over o."""
     return per_row.transpose(-1, -2).unsqueeze(-1)
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """With w = exp(lse_x - lse): do_x = w do, dlse_x = w (do . (o_x - o) + dlse)."""
+    """Return the gradients of o_a, lse_a, o_b and lse_b, and None for backend.
+
+    With w = exp(lse_x - lse): do_x = w do, dlse_x = w (do . (o_x - o) + dlse). Of a `do` or `dlse`
+    that is None nothing is added; o_x gets None without `do`.
+    """
     sides, o, lse = _sides(ctx)
     grads: list[Tensor | None] = []
     for (o_x, weight), like in zip(sides, ctx.saved_tensors[:4:2], strict=True):
@@ -126,7 +133,11 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
 
 
 def _jvp(ctx: Any, *dots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """lse' = sum w lse_x' and o' = sum w (o_x' + (lse_x' - lse') o_x), over both sides."""
+    """Return the tangents of o and lse from those of o_a, lse_a, o_b and lse_b; None is 0.
+
+    With w = exp(lse_x - lse), lse' = sum w lse_x' and o' = sum w (o_x' + (lse_x' - lse') o_x), over
+    both sides.
+    """
     sides, o, lse = _sides(ctx)
     zeros = (torch.zeros_like(o), torch.zeros_like(lse)) * 2
     o_a, lse_a, o_b, lse_b = (
@@ -142,7 +153,10 @@ def _jvp(ctx: Any, *dots: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, int]:
-    """Fold the mapped dim into the batch, since rows are merged independently."""
+    """Merge under torch.vmap by one call, the mapped dim folded into the batch.
+
+    Rows are merged independently of one another. Returns the results, and 0 as their mapped dim.
+    """
     packed = args[0].dim() - (in_dims[0] is not None) == 3
     tensors = [
         x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)

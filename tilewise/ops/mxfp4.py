@@ -47,8 +47,12 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mxfp4_rows(blocks: Tensor, scales: Tensor) -> QuantisedWeight:
-    """Return the weight (rows, 32 G) of blocks (..., G, 16) and scales (..., G), whose other dims
-    become rows."""
+    """Return MXFP4 numbers as a `QuantisedWeight` of shape (rows, 32 G).
+
+    Args:
+        blocks: uint8 (..., G, 16); the leading dims become rows.
+        scales: uint8 (..., G), as of `unpack_mxfp4`.
+    """
     codes = blocks.flatten(-2).flatten(0, -2)
     exponents = scales.flatten(0, -2).view(torch.float8_e8m0fnu)
     return QuantisedWeight(codes, exponents, (1, GROUP), E2M1)

@@ -56,10 +56,11 @@ def pack_int8(
     """Pack a (N, K) weight as int8 with a scale for every 64 inputs, see `int8.py`.
 
     Args:
-        into: the panels of an earlier weight of this shape and dtype, whose memory is written.
+        into: the panels of an earlier weight of this shape and dtype, whose memory is overwritten
+            and which are returned; None makes new ones.
 
     Returns:
-        The panels, and the relative RMS error of the weight.
+        The panels, and the relative RMS error of the weight by its rounding to int8.
 
     Raises:
         ValueError: the weight contains an infinity or NaN; nothing is written then.
@@ -73,7 +74,11 @@ def pack_int8(
 
 
 def instruction_sets() -> list[str]:
-    """Return the instructions that a CPU's kernels use and others lack, on which bits depend."""
+    """Return the names of this CPU's instruction sets that kernels use if they are there.
+
+    They are "avx2", "f16c", "avx512f", "avx512bw", "avx512bf16" and "amx-tiles". Two CPUs with
+    different lists may compute different bits.
+    """
     found = kernel_module("machine.features", "cpu").features()
     named = ("avx2", "f16c", "avx512f", "avx512bw", "avx512bf16")
     tiles = ["amx-tiles"] if kernel_module("machine.amx", "cpu").HAS_AMX else []
@@ -81,14 +86,22 @@ def instruction_sets() -> list[str]:
 
 
 def unpack(weight: Panels) -> Tensor:
-    """Return the (N, K) weight of the panels, dequantised if they are narrow."""
+    """Return the (N, K) weight that panels were packed of; codes of narrow panels are widened."""
     if weight.is_narrow:
         return rows_of(weight, torch.arange(weight.num_outputs))
     return plain.unpack(weight)
 
 
 def rows_of(weight: Panels, rows: Tensor) -> Tensor:
-    """Return rows (...,) of the weight: (..., K)."""
+    """Return the rows of the weight with the given indices, widened if the panels are narrow.
+
+    Args:
+        weight: the panels of a weight (N, K).
+        rows: integers (...), in [0, N).
+
+    Returns:
+        (..., K).
+    """
     if not weight.is_narrow:
         return plain.rows_of(weight, rows)
     groups, places = (rows // WIDTH).unique(return_inverse=True)

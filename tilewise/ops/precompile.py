@@ -49,7 +49,8 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class Precompiled:
-    """The result: the calls made, those that failed with their reason, and the wall time."""
+    """The result of `precompile`: the number of calls made, one line for each that failed with the
+    reason, and the wall time in seconds."""
 
     calls: int
     failures: tuple[str, ...]
@@ -117,13 +118,21 @@ def _jobs(
 def attention_calls(
     head_dims: Sequence[int], dtypes: Sequence[torch.dtype], device: str
 ) -> list[str]:
-    """Make every call of `precompile` in this process, without gradients; return the failures."""
+    """Make every call of `precompile` in this process, without gradients, which compiles kernels.
+
+    Returns:
+        One line for each call that failed, with the reason.
+    """
     jobs = list(_jobs(head_dims, dtypes, needs_backward=False))
     return _run(jobs, device, workers=1, shows_progress=False)
 
 
 def _run(jobs: list[_Job], device: str, workers: int, shows_progress: bool) -> list[str]:
-    """Make every call in one of `workers` processes; return the failures."""
+    """Make every call in one of `workers` new processes, or in this one if `workers` is 1.
+
+    Returns:
+        One line for each call that failed, with the reason.
+    """
     if workers == 1:
         return _collect((_attempt((job, device)) for job in jobs), len(jobs), shows_progress)
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
@@ -143,7 +152,11 @@ def _collect(outcomes: Iterable[str | None], total: int, shows_progress: bool) -
 
 
 def _attempt(work: tuple[_Job, str]) -> str | None:
-    """Make one call; return None, or one line about the failure."""
+    """Make the call of a job on a device and wait for it.
+
+    Returns:
+        None, or one line that names the job and the exception: none is raised.
+    """
     job, device = work
     try:
         _CALLS[job.kind](job, device)
@@ -185,8 +198,11 @@ def _packed(job: _Job, device: str) -> None:
 
 
 def _paged(job: _Job, device: str) -> None:
-    """Compile prompts of two sequences; then one token of each, also with a plan or a common
-    prefix."""
+    """Call paged attention for prompts of two sequences, then for one token of each of them.
+
+    The single tokens are computed alone, with a plan, and with a common prefix. The calls, and one
+    that writes to the cache, compile the kernels.
+    """
     length = _TOKENS // 2
     blocks = length // _BLOCK_SIZE
     shape = (2 * blocks, _BLOCK_SIZE, 1, job.head_dim)
@@ -227,7 +243,10 @@ def _paged(job: _Job, device: str) -> None:
 
 
 def _latent(job: _Job, device: str) -> None:
-    """Compile one token of a sequence, over latents."""
+    """Call the write of a latent cache and `mla_decode` for one token, which compiles the kernels.
+
+    Sizes are those of DeepSeek's models, whatever the job's head dim is.
+    """
     heads, rank, rope, block_size = _LATENT
     blocks = _TOKENS // block_size
     cache = _random(job, device, blocks, block_size, rank + rope)

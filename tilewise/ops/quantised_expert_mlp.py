@@ -98,12 +98,15 @@ def quantised_expert_mlp(
 def placed_experts(
     up: QuantisedWeight, down: QuantisedWeight, width: int, inner_size: int, dtype: torch.dtype
 ) -> tuple[QuantisedWeight, QuantisedWeight] | str:
-    """Return the weights of a mixture as the kernel of a GPU reads them, or why it does not.
+    """Return (up, down) with the codes in the order in which the GPU's kernel reads them.
 
     Args:
-        up, down: as of `quantised_expert_mlp`; on "meta" for the answer alone.
+        up, down: as of `quantised_expert_mlp`; on "meta" to learn only if the kernel can run.
         width, inner_size: E and I.
         dtype: the dtype of the tokens.
+
+    Returns:
+        The weights, padded and reordered; or a text that says why the kernel cannot compute them.
     """
     up, down = (weight if weight.in_lanes else weight.padded() for weight in (up, down))
     row = torch.empty((1, width), dtype=dtype, device="meta")

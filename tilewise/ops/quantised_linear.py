@@ -55,7 +55,10 @@ def quantised_linear(
 
 
 def arguments_of(weight: QuantisedWeight) -> tuple[Any, ...]:
-    """Return a weight as arguments of an operator, see `schema_of`."""
+    """Return the fields of a weight as flat arguments of a registered op, in `schema_of`'s order.
+
+    `weight_of` is the inverse.
+    """
     return (
         weight.codes,
         weight.scales,
@@ -74,7 +77,11 @@ def arguments_of(weight: QuantisedWeight) -> tuple[Any, ...]:
 
 
 def schema_of(prefix: str = "") -> str:
-    """Return the schema of a weight's arguments, the names of which begin with a prefix."""
+    """Return the part of a torch schema that declares the arguments of a quantised weight.
+
+    Args:
+        prefix: a text that all names of the arguments begin with.
+    """
     kinds = (
         "Tensor codes, Tensor scales, int rows, int columns, float[]? table, Tensor? zeros, "
         "Tensor? minimums, Tensor? outer, Tensor? outer_minimums, int outer_rows, "
@@ -129,7 +136,8 @@ def spec_of(
 ) -> QuantisedLinearSpec:
     """Return the hashable description of x (..., K) times a quantised weight (N, K).
 
-    The number of rows is rounded up to a power of two.
+    Backends and kernels are chosen by it. The number of rows of x is rounded up to a power of two,
+    so that few descriptions differ.
 
     Args:
         batch_invariant: True if a row's bits may not depend on the number of rows.
@@ -157,7 +165,11 @@ def spec_of(
 
 
 def placed(weight: QuantisedWeight) -> QuantisedWeight:
-    """Return a weight whose codes are in the order in which products on its device read them."""
+    """Return a weight whose codes are in the order in which products on its device read them.
+
+    On a GPU it is the weight itself where the kernel that reads lanes cannot run: on other GPUs
+    than Hopper's, for formats without such a kernel, or for scales above 2 ** 65.
+    """
     if weight.device.type != "cuda":
         return weight.columns()
     row = torch.empty((1, weight.shape[1]), dtype=torch.bfloat16, device="meta")
@@ -168,8 +180,12 @@ def placed(weight: QuantisedWeight) -> QuantisedWeight:
 
 
 def has_huge_scales(weight: QuantisedWeight) -> bool:
-    """Return whether powers of two are too large to be multiplied into operands, of whose
-    exponents 64 are left."""
+    """Return whether a weight has a scale in E8M0 above 2 ** 65.
+
+    Such a scale is too large for kernels that multiply it into 16-bit operands. It is False for
+    scales of another dtype, on "meta", or without elements; otherwise the values are read, which
+    waits for the device.
+    """
     scales = weight.scales
     if scales.dtype != torch.float8_e8m0fnu or scales.is_meta or scales.numel() == 0:
         return False

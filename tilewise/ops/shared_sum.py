@@ -14,7 +14,11 @@ __all__ = ["add_up", "add_up_flagged", "flagged_words", "why_not"]
 
 
 def why_not(row_words: int) -> str | None:
-    """Return why no kernel can add rows of `row_words` words over ranks, or None if one can."""
+    """Return why no kernel can add rows over the ranks, or None if one can.
+
+    Args:
+        row_words: the number of 8-byte words that one row takes in the memory of all ranks.
+    """
     if not device.has_triton():
         return "triton is not installed"
     from tilewise.kernels.triton.step import shared_sum
@@ -35,9 +39,14 @@ def add_up(
 ) -> None:
     """Write the sum of all ranks' x plus the residual to `total`, and its RMS norm to y, (rows, E).
 
+    Every rank calls this with rows of the same shape, and gets the same sum.
+
     Args:
-        x: this rank's rows.
-        residual, weight: None for a plain sum.
+        x: this rank's rows (rows, E).
+        residual: the rows to add once, (rows, E); None for nothing.
+        weight: (E,), the weight of the norm; None for a plain sum, for which y is not written.
+        eps: the number that is added to the mean square.
+        y, total: the results, (rows, E), written.
         options: the further arguments of `kernels.triton.step.shared_sum.launch`.
     """
     from tilewise.kernels.triton.step import shared_sum
@@ -57,9 +66,11 @@ def add_up_flagged(
     total: Tensor,
     **options: Any,
 ) -> None:
-    """Compute `add_up` by the kernel for more rows.
+    """Write the same results as `add_up` by the kernel for more rows, which sends rows and flags.
 
-    The options are those of `kernels.triton.step.flagged_sum.launch`.
+    Args:
+        x, residual, weight, eps, y, total: as of `add_up`.
+        options: the further arguments of `kernels.triton.step.flagged_sum.launch`.
     """
     from tilewise.kernels.triton.step import flagged_sum
 
@@ -69,5 +80,11 @@ def add_up_flagged(
 
 
 def flagged_words(dim: int, itemsize: int, most_rows: int) -> int:
-    """Return the 8-byte words of memory for rows of all ranks with flags."""
+    """Return the number of 8-byte words of a buffer for `add_up_flagged`: rows, then their flags.
+
+    Args:
+        dim: the channels of a row.
+        itemsize: the bytes of a channel.
+        most_rows: the largest number of rows of a call.
+    """
     return most_rows * dim * itemsize // 2 + most_rows

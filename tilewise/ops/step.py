@@ -41,7 +41,13 @@ if values.WAITS:
 
 
 class _Bound:
-    """A call that was planned."""
+    """A planned call, remembered by `run`, `launched` and `step`.
+
+    Args:
+        run_plan: the plan's `run`, a function of its tensors.
+        places: the places of these tensors among the arguments of the call.
+        is_one: True if the call returns one tensor, False for a tuple or nothing.
+    """
 
     __slots__ = ("_is_one", "_pick", "_run")
 
@@ -53,18 +59,22 @@ class _Bound:
         self._pick = pick
 
     def run(self, args: tuple[Any, ...]) -> Any:
-        """Run the plan with the arguments of another call whose tensors are like the planned
-        one's."""
+        """Run the plan for the arguments of a call like the planned one, and return its results.
+
+        The result is a tensor, a tuple of tensors, or None.
+        """
         results = self._run(*self._pick(args))
         return results[0] if self._is_one else results or None
 
 
 class _Alike(NamedTuple):
-    """Calls that were checked: those whose tensors lie like these.
+    """The memory of a checked and planned call, by which `step` finds calls with like tensors.
 
     Attributes:
-        check: the check of a call's tensors, see `derivatives.check_of`.
-        learns: whether one of them requires a gradient.
+        check: a function that says whether a call's tensors lie like those of the remembered one,
+            see `derivatives.check_of`.
+        learns: whether one of the tensors requires a gradient.
+        bound: the planned call.
     """
 
     check: Callable[..., bool]
@@ -73,7 +83,15 @@ class _Alike(NamedTuple):
 
 
 def _key(name: object, args: tuple[Any, ...]) -> tuple[object, ...] | None:
-    """Return all that decides how a call is computed; None where it has no plan of its own."""
+    """Return the key of a call's plan: all that decides how the call is computed, but addresses.
+
+    It holds `name`, which kernels begin early, the arguments that are no tensors with their types,
+    and each tensor's shape, strides, dtype, device and alignment to 16 bytes.
+
+    Returns:
+        The key; None for a call that is never remembered, because a tensor has no memory or is
+        marked as negated.
+    """
     key: list[object] = [name, early.chosen()]
     odd = 0
     try:
@@ -95,7 +113,16 @@ def _key(name: object, args: tuple[Any, ...]) -> tuple[object, ...] | None:
 
 
 def _planned(choose: Callable[..., partial[Any]], args: tuple[Any, ...]) -> Any:
-    """Return the result of a call, and its plan if the launcher that `choose` returns has any."""
+    """Run a call for the first time.
+
+    Args:
+        choose: as of `run`.
+        args: the checked arguments of the call.
+
+    Returns:
+        The result of the call, and its plan for later calls; None for a launcher without plans,
+        such as those of the CPU and the reference.
+    """
     seen = set[int]()
     each = list(args)
     for place, x in enumerate(each):
@@ -114,12 +141,19 @@ def _planned(choose: Callable[..., partial[Any]], args: tuple[Any, ...]) -> Any:
 
 
 def run(name: object, choose: Callable[..., partial[Any]], *args: Any) -> Any:
-    """Run a call whose arguments were checked.
+    """Run a call of an op whose arguments were checked, by its remembered plan if there is one.
+
+    On a CPU with no backend named, no plan is looked for.
 
     Args:
         name: the name that the call is remembered by, with its arguments.
-        choose: a function of the arguments, which returns the launcher of the call and what it
-            takes. Its tensors are arguments, in tuples and dataclasses or alone.
+        choose: a function of the arguments that chooses a backend and returns its launcher with the
+            launcher's arguments bound. The tensors among these are tensors of `args`, alone or in
+            tuples and dataclasses.
+        args: the arguments of the op, a tensor first and the backend last.
+
+    Returns:
+        The result of the launcher.
     """
     first = args[0]
     key = _key(name, args) if first.is_cuda or args[-1] is not None else None
@@ -135,10 +169,16 @@ def run(name: object, choose: Callable[..., partial[Any]], *args: Any) -> Any:
 
 
 def launched(launcher: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a launcher for arguments that were checked, where no registered op stands before it.
+    """Call a backend's launcher for checked arguments, without a registered op before it.
+
+    A launcher that plans its calls is planned once for calls alike, and the plan is remembered.
 
     Args:
-        launcher: a launcher of a backend, whose plans are remembered if it has any.
+        launcher: a launcher of a backend.
+        arguments, options: the arguments of the launcher; tensors may stand in tuples.
+
+    Returns:
+        The result of the launcher.
     """
     plan = getattr(launcher, "plan", None)
     if plan is None:
@@ -158,7 +198,7 @@ def launched(launcher: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
 
 def _flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments with the fields of tuples one by one."""
+    """Return the arguments as one flat tuple, with the fields of nested tuples one by one."""
     found: list[Any] = []
     for argument in arguments:
         found += _flat(argument) if isinstance(argument, tuple) else (argument,)
@@ -168,18 +208,24 @@ def _flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def register_step(
     schema: str, choose: Callable[..., partial[Any]], fake: Callable[..., Any]
 ) -> Any:
-    """Register an op, see `library.register`, whose calls are run by `run`.
+    """Register an op whose calls are run by `run`, and return the callable torch op.
 
     Args:
-        choose: as of `run`; the last argument of the op is its backend.
+        schema: as of `library.register`; the last argument of the op is its backend.
+        choose: as of `run`.
+        fake: as of `library.register`.
     """
     return register(schema, partial(run, schema.split("(", 1)[0], choose), fake)
 
 
 def step(name: str, check: Callable[..., None]) -> Callable[..., Any]:
-    """Return the registered op `name` as a function that checks its arguments.
+    """Return a function that checks its arguments and runs the registered op `name` for them.
+
+    On a GPU a call whose tensors lie like those of an earlier one, with equal numbers, runs the
+    plan of that one without a check, unless a mode of torch watches or a gradient is wanted.
 
     Args:
+        name: the name of the op, which `register_step` has registered.
         check: a function that raises an error unless the arguments of the op are valid.
     """
     dispatched = lean(name)
@@ -227,11 +273,14 @@ def _remember(
 ) -> None:
     """Remember a planned call, so that calls with like tensors are found without a full key.
 
+    Nothing is remembered if the call has no plan, if an address is no multiple of 16 bytes, or if
+    a mode of torch watches.
+
     Args:
-        key: the short key, without the tensors.
-        alike: the calls that are remembered under it; the oldest is dropped.
+        key: the short key, with only the shape of the first tensor.
+        alike: the calls that are remembered under the short key; of eight the oldest is dropped.
         tensors: the tensors of the call.
-        full: the key under which its plan is kept; None if it has none.
+        full: the key under which the call's plan is kept, from `_key`; None if it has none.
     """
     bound = None if full is None or not unwatched() else memory.recall(full)
     if bound is None or any(x.data_ptr() & 15 for x in tensors):

@@ -20,12 +20,18 @@ WAITS = os.environ.get("TILEWISE_CHECK", "") not in ("", "0")  # read once
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Return whether all of `tensors` are plain ones on a CPU."""
+    """Return whether all `tensors` are plain ones on a CPU, whose values cost nothing to read.
+
+    It is False under a transform of torch.func and while torch compiles.
+    """
     return _are_on(("cpu",), tensors)
 
 
 def _looks(*tensors: Tensor) -> bool:
-    """Return whether checks read `tensors`: plain ones on a CPU, or with `WAITS` on a GPU, too."""
+    """Return whether checks read the values of `tensors`: plain ones on a CPU.
+
+    With `WAITS` those on a GPU are read, too, except while a CUDA graph is captured.
+    """
     if not WAITS:
         return readable(*tensors)
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -40,7 +46,10 @@ def _are_on(devices: tuple[str, ...], tensors: tuple[Tensor, ...]) -> bool:
 
 
 def check_edges(name: str, edges: Tensor, num_rows: int) -> None:
-    """Raise ValueError unless edges (B + 1,) ascend from 0 to num_rows at most."""
+    """Raise ValueError unless edges (B + 1,) start at 0, never fall, and end at num_rows at most.
+
+    Edges that `_looks` says are not to be read pass.
+    """
     if not _looks(edges):
         return
     if int(edges[0]) != 0 or int(edges[-1]) > num_rows or bool((edges.diff() < 0).any()):
@@ -48,7 +57,12 @@ def check_edges(name: str, edges: Tensor, num_rows: int) -> None:
 
 
 def check_lengths(name: str, lengths: Tensor, most: int | Tensor) -> None:
-    """Raise ValueError unless lengths (B,) are in [0, most], `most` one number or one each."""
+    """Raise ValueError unless lengths (B,) are in [0, most]; lengths that are not read pass.
+
+    Args:
+        name: the name of the argument in the message.
+        most: the largest length, one number for all or a tensor (B,).
+    """
     if not _looks(lengths):
         return
     if bool(((lengths < 0) | (lengths > most)).any()):
@@ -60,6 +74,9 @@ def check_table(
     block_table: Tensor, lengths: Tensor, cache: Tensor, *, first: Tensor | None = None
 ) -> None:
     """Raise ValueError unless the blocks of each sequence's tokens lie in a cache (N, P, ...).
+
+    Only the table's entries for tokens that are read are checked; tensors that are not read (see
+    the head of this module) pass.
 
     Args:
         block_table: int32 (B, max_blocks).
@@ -109,7 +126,13 @@ def check_step(
 
 
 def check_longest(name: str, edges: Tensor, most: int) -> None:
-    """Raise ValueError if a sequence between edges (B + 1,) is longer than the given maximum."""
+    """Raise ValueError if a sequence between edges (B + 1,) has more than `most` rows.
+
+    Edges that are not read pass.
+
+    Args:
+        name: the name of the argument that gave `most`, for the message.
+    """
     if _looks(edges) and edges.shape[0] > 1:
         longest = int(edges.diff().max())
         if longest > most:

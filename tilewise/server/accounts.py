@@ -26,7 +26,11 @@ def account(
     ledger: Ledger,
     spans: Spans | None,
 ) -> None:
-    """Count and log one job that has ended, and write its spans.
+    """Record one ended job: in `ledger`, in `metrics`, as a line of JSON in the log (level INFO),
+    and as trace spans.
+
+    If an exception ended the job, `job.failure` is set to its code, or to its class's name if it is
+    no ApiError. An error while spans are written is logged and not raised.
 
     Args:
         job: the job that has ended.
@@ -107,7 +111,13 @@ def account(
 
 
 def _observe_phases(metrics: Metrics, job: Job) -> float | None:
-    """Record how long a job's prompts waited and ran; return the first prompt's waiting time."""
+    """Add the queue, prefill, decode and whole inference times of each prompt of a job to the
+    histograms of `metrics`.
+
+    Returns:
+        The shortest time that a prompt waited, in seconds from the job's arrival until it was
+        scheduled; None if no prompt was scheduled.
+    """
     waited = list[float]()
     for output in job.outputs.values():
         times = output.metrics

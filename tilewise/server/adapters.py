@@ -21,7 +21,8 @@ __all__ = ["adapters_router"]
 
 
 class LoadRequest(BaseModel):
-    """The body of /v1/load_lora_adapter."""
+    """The JSON body of /v1/load_lora_adapter: the adapter's new name, its folder or hub name, and
+    whether it may replace a loaded adapter of that name."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: str
@@ -30,7 +31,8 @@ class LoadRequest(BaseModel):
 
 
 class UnloadRequest(BaseModel):
-    """The body of /v1/unload_lora_adapter."""
+    """The JSON body of /v1/unload_lora_adapter: the name of a loaded adapter; `lora_int_id` is
+    ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: str
@@ -39,7 +41,12 @@ class UnloadRequest(BaseModel):
 
 
 def adapters_router(service: Service) -> APIRouter:
-    """Return the routes."""
+    """Return the routes /v1/load_lora_adapter and /v1/unload_lora_adapter of the application.
+
+    They load an adapter into the running engine and unload one, and keep `service.adapters`, the
+    paths by name, up to date. A wrong name or file is an error 400; unloading an adapter that is
+    not loaded is 404.
+    """
     router = APIRouter()
     llm = service.bridge.llm
 

@@ -36,17 +36,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: Any) -> bytes:
-    """Return `content` as JSON in one server-sent event."""
+    """Return one server-sent event, `data: ...` and an empty line, with `content` as JSON."""
     return b"data: %b\n\n" % json.dumps(content, separators=(",", ":")).encode()
 
 
 def usage_of(
     outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return the `usage` object: counts of prompt tokens, cached prompt tokens and completion
-    tokens.
+    """Return the `usage` object of an answer: its numbers of prompt tokens, cached prompt tokens
+    and completion tokens.
 
     Args:
+        outputs: the newest output of each prompt of the request.
         reasoning_tokens: number of completion tokens that are reasoning; None for a model that does
             not reason.
     """
@@ -68,7 +69,13 @@ def usage_of(
 def tokens_within(
     chars: int, token_ids: Sequence[int], tokenizer: Tokenizer, shows_special: bool
 ) -> int:
-    """Return how many tokens begin in the first `chars` characters of their text."""
+    """Return how many of `token_ids` begin in the first `chars` characters of the tokens' text.
+
+    Args:
+        chars: a number of characters from the text's beginning on.
+        token_ids: all tokens of the text, in order.
+        shows_special: True if special tokens have text; otherwise they have a width of 0.
+    """
     count = place = 0
     for token in token_ids:
         if place >= chars:
@@ -80,7 +87,7 @@ def tokens_within(
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The new part of one choice since the last event.
+    """The part of one choice that is new since the choice's last delta.
 
     Attributes:
         choice: the index of the choice in the answer.
@@ -102,7 +109,10 @@ class Delta:
 
 
 class Deltas:
-    """Compute the new part of each output of the engine, which has all text so far.
+    """Compute deltas from the engine's outputs, each of which contains all text and tokens so far.
+
+    One instance belongs to one streamed answer: it remembers how many characters and tokens of each
+    choice were yielded, and which choices have ended.
 
     Args:
         samples: the number of choices of each prompt.
@@ -116,7 +126,15 @@ class Deltas:
         self._ended: set[int] = set()
 
     def of(self, prompt: int, output: RequestOutput) -> Iterator[Delta]:
-        """Yield one delta for each choice of a prompt that has new text or tokens."""
+        """Yield one delta for each choice in `output` that has new text or has just ended.
+
+        New tokens without text make a delta only with `tells_tokens`. A choice yields nothing more
+        after its end.
+
+        Args:
+            prompt: the index of the output's prompt in the request.
+            output: the newest output of that prompt.
+        """
         for completion in output.outputs:
             choice = prompt * self._samples + completion.index
             if choice in self._ended:
@@ -152,11 +170,16 @@ def completion_logprobs(
     """Return log-probabilities in the shape of /v1/completions.
 
     Args:
-        token_ids: the generated tokens.
-        entries: {token: log-probability} of each token; None for a token without a predecessor.
+        token_ids: the generated tokens, or the tokens of an echoed prompt.
+        entries: a table from token ids to log-probabilities for each of `token_ids`; None for a
+            token without a predecessor.
         count: number of most likely tokens to list, beside the generated one.
         offset: number of characters of the text before the first token.
-        shown_from: index of the first token from which special tokens have text; None if none have.
+        shown_from: index in `token_ids` from which special tokens have text; None if none have.
+
+    Returns:
+        Four lists with an entry per token: tokens (texts), token_logprobs, top_logprobs (None
+        instead of the list if `count` is 0) and text_offset.
     """
     tokens, offsets, own, best = [], [], [], []
     for place, (token, entry) in enumerate(zip(token_ids, entries, strict=True)):
@@ -184,7 +207,16 @@ def chat_logprobs(
     count: int,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Return log-probabilities in the shape of /v1/chat/completions."""
+    """Return log-probabilities in the shape of /v1/chat/completions.
+
+    Args:
+        token_ids: the generated tokens.
+        entries: a table from token ids to log-probabilities for each of `token_ids`.
+        count: number of most likely tokens to list for each generated token.
+
+    Returns:
+        The object with "content", one entry per generated token, and "refusal", which is None.
+    """
     content = []
     for token, entry in zip(token_ids, entries, strict=True):
         best = [_chat_token(i, p, tokenizer) for i, p in _best(entry, count)]
@@ -193,8 +225,11 @@ def chat_logprobs(
 
 
 def width_of(token: int, tokenizer: Tokenizer | None, shows_special: bool) -> int:
-    """Return the number of characters of which a token has the first byte; 0 for a hidden
-    special one."""
+    """Return the number of characters whose first byte, in UTF-8, is in this token.
+
+    So a character that several tokens share is counted once. It is 0 for a special token without
+    `shows_special`, and for a model without a tokenizer.
+    """
     if tokenizer is None or (token in tokenizer.special_ids and not shows_special):
         return 0
     return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
@@ -211,14 +246,22 @@ def _chat_token(token: int, logprob: float, tokenizer: Tokenizer | None) -> dict
 
 
 def _best(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
-    """Return the `count` most likely tokens; the entry may also contain the generated token."""
+    """Return the `count` most likely tokens of `entry` as pairs (token id, log-probability), the
+    most likely first.
+
+    `entry` may have one entry more, for the generated token. A log-probability below -9999 becomes
+    -9999.
+    """
     ranked = sorted(entry.items(), key=lambda pair: -pair[1])[:count]
     return [(i, max(p, LEAST)) for i, p in ranked]
 
 
 def token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    r"""Return a token's text; bytes that are no whole character become "bytes:\\xe2", as OpenAI
-    does."""
+    r"""Return a token's text for an answer.
+
+    Bytes that are no whole character become "bytes:\\xe2", as in OpenAI's answers. Without a
+    tokenizer the text is "token_id:" and the id.
+    """
     if tokenizer is None:
         return f"token_id:{token}"
     data = tokenizer.token_bytes(token)
@@ -231,7 +274,12 @@ def token_text(token: int, tokenizer: Tokenizer | None) -> str:
 def prompt_logprobs(
     output: RequestOutput, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any] | None]:
-    """Return a prompt's log-probabilities by token id, in vLLM's format."""
+    """Return a prompt's log-probabilities in vLLM's format.
+
+    Returns:
+        One entry per prompt token: {"ID": {"logprob": ..., "decoded_token": ...}}, or None for the
+        first token, which has no predecessor. The list is empty if the output has none.
+    """
     told: Sequence[dict[int, float] | None] = output.prompt_logprobs or []
     return [
         None
@@ -245,13 +293,19 @@ def prompt_logprobs(
 
 
 def encoded_answer(head: dict[str, Any], choices: Sequence[str], tail: dict[str, Any]) -> bytes:
-    """Return the JSON of an answer from choices that are JSON already."""
+    """Return the JSON of an answer: the fields of `head`, then "choices", then the fields of
+    `tail`.
+
+    Args:
+        head, tail: the fields before and after the choices; neither is empty.
+        choices: the JSON of each choice.
+    """
     begun, ended = json.dumps(head)[:-1], json.dumps(tail)[1:]
     return f'{begun}, "choices": [{", ".join(choices)}], {ended}'.encode()
 
 
 class CompletionAnswer:
-    """Build the answers of /v1/completions.
+    """Build the answer to one request of /v1/completions: whole, or as the events of a stream.
 
     Args:
         answer_id: id of the answer, "cmpl-...".
@@ -259,7 +313,8 @@ class CompletionAnswer:
         tokenizer: the tokenizer that turns the ids of log-probabilities into text.
         samples: the number of choices of each prompt.
         logprobs: number of most likely tokens to list per position; None lists none.
-        echoes: the texts of the prompts, with which the answer begins if `echo` is set.
+        echoes: the texts of the prompts, with which each choice begins; None unless the request
+            sets `echo`.
         tells_ids: True if the answer contains token ids.
         tells_prompt_logprobs: True if each choice contains the log-probabilities of its prompt.
         shows_special: True if special tokens appear in the text.
@@ -320,16 +375,22 @@ class CompletionAnswer:
         return encoded_answer(self._head, choices, tail)
 
     def prepare(self, prompt: int, output: RequestOutput) -> None:
-        """Encode a prompt's part of the answer, on a thread, before events() needs it."""
+        """Compute and keep the log-probabilities of a prompt that `events` will write.
+
+        They may be megabytes, so a stream calls this on a thread before it calls `events`.
+        """
         if self._echoes is not None and self._logprobs is not None:
             self._echoed_logprobs(prompt, output)
         if self._tells_prompt_logprobs:
             self._prompt_logprobs(prompt, output)
 
     def events(self, prompt: int, output: RequestOutput, usage: dict[str, Any] | None) -> bytes:
-        """Return the events for what is new in a prompt's choices; empty if nothing is.
+        """Return the server-sent events with the new text and tokens of a prompt's choices, one
+        event per choice; b"" if nothing is new.
 
         Args:
+            prompt: the index of the prompt in the request.
+            output: the prompt's newest output, with all text so far.
             usage: token counts to put in every event; None where the client did not ask for them.
         """
         parts = []
@@ -350,7 +411,7 @@ class CompletionAnswer:
         return "".join(parts).encode()
 
     def last(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the final event, which contains the usage alone."""
+        """Return a stream's final event, which has the usage of all `outputs` and no choice."""
         return event({**self._head, "choices": [], "usage": usage_of(outputs)})
 
     def _extras(
@@ -391,13 +452,14 @@ class CompletionAnswer:
         echoed: dict[str, Any] | None,
         offset: int,
     ) -> tuple[dict[str, Any], int]:
-        """Return the log-probabilities of tokens in the API's form.
+        """Return log-probabilities in the form of `completion_logprobs`.
 
         Args:
             ids: the generated tokens.
-            entries: the log-probabilities of each, by token.
-            echoed: the prompt's, to which these are appended; None without.
-            offset: the text offset of the first token.
+            entries: the log-probabilities at each of `ids`, by token id.
+            echoed: the result of `_echoed_logprobs`, to which the tokens' lists are appended and
+                from the end of which offsets count; None leaves the prompt out.
+            offset: the text offset of the first token; unused with `echoed`.
 
         Returns:
             The log-probabilities, and the text offset of the next token.
@@ -416,7 +478,11 @@ class CompletionAnswer:
         return told, offset
 
     def _echoed_logprobs(self, prompt: int, output: RequestOutput) -> dict[str, Any]:
-        """Return an echoed prompt's log-probabilities, and the text offset of its end."""
+        """Return the log-probabilities of an echoed prompt: the table of `completion_logprobs`, and
+        under "end" the text offset of the prompt's end.
+
+        The table is computed once for each prompt index and kept.
+        """
         found = self._echoed.get(prompt)
         if found is None:
             assert self._logprobs is not None
@@ -429,7 +495,8 @@ class CompletionAnswer:
         return found
 
     def _prompt_logprobs(self, prompt: int, output: RequestOutput) -> str:
-        """Return the JSON of a prompt's log-probabilities by token id, in vLLM's format."""
+        """Return the JSON of `prompt_logprobs` for a prompt, computed once for each prompt
+        index."""
         found = self._told.get(prompt)
         if found is None:
             told = prompt_logprobs(output, self._tokenizer)

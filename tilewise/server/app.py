@@ -54,7 +54,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def options_of(service: Service, request: GenerationRequest) -> dict[str, Any]:
-    """Return the request's fields for the queue and the engine, without the sampling parameters."""
+    """Return the keyword arguments of `Bridge.run` that a request's body sets, beside its sampling
+    parameters: user, cache_salt, adapter, priority, timeout and most."""
     return {
         "user": request.user or request.safety_identifier or "",
         "cache_salt": request.cache_salt,
@@ -66,7 +67,8 @@ def options_of(service: Service, request: GenerationRequest) -> dict[str, Any]:
 
 
 def refuse_if_late(outputs: Sequence[RequestOutput]) -> None:
-    """Raise 504 for a request whose deadline passed before its first token."""
+    """Raise an ApiError of status 504 if the deadline ended any choice of `outputs` before its
+    first token."""
     for output in outputs:
         for completion in output.outputs:
             if completion.finish_reason == "deadline" and not completion.token_ids:
@@ -198,7 +200,7 @@ def _strings(service: Service, ids: Sequence[int]) -> str:
 
 
 def _entries(values: Sequence[int | str]) -> str:
-    """Return the entries of a list as JSON, separated by commas, without the brackets."""
+    """Return a list's entries as JSON, separated by commas, without the brackets; "" for none."""
     return json.dumps(values)[1:-1]
 
 
@@ -216,9 +218,14 @@ def _detokenize(service: Service, request: DetokenizeRequest) -> bytes:
 
 
 def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> Any:
-    """Return the ASGI application.
+    """Return the ASGI application of the server: the routes of this file and of `routers`, behind
+    `_ShortWay` and `Front`.
+
+    At its shutdown the application closes the service's bridge and the process that renders
+    templates. Every error is answered with the JSON of `ApiError`.
 
     Args:
+        service: the server's state, which all routes share.
         routers: additional routers to include.
     """
 
@@ -381,7 +388,11 @@ class _ShortWay:
         self._on_api_error, self._on_mistake = on_api_error, on_mistake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one ASGI request: a POST to one of the routes directly, any other by the
+        application.
+
+        An exception of a direct route is answered by one of the two handlers.
+        """
         is_post = scope["type"] == "http" and scope["method"] == "POST"
         route = self._routes.get(scope["path"]) if is_post else None
         if route is None:

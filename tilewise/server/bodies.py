@@ -34,9 +34,10 @@ _TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+){0,%d}+' % ESCAPES, re.DOTALL)
 
 
 class Bodies:
-    """Bound the bytes of all bodies in memory, from their arrival to their answer's end.
+    """Bound the bytes of all requests' bodies in memory, from their arrival to their answer's end.
 
-    A quarter of the room is reserved for short bodies, and no key may have more than half of it.
+    A quarter of the room is reserved for bodies of at most `SHORT` bytes, and no key may have more
+    than half of the room.
 
     Args:
         most: the largest total size in bytes.
@@ -48,10 +49,11 @@ class Bodies:
         self._keys = Counter[str]()
 
     def take(self, caller: Caller, more: int, size: int) -> None:
-        """Reserve `more` bytes for a body that holds `size` bytes already.
+        """Reserve `more` bytes for a body of `caller` that has `size` bytes already.
 
         Raises:
-            ApiError: 503, there is no room now.
+            ApiError: 503, the bodies of all requests or of this key would be too large together;
+                nothing is reserved then.
         """
         most = self._most if size + more <= SHORT else self._most * 3 // 4
         found = self._all + more
@@ -69,7 +71,7 @@ class Bodies:
         self._keys[caller.name] += more
 
     def give_back(self, caller: Caller, size: int) -> None:
-        """Release the `size` bytes of a body."""
+        """Release the `size` bytes that were reserved for a body of `caller`."""
         self._all -= size
         self._keys[caller.name] -= size
         if not self._keys[caller.name]:
@@ -77,11 +79,18 @@ class Bodies:
 
 
 async def read_body(request: Request, bodies: Bodies, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the body of a request; `Front` gives back what this reserves in `bodies`.
+    """Return the body of a request.
+
+    Its bytes are reserved in `bodies` as they arrive, and noted in the request's state; `Front`
+    gives them back when the request has been answered.
+
+    Args:
+        max_bytes: the largest size of the body.
+        timeout_s: seconds within which the whole body must arrive.
 
     Raises:
-        ApiError: 413, it is too long; 415, it is compressed; 408, it arrives too slowly; 499, the
-            client has left; 503, there is no room beside other bodies.
+        ApiError: 413, the body is too long; 415, the body is compressed; 408, the body arrives too
+            slowly; 499, the client has left; 503, there is no room beside other bodies.
     """
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
@@ -118,7 +127,7 @@ def refuse_crowded(body: bytes, most_entries: int = MOST_ENTRIES) -> None:
         most_entries: the largest number of commas; lists of token ids have one between two ids.
 
     Raises:
-        ApiError: 400, there are too many of them.
+        ApiError: 400, the number of one of these is above its limit.
     """
     bounds = (
         ("names", b":", MOST_NAMES),

@@ -56,7 +56,10 @@ SWEEP_S = 0.25  # seconds between two checks for slow readers
 
 
 class AsyncEngine(Protocol):
-    """The methods of `tilewise.engine.async_llm.AsyncLLM` that the server needs."""
+    """The attributes and methods of `tilewise.engine.async_llm.AsyncLLM` that the server needs.
+
+    `RemoteEngine` has them, too, for an engine in another process.
+    """
 
     tokenizer: Tokenizer | None
     config: Any
@@ -81,17 +84,19 @@ class AsyncEngine(Protocol):
             prompt: the text or token ids.
             sampling_params: the sampling parameters; None for the defaults.
             request_id: a unique name; None makes one.
-            sink: a function that takes outputs instead, all but the last, while it returns True.
+            sink: a function that is called with each output but the last; while it returns True,
+                the output is not yielded. None yields all.
             terms: the fields of `RequestTerms`.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request."""
+        """End a request of any caller with finish_reason "abort"; unknown ids are ignored."""
         ...
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Return why a request is waiting, see `Engine.explain`."""
+        """Return the state of a request, why it waits and its cost so far, see
+        `Engine.explain`."""
         ...
 
     def stats(self) -> Any:
@@ -113,11 +118,12 @@ class Loop(Protocol):
 
     @property
     def last_step_time(self) -> float | None:
-        """Return the time of time.monotonic() at which the last step ended."""
+        """Return when the last step ended, in seconds of time.monotonic(); None before the
+        first."""
         ...
 
     def pause(self) -> None:
-        """Let no further step begin."""
+        """Let no further step begin, and return when none runs; requests are still accepted."""
         ...
 
     def resume(self) -> None:
@@ -126,12 +132,15 @@ class Loop(Protocol):
 
 
 class Bridge:
-    """Run jobs on an engine, see the module.
+    """Carry the jobs of all HTTP requests to the engine and its outputs back; a server has one.
+
+    It holds what the routes share: the queue, the limits, the metrics, the ledger of the keys and
+    the jobs that have not ended.
 
     Args:
         llm: the asynchronous engine.
         loop: the thread that runs the engine's steps.
-        queue: the queue, which bounds what waits.
+        queue: the queue, which bounds the requests and tokens that wait.
         limits: the largest sizes of one request.
         metrics: the metrics to update.
         slow_reader_s: seconds that one write may wait for its client before the client is dropped.
@@ -185,7 +194,11 @@ class Bridge:
         return int(self.llm.limits.max_prompt_len)
 
     def trouble(self) -> str | None:
-        """Return why the engine is unhealthy, or None if it is healthy."""
+        """Return a sentence that says why the engine is unhealthy, or None if it is healthy.
+
+        It is unhealthy if its thread has ended, or if it has work, is not paused, and no step has
+        ended for `stall_s` seconds.
+        """
         if not self.loop.is_alive:
             return "the engine's thread has ended"
         if self.is_paused or not any(job.engine_ids for job in self.jobs.values()):
@@ -200,7 +213,12 @@ class Bridge:
         return None
 
     async def pause(self) -> None:
-        """Let no further step of the engine begin; return when none runs."""
+        """Let no further step of the engine begin, and return when none runs; `trouble` expects no
+        steps from now on.
+
+        Raises:
+            EngineSilent: the engine has not answered in time; it does not count as paused.
+        """
         self.is_paused = True
         try:
             await self.questions.ask(self.loop.pause)
@@ -209,7 +227,11 @@ class Bridge:
             raise
 
     async def resume(self) -> None:
-        """Undo pause(): steps are expected again, of an engine that does not answer, too."""
+        """Let steps begin again after pause(); `trouble` expects steps from now on.
+
+        Raises:
+            EngineSilent: the engine has not answered in time; steps are expected all the same.
+        """
         self.is_paused = False
         self._last_output = time.monotonic()
         await self.questions.ask(self.loop.resume)
@@ -223,10 +245,14 @@ class Bridge:
         receive: Callable[[], Awaitable[Any]],
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Job]:
-        """Run the block as one job, which ends when the client leaves.
+        """Make a job for the block of an `async with`; the job ends with the block.
+
+        The block runs in the current task, which is cancelled when the client leaves or the job is
+        stopped. At the end the job is recorded by `account`.
 
         Args:
-            kind: the prefix of the job's id.
+            kind: the prefix of the job's id, such as "chatcmpl".
+            caller: the owner of the key that came with the request.
             asked_id: the rest of the job's id; None draws one at random.
             receive: the request's ASGI function `receive`, after the body has been read.
             trace_headers: the client's trace headers, see `Job`.
@@ -278,15 +304,20 @@ class Bridge:
         most: int | None = None,
         kept: int | None = None,
     ) -> list[int]:
-        """Return the ids of a text of at most about `most` tokens; None if it is only counted or
-        truncated.
+        """Return the token ids of a text, computed on a thread if the text is long.
 
         Args:
-            kept: the number of ids of its beginning that are kept, special tokens included; None
-                keeps all.
+            text: the text to tokenise.
+            adds_special_tokens: True adds the tokenizer's special tokens; with `kept` they are
+                always added.
+            most: the number of tokens, roughly, from which on the text is refused before it is
+                tokenised; None if the text is only counted or truncated, for a far larger bound.
+            kept: the number of ids to which the text is cut, special tokens included: its
+                beginning is kept. None cuts nothing.
 
         Raises:
-            ApiError: 400, the model has no tokenizer, or the text is not Unicode or far too long.
+            ApiError: 400, the model has no tokenizer, or the text is not Unicode or far too long;
+                503, too many texts are waiting for the threads.
         """
         tokenizer = self.llm.tokenizer
         if tokenizer is None:
@@ -308,10 +339,12 @@ class Bridge:
             texts: the texts that `encoded` tokenises.
             encoded: a function of no arguments.
             most: the number of tokens, roughly, from which on a text is refused before it is
-                tokenised; None if the texts are only counted or truncated.
+                tokenised; None if the texts are only counted or truncated, for the larger bound of
+                `RequestLimits.longest_count`.
 
         Raises:
-            ApiError: 400, the model has no tokenizer, or a text is not Unicode or far too long.
+            ApiError: 400, the model has no tokenizer, a text is not Unicode or far too long, or
+                `encoded` raised RequestError; 503, too many texts are waiting for the threads.
         """
         tokenizer = self.llm.tokenizer
         if tokenizer is None:
@@ -340,7 +373,7 @@ class Bridge:
             raise
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` on a thread beside the event loop.
+        """Return the result of `work()`, run on one of the bridge's threads beside the event loop.
 
         Raises:
             ApiError: 503, too many tasks are waiting for the threads.
@@ -368,7 +401,8 @@ class Bridge:
         return await asyncio.wrap_future(future)
 
     def check_prompt(self, caller: Caller, ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Refuse a prompt that is too long for the model, the server or the key.
+        """Refuse a prompt that is empty, has an id outside the vocabulary, or is too long for the
+        model, the server or the key.
 
         Args:
             caller: the key's owner, with its limits.
@@ -376,7 +410,7 @@ class Bridge:
             sampling: the sampling parameters, for max_tokens.
 
         Raises:
-            ApiError: 400, with the sizes.
+            ApiError: 400, with the limit and the value.
         """
         bounds = [
             (self.max_prompt_len, self.llm.limits.why_prompt_len),
@@ -422,12 +456,24 @@ class Bridge:
         most: int | None = None,
         sink: Sink | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield (index of a prompt, its output) until all prompts have finished.
+        """Generate answers to the prompts of a job; yield (index of a prompt, its output so far)
+        until all prompts have finished.
+
+        The prompts are checked and wait in the queue first. `job.outputs` has the newest output of
+        each prompt, those that `sink` takes included.
 
         Args:
+            job: the HTTP request.
+            prompts: the prompts, which run at the same time.
+            sampling: the sampling parameters of all prompts.
+            user: the client's name of its user, for fair shares if no keys are set.
+            cache_salt: the client's part of the namespace of the prefix cache.
             adapter: name of the adapter that the engine uses; "" for none.
+            priority: the request's priority, lower runs earlier; a key's own priority is added.
+            timeout: seconds that the request may take; None takes the server's limit.
             most: number of samples of each prompt that are kept, the first ones; None keeps all.
-            sink: the receiver of all but the last output of each prompt, while it is open.
+            sink: the receiver of all but the last output of each prompt, while it is open; None
+                yields all.
 
         Raises:
             ApiError: the reason why the job was refused or ended.
@@ -477,8 +523,14 @@ class Bridge:
     ) -> list[EmbeddingOutput]:
         """Return the embeddings of the prompts, in the order of the prompts.
 
+        Args:
+            job: the HTTP request; its outputs become the prompts without generated tokens.
+            prompts: the prompts to embed.
+            pooling: the name of the pooling, one of `embedding.POOLINGS`.
+            user, cache_salt, adapter, priority, timeout: as of `run`.
+
         Raises:
-            ApiError: the reason why the job was refused or ended.
+            ApiError: the reason why the job was refused or ended; 504 at its deadline.
         """
         embed: Any = self.llm.embed  # type: ignore[attr-defined]
         await self._check_prompts(job, prompts, EMBEDDING_PARAMS)
@@ -525,12 +577,17 @@ class Bridge:
         priority: int,
         timeout: float | None,
     ) -> Iterator[tuple[Ticket, Terms]]:
-        """Keep a place in the queue during the block; yield its ticket and the request's terms.
+        """Keep a place in the queue for the block of a `with`; yield its ticket and the terms with
+        which the engine is asked.
+
+        `job.engine_ids` is set to one id per prompt. Errors of the engine in the block become
+        ApiError: 503 for a full queue, 400 for RequestError, 500 for others. At the end the drawn
+        tokens are counted against the key's tokens a minute.
 
         Args:
             job: the HTTP request.
             prompts, sampling: the engine's prompts and their sampling parameters.
-            user, cache_salt, adapter, priority, timeout: the request's terms.
+            user, cache_salt, adapter, priority, timeout: as of `run`.
         """
         caller = job.caller
         tokens = sum(len(prompt.ids) for prompt in prompts)
@@ -585,13 +642,18 @@ class Bridge:
             await self.questions.within(self.llm.abort(engine_id))
 
     async def send(self, job: Job, write: Callable[[Any], Awaitable[None]], message: Any) -> None:
-        """Write to the client; end the job of a client that reads too slowly."""
+        """Send one ASGI message to the client with `write`, and note in the job how long the write
+        waits.
+
+        `_sweep` stops the job if the client reads so slowly that the write waits `slow_reader_s`.
+        """
         job.sending_since = time.monotonic()
         await write(message)
         job.sending_since = None
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept no new job, wait for the running ones, then end the rest with 503."""
+        """Accept no new job, wait at most `timeout_s` seconds for the running ones, then stop the
+        rest with an error 503; wait at most a second for these to end."""
         self.is_draining = True
         end = time.monotonic() + timeout_s
         while self.jobs and time.monotonic() < end:
@@ -604,7 +666,8 @@ class Bridge:
             await asyncio.sleep(0.01)
 
     async def aclose(self) -> None:
-        """Stop the threads and tasks; the engine stays open."""
+        """Stop the bridge's threads and its sweep for slow readers, and close the writer of spans;
+        the engine stays open."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -616,10 +679,13 @@ class Bridge:
     ) -> Callable[[RequestOutput], bool]:
         """Return the function to which the engine gives the outputs of one prompt.
 
+        It records an output, passes it to `sink` and returns True; it returns False and does
+        nothing if `sink` is not open.
+
         Args:
             job, ticket: the HTTP request and its place in the queue.
-            place: the number of the prompt.
-            most: the largest number of samples to return; None for all.
+            place: the index of the prompt.
+            most: the largest number of samples to pass on; None for all.
             sink: the receiver of the outputs.
         """
 
@@ -634,7 +700,12 @@ class Bridge:
     def _observe(
         self, job: Job, ticket: Ticket, place: int, output: RequestOutput, most: int | None
     ) -> RequestOutput:
-        """Record the times of an output; return it with at most `most` samples."""
+        """Record a new output of the prompt with index `place`; return it with its first `most`
+        samples, or with all if `most` is None.
+
+        It becomes the entry in `job.outputs`. Its arrival updates the latency metrics, the times of
+        the job's first and last token, and, at the first token, the place in the queue.
+        """
         if most is not None and len(output.outputs) > most:
             others = sum(len(c.token_ids) for c in output.outputs[most:])
             output = replace(
@@ -656,7 +727,8 @@ class Bridge:
         return output
 
     async def _sweep(self) -> None:
-        """Drop clients that have not read for `slow_reader_s` seconds."""
+        """Stop, every `SWEEP_S` seconds and until cancelled, the jobs with a write that has waited
+        for its client more than `slow_reader_s` seconds."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
@@ -674,7 +746,10 @@ class Bridge:
 
 @functools.lru_cache(maxsize=256)
 def _length_alone(max_tokens: int | None) -> SamplingParams:
-    """Return parameters for the check of a request's size; cached, as their own checks are slow."""
+    """Return sampling parameters that set `max_tokens` alone, for the check of a request's size.
+
+    They are cached, as SamplingParams checks its values slowly.
+    """
     return SamplingParams(max_tokens=max_tokens)
 
 

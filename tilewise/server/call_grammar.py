@@ -40,7 +40,7 @@ _BETWEEN = " \\t\\r\\n;,"
 def calls_alone(
     syntax: Syntax, tools: Sequence[Tool], *, special_id: SpecialId, is_one: bool
 ) -> str:
-    """Return the grammar of an answer that is calls and nothing else.
+    """Return the grammar, in llguidance's Lark, of an answer that is tool calls and nothing else.
 
     Each schema is compiled by itself, so that its own references (`$defs`) resolve.
 
@@ -72,17 +72,17 @@ def text_with_calls(
     is_open: bool,
     is_one: bool,
 ) -> str:
-    """Return the grammar of an answer that may contain calls.
+    """Return the grammar, in llguidance's Lark, of an answer of text that may contain tool calls.
 
     Args:
-        syntax, tools, special_id: see `calls_alone`.
+        syntax, tools, special_id: as of `calls_alone`.
         reasoning: the format of the reasoning with which an answer may begin, and in which nothing
             is a call; None for a model without.
         is_open: True if the prompt ends within reasoning.
         is_one: True if the answer ends after its first call.
 
     Raises:
-        Unwritable: see `calls_alone`.
+        Unwritable: a tool's schema cannot be followed in this syntax.
     """
     rules = Rules(tools, special_id)
     if syntax.at_start:
@@ -106,9 +106,10 @@ def text_with_calls(
 
 
 def _calls_at_start(rules: Rules, syntax: Syntax, is_one: bool) -> None:
-    """Add the grammar rules of an answer that is a call if it begins with a bracket.
+    """Add the rule `content`, and those it needs, for an answer that is a call if it begins with a
+    bracket, and text otherwise.
 
-    A mark may stand anywhere, and a bracket after it begins a call as well. Llama's calls may
+    A mark may stand anywhere, and a bracket after a mark begins a call as well. Llama's calls may
     follow one another.
 
     Args:
@@ -147,10 +148,13 @@ def _calls_at_start(rules: Rules, syntax: Syntax, is_one: bool) -> None:
 
 
 def reasoning_lead(special_id: SpecialId, reasoning: Reasoning, *, is_open: bool) -> str:
-    """Return the lead (the part up to the end of the reasoning) of a constrained answer.
+    """Return the grammar of the lead of a constrained answer: its part up to the end of the
+    reasoning.
+
+    In the grammar `@text` stands for the constrained rest, see `StructuredOutputs.lead`.
 
     Args:
-        special_id: see `calls_alone`.
+        special_id: as of `calls_alone`.
         reasoning: the format of the reasoning.
         is_open: True if the prompt ends within reasoning; otherwise the answer may begin with it.
     """
@@ -164,10 +168,13 @@ def reasoning_lead(special_id: SpecialId, reasoning: Reasoning, *, is_open: bool
 
 
 def harmony_lead(special_id: SpecialId, *, is_open: bool) -> str:
-    """Return the lead of a constrained answer in the final channel: the analysis before it.
+    """Return the grammar of the lead of a constrained answer in gpt-oss's format: analysis messages
+    and the header of the final channel.
+
+    In the grammar `@text` stands for the constrained rest, see `StructuredOutputs.lead`.
 
     Args:
-        special_id: see `calls_alone`.
+        special_id: as of `calls_alone`.
         is_open: True if the prompt ends within analysis.
     """
     rules = Rules((), special_id)
@@ -179,10 +186,10 @@ def harmony_lead(special_id: SpecialId, *, is_open: bool) -> str:
 def harmony_calls(
     tools: Sequence[Tool], *, special_id: SpecialId, is_open: bool, is_asked_for: bool
 ) -> str:
-    """Return the grammar of an answer in channels that may end with a call.
+    """Return the grammar of an answer in gpt-oss's channels that may end with a tool call.
 
     Args:
-        tools, special_id: see `calls_alone`.
+        tools, special_id: as of `calls_alone`.
         is_open: True if the prompt ends within analysis.
         is_asked_for: True if the answer must end with a call, with only analysis before it.
     """
@@ -207,7 +214,8 @@ def harmony_calls(
 
 
 def _add_channels(rules: Rules) -> None:
-    """Add the rules of analysis messages and of the marks of all messages, see `harmony`.
+    """Add to `rules` those of at most two analysis messages, and of the marks of all messages of
+    gpt-oss's format.
 
     The answer begins after the role of the first message. Models write one analysis message; a weak
     model that may write any number never reaches its answer.
@@ -226,7 +234,13 @@ def _add_channels(rules: Rules) -> None:
 
 
 def tool_at_fault(grammar: str, message: str) -> tuple[int, str] | None:
-    """Return the name of the tool whose schema a compiler's message blames, and the reason."""
+    """Return the index of the tool whose schema a message of the grammar's compiler blames, and the
+    reason; None if the message blames no tool's schema.
+
+    Args:
+        grammar: the text that was compiled, of one of this file's functions.
+        message: the compiler's error.
+    """
     found = _FAULT.search(message)
     if found is None:
         return None

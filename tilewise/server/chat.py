@@ -81,10 +81,10 @@ TOOL_USE = "tool_use"  # name of the template that transformers uses when there 
 
 @dataclass(slots=True)
 class ChatTemplate:
-    """A model's chat template.
+    """The chat templates of the served model, and all that is needed to render chats with them.
 
     Attributes:
-        source: the Jinja source; None for a model without one.
+        source: the Jinja source of the default template; None for a model without one.
         special_tokens: the special tokens that templates write, such as bos_token.
         allows_others: True if requests may contain their own template.
         renderer: the process that renders templates.
@@ -104,11 +104,15 @@ class ChatTemplate:
 
     @property
     def sources(self) -> list[str]:
-        """All templates of the model."""
+        """The Jinja sources of all templates of the model, the default one first."""
         return [*([] if self.source is None else [self.source]), *self.named.values()]
 
     def faults(self) -> Iterator[str]:
-        """Yield the errors of the model's templates; only chats that use a bad one are refused."""
+        """Yield a message, for the server's start, about each template of the model that is no
+        valid Jinja or leaves system messages out.
+
+        The server starts all the same: only chats that use an invalid template are refused.
+        """
         for name, source in {"default": self.source or "", **self.named}.items():
             try:
                 self.renderer.check(source)
@@ -156,7 +160,10 @@ class ChatTemplate:
         return self.source
 
     def render(self, request: ChatRequest | TokenizeRequest) -> str:
-        """Return the prompt that the chat template makes of a request's messages and tools.
+        """Return the text of the prompt that a chat template makes of a request's messages and
+        tools.
+
+        The template is chosen by the request's `chat_template` and tools, see the class.
 
         Raises:
             ApiError: 400, the template does not accept the messages, or the request's own template
@@ -222,7 +229,8 @@ class ChatTemplate:
         return text
 
     def _with_calls(self, messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
-        """Return messages with earlier calls and their results as a template expects them."""
+        """Return messages with earlier tool calls and their results in the form that the template
+        `source` expects, by the names that occur in it."""
         messages = with_ids(messages, self.calls)
         if "tool_responses" in source and "tool_call_id" not in source:
             messages = with_responses(messages)
@@ -233,9 +241,11 @@ class ChatTemplate:
     def _render(
         self, source: str, variables: dict[str, Any], messages: list[dict[str, Any]]
     ) -> str:
-        """Return a template's text, with the arguments of calls as it expects them.
+        """Return the text that the template `source` makes of messages and variables.
 
-        Most templates expect objects. One that expects texts fails, or writes Python's notation.
+        Most templates expect the arguments of calls as objects. One that expects texts fails with
+        objects, or writes Python's notation: it is rendered again with texts of JSON, and
+        remembered.
         """
         has_calls = any("tool_calls" in message for message in messages)
         if source in self._wants_text:
@@ -263,8 +273,8 @@ class ChatTemplate:
 def _unseen(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """Return the system and developer messages whose contents are not in a rendered prompt.
 
-    Each content is searched for after the place of the one before: those in another order are
-    returned, too.
+    Each content is searched for after the place of the one before: a message that the prompt has in
+    another order is returned, too.
 
     Args:
         text: the rendered prompt.
@@ -282,10 +292,11 @@ def _unseen(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
 
 
 def _as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with "developer" replaced, for a template that does not know this role.
+    """Return messages with the role "developer" replaced by "system", for a template that does not
+    know "developer", OpenAI's newer name.
 
-    "developer" is OpenAI's newer name of "system". If there is a system message already, the
-    developer's text is added to it, since templates write only one.
+    The text of a developer message next to a system or another developer message is joined with it,
+    since templates write only one. The given messages are changed.
     """
     made: list[dict[str, Any]] = []
     before = None
@@ -312,7 +323,10 @@ def _mark_end(messages: list[dict[str, Any]], wants_prompt: bool) -> None:
 
 
 def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as templates expect them: content one text, arguments of calls as objects.
+    """Check a chat's messages and return them as templates expect them.
+
+    Contents become one text each, arguments of calls values instead of JSON, and reasoning is under
+    both of its names.
 
     Raises:
         ApiError: 400, a message is malformed, or contains something other than text.
@@ -403,10 +417,12 @@ def _calls(where: str, calls: object) -> list[dict[str, Any]]:
 
 
 def tool_names(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
-    """Return the schema of the parameters of each tool, by the tool's name.
+    """Return the JSON schema of the parameters of each of a request's tools, by the tool's name.
+
+    A tool without parameters has {"type": "object"}.
 
     Raises:
-        ApiError: 400, a tool is not a function with a name.
+        ApiError: 400, a tool is not a function with a name of its own, or its schema no object.
     """
     found: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools or []):
@@ -427,7 +443,7 @@ def tool_names(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
 
 
 def strict_tools(tools: list[dict[str, Any]] | None) -> frozenset[str]:
-    """Return the names of the tools whose calls must follow their schema.
+    """Return the names of the tools with `strict`, whose calls must follow their schema.
 
     Raises:
         ApiError: 400, `strict` is something else than true, false or null.
@@ -444,12 +460,16 @@ def strict_tools(tools: list[dict[str, Any]] | None) -> frozenset[str]:
 
 
 def read_template(directory: Path | None, given: str | None) -> tuple[str | None, dict[str, str]]:
-    """Return a model's template and special tokens.
+    """Return the Jinja source of a model's default chat template, and its special tokens.
 
     Args:
         directory: the directory of the checkpoint.
         given: a file's name, or the source of a template (recognised by "{"); None for the
-            checkpoint's own.
+            checkpoint's own: chat_template.jinja, else the one in tokenizer_config.json.
+
+    Returns:
+        The source, None if there is none, and the texts of the special tokens by their names, such
+        as bos_token.
 
     Raises:
         ValueError: there is no such file.
@@ -477,7 +497,7 @@ def read_template(directory: Path | None, given: str | None) -> tuple[str | None
 
 
 def named_templates(directory: Path) -> dict[str, str]:
-    """Return a checkpoint's templates beside its default one, by name.
+    """Return the Jinja sources of a checkpoint's templates beside its default one, by name.
 
     They are entries of a list in tokenizer_config.json, or files in additional_chat_templates.
     """
@@ -517,7 +537,8 @@ def _tokenizer_config(directory: Path | None) -> dict[str, Any]:
 
 
 def _configured(template: object) -> dict[str, str]:
-    """Return the templates in tokenizer_config.json by name; a single one is the default."""
+    """Return the Jinja sources in `template`, the entry "chat_template" of tokenizer_config.json,
+    by name: "default" for a single text; {} if there is none."""
     if isinstance(template, str):
         return {"default": template}
     entries = template if isinstance(template, list) else []

@@ -26,12 +26,12 @@ __all__ = ["ChatAnswer", "Message"]
 
 
 class Message:
-    """The parts of one choice, accumulated.
+    """The message of one choice, accumulated from the parts that a parser found.
 
     Attributes:
         content: the text without reasoning and calls.
         reasoning: the text of the reasoning.
-        calls: the name and the arguments of each call.
+        calls: the name of each call's tool, and the text of its arguments.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Message:
         self.calls: list[tuple[str, str]] = []
 
     def add(self, parts: Iterable[Part]) -> None:
-        """Append the parts that a parser found in more text."""
+        """Append parts: texts to the content, the reasoning or the arguments of their call."""
         for part in parts:
             if part.kind == "content":
                 self.content += part.text
@@ -54,7 +54,7 @@ class Message:
 
 
 class ChatAnswer:
-    """Build the answers of /v1/chat/completions.
+    """Build the answer to one request of /v1/chat/completions: whole, or as events of a stream.
 
     Args:
         answer_id: the id of the answer, "chatcmpl-...".
@@ -109,7 +109,10 @@ class ChatAnswer:
         self._is_begun = False  # True once the stream's first event is made
 
     def whole(self, output: RequestOutput, recipe: Mapping[str, Any] | None = None) -> bytes:
-        """Return the JSON of the answer once all choices have ended; see `CompletionAnswer`."""
+        """Return the JSON of the answer once all choices have ended, with its recipe if given.
+
+        A caller with a long answer calls this on a thread, see `CompletionAnswer.whole`.
+        """
         choices = [json.dumps(self._choice(output, one)) for one in output.outputs]
         tail: dict[str, Any] = {"usage": self._usage(output)}
         if self._tells_ids:
@@ -121,14 +124,19 @@ class ChatAnswer:
         return encoded_answer({**self._head, "object": "chat.completion"}, choices, tail)
 
     def reasoning_tokens(self, output: RequestOutput) -> int | None:
-        """Return how many tokens of an ended output are reasoning, its marks included."""
+        """Return how many tokens of an ended output are reasoning, the marks around it included;
+        None for a model without reasoning."""
         return None if self._reasoning_tokens is None else self._reasoning_tokens(output)
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
         return usage_of([output], self.reasoning_tokens(output))
 
     def parts(self, delta: Delta) -> list[Part]:
-        """Return the parts that a choice's parser finds in its new text."""
+        """Push a delta's text into the parser of its choice, and return the parts that are found.
+
+        The last delta of a choice also returns the parts that the parser held back. Hidden
+        reasoning, and calls beyond `most_calls`, are left out.
+        """
         parser = self._parsers.get(delta.choice)
         if parser is None:
             parser = self._parsers[delta.choice] = self._new_parser()
@@ -145,17 +153,25 @@ class ChatAnswer:
         return self._deltas.of(0, output)
 
     def reason(self, delta: Delta) -> str | None:
-        """Return the finish_reason of a delta: "tool_calls" if the choice has called a tool."""
+        """Return the finish_reason of a delta; "tool_calls" instead of "stop" if the choice has
+        called a tool; None before the choice has ended."""
         if delta.finish_reason == "stop" and delta.choice in self._has_calls:
             return "tool_calls"
         return delta.finish_reason
 
     def call_id(self, choice: int, index: int) -> str:
-        """Return the id of a call, of nine characters as Mistral's templates require."""
+        """Return the id of the call with this index in a choice: nine hexadecimal digits, as
+        Mistral's templates require, which are the same each time."""
         return hashlib.sha256(f"{self._id}/{choice}/{index}".encode()).hexdigest()[:9]
 
     def events(self, output: RequestOutput, usage: dict[str, Any] | None) -> bytes:
-        """Return the events for what is new in the output; empty if nothing is."""
+        """Return the server-sent events with the new text, reasoning and calls of all choices; b""
+        if nothing is new.
+
+        Args:
+            output: the newest output, with all text so far.
+            usage: token counts to put in every event; None puts none.
+        """
         lines: list[str] = []
         for delta in self.deltas(output):
             bodies = [self._body(delta.choice, part) for part in self.parts(delta)]
@@ -173,7 +189,7 @@ class ChatAnswer:
         return "".join(lines).encode()
 
     def last(self, output: RequestOutput) -> bytes:
-        """Return the final event, which contains the usage alone."""
+        """Return a stream's final event, which has the usage of `output` and no choice."""
         return event({**self._head, "choices": [], "usage": self._usage(output)})
 
     def _keeps(self, part: Part) -> bool:

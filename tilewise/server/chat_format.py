@@ -36,12 +36,13 @@ _OTHER_REASONING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The parts of an answer that are parsed.
+    """The formats in which the served model writes tool calls and reasoning, set at the start.
 
     Attributes:
         calls: the format of tool calls; None for a model without, and for one that writes channels.
-        reasoning: the format of the reasoning; None as for calls.
-        is_harmony: True if the answer is written in channels.
+        reasoning: the format of the reasoning; None for a model without, and for one that writes
+            channels.
+        is_harmony: True if the answer is written in channels, gpt-oss's format.
         reads_calls: True if requests may have tools.
     """
 
@@ -52,7 +53,7 @@ class ChatFormat:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of the formats of calls and of reasoning."""
+        """The names of the formats of calls and of reasoning, "none" for a format that is None."""
         if self.is_harmony:
             return "harmony" if self.reads_calls else "none", "harmony"
         return (
@@ -62,23 +63,24 @@ class ChatFormat:
 
 
 def call_names() -> tuple[str, ...]:
-    """Return all names of formats of tool calls."""
+    """Return all names of formats of tool calls, those in other servers included."""
     return (*HARMONY, *(name for form in FORMATS for name in (form.name, *form.others)))
 
 
 def reasoning_names() -> tuple[str, ...]:
-    """Return all names of formats of reasoning."""
+    """Return all names of formats of reasoning, those in other servers included."""
     return (*HARMONY, *(name for form in REASONING for name in (form.name, *form.others)))
 
 
 def reasoning_format(name: str) -> Reasoning | None:
-    """Return the format of a name or of another server's name; None if there is none."""
+    """Return the format of reasoning that has this name here, or else in another server; None if
+    none has, as for "none" and "harmony"."""
     found = next((form for form in REASONING if name == form.name), None)
     return found or next((form for form in REASONING if name in form.others), None)
 
 
 def is_harmony(template: str) -> bool:
-    """Return whether a template writes messages in channels, as gpt-oss's does."""
+    """Return whether the source of a template writes messages in channels, as gpt-oss's does."""
     return "<|channel|>" in template
 
 
@@ -96,7 +98,8 @@ def format_of(
         template: the sources of all templates of the model.
         calls, reasoning: values of --tool-call-parser and --reasoning-parser; "auto" looks into
             the template, then at the tokens and at the type.
-        tokens, model_type: see `table.format_in`.
+        tokens, model_type: the texts of the checkpoint's added tokens and its `model_type`, which
+            help to find the format of calls for "auto".
 
     Raises:
         ValueError: the two formats exclude each other.
@@ -129,7 +132,15 @@ def told(form: ChatFormat) -> str:
 
 
 def unread(template: str, form: ChatFormat) -> Iterator[str]:
-    """Yield a message for each part of answers that stays text because its format has no parser."""
+    """Yield messages, for the server's start, about chats that the formats do not fit.
+
+    The template writes tools, but the format of calls is not known; or the reverse; or the template
+    has marks of a reasoning format without a parser.
+
+    Args:
+        template: the sources of all templates of the model.
+        form: the formats that were found.
+    """
     writes_tools = re.search(r"\btools\b", template) is not None
     if not form.reads_calls and writes_tools:
         yield (

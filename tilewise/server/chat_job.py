@@ -45,14 +45,16 @@ __all__ = ["ChatJob"]
 
 
 class ChatJob:
-    """Serve one chat; whatever can be refused without rendering the prompt is refused here.
+    """Serve one chat request: make its prompt, sampling parameters, parsers and answer.
+
+    The constructor refuses all that can be refused without rendering the prompt.
 
     Args:
         service: the server's state.
         request: the parsed body.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, a field is wrong or not served.
     """
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
@@ -98,9 +100,10 @@ class ChatJob:
         return Reply(self._bridge, "chatcmpl", request.request_id, whole=self._whole)
 
     async def prompt(self, *, is_counted: bool = False) -> tuple[str, Prompt]:
-        """Return the chat's rendered text, and its prompt for the engine.
+        """Return the text that the chat template renders, and the prompt for the engine.
 
-        With `is_counted` the prompt is only to be counted: it may be longer than the context.
+        `sampling` is suited to the end of the text. With `is_counted` the prompt is only to be
+        counted: it may be longer than the context.
         """
         request = self.request
         text = await self._bridge.in_thread(lambda: self._service.template.render(request))
@@ -113,7 +116,12 @@ class ChatJob:
         )
 
     def _suit_sampling(self, text: str) -> None:
-        """Make constraints apply to what follows the reasoning, as the prompt's end requires."""
+        """Replace `sampling` so that constraints and stop strings apply to the answer after its
+        reasoning.
+
+        Args:
+            text: the rendered prompt; its end shows whether the answer begins within reasoning.
+        """
         form = self._service.form
         if not self._reads_marks or self._is_content(text):
             return
@@ -138,8 +146,8 @@ class ChatJob:
             self.sampling = replace(self.sampling, **changed)
 
     def new_parser(self, text: str) -> Callable[[], Parser]:
-        """Return a function that makes parsers of answers to the prompt `text`, one for each
-        choice."""
+        """Return a function of no arguments that makes a parser, called once for each choice of an
+        answer to the rendered prompt `text`."""
         form = self._service.form
         if form.is_harmony:
             names, begun = self._names, prompt_end(text)
@@ -151,7 +159,8 @@ class ChatJob:
         return lambda: ThinkParser(reasoning, self._inner(), is_open)
 
     def _is_open(self, text: str) -> bool:
-        """Return whether a prompt ends within reasoning."""
+        """Return whether the rendered prompt `text` ends within reasoning, so that the answer
+        begins with more of it."""
         form = self._service.form
         if form.is_harmony:
             return HarmonyParser(begun=prompt_end(text)).kind == "reasoning"
@@ -163,8 +172,8 @@ class ChatJob:
         return is_open_in(form.reasoning, text)
 
     def _is_content(self, text: str) -> bool:
-        """Return whether answers to a prompt have no reasoning: the prompt has ended or disabled
-        it."""
+        """Return whether answers to the rendered prompt `text` are content alone: it ends within
+        the text of an answer, behind the reasoning, which they continue."""
         if self._service.form.is_harmony:
             return HarmonyParser(begun=prompt_end(text)).kind == "content"
         if self.request.continue_final_message:
@@ -172,7 +181,8 @@ class ChatJob:
         return False
 
     def _is_ended(self, text: str) -> bool:
-        """Return whether a prompt ends with the mark that ends the reasoning."""
+        """Return whether the rendered prompt `text` ends with the mark that ends the reasoning;
+        False for a model without such marks."""
         form = self._service.form.reasoning
         return form is not None and is_ended_in(form, text)
 
@@ -185,7 +195,14 @@ class ChatJob:
         return None if tokenizer is None else tokenizer.special_id(mark)
 
     def reasoning_tokens(self, text: str) -> Callable[[RequestOutput], int] | None:
-        """Return a function that counts the reasoning tokens of an answer to a prompt, or None."""
+        """Return a function that counts the reasoning tokens in all choices of an ended output.
+
+        Args:
+            text: the rendered prompt.
+
+        Returns:
+            The function; None for a model without reasoning or without a tokenizer.
+        """
         tokenizer = self._bridge.llm.tokenizer
         if not self._reads_marks or tokenizer is None:
             return None
@@ -216,12 +233,17 @@ class ChatJob:
     async def outputs(
         self, job: Job, prompt: Prompt, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs for a chat, but those that `sink` takes.
+        """Yield the engine's outputs for a chat, each with all text so far, but those that `sink`
+        takes.
 
         Args:
             job: the HTTP request.
-            prompt: the rendered prompt.
+            prompt: the prompt, of `prompt`.
             sink: the receiver of streamed outputs; None yields all.
+
+        Raises:
+            ApiError: the reason why the request was refused or ended; 504 if its deadline passed
+                before the first token.
         """
         request = self.request
         try:
@@ -246,7 +268,8 @@ class ChatJob:
             raise self._of_tool(error) from None
 
     def _of_tool(self, error: ApiError) -> ApiError:
-        """Return an error that names the tool if the error concerns a tool's schema."""
+        """Return an error that names the tool, if the grammar's compiler refused a tool's schema
+        with `error`; otherwise `error` itself."""
         structured = getattr(self.sampling, "structured", None)
         if not self._has_grammar_of_tools or error.status != 400 or structured is None:
             return error
@@ -317,8 +340,18 @@ class ChatJob:
         yield DONE
 
     def _tools(self, request: ChatRequest) -> tuple[Callable[[], Parser], Any]:
-        """Return a function that makes parsers of tool calls, and the grammar that the answer must
-        obey, None where it is free."""
+        """Check a request's tools and tool_choice.
+
+        The names of the tools that may be called, and the maker of a constraint that depends on the
+        prompt's end, are set in this object.
+
+        Returns:
+            A function that makes a parser of tool calls, and the constraint that the answer must
+            obey; None where it is free, or where the constraint depends on the prompt's end.
+
+        Raises:
+            ApiError: 400, a tool or the choice is wrong, or the format of calls is not known.
+        """
         names = tool_names(request.tools)
         choice, is_one = request.tool_choice, request.parallel_tool_calls is False
         if choice is None:
@@ -361,7 +394,12 @@ class ChatJob:
     def _asked_for(
         self, names: Mapping[str, dict[str, Any]], *, is_one: bool
     ) -> tuple[Callable[[], Parser], Any]:
-        """Return a maker of the parser of calls that must be made, and their constraint."""
+        """Return the result of `_tools` for an answer that must consist of calls.
+
+        Args:
+            names: the schemas of the tools that may be called, by name.
+            is_one: True for exactly one call, False for one or more.
+        """
         tools = [Tool(name, schema) for name, schema in names.items()]
         if self._service.form.is_harmony:
             return PlainParser, self._asked_for_in_channels(tools)
@@ -376,7 +414,11 @@ class ChatJob:
         return (lambda: CallsOnly(CallParser(syntax, names))), constraint
 
     def _constraint(self, param: str, make: Callable[[], str]) -> Any:
-        """Return the constraint of a grammar of calls.
+        """Return the engine's constraint with the grammar that `make` returns.
+
+        Args:
+            param: the field of the request that errors of the grammar name.
+            make: a function that returns a grammar of calls.
 
         Raises:
             ApiError: 400, the schema of a tool cannot be followed in the model's format.
@@ -395,7 +437,8 @@ class ChatJob:
         return make_structured(param, {"grammar": grammar})
 
     def _place_of(self, place: int) -> int:
-        """Return the place in the request of the tool at a place of the grammar."""
+        """Return the index in the request's `tools` of the tool with the index `place` in the
+        grammar, which may have fewer tools."""
         names = list(self._names)
         tools = self._asked_tools or []
         return next(
@@ -405,7 +448,16 @@ class ChatJob:
     def _strict_calls(
         self, names: Mapping[str, dict[str, Any]], strict: Collection[str], is_one: bool
     ) -> Callable[[bool], Any] | None:
-        """Return a maker of the constraint on answers in which strict tools may be called."""
+        """Return a function that makes the constraint on an answer in which strict tools may be
+        called; None without a tokenizer.
+
+        The function's argument is True if the prompt ends within reasoning.
+
+        Args:
+            names: the schemas of all tools, by name.
+            strict: the names of the tools whose calls must follow their schema.
+            is_one: True if the answer ends after its first call.
+        """
         form, special_id = self._service.form, self._special_id
         if self._bridge.llm.tokenizer is None:
             return None  # the engine has no tokenizer, and so no text
@@ -428,7 +480,12 @@ class ChatJob:
         return lambda is_open: self._constraint("tools", lambda: grammar(is_open))
 
     def _asked_for_in_channels(self, tools: Sequence[Tool]) -> Any:
-        """Return the constraint on an answer in channels that must end with one of these calls."""
+        """Prepare the constraint on an answer in channels that must end with a call of one of these
+        tools; return None.
+
+        The constraint depends on the prompt's end, so `_has_calls` is set to a function that makes
+        it.
+        """
 
         def constraint(is_open: bool) -> Any:
             return make_structured(
@@ -444,8 +501,8 @@ class ChatJob:
         return None
 
     def _shown_special(self, request: ChatRequest) -> dict[str, Any]:
-        """Return sampling fields that keep special tokens in the text, where the marks of calls or
-        of reasoning are such tokens; else {}."""
+        """Return {"skip_special_tokens": False} if marks of the model's calls or reasoning are
+        special tokens, which the parsers must see in the text; otherwise {}."""
         form, marks = self._service.form, list[str]()
         if form.is_harmony:
             marks = [MESSAGE]

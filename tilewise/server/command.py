@@ -59,13 +59,14 @@ class Steps:
         self.begun = self._last = time.perf_counter()
 
     def done(self, what: str) -> None:
-        """Report that a step has ended."""
+        """Print that the step `what` has ended, with the seconds since the last one ended."""
         now = time.perf_counter()
         print(f"tilewise: {what} in {now - self._last:.2f} s", file=sys.stderr, flush=True)
         self._last = now
 
     def parts(self, seconds: Mapping[str, float]) -> None:
-        """Set the seconds of the parts of the next step to be reported."""
+        """Print the seconds of each part, by its description, of the step that `done` reports
+        next."""
         for what, spent in seconds.items():
             print(f"tilewise:   {what} in {spent:.2f} s", file=sys.stderr, flush=True)
 
@@ -130,7 +131,9 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
 
 
 def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]]:
-    """Return all options, and the accepted keys with their callers.
+    """Return all options by name, and the callers by the hash of their key.
+
+    Logging is set up, at the level of the options.
 
     Args:
         given: the options by name, see `serve`.
@@ -273,6 +276,9 @@ def new_service(
 ) -> tuple[Service, Callable[[float], object]]:
     """Load a model; return the service, and a function that closes its engine within given seconds.
 
+    The process that renders chat templates is started, and remarks on the model's formats are
+    printed.
+
     Args:
         model: the model, see LLM.
         options, keys: the results of `checked`.
@@ -399,7 +405,10 @@ def new_service(
 
 
 def name_of(model: str, directory: Path) -> str:
-    """Return the model's default name: its directory's or file's name, however the path is written.
+    """Return the default name of a model for clients.
+
+    It is the name of a directory, however its path is written, the name of a GGUF file without its
+    ending, and otherwise the model as the user wrote it.
 
     Args:
         model: the model as the user wrote it.

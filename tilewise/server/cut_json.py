@@ -46,7 +46,12 @@ def completed(text: str) -> Any:
 
 
 def _kept(text: str) -> str:
-    """Return the complete part of a text that was cut off, and the brackets that close it."""
+    """Return the complete part of a JSON text that was cut off, with the quotation mark and the
+    brackets that close it appended.
+
+    Raises:
+        ValueError: the text is not the beginning of any JSON.
+    """
     place, kept, open_ = 0, 0, list[str]()
     awaited = "value"
     while True:
@@ -111,14 +116,26 @@ def _kept(text: str) -> str:
 
 
 def _check_cut(text: str, place: int) -> None:
-    """Raise ValueError for a string that is not merely cut off at the end of the text."""
+    """Raise ValueError unless the text ends at `place`, or is cut off there within an escape.
+
+    Args:
+        text: a JSON text with a string that is not closed.
+        place: the index behind the last character that the string may have.
+    """
     rest = text[place:]
     if rest and not re.fullmatch(r"\\(?:u[0-9a-fA-F]{0,3})?", rest):
         raise ValueError(f"a string must not hold {rest[0]!r} at character {place}")
 
 
 def _word_of(word: str) -> str | None:
-    """Return the number or literal that a word begins; None if it is ambiguous."""
+    """Return the JSON number or literal for a word at the end of a text that was cut off.
+
+    A literal is completed, "tr" to "true". A number loses an incomplete end, "1." becomes "1";
+    None for "-", which has no digit yet.
+
+    Raises:
+        ValueError: the word is not the beginning of a number or literal.
+    """
     if word[0].isalpha():
         return next((one for one in _LITERALS if one.startswith(word)), None) or _refuse(word)
     found = _NUMBER.match(word)

@@ -29,7 +29,7 @@ __all__ = ["EmbeddingRequest", "embeddings_router"]
 
 
 class EmbeddingRequest(BaseModel):
-    """The body of /v1/embeddings."""
+    """The JSON body of /v1/embeddings: OpenAI's fields and those of this server."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str | None = None
@@ -49,7 +49,11 @@ class EmbeddingRequest(BaseModel):
 
 
 def embeddings_router(service: Service) -> APIRouter:
-    """Return the route."""
+    """Return the route /v1/embeddings, which answers with one vector per prompt, as numbers or in
+    base64.
+
+    Vectors may be cut to `dimensions`, and have unit length unless `normalize` is false.
+    """
     router = APIRouter()
     bridge = service.bridge
 

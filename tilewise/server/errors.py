@@ -30,7 +30,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer with a status of 400 or above.
+    """An error to send to the client: an answer with an HTTP status of 400 or above.
 
     Args:
         status: the HTTP status.
@@ -72,7 +72,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the answer."""
+        """The headers of the answer beside its content's: retry-after if known, and
+        www-authenticate with status 401."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
@@ -89,7 +90,7 @@ class ClientLeft(ApiError):
 
 
 def invalid(message: str, param: str | None = None, *, code: str = "invalid_value") -> ApiError:
-    """Return the error for an invalid value in a request; arguments as in `ApiError`."""
+    """Return the error 400 for an invalid value in a request; arguments as in `ApiError`."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -122,12 +123,18 @@ def named(path: str) -> str:
 
 
 def unknown(path: str) -> ApiError:
-    """Return the error for an unknown field."""
+    """Return the error 400, code "unknown_parameter", for a field that no API has."""
     where = named(path)
     return invalid(f"{where} is not a known field", where, code="unknown_parameter")
 
 
 def unserved(param: str, what: str = "") -> ApiError:
-    """Return the error for a field or value that this server does not support."""
+    """Return the error 400, code "unsupported_parameter", for a known field, or a value of one,
+    that this server does not support.
+
+    Args:
+        param: the path of the field.
+        what: the reason, appended to the message.
+    """
     because = f": {what}" if what else ""
     return invalid(f"{param} is not served here{because}", param, code="unsupported_parameter")

@@ -39,7 +39,7 @@ class Pace:
 
 
 class Turns:
-    """Start requests one in each turn of the event loop.
+    """Start the requests of all keys one in each turn of the event loop, the keys in rotation.
 
     Example:
         >>> await turns.take("alice")
@@ -62,7 +62,8 @@ class Turns:
         await turn
 
     def _next(self) -> None:
-        """Start the oldest request of the first key in the queue, and move that key to the end."""
+        """Start the oldest waiting request of the first key, and move that key to the end; if none
+        waits, let the next request start at once."""
         while self._waiting:
             key = next(iter(self._waiting))
             queue = self._waiting.pop(key)

@@ -38,7 +38,10 @@ _ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
 
 class Front:
-    """Check each request and pass it on, see the module.
+    """An ASGI application that checks each request and passes accepted ones to another application.
+
+    It checks the size of the headers, the key or the origin, answers refused requests itself, and
+    starts requests in the order of `Turns`.
 
     Args:
         app: the ASGI application that serves accepted requests.
@@ -68,7 +71,11 @@ class Front:
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one ASGI request; one that is not HTTP is passed on unchecked.
+
+        The caller is put into scope["state"], a request id and CORS headers are added to the
+        answer, and the bytes reserved for the body are given back at the end.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -127,7 +134,8 @@ class Front:
                 self._bodies.give_back(state["caller"], state["body_bytes"])
 
     def _allowed_origin(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
-        """Return the Origin of a request from another site that is allowed; None otherwise."""
+        """Return the Origin header of a request if it names a site in `allowed_origins`; None
+        otherwise."""
         if not self._origins:
             return None
         origin = next((value for name, value in headers if name == b"origin"), None)
@@ -139,10 +147,17 @@ class Front:
     def _check_browser(
         self, method: str, headers: dict[bytes, bytes], is_allowed: bool = False
     ) -> None:
-        """Refuse a request from a page of another site, unless that site is allowed.
+        """Refuse a request, to a server without keys, that a page of another site may have sent.
+
+        A wrong Host header is refused as well if the server is for this machine alone.
+
+        Args:
+            method: the HTTP method; those that change nothing may come from any site.
+            headers: the request's headers.
+            is_allowed: True if the request's origin is allowed.
 
         Raises:
-            ApiError: 403.
+            ApiError: 403, the host or the origin is foreign.
         """
         host = headers.get(b"host", b"").decode("latin-1")
         # Every browser sends a Host header; other clients may omit it.
@@ -228,6 +243,6 @@ def trace_headers(scope: Scope) -> dict[str, str]:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return the caller whose key came with the request."""
+    """Return the caller that `Front` found by the request's key; `ANYBODY` if no keys are set."""
     caller: Caller = scope["state"]["caller"]
     return caller

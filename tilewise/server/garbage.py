@@ -45,7 +45,7 @@ def leaving_large_ones() -> Iterator[None]:
 
 
 class Collections:
-    """Decide when to run a full collection.
+    """Decide when to run a full collection: 5 s after the last one if idle, 300 s if never idle.
 
     Args:
         now: the current time in seconds of a clock.
@@ -55,7 +55,8 @@ class Collections:
         self._last = now
 
     def is_due(self, now: float, *, is_idle: bool, has_worked: bool) -> bool:
-        """Return whether a full collection is due.
+        """Return whether a full collection is due; if it is, `now` counts as the time of the last
+        one.
 
         Args:
             now: the current time in seconds of the clock.
@@ -76,7 +77,7 @@ class Collections:
 
 
 async def collect_when_idle(is_idle: Callable[[], bool]) -> None:
-    """Run full collections when they are due, until cancelled.
+    """Run full collections when `Collections` says that they are due, until cancelled.
 
     Args:
         is_idle: a function that returns whether no request is there.

@@ -138,7 +138,8 @@ class HarmonyParser:
             self._held = char if char == "<" else ""
 
     def _broken(self, mark: str) -> None:
-        """Process a mark that ends a text."""
+        """Process a mark that ends a message's text: end the message, and begin the next one's
+        header if the mark does."""
         self._close()
         self._is_between = mark in _ENDS
         if not self._is_between:
@@ -173,7 +174,7 @@ class HarmonyParser:
             self._open(header)  # another mark in this place is read as <|message|>
 
     def _is_header(self, header: str) -> bool:
-        """Return whether a text may be the beginning of a header."""
+        """Return whether a text may be the beginning of a message's header."""
         if len(header) > MAX_HEADER:
             return False
         if not self._has_role:
@@ -185,7 +186,8 @@ class HarmonyParser:
         return _HEADER.fullmatch(header) is not None
 
     def _leave(self, header: str) -> None:
-        """Pass on an incomplete header that no text follows; text that is no header is content."""
+        """Drop an incomplete header that no text follows; if its words are no header's, pass it on
+        as content."""
         words = re.sub(r"<\|?\w*\|?>?", " ", header).split()
         known = (_ASSISTANT, *_CHANNELS, "json", "to=")
         if all(w.startswith("to=") or any(k.startswith(w) for k in known) for w in words):
@@ -195,7 +197,8 @@ class HarmonyParser:
         self._close()
 
     def _open(self, header: str) -> None:
-        """Begin the text after a complete header."""
+        """Begin the text of a message after its complete header, which decides the kind: a call, if
+        its recipient is a tool, reasoning or content."""
         self._header = None
         channel, found = _channel(header), _RECIPIENT.search(header)
         recipient = "" if found is None else found[1]
@@ -229,7 +232,8 @@ class HarmonyParser:
         self._parts.append(Part(kind, joint + text))
 
     def _close(self) -> None:
-        """End the message."""
+        """End the open message: a call without text gets the arguments {}, and the place of
+        reasoning is noted in `thoughts`."""
         if self.kind == "call":
             if self._is_bare:
                 self._parts.append(Part("call", "{}", self._count))
@@ -246,7 +250,8 @@ def _channel(header: str) -> str:
 
 
 def prompt_end(prompt: str) -> str:
-    """Return the part of a prompt, after the role, of the message that the answer continues."""
+    """Return the beginning of the message that the answer continues: the end of a rendered prompt
+    after the last assistant's role; "" if the last message is of another role."""
     _, start, last = prompt.rpartition(_START)
     if not start or not last.startswith(_ASSISTANT):
         return ""
@@ -320,7 +325,8 @@ def tools_for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def with_preambles(text: str) -> str:
-    """Return a prompt in which text shown to the user before a call is a message of its own."""
+    """Return a rendered prompt in which each text that `messages_for_template` marked, which was
+    shown to the user before a call, is a message of the commentary channel."""
     if _PREAMBLE not in text:
         return text
     for channel in ("analysis", "final"):

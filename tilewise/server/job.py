@@ -103,7 +103,9 @@ DISCARD = Sink(lambda: True, lambda _, __: None)
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One request of a client.
+    """One HTTP request that the engine serves, from its acceptance until its answer has ended.
+
+    `Bridge.job` makes it.
 
     Attributes:
         job_id: the id of the answer. The engine's request id is `name_of` it; with several prompts,
@@ -116,9 +118,11 @@ class Job:
         sending_since: the start time of the write in progress; None between writes.
         engine_ids: the engine's request ids, one for each prompt.
         outputs: the latest output of each prompt, by the prompt's index.
-        first_token, last_token: the times of the first and the newest token.
+        first_token, last_token: the arrival times of the first and the newest token, in seconds of
+            time.perf_counter; None and 0 before them.
         trace_headers: the trace headers of the client's request; empty if no spans are written.
-        failure: the error sent to the client instead of an answer; None if it got an answer.
+        failure: the code of the error that ended the job, or its class's name; None if the client
+            got its answer.
         tells_tokens: True if tokens are sent as they are drawn, see the function `tells_tokens`.
         direct: the direct way to write a stream; None before its first part is written, and for an
             answer that is no stream.
@@ -148,13 +152,15 @@ class Job:
         return told + sum(output.num_tokens_discarded for output in outputs)
 
     def can_push(self) -> bool:
-        """Return whether `direct` may be used now: not while an earlier write waits."""
+        """Return whether `direct` may be used now: it is there and open, and no earlier write
+        waits."""
         if self.direct is None or self.sending_since is not None:
             return False
         return self.direct.is_open()
 
     def stop(self, error: ApiError) -> None:
-        """End the job with this error, unless it has ended."""
+        """End the job with this error by cancelling its task, unless it has ended or was
+        stopped."""
         if self.stopped is None and not self.is_over:
             self.stopped = error
             self.task.cancel()
@@ -170,7 +176,12 @@ def tells_tokens(sampling: SamplingParams) -> bool:
 
 
 def sink_of(job: Job, events: Callable[[int, RequestOutput], bytes]) -> Sink:
-    """Return a sink that encodes outputs with `events` and pushes them to the client."""
+    """Return a sink that writes outputs to a job's client at once, by `job.direct`.
+
+    Args:
+        events: a function of a prompt's index and its output that returns the bytes to write; b""
+            for none.
+    """
 
     def take(place: int, output: RequestOutput) -> None:
         chunk = events(place, output)

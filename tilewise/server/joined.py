@@ -44,7 +44,8 @@ class Joined:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Write at the end of this turn of the event loop at the latest."""
+        """Hold bytes back until the end of this turn of the event loop, or until `MOST` bytes are
+        held, and then write them together."""
         if not data:
             return
         if not self._parts:
@@ -75,7 +76,7 @@ class Joined:
         self._on_close()
 
     def let_go(self) -> None:
-        """Drop the callbacks: the connection is lost."""
+        """Forget `on_close`, as the connection is lost."""
         self._on_close = _nobody
 
     def abort(self) -> None:

@@ -63,10 +63,11 @@ class Caller:
     admin: bool = False
 
     def salt(self, asked: str | None) -> str:
-        """Return the namespace of the prefix cache for a request of this caller.
+        """Return the salt of a request of this caller: its namespace of the prefix cache.
 
-        The length of the name stands before it, so that two callers can never have equal
-        namespaces.
+        It is made of the caller's group, or else name, and of `asked`, the cache_salt in the
+        request; "" if there is neither. The length of the name stands before the name, so that two
+        callers can never have equal namespaces.
         """
         kind, owner = ("group", self.group) if self.group is not None else ("key", self.name)
         if not owner and not asked:
@@ -78,17 +79,17 @@ ANYBODY = Caller(admin=True)  # the caller of all requests where there are no ke
 
 
 def hash_of(key: str) -> str:
-    """Return the hash under which a keys file lists a key."""
+    """Return the hash under which a keys file lists a key: "sha256:" and 64 hexadecimal digits."""
     return PREFIX + hashlib.sha256(key.encode()).hexdigest()
 
 
 def new_key() -> str:
-    """Draw a key of 256 random bits."""
+    """Draw a new key: "tw-" and 256 random bits as text."""
     return f"tw-{secrets.token_urlsafe(32)}"
 
 
 class KeyRing:
-    """Find the caller of a key.
+    """The keys that the server accepts; it finds the caller of a key.
 
     Args:
         callers: the callers by the hash of their key, see hash_of().

@@ -44,7 +44,7 @@ _COUNTED_ELSEWHERE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The largest sizes of one request.
+    """The largest sizes of one request, as a server allows them.
 
     Attributes:
         max_body_bytes: bytes of a body; 413 above.
@@ -167,7 +167,7 @@ class RequestLimits:
             )
 
     def longest_prompt(self, max_prompt_len: int) -> int:
-        """Return the largest number of tokens of a prompt, before the limits of its key.
+        """Return the largest number of tokens of a prompt on this server; its key may allow fewer.
 
         Args:
             max_prompt_len: the largest number of tokens that the engine takes.
@@ -179,7 +179,8 @@ class RequestLimits:
         return max(self.max_counted_tokens, 4 * max_model_len)
 
     def deadline_s(self, timeout: float | None) -> float | None:
-        """Return the seconds that a request may take: its own timeout, at most the limit."""
+        """Return the seconds that a request may take: its own `timeout`, at most `max_timeout_s`;
+        None if it has neither."""
         if timeout is None or self.max_timeout_s is None:
             return self.max_timeout_s if timeout is None else timeout
         return min(timeout, self.max_timeout_s)
@@ -263,7 +264,15 @@ def _size(value: Any) -> int:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request's place in the queue, from its acceptance to its end."""
+    """The place of one HTTP request in the queue, from its acceptance to its end.
+
+    Attributes:
+        caller: the owner of the request's key.
+        tokens: number of the prompts' tokens together.
+        requests: number of prompts, each of which counts as a request.
+        has_begun: True once it has its first token, and so waits no more.
+        has_ended: True once it has ended.
+    """
 
     caller: Caller
     tokens: int
@@ -274,7 +283,15 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Load:
-    """The requests and tokens that one caller, or all together, have in the server now."""
+    """The requests and tokens that one caller, or all together, have in the server now.
+
+    Attributes:
+        waiting, waiting_tokens: the requests without a first token, and their prompt tokens.
+        live: number of requests that have not ended.
+        departures: (time, requests, prompt tokens) of those that got a first token lately.
+        spent: (time, tokens) of the tokens that count against a key's tokens a minute.
+        spent_tokens: number of tokens in `spent`.
+    """
 
     waiting: int = 0
     waiting_tokens: int = 0
@@ -325,11 +342,14 @@ class Queue:
         return self._all.live
 
     def enter(self, caller: Caller, tokens: int, requests: int = 1) -> Ticket:
-        """Accept `requests` requests with `tokens` prompt tokens together.
+        """Accept an HTTP request of `requests` prompts with `tokens` tokens together; return its
+        ticket.
+
+        The tokens count against the key's tokens a minute.
 
         Raises:
             ApiError: 400, it would be too much for an empty queue; 429, the key has too much in the
-                queue, at once or in this minute; 503, all keys together have.
+                queue, at once or in this minute; 503, all keys together have too much in the queue.
         """
         self._check_possible(caller, tokens, requests)
         load = self._keys.setdefault(caller.name, _Load())
@@ -345,13 +365,15 @@ class Queue:
         return Ticket(caller, tokens, requests)
 
     def begin(self, ticket: Ticket) -> None:
-        """Record a request's first token."""
+        """Record that a request has its first token, and so waits no more; later calls do
+        nothing."""
         if not ticket.has_begun:
             ticket.has_begun = True
             self._leave(ticket, is_served=True)
 
     def end(self, ticket: Ticket) -> None:
-        """Record the end of a request, whether it had its first token or not."""
+        """Record the end of a request, whether it had its first token or not; later calls do
+        nothing."""
         if ticket.has_ended:
             return
         ticket.has_ended = True
@@ -362,7 +384,8 @@ class Queue:
             load.live -= ticket.requests
 
     def spend(self, caller: Caller, tokens: int) -> None:
-        """Count prompt or generated tokens against a key's tokens a minute."""
+        """Count prompt or generated tokens against a key's tokens a minute, if it has such a
+        limit."""
         if caller.tokens_per_minute is not None:
             load = self._keys.setdefault(caller.name, _Load())
             load.spent.append((self._clock(), tokens))
@@ -378,7 +401,8 @@ class Queue:
                 _forget(load, now)
 
     def _check_possible(self, caller: Caller, tokens: int, requests: int) -> None:
-        """Refuse a request that could not enter even an empty queue: waiting would not help."""
+        """Refuse a request with an error 400 if it could not enter even an empty queue: waiting
+        would not help."""
         a_minute = caller.tokens_per_minute
         if a_minute is not None and tokens > a_minute:
             raise invalid(
@@ -458,8 +482,11 @@ class Queue:
                 )
 
     def _retry(self, load: _Load, requests: int, tokens: int, now: float) -> int:
-        """Return the seconds until `requests` and `tokens` have left, at the last half minute's
-        rate."""
+        """Return the seconds until as many as `requests` and `tokens` have begun to run, at the
+        rate of the last half minute, as a Retry-After header: 1 to 600.
+
+        Without a departure in this time it is 30 while requests wait, else 1.
+        """
         _forget(load, now)
         if not load.departures:
             return 1 if load.waiting == 0 else int(RATE_WINDOW_S)
@@ -472,6 +499,6 @@ class Queue:
 
 
 def _forget(load: _Load, now: float) -> None:
-    """Drop the departures that are too old for the rate."""
+    """Drop the departures that are older than `RATE_WINDOW_S` seconds at the time `now`."""
     while load.departures and load.departures[0][0] < now - RATE_WINDOW_S:
         load.departures.popleft()

@@ -36,7 +36,11 @@ MOST_STREAMS = 16  # simultaneous streams: each asks the engine ten times a seco
 
 
 def live_router(service: Service) -> APIRouter:
-    """Return the routes."""
+    """Return the routes `/`, the page, /v1/server, facts for its head, and /v1/events, the stream
+    of engine events that it shows.
+
+    The events need an administrator's key; there are at most `MOST_STREAMS` streams at once.
+    """
     router = APIRouter()
     bridge = service.bridge
     streams: set[object] = set()
@@ -47,7 +51,7 @@ def live_router(service: Service) -> APIRouter:
 
     @router.get("/v1/server")
     async def about() -> Response:
-        """Return the model, the version, the devices and the uptime."""
+        """Answer with the model's name, the version, the devices and the uptime in seconds."""
         return JSONResponse(
             {
                 "model": service.names[0],
@@ -59,7 +63,11 @@ def live_router(service: Service) -> APIRouter:
 
     @router.get("/v1/events")
     async def events(request: Request) -> Response:
-        """Send a snapshot of the cache, then the events since, at most 10 times a second."""
+        """Send a snapshot of the cache, then the scheduler's events since, at most 10 times a
+        second, until the server drains or the engine ends.
+
+        If events were lost in between, another snapshot is sent.
+        """
         admin_only(request)
         picture = engine_method(bridge.llm, "picture")
         trace = engine_method(bridge.llm, "trace")
@@ -131,7 +139,7 @@ class _Stream(StreamingResponse):
         self._patience_s = patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
+        """Send the stream; cut the connection if a write waits more than `patience_s` seconds."""
 
         async def sent(message: MutableMapping[str, Any]) -> None:
             try:

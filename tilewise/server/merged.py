@@ -16,9 +16,10 @@ T = TypeVar("T")
 async def merged(
     outputs: Sequence[AsyncIterator[RequestOutput]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield (index of the generator, output) from several generators at once.
+    """Yield (index of the generator, output) from several generators at once, until all have ended.
 
-    For a slow reader only the newest output of each generator is kept.
+    For a slow reader only the newest output of each generator is kept. The generators start one in
+    each turn of the event loop, and are closed at the end. An error of one is raised.
     """
     newest: dict[int, RequestOutput] = {}
     news = asyncio.Event()
@@ -57,7 +58,7 @@ async def merged(
 async def begun_in_turn(
     work: Iterable[Coroutine[Any, Any, T]], tasks: list[asyncio.Task[T]]
 ) -> None:
-    """Start coroutines as tasks, one in each turn of the event loop.
+    """Start coroutines as tasks, one in each turn of the event loop, and append them to `tasks`.
 
     Starting a prompt takes 0.2 ms or more: a thousand at once would block the loop for a fifth of a
     second.

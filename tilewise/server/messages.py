@@ -48,7 +48,7 @@ class _Body(BaseModel):
 
 
 class CountRequest(_Body):
-    """The body of /v1/messages/count_tokens."""
+    """The JSON body of /v1/messages/count_tokens: the fields that make the prompt."""
 
     model: str
     messages: ListOf[dict[str, Any]]
@@ -62,7 +62,7 @@ class CountRequest(_Body):
 
 
 class MessagesRequest(CountRequest):
-    """The body of /v1/messages."""
+    """The JSON body of /v1/messages: the fields of `CountRequest` and those of the answer."""
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
@@ -74,7 +74,8 @@ class MessagesRequest(CountRequest):
 
 
 def messages_router(service: Service) -> APIRouter:
-    """Return the routes."""
+    """Return the routes /v1/messages and /v1/messages/count_tokens; their errors have Anthropic's
+    format."""
     router = APIRouter()
 
     @router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
@@ -109,7 +110,8 @@ class _Count:
             raise _renamed(request, error) from None
 
     async def tokens(self) -> int:
-        """Return the number of tokens of the prompt."""
+        """Return the number of tokens of the prompt that the chat template makes; no request
+        runs."""
         try:
             _, prompt = await self._chat.prompt(is_counted=True)
         except ApiError as error:
@@ -118,7 +120,7 @@ class _Count:
 
 
 def _renamed(request: CountRequest, error: ApiError) -> ApiError:
-    """Return a chat's error with the names of this request's fields."""
+    """Return a chat's error with the fields named as in the Messages API."""
     names = [
         (f"tools[{i}].function.parameters", f"tools[{i}].input_schema")
         for i in range(len(request.tools or ()))
@@ -138,10 +140,10 @@ def _error(error: ApiError) -> dict[str, Any]:
 
 
 def _chat_of(request: CountRequest) -> ChatRequest:
-    """Return the chat that a request stands for.
+    """Return the chat request that a request of the Messages API stands for.
 
     Raises:
-        ApiError: 400, something in it is not served.
+        ApiError: 400, a field is wrong or not served.
     """
     fields: dict[str, Any] = {"model": request.model, "messages": _messages(request)}
     if request.tools:
@@ -190,7 +192,12 @@ def _chat_of(request: CountRequest) -> ChatRequest:
 
 
 def _thinking(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the template's arguments for `thinking`; models that know a budget follow it."""
+    """Return the arguments of the chat template for the field `thinking`: whether to reason, under
+    the names that templates use, and a budget if given, which some models follow.
+
+    Raises:
+        ApiError: 400, an entry is wrong or unknown.
+    """
     refuse_unknown("thinking", asked, ("type", "budget_tokens", "display"))
     kind, budget = asked.get("type"), asked.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
@@ -226,7 +233,8 @@ def _messages(request: CountRequest) -> list[dict[str, Any]]:
 
 
 def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
-    """Convert the content blocks of one message to messages; a tool result becomes its own message.
+    """Return the chat messages for the content blocks of one message: one for each tool result,
+    then one with the texts, the reasoning and the calls, if there are any.
 
     Args:
         where: the path of the content, for errors.
@@ -333,7 +341,7 @@ class _MessagesJob:
             raise _renamed(request, error) from None
 
     def reply(self) -> Reply:
-        """Return the answer, ready to run."""
+        """Return the response object, a `Reply`; it begins to run when the server calls it."""
         kinds: dict[str, Any] = (
             {"stream": self._stream} if self._request.stream else {"whole": self._whole}
         )
@@ -374,7 +382,7 @@ class _MessagesJob:
         }
 
     async def _whole(self, job: Job) -> dict[str, Any]:
-        """Return the whole answer, assembled from the events of a stream."""
+        """Return the message object of a whole answer, assembled from the events of a stream."""
         message: dict[str, Any] = {}
         blocks: list[dict[str, Any]] = []
         async for name, event in self._events(job):
@@ -439,7 +447,10 @@ class _MessagesJob:
 
 
 class _Blocks:
-    """Convert parts to the events of content blocks, one block at a time."""
+    """Convert the parts of one answer to the events of content blocks, one block at a time.
+
+    Events are pairs (name, content).
+    """
 
     def __init__(self, answer: ChatAnswer, *, shows_thinking: bool) -> None:
         self._answer = answer
@@ -448,7 +459,8 @@ class _Blocks:
         self._open: tuple[str, int] | None = None
 
     def of(self, part: Part) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events of a part."""
+        """Return the events of a part: its text, and before it the end of the open block and the
+        start of another one if the part is of another kind or call."""
         events: list[tuple[str, dict[str, Any]]] = []
         kind = (part.kind, part.index)
         if self._open != kind:
@@ -475,7 +487,7 @@ class _Blocks:
         return events
 
     def end(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events that end the open block, if there is one."""
+        """Return the event that ends the open block, in a list; [] if none is open."""
         if self._open is None:
             return []
         self._open = None

@@ -32,7 +32,7 @@ _FEW = (1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    """The server's metrics, in a registry of their own.
+    """The server's Prometheus metrics, in a registry of their own; a server has one.
 
     Args:
         model: the value of the label model_name.
@@ -93,7 +93,13 @@ class Metrics:
         self._engine.look()
 
     def count(self, counter: Counter, *labels: str, by: float = 1) -> None:
-        """Add to a counter; the labels are added to the model's."""
+        """Add `by` to a counter.
+
+        Args:
+            counter: one of this object's counters.
+            labels: the values of the counter's labels beside model_name.
+            by: the amount to add.
+        """
         counter.labels(self._label["model_name"], *labels).inc(by)
 
     def text(self, key: str | None = None) -> bytes:
@@ -106,13 +112,13 @@ class Metrics:
 
 
 class _OneKey(Collector):
-    """A registry without the metrics of other keys."""
+    """A view of a registry without the samples whose label `key` names another key."""
 
     def __init__(self, registry: CollectorRegistry, key: str) -> None:
         self._registry, self._key = registry, key
 
     def collect(self) -> Any:
-        """Yield the metric families."""
+        """Yield the metric families, each without the samples of other keys."""
         for family in self._registry.collect():
             own = [s for s in family.samples if s.labels.get("key", self._key) == self._key]
             family.samples = own  # a copy made for this call
@@ -134,14 +140,16 @@ class _EngineCollector(Collector):
         self._num_open = 0
 
     def look(self) -> None:
-        """Read the engine's counters; with an engine that hangs this does not return."""
+        """Read the engine's counters for the next `collect`; with an engine that hangs this does
+        not return, with one that has ended the last values are kept."""
         self._num_open += 1
         with suppress(EngineClosedError):  # the last values are kept
             self._told = self._stats()
             self._num_open = 0
 
     def collect(self) -> Any:
-        """Yield the metric families; the engine's once its counters have been read."""
+        """Yield the metric family `engine_answers`, and the engine's families once its counters
+        have been read."""
         answers = GaugeMetricFamily(
             "tilewise:engine_answers", "1; 0 for one that hangs.", labels=["model_name"]
         )

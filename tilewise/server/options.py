@@ -225,10 +225,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def nearest(
     unknown: Sequence[str], command: str = "serve", known: Iterable[str] | None = None
 ) -> str:
-    """Return a message that an option is unknown, with the most similar known one.
+    """Return a message that an option is unknown, with the most similar known option, or with what
+    stands for an option of vLLM here.
 
     Args:
-        unknown: the unknown option.
+        unknown: the unknown options, of which the first is named.
         command: the name of the command.
         known: the options of the command; None for those of serve.
     """
@@ -241,9 +242,10 @@ def nearest(
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Yield a message for each variable with the package's prefix that is not read.
+    """Return a message that names the variables with the prefix TILEWISE_ that are not read; None
+    if there are none.
 
-    The messages do not repeat values: one may be a key.
+    Values are not repeated: one may be a key.
     """
     said = []
     if _ADDRESS.match(environment.get(f"{PREFIX}PORT", "")):
@@ -308,7 +310,11 @@ def model_of(parsed: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def once(before: str | None, flag: str | None) -> str | None:
-    """Return the model of the argument or of --model.
+    """Return the model of the argument or of --model; None if neither is given.
+
+    Args:
+        before: the argument that stands without a flag; None if it is not given.
+        flag: the value of --model; None if it is not given.
 
     Raises:
         ValueError: both are given, and differ.

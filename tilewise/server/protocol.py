@@ -114,7 +114,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _edits_nothing(asked: Any) -> bool:
-    """Return whether context edits concern reasoning alone, which the template handles anyway."""
+    """Return whether the value of context_management asks for no edits, or for edits of reasoning
+    alone, which the template handles anyway."""
     edits = asked.get("edits") if isinstance(asked, dict) and set(asked) <= {"edits"} else asked
     return not edits or (
         isinstance(edits, list)
@@ -182,7 +183,7 @@ Truncation = Annotated[int, pydantic.AfterValidator(_check_truncation)]
 
 
 class StreamOptions(_Body):
-    """Options of a stream."""
+    """Options of a stream: whether token counts come in a last event, and in every event."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -238,7 +239,7 @@ class GenerationRequest(_Body):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of /v1/completions."""
+    """The JSON body of /v1/completions."""
 
     prompt: Any = Field(
         default=None,
@@ -248,7 +249,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(GenerationRequest):
-    """The body of /v1/chat/completions."""
+    """The JSON body of /v1/chat/completions."""
 
     messages: ListOf[dict[str, Any]]
     logprobs: bool | None = None
@@ -265,7 +266,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TokenizeRequest(_Body):
-    """The body of /tokenize: a text, or a chat."""
+    """The JSON body of /tokenize, which returns the token ids of a text or of a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -280,16 +281,18 @@ class TokenizeRequest(_Body):
 
 
 class DetokenizeRequest(_Body):
-    """The body of /detokenize, which turns token ids into text."""
+    """The JSON body of /detokenize, which turns token ids into text."""
 
     model: str | None = None
     tokens: ListOf[int]
 
 
 def parse(kind: type[M], body: bytes, ignored: list[str] | None = None) -> M:
-    """Return the body of a request.
+    """Parse and check the JSON body of a request; return it as a `kind`.
 
     Args:
+        kind: the model of the body's fields.
+        body: the bytes of the body.
         ignored: a list to which the names of accepted fields without effect are appended.
 
     Raises:
@@ -322,8 +325,8 @@ def parse(kind: type[M], body: bytes, ignored: list[str] | None = None) -> M:
 
 
 def _many(kind: type[BaseModel], body: bytes, count: int) -> ApiError:
-    """Return the error for a body with `count` faults, too many to list: the first unknown name,
-    if any."""
+    """Return the error for a body with `count` faults, too many to list; it names the first unknown
+    field, if there is one."""
     for name in pydantic_core.from_json(body):
         if name not in kind.model_fields and name not in _NEUTRAL:
             return unknown(name)
@@ -363,7 +366,8 @@ def _refusal(problem: Any) -> ApiError:
 
 
 def _path(loc: tuple[Any, ...]) -> str:
-    """Return ("messages", 0, "role") as messages[0].role, without the names of a union's types."""
+    """Return the path of a field from pydantic's `loc`: messages[0].role for ("messages", 0,
+    "role"), without the names of a union's types."""
     path = ""
     for part in loc:
         if isinstance(part, int):
@@ -374,7 +378,8 @@ def _path(loc: tuple[Any, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error repeats it: short, and without line breaks."""
+    """Return a value as an error repeats it: Python's notation in ASCII, at most about 80
+    characters, without line breaks."""
     left = [MAX_SHOWN]
     text = ascii(_beginning(value, left))
     if left[0] < 0:
@@ -383,7 +388,11 @@ def shown(value: object) -> str:
 
 
 def _beginning(value: object, left: list[int]) -> object:
-    """Return a value with `left` of its first entries: writing millions takes seconds."""
+    """Return a value with its first entries only, since writing millions takes seconds.
+
+    Args:
+        left: one number, in a list: how many further entries may be kept; it is counted down.
+    """
     left[0] -= 1
     if isinstance(value, dict):
         some: dict[Any, Any] = {}
@@ -419,10 +428,10 @@ def tokens_asked(request: GenerationRequest) -> int | None:
 
 
 def refuse_stream_options(request: GenerationRequest) -> None:
-    """Refuse stream_options without stream, where they would be ignored.
+    """Refuse stream_options that ask for token counts in a request without stream.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, such an option is set.
     """
     options = request.stream_options
     if options is None or request.stream:
@@ -458,13 +467,16 @@ def refuse_unknown(
 
 
 def prompts_of(prompt: object, max_prompts: int, name: str = "prompt") -> list[str | list[int]]:
-    """Return the prompts of a completion; each is a text or a list of token ids.
+    """Return the prompts of a request; each is a text or a list of token ids.
 
     Args:
-        name: the name of the field.
+        prompt: the value of the field: one prompt, or a list of prompts.
+        max_prompts: the largest number of prompts.
+        name: the name of the field, for errors.
 
     Raises:
-        ApiError: 400: the field is not a text, ids, a list of texts, or a list of lists of ids.
+        ApiError: 400: the field is not a text, ids, a list of texts, or a list of lists of ids, or
+            has too many prompts.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -547,7 +559,8 @@ _SEARCH_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _form_of(request: GenerationRequest) -> str:
-    """Return the name of the request's field that constrains the format of its text."""
+    """Return the name of the request's field that constrains the format of its text: tool_choice,
+    structured_outputs or response_format, else tools, for strict ones."""
     choice = getattr(request, "tool_choice", None)
     if choice not in (None, "auto", "none"):
         return "tool_choice"
@@ -558,7 +571,16 @@ def _form_of(request: GenerationRequest) -> str:
 def _search_of(
     request: GenerationRequest, max_tokens: int | None, more: dict[str, Any]
 ) -> BeamSearchParams:
-    """Return the beam search of a request: `best_of` beams, or `n` if that is not given."""
+    """Return the parameters of a request's beam search: `best_of` beams, or `n` if that is not
+    given.
+
+    Args:
+        max_tokens: the resolved value of max_tokens.
+        more: further fields of SamplingParams, as of `sampling_of`.
+
+    Raises:
+        ApiError: 400, a field has no meaning for a beam search, or a value is out of its range.
+    """
     n = 1 if request.n is None else request.n
     width = n if request.best_of is None else request.best_of
     if width < n:

@@ -22,7 +22,7 @@ MOST = 64  # unanswered questions; beyond these, no further question is asked
 
 
 class EngineSilent(ApiError):
-    """The engine has not answered in time."""
+    """The engine has not answered a question in time: an error 503."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class EngineSilent(ApiError):
 
 
 class Questions:
-    """Ask the engine from one event loop."""
+    """Ask the engine from one event loop, with at most `MOST` questions unanswered at a time."""
 
     def __init__(self) -> None:
         self._num_open = 0
@@ -43,7 +43,8 @@ class Questions:
         """Return the result of `work`, which waits for the engine on a thread of its own.
 
         Raises:
-            EngineSilent: the answer takes too long.
+            EngineSilent: the answer takes more than `ANSWER_S` seconds, or too many questions are
+                unanswered.
         """
         if self._num_open >= MOST:
             raise EngineSilent
@@ -61,10 +62,10 @@ class Questions:
         return await self.within(asyncio.wrap_future(future))
 
     async def within(self, answer: Awaitable[T]) -> T:
-        """Await an answer, for a bounded time.
+        """Return the result of `answer`, awaited for at most `ANSWER_S` seconds and then cancelled.
 
         Raises:
-            EngineSilent: the answer takes too long.
+            EngineSilent: the answer takes longer.
         """
         waited = asyncio.ensure_future(answer)
         done, _ = await asyncio.wait({waited}, timeout=ANSWER_S)

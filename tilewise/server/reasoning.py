@@ -10,7 +10,8 @@ __all__ = ["ThinkParser", "is_ended_in", "is_open_in", "reasoning_end"]
 
 
 class ThinkParser:
-    """A parser of reasoning and content; the content goes through another parser.
+    """A parser of one answer with reasoning at its beginning; the content behind it goes through
+    another parser.
 
     White space at either end of the reasoning and before the content is dropped.
 
@@ -164,8 +165,15 @@ class _Unwrapped:
 
 
 def reasoning_end(form: Reasoning, text: str, is_open: bool) -> int:
-    """Return how many characters of a text are reasoning, its marks included, as ThinkParser finds
-    it."""
+    """Return how many characters at the beginning of an answer are reasoning, its marks included.
+
+    This is the part that `ThinkParser` takes for reasoning; 0 if there is none.
+
+    Args:
+        form: the format of the reasoning.
+        text: the whole answer.
+        is_open: True if the prompt ends with the reasoning's first mark already.
+    """
     start = 0
     if not is_open:
         start = len(text) - len(text.lstrip(SPACE)) + len(form.begin)
@@ -176,11 +184,13 @@ def reasoning_end(form: Reasoning, text: str, is_open: bool) -> int:
 
 
 def is_open_in(form: Reasoning, prompt: str) -> bool:
-    """Return whether a prompt ends with the mark that begins the reasoning."""
+    """Return whether a rendered prompt ends with the mark that begins the reasoning, or with the
+    label behind it; white space at the end does not count."""
     end = prompt.rstrip()
     return end.endswith((form.begin, (form.begin + form.label).rstrip()))
 
 
 def is_ended_in(form: Reasoning, prompt: str) -> bool:
-    """Return whether a prompt ends with the mark that ends the reasoning."""
+    """Return whether a rendered prompt ends with the mark that ends the reasoning; white space
+    behind it does not count."""
     return prompt.rstrip().endswith(form.end)

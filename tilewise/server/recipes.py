@@ -22,7 +22,8 @@ __all__ = ["facts_before", "recipe_for", "with_recipe"]
 def with_recipe(
     request: GenerationRequest, sampling: SamplingParams, num_prompts: int
 ) -> SamplingParams:
-    """Return the sampling parameters of a request, with a seed and log-probabilities for a recipe.
+    """Return `sampling` with the seed and the log-probabilities that a recipe needs; unchanged if
+    the request asks for no recipe.
 
     Raises:
         ApiError: 400, a recipe is asked for a stream, several prompts or parameters that allow
@@ -42,10 +43,11 @@ def with_recipe(
 
 
 async def facts_before(service: Service, request: GenerationRequest) -> Facts | None:
-    """Return the engine's facts before a request runs; None unless it wants a recipe.
+    """Return the facts about the engine on which an answer's bits depend, read before a request
+    runs; None unless the request asks for a recipe.
 
     Raises:
-        ApiError: 501: the engine gives none.
+        ApiError: 501: this engine or its settings allow no recipes.
     """
     if not request.recipe:
         return None
@@ -64,7 +66,14 @@ async def recipe_for(
     output: RequestOutput,
     sampling: SamplingParams,
 ) -> dict[str, Any]:
-    """Return the recipe of an answer.
+    """Return the recipe of an answer, for the field "recipe".
+
+    Args:
+        service: the server's state.
+        request: the parsed body.
+        facts: the result of `facts_before`.
+        output: the answer, finished.
+        sampling: the parameters of the answer, of `with_recipe`.
 
     Raises:
         ApiError: 409: weights have changed since the facts were read, or the answer has not come to

@@ -59,7 +59,9 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Reply(Response):
-    """Run one job and write its answer.
+    """A response that runs one job when the server calls it, and writes the job's answer.
+
+    One of `whole` and `stream` is given.
 
     Args:
         bridge: the bridge to the engine.
@@ -96,7 +98,11 @@ class Reply(Response):
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the answer; errors are sent to the client, not raised."""
+        """Run the job and send its answer; errors are sent to the client, not raised.
+
+        An error after a stream's first part becomes the stream's last event. Nothing is sent to a
+        client that has left.
+        """
         bridge, caller = self._bridge, caller_of(scope)
         headers = trace_headers(scope) if bridge.spans is not None else None
         try:

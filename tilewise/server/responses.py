@@ -50,14 +50,14 @@ _VERBOSITIES = ("low", "medium", "high")  # accepted, and without effect
 
 
 class ResponseStreamOptions(BaseModel):
-    """Options of a stream; none of them has an effect."""
+    """Options of a stream of /v1/responses; the only one, include_obfuscation, must be false."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_obfuscation: Refused | None = None
 
 
 class ResponsesRequest(BaseModel):
-    """The body of /v1/responses."""
+    """The JSON body of /v1/responses; values that need stored responses are refused later."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str | None = None
@@ -90,7 +90,7 @@ class ResponsesRequest(BaseModel):
 
 
 def responses_router(service: Service) -> APIRouter:
-    """Return the route."""
+    """Return the route /v1/responses, which answers whole or as a stream of events."""
     router = APIRouter()
 
     @router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
@@ -119,10 +119,15 @@ _NAMES = [
 
 
 def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatRequest:
-    """Return the chat that a request stands for, and add the names of renamed fields to `names`.
+    """Return the chat request that a request of the Responses API stands for.
+
+    Args:
+        request: the parsed body.
+        names: a list to which pairs (a field of the chat, the field it came from) are appended, for
+            errors.
 
     Raises:
-        ApiError: 400, something in it is not served.
+        ApiError: 400, a field is wrong or not served.
     """
     for name, neutral in (
         ("background", (None, False)),
@@ -182,7 +187,17 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
 
 
 def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) -> str | None:
-    """Append an item of the input to the messages; return its path in them."""
+    """Append an item of the input to the chat's messages; return the path of the message or call
+    that it became, such as "messages[0]", or None for reasoning, which is dropped.
+
+    Args:
+        messages: the messages, to be extended; a call goes into an assistant's message at the end.
+        where: the path of the item, for errors.
+        item: the item as the client sent it.
+
+    Raises:
+        ApiError: 400, the item is of an unknown type or has an entry that is not served.
+    """
     kind = item.get("type", "message")
     if kind == "message":
         refuse_unknown(where, item, (*_ITEM, "role", "content"))
@@ -261,7 +276,7 @@ class _ResponsesJob:
         return renamed(error, self._names)
 
     def reply(self) -> Reply:
-        """Return the answer, ready to run."""
+        """Return the response object, a `Reply`; it begins to run when the server calls it."""
         bridge, asked = self._service.bridge, self._request.request_id
         if self._request.stream:
             return Reply(
@@ -366,10 +381,12 @@ def _failure(error: ApiError) -> bytes:
 
 
 class _Items:
-    """Convert parts to the events of output items, one item at a time.
+    """Convert the parts of one answer to the events of output items, one item at a time.
+
+    Events are pairs (name, content).
 
     Attributes:
-        done: the items that have ended.
+        done: the items that have ended, as a whole answer has them.
         is_begun: True once the answer's first event is sent.
     """
 
@@ -383,7 +400,8 @@ class _Items:
         self.is_begun = False
 
     def of(self, part: Part) -> Iterator[Event]:
-        """Yield the events of a part."""
+        """Yield the events of a part: its text, and before it the end of the open item and the
+        start of another one if the part is of another kind or call."""
         kind = (part.kind, part.index)
         if self._open != kind:
             yield from self.end("completed")
@@ -409,7 +427,11 @@ class _Items:
             )
 
     def end(self, status: str) -> Iterator[Event]:
-        """Yield the events that end the open item, if there is one."""
+        """Yield the events that end the open item, if there is one, and append it to `done`.
+
+        Args:
+            status: the item's status, "completed" or "incomplete".
+        """
         if self._open is None:
             return
         kind, text, where = self._open[0], self._text, self._where()

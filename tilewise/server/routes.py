@@ -33,7 +33,7 @@ MOST_EXPLAINED = 64  # largest number of requests in one question
 
 
 class AbortRequest(BaseModel):
-    """The body of /abort: ids as they stand in answers."""
+    """The JSON body of /abort: ids of requests as they stand in answers, or `all`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     request_ids: ListOf[str] | None = None
@@ -41,14 +41,19 @@ class AbortRequest(BaseModel):
 
 
 def _ids_of(body: AbortRequest) -> list[str] | None:
-    """Return the ids of the requests to end, without duplicates; None for all."""
+    """Return the ids of the requests to end, without duplicates; None for all.
+
+    Raises:
+        ApiError: 400, the body has both request_ids and all, or neither.
+    """
     if body.all == (body.request_ids is not None):
         raise invalid("request_ids or all must be given, and not both", "request_ids")
     return None if body.request_ids is None else list(dict.fromkeys(body.request_ids))
 
 
 def admin_router(service: Service) -> APIRouter:
-    """Return the routes."""
+    """Return the operator's routes: /pause, /resume, /abort, /reset_prefix_cache, /v1/queue and
+    /v1/trace, which need an administrator's key, and /v1/explain, for any caller's own requests."""
     router = APIRouter()
     bridge = service.bridge
 
@@ -94,7 +99,11 @@ def admin_router(service: Service) -> APIRouter:
         first: int = 0,
         last: int | None = None,
     ) -> Response:
-        """Return why a request waits; with `sample`, also its tokens first ... last - 1."""
+        """Answer with the state of each prompt of a running request and why it waits; with
+        `sample`, also with that sample's tokens first ... last - 1, prompt included.
+
+        A request that has ended, or is another key's, is an error 404.
+        """
         job = visible(caller_of(request.scope), request_id)
         if job is None:
             raise ApiError(404, f"request must be one that runs, got {request_id[:80]}")
@@ -109,7 +118,8 @@ def admin_router(service: Service) -> APIRouter:
         first: int = 0,
         last: int | None = None,
     ) -> Response:
-        """Return the explanations of several requests, but those that have ended."""
+        """Answer with the explanations of several requests in one list; requests that have ended
+        are left out."""
         if len(request_id) > MOST_EXPLAINED:
             raise invalid(
                 f"request_id must be given at most {MOST_EXPLAINED} times, got {len(request_id)}",
@@ -159,7 +169,11 @@ def admin_router(service: Service) -> APIRouter:
 
     @router.get("/v1/queue")
     async def queue(request: Request, limit: int = 100) -> Response:
-        """Return the requests that wait, in the order in which they will be admitted."""
+        """Answer with the ids of the first `limit` requests that wait, in the order in which they
+        will be admitted.
+
+        If the engine does not answer, these are the server's requests without a first token.
+        """
         admin_only(request)
         if not 1 <= limit <= MOST_IN_LINE:
             raise invalid(f"limit must be in 1 ... {MOST_IN_LINE}, got {limit}", "limit")
@@ -195,8 +209,13 @@ def admin_router(service: Service) -> APIRouter:
 def _tokens(
     service: Service, job: Job, place: int, sample: int, first: int, last: int
 ) -> list[str] | None:
-    """Return the texts of tokens first ... last of a sample, prompt included; None if its prompt
-    has no output yet."""
+    """Return the texts of the tokens first ... last - 1 of a sample, counted from its prompt's
+    first token; None if the prompt has no output yet.
+
+    Args:
+        place: the index of the prompt in the job.
+        sample: the index of the sample; only the prompt's tokens are there if there is none.
+    """
     output = job.outputs.get(place)
     if output is None:
         return None
@@ -206,10 +225,10 @@ def _tokens(
 
 
 def admin_only(request: Request) -> Caller:
-    """Return the caller of a request, an administrator.
+    """Return the caller of a request if it is an administrator.
 
     Raises:
-        ApiError: 403.
+        ApiError: 403, the caller's key has no `admin = true`.
     """
     caller = caller_of(request.scope)
     if not caller.admin:
@@ -218,10 +237,10 @@ def admin_only(request: Request) -> Caller:
 
 
 def engine_method(engine: Any, name: str) -> Any:
-    """Return a method that not every engine has.
+    """Return the method `name` of an engine; not every engine has every method.
 
     Raises:
-        ApiError: 501.
+        ApiError: 501, this engine lacks the method.
     """
     method = getattr(engine, name, None)
     if method is None:

@@ -64,7 +64,8 @@ class ServerOptions:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet; port 0 takes any free port.
+    """Return a TCP socket, bound and non-blocking, that does not listen yet; port 0 takes any free
+    port.
 
     Raises:
         ValueError: the port is in use or not allowed, or the address is not this machine's.
@@ -136,7 +137,8 @@ class _Protocol(H11Protocol):
         self._joined.write_now(b"%x\r\n%b\r\n" % (len(part), part))
 
     def _add(self, part: bytes) -> None:
-        """Write a part together with the other writes of this turn of the event loop."""
+        """Write a part of a streamed answer in one chunk, together with the other writes of this
+        turn of the event loop."""
         self._joined.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def data_received(self, data: bytes) -> None:
@@ -178,7 +180,11 @@ class _Protocol(H11Protocol):
         return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
     def _watch_reader(self) -> None:
-        """Start the timer within which the client must read what was written."""
+        """Start a timer of `slow_reader_s` + `GRACE_S` seconds, unless one runs or all is read.
+
+        If the client has not read `LEAST_READ` bytes of the written answer by then, its connection
+        is cut.
+        """
         if self._is_lost:
             return
         size = self.transport.get_write_buffer_size()
@@ -206,7 +212,8 @@ class _Protocol(H11Protocol):
             self._unread = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP with an error 400, and close the connection."""
+        """Answer bytes that are not HTTP with an error 400, and close the connection; if an answer
+        has begun, only close it."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun on this connection
             return
@@ -296,13 +303,16 @@ class Server(uvicorn.Server):
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until running requests are aborted: shutdown_timeout_s until the
-        stop, then less."""
+        """The seconds that running requests have to end: shutdown_timeout_s before `stop`, and
+        from then on what is left of it, down to 0."""
         since = 0.0 if self._stopped is None else time.monotonic() - self._stopped
         return max(0.0, self._options.shutdown_timeout_s - since)
 
     def stop(self) -> None:
-        """Begin to stop; called on the event loop's thread."""
+        """Begin to stop, and return at once: running requests have shutdown_timeout_s to end.
+
+        Called on the event loop's thread; later calls do nothing.
+        """
         if self._drain is None:
             self._stopped = time.monotonic()
             self._drain = asyncio.get_running_loop().create_task(self._end())
@@ -326,7 +336,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers: startup() has its own."""
+        """Install no signal handlers, as uvicorn would here: startup() installs its own."""
         yield
 
     def _signalled(self, number: int) -> None:
@@ -341,9 +351,10 @@ class Server(uvicorn.Server):
         self.stop()
 
     async def _watch_engine(self) -> None:
-        """Exit with code 1 when the engine has ended, so that a supervisor restarts the server.
+        """Watch the engine, and end the server with exit code 1 when the engine has ended, so that
+        a supervisor restarts the server.
 
-        The engine recovers from most failures by itself.
+        The engine recovers from most failures by itself; each restart of it is logged.
         """
         num_restarts = 0
         while self._bridge.loop.is_alive:
@@ -365,7 +376,8 @@ class Server(uvicorn.Server):
 
 
 class _Failures:
-    """Log failures on the event loop; a lack of descriptors only every `FLOOD_S` seconds."""
+    """The event loop's handler of exceptions: it logs them, a lack of file descriptors only every
+    `FLOOD_S` seconds."""
 
     def __init__(self) -> None:
         self._told = -FLOOD_S
@@ -381,7 +393,10 @@ class _Failures:
 
 
 def run(server: Server, sock: socket.socket) -> int:
-    """Serve on a socket until told to stop; return the exit code."""
+    """Serve on a bound socket until told to stop; return the process's exit code.
+
+    The limit of open files is raised first.
+    """
     if sys.platform != "win32":
         _raise_descriptor_limit()
     asyncio.run(server.serve([sock]))
@@ -389,7 +404,8 @@ def run(server: Server, sock: socket.socket) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the limit of open files from a shell's 1,024 to the system's maximum."""
+    """Raise the process's limit of open files, often 1,024, to the system's maximum or to 65,536 if
+    that is less."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

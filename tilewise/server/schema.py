@@ -139,7 +139,8 @@ _ANTHROPIC_ERROR = _object(
 
 
 def body_of(kind: type[BaseModel]) -> Schema:
-    """Return the OpenAPI entry of a route whose body is parsed as `kind`."""
+    """Return the OpenAPI entry of a route whose JSON body is parsed as `kind`, for the route's
+    argument openapi_extra."""
     schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}-{{model}}")
     # Definitions are inlined: FastAPI collects only those of bodies that it parses itself.
     whole = _without_refs(schema, schema.pop("$defs", {}))
@@ -157,7 +158,8 @@ def _without_refs(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def describe(app: FastAPI) -> None:
-    """Add answers and errors to an application's /openapi.json."""
+    """Replace `app.openapi` by a function that adds answers and errors to the description in
+    /openapi.json, which is made when it is first asked for."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

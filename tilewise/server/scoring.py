@@ -40,7 +40,7 @@ __all__ = ["scoring_router"]
 
 
 class _Body(BaseModel):
-    """The fields that all three have."""
+    """The fields that the bodies of /v1/rerank, /v1/score and /v1/classify have in common."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str | None = None
@@ -53,7 +53,7 @@ class _Body(BaseModel):
 
 
 class RerankRequest(_Body):
-    """The body of /v1/rerank."""
+    """The JSON body of /v1/rerank: a query, and the documents to order by relevance."""
 
     query: str
     documents: Any = Field(description='a list of texts, or of {"text": text}')
@@ -63,7 +63,7 @@ class RerankRequest(_Body):
 
 
 class ScoreRequest(_Body):
-    """The body of /v1/score."""
+    """The JSON body of /v1/score: two texts, a text and a list, or two lists, compared in pairs."""
 
     text_1: Any = Field(description="a text, or a list of texts")
     text_2: Any = Field(description="a text, or a list of texts")
@@ -71,14 +71,17 @@ class ScoreRequest(_Body):
 
 
 class ClassifyRequest(_Body):
-    """The body of /v1/classify."""
+    """The JSON body of /v1/classify: the texts to which labels are given."""
 
     input: Any = Field(description="a text, token ids, or a list of either")
     add_special_tokens: bool | None = None
 
 
 def scoring_router(service: Service) -> APIRouter:
-    """Return the routes."""
+    """Return the routes /v1/rerank, /v1/score and /v1/classify, under their other paths, too.
+
+    A model that is not made for the task is an error 400.
+    """
     router = APIRouter()
     bridge = service.bridge
 
@@ -241,10 +244,10 @@ def scoring_router(service: Service) -> APIRouter:
 
 
 def _documents(given: object) -> list[str]:
-    """Return the texts of documents.
+    """Return the texts of the field `documents`, each of which is a text or {"text": text}.
 
     Raises:
-        ApiError: 400: they are no texts.
+        ApiError: 400: the field is no list of such, or empty.
     """
     if not isinstance(given, list) or not given:
         raise invalid(

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Service:
-    """Everything that the routes need.
+    """The state of one server that all routes share.
 
     Attributes:
         bridge: the bridge to the engine.
@@ -45,6 +45,8 @@ class Service:
         changes_weights: True if administrators may change the model's weights.
         shows_text: True if administrators may read the tokens of other keys' requests.
         is_for_this_machine, allowed_origins: see `Front`.
+        started: the time of the start, in seconds of time.time.
+        bodies: the bound on the bytes of all bodies in memory.
     """
 
     bridge: Bridge
@@ -67,7 +69,14 @@ class Service:
         self.bodies = Bodies(self.bridge.limits.max_bodies_bytes)
 
     async def read(self, request: Request, kind: type[M], make: Callable[[M], T]) -> T:
-        """Return `make(body)` of a request; long bodies are parsed on a thread.
+        """Read, check and parse the body of a request; return `make` of the parsed body.
+
+        A long body is parsed, and `make` called, on a thread.
+
+        Args:
+            request: the request, whose body has not been read.
+            kind: the model of the body's fields.
+            make: a function of the parsed body.
 
         Raises:
             ApiError: the body is too long, late or malformed, names another model, or `make`
@@ -89,10 +98,10 @@ class Service:
         return made() if len(body) <= SHORT else await self.bridge.in_thread(made)
 
     def check_model(self, model: str | None) -> None:
-        """Refuse a request for a model that this server does not have.
+        """Refuse a request for a model that this server does not have; None is the server's model.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, `model` is no name of the model or of an adapter.
         """
         if model is not None and model not in self.names and model not in self.adapters:
             names = ", ".join((*self.names, *self.adapters))
@@ -104,14 +113,17 @@ class Service:
             )
 
     def adapter_of(self, model: str | None) -> str:
-        """Return the name of the adapter that a request for a model uses, "" for none."""
+        """Return `model` if it is the name of an adapter, else "", for no adapter."""
         return model if model in self.adapters and model is not None else ""
 
     def check_task(self, task: str) -> None:
-        """Refuse a request for what the model is not for, see `Purpose.check`.
+        """Refuse a request for a task that the model is not made for, see `Purpose.check`.
+
+        Args:
+            task: one of "generate", "embed", "score" and "classify".
 
         Raises:
-            ApiError: 400.
+            ApiError: 400, code "unsupported_task".
         """
         try:
             self.purpose.check(task)
@@ -127,11 +139,19 @@ class Service:
         is_counted: bool = False,
         max_tokens: int | None = None,
     ) -> Prompt:
-        """Return a prompt as ids, only its last `truncate` tokens where a number is given.
+        """Return a prompt with its token ids, cut to its last `truncate` tokens unless that is
+        None.
 
         A `truncate` of -1 keeps as many tokens as the server accepts and as leave room for
         `max_tokens` in the context. A prompt that is only counted or truncated may exceed the limit
-        of `RequestLimits`.
+        of `RequestLimits`. A prompt that was cut has no text.
+
+        Args:
+            given: the text, or the token ids.
+            truncate: the number of tokens to keep; None keeps all.
+            adds_special_tokens: True adds the tokenizer's special tokens to a text.
+            is_counted: True if the prompt is only to be counted.
+            max_tokens: number of tokens of the answer that `truncate` -1 leaves room for.
 
         Raises:
             ApiError: 400, the text has characters without tokens, or is far too long.
@@ -160,15 +180,20 @@ class Service:
         adds_special_tokens: bool,
         prompt_name: str | None = None,
     ) -> list[Prompt]:
-        """Return prompts that become vectors; of texts that are truncated the beginning is kept.
+        """Return the prompts of texts to embed or classify, with their token ids.
 
-        Of a model that is made to generate, and of token ids, the end is kept, see `prompt`.
+        Of a text that is truncated the beginning is kept; of token ids, and for a model that is
+        made to generate, the end is kept, as by `prompt`.
 
         Args:
-            prompt_name: the text that is put before each text, see `Purpose.with_prompt`.
+            given: the texts or token ids.
+            truncate: the number of tokens to keep; -1 for as many as are accepted, None for all.
+            adds_special_tokens: True adds the tokenizer's special tokens to texts.
+            prompt_name: the name of the instruction that is put before each text, see
+                `Purpose.with_prompt`; None for the default.
 
         Raises:
-            ApiError: 400, there is no such text, or as of `prompt`.
+            ApiError: 400, there is no such instruction, or as of `prompt`.
         """
         try:
             given = [
@@ -201,7 +226,8 @@ class Service:
         adds_special_tokens: bool,
         max_tokens: int | None = None,
     ) -> list[Prompt]:
-        """Return several prompts as ids, as `prompt` does; other tasks run between two of them."""
+        """Return several prompts with their token ids, in order, each as by `prompt`; other tasks
+        of the event loop run between two of them."""
         pace, found = Pace(), list[Prompt]()
         for one in given:
             found.append(

@@ -28,7 +28,7 @@ MISSING = "--otlp-traces-endpoint needs the package {}: pip install 'tilewise[ot
 
 
 class Spans:
-    """Write the spans of requests.
+    """Write OpenTelemetry spans of requests that have ended; a server with an endpoint has one.
 
     Args:
         provider: the OpenTelemetry TracerProvider.
@@ -48,9 +48,10 @@ class Spans:
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
 
     def write(self, job: Job, carrier: Mapping[str, str], reason: str, key: str) -> None:
-        """Write the spans of a request that has ended.
+        """Write the span of a request that has ended, and those of its prompts' phases.
 
         Args:
+            job: the request that has ended.
             carrier: the client's headers traceparent and tracestate, as far as it sent them.
             reason: the reason of its end, as in the log.
             key: the name of its key, "" without one.
@@ -106,7 +107,7 @@ class Spans:
             span.end(self._ns(max(begun, ended)))
 
     def close(self) -> None:
-        """Send the remaining spans."""
+        """Send the remaining spans to the collector, and stop the provider."""
         self._provider.shutdown()
 
     def _ns(self, seconds: float) -> int:
@@ -114,7 +115,7 @@ class Spans:
 
 
 def open_spans(endpoint: str, model: str) -> Spans:
-    """Return a `Spans` that sends to a collector.
+    """Return a `Spans` that sends to a collector, in batches on a thread.
 
     Args:
         endpoint: the collector's address for OTLP over HTTP, such as

@@ -68,6 +68,10 @@ def _schema(where: str, schema: object) -> dict[str, Any] | bool:
 def make_structured(param: str, constraint: dict[str, Any]) -> Any:
     """Return StructuredOutputs with one constraint.
 
+    Args:
+        param: the field of the request that errors name.
+        constraint: the arguments of StructuredOutputs, such as {"grammar": ...}.
+
     Raises:
         ApiError: 400, the engine does not support the constraint, or refuses it.
     """

@@ -39,7 +39,9 @@ class TemplateError(ApiError):
 
 
 class Templates:
-    """Render templates, one at a time.
+    """The worker process that renders chat templates, one at a time.
+
+    It is started by `start` or by the first rendering, and again after it was killed.
 
     Args:
         max_seconds: the time limit of one rendering.
@@ -65,18 +67,19 @@ class Templates:
             self._started()
 
     def render(self, template: str, variables: dict[str, Any]) -> str:
-        """Return the text of a template.
+        """Return the text that the worker makes of a Jinja template and its variables.
 
         Raises:
             TemplateError: the template is wrong, refuses the messages, or exceeds a limit.
+            ApiError: 500, the worker did not start or was killed from outside twice.
         """
         return self._ask({"template": template, "variables": variables})
 
     def check(self, template: str) -> None:
-        """Compile a template.
+        """Compile a Jinja template in the worker, to find its errors.
 
         Raises:
-            TemplateError: the template is wrong.
+            TemplateError: the template is no valid Jinja, or compiling it exceeds a limit.
         """
         self._ask({"template": template})
 
@@ -92,8 +95,12 @@ class Templates:
         return text
 
     def _asked(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the worker's answer; None if the worker was killed from outside, not for its
-        template."""
+        """Return the worker's answer, {"text": ...} or {"error": ...}; None if the worker was
+        killed from outside, not for its template.
+
+        Raises:
+            TemplateError: the template exceeds the time or the memory; the worker is killed.
+        """
         worker = self._started()
         try:
             return ask(worker, asked, self._max_seconds)
@@ -111,7 +118,7 @@ class Templates:
             raise
 
     def close(self) -> None:
-        """Stop the worker."""
+        """Stop the worker; a later rendering would start another one."""
         with self._lock:
             self._kill()
 
@@ -140,7 +147,12 @@ class Templates:
 
 
 def work() -> None:
-    """Run the worker: answer lines of standard input until it is closed."""
+    """Run the worker process: answer each line of standard input with a line of JSON, until
+    standard input is closed.
+
+    The first line has the limits; each other one has a template, and the variables to render it
+    with, or none to compile it only.
+    """
     import resource
 
     lines = sys.stdin.buffer
@@ -186,7 +198,8 @@ def work() -> None:
 
 
 def _generation_tag() -> Any:
-    """Return the extension for {% generation %}, which marks a model's own words for training.
+    """Return the class of the Jinja extension for {% generation %}, a tag that marks a model's own
+    words for training.
 
     The tag renders its contents. As in transformers, it is a scope: variables set in it end with
     it.

@@ -29,7 +29,7 @@ Ctrl-C        stop an answer; without one, end"""
 
 
 class Conversation:
-    """Messages, and the server that answers them.
+    """A conversation of `tilewise chat`: its messages, and the server that answers them.
 
     Args:
         url: the address of the server, without /v1.
@@ -76,7 +76,12 @@ class Conversation:
         self._call("/tokenize", {**hello, "model": asked or names[0]}, or_none=(404, 405, 422))
 
     def _call(self, path: str, body: Any = None, or_none: tuple[int, ...] = ()) -> Any:
-        """Return the JSON of a route; None for the statuses in `or_none`."""
+        """Return the parsed JSON of a route, called with POST if there is a body; None for the HTTP
+        statuses in `or_none`.
+
+        Raises:
+            ValueError: the server is not there, answers with another error, or with no JSON.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:
@@ -100,18 +105,20 @@ class Conversation:
         )
 
     def _most(self, messages: list[dict[str, str]]) -> dict[str, int]:
-        """Return the request's field that limits the answer; {} if the rest of the context does."""
+        """Return the request's field max_tokens, which limits the answer; {} if the rest of the
+        model's context may be less."""
         used = sum(len(m["content"].encode()) + _AROUND for m in messages)
         if self._room is not None and used + self._limit > self._room:
             return {}
         return {"max_tokens": self._limit}
 
     def reset(self) -> None:
-        """Forget all messages but the system's."""
+        """Forget all messages but those of the system."""
         self.messages = [m for m in self.messages if m["role"] == "system"]
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer to a message as it arrives; both are remembered when it has ended.
+        """Yield the texts of the answer to a message as they arrive; the message and the answer are
+        remembered when the answer has ended.
 
         Raises:
             ValueError: the server refuses the message, cannot be reached, is no such server, or its
@@ -152,7 +159,10 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _part(self, data: bytes) -> str:
-        """Return the text of an event, and remember its usage.
+        """Return the new text of a stream's event; keep its usage and its finish_reason.
+
+        Args:
+            data: the JSON of the event.
 
         Raises:
             ValueError: the event is an error, or does not belong to a chat.
@@ -191,11 +201,16 @@ def chat(
     read: Callable[[str], str] = input,
     out: TextIO | None = None,
 ) -> int:
-    """Run a conversation until the input ends; return the exit code, 1 if the last message failed.
+    """Run a conversation in the terminal until the input ends or /exit.
 
     The server is checked before the first line is read.
 
+    Returns:
+        The exit code: 1 if the server cannot be used or the last message failed, else 0.
+
     Args:
+        url: the address of the server.
+        key: the API key; None takes the variable TILEWISE_API_KEY.
         settings: further fields of each request; without "max_tokens" an answer has `MAX_TOKENS`.
         read: a function that shows a prompt and returns a line.
         out: the file for answers; None for standard output.
@@ -234,7 +249,7 @@ def chat(
 
 
 def _as_typed(error: ValueError, settings: dict[str, Any]) -> str:
-    """Return an error with the setting named by its flag."""
+    """Return the message of an error, with the setting that it begins with named by its flag."""
     said = str(error)
     for name in settings:
         if said.startswith(f"{name} must"):

@@ -19,7 +19,7 @@ class _Account:
 
 
 class Ledger:
-    """The usage account of each key."""
+    """The usage accounts of all keys, by the key's name; a server has one."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -43,10 +43,10 @@ class Ledger:
         account.refused += refused
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return a key's account."""
+        """Return a key's account: its name and its counts, which are 0 for an unknown key."""
         return {"key": name, **asdict(self._accounts.get(name, _Account()))}
 
     @property
     def all(self) -> list[dict[str, Any]]:
-        """Return the accounts of all keys."""
+        """The accounts of all keys that have sent requests, by name."""
         return [self.of(name) for name in sorted(self._accounts)]

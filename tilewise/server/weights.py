@@ -22,7 +22,8 @@ __all__ = ["weights_router"]
 
 
 class UpdateRequest(BaseModel):
-    """The body of /update_weights."""
+    """The JSON body of /update_weights: the folder or hub name of the new weights, and the fate of
+    running requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     path: str
@@ -30,7 +31,8 @@ class UpdateRequest(BaseModel):
 
 
 class SleepRequest(BaseModel):
-    """The body of /sleep."""
+    """The JSON body of /sleep: how much memory is freed, see `LLM.sleep`, and the fate of running
+    requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     level: Literal[1, 2] = 1
@@ -38,7 +40,11 @@ class SleepRequest(BaseModel):
 
 
 def weights_router(service: Service) -> APIRouter:
-    """Return the routes."""
+    """Return the routes /update_weights, /sleep and /wake_up, which answer when the work is done.
+
+    A caller that is no administrator, or a server without --enable-weight-updates, is an error 403;
+    an engine in the wrong state is 409.
+    """
     router = APIRouter()
     llm = service.bridge.llm
 

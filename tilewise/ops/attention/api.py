@@ -201,7 +201,10 @@ def attention(
 
 
 def _attend(given: AttentionSignature) -> tuple[Tensor | None, ...]:
-    """Return o and lse."""
+    """Run attention for the arguments of a call, after their first checks; return o and lse.
+
+    With dropout the seed is drawn here if none was given.
+    """
     if given.mask is not None:
         check_mask_type(given.mask)
     if values.WAITS:
@@ -212,9 +215,11 @@ def _attend(given: AttentionSignature) -> tuple[Tensor | None, ...]:
 
 
 def _with_maxima(given: AttentionSignature, return_lse: bool) -> tuple[Tensor, ...]:
-    """Return o, lse where it is wanted, and the largest logit of each head, float32 (Hq,).
+    """Run attention and return o, then lse if `return_lse`, then the largest logit of each head.
 
-    Through the dispatcher: maxima are asked for once in many steps, and have no gradient.
+    The largest logits are float32 (Hq,), over all sequences and queries, and -inf for a head that
+    sees no key. The call always goes through torch's dispatcher: maxima are asked for once in many
+    steps, and have no gradient.
     """
     if values.WAITS:
         check_values(given)
@@ -228,7 +233,14 @@ def _with_maxima(given: AttentionSignature, return_lse: bool) -> tuple[Tensor, .
 
 
 def check_values(given: Any) -> None:
-    """Raise where lengths lead outside of q or k; those that are no tensors are left to others."""
+    """Raise ValueError where lengths or edges lead outside of q or k, or exceed a max_seqlen.
+
+    The values of seqlens_k and cu_seqlens are read if they are tensors (other types are found by
+    later checks); called for TILEWISE_CHECK=1.
+
+    Args:
+        given: the signature of a call of attention.
+    """
     if isinstance(given.seqlens_k, Tensor):
         values.check_lengths("seqlens_k", given.seqlens_k, given.k.shape[1])
     for side, rows in (("q", given.q), ("k", given.k)):

@@ -50,7 +50,10 @@ class AttentionSignature(NamedTuple):
     backend: str | None = None
 
     def drawn(self) -> AttentionSignature:
-        """Return the same with the seed as a tensor; of None it is drawn here, once a call."""
+        """Return the same arguments with the seed as a tensor int64 (2,) on q's device.
+
+        A seed of None is drawn from torch's generator here, once a call.
+        """
         if not isinstance(self.q, Tensor):
             return self
         return self._replace(seed=philox_of(self.seed, self.q.device))
@@ -73,7 +76,10 @@ class AttentionSignature(NamedTuple):
         )
 
     def numbers(self) -> tuple[object, ...]:
-        """Return all that is no tensor and decides how the call is checked or computed."""
+        """Return the arguments, no tensors, that decide how the call is checked or computed.
+
+        The shape of a mask and torch's switch for deterministic algorithms are among them.
+        """
         window, mask, slopes = self.window, self.mask, self.alibi_slopes
         bounds = window if isinstance(window, tuple) else (window,)
         return (
@@ -93,19 +99,25 @@ class AttentionSignature(NamedTuple):
         )
 
     def bind(self) -> AttentionArguments:
-        """Check the arguments and return those of the registered op."""
+        """Check the arguments and return those of the registered op, cast as torch.autocast asks.
+
+        Raises ValueError or TypeError where one breaks a rule of `attention`.
+        """
         self.check_types()
         q, k, v = autocast(*self[:3])
         given = self._replace(q=q, k=k, v=v)
         return AttentionArguments(q, k, v, given.options(checks.check_float))
 
     def adapter(self) -> Adapter:
-        """Return the function that makes the tensors of the options out of `tensors()`."""
+        """Return a function that makes the tensors of the registered op out of `tensors()`."""
         return _as_kernels_read
 
     def check_types(self) -> None:
-        """Raise TypeError for arrays, lists and None in place of tensors, tensors in place of
-        masks."""
+        """Raise TypeError for an argument of another type than a tensor, or a mask that is none.
+
+        Optional tensors may be None. If any argument of a packed call is given, both cu_seqlens
+        must be tensors.
+        """
         for name in _REQUIRED:
             checks.check_type(name, getattr(self, name), Tensor)
         for name in _OPTIONAL:
@@ -167,7 +179,10 @@ class AttentionSignature(NamedTuple):
         )
 
     def _check_dense(self) -> tuple[int, tuple[int, int]]:
-        """Return how many sequences there are, and the tokens of q and of k."""
+        """Return the number of sequences, and (Sq, Sk), the tokens of each in q and in k.
+
+        Raises ValueError if the batches of q and k differ; seqlens_k is checked if given.
+        """
         batch = self.q.shape[0]
         if self.k.shape[0] != batch:
             raise ValueError(f"k must have the batch of q, {batch}, got {self.k.shape[0]}")
@@ -221,7 +236,11 @@ _LENGTHS, _PER_HEAD = slice(3, 6), slice(7, 9)  # edges and lengths, slopes and 
 
 
 def _as_kernels_read(tensors: Tensors) -> Tensors:
-    """Return int32 edges and lengths and wide slopes and sinks; others as given."""
+    """Return the tensors of a call with the dtypes that kernels read, in the same order.
+
+    Edges and lengths become int32, slopes and sinks float32 (float64 beside float64 queries);
+    others are passed on.
+    """
     q = tensors[0]
     assert q is not None
     return (
@@ -258,7 +277,7 @@ def _tell_of_layout(q: Tensor, k: Tensor) -> None:
 
 
 def check_mask_type(mask: BlockMask | None) -> None:
-    """Raise TypeError for a tensor where a BlockMask belongs."""
+    """Raise TypeError unless mask is a BlockMask or None."""
     if mask is not None and not isinstance(mask, BlockMask):
         raise TypeError(
             f"mask must be a BlockMask, as masks.dense(visible) makes it, got {type(mask).__name__}"
@@ -266,7 +285,10 @@ def check_mask_type(mask: BlockMask | None) -> None:
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow torch.autocast as its own matrix products do: float64 stays float64."""
+    """Return q, k and v cast to the dtype of torch.autocast, as its matrix products do.
+
+    Float64 and integer tensors stay as they are, and so do all where autocast is off.
+    """
     device_type = q.device.type
     if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return q, k, v
@@ -277,7 +299,10 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def wide(per_head: Tensor | None, q: Tensor) -> Tensor | None:
-    """Numbers of a head are float32, or float64 beside float64 queries."""
+    """Return numbers of each head, contiguous, as float32, or float64 if q is float64.
+
+    It returns None for None.
+    """
     if per_head is None:
         return None
     # Not promote_types, which refuses 8-bit queries.
@@ -286,7 +311,11 @@ def wide(per_head: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless k and v go with q, whatever its dtype: dtypes, devices, widths and heads."""
+    """Raise unless k and v have q's dtype, device and head dim, and q's heads a multiple of theirs.
+
+    k and v must have the same shape but for v's head dim, and all last dims must be contiguous. The
+    dtype itself is not checked. The error is TypeError for a dtype, otherwise ValueError.
+    """
     if q.shape[-1] < 1 or v.shape[-1] < 1:
         raise ValueError(
             f"head dims must be at least 1, got {q.shape[-1]} for q and {v.shape[-1]} for v"

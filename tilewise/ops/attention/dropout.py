@@ -17,8 +17,12 @@ Seed = int | tuple[int, int] | Tensor | None
 def philox_of(seed: Seed, device: torch.device) -> Tensor:
     """Return (seed, offset) as int64 (2,) on `device`, without waiting for it.
 
-    None draws both from torch's generator of the device, so torch.manual_seed and activation
-    checkpointing repeat them.
+    An int is the seed, with offset 0; a pair is both; a tensor is returned as it is. None draws
+    both from torch's generator of the device, so torch.manual_seed and activation checkpointing
+    repeat them.
+
+    Raises:
+        ValueError, TypeError: the seed is none of these, or out of range.
     """
     if seed is None:
         return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
@@ -46,10 +50,10 @@ def philox_of(seed: Seed, device: torch.device) -> Tensor:
 
 
 def scaled_as_given(o: Tensor, dropout_p: float) -> Tensor:
-    """Return o of `attention` with the kept probabilities multiplied by 1 / (1 - dropout_p).
+    """Return o of `attention`, rescaled as flash-attn scales: by (1 - r) / (1 - dropout_p).
 
-    `attention` multiplies them by 1 / (1 - r), r the rate in use, so that o is right on average;
-    flash-attn rounds its rate to steps of 1/256, too, and multiplies by 1 / (1 - dropout_p).
+    r is dropout_p rounded to steps of 1/256, the rate that both use. `attention` multiplies kept
+    probabilities by 1 / (1 - r), so that o is right on average; flash-attn by 1 / (1 - dropout_p).
     """
     rate = dropout.dropout_rate(dropout_p)
     return o if dropout_p in (0, 1, rate) else o * ((1 - rate) / (1 - dropout_p))

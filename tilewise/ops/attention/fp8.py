@@ -334,7 +334,7 @@ class Fp8Signature(NamedTuple):
         return (*scales, None, self.q, self.k, self.v, *beside)
 
     def numbers(self) -> tuple[object, ...]:
-        """Return all that is no tensor and decides how the call is checked or computed."""
+        """Return the arguments, no tensors, that decide how the call is checked or computed."""
         window = self.window
         bounds = window if isinstance(window, tuple) else (window,)
         return (
@@ -352,7 +352,11 @@ class Fp8Signature(NamedTuple):
         )
 
     def bind(self) -> Fp8Options:
-        """Check the arguments and return those of the registered op."""
+        """Check the arguments and return those of the registered op.
+
+        Raises ValueError or TypeError where one breaks a rule of `attention_fp8`, and
+        UnsupportedError where one requires a gradient.
+        """
         q, k, v = self[:3]
         given = AttentionSignature(**{name: getattr(self, name) for name in _SHARED})
         given.check_types()
@@ -383,7 +387,7 @@ class Fp8Signature(NamedTuple):
         return Fp8Options(q, k, v, *scales, self.rotation, self.per_token, options)
 
     def adapter(self) -> Adapter:
-        """Return the function that makes the tensors of the options out of `tensors()`."""
+        """Return a function that makes the tensors of the registered op out of `tensors()`."""
         return partial(_as_kernels_read, self.rotation)
 
 
@@ -391,7 +395,13 @@ _SHARED = [name for name in Fp8Signature._fields if name in AttentionSignature._
 
 
 def _as_kernels_read(rotation: int | None, tensors: Tensors) -> Tensors:
-    """Return the tensors that the kernels take of those that a user gave."""
+    """Return a user's tensors, in the order of `FP8_TENSORS`, as kernels read them.
+
+    The rotation's matrix is filled in, sinks become float32, and edges and lengths int32.
+
+    Args:
+        rotation: the seed of a rotation of q and k, or None.
+    """
     given = list(tensors)
     q, sinks = given[_Q], given[_SINKS]
     assert q is not None
@@ -402,9 +412,13 @@ def _as_kernels_read(rotation: int | None, tensors: Tensors) -> Tensors:
 
 
 def _mean_keys(q: Tensor, k: Tensor, lengths: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Return each sequence's mean key for every row of k and for every row of q, float32.
+    """Return the mean key of a row's sequence, float32, for the rows of k and for those of q.
 
-    Both are broadcastable to the rows of k and of q, with the heads of k.
+    Each is (B, 1, Hk, D) for a dense batch; packed ones are (Tk, Hk, D) and (Tq, Hk, D). Rows that
+    belong to no sequence do not count, and their mean is 0.
+
+    Args:
+        lengths: the options of the call, of which only lengths and edges are read.
     """
     if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:
         mean = _mean_key(k, lengths.seqlens_k)
@@ -430,7 +444,12 @@ def _mean_key(k: Tensor, seqlens_k: Tensor | None) -> Tensor:
 
 
 def _products_with(q: Tensor, mean: Tensor) -> Tensor:
-    """Return q . mean of each head's mean key, (B, Hq, Sq) or (Hq, Tq) float32."""
+    """Return the products of each query with its head's mean key, (B, Hq, Sq) or (Hq, Tq) float32.
+
+    Args:
+        q: the queries, (B, Sq, Hq, D) or (Tq, Hq, D).
+        mean: the mean keys for the rows of q, as `_mean_keys` returns them second.
+    """
     grouped = q.float().unflatten(-2, (mean.shape[-2], -1))
     products: Tensor = (grouped * mean.unsqueeze(-2)).sum(-1).flatten(-2).transpose(-1, -2)
     return products

@@ -60,7 +60,10 @@ class Fp8Options(NamedTuple):
         return Fp8Spec(spec, torch.bfloat16 if q.dtype == E4M3 else q.dtype, self.per_token)
 
     def planned(self) -> Bound:
-        """Return the plan of the call, of e4m3 or of 16-bit tensors.
+        """Return the plan of the call for the tensors of `tensors()`, of e4m3 or of 16 bits.
+
+        For 16-bit tensors and a backend that does not quantise them itself, the plan quantises
+        first.
 
         Raises:
             UnsupportedError: no backend can run it, or not the one that is named.
@@ -73,7 +76,7 @@ class Fp8Options(NamedTuple):
         return replace(bound, plan=_Quantised(bound.plan, self.rotation, self.per_token))
 
     def dispatch(self) -> Results:
-        """Call the registered op."""
+        """Call the registered op and return o and lse."""
         *own, options = self
         results: tuple[Tensor, Tensor] = attention_fp8_fwd(*own, *options)
         return results
@@ -83,7 +86,11 @@ _OPTIONS = Fp8Options._fields.index("attention")
 
 
 def rotation_of(x: Tensor, seed: int | None) -> Tensor | None:
-    """Return the matrix that rotates the channels of `x`, for Hopper's kernels; None of None."""
+    """Return the matrix (D, D) that rotates the channels of `x`, for Hopper's kernels.
+
+    It has the dtype and device of `x` and is remembered, so each is made once. For a seed of None
+    the result is None.
+    """
     if seed is None:
         return None
     key = ("rotation", x.shape[-1], seed, x.dtype, x.device)
@@ -115,11 +122,11 @@ class _Quantised:
         return ["torch: quantise q, k and v", *self._plan.steps]
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Quantise the tensors of a call and run the kernel; their scales and rotation are not
-        read.
+        """Quantise q, k and v of a call and run the plan over them; return o and lse.
 
         Args:
-            tensors: the tensors of the call, in the order of `FP8_TENSORS`.
+            tensors: the tensors of the call, in the order of `FP8_TENSORS`; the first four, scales
+                and rotation, are not read.
         """
         q, k, v, *beside = tensors[FP8_TENSORS.index("q") :]
         given = AttentionTensors(q, k, v, *beside)
@@ -170,10 +177,11 @@ def _quantize_tokens(x: Tensor, seqlens: Tensor | None, rotation: int | None) ->
 def _quantised(
     x: Tensor, seqlens: Tensor | None, cu_seqlens: Tensor | None, spec: QuantizeSpec
 ) -> Results:
-    """Return x in 8 bits and its scales, both contiguous.
+    """Return x in e4m3 and its float32 scales, both contiguous, by the first backend that can.
 
     Args:
         seqlens, cu_seqlens: the lengths of a dense batch or the edges of a packed one, or None.
+        spec: the description of the call: the rotation, and if scales are of heads or of tokens.
     """
     tensors = (x, seqlens, cu_seqlens, rotation_of(x, spec.rotation))
     return plan_of("quantize", spec, tensors, None).run(tensors)

@@ -57,12 +57,26 @@ def _options(named: _Named) -> list[Any]:
 
 
 def _in_order(names: tuple[str, ...], grads: _Named) -> _Grads:
-    """Return gradients in the order of an op's arguments, None for arguments that have none."""
+    """Return gradients in the order of an op's arguments, None for arguments that have none.
+
+    Args:
+        names: the names of the op's arguments, in order.
+        grads: the gradients by the names of the arguments.
+    """
     return tuple(grads.get(name) for name in names)
 
 
 def _differentiable(named: _Named, needs_dbias: bool, grads: Any) -> _Named:
-    """Name the five gradients of attention_bwd and attention_second, without place holders."""
+    """Return the results of attention_bwd or attention_second in a dict by the names of inputs.
+
+    The keys are q, k, v, bias and sinks; None replaces the empty place holders of a bias without a
+    gradient and of absent sinks.
+
+    Args:
+        named: the arguments of the op by name.
+        needs_dbias: whether the gradient of bias was asked for.
+        grads: the five results.
+    """
     by_name = dict(zip(_INPUTS, grads, strict=True))
     if not needs_dbias:
         by_name["bias"] = None
@@ -76,7 +90,10 @@ def _any(values: Any) -> bool:
 
 
 def _sum(a: Any, b: Any) -> Any:
-    """Add two tuples of tensors, each of which may be None as a whole."""
+    """Return the sum of two tuples of tensors, element by element; None counts as zeros.
+
+    It is None if both are None.
+    """
     if a is None or b is None:
         return a if b is None else b
     return tuple(x + y for x, y in zip(a, b, strict=True))
@@ -151,7 +168,11 @@ def _save_named(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
 
 
 def _saved(ctx: Any, names: tuple[str, ...]) -> tuple[_Named, tuple[Tensor, ...]]:
-    """Return an op's arguments by name and its results."""
+    """Return an op's arguments, a dict by name, and the op's results, a tuple, from `_save_named`.
+
+    Args:
+        names: the names of the op's arguments, in order.
+    """
     tensors = ctx.saved_tensors
     both = zip(tensors[: len(names)], ctx.rest, strict=True)
     values = [rest if tensor is None else tensor for tensor, rest in both]
@@ -163,7 +184,11 @@ def _needs(ctx: Any, names: tuple[str, ...], wanted: tuple[str, ...]) -> list[bo
 
 
 def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> _Grads:
-    """Take the cotangents of dq, dk, dv, dbias and dsinks as a direction."""
+    """Return the gradients of attention_bwd's arguments, from those of its results.
+
+    The cotangents of dq, dk, dv, dbias and dsinks are taken as a direction, along which
+    attention_tangent gives the gradients of do and dlse, and attention_second the others.
+    """
     if not _any(cotangents):
         return (None,) * len(BWD)
     named, _ = _saved(ctx, BWD)

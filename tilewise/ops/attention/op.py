@@ -61,13 +61,13 @@ class AttentionOptions(NamedTuple):
 
     @property
     def beside(self) -> tuple[Tensor | None, ...]:
-        """The tensors, in the order in which plans take them after q, k and v."""
+        """The optional tensors, None for absent ones, in the order of plans after q, k and v."""
         given: Any = self[:_TENSORS]
         found: tuple[Tensor | None, ...] = given
         return found
 
     def tensors(self) -> dict[str, Any]:
-        """The optional tensors by name, as launchers take them; the mask's in one tuple."""
+        """Return the optional tensors by name; the five of a mask are one MaskTensors, or None."""
         named: dict[str, Any] = dict(zip(self._fields[:_MASK], self[:_MASK], strict=True))
         mask: Any = self[_MASK:_TENSORS]
         named["mask"] = None if mask[0] is None else MaskTensors(*mask)
@@ -75,7 +75,7 @@ class AttentionOptions(NamedTuple):
 
 
 class AttentionArguments(NamedTuple):
-    """The checked arguments of a call."""
+    """The checked arguments of a call of attention, in the order of the registered op's schema."""
 
     q: Tensor
     k: Tensor
@@ -83,7 +83,7 @@ class AttentionArguments(NamedTuple):
     options: AttentionOptions
 
     def planned(self) -> BoundAttention:
-        """Return the plan of the call.
+        """Choose a backend and plan the call; nothing is looked up or remembered here.
 
         Raises:
             UnsupportedError: no backend can run it, or not the one that is named.
@@ -95,7 +95,7 @@ class AttentionArguments(NamedTuple):
         return (*self[:3], *self.options.beside)
 
     def dispatch(self) -> Results:
-        """Call the registered op."""
+        """Call the registered op and return o and lse."""
         results: tuple[Tensor, Tensor] = attention_fwd(*self[:3], *self.options)
         return results
 
@@ -175,9 +175,10 @@ def make_spec(
 
 
 def _bounded(longest: int, num_rows: int, bias: Tensor | None, dim: int) -> int:
-    """Return max_seqlen, cut to the number of rows that exist.
+    """Return the max_seqlen of a packed call, cut to the number of rows of q or k.
 
-    It is not cut where bias has a row (or column) for each of them, since it is bias's size then.
+    It is not cut where bias has a row (or column) for each query (or key): it is the size of bias
+    then.
 
     Args:
         longest: the max_seqlen of the call.
@@ -308,17 +309,18 @@ def _curve(*args: Any) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True)
 class BoundAttention(Bound):
-    """A bound call of attention, and the plans of its gradients.
+    """A checked and planned call of attention, with the plans of its gradients made so far.
 
     Attributes:
         numbers: the options that are no tensors.
         shapes: the shapes of q, k, v and o.
         spec: everything that decides how the call is computed, beside its tensors.
         device: the device of its tensors.
-        last_gradient: the check of do, o, lse, q, k and v by which a gradient like the last one of
-            a call without more tensors is found, and the plan that computes it.
-        gradients: plans of gradients, by how their tensors lie.
-        num_unchecked: the number of gradients that no check found.
+        last_gradient: a check of do, o, lse, q, k and v, and the `run` of a gradient's plan, which
+            the backward pass calls at once if the check passes. Only for calls on a CPU that have
+            no further tensors and no dlse.
+        gradients: plans of gradients, by how their tensors lie; at most 64.
+        num_unchecked: the number of gradients of such calls that the check did not find.
     """
 
     numbers: tuple[Any, ...] = ()
@@ -341,7 +343,9 @@ class BoundAttention(Bound):
         *beside: Tensor | None,
         needs_dbias: bool,
     ) -> Results:
-        """Return dq, dk, dv, dbias and dsinks; the last two are None where they are not wanted.
+        """Return dq, dk, dv, dbias and dsinks.
+
+        dbias is None unless needs_dbias, dsinks without sinks.
 
         Args:
             do, dlse: the gradients of o and lse; dlse may be None.
@@ -365,7 +369,12 @@ class BoundAttention(Bound):
         return dq, dk, dv, dbias, dsinks
 
     def _gradient_plan(self, given: Sequence[Any], *, needs_dbias: bool) -> Plan:
-        """Return the plan of a gradient of tensors that lie like these."""
+        """Return the plan of a gradient whose tensors lie like `given`, remembered or made now.
+
+        Args:
+            given: the tensors of the gradient, in the order of `GRADIENT_TENSORS`.
+            needs_dbias: True if the plan computes the gradient of bias.
+        """
         odd, lies, dtypes = 0, given[0].is_cpu, []
         for x in given:
             if x is not None:
@@ -404,7 +413,11 @@ def _odd(tensors: Sequence[Tensor | None]) -> tuple[bool, ...]:
 def planned(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, needs_max: bool = False
 ) -> BoundAttention:
-    """Return the bound call of checked arguments; needs_max: of the logits of each row, too."""
+    """Return the planned call of checked arguments, remembered from a like call or planned now.
+
+    Args:
+        needs_max: True for a plan that also returns the largest logit of each row.
+    """
     op = "attention_max" if needs_max else "attention"
     key = key_of(op, (q, k, v, *options.beside), options[NUM_TENSORS:])
     bound: BoundAttention | None = recall(key)
@@ -460,7 +473,13 @@ def _row_bias_gradient(
 
 
 def _schema(name: str, arguments: tuple[str, ...], num_results: int) -> str:
-    """Write the schema of an op whose arguments end with the options."""
+    """Return the schema, in torch's notation, of an op whose arguments end with the options.
+
+    Args:
+        name: the name of the op.
+        arguments: the names of all arguments in order.
+        num_results: the number of tensors that the op returns.
+    """
     typed = []
     for argument in arguments[: -len(OPTIONS)]:
         optional = argument == "dlse" or argument in DIRECTION + DIRECTION2

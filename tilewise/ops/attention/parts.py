@@ -21,7 +21,11 @@ _ELEMENTS_ELSEWHERE = 2**24
 
 
 class Part(NamedTuple):
-    """Sequences of equal lengths, or some heads of one sequence."""
+    """A part of a call of attention: sequences of equal lengths, or some heads of one sequence.
+
+    Its methods view or slice tensors of the whole call. In their shapes b is the part's number of
+    sequences, Hk its key heads, G the query heads of each, and Sq and Sk its queries and keys.
+    """
 
     spec: AttentionSpec
     batch: slice
@@ -31,12 +35,12 @@ class Part(NamedTuple):
 
     @property
     def length_q(self) -> int:
-        """Queries of each sequence."""
+        """The number of queries of each sequence."""
         return int(self.tokens_q.stop - self.tokens_q.start)
 
     @property
     def length_k(self) -> int:
-        """Keys of each sequence."""
+        """The number of keys of each sequence."""
         return int(self.tokens_k.stop - self.tokens_k.start)
 
     @property
@@ -63,8 +67,11 @@ class Part(NamedTuple):
         return self.grouped(tokens[:, self.query_heads])
 
     def pairs(self, x: Tensor) -> Tensor:
-        """Return the part of a tensor that broadcasts to (B, Hq, Sq, Sk), with (b, Hk, G, Sq, Sk)
-        its dims."""
+        """Return this part of a tensor x that broadcasts to (B, Hq, Sq, Sk).
+
+        The result has the five dims (b, Hk, G, Sq, Sk); dims of size 1 stay so, and queries and
+        keys are not cut.
+        """
         x = x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
         x = x if x.shape[0] == 1 else x[self.batch]
         return self.grouped(x if x.shape[1] == 1 else x[:, self.query_heads])
@@ -75,13 +82,21 @@ class Part(NamedTuple):
         return self.grouped(x[:, self.query_heads])[..., None, None]
 
     def grouped(self, x: Tensor) -> Tensor:
-        """View dim 1, of length 1 or Hq, as (1, 1) or (Hk, G)."""
+        """View dim 1 of x, of length 1 or of the part's query heads, as (1, 1) or (Hk, G)."""
         grouped: Tensor = x.unflatten(1, (1, 1) if x.shape[1] == 1 else (-1, self.spec.group_size))
         return grouped
 
 
 def parts(spec: AttentionSpec, tensors: dict[str, Any]) -> Iterator[Part]:
-    """Cut a call with queries and keys into parts; `tensors` are named as launchers take them."""
+    """Yield the parts of a call, each small enough that a temporary of a tile stays small.
+
+    Parts without queries or without keys are left out. Lengths are read from the device if the call
+    has any.
+
+    Args:
+        spec: the description of the call.
+        tensors: the optional tensors by name, as `AttentionOptions.tensors` returns them.
+    """
     limit = _ELEMENTS.get(spec.device_type, _ELEMENTS_ELSEWHERE)
     for batch, tokens_q, tokens_k in _sequences(spec, tensors, limit):
         whole = Part(spec, batch, slice(0, spec.num_kv_heads), tokens_q, tokens_k)
@@ -98,7 +113,11 @@ def parts(spec: AttentionSpec, tensors: dict[str, Any]) -> Iterator[Part]:
 def _sequences(
     spec: AttentionSpec, tensors: dict[str, Any], limit: int
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield sequences with their queries and keys; reads lengths, so waits for the device."""
+    """Yield a slice of sequences of equal lengths, and the slices of their queries and of keys.
+
+    Packed sequences, and those with lengths, come one by one, and the lengths are read, which waits
+    for the device; others come as many together as keep a tile's temporary within `limit` elements.
+    """
     all_q, all_k = slice(0, spec.max_seqlen_q), slice(0, spec.max_seqlen_k)
     if spec.is_varlen:
         edges_q, edges_k = (tensors[f"cu_seqlens_{x}"].tolist() for x in "qk")

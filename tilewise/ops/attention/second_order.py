@@ -49,7 +49,14 @@ def tangent(
     spec: AttentionSpec,
     **tensors: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return how o and lse move along a direction, in their shapes and dtypes."""
+    """Return o' and lse', the derivatives of o and lse along a direction, shaped as o and lse.
+
+    Args:
+        q, k, v, o, lse: the inputs and results of the call.
+        along: the direction, tangents of q, k, v, bias and sinks.
+        spec: the description of the call.
+        tensors: the optional tensors of the call by name, see `AttentionOptions.tensors`.
+    """
     call = Call(q, k, v, lse, spec, tensors, [along])
     o_dot, lse_dot = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (o, lse))
     for strip in call.strips():
@@ -79,7 +86,13 @@ def curve(
     spec: AttentionSpec,
     **tensors: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the second derivative of o and lse along two directions; lse_dots are lse's first."""
+    """Return the second derivatives of o and lse along two directions, in their shapes and dtypes.
+
+    Args:
+        q, k, v, o, lse, spec, tensors: as in `tangent`.
+        lse_dots: the first derivatives of lse along each direction, from `tangent`.
+        along: the two directions.
+    """
     call = Call(q, k, v, lse, spec, tensors, along)
     o_bend, lse_bend = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (o, lse))
     for strip in call.strips():
@@ -120,9 +133,14 @@ def second(
     spec: AttentionSpec,
     **tensors: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradient of <do, o'> + <dlse, lse'> in q, k, v, bias (if asked for) and sinks.
+    """Return the gradients of <do, o'> + <dlse, lse'> by q, k, v, bias and sinks, in their dtypes.
 
-    o_dot and lse_dot are o' and lse', from `tangent`. The results have the inputs' dtypes.
+    That of bias is None unless spec.needs_dbias, that of sinks without sinks.
+
+    Args:
+        do, dlse: the weights of o' and lse', gradients of o and lse; a dlse of None is 0.
+        q, k, v, o, lse, along, spec, tensors: as in `tangent`.
+        o_dot, lse_dot: o' and lse', from `tangent` along the same direction.
     """
     call = Call(q, k, v, lse, spec, tensors, [along], do)
     sinks: Any = tensors["sinks"]
@@ -169,8 +187,8 @@ def second(
 def _bend(strip: Strip, tile: Tile) -> Tensor | float:
     """Return T = phi'' s' s" + phi' softmax_scale (q'.k" + q".k'), see the module's formulas.
 
-    It is the second derivative of a tile's logits along two directions; 0.0 if neither moves q or
-    k.
+    It is the second derivative of a tile's logits along two directions, (b, Hk, G * m, n); the
+    number 0.0 where it is zero everywhere.
     """
     bend: Tensor | float = 0.0
     q_dots, k_dots = strip.q_dots, tile.k_dots

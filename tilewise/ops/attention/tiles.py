@@ -27,7 +27,7 @@ _GRID = 128  # tiles of keys start at multiples of it; mask tiles divide it, as 
 
 
 class Tangents(NamedTuple):
-    """A direction in the space of the differentiable inputs, None where it is zero."""
+    """A direction of differentiation: a tangent of each differentiable input, None where zero."""
 
     q: Tensor | None
     k: Tensor | None
@@ -70,11 +70,11 @@ class Call:
         self.mask = None if tensors["mask"] is None else MaskWalk(tensors["mask"])
 
     def zeros(self, like: Tensor) -> Tensor:
-        """Return an accumulator in the shape of `like`."""
+        """Return zeros in the shape of `like` to add to, float32, or float64 for float64 q."""
         return torch.zeros(like.shape, dtype=self.real, device=like.device)
 
     def strips(self) -> Iterator[Strip]:
-        """Walk over the queries of all parts."""
+        """Yield the strips of all parts, each with at most 512 queries of each sequence."""
         step = attention_parts.TILE
         for part in attention_parts.parts(self.spec, self.tensors):
             for first in range(0, part.length_q, step):
@@ -82,11 +82,13 @@ class Call:
 
 
 class Strip:
-    """Queries first ... last - 1 of a part.
+    """Queries first ... last - 1 of each sequence of a part: m = last - first rows of each head.
 
     Attributes:
-        q, do: (b, Hk, G * m, D or Dv); q_dots are q's tangents, None where zero.
-        lse: (b, Hk, G * m, 1), +inf for a row that sees nothing, which makes its p = 0.
+        q, do: (b, Hk, G * m, D or Dv), queries and the gradient of o (None if the pass needs none).
+        q_dots: the tangents of q along each direction, None where zero.
+        lse: (b, Hk, G * m, 1), +inf for a row that sees nothing, which makes its p = 0; NaN for a
+            row with an infinity or NaN.
     """
 
     def __init__(self, call: Call, part: Part, first: int, last: int) -> None:
@@ -104,11 +106,14 @@ class Strip:
         self.q = q
 
     def rows(self, x: Tensor) -> Tensor:
-        """Take the strip's rows of (B, Sq, Hq, D) or (T, Hq, D), as (b, Hk, G * m, D)."""
+        """Return the strip's rows of x (B, Sq, Hq, D) or (T, Hq, D), as a (b, Hk, G * m, D) copy.
+
+        The dtype is that of the call's accumulators, float32 or float64.
+        """
         return self.part.queries(x)[..., self.first : self.last, :].to(self.call.real).flatten(2, 3)
 
     def row_values(self, x: Tensor) -> Tensor:
-        """Take the strip's rows of (B, Hq, Sq) or (Hq, T), as (b, Hk, G * m, 1)."""
+        """Return the strip's rows of x (B, Hq, Sq) or (Hq, T), as (b, Hk, G * m, 1)."""
         rows = self.part.rows(x)[..., self.first : self.last].to(self.call.real)
         return rows.flatten(2, 3).unsqueeze(-1)
 
@@ -123,21 +128,30 @@ class Strip:
         view.copy_(values.squeeze(-1).unflatten(2, view.shape[2:4]))
 
     def sink(self, sinks: Tensor) -> Tensor:
-        """Repeat one number a head over the rows, (1, Hk, G * m, 1)."""
+        """Return numbers of each head (Hq,) repeated over the strip's rows, (1, Hk, G * m, 1)."""
         values = self.part.per_head(sinks.to(self.call.real)).squeeze(-1)
         return values.expand(-1, -1, -1, self.last - self.first).flatten(2, 3).unsqueeze(-1)
 
     def sink_share(self, sinks: Tensor) -> Tensor:
-        """Probability that the sink takes of each row, (1 or b, Hk, G * m, 1)."""
+        """Return the probability exp(sink - lse) that the sink takes of each row.
+
+        The shape is (b, Hk, G * m, 1).
+
+        Args:
+            sinks: (Hq,), the sink of each head.
+        """
         return torch.exp(self.sink(sinks) - self.lse)
 
     def sum_over_rows(self, values: Tensor, into: Tensor) -> None:
-        """Add up (b, Hk, G * m, 1) by head, into (Hq,)."""
+        """Add the sums of `values` (b, Hk, G * m, 1) over each head's rows to `into` (Hq,)."""
         group = self.part.spec.group_size
         into[self.part.query_heads] += values.unflatten(2, (group, -1)).sum((0, 3, 4)).flatten()
 
     def tiles(self) -> Iterator[Tile]:
-        """Walk over the keys that some query of the strip sees."""
+        """Yield the tiles of at most 512 keys of which some query of the strip may see one.
+
+        Keys outside of the window, and tiles that a block mask hides whole, are left out.
+        """
         spec, offset = self.part.spec, self.part.length_k - self.part.length_q
         low, high = 0, self.part.length_k
         if spec.window_left >= 0:
@@ -155,14 +169,16 @@ class Strip:
 
 
 class Tile:
-    """Keys first ... last - 1 of a strip.
+    """Keys first ... last - 1 of a strip's sequences, with the strip's logits of them; made once.
 
     Attributes:
-        k, v: (b, Hk, n, D or Dv); k_dots, v_dots are their tangents, None where zero.
-        p: probabilities before dropout, 0 where not visible.
+        k, v: the keys and values, (b, Hk, n, D or Dv) with n = last - first.
+        k_dots, v_dots: the tangents of k and v along each direction, None where zero.
+        p: the probabilities before dropout, (b, Hk, G * m, n), 0 where not visible.
         dots: the derivatives of the logits along each direction.
-        slope: derivative of the softcap; 1.0 without one.
-        visible: None when every query sees every key.
+        slope: the derivative phi' of the softcap at each logit; 1.0 without one.
+        visible: a bool tensor that broadcasts to (b, Hk, G, m, n), True where a query sees a key;
+            None if every query sees every key.
     """
 
     def __init__(self, strip: Strip, first: int, last: int, mask: MaskStrip | None) -> None:
@@ -202,12 +218,14 @@ class Tile:
     def through_cap(
         self, by_t: Tensor, by_t_dot: Tensor, s_dot: Tensor | float
     ) -> tuple[Tensor, Tensor]:
-        """Return gradients by the products of q and k and by their tangents.
+        """Return the gradients by the scaled products of q and k, s, and by their tangents, s'.
+
+        Without a softcap they are by_t and by_t_dot themselves.
 
         Args:
-            by_t: the gradient by the capped logits.
+            by_t: the gradient by the capped logits, (b, Hk, G * m, n).
             by_t_dot: the gradient by the tangents of the capped logits.
-            s_dot: the tangents of the products.
+            s_dot: the tangents s'.
         """
         if self._capped is None:
             return by_t, by_t_dot
@@ -215,7 +233,7 @@ class Tile:
 
     @property
     def curve(self) -> Tensor | float:
-        """Second derivative of the softcap, 0.0 without one."""
+        """The second derivative phi'' of the softcap at each logit; 0.0 without one."""
         if self._capped is None:
             return 0.0
         return self._capped * self.slope * (-2.0 / self.strip.part.spec.softcap)
@@ -226,22 +244,29 @@ class Tile:
         return heads
 
     def seen(self, x: Tensor) -> Tensor:
-        """Write 0 where a query does not see a key, whatever stood there."""
+        """Return x (b, Hk, G * m, n), in which 0 is written where a query does not see a key."""
         if self.visible is not None:
             self.by_head(x).masked_fill_(~self.visible, 0.0)
         return x
 
     def kept(self, x: Tensor) -> Tensor:
-        """Apply dropout."""
+        """Return x (b, Hk, G * m, n) times 0 where dropout drops and its scale elsewhere.
+
+        Without dropout it is x itself.
+        """
         return x if self._kept is None else x * self._kept
 
     def add_to_keys(self, into: Tensor, x: Tensor) -> None:
-        """Add (b, Hk, n, D) to the tile's rows of (B, Sk, Hk, D) or (T, Hk, D)."""
+        """Add x (b, Hk, n, D) to the tile's keys in `into` (B, Sk, Hk, D) or (T, Hk, D)."""
         view = self.strip.part.keys(into)[..., self.first : self.last, :]
         view += x
 
     def add_to_pairs(self, into: Tensor, x: Tensor) -> None:
-        """Add (b, Hk, G * m, n) to its part of what broadcasts to (B, Hq, Sq, Sk)."""
+        """Add x (b, Hk, G * m, n) to the tile's elements in `into`, summed over shared dims.
+
+        Args:
+            into: a tensor that broadcasts to (B, Hq, Sq, Sk), the gradient of a bias.
+        """
         view = self._pairs_of(into)
         view += self.by_head(x).sum_to_size(view.shape)
 
@@ -262,14 +287,25 @@ class Tile:
         return x.mul_(self.strip.part.spec.softmax_scale)
 
     def _distance(self) -> Tensor:
-        """Return i + Sk - Sq - j, int64 (m, n)."""
+        """Return i + Sk - Sq - j for each query i and key j, int64 (m, n).
+
+        It is the number of keys by which key j lies before the query's own, negative behind it.
+        """
         strip, device = self.strip, self.strip.call.q.device
         offset = strip.part.length_k - strip.part.length_q
         i = torch.arange(strip.first + offset, strip.last + offset, device=device)
         return i.unsqueeze(-1) - torch.arange(self.first, self.last, device=device)
 
     def _visible(self, distance: Tensor, mask: MaskStrip | None) -> Tensor | None:
-        """Return bool (m, n) or (b or 1, Hk or 1, G or 1, m, n), or None."""
+        """Return which keys each query sees by the window and the mask; None if all see all.
+
+        Args:
+            distance: (m, n), from `_distance`.
+            mask: the strip of the call's block mask, or None.
+
+        Returns:
+            bool (m, n), or with a mask (b or 1, Hk or 1, G or 1, m, n), True where visible.
+        """
         strip, spec = self.strip, self.strip.part.spec
         offset = strip.part.length_k - strip.part.length_q
         visible: Tensor | None = None
@@ -321,5 +357,9 @@ class Tile:
 
 
 def _poison(tensors: Sequence[Tensor | None]) -> Tensor:
-    """Return 0 for a row that is finite in all tensors, else NaN; (..., 1)."""
+    """Return (..., 1) with 0 for a row that is finite in all tensors, else NaN.
+
+    Args:
+        tensors: tensors whose last dims are the rows' channels; None counts as finite.
+    """
     return sum((x * 0.0).sum(-1, keepdim=True) for x in tensors if x is not None)  # type: ignore[return-value]

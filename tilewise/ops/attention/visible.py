@@ -28,7 +28,12 @@ class _Where(Protocol):
 
 
 class MaskWalk:
-    """A block mask whose tile lists have been brought to the host."""
+    """A block mask whose tile lists have been copied to the host; making one waits for the device.
+
+    Attributes:
+        bits: the bit tiles of the mask, on its device, see `MaskTensors`.
+        tile_q, tile_k: the queries and keys of a tile of the mask.
+    """
 
     def __init__(self, mask: MaskTensors) -> None:
         self.bits = mask.bits
@@ -38,8 +43,12 @@ class MaskWalk:
         self._num_columns = mask.columns.shape[2]
 
     def strip(self, where: _Where, first: int, last: int) -> MaskStrip:
-        """Return the tiles of queries first ... last - 1; `first` is a multiple of the rows of a
-        mask tile."""
+        """Return the mask's tiles of queries first ... last - 1 for a part of the batch.
+
+        Args:
+            where: the sequences and query heads of the part.
+            first, last: the range of queries; `first` is a multiple of `tile_q`.
+        """
         spans = self._spans[:, :, first // self.tile_q : -(-last // self.tile_q)]
         spans = spans if spans.shape[0] == 1 else spans[where.batch]
         spans = spans if spans.shape[1] == 1 else spans[:, where.query_heads]
@@ -52,7 +61,14 @@ class MaskWalk:
 
 
 class MaskStrip:
-    """The tiles of a few rows of tiles: (Bm, Hm, rows, columns) of their kinds."""
+    """The tiles of a block mask for some queries, with all keys; made by `MaskWalk.strip`.
+
+    Args:
+        walk: the whole mask.
+        kinds: int32 (Bm, Hm, rows, columns), for each tile _EMPTY, _FULL or the number of its bit
+            tile; Bm and Hm are 1 where sequences or heads share the mask.
+        num_queries: the number of queries, of which the last row of tiles may have fewer.
+    """
 
     def __init__(self, walk: MaskWalk, kinds: NDArray[np.int32], num_queries: int) -> None:
         self._walk, self._num_queries = walk, num_queries
@@ -67,7 +83,10 @@ class MaskStrip:
         return bool(self._seen[self._columns(first, last)].any())
 
     def visible(self, first: int, last: int) -> Tensor:
-        """Return bool (Bm, Hm, m, n) for keys first ... last - 1, at the start of a mask tile."""
+        """Return which of keys first ... last - 1 the mask shows to each query of the strip.
+
+        The result is bool (Bm, Hm, m, n). `first` is a multiple of the keys of a mask tile.
+        """
         bits, kinds = self._walk.bits, self._kinds[..., self._columns(first, last)]
         if bits.shape[0] == 0:  # full and empty tiles only
             words = bits.new_zeros((*kinds.shape, *bits.shape[1:]))

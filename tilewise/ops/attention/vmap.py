@@ -121,8 +121,11 @@ def _fold(
 
 
 def _dsinks(named: dict[str, Any]) -> Tensor:
-    """Return the terms of dsinks (B, Hq), which attention_bwd or attention_second would add over
-    B."""
+    """Return dsinks of each sequence, (B, Hq), of which the op would return the sum over B.
+
+    Args:
+        named: the folded arguments of attention_bwd, or of attention_second if o_dot is among them.
+    """
     sinks, lse, do = named["sinks"].unsqueeze(-1), named["lse"], named["do"]
     share = torch.where(lse.isneginf(), 0.0, torch.exp(sinks - lse))
     delta = _row_dots(do, named["o"], lse.dtype)
@@ -136,38 +139,55 @@ def _dsinks(named: dict[str, Any]) -> Tensor:
 
 
 def _row_dots(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inner products of rows of (B, S, H, D), as lse lies."""
+    """Return the inner products of the rows of a and b (B, S, H, D), as (B, H, S) of `dtype`."""
     return (a.to(dtype) * b.to(dtype)).sum(-1).transpose(1, 2)
 
 
 def _over_batch(value: Tensor, is_mapped: bool, size: int) -> Tensor:
-    """(N, B, ...), or (B, ...) for all N alike, to (N * B, ...)."""
+    """Return a tensor of vmap's size N as (N * B, ...).
+
+    Args:
+        value: (N, B, ...) if it is mapped, else (B, ...), which all N share.
+        is_mapped: True if `value` has the mapped dim.
+        size: the number N.
+    """
     value = value if is_mapped else value.unsqueeze(0).expand(size, *value.shape)
     return value.flatten(0, 1)
 
 
 def _four_dims(bias: Tensor, is_mapped: bool) -> Tensor:
-    """Return a bias that broadcasts to (B, Hq, Sq, Sk) with all four dims, behind the mapped
-    one."""
+    """Return a bias that broadcasts to (B, Hq, Sq, Sk) with all four dims, some of them of size 1.
+
+    If it is mapped by vmap, the mapped dim comes before them.
+    """
     missing = 4 + is_mapped - bias.dim()
     first = bias.shape[:is_mapped]
     return bias.reshape(*first, *(1,) * missing, *bias.shape[is_mapped:])
 
 
 def _expand(bias: Tensor, is_mapped: bool, batch: int) -> Tensor:
-    """Give each sequence of the batch its bias."""
+    """Expand a bias of four dims to one for each of `batch` sequences.
+
+    Args:
+        is_mapped: True if vmap's mapped dim comes before the four.
+    """
     sizes = [-1] * bias.dim()
     sizes[int(is_mapped)] = batch
     return bias.expand(sizes)
 
 
 def _total(x: Tensor) -> Tensor:
-    """Sum over the batch of (N, B, ...), in float32 or wider."""
+    """Return the sum over dim 1, the batch, of x (N, B, ...), added in float32 or wider."""
     return x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 def _sum_to(dbias: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """(N, B, b_h, b_q, b_k) to (N, *shape): add up the sequences that shared a bias."""
+    """Return the gradient of a bias as (N, *shape), summed over sequences that shared the bias.
+
+    Args:
+        dbias: (N, B, b_h, b_q, b_k), the gradient for each sequence.
+        shape: the shape of the bias, without vmap's mapped dim.
+    """
     if dbias.shape[1] > 1 and (len(shape) < 4 or shape[0] == 1):
         dbias = _total(dbias)
     return dbias.reshape(dbias.shape[0], *shape)

@@ -54,7 +54,11 @@ def check_step(
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
 ) -> int:
-    """Return max_seqlen_q; raise unless a paged step's metadata fit and are where `rows` is."""
+    """Return max_seqlen_q as an int; raise unless a step's table, lengths and edges fit together.
+
+    They must be int32 or int64 of shapes (B, max_blocks), (B,) and (B + 1,), on the device of
+    `rows`. Their values are not read. The error is TypeError for a dtype, otherwise ValueError.
+    """
     checks.check_dims("block_table", block_table, "(B, max_blocks)")
     num_seqs = block_table.shape[0]
     checks.check_integers("block_table", block_table, tuple(block_table.shape), rows.device)
@@ -84,11 +88,14 @@ class LatentSignature(NamedTuple):
         return (*required, self.latent_scale)
 
     def numbers(self) -> tuple[object, ...]:
-        """Return all that is no tensor and decides how the call is checked or computed."""
+        """Return the arguments, no tensors, that decide how the call is checked or computed."""
         return self.max_seqlen_q, self.softmax_scale, self.batch_invariant, self.backend
 
     def bind(self) -> MlaOptions:
-        """Check the arguments and return those of the registered op."""
+        """Check the arguments and return those of the registered op.
+
+        Raises ValueError or TypeError where one breaks a rule of `mla_decode`.
+        """
         q_latent, q_rope, latent_cache = self.q_latent, self.q_rope, self.latent_cache
         checks.check_float("q_latent", q_latent)
         checks.check_dims("q_latent", q_latent, "(T, Hq, R)")
@@ -111,7 +118,7 @@ class LatentSignature(NamedTuple):
         return make(*read, max_seqlen_q, self.softmax_scale, self.batch_invariant, self.backend)
 
     def adapter(self) -> Adapter:
-        """Return the function that makes the tensors of the options out of `tensors()`."""
+        """Return a function that makes the tensors of the registered op out of `tensors()`."""
         return _as_kernels_read
 
 

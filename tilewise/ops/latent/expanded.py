@@ -193,7 +193,12 @@ def mla_prefill(
 def _longest(
     history: Tensor, max_seqlen_k: int | None, block_table: Tensor, latent_cache: Tensor
 ) -> int:
-    """Bound the cached tokens before a sequence's new ones, without waiting for a device."""
+    """Return a bound of the cached tokens before a sequence's new ones, without a synchronisation.
+
+    On a CPU it is the largest number in `history` (B,); elsewhere, and while torch compiles, it is
+    max_seqlen_k, or the tokens of a row of the block table if that is smaller or max_seqlen_k is
+    None.
+    """
     if history.device.type == "cpu" and not torch.compiler.is_compiling():
         return int(history.max()) if history.numel() else 0
     most: int = block_table.shape[1] * latent_cache.shape[1]
@@ -210,10 +215,17 @@ def _expand(latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple
 def _slots(
     latent_cache: Tensor, block_table: Tensor, first: Tensor, counts: Tensor, total: int
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Find rows first[b] ... first[b] + counts[b] - 1 of each sequence, packed.
+    """Find the cached rows of tokens first[b] ... first[b] + counts[b] - 1 of each sequence b.
 
-    Returns their blocks and places within (total,), which of the `total` there are (total,) bool,
-    and cu_seqlens (B + 1,) int32; nothing waits for the device.
+    The rows are packed, sequence after sequence. Nothing waits for the device.
+
+    Args:
+        first, counts: (B,), the first token of each sequence and the number of tokens.
+        total: the number of rows to return, at least the sum of counts.
+
+    Returns:
+        The block of each row and its place within the block, (total,) each; bool (total,), True
+        for rows that exist, which come first; and cu_seqlens int32 (B + 1,) of these.
     """
     block_size = latent_cache.shape[1]
     cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -228,7 +240,13 @@ def _slots(
 
 
 def _gather(cache: Tensor, slots: tuple[Tensor, Tensor], owned: Tensor) -> Tensor:
-    """Return rows (total, ...) of a cache, zeros where none is owned, whatever block 0 holds."""
+    """Return rows (total, channels) of a cache, zeros where a row does not exist.
+
+    Args:
+        cache: (num_blocks, block_size, channels).
+        slots: the block of each row and its place within the block, from `_slots`.
+        owned: bool (total,), True for rows that exist.
+    """
     # Bytes are moved: indexing knows no float8 on some devices.
     bits = cache.view(torch.int8) if cache.dtype.itemsize == 1 else cache
     return torch.where(owned[:, None], bits[slots], 0).view(cache.dtype)

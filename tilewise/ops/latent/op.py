@@ -62,7 +62,7 @@ class MlaOptions(NamedTuple):
         )
 
     def planned(self) -> Bound:
-        """Return the plan of the call.
+        """Return the plan of the call for `tensors()`, remembered or made now.
 
         Raises:
             UnsupportedError: no backend can run it, or not the one that is named.
@@ -70,7 +70,7 @@ class MlaOptions(NamedTuple):
         return plan_of("mla_decode", self.spec(), self.tensors(), self.backend)
 
     def dispatch(self) -> Results:
-        """Call the registered op."""
+        """Call the registered op and return o and lse."""
         results: tuple[Tensor, Tensor] = mla_decode(*self)
         return results
 

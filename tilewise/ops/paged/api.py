@@ -194,7 +194,10 @@ def paged_attention(
 
 
 def _check_values(given: PagedSignature) -> None:
-    """Raise where ids or lengths of the arguments lead outside of tensors."""
+    """Raise ValueError where block ids, lengths or rows of a call lead outside of its tensors.
+
+    The values are read, on a GPU too: called for TILEWISE_CHECK=1.
+    """
     q, k_cache, shared, options = given.q, given.k_cache, given.shared, given.bind()
     table, edges = options.block_table, options.cu_seqlens_q
     values.check_step(table, options.seqlens_k, edges, q.shape[0], k_cache, options.window_left)

@@ -56,14 +56,20 @@ class PagedSignature(NamedTuple):
         return (*required, *optional, *self.shared.tensors)
 
     def numbers(self) -> tuple[object, ...]:
-        """Return all that is no tensor and decides how the call is checked or computed."""
+        """Return the arguments, no tensors, that decide how the call is checked or computed.
+
+        Whether attention kernels begin early counts among them.
+        """
         given = (self.max_seqlen_q, early.mode("attention"), *self[_NUMBERS:_SHARED])
         if self.shared is None:
             return given
         return (*given, self.shared.block_size, tuple(self.shared.max_rows))
 
     def bind(self) -> PagedOptions:
-        """Check the arguments and return those of the registered op."""
+        """Check the arguments and return those of the registered op.
+
+        Raises ValueError or TypeError where one breaks a rule of `paged_attention`.
+        """
         q, k_cache, shared = self.q, self.k_cache, self.shared
         checks.check_float("q", q)
         checks.check_dims("q", q, "(T, Hq, D)")
@@ -125,7 +131,7 @@ class PagedSignature(NamedTuple):
         )
 
     def adapter(self) -> Adapter:
-        """Return the function that makes the tensors of the options out of `tensors()`."""
+        """Return a function that makes the tensors of the registered op out of `tensors()`."""
         return _as_kernels_read
 
 
@@ -174,7 +180,11 @@ def _check_made_for(shared: SharedPrefixes, block_size: int, num_tokens: int) ->
 
 
 def check_cache_pair(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise unless the two caches have the same blocks, heads, dtype and device."""
+    """Raise unless both caches are (num_blocks, block_size, Hk, D) with a dtype that caches have.
+
+    Blocks, heads, dtype and device must be the same, and last dims contiguous. The error is
+    TypeError for a dtype, otherwise ValueError.
+    """
     layout = "(num_blocks, block_size, Hk, D)"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _check_cache_dtype(name, cache)
@@ -197,8 +207,12 @@ def _check_cache_dtype(name: str, cache: Tensor) -> None:
 
 
 def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Raise unless a cache of 8 bits has two scales of one kind, one of 4 bits two of each token
-    and head, and any other cache none."""
+    """Raise unless the scales fit the dtype of a cache.
+
+    A cache of 8 bits has both scales, float32, both of each token and head (num_blocks, block_size,
+    Hk) or both of each head (Hk,); one of 4 bits has both of the first kind; any other has none.
+    The error is TypeError for a dtype, otherwise ValueError.
+    """
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     dtype = checks.dtype_name(k_cache.dtype)
     shapes: list[tuple[int, ...]] = [(num_blocks, block_size, num_kv_heads)]

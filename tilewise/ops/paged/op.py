@@ -17,7 +17,11 @@ from tilewise.ops.library import refuse_vmap, register
 
 
 class PagedOptions(NamedTuple):
-    """The checked arguments of a paged_attention call; the order is that of the op's schema."""
+    """The checked arguments of a paged_attention call; the order is that of the op's schema.
+
+    `shared` and `shared_rows` are the tensors and `max_rows` of a SharedPrefixes, empty without
+    one; `plan` and `plan_for` are `records` and `made_for` of a PagedPlan.
+    """
 
     q: Tensor
     k_cache: Tensor
@@ -74,10 +78,10 @@ class PagedOptions(NamedTuple):
         )
 
     def planned(self) -> Bound:
-        """Return the plan of the call.
+        """Return the plan of the call for `tensors()`, remembered or made now.
 
         Raises:
-            ValueError: `plan` was made for another call.
+            ValueError: the PagedPlan was made for another call.
             UnsupportedError: no backend can run it, or not the one that is named.
         """
         spec = self.spec()
@@ -87,7 +91,7 @@ class PagedOptions(NamedTuple):
         return bound
 
     def dispatch(self) -> Results:
-        """Call the registered op."""
+        """Call the registered op and return o and lse."""
         results: tuple[Tensor, Tensor] = paged_attention(*self)
         return results
 
@@ -97,16 +101,21 @@ _FACTS = [field.name for field in fields(PagedSpec)]
 
 
 def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
-    """Return the spec without the facts that leave a plan as it is, such as softmax_scale."""
+    """Return `spec` with fixed values for the facts in which calls of one PagedPlan may differ.
+
+    These are softmax_scale, the presence of sinks, the rows of shared prefixes, and whether kernels
+    begin early.
+    """
     return replace(
         spec, softmax_scale=1.0, has_sinks=False, shared_rows=(1,) * spec.has_shared, early=0
     )
 
 
 def describe_plan(spec: PagedSpec, backend: str) -> str:
-    """Return a text of the backend and of all that calls of one plan share.
+    """Return a text of the backend and of all facts of `spec` that calls of one PagedPlan share.
 
-    A compiled graph of torch holds it as a constant, and a call checks its plan against it.
+    It is `PagedPlan.made_for`: a call compares its own text with that of its plan. A compiled graph
+    of torch holds the text as a constant.
     """
     key = ("what a plan is for", spec, backend)
     found: str | None = recall(key)

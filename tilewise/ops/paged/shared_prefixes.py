@@ -48,12 +48,16 @@ class SharedPrefixes:
         rows: Tensor,
         block_size: int,
     ) -> SharedPrefixes:
-        """Return one pass over groups in buffers that change under a captured CUDA graph.
+        """Return shared prefixes of one level over the given tensors, which are kept, not copied.
+
+        The caller may write other groups into them later, under a captured CUDA graph.
 
         Args:
-            skipped: int32 (B,), tokens that a sequence's group reads for it; 0 of those in none.
-            table, lengths, edges, rows: as in `SharedLevel`, of as many groups as there may be:
-                those that are not there have no rows, and `rows` is all B, those in no group last.
+            skipped: int32 (B,), tokens that a sequence's group reads for it; 0 for a sequence in no
+                group.
+            table, lengths, edges, rows: as in `SharedLevel`, for as many groups as there may ever
+                be: groups that do not exist now have no rows, and `rows` has all B rows, those in
+                no group last.
             block_size: tokens of a cache block.
         """
         level = SharedLevel(table, lengths, edges, rows, max_rows=rows.shape[0])
@@ -61,13 +65,15 @@ class SharedPrefixes:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors for kernels in one list, from which `PagedTensors.of` makes the levels
-        again."""
+        """The tensors for kernels in one list: `skipped`, then four of each level.
+
+        `PagedTensors.of` makes the levels of such a list again.
+        """
         return [self.skipped, *(x for level in self.levels for x in level[:-1])]
 
     @property
     def max_rows(self) -> list[int]:
-        """Rows of the largest group of each level."""
+        """The number of query rows of the largest group of each level."""
         return [level.max_rows for level in self.levels]
 
 
@@ -175,7 +181,13 @@ def _check_lengths(table: _Ints, lengths: _Ints, edges: _Ints) -> None:
 
 
 def _find_groups(table: _Ints, limits: _Ints, min_blocks: int, max_levels: int) -> list[_Group]:
-    """Return the groups that save the most reads; limits[b] blocks of sequence b may be shared."""
+    """Return the groups of sequences that save the most reads of blocks, [] if none shares enough.
+
+    Args:
+        table: (B, max_blocks), the block tables.
+        limits: (B,), the number of leading blocks of each sequence that may be shared.
+        min_blocks, max_levels: as in `shared_prefixes`.
+    """
     candidates = np.flatnonzero(limits >= min_blocks)
     if len(candidates) < 2:
         return []
@@ -197,7 +209,14 @@ def _find_groups(table: _Ints, limits: _Ints, min_blocks: int, max_levels: int) 
     alike = np.minimum(alike, np.minimum(limits[order[1:]], limits[order[:-1]]))
 
     def best(first: int, last: int, start: int, level: int) -> tuple[int, list[_Group]]:
-        """Blocks saved among places first ... last - 1, which share `start` blocks, and how."""
+        """Return the most reads of blocks that groups among some sequences save, and the groups.
+
+        Args:
+            first, last: the range of the sequences in sorted order, all of which begin with the
+                same `start` blocks.
+            start: the blocks that groups of earlier levels read already.
+            level: the level of the next group.
+        """
         common = int(alike[first : last - 1].min())
         # Groups within that share little more are not told apart: it bounds the search.
         deeper = alike[first : last - 1] >= common + max(min_blocks, common // 8)
@@ -224,7 +243,7 @@ def _joined(parts: Iterable[tuple[int, list[_Group]]]) -> tuple[int, list[_Group
 
 
 def _runs_of(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return [first, end) of each run of True."""
+    """Return a pair (first, end) of indices, end excluded, for each run of True in flags."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 

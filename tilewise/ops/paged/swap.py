@@ -44,7 +44,7 @@ class BlockTransfer:
             torch.cuda.current_stream().wait_event(self.event)
 
     def synchronize(self) -> None:
-        """Let the host wait until source and target are free."""
+        """Let the host wait until all copies are complete; it may write source and target then."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -111,7 +111,7 @@ def swap_blocks(
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of a GPU on which blocks travel."""
+    """Return the stream of a GPU on which all swaps run, made at the first call."""
     return torch.cuda.Stream(device)
 
 
@@ -196,7 +196,7 @@ def _checked_pairs(
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are views of one memory; parts that do not meet count as well."""
+    """Return whether two tensors are views of one storage, even of parts that do not overlap."""
     return a.device == b.device and (
         a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     )

@@ -14,19 +14,30 @@ from tilewise.ops import checks, values
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of states of tokens of `dtype`."""
+    """Return the dtype of states for tokens of `dtype`: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def inverse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of `RecurrentStates.inverses` of tokens of `dtype`."""
+    """Return the dtype of `RecurrentStates.inverses` for tokens of `dtype`.
+
+    It is bfloat16 for bfloat16, else that of states.
+    """
     return dtype if dtype == torch.bfloat16 else state_dtype(dtype)
 
 
 def check_rows(
     names: tuple[str, str, str], q: Tensor, k: Tensor, v: Tensor, *, is_packed: bool
 ) -> None:
-    """Raise unless q, k (..., Hk, K) and v (..., H, V) are rows of the same tokens."""
+    """Raise unless q, k (..., Hk, K) and v (..., H, V) are rows of the same tokens.
+
+    They must have one float dtype and device and contiguous last dims, and H must be a multiple of
+    Hk. The error is TypeError for a dtype, otherwise ValueError.
+
+    Args:
+        names: the names of the three arguments, for messages.
+        is_packed: True for (T, heads, channels), False for (B, S, heads, channels).
+    """
     first, second, third = names
     layout = "(T, {0}, {1})" if is_packed else "(B, S, {0}, {1})"
     checks.check_float(first, q)
@@ -53,7 +64,7 @@ def check_rows(
 
 
 def check_gate(name: str, x: Tensor, shapes: tuple[tuple[int, ...], ...], v: Tensor) -> Tensor:
-    """Return x, numbers for each row and head, in the dtype of states.
+    """Return x, numbers of rows and heads such as decays, checked and cast to the dtype of states.
 
     Args:
         name: the name of the argument.
@@ -72,7 +83,10 @@ def check_gate(name: str, x: Tensor, shapes: tuple[tuple[int, ...], ...], v: Ten
 
 
 def check_lengths(cu_seqlens: Tensor | None, v: Tensor) -> int:
-    """Return the number of sequences; raise unless cu_seqlens (N + 1,) cuts the rows of v."""
+    """Return the number of sequences; raise unless cu_seqlens (N + 1,) int32 cuts the rows of v.
+
+    For None it is the batch of v (B, S, ...). The values of cu_seqlens are read on a CPU only.
+    """
     if cu_seqlens is None:
         return v.shape[0]
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
@@ -85,7 +99,10 @@ def check_lengths(cu_seqlens: Tensor | None, v: Tensor) -> int:
 def check_state(
     name: str, state: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor
 ) -> None:
-    """Raise unless a state is None, or of this shape and dtype."""
+    """Raise unless a tensor is None, or of this shape and dtype and on the device of `like`.
+
+    The error is TypeError for the dtype, otherwise ValueError.
+    """
     if state is None:
         return
     checks.check_same_dtype(name, state, dtype)
@@ -96,11 +113,11 @@ def check_state(
 def check_places(
     slots: Tensor, starts: Tensor, num_sequences: int, num_slots: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return slots and starts (N,) as int64.
+    """Return slots and starts (N,) as int64, checked; their values are read on a CPU only.
 
     Raises:
         ValueError, TypeError: slots or starts are no integers (N,) on the device, a slot does not
-            exist or comes twice, or a start is negative.
+            exist (-1 is none and allowed) or comes twice, or a start is negative.
     """
     for name, x in (("slots", slots), ("starts", starts)):
         checks.check_integers(name, x, (num_sequences,), device)
@@ -149,7 +166,10 @@ def check_states(
 
 
 def check_edges(cu_seqlens: Tensor | None, v: Tensor) -> Tensor:
-    """Return cu_seqlens of a step, checked; each row is a sequence of its own when None."""
+    """Return cu_seqlens (N + 1,) of a step, checked.
+
+    For None it is 0, 1, ... T, int32: each of the T rows of v is a sequence of its own.
+    """
     if cu_seqlens is None:
         return torch.arange(v.shape[0] + 1, dtype=torch.int32, device=v.device)
     check_lengths(cu_seqlens, v)

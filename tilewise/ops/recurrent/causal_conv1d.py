@@ -164,12 +164,18 @@ def _edges(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 class _Taps:
-    """Which rows each tap of each token multiplies, among the rows of states and those of tokens.
+    """The rows that each tap of a convolution multiplies, as indices into the tensor of `_rows_of`.
+
+    That tensor has the W - 1 rows of each sequence's state first, then the T tokens.
 
     Args:
         edges: (N + 1,), see `causal_conv1d`.
         num_rows: the number of tokens T, also of those that no sequence has.
         width: the number of taps, W.
+
+    Attributes:
+        kept: the number of rows of states.
+        is_used: bool (T,), True for tokens that some sequence has.
     """
 
     def __init__(self, edges: Tensor, num_rows: int, width: int) -> None:
@@ -181,13 +187,13 @@ class _Taps:
         self.sequences = (after - 1).clamp(0, max(edges.shape[0] - 2, 0))
 
     def of(self, back: int) -> Tensor:
-        """Return the row (T,) that lies `back` tokens before each token."""
+        """Return for each token the index of the row `back` tokens before it, (T,)."""
         position = self.rows - self.edges[self.sequences] - back
         kept = self.sequences * (self.width - 1) + self.width - 1 + position
         return torch.where(position >= 0, self.kept + self.rows - back, kept)
 
     def last(self) -> Tensor:
-        """Return the last W - 1 rows of each sequence, (N, W - 1)."""
+        """Return the indices of the last W - 1 rows of each sequence, oldest first, (N, W - 1)."""
         starts, ends = self.edges[:-1, None], self.edges[1:, None]
         back = torch.arange(self.width - 1, device=starts.device) - (self.width - 1)
         position = ends - starts + back
@@ -212,7 +218,14 @@ def _rows_of(x: Tensor, width: int, state: Tensor | None, edges: Tensor) -> Tens
 
 
 def _last(x: Tensor, width: int, state: Tensor | None, edges: Tensor) -> Tensor:
-    """Return the last tokens (N, width - 1, C) of rows x (T, C) of whole sequences."""
+    """Return the last width - 1 tokens of each sequence, (N, width - 1, C), oldest first.
+
+    For a sequence with fewer tokens the last rows of its state come before them.
+
+    Args:
+        x: (T, C), packed tokens.
+        width, state, edges: as in `_rows_of`.
+    """
     return _rows_of(x, width, state, edges)[_Taps(edges, len(x), width).last()]
 
 
@@ -245,7 +258,10 @@ def _fake(
 
 
 def _has_kernels(x: Tensor, backend: str | None) -> bool:
-    """Whether a GPU's kernels compute the gradient, in place of torch."""
+    """Return whether Triton's kernels compute the gradient; otherwise torch's operations do.
+
+    They do on a GPU unless the caller named another backend or Triton refuses x's dtype.
+    """
     if backend not in (None, "triton") or x.device.type != "cuda":
         return False
     return dispatch.refusal("causal_conv1d", "triton", _spec(x)) is None
@@ -262,7 +278,7 @@ def _backward_kernel(
     has_silu: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and initial_state.
+    """Return the gradients of x, weight, bias and initial_state, also of those that are None.
 
     Args:
         dy: the gradient of y.
@@ -394,7 +410,7 @@ def _gradient(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
 
 
 def _loop(op: Any) -> Any:
-    """Return the rule of torch.vmap that calls `op` for each."""
+    """Return a rule for torch.vmap that calls `op` once for each index of the mapped dim."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         moved = [

@@ -29,10 +29,11 @@ class _Chunks(NamedTuple):
     """Where the chunks of packed sequences lie.
 
     Attributes:
-        rows: (chunks * tokens,), the row of each token; that after the last where there is none.
-        places: (T,), where each row lies among `rows`; after them where no sequence has it.
-        steps: the chunks of each step from chunk to chunk, one of each sequence that has one.
-        sequences: the sequences of these chunks.
+        rows: (chunks * tokens,), the row of each token of each chunk; T where a chunk ends early.
+        places: (T,), the index of each row in `rows`; len(rows) for a row that no sequence has.
+        steps: the numbers of the chunks that are computed together: the first chunk of each
+            sequence, then the second of each that has one, ...
+        sequences: the sequences of the chunks of each step.
         tokens: the tokens of a chunk.
     """
 
@@ -44,7 +45,14 @@ class _Chunks(NamedTuple):
 
     @classmethod
     def of(cls, ends: Sequence[int], num_rows: int, tokens: int, device: torch.device) -> _Chunks:
-        """Cut sequences between `ends` into chunks."""
+        """Cut packed sequences into chunks.
+
+        Args:
+            ends: the first row of each sequence, and the end of the last.
+            num_rows: T, also rows that no sequence has.
+            tokens: the tokens of a chunk.
+            device: the device of the tensors.
+        """
         rows, steps, sequences = [], list[list[int]](), list[list[int]]()
         count = 0
         for sequence, (first, end) in enumerate(itertools.pairwise(ends)):
@@ -70,13 +78,20 @@ class _Chunks(NamedTuple):
         )
 
     def cut(self, x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """Return (chunks, H, tokens, ...) of rows (T, H / group, ...), 0 without a token."""
+        """Return rows x (T, H / group, ...) cut into chunks, (chunks, H, tokens, ...) of `dtype`.
+
+        Each head is repeated `group` times, and places without a token are 0.
+        """
         padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])[self.rows].to(dtype)
         cut: Tensor = padded.unflatten(0, (-1, self.tokens)).transpose(1, 2)
         return cut.repeat_interleave(group, 1)
 
     def joined(self, x: Tensor, like: Tensor) -> Tensor:
-        """Return rows as `like` of (chunks, H, tokens, ...), summed over heads that shared them."""
+        """Return chunks x (chunks, H, tokens, ...) as rows in the shape and dtype of `like`.
+
+        It is the adjoint of `cut`: heads that `cut` made of one head are summed, and rows that no
+        sequence has are 0.
+        """
         rows = x.transpose(1, 2).flatten(0, 1)
         rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])[self.places]
         if rows.shape[1] != like.shape[1]:
@@ -85,10 +100,11 @@ class _Chunks(NamedTuple):
 
 
 class _Decays:
-    """The decays E between pairs of tokens of a chunk, of which the second is not later.
+    """The decays E_ts = exp(G_t - G_s) between tokens t and s of a chunk, 0 where s is after t.
 
     Args:
-        running: G, (chunks, H, tokens), or (chunks, H, tokens, K) by channel.
+        running: G, the running sums of logs of decays, (chunks, H, tokens), or (chunks, H, tokens,
+            K) if each channel has a decay.
     """
 
     def __init__(self, running: Tensor) -> None:
@@ -110,7 +126,11 @@ class _Decays:
         return [slice(at, at + step) for at in range(0, len(self.running), step)]
 
     def pairs(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a b^T E, 0 for pairs whose second is later."""
+        """Return sum over channels of a_t b_s E_ts, (chunks, H, tokens, tokens), 0 for later s.
+
+        Args:
+            a, b: (chunks, H, tokens, K).
+        """
         if not self.by_channel:
             return a @ b.mT * self._between(self.running)
         parts = [
@@ -120,7 +140,7 @@ class _Decays:
         return torch.cat(parts)
 
     def rows(self, weights: Tensor, b: Tensor) -> Tensor:
-        """Return the gradient to a of pairs(a, b) . weights."""
+        """Return the gradient by a of sum(pairs(a, b) * weights), in the shape of a."""
         if not self.by_channel:
             return (weights * self._between(self.running)) @ b
         parts = [
@@ -130,7 +150,7 @@ class _Decays:
         return torch.cat(parts)
 
     def columns(self, weights: Tensor, a: Tensor) -> Tensor:
-        """Return the gradient to b of pairs(a, b) . weights."""
+        """Return the gradient by b of sum(pairs(a, b) * weights), in the shape of b."""
         if not self.by_channel:
             return (weights * self._between(self.running)).mT @ a
         parts = [
@@ -156,10 +176,14 @@ def gradient(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta and the state before each sequence.
 
+    The last one, (N, H, K, V) in float32 or wider, is computed also if there is no initial_state.
+
     Args:
         do: (T, H, V), the gradient of o.
-        dstate: (N, H, K, V), that of the state after each sequence; None where it is 0.
+        q, k, v, g, beta, initial_state, q_scale: the packed arguments of `gated_delta`.
+        dstate: (N, H, K, V), the gradient of the state after each sequence; None where it is 0.
         ends: the first row of each sequence, and the end of the last.
+        is_delta: True for the delta rule of `gated_delta`, False for the plain sum of `ssd`.
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     num_heads, by_channel = v.shape[1], g.dim() == 3

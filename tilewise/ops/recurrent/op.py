@@ -34,7 +34,11 @@ def _module(k: Tensor, v: Tensor, g: Tensor, keeps: str | None, backend: str | N
 
 
 def _edges(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the first row of each sequence, and the end of the last, of packed or dense rows."""
+    """Return the first row of each sequence, and the end of the last, int32 (N + 1,).
+
+    It is cu_seqlens if given; of dense v (B, S, ...) the edges are those of its rows laid end to
+    end.
+    """
     if cu_seqlens is not None:
         return cu_seqlens
     batch, seqlen = v.shape[:2]
@@ -85,7 +89,11 @@ def _fake(
 
 
 def _has_kernels(k: Tensor, v: Tensor, g: Tensor, backend: str | None) -> bool:
-    """Whether a GPU's kernels compute the gradient, in place of chunks of torch."""
+    """Return whether Triton's kernels compute the gradient; otherwise `chunks.gradient` does.
+
+    They do on a GPU unless the caller named another backend or Triton refuses the call, such as one
+    with a decay for each channel.
+    """
     if backend not in (None, "triton") or v.device.type != "cuda":
         return False
     spec = RecurrentSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1], g.dim() == k.dim(), None)
@@ -208,7 +216,9 @@ def _gradient(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
 
 
 def _rule(op: Any, num_first: int) -> Any:
-    """Return the rule of torch.vmap: the mapped dim is laid over the batch, packed calls loop.
+    """Return a rule for torch.vmap that lays the mapped dim over the batch, for one call of `op`.
+
+    Packed calls are looped over instead, one for each index of the mapped dim.
 
     Args:
         num_first: the number of arguments that have a batch; they come first, cu_seqlens next.

@@ -140,7 +140,10 @@ def ssd_step(
 def _gates(
     x: Tensor, dt: Tensor, a: Tensor, d: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return dt, the logs of decays and d as (H,) or (H, P), checked, in the dtype of states."""
+    """Return dt (..., H), the logs of decays dt * a (..., H), and d, (H,) or (H, P) or None.
+
+    All are checked and in the dtype of states.
+    """
     num_heads = x.shape[-2]
     dt = check_gate("dt", dt, (tuple(x.shape[:-1]),), x)
     a = check_gate("a", a, ((num_heads,),), x)
@@ -150,7 +153,7 @@ def _gates(
 
 
 def _with_skip(y: Tensor, x: Tensor, d: Tensor | None) -> Tensor:
-    """Return y + d x, added in the dtype of states."""
+    """Return y + d x, added in the dtype of states and rounded to y's dtype; y itself without d."""
     if d is None:
         return y
     per_channel = d if d.dim() == 2 else d.unsqueeze(-1)

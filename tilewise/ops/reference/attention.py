@@ -21,17 +21,30 @@ _Tensors = dict[str, Any]
 
 
 def plan_fwd(call: Call) -> OraclePlan:
-    """Return how o in q's dtype, lse and row maxima in float32 or float64 are computed: always."""
+    """Return the plan of a forward pass; the reference refuses no call.
+
+    Its results are o in q's dtype and lse in float32 (float64 for float64 q), and, if the spec asks
+    for them, the largest logits of rows.
+    """
     return OraclePlan(call.spec, _forward)
 
 
 def plan_bwd(call: Call) -> OraclePlan:
-    """Return how dq, dk, dv, dbias and dsinks are computed, the last two None where not wanted."""
+    """Return the plan of a gradient; the reference refuses no call.
+
+    Its results are dq, dk, dv, dbias and dsinks, in the dtypes of the inputs; dbias is None unless
+    the spec asks for it, dsinks without sinks.
+    """
     return OraclePlan(call.spec, _backward)
 
 
 class OraclePlan:
-    """A call computed by definition.
+    """The plan of a call that a function computes by definition, without kernels.
+
+    Args:
+        spec: the description of the call, the first argument of `compute`.
+        compute: a function of the spec and the tensors of a call, which returns the results.
+        step: the line that describes the call.
 
     Attributes:
         tiles: an empty table, since there are none.
@@ -46,7 +59,7 @@ class OraclePlan:
         self._spec, self._compute = spec, compute
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Return the results."""
+        """Return the results of `compute` for the tensors of a call, made contiguous."""
         results = self._compute(self._spec, *tensors)
         return tuple(None if x is None else x.contiguous() for x in results)
 
@@ -94,7 +107,7 @@ def _float64(tensor: Any) -> Any:
 
 
 def _named(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor, _Tensors]:
-    """Return q, k, v and a dict of the other tensors by name.
+    """Return q, k, v and a dict of the other tensors by name, with the five of the mask as "mask".
 
     Raises:
         ValueError: lengths or edges do not fit the rows.
@@ -127,7 +140,10 @@ def _forward(spec: AttentionSpec, *given: Tensor | None) -> Results:
 
 
 def _check_lengths(spec: AttentionSpec, q: Tensor, k: Tensor, tensors: _Tensors) -> None:
-    """Raise if packed sequences lie outside of q or k, or are longer than the call says."""
+    """Raise ValueError if packed sequences lie outside of q or k, or are longer than max_seqlen.
+
+    The edges are read on any device.
+    """
     for side, rows, most in (("q", q, spec.max_seqlen_q), ("k", k, spec.max_seqlen_k)):
         name = f"cu_seqlens_{side}"
         edges = tensors[name].tolist()

@@ -65,7 +65,14 @@ def _largest(values: list[float], count: int) -> list[int]:
 
 
 def _among_groups(values: list[float], groups: int, active: int, best: int) -> list[float]:
-    """Return values, -inf where an expert's group is none of the best."""
+    """Return the experts' values, with -inf for experts outside of the best groups.
+
+    Args:
+        values: a number of each expert.
+        groups: the number of groups of consecutive experts.
+        active: the number of best groups.
+        best: the number of largest values of a group that are added to its score.
+    """
     size = len(values) // groups
     parts = [values[g * size : (g + 1) * size] for g in range(groups)]
     kept = _largest([sum(sorted(part, reverse=True)[:best]) for part in parts], active)

@@ -26,7 +26,7 @@ def delta_inputs(
     beta_scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k, g and beta, see `ops.delta_inputs`."""
+    """Return q, k, g and beta as `ops.delta_inputs` defines them, computed in float64."""
     both = mixed[:, : 2 * num_key_heads * key_dim].double().unflatten(-1, (-1, key_dim))
     unit = (both * torch.rsqrt(both.square().sum(-1, keepdim=True) + eps)).to(mixed.dtype)
     b, a = ba.double().chunk(2, -1)

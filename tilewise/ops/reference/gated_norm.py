@@ -25,7 +25,7 @@ def gated_rms_norm(
     gate_first: bool,
     rounds_first: bool,
 ) -> Tensor:
-    """Return y in the shape and dtype of x, see `ops.gated_rms_norm`."""
+    """Return y in the shape and dtype of x, as `ops.gated_rms_norm` defines it, in float64."""
     wide, z = x.double(), gate.double()
     factor = torch.sigmoid(z) * (z if activation == "silu" else 1.0)
     if gate_first:

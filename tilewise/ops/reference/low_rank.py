@@ -18,7 +18,11 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
-    """Add scale (x A^T) B to the rows of each tile of y, in float64, rounded once."""
+    """Add scale (x A^T) B of each tile's adapter to the tile's rows of y (T, N), in place.
+
+    It is computed in float64 and rounded once for each part of the columns. Tiles with a negative
+    slot are skipped.
+    """
     edges, rank = weights.edges.tolist(), weights.rank
     for slot, rows in zip(tiles.slots.tolist(), tiles.rows, strict=True):
         if slot < 0:

@@ -163,7 +163,15 @@ def _updates(k: Tensor, logs: Tensor, left: Tensor, beta: Tensor) -> Tensor:
 
 
 def _keep_inverse(states: RecurrentStates, slot: int, place: slice) -> None:
-    """Write rows of the inverse of 1 + A of a slot's open chunk."""
+    """Write the rows of new tokens in the inverse of 1 + beta A, for a slot's unfinished chunk.
+
+    A has the products k_t . k_s with the decay between tokens s < t of the chunk.
+
+    Args:
+        states: the slots, whose keys, gates and betas hold the new tokens already; written.
+        slot: the number of the slot.
+        place: the places of the new tokens in the chunk.
+    """
     keys, gates, betas = (x[slot, : place.stop].double() for x in (*states[1:3], states.betas))
     size, logs = len(keys), _running(gates)
     eye = torch.eye(size, dtype=torch.float64, device=keys.device).unsqueeze(1)
@@ -177,7 +185,11 @@ def _per_head(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _running(gates: Tensor) -> Tensor:
-    """Return the logs of decays since a chunk's start (t, H, 1 or K)."""
+    """Return the sums of log decays from a chunk's start to each token, (t, H, 1 or K).
+
+    Args:
+        gates: the log decay of each token, (t, H) or (t, H, K).
+    """
     return (gates.unsqueeze(-1) if gates.dim() == 2 else gates).cumsum(0)
 
 

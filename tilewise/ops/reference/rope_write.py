@@ -24,7 +24,11 @@ def launch(
     slot_mapping: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Write k and v and return q, normalised and rotated in float64."""
+    """Write normalised and rotated k, and v, to the caches in place; return q, treated as k.
+
+    The arguments are those of `ops.rope_write_kv_cache`; norms and rotation are computed in
+    float64, and q is returned in its dtype.
+    """
     wide: dict[str, Any] = {
         name: value.double() if isinstance(value, Tensor) and "scale" not in name else value
         for name, value in options.items()

@@ -29,7 +29,7 @@ def add_rms_norm_linear(
     """Return y (..., N) and the new residual x + residual (..., E); the product is float64.
 
     Args:
-        x: (..., E); float32 (P, ..., E) are parts of which x is the sum.
+        x: (..., E); if it is float32, (P, ..., E): parts of which x is the sum.
         is_gated: True if weight has 2 N rows, gates above values, and y is silu(gate) * value.
     """
     if x.dtype == torch.float32:
@@ -47,5 +47,5 @@ def add_rms_norm_linear(
 
 
 def row_linear_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the only part, (1, ..., N) float32."""
+    """Return x weight^T, computed in float64, as the only part: (1, ..., N) float32."""
     return (x.double() @ weight.double().T).float()[None]

@@ -81,7 +81,7 @@ class ElementCalls:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks of the syntax, which may be special tokens."""
+        """The texts of all marks of the syntax, some of which may be special tokens."""
         return (
             *self.begin,
             *self.end,
@@ -94,7 +94,8 @@ class ElementCalls:
         )
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
-        """Read the calls that follow `mark`; see `parser.ReadSyntax.read`.
+        """Read the calls that follow `mark` into `text`, up to the mark that ends them; see
+        `parser.ReadSyntax.read`.
 
         Raises:
             NotACall: what follows is no call.
@@ -165,7 +166,11 @@ class ElementCalls:
             call.add(lead + value)
 
     def _value(self, text: CallText, tell: Callable[[str], None]) -> Reader[None]:
-        """Read a value up to its closing mark, which counts before another mark only."""
+        """Read a parameter's value, and pass each character to `tell`.
+
+        The value ends at its closing mark if another mark follows there; a closing mark before
+        other text is a part of the value. The mark that follows is given back.
+        """
         closes = tuple(dict.fromkeys((self.pad + self.value_end, self.value_end)))
         behind = (self.key, *((self.close,) if self.close else self.end))
         held = ""
@@ -183,7 +188,12 @@ class ElementCalls:
                 break
 
     def section(self, rules: Rules, mark: str, is_one: bool) -> str:
-        """Return the grammar expression of the text after a mark, up to the end of its calls."""
+        """Return the grammar expression of the text after `mark`, up to the end of its calls; add
+        the rules that it needs to `rules`.
+
+        Raises:
+            Unwritable: a tool's schema or name cannot be followed in this syntax.
+        """
         is_bare = mark == self.open
         function = self._function_rule(rules)
         if is_bare:
@@ -196,7 +206,10 @@ class ElementCalls:
         return function
 
     def repeats(self, mark: str) -> bool:
-        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
+        """Return whether a mark stands before each call; False if one mark begins all calls.
+
+        The answer is the same for each `mark`.
+        """
         return self.is_one
 
     def _function_rule(self, rules: Rules) -> str:
@@ -263,7 +276,13 @@ class ElementCalls:
         return f"{head} {W} {rules.either(self.value)}" if self.value else head
 
     def _any_rule(self, rules: Rules, place: int, schema: Mapping[str, Any] | None) -> str:
-        """Add the rule of a parameter of any name; return its name."""
+        """Add the rule of a parameter of any name to `rules`; return the rule's name.
+
+        Args:
+            rules: the rules, to be extended.
+            place: the index of the tool.
+            schema: the JSON schema of the value; None allows any text.
+        """
         name = f"arguments_{place}_any"
         key = f'{rules.either(self.key)} /[^<>"\\n]{{1,64}}/'
         if self.flag:
@@ -280,7 +299,8 @@ class ElementCalls:
         return rules.add(name, f"{key} {body}")
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Return calls, a name and its arguments each, as the model writes them."""
+        """Return the text of calls, pairs of a tool's name and its arguments, as a model of this
+        format writes them."""
         made = []
         for name, arguments in calls:
             parts = [f"{self.open}{name}{self.open_end}\n"]
@@ -301,11 +321,16 @@ class ElementCalls:
 
 
 def _closing(held: str, closes: Sequence[str], behind: Sequence[str]) -> str | None:
-    """Classify a text at the end of a value.
+    """Decide whether a text within a value is the value's end.
+
+    Args:
+        held: the text, the last characters that were read.
+        closes: the marks that close a value.
+        behind: the marks one of which follows a closed value.
 
     Returns:
-        The marks behind the value if it is its end, "" if it may become that, None if it is a part
-            of the value.
+        The mark behind the value if `held` is the end of the value; "" if `held` may become the
+        end with more text; None if its first character is a part of the value.
     """
     may_become = False
     for close in closes:
@@ -322,7 +347,14 @@ def _closing(held: str, closes: Sequence[str], behind: Sequence[str]) -> str | N
 
 
 def _by_kind(schema: Any, root: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return the alternatives of a parameter that are texts, and those that are not."""
+    """Return the schemas of a parameter's alternatives that are texts, and of those that are not.
+
+    If one of them is any value, the result is [True] and [], since any text is allowed.
+
+    Args:
+        schema: the parameter's JSON schema.
+        root: the whole schema, which holds the targets of references.
+    """
     texts: list[Any] = []
     others: list[Any] = []
     left = [MOST_TYPES]

@@ -52,7 +52,8 @@ class ExpressionCalls:
         bracket: the brackets around a list of calls; "" where none are.
         between: the text between two calls; "" if each call has marks of its own.
         lead: the text before a name.
-        open, assign, close: the texts before, within and after the arguments.
+        open, assign, close: the text before the arguments, the one between a name and its value,
+            and the one after the arguments.
         dialect: the dialect of the values.
     """
 
@@ -69,11 +70,15 @@ class ExpressionCalls:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks of the syntax, which may be special tokens."""
+        """The texts of all marks of the syntax, some of which may be special tokens."""
         return (*self.begin, *self.end, self.dialect.quote)
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
-        """Read the calls after a mark, or at the beginning of the answer (mark "")."""
+        """Read the calls after a mark, or at the beginning of the answer (mark ""), into `text`.
+
+        Raises:
+            NotACall: what follows, or follows behind the last call, is no call.
+        """
         if self.bracket:
             char = yield from text.after_space()
             if char != self.bracket[0]:
@@ -131,7 +136,12 @@ class ExpressionCalls:
         text.end()
 
     def section(self, rules: Rules, mark: str, is_one: bool) -> str:
-        """Return the grammar expression of the text after a mark, up to the end of its calls."""
+        """Return the grammar expression of the text after `mark`, up to the end of its calls; add
+        the rules that it needs to `rules`.
+
+        Raises:
+            Unwritable: a tool's schema or name cannot be followed in this syntax.
+        """
         one = self._rule(rules)
         between = {"": "", "\n": '"\\n"', ", ": f'"," {W}'}[self.between]
         more = f" ({between} {one})*" if between and not is_one else ""
@@ -142,7 +152,10 @@ class ExpressionCalls:
         return f"{W} {body}{end}"
 
     def repeats(self, mark: str) -> bool:
-        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
+        """Return whether a mark stands before each call; False if one mark begins all calls.
+
+        The answer is the same for each `mark`.
+        """
         return not self.between
 
     def _rule(self, rules: Rules) -> str:
@@ -163,7 +176,8 @@ class ExpressionCalls:
         return rules.add("expression", " | ".join(made))
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Return calls, a name and its arguments each, as the model writes them."""
+        """Return the text of calls, pairs of a tool's name and its arguments, as a model of this
+        format writes them."""
         made = []
         for name, arguments in calls:
             parts = [f"{k}{self.assign}{self._written(v)}" for k, v in arguments.items()]
@@ -199,7 +213,10 @@ def _is_name(text: str) -> bool:
 
 
 class _Values:
-    """The rules of one tool's values in a dialect; errors are ValueErrors."""
+    """Add the grammar rules of one tool's arguments in a dialect to `rules`.
+
+    A schema that cannot be followed is a ValueError, with the reason as its message.
+    """
 
     def __init__(self, rules: Rules, dialect: Dialect, root: Mapping[str, Any]) -> None:
         self._rules, self._dialect, self._root = rules, dialect, root
@@ -252,7 +269,8 @@ class _Values:
         return f"{quoted(open_)} {W} {begun} {W} {quoted(close)}"
 
     def value(self, name: str, schema: Any) -> str:
-        """Add the rule of a value; return its name."""
+        """Add the rule of a value by its JSON schema; return the rule's name, which is `name`
+        unless a rule of the same reference exists."""
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if isinstance(reference, str):
             if reference not in self._named:
@@ -303,7 +321,8 @@ class _Values:
         return f'"[" {W} {body if least else f"({body})?"} {W} "]"'
 
     def _anything(self) -> str:
-        """Add the rule of any value of a dialect with its own quotes; return its name."""
+        """Add the rule of any value of a dialect with its own quotes, once; return the rule's
+        name."""
         rules, name, quote = self._rules, "anything", self._dialect.quote
         if name not in rules:
             rules.add(name, "anything_text")

@@ -44,11 +44,15 @@ class HeadedCalls:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks of the syntax, which may be special tokens."""
+        """The texts of all marks of the syntax, some of which may be special tokens."""
         return (*self.begin, *self.end, *self.head, self.call, self.call_end)
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
-        """Read the calls after a mark, or at the beginning of the answer (mark "")."""
+        """Read the calls after a mark, or at the beginning of the answer (mark ""), into `text`.
+
+        Raises:
+            NotACall: what follows, or follows behind the last call, is no call.
+        """
         if self.listed is not None:
             char = yield from text.after_space()
             text.give_back(char)
@@ -97,7 +101,12 @@ class HeadedCalls:
             yield from text.match(tail)
 
     def section(self, rules: Rules, mark: str, is_one: bool) -> str:
-        """Return the grammar expression of the text after a mark, up to the end of its calls."""
+        """Return the grammar expression of the text after `mark`, up to the end of its calls; add
+        the rules that it needs to `rules`.
+
+        Raises:
+            Unwritable: a tool's schema or name cannot be followed in this syntax.
+        """
         made = []
         for i, tool in enumerate(rules.tools):
             head = " ".join(self._written(rules, part, tool.name) for part in self.head)
@@ -118,7 +127,10 @@ class HeadedCalls:
         return f"{first}{more}{end}"
 
     def repeats(self, mark: str) -> bool:
-        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
+        """Return whether a mark stands before each call; False if one mark begins all calls.
+
+        The answer is the same for each `mark`.
+        """
         return not self.call
 
     def _written(self, rules: Rules, part: str, name: str) -> str:
@@ -134,7 +146,8 @@ class HeadedCalls:
         return [rules.either(self.call_end)] if self.call_end else []
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Return calls, a name and its arguments each, as the model writes them."""
+        """Return the text of calls, pairs of a tool's name and its arguments, as a model of this
+        format writes them."""
         made = []
         for i, (name, arguments) in enumerate(calls):
             head = "".join({NAME: name, NUMBER: str(i)}.get(part, part) for part in self.head)
@@ -146,7 +159,15 @@ class HeadedCalls:
 
 
 def _object(text: CallText, call: Call, end: str) -> Reader[None]:
-    """Read a JSON object after its opening brace, and pass its text to the call unchanged."""
+    """Read a JSON object after its opening brace, and add its text to the call's arguments
+    unchanged.
+
+    Args:
+        text: the source of characters.
+        call: the call that the object belongs to.
+        end: the mark that ends a call, which also ends an object without its last braces; "" for
+            none.
+    """
     depth, in_string, is_escaped = 1, False, False
     while depth:
         char = yield from text.take()

@@ -40,11 +40,15 @@ class JsonCalls:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks of the syntax, which may be special tokens."""
+        """The texts of all marks of the syntax, some of which may be special tokens."""
         return (*self.begin, *self.end)
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
-        """Read the calls after a mark, or at the beginning of the answer (mark "")."""
+        """Read the calls after a mark, or at the beginning of the answer (mark ""), into `text`.
+
+        Raises:
+            NotACall: what follows, or follows behind the last call, is no call.
+        """
         is_list, found = mark.endswith("["), False
         while True:
             char = yield from text.after_space()
@@ -75,7 +79,8 @@ class JsonCalls:
         text.end()
 
     def section(self, rules: Rules, mark: str, is_one: bool) -> str:
-        """Return the grammar expression of the text after a mark, up to the end of its calls."""
+        """Return the grammar expression of the text after `mark`, up to the end of its calls; add
+        the rules that it needs to `rules`."""
         item = self._item(rules)
         more = "" if is_one else f' ({W} "," {W} {item})*'
         opened = "" if mark.endswith("[") else '"["'
@@ -85,11 +90,15 @@ class JsonCalls:
         return f"{W} {body}{end}"
 
     def repeats(self, mark: str) -> bool:
-        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
+        """Return whether a mark stands before each call; False if one mark begins all calls.
+
+        The answer is the same for each `mark`.
+        """
         return not self.is_listed
 
     def _item(self, rules: Rules) -> str:
-        """Return the rule of a call of any tool."""
+        """Add the grammar rules of a call of each tool and of any tool; return the name of the
+        latter."""
         key = " | ".join(quoted(json.dumps(key)) for key in self.keys)
         number = f'{quoted(json.dumps(self.id_key))} {W} ":" {W} /"[0-9]{{1,4}}"/ {W} "," {W} '
         made = []
@@ -106,7 +115,8 @@ class JsonCalls:
         return rules.add("object", " | ".join(made))
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Return calls, a name and its arguments each, as the model writes them."""
+        """Return the text of calls, pairs of a tool's name and its arguments, as a model of this
+        format writes them."""
         objects = []
         for i, (name, arguments) in enumerate(calls):
             number = {self.id_key: str(i)} if self.id_key else {}
@@ -192,14 +202,15 @@ class _Object:
             self._value_ended()
 
     def taken(self) -> str:
-        """Return the text of the arguments that was not returned before."""
+        """Return the JSON text of the arguments that was read since the last `taken`; "" while a
+        string or another scalar is incomplete."""
         if self._arguments not in ("{", "[") and self._in_arguments:
             return ""  # a scalar is told when it is whole
         new, self._new = "".join(self._new), []
         return new
 
     def ends_before_arguments(self) -> bool:
-        """Return whether the object ends between its name and its arguments."""
+        """Return whether the text so far ends between the object's name and its arguments."""
         rest = "".join("".join(self._behind).split())
         return any(f',"{key}":'.startswith(rest) for key in self._keys)
 

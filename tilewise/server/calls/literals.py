@@ -44,7 +44,7 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How values are written.
+    """The way in which a model writes the values of a call's arguments, beside Python's notation.
 
     Attributes:
         quote: a mark around strings without escapes; "" for none.
@@ -60,12 +60,13 @@ _STRICT = Dialect(has_bare=False)
 
 
 def escaped(text: str) -> str:
-    """Return text as it stands within a JSON string."""
+    """Return text as it stands within a JSON string, without the quotation marks."""
     return encode_basestring(text)[1:-1]
 
 
 def as_json(text: str) -> str | None:
-    """Return a list or a dict in Python's notation as JSON; None if the text is none."""
+    """Return the JSON text of a list, tuple or dict in Python's notation; None if `text` is not one
+    such value alone, or has words without quotes."""
     found: list[str] = []
     reader = value(CallText({}), found.append, _STRICT)
     left = iter(text)
@@ -84,7 +85,8 @@ def as_json(text: str) -> str | None:
 def value(
     text: CallText, tell: Callable[[str], None], dialect: Dialect, depth: int = 0
 ) -> Reader[None]:
-    """Read a value; the comma or bracket behind it is given back to be read again.
+    """Read one value from `text` and tell it as JSON; the comma or bracket behind it is given back
+    to be read again.
 
     Args:
         text: the source of characters.
@@ -158,7 +160,7 @@ def _key(text: CallText, tell: Callable[[str], None], dialect: Dialect) -> Reade
 
 
 def _plain_string(text: CallText, tell: Callable[[str], None], quote: str) -> Reader[None]:
-    """Read a string without escapes up to its closing mark."""
+    """Read a string without escapes up to its closing mark `quote`, and tell it as JSON."""
     tell('"')
     held = ""
     while True:
@@ -172,7 +174,8 @@ def _plain_string(text: CallText, tell: Callable[[str], None], quote: str) -> Re
 
 
 def _string(text: CallText, tell: Callable[[str], None], quote: str) -> Reader[None]:
-    """Read a string of Python or JSON after its opening quote."""
+    """Read a string of Python or JSON after its opening `quote`, which may be one of three, and
+    tell it as JSON."""
     tell('"')
     char = yield from text.take()
     is_long = False
@@ -223,7 +226,12 @@ def _escape(text: CallText, tell: Callable[[str], None]) -> Reader[None]:
 
 
 def _bare(text: CallText, tell: Callable[[str], None], dialect: Dialect) -> Reader[None]:
-    """Read a number, a word, or a string without quotes."""
+    """Read a constant, a number, or, where the dialect has them, a string without quotes, and tell
+    it as JSON.
+
+    Raises:
+        NotACall: there is no such value.
+    """
     found: list[str] = []  # it is told when it is whole: the beginning of a number is another one
     while True:
         char = yield from text.take()
@@ -245,7 +253,8 @@ def _bare(text: CallText, tell: Callable[[str], None], dialect: Dialect) -> Read
 
 
 def _number(written: str) -> str:
-    """Return a number that is written as only Python does as JSON."""
+    """Return the JSON of a number that only Python writes so, such as 1_000, +1 or .5; a JSON
+    string if the text is no finite number."""
     plain = written.replace("_", "")
     try:
         return str(int(plain))

@@ -33,7 +33,7 @@ class ReadSyntax(Protocol):
     def marks(self) -> tuple[str, ...]: ...
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
-        """Read the calls after a mark, or at the beginning of the answer (mark "").
+        """Read the calls after a mark, or at the beginning of the answer (mark ""), into `text`.
 
         Raises:
             NotACall: what follows, or follows behind the last call, is no call.
@@ -42,7 +42,7 @@ class ReadSyntax(Protocol):
 
 
 class CallParser:
-    """A parser of content and calls, see `Parser`.
+    """A `Parser` of one answer's content and calls, in any format with marks.
 
     White space between content and calls is dropped. Text that looked like a call and is none is
     content, its marks included.
@@ -121,7 +121,7 @@ class CallParser:
                 self._content(mark)
 
     def _until_mark(self) -> Reader[str]:
-        """Pass on content up to a mark; return the mark."""
+        """Pass on content up to a mark that begins or ends calls; return the mark."""
         while True:
             if self._text.has_more:
                 char = self._text.next_again()

@@ -11,7 +11,7 @@ __all__ = ["CallsOnly", "Parser", "Part", "PlainParser", "merged"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of an answer.
+    """A piece of an answer, as parsers return it.
 
     Attributes:
         kind: the kind of the piece: "content", "reasoning" or "call".
@@ -27,7 +27,7 @@ class Part:
 
 
 class Parser(Protocol):
-    """A parser of an answer: text in, parts out."""
+    """A parser of one choice of an answer, which takes its text in pieces and returns parts."""
 
     def push(self, text: str) -> list[Part]:
         """Process more text and return the parts that are certain."""

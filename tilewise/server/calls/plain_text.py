@@ -14,17 +14,21 @@ _CHAR = r"(.|\n)"
 
 
 def plain_rule(rules: Rules, name: str, schema: Any, written: str, mark: str) -> str:
-    """Add the rule of a text by its schema, and of the mark behind it; return its name.
+    """Add the grammar rule of a text by its schema, and of the mark behind it; return the rule's
+    name.
 
     The mark is in no such text. `pattern`, `minLength`, `maxLength`, `enum` and `const` are
     followed; `format` is not.
 
     Args:
+        rules: the rules, to be extended.
+        name: the name of the rule.
+        schema: the JSON schema of the text.
         written: the mark with the text before it that belongs to it, as the model writes both.
         mark: the mark, which may be a special token.
 
     Raises:
-        ValueError: a value of the schema has the mark in it, or the schema is none.
+        ValueError: a value of the schema has the mark in it, or the schema is not valid.
     """
     schema = schema if isinstance(schema, dict) else {}
     pad = written.removesuffix(mark)
@@ -57,7 +61,8 @@ def plain_rule(rules: Rules, name: str, schema: Any, written: str, mark: str) ->
 
 
 def _whole(pattern: str) -> str:
-    """Return a pattern that may match anywhere in a text as one of the whole text."""
+    """Return a regular expression for a whole text in which `pattern`, of a JSON schema, matches
+    somewhere; ^ and $ bind it to the text's ends."""
     begin = "" if pattern.startswith("^") else f"{_CHAR}*"
     is_end = pattern.endswith("$") and not pattern.endswith("\\$")
     end = "" if is_end else f"{_CHAR}*"

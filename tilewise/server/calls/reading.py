@@ -29,7 +29,7 @@ class TextEnds(Exception):
 
 
 class Call:
-    """One call, as far as it was read.
+    """One call of a tool, as far as it was read: its name, and the JSON text of its arguments.
 
     Attributes:
         name: the tool's name; None until it is complete.
@@ -50,13 +50,14 @@ class Call:
             self._new.append(text)
 
     def taken(self) -> str:
-        """Return the arguments' text that was not returned before."""
+        """Return the JSON text of the arguments that was added since the last `taken`."""
         new, self._new = "".join(self._new), []
         return new
 
 
 class CallText:
-    """The text of an answer while calls are read in it.
+    """The text of one answer while calls are read in it: a source of characters for readers, and
+    the parts of calls that were found.
 
     Args:
         tools: the schema of the parameters of each tool that may be called, by the tool's name.
@@ -65,8 +66,8 @@ class CallText:
 
     Attributes:
         tools: see above.
-        parts: the parts that were found.
-        count: the number of calls that were found.
+        parts: the parts of calls that were found and not yet taken by the parser.
+        count: the number of calls that were found and have ended.
     """
 
     def __init__(self, tools: Mapping[str, Any], *, names_only: bool = False) -> None:
@@ -80,7 +81,7 @@ class CallText:
         self.on_call: Callable[[], None] = lambda: None
 
     def take(self) -> Reader[str]:
-        """Return the next character."""
+        """Return the next character: one that was given back, or else the next one sent."""
         if self._again:
             char, self._again = self._again[0], self._again[1:]
         else:
@@ -89,7 +90,7 @@ class CallText:
         return char
 
     def give_back(self, text: str) -> None:
-        """Let the last characters be read again."""
+        """Let `text`, the characters that were read last, be read again."""
         if text:
             self._again = text + self._again
             del self._read[-len(text) :]
@@ -100,7 +101,8 @@ class CallText:
         return bool(self._again)
 
     def next_again(self) -> str:
-        """Return the first of the characters that a reader gave back, and remove it."""
+        """Return the first of the characters that a reader gave back, and remove it; it does not
+        count as read, since no call is being read."""
         char, self._again = self._again[0], self._again[1:]
         return char
 
@@ -171,7 +173,8 @@ class CallText:
         return self._call
 
     def admits(self, name: str) -> bool:
-        """Return whether a call of a tool is taken for one."""
+        """Return whether a call of the tool `name` counts as a call: with `names_only`, if this is
+        one of the tools or none are known."""
         return not self._names_only or not self.tools or name in self.tools
 
     def end(self) -> None:
@@ -190,7 +193,8 @@ class CallText:
         self.count += 1
 
     def tell(self) -> None:
-        """Pass on what is new in the call that is being read."""
+        """Append the new arguments of the call that is being read to `parts`; nothing while its
+        name is unknown or not admitted."""
         call = self._call
         if call is None or call.name is None or not self.admits(call.name):
             return
@@ -206,7 +210,10 @@ class CallText:
         call.is_told = True
 
     def leave(self) -> str:
-        """End the reading of calls; return the text that is no part of a call."""
+        """End the reading of calls; return the text read since the last call, which is content.
+
+        If a part of an unfinished call was passed on, the call ends as it is, and the text is "".
+        """
         call, self._call = self._call, None
         read, self._read = "".join(self._read), []
         if call is not None and call.is_told:
@@ -218,7 +225,7 @@ class CallText:
         return read
 
     def cut(self) -> str:
-        """End the text inside a call: report the call as far as it is known.
+        """End the reading at the end of the answer: pass on an unfinished call whose name is known.
 
         Returns:
             The rest of the text, which is no call.

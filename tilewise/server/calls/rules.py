@@ -54,7 +54,7 @@ class Unwritable(Exception):
 class WriteSyntax(Protocol):
     """The properties of a format's syntax that grammars and chat histories written as text need.
 
-    See also `parser.ReadSyntax`, for `begin` and `at_start` too.
+    `begin` and `at_start` are those of `parser.ReadSyntax`.
     """
 
     @property
@@ -76,16 +76,20 @@ class WriteSyntax(Protocol):
         ...
 
     def repeats(self, mark: str) -> bool:
-        """Return whether each call has a mark of its own; if not, one mark begins all calls."""
+        """Return whether a mark stands before each call; False if one mark begins all calls.
+
+        The answer is the same for each `mark`.
+        """
         ...
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Return calls, a name and its arguments each, as the model writes them."""
+        """Return the text of calls, pairs of a tool's name and its arguments, as a model of this
+        format writes them."""
         ...
 
 
 class Rules:
-    """The rules of one grammar.
+    """The rules of one grammar while it is built; str() returns the grammar but its start rule.
 
     Args:
         tools: the tools that may be called.
@@ -102,7 +106,11 @@ class Rules:
         return _PARTS + "".join(f"{name}: {body}\n" for name, body in self._rules.items())
 
     def add(self, name: str, body: str) -> str:
-        """Add a rule, or a terminal if its name has capitals; return its name."""
+        """Add a rule, or a terminal if its name has capitals, in place of one of the same name.
+
+        Returns:
+            The name by which other rules refer to it: `name` without an ending "[lazy]".
+        """
         self._rules[name] = body
         return name.removesuffix("[lazy]")
 
@@ -110,17 +118,21 @@ class Rules:
         return name in self._rules
 
     def either(self, mark: str) -> str:
-        """Return the expression of a mark where nothing else may stand: its token or its text."""
+        """Return the grammar expression of a mark where nothing else may stand: its text, or its
+        special token if it is one."""
         token = self.special_id(mark)
         return quoted(mark) if token is None else f"({quoted(mark)} | <[{token}]>)"
 
     def ended(self, name: str, text: str, mark: str) -> str:
-        """Add the rule of a text that ends with its first mark; return its name.
+        """Add the rule of a text up to and with the first `mark`; return the rule's name.
 
         The mark ends a lazy lexeme, so the text after it cannot be read in another way.
 
         Args:
-            text: a terminal's name or a regular expression that may be empty.
+            name: the name of the rule.
+            text: the text before the mark, as a terminal's name or a regular expression, which may
+                match the empty text.
+            mark: the mark, as its text or as its special token.
         """
         written = self.add(f"{name}_written[lazy]", f"{text} {quoted(mark)}")
         token = self.special_id(mark)
@@ -130,14 +142,17 @@ class Rules:
         return self.add(name, f"{written} | {before}? <[{token}]>")
 
     def arguments(self, place: int) -> str:
-        """Add the rule of a tool's arguments as JSON; return its name."""
+        """Add the rule of the arguments, as JSON, of the tool with the index `place`; return the
+        rule's name."""
         schema = self.tools[place].schema
         return self.json(f"arguments_{place}", {"type": "object"} if schema is None else schema)
 
     def json(self, name: str, schema: Any, root: Mapping[str, Any] | None = None) -> str:
-        """Add the rule of a JSON value by its schema; return its name.
+        """Add the rule of a JSON value by its schema; return the rule's name.
 
         Args:
+            name: the name of the rule.
+            schema: the JSON schema of the value.
             root: the schema that `schema` is a part of; it may refer to definitions there.
         """
         bare = without_notes(schema)
@@ -150,12 +165,13 @@ class Rules:
 
 
 def quoted(text: str) -> str:
-    """Return a literal of a grammar, nothing for an empty text."""
+    """Return the literal of a text in a grammar, in quotation marks; "" for an empty text."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def without_notes(schema: Any) -> Any:
-    """Return a schema without its comments, since the length of a grammar is limited."""
+    """Return a JSON schema without its titles, descriptions and comments, since the length of a
+    grammar is limited."""
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}

@@ -25,8 +25,8 @@ _UNIONS = ("anyOf", "oneOf")
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return a schema with "$ref" followed within the document `root`; True for a foreign
-    reference."""
+    """Return the schema that `schema` refers to by "$ref" within the document `root`, or `schema`
+    itself if it is no reference; True, any value, for a foreign, missing or endless reference."""
     for _ in range(MOST):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -44,10 +44,10 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def list_in(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """Return a list in a schema, an empty one if there is none.
+    """Return the list at `key` of a JSON schema; a missing key or null gives an empty one.
 
     Raises:
-        ValueError: the value is no list.
+        ValueError: the value at `key` is no list.
     """
     found = schema.get(key)
     if found is None or isinstance(found, list):
@@ -68,7 +68,11 @@ def mapping_in(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def names_in(schema: Mapping[str, Any], key: str) -> list[str]:
-    """Return a list of names in a schema; see `list_in`."""
+    """Return the list of names at `key` of a JSON schema; a missing key or null gives an empty one.
+
+    Raises:
+        ValueError: the value at `key` is no list of texts.
+    """
     found = list_in(schema, key)
     if not all(isinstance(name, str) for name in found):
         raise ValueError(f"{key} must be a list of texts")
@@ -76,10 +80,10 @@ def names_in(schema: Mapping[str, Any], key: str) -> list[str]:
 
 
 def count_in(schema: Mapping[str, Any], key: str) -> int | None:
-    """Return a count in a schema, None if there is none.
+    """Return the count at `key` of a JSON schema, None for a missing key or null.
 
     Raises:
-        ValueError: the value is no count.
+        ValueError: the value at `key` is no whole number of at least 0.
     """
     found = schema.get(key)
     if found is None or (isinstance(found, int) and not isinstance(found, bool) and found >= 0):
@@ -88,10 +92,11 @@ def count_in(schema: Mapping[str, Any], key: str) -> int | None:
 
 
 def values_in(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the only values of a schema, None if it names none.
+    """Return the only values that a JSON schema allows, by its `const` or `enum`; None if it has
+    neither.
 
     Raises:
-        ValueError: its enum is no list.
+        ValueError: the enum is no list.
     """
     if "const" in schema:
         return [schema["const"]]
@@ -99,7 +104,8 @@ def values_in(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def parameter(schema: Any, name: str) -> Any:
-    """Return the schema of a tool's parameter; True if nothing is known of it."""
+    """Return the JSON schema of the parameter `name` in the schema of a tool's arguments; True, any
+    value, if nothing is known of it."""
     return _parameter(schema, name, schema if isinstance(schema, Mapping) else {}, [MOST])
 
 
@@ -122,13 +128,17 @@ def _parameter(schema: Any, name: str, root: Mapping[str, Any], left: list[int])
 
 
 def branches(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> Iterator[Any]:
-    """Yield the alternatives of a schema: of anyOf, oneOf, and of a list of types.
+    """Yield the schemas of the alternatives of a schema: those of anyOf, oneOf, a list of types and
+    `nullable`; the schema itself if it has none.
 
     Args:
-        left: the number of alternatives that are followed; callers may share it.
+        schema: the JSON schema.
+        root: the document in which references are followed.
+        left: one number, in a list: how many alternatives may still be followed; it is counted
+            down, and callers may share it. None allows `MOST`.
 
     Raises:
-        ValueError: there are more.
+        ValueError: there are more alternatives.
     """
     left = [MOST] if left is None else left
     waiting = [schema]
@@ -155,10 +165,13 @@ def branches(schema: Any, root: Mapping[str, Any], left: list[int] | None = None
 def types_of(
     schema: Any, root: Mapping[str, Any], left: list[int] | None = None
 ) -> frozenset[str] | None:
-    """Return the JSON types of a schema's values; None if any type is possible, or too many.
+    """Return the names of the JSON types that a schema's values may have; None if any type is
+    possible, or if there are too many alternatives to tell.
 
     Args:
-        left: see `branches`.
+        schema: the JSON schema.
+        root: the document in which references are followed.
+        left: the number of alternatives that may still be followed, as of `branches`.
     """
     left = [MOST] if left is None else left
     found: set[str] = set()
@@ -201,14 +214,17 @@ def _type(value: Any) -> str:
 
 
 def typed(text: str, types: frozenset[str] | None, literal: Callable[[str], str | None]) -> str:
-    """Return a value that was written as plain text as JSON, by the types that it may have.
+    """Return the JSON text of a value that a model wrote as plain text, by the types that it may
+    have.
 
     A text that may be of several types is a number, a list and so on if it is written as one, else
     a string; so it is where the types are not known.
 
     Args:
-        literal: a function that returns Python's notation of a list or a dict as JSON; None if the
-            text is none.
+        text: the text that the model wrote.
+        types: the names of the value's JSON types, as of `types_of`; None if they are not known.
+        literal: a function that returns the JSON of a list or a dict in Python's notation, or None
+            for any other text.
     """
     as_string = json.dumps(text, ensure_ascii=False)
     if types == frozenset({"string"}):

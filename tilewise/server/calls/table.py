@@ -36,7 +36,7 @@ Syntax = JsonCalls | HeadedCalls | ElementCalls | ExpressionCalls
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A format of tool calls.
+    """A format in which models write tool calls: one row of `FORMATS`.
 
     Attributes:
         name: the name of the format, for `--tool-call-parser`.
@@ -64,7 +64,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A format of reasoning before an answer.
+    """A format in which models write reasoning before an answer: one row of `REASONING`.
 
     Attributes:
         name: the name of the format, for `--reasoning-parser`.
@@ -72,7 +72,8 @@ class Reasoning:
         label: a text after `begin` that is no part of it; "" for none.
         answer: marks that may stand around the answer behind it; empty for none.
         others: further names, which other servers use for it.
-        seen: texts one of which is in the chat templates of models with this format.
+        seen: texts one of which is in the chat templates of models with this format; the first row
+            with such a text is taken.
     """
 
     name: str
@@ -383,7 +384,8 @@ REASONING: tuple[Reasoning, ...] = (
 
 
 def call_format(name: str) -> ToolFormat | None:
-    """Return the format of a name or of another server's name; None if there is none."""
+    """Return the format of tool calls that has this name here, or else in another server; None if
+    none has."""
     found = next((form for form in FORMATS if name == form.name), None)
     return found or next((form for form in FORMATS if name in form.others), None)
 
@@ -411,7 +413,8 @@ def format_in(
 
 
 def reasoning_in(template: str) -> Reasoning | None:
-    """Return the format of a model's reasoning; None if its templates have marks of none."""
+    """Return the format of a model's reasoning, by the marks in `template`, the sources of its chat
+    templates; None if they have marks of no format."""
     for form in REASONING:
         has_think = form.name != "think_response" or "</think>" in template
         if has_think and any(text in template for text in form.seen):

@@ -53,7 +53,10 @@ LOOK_S = 0.25  # seconds between two checks whether the engine is alive
 
 
 class _Entry:
-    """A request of the server: the output that was sent of it, and what must still be sent."""
+    """One request of the server, from its arrival to its last message.
+
+    It knows how much of the request's output was sent, and so which part is new.
+    """
 
     def __init__(self, number: int, tell: Callable[[_Entry], None]) -> None:
         self.number = number
@@ -74,7 +77,11 @@ class _Entry:
             self._tell(self)
 
     def message(self) -> Delta | End | None:
-        """Return the message about what is new, None if nothing is."""
+        """Return the next message about this request; None if nothing is new.
+
+        It is a Delta with new tokens, or an End with the whole output or the error if the request
+        was refused or has ended. What a Delta contains counts as sent.
+        """
         generation = self.generation
         if self.refusal is not None or generation is None:
             return End(self.number, None, failure_of(self.refusal or RuntimeError("it was lost")))
@@ -117,7 +124,7 @@ class _Entry:
 
 
 class Host:
-    """Serve one server over two sockets; see the module.
+    """Serve an LLM to the server's process over two sockets, with the threads of this module.
 
     Args:
         llm: the LLM to serve.
@@ -136,7 +143,7 @@ class Host:
         self._work_numbers = itertools.count()
 
     def run(self) -> None:
-        """Serve until the server has gone."""
+        """Serve until the server closes the stream or dies, then close the LLM."""
         for work in (self._send_all, self._answer_all, self._collect_all):
             threading.Thread(target=work, daemon=True).start()
         decode = msgspec.msgpack.Decoder(Ask | Drop, ext_hook=wide).decode
@@ -273,7 +280,7 @@ class Host:
         return calls[name](*arguments)
 
     def _load(self, name: str, path: str, replaces: bool) -> int:
-        """Begin to load an adapter."""
+        """Begin to load an adapter on a thread; return the task's number for `_has_ended`."""
         return self._begin(lambda: self._llm.load_lora_adapter(name, path, replaces=replaces))
 
     def _begin(self, work: Callable[[], object]) -> int:
@@ -283,10 +290,10 @@ class Host:
         return number
 
     def _has_ended(self, number: int) -> bool:
-        """Return whether a long task has ended, and then forget it; raise its error if it failed.
+        """Return whether a long task has ended; one that has is forgotten, and its error raised.
 
         Args:
-            number: the number of the task.
+            number: the number of the task, as of `_begin`.
         """
         if not self._works[number].done():
             return False
@@ -303,7 +310,8 @@ class Host:
 
 
 def _end_with(stream: socket.socket, is_made: threading.Event) -> None:
-    """End this process if the socket's other end is closed before the engine is made."""
+    """Wait on a thread until the socket's other end is closed or sends; end this process if
+    `is_made` is not set by then, as the server died while the model was loaded."""
     with suppress(OSError):
         stream.recv(1, socket.MSG_PEEK)
     if not is_made.is_set():
@@ -311,7 +319,10 @@ def _end_with(stream: socket.socket, is_made: threading.Event) -> None:
 
 
 def main(stream_number: int, calls_number: int) -> None:
-    """Run the engine's process: make the engine that the server asks for, and answer its calls.
+    """Run the engine's process: make the engine that the server asks for, and serve until the
+    server has gone; then the process exits.
+
+    If the engine cannot be made, the server is sent the error, and the function returns.
 
     Args:
         stream_number, calls_number: the file descriptors of two sockets: outputs, and calls.

@@ -66,7 +66,10 @@ PATIENCE_S = 5.0  # seconds before a process that was told to end is killed
 
 
 class _Pending:
-    """A request that has not ended; `Mailbox` wakes its reader."""
+    """A request that was sent to the engine's process and has not ended, with its output so far.
+
+    `Mailbox` calls `read` of it when its reader, a task or a sink, shall see the output.
+    """
 
     def __init__(self, output: RequestOutput, sink: Sink | None) -> None:
         self.output, self.sink = output, sink
@@ -77,7 +80,8 @@ class _Pending:
         self.is_told = self.is_hurried = False
 
     def take(self, delta: Delta) -> None:
-        """Append new tokens and text to the output; the caller then hands it on with `read`."""
+        """Append the new tokens and text of a delta to the output; the reader sees them at the next
+        `read`."""
         output = self.output
         output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
@@ -96,7 +100,11 @@ class _Pending:
             self.num_tokens += len(new.token_ids)
 
     def read(self) -> None:
-        """Give the output to the sink, or wake the task."""
+        """Give the output to the sink; wake the reader's task if there is no sink, it returns
+        False, or the task is being woken already.
+
+        An exception of the sink is kept in `failure`, which the task raises.
+        """
         if self.sink is not None and not self.changed.is_set():
             try:
                 if self.sink(self.output):
@@ -107,7 +115,8 @@ class _Pending:
         self.changed.set()
 
     def end(self, output: RequestOutput | None, error: Exception | None) -> None:
-        """Take the whole output, and the error that has ended the request."""
+        """Take the whole output, if there is one, and the error that has ended the request, None
+        for none; wake the reader's task."""
         if output is not None:
             self.output = output
             self.num_tokens = sum(len(c.token_ids) for c in output.outputs)
@@ -195,13 +204,14 @@ class RemoteEngine(asyncio.Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the engine accepts requests."""
+        """Return whether the engine accepts requests; if its process has just been found dead, all
+        requests fail."""
         if self._ended is None and self._process.poll() is not None:
             self._die(f"the engine's process has ended with {self._process.returncode}")
         return self._ended is None
 
     def pause(self) -> None:
-        """Let no further step begin."""
+        """Let no further step begin, and return when none runs; requests are still accepted."""
         self._call("pause")
 
     def resume(self) -> None:
@@ -221,7 +231,8 @@ class RemoteEngine(asyncio.Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output of one prompt, with all text so far, each time it has grown.
 
-        A yielded output changes with the next await. The arguments are those of
+        A yielded output is the same object each time and changes with the next await. A reader that
+        stops early drops the request in the engine. The arguments are those of
         `AsyncLLM.generate`.
         """
         asked = RequestTerms.given_to(RemoteEngine.generate, terms)
@@ -302,12 +313,13 @@ class RemoteEngine(asyncio.Protocol):
         return msgspec.convert(self._call("stats"), EngineStats)
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Return why a request waits, see `Engine.explain`."""
+        """Return the state of a request, why it waits and its cost so far, see
+        `Engine.explain`."""
         told: dict[str, Any] = self._call("explain", request_id)
         return told
 
     def trace(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return the engine's latest decisions, see `Engine.trace`."""
+        """Return recent events of the scheduler, from number `since` on, see `Engine.trace`."""
         told: list[dict[str, Any]] = self._call("trace", since)
         return told
 
@@ -317,12 +329,12 @@ class RemoteEngine(asyncio.Protocol):
         return told
 
     def line(self, most: int) -> list[str]:
-        """Return the requests that wait, see `Engine.line`."""
+        """Return the ids of the first `most` requests that wait, the next one to run first."""
         told: list[str] = self._call("line", most)
         return told
 
     async def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks; return False while requests hold some."""
+        """Drop all cached blocks and return True; return False if requests hold some."""
         return bool(await asyncio.wrap_future(beside(lambda: self._call("reset_prefix_cache"))))
 
     async def load_lora_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
@@ -330,15 +342,16 @@ class RemoteEngine(asyncio.Protocol):
         await self._until_ended("load_lora_adapter", name, path, replaces)
 
     async def update_weights(self, path: str, *, running: str = "wait") -> None:
-        """Take other weights from a folder, see `LLM.update_weights`."""
+        """Replace the model's weights by those of a folder or hub name, and return when it is done,
+        see `LLM.update_weights`."""
         await self._until_ended("update_weights", path, running)
 
     async def sleep(self, level: int = 1, *, running: str = "wait") -> None:
-        """Give memory back, see `LLM.sleep`."""
+        """Free the memory of the cache and of the weights until `wake`, see `LLM.sleep`."""
         await self._until_ended("sleep", level, running)
 
     async def wake(self) -> None:
-        """Take requests again, see `LLM.wake`."""
+        """Take requests again after `sleep`, see `LLM.wake`."""
         await self._until_ended("wake")
 
     async def facts(self) -> Facts:
@@ -356,8 +369,10 @@ class RemoteEngine(asyncio.Protocol):
     async def _until_ended(self, name: str, *arguments: Any) -> None:
         """Start a long task in the engine's process, and wait for its end; other calls go on.
 
+        The task's result is dropped, and its error raised.
+
         Args:
-            name: the name of the task.
+            name: the name of a call that returns a task's number, see `Host`.
             arguments: the task's arguments.
         """
         number = await asyncio.wrap_future(beside(partial(self._call, name, *arguments)))
@@ -370,16 +385,19 @@ class RemoteEngine(asyncio.Protocol):
         await asyncio.wrap_future(beside(lambda: self._call("unload_lora_adapter", name)))
 
     async def aclose(self) -> None:
-        """Accept no more requests and end those of this object."""
+        """End the requests that have not ended with EngineClosedError, and wait until the engine
+        has handled all calls before this one; its process goes on."""
         for pending in list(self._pending.values()):
             pending.end(None, EngineClosedError("the engine was closed"))
         with suppress(EngineClosedError):
             await asyncio.wrap_future(beside(lambda: self._call("caught_up")))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End the process; return whether it ended by itself, with everything written.
+        """End the engine's process; return whether it ended by itself, with everything written.
 
-        A process that has not answered a second after `timeout_s` hangs, and is killed.
+        Args:
+            timeout_s: seconds that the engine may take to close; a process that has not answered a
+                second later hangs, and is killed. None waits for it.
         """
         has_ended = False
         with suppress(EngineClosedError, TimeoutError):
@@ -416,8 +434,8 @@ class RemoteEngine(asyncio.Protocol):
         return self._transport
 
     def data_received(self, data: bytes) -> None:
-        """Apply the complete messages in `data`, and give changed outputs to their sinks at
-        once."""
+        """Apply the messages that are complete with `data`, as asyncio calls it, to the outputs of
+        their requests, and have `Mailbox` wake the readers."""
         assert self._mailbox is not None, "it is made before the connection"
         self._buffer += data
         is_due = False
@@ -440,7 +458,7 @@ class RemoteEngine(asyncio.Protocol):
             self._mailbox.deliver()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail all unfinished requests."""
+        """Fail all unfinished requests: asyncio calls this when the engine's process is gone."""
         self._die("the engine's process has ended")
 
     def _die(self, why: str) -> None:
@@ -466,7 +484,7 @@ class RemoteEngine(asyncio.Protocol):
 
 
 def _output_of(sent: Mapping[str, Any]) -> RequestOutput:
-    """Return the output that was sent as a table."""
+    """Return the output that `End.output` describes, a table by the fields of RequestOutput."""
     state = sent["prompt_state"]
     typed = {
         "outputs": [CompletionOutput(**one) for one in sent["outputs"]],

@@ -47,7 +47,7 @@ Logprobs = list[dict[int, float]] | None
 
 
 class Ask(msgspec.Struct, array_like=True, tag=True):
-    """A new request.
+    """A message of the server: a new request for the engine.
 
     Attributes:
         number: the number by which later messages name it.
@@ -71,13 +71,20 @@ class Ask(msgspec.Struct, array_like=True, tag=True):
 
 
 class Drop(msgspec.Struct, array_like=True, tag=True):
-    """The client of a request has left."""
+    """A message of the server: the client of the request with this number has left."""
 
     number: int
 
 
 class Choice(msgspec.Struct, array_like=True):
-    """The new part of a sample; text and finish_reason are as in `CompletionOutput`."""
+    """The new part of one sample since the last message.
+
+    Attributes:
+        place: the index of the sample in the request's outputs.
+        token_ids, text: the new tokens, and the new text.
+        logprobs: log-probabilities at each new token; None unless the request asked for them.
+        cumulative_logprob, finish_reason, stop_reason: the present values, see `CompletionOutput`.
+    """
 
     place: int
     token_ids: list[int]
@@ -89,7 +96,14 @@ class Choice(msgspec.Struct, array_like=True):
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """The new part of an unfinished request; its prompt's log-probabilities are sent once."""
+    """The new part of an unfinished request since the last message.
+
+    Attributes:
+        number: the request's number, as in `Ask`.
+        num_cached_tokens: number of its prompt's tokens that were found cached.
+        choices: the samples that have something new.
+        prompt_logprobs: the prompt's log-probabilities, sent once; None in other messages.
+    """
 
     number: int
     num_cached_tokens: int
@@ -98,7 +112,12 @@ class Delta(msgspec.Struct, array_like=True):
 
 
 class News(msgspec.Struct, array_like=True, tag=True):
-    """The new parts of all requests since the last message, and the engine's state."""
+    """A message of the engine: the new parts of all requests since the last one, and its state.
+
+    Attributes:
+        last_step_time, num_restarts: the attributes of EngineLoop.
+        deltas: the new part of each request that has one.
+    """
 
     last_step_time: float | None
     num_restarts: int
@@ -106,7 +125,8 @@ class News(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """An exception: the name of its class, its message, and its traceback if known."""
+    """An exception as it is sent: the name of its class, its message, and its traceback, "" if it
+    is not sent."""
 
     kind: str
     message: str
@@ -114,7 +134,13 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class End(msgspec.Struct, array_like=True, tag=True):
-    """The whole output of a request that has ended; None if it never began."""
+    """A message of the engine: the request with this number has ended.
+
+    Attributes:
+        number: the request's number, as in `Ask`.
+        output: the fields of the whole RequestOutput; None if the request never began.
+        failure: the error that has ended the request; None if it has finished.
+    """
 
     number: int
     output: dict[str, Any] | None
@@ -122,10 +148,10 @@ class End(msgspec.Struct, array_like=True, tag=True):
 
 
 def plain(value: Any) -> Any:
-    """Return a value of texts, numbers, lists and tables, with integers of any size, for sending.
+    """Return a value of texts, numbers, lists and tables in a form that MessagePack can encode.
 
-    MessagePack's integers have 64 bits. A seed may be larger; the engine refuses other large
-    values.
+    Sets and tuples become lists. MessagePack's integers have 64 bits, so a larger one, such as a
+    seed, becomes an extension that `wide` decodes.
     """
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         size = value.bit_length() // 8 + 1
@@ -141,7 +167,7 @@ def wide(code: int, data: memoryview) -> int:
     """Return the integer of more than 64 bits that `plain` encoded.
 
     Raises:
-        ValueError: `code` is not that of such an integer.
+        ValueError: `code` is of no such integer.
     """
     if code != _WIDE:
         raise ValueError(f"code must be {_WIDE}, got {code}")
@@ -149,13 +175,13 @@ def wide(code: int, data: memoryview) -> int:
 
 
 def frame(message: Any) -> bytes:
-    """Return the bytes of a message."""
+    """Return the bytes of a message: its length in four bytes, then its MessagePack."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def frames(buffer: bytearray) -> list[bytes]:
-    """Remove the complete messages from a receive buffer and return them."""
+    """Remove the complete frames from a receive buffer, and return the MessagePack of each."""
     found, start = [], 0
     while len(buffer) - start >= _LENGTH.size:
         end = start + _LENGTH.size + _LENGTH.unpack_from(buffer, start)[0]
@@ -168,7 +194,7 @@ def frames(buffer: bytearray) -> list[bytes]:
 
 
 def receive(sock: socket.socket) -> bytes:
-    """Return the next message of a blocking socket.
+    """Wait for the next frame of a blocking socket, and return its MessagePack.
 
     Raises:
         EOFError: the other end is closed.
@@ -187,7 +213,10 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def told_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the fields that differ from the defaults, and "beams" for a beam search.
+    """Return sampling parameters as a table to send, which `sampling_of` reads.
+
+    It has the fields that differ from their defaults; of a beam search all its fields, and
+    "beams".
 
     Raises:
         RequestError: the parameters contain functions, which cannot be sent.
@@ -226,7 +255,7 @@ _SEARCH = (
 
 
 def sampling_of(told: dict[str, Any]) -> SamplingParams:
-    """Return the sampling parameters from their message."""
+    """Return the sampling parameters from the table of `told_sampling`."""
     told = dict(told)
     if told.pop("beams", False):
         return BeamSearchParams(**told)
@@ -236,7 +265,7 @@ def sampling_of(told: dict[str, Any]) -> SamplingParams:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the message of an exception."""
+    """Return an exception as it is sent, without its traceback."""
     return Failure(type(error).__name__, str(error))
 
 
@@ -257,7 +286,11 @@ _BUILTIN: dict[str, type[Exception]] = {
 
 
 def error_of(failure: Failure) -> Exception:
-    """Return the exception of a message; an unknown class becomes RuntimeError."""
+    """Return the exception that was sent: of its class in `tilewise.errors` or Python, or a
+    RuntimeError with the class's name.
+
+    A traceback that was sent is added as a note.
+    """
     kind = getattr(errors, failure.kind, None) or _BUILTIN.get(failure.kind)
     if isinstance(kind, type) and issubclass(kind, Exception):
         error: Exception = kind(failure.message)

@@ -30,18 +30,21 @@ def _text(name: str) -> str:
 
 
 def page() -> bytes:
-    """Return the page."""
+    """Return the HTML document of the page in UTF-8, with its style, script and icon in it."""
     return _filled("index.html", "page.js")
 
 
 def gate() -> bytes:
-    """Return the form that asks for the key."""
+    """Return the HTML document in UTF-8 of the form that asks for the API key."""
     return _filled("gate.html", "gate.js")
 
 
 @cache
 def headers() -> dict[str, str]:
-    """Return the headers of both; one policy fits both, as the gate is replaced by the page."""
+    """Return the HTTP headers of `page` and of `gate`.
+
+    One content security policy fits both documents, as the gate is replaced by the page.
+    """
     scripts = " ".join(_hash(_text(name)) for name in ("page.js", "gate.js"))
     policy = (
         f"default-src 'none'; script-src {scripts}; style-src {_hash(_text('page.css'))}; "
