@@ -225,7 +225,7 @@ def read_head(
         purpose: the stages that follow the decoder.
         directory: the directory of the checkpoint.
         model: the model, whose parameters may be on "meta".
-        is_random: True to draw their weights.
+        is_random: True to draw the layers' weights at random instead of reading them.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.

@@ -26,10 +26,11 @@ _SCALES_AND_ROTATION = 4  # the tensors of a call before q, see `plan.FP8_TENSOR
 
 
 class DequantisedPlan:
-    """A call in 8 bits that runs as one of a wider dtype.
+    """A plan of attention over e4m3 tensors: torch dequantises q, k and v to `dtype`, then the plan
+    `exact` of the same attention in that dtype runs.
 
     Attributes:
-        tiles, steps: as of any plan.
+        tiles, steps: the tiles and steps of `exact`, with the dequantising as the first step.
     """
 
     def __init__(self, spec: Fp8Spec, dtype: torch.dtype, exact: Plan) -> None:
@@ -42,7 +43,8 @@ class DequantisedPlan:
     def of(
         cls, call: Call, planner: Callable[[Call], Plan | Refusal], dtype: torch.dtype
     ) -> DequantisedPlan | Refusal:
-        """Return a plan that dequantises a call's tensors to `dtype` and attends to these copies.
+        """Return a plan that dequantises a call's tensors to `dtype` and attends to these copies,
+        or the planner's refusal.
 
         Args:
             call: a call of `FP8_TENSORS`.
@@ -59,7 +61,9 @@ class DequantisedPlan:
         return exact if isinstance(exact, Refusal) else cls(spec, dtype, exact)
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Return o like q with Dv channels and lse float32 (B, Hq, Sq) or (Hq, Tq)."""
+        """Return o, like q with Dv channels and in the spec's o_dtype, and lse, float32 (B, Hq, Sq)
+        or packed (Hq, Tq). `tensors` are those of `FP8_TENSORS`, in this order; the rotation is not
+        needed, since q and k share it."""
         scales, own = tensors[:_QKV], AttentionTensors(*tensors[_SCALES_AND_ROTATION:])
         edges = (own.cu_seqlens_q, own.cu_seqlens_k, own.cu_seqlens_k)
         given = zip(own[:_QKV], scales, edges, strict=True)
@@ -72,7 +76,8 @@ class DequantisedPlan:
 def _dequantised(
     x8: Tensor, scale: Tensor | None, dtype: torch.dtype, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Return x8 (B, S, H, D) * scale, contiguous.
+    """Return x8 (B, S, H, D) * scale, computed in float32 and rounded to `dtype`, contiguous and in
+    the shape of x8.
 
     Args:
         scale: (B, H), or (B, H, S) where each token has one; of a packed x8 (T, H, D) these are

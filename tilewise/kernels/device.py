@@ -18,8 +18,8 @@ def has_triton() -> bool:
 
 
 def interpreting() -> bool:
-    """Return whether Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1 before
-    import)."""
+    """Return whether Triton kernels run in its CPU interpreter: the environment has
+    TRITON_INTERPRET=1, which counts only if it was set before Triton was imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
@@ -61,25 +61,29 @@ def _index_of(device: torch.device) -> int:
 
 
 def _is_gpu(device: torch.device) -> bool:
-    """Return whether `device` is a GPU; "meta", where plans are made, stands for the current
-    one."""
+    """Return whether `device` is a GPU. "meta", where plans are made, counts as one if torch sees a
+    GPU: it stands for the current one."""
     return device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
 
 
 def arch_of(device: torch.device) -> int:
-    """Return the capability to choose tiles for; the interpreter on a CPU is treated as Hopper."""
+    """Return the compute capability (90 for Hopper) to choose tiles for: the one of `device`, of
+    the current GPU for "meta" or "cuda" without an index; 90 for a CPU, where the interpreter is
+    treated as Hopper."""
     return capability(_index_of(device)) if _is_gpu(device) else 90
 
 
 def sm_count_of(device: torch.device) -> int:
-    """Return the multiprocessors to fill; few for the interpreter, so that tests split unevenly."""
+    """Return the number of multiprocessors that a launch on `device` should fill: those of the GPU,
+    or 4 for a CPU, so few that tests in the interpreter split keys unevenly."""
     return sm_count(_index_of(device)) if _is_gpu(device) else 4
 
 
 def why_not_hopper(device_type: str, *, needs_gpu: bool = False) -> str | None:
-    """Return why kernels of Hopper's own cannot run on a device, or None if they can.
+    """Return why kernels of Hopper's own cannot run on a device of this type, or None if they can.
 
-    Without a GPU the answer is that for Hopper, as for the other backends, unless `needs_gpu`.
+    On a machine without a GPU "cuda" is treated as Hopper, so that calls can be planned there,
+    unless `needs_gpu`. Any type but "cuda" is refused.
     """
     return why_not_gpu(device_type, (9,), needs_gpu=needs_gpu)
 
@@ -87,7 +91,12 @@ def why_not_hopper(device_type: str, *, needs_gpu: bool = False) -> str | None:
 def why_not_gpu(
     device_type: str, generations: tuple[int, ...], *, needs_gpu: bool = False
 ) -> str | None:
-    """Return why a device is no GPU of these major compute capabilities; see `why_not_hopper`."""
+    """Return why the current GPU has none of these major compute capabilities, or None if it has
+    one.
+
+    On a machine without a GPU "cuda" is treated as Hopper (9), unless `needs_gpu`. Any type but
+    "cuda" is refused.
+    """
     if device_type != "cuda":
         return f"device must be cuda, got {device_type}"
     has_gpu = torch.cuda.is_available()

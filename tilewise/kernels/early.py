@@ -61,7 +61,9 @@ _state = _State()
 
 @contextmanager
 def launching(modes: Mapping[str, int] | None = None) -> Iterator[None]:
-    """Let kernels of this thread begin early, those of CHOSEN or as `modes` says of each kind.
+    """Let kernels of this thread be launched early inside of this context: while the kernel before
+    them still runs. `modes` gives OFF, FIRST or AFTER by kind of kernel; None is CHOSEN. What held
+    before returns at the end.
 
     No kernel in here may write what others read before they wait: weights, and of a step its plan,
     its table, its lengths and its slots. Those are to be written before, and after them there must
@@ -77,10 +79,12 @@ def launching(modes: Mapping[str, int] | None = None) -> Iterator[None]:
 
 
 def chosen() -> tuple[tuple[str, int], ...]:
-    """Return the kinds of kernels of this thread that begin early, and how."""
+    """Return the (kind, mode) pairs of the kernels of this thread that are launched early, sorted
+    by kind: the modes of the `launching` around the call; () outside of any."""
     return _state.chosen
 
 
 def mode(kind: str) -> int:
-    """Return how a kernel of this kind is to be launched: OFF, FIRST or AFTER."""
+    """Return how a kernel of this kind is to be launched in this thread: OFF, FIRST or AFTER; OFF
+    for a kind that is not named and outside of `launching`."""
     return _state.modes.get(kind, OFF)

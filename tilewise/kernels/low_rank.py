@@ -39,12 +39,12 @@ class LowRank:
 
     @property
     def parts(self) -> int:
-        """P."""
+        """The number P of parts of the layer's outputs."""
         return self.scale.shape[1]
 
     @property
     def rank(self) -> int:
-        """R."""
+        """The largest rank R of a part, a multiple of TILE."""
         return self.b.shape[1]
 
 
@@ -62,13 +62,19 @@ class RowTiles:
 
 
 def most_tiles(rows: int, slots: int) -> int:
-    """Return the largest number of tiles that `rows` rows need with any choice among `slots`
-    adapters."""
+    """Return the most tiles of TILE rows that `rows` rows can need, however they choose among
+    `slots` adapters: each tile has rows of one adapter."""
     return (rows + (TILE - 1) * min(rows, slots)) // TILE
 
 
 def tile_rows(slots: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return `RowTiles.slots` and `RowTiles.rows` of rows that use slots (T,), -1 for none."""
+    """Return `RowTiles.slots` and `RowTiles.rows` as arrays: the rows of each slot in ascending
+    order, in tiles of TILE, tiles in the order of their slots.
+
+    Args:
+        slots: (T,), the slot that each row uses, -1 for a row without an adapter, which is in no
+            tile.
+    """
     order = np.argsort(slots, kind="stable")
     order = order[np.searchsorted(slots[order], 0) :]
     used, counts = np.unique(slots[order], return_counts=True)

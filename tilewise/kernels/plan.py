@@ -47,10 +47,11 @@ _new = tuple.__new__  # a named tuple in a third of the time of its class
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory, but for its address.
+    """How a tensor lies in memory, but for its address; shape and stride in elements, as torch has
+    them.
 
     Attributes:
-        is_aligned: True if its address is a multiple of 16 bytes.
+        is_aligned: True if the tensor's address is a multiple of 16 bytes.
     """
 
     shape: tuple[int, ...]
@@ -64,7 +65,7 @@ class Layout(NamedTuple):
         return _new(cls, (x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT == 0))
 
     def meta(self) -> Tensor:
-        """Return a tensor without memory that lies so."""
+        """Return a tensor on the device "meta", without memory, of this shape, stride and dtype."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
 
 
@@ -72,7 +73,7 @@ class Call(NamedTuple):
     """All that decides how a call is computed.
 
     Attributes:
-        device: the device of its tensors.
+        device: the device of the call's tensors.
         layouts: layouts of the fields of `AttentionTensors`, None for those that were not given; a
             gradient has those of do, dlse, o and lse before them, attention in 8 bits has those of
             `FP8_TENSORS`. Paged attention has those of the fields of `PagedTensors` and of the
@@ -86,13 +87,16 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, spec: Any, tensors: Sequence[Tensor | None]) -> Call:
-        """Return the call of these tensors, in the order of `layouts`."""
+        """Return the call of `spec` with the layouts of `tensors`, which come in the order of
+        `layouts`. None stays None; the device is the one of the first tensor given."""
         first = next(x for x in tensors if x is not None)
         layouts = [x if x is None else Layout.of(x) for x in tensors]
         return cls(spec, first.device, tuple(layouts))
 
     def gradient(self, spec: AttentionSpec) -> Call:
-        """Return the call of its gradient, where gradients of o alone come in contiguous."""
+        """Return the call of the backward pass of this forward call, as it is when only o has a
+        gradient: do, o and lse are taken to be contiguous, dlse is None, and the layouts of this
+        call's tensors follow. `spec` becomes the spec of the new call."""
         q = self.layouts[0]
         assert q is not None
         o = (*q.shape[:-1], spec.v_head_dim)
@@ -103,13 +107,14 @@ class Call(NamedTuple):
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """Return how a fresh tensor lies."""
+    """Return the layout of a fresh tensor: contiguous strides, aligned to 16 bytes."""
     return _new(Layout, (shape, _steps(shape), dtype, True))
 
 
 @functools.lru_cache(maxsize=4096)
 def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
+    """Return the strides, in elements, of a contiguous tensor; a dimension of size 0 counts as
+    1."""
     strides, step = list[int](), 1
     for size in reversed(shape):
         strides.append(step)
@@ -126,7 +131,8 @@ class Refusal(NamedTuple):
 def run_once(
     planner: Callable[[Call], Plan | Refusal], spec: AttentionSpec, tensors: AttentionTensors
 ) -> Results:
-    """Plan a forward pass and run it once, as a part of another plan's run.
+    """Plan a forward pass with `planner`, run the plan once on `tensors`, and return its results.
+    Used where the run of another plan needs attention as a part; the plan is not kept.
 
     Raises:
         UnsupportedError: the planner refuses.
@@ -141,8 +147,9 @@ class Plan(Protocol):
     """How a backend runs a call.
 
     Attributes:
-        tiles: the tiles of each part, where the backend has a table of them.
-        steps: the steps of a run, a line each.
+        tiles: the tile sizes of each kernel by its part ("fwd", "dq", ...); empty where the backend
+            has no table of them.
+        steps: the steps of a run in words, a line each.
     """
 
     @property
@@ -152,15 +159,17 @@ class Plan(Protocol):
     def steps(self) -> list[str]: ...
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Run the plan for tensors with the layouts of its call; results are contiguous."""
+        """Run the plan for tensors with the layouts of its call, in their order; return the
+        results, contiguous tensors, or None for one that the call does not have."""
 
 
 class Again(Protocol):
-    """Calls of a plan that follow one another on a stream, in the same buffers."""
+    """Repeated runs of one plan, one after another on a stream, that reuse the same buffers between
+    its steps; made by `LaunchPlan.again`."""
 
     def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-        """Run the plan with its only result in `out`; False, and nothing runs, where that is
-        impossible."""
+        """Run the plan for `tensors` with its only result written to `out`, and return True; return
+        False, with nothing run, where `out` or the tensors do not allow it."""
 
 
 class View(NamedTuple):
@@ -171,12 +180,14 @@ class View(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tensor of a plan: which of its buffers it lies in; `view` is None for a buffer itself.
+    """A tensor of a plan: the index of the buffer that holds it, and which view of the buffer it
+    is; `view` is None for a whole buffer.
 
     Attributes:
         kind: the facts for which kernels are compiled: the dtype, whether it starts at a multiple
             of 16 bytes, and the device.
-        slot: the index of its address in the list of a run; a buffer has its number.
+        slot: the index of the tensor's address in a run's list of addresses; equal to `buffer` for
+            a whole buffer.
     """
 
     buffer: int
@@ -186,17 +197,20 @@ class Place(NamedTuple):
     slot: int
 
     def fill(self, run: Run) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor that this place stands for in a run."""
         return run.tensor(self)
 
 
 class Buffer(NamedTuple):
-    """Memory that steps read or write.
+    """Memory that the steps of a plan read or write, as the plan knows it before a run.
 
     Attributes:
-        kind: "input", "result" (allocated by itself), "work" (allocated for the call), "made" (by a
-            step) or "asked" (for when a call begins).
-        whole: the tensor that it is, on "meta"; None where only views of it are known.
+        kind: the origin of the memory: "input" (a tensor of the call), "result" (allocated on its
+            own, and returned), "work" (scratch allocated for the run), "made" (returned by a step
+            of torch's) or "asked" (returned by a function when a run begins, see `Maker.ask`).
+        whole: the contiguous tensor that fills the buffer, on "meta"; None where only views of it
+            are known.
+        num_bytes: the size of the buffer; 0 for an input.
     """
 
     kind: str
@@ -206,11 +220,12 @@ class Buffer(NamedTuple):
 
 
 class Run:
-    """The buffers of one call.
+    """One run of a plan: the tensors that its places stand for.
 
     Attributes:
-        tensors: the tensor of each buffer; None until it is made.
-        stream: the address of the current CUDA stream, 0 on a CPU.
+        tensors: the tensor of each buffer, by index; None for an input that was not given, and
+            until a step makes it.
+        stream: the address of the current CUDA stream; 0 on a CPU and where no step needs it.
     """
 
     __slots__ = ("stream", "tensors")
@@ -219,16 +234,17 @@ class Run:
         self.tensors, self.stream = tensors, stream
 
     def buffer(self, index: int) -> Tensor:
-        """Return all of a buffer."""
+        """Return the whole tensor of the buffer with this index."""
         x: Tensor = self.tensors[index]
         return x
 
     def store(self, index: int, x: Tensor) -> None:
-        """Let a buffer be `x`."""
+        """Set the tensor of the buffer with this index to `x`, as a step does that made it."""
         self.tensors[index] = x
 
     def tensor(self, place: Place) -> Tensor:
-        """Return the tensor of a place."""
+        """Return the tensor of a place: its whole buffer, or the view of it that the place
+        describes, without a copy."""
         x, view = self.buffer(place.buffer), place.view
         if view is None:
             return x
@@ -238,7 +254,8 @@ class Run:
 
 
 class Compute:
-    """A step that torch does: `function` of these tensors, and which buffer its result is."""
+    """A step that torch does: `function` is called with the tensors of `places`. Its result becomes
+    the buffer with the index `made`; with None it writes to one of the tensors instead."""
 
     def __init__(
         self, function: Callable[..., Tensor], places: list[Place], made: int | None
@@ -249,17 +266,20 @@ class Compute:
         return f"torch: {getattr(self._function, '__name__', self._function)}"
 
     def run(self, run: Run) -> None:
-        """Compute the result from the buffers of a run."""
+        """Call the function on the tensors of a run, and keep its result in the run as the buffer
+        `made`; the result is dropped if `made` is None."""
         found = self._function(*map(run.tensor, self._places))
         if self._made is not None:
             run.store(self._made, found)
 
 
 class Launch:
-    """A step that a kernel does, started by Triton's own launcher.
+    """A step that a Triton kernel does, started by Triton's own launcher on `grid` programs.
 
     Args:
-        arguments: with a Place for each tensor, also inside of tuples.
+        arguments: the kernel's run-time arguments in their order, with a Place for each tensor,
+            also inside of tuples.
+        options: the kernel's constants and num_warps and the like, by name.
     """
 
     def __init__(
@@ -277,7 +297,8 @@ class Launch:
         return f"launch {name} on {self.grid} programs"
 
     def run(self, run: Run) -> None:
-        """Start the kernel on the buffers of a run."""
+        """Start the kernel with the tensors of a run in place of its Places; it may not have ended
+        on return."""
         grid = self.grid if isinstance(self.grid, tuple) else (self.grid,)
         self.kernel[grid](*filled(self.arguments, run), **self.options)
 
@@ -321,11 +342,13 @@ class LaunchPlan:
         return [str(action) for action in self.actions]
 
     def run(self, *tensors: Tensor | None, out: Tensor | None = None) -> Results:
-        """Run the plan for tensors with the layouts of its call.
+        """Run the plan for tensors with the layouts of its call; return its results in the order of
+        `Maker.finish`, None where that had None.
 
         Args:
-            out: memory for the first result, of its layout and at a multiple of 16 bytes; None
-                allocates it.
+            tensors: the tensors of the call, None for those that were not given.
+            out: memory for the first result, of its layout and at a multiple of 16 bytes, which is
+                returned in its place; None allocates it.
         """
         run = self._done(tensors)
         results = tuple(None if i is None else run.tensors[i] for i in self._results)
@@ -338,17 +361,20 @@ class LaunchPlan:
         """Return an object that repeats `run` with `out` for tensors like these, or None.
 
         The plan has run for tensors of the same sizes and strides before. None means that repeating
-        would save nothing.
+        would save nothing: always so here, where Triton's own launcher starts each kernel; plans
+        whose launches take addresses return an object.
         """
         return None
 
     def run_for(self, places: Sequence[Place], *tensors: Tensor | None) -> list[Tensor]:
-        """Run the plan and return the tensors at `places`, which need not be results."""
+        """Run the plan for tensors with the layouts of its call and return the tensors at `places`,
+        which need not be results."""
         run = self._done(tensors)
         return [run.tensor(place) for place in places]
 
     def _done(self, tensors: Sequence[Tensor | None]) -> Run:
-        """Return the buffers of a call whose steps have run, or were launched."""
+        """Allocate the buffers of a call, do all steps in order on the plan's device, and return
+        the run with its buffers. On a GPU kernels have been launched and need not have ended."""
         with device_of(self.device):
             run = self._begin(tensors)
             for action in self.actions:
@@ -356,8 +382,9 @@ class LaunchPlan:
         return run
 
     def launcher(self, tensors: Sequence[Tensor | None]) -> Callable[[], None]:
-        """Return a function that only launches the steps, to be measured; all memory is
-        allocated here."""
+        """Return a function that only does the steps of a run, to be measured: this method runs the
+        plan once, so that its kernels are compiled, and allocates all memory of the run that the
+        function repeats."""
         self.run(*tensors)
         run = self._begin(tensors)
 
@@ -368,7 +395,8 @@ class LaunchPlan:
         return start
 
     def _begin(self, tensors: Sequence[Tensor | None]) -> Run:
-        """Allocate the results and the scratch of a call."""
+        """Return a run for `tensors` with the results, the scratch and the "asked" buffers of a
+        call allocated; buffers that steps make are None yet."""
         run = Run([*tensors, *[None] * (len(self._buffers) - self._num_inputs)], 0)
         for index, each in enumerate(self._buffers):
             if each.kind not in ("result", "work"):
@@ -385,7 +413,8 @@ class LaunchPlan:
 
 
 def device_of(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which kernels are launched on `device`."""
+    """Return a context in which kernels are launched on `device`; it does nothing on a CPU or where
+    `device` is the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -424,7 +453,9 @@ class Maker:
 
     @property
     def tensors(self) -> AttentionTensors:
-        """Return the call's tensors; all but q, k, v and bias may be indexed without strides."""
+        """The fields of `AttentionTensors` of the call, as tensors on "meta" without memory. All
+        but q, k, v and bias may be indexed without strides: each reading of the property adds a
+        copy of one that is not contiguous to the plan."""
         given = self.inputs[-len(AttentionTensors._fields) :]
         for index, x in enumerate(given):
             if x is not None and index not in _STRIDED and not x.is_contiguous():
@@ -432,11 +463,13 @@ class Maker:
         return AttentionTensors(*given)
 
     def input(self, name: str) -> Tensor | None:
-        """Return one of the call's tensors."""
+        """Return the tensor of the call with this name, on "meta"; None if it was not given. Raises
+        ValueError for a name that is none of `names`."""
         return self.inputs[self._names.index(name)]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that launches write."""
+        """Return a contiguous tensor on "meta" for memory that launches write: scratch of each run,
+        or a result if `finish` is given it."""
         x = torch.empty_strided(shape, _steps(shape), dtype=dtype, device=_META)
         index = len(self._buffers)
         kind = (dtype, True, self.device)
@@ -450,7 +483,8 @@ class Maker:
         return self.place(x).kind[1]
 
     def launch(self, kernel: Any, grid: int | Grid, *arguments: Any, **options: Any) -> None:
-        """Start `kernel` on `grid` programs; options: num_warps and constants, by name."""
+        """Add a launch of `kernel` on `grid` programs to the plan. `arguments` may hold tensors of
+        this maker; `options` are num_warps and the kernel's constants, by name."""
         places = self.placed(arguments)
         self._actions.append(self._launch(kernel, grid, places, options))
 
@@ -472,18 +506,20 @@ class Maker:
         return like
 
     def dense(self, x: Tensor | None) -> Tensor | None:
-        """Return a tensor that kernels may index without its strides: a copy where needed."""
+        """Return a tensor that kernels may index without strides: `x` itself if it is contiguous or
+        None, else a copy, whose computation is added to the plan."""
         if x is None or x.is_contiguous():
             return x
         return self.copy(x)
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return a contiguous copy."""
+        """Add a contiguous copy of `x` to the plan, and return the tensor that stands for it."""
         like = torch.empty(x.shape, dtype=x.dtype, device=_META)
         return self.compute(_contiguous_copy, x, like=like)
 
     def full(self, shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of one value."""
+        """Add the filling of a new tensor with one value to the plan, and return the tensor that
+        stands for it."""
         x = self.empty(shape, dtype)
 
         def fill(x: Tensor) -> Tensor:
@@ -492,8 +528,8 @@ class Maker:
         return self.compute(fill, x, like=x)
 
     def ask(self, make: Callable[[int], Tensor], like: Tensor) -> Tensor:
-        """Add a buffer that each call gets from `make(stream)`; return it as a tensor like
-        `like`."""
+        """Add a buffer to the plan that each run gets from `make(stream)`, with the address of the
+        run's CUDA stream; return `like`, whose layout it has and which stands for it."""
         index = self._add(like, Buffer("asked", like, like.nbytes, like.dtype))
         self._asked.append((index, make))
         return like
@@ -504,8 +540,8 @@ class Maker:
         """Return the plan of the recorded actions.
 
         Args:
-            results: the results of the plan: whole tensors that were allocated for it or computed
-                by it.
+            results: the results of the plan, None for one that the call does not have: whole
+                tensors that were allocated for it or computed by it.
             tiles: a function that returns the tile sizes of the plan's kernels, by part.
         """
         indices = [None if x is None else self._as_result(x) for x in results]
@@ -515,8 +551,8 @@ class Maker:
     def run_at_once(
         self, wanted: Sequence[Tensor], tensors: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Run the recorded actions for a call's tensors; return the tensors that `wanted` stand
-        for.
+        """Run the recorded actions once for a call's tensors, without a plan that is kept; return
+        the tensors that `wanted` stand for.
 
         Args:
             wanted: tensors of this maker, or views of them.
@@ -548,7 +584,8 @@ class Maker:
         return argument
 
     def place(self, x: Tensor) -> Place:
-        """Return where a tensor lies."""
+        """Return the Place of a tensor of this maker or of a view of one. A tensor on "meta" whose
+        memory the plan does not know yet is added as scratch of each run."""
         found = self._places.get(id(x))
         if found is None:
             found = self._places[id(x)] = self._place_of_view(x)
@@ -574,7 +611,8 @@ class Maker:
         return Place(index, at, seen, (x.dtype, is_aligned, self.device), index)
 
     def _buffer_of(self, x: Tensor) -> int | None:
-        """Return which buffer a tensor lies in, None for one that is new."""
+        """Return the index of the buffer whose memory a tensor shares, None for memory that the
+        plan does not know."""
         found = self._places.get(id(x)) or self._places.get(id(x._base))
         if found is not None:
             return found.buffer
@@ -589,7 +627,8 @@ class Maker:
         return self._add(x, Buffer("made", x, x.nbytes, x.dtype))
 
     def _add(self, x: Tensor, buffer: Buffer) -> int:
-        """Add the buffer that `x` is, or lies in where its layout is not known."""
+        """Add a buffer to the plan and return its index. `x` is the buffer as a tensor, or a view
+        of it where `buffer.whole` is None; it is kept alive."""
         index = len(self._buffers)
         self._kept.append(x)
         self._buffers.append(buffer)

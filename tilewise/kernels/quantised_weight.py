@@ -89,12 +89,12 @@ class QuantisedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """The shape (N, K) of the weight that the codes stand for: outputs and inputs."""
         return self.codes.shape[0], self.codes.shape[1] * (8 // self.bits)
 
     @property
     def device(self) -> torch.device:
-        """The device of all tensors."""
+        """The device of the codes, on which all tensors lie."""
         return self.codes.device
 
     @property
@@ -173,7 +173,8 @@ class QuantisedWeight:
         return self.outer is not None or self.outer_minimums is not None
 
     def dequantise(self) -> Tensor:
-        """Return W (N, K) in the dtype `computed`."""
+        """Return W (N, K) in the dtype `computed`, its columns in the order of the inputs whatever
+        the order of codes."""
         if self.in_lanes:
             return self.columns().dequantise()
         rows, columns = self.shape
@@ -209,8 +210,10 @@ class QuantisedWeight:
 
     @property
     def is_spread(self) -> bool:
-        """Whether lanes spread the bits of codes and have scales in an order of their own: those of
-        MXFP4 of whole eights of rows."""
+        """Whether the order of lanes also spreads the bits of codes and reorders scales: true of
+        MXFP4 weights, with the table E2M1, scales in float8_e8m0fnu for blocks of 1 x 32 and
+        nothing else, whose rows are a multiple of 8 and whose scales in a row are a multiple of
+        4."""
         return (
             self.table == E2M1
             and self.scales.dtype == torch.float8_e8m0fnu
@@ -242,8 +245,9 @@ class QuantisedWeight:
         return self if self.in_lanes else self._reordered(True)
 
     def padded(self) -> QuantisedWeight:
-        """Return the weight with columns of zeros behind its own, to a multiple of 64 bytes of
-        codes."""
+        """Return the weight with columns behind its own, to a multiple of 64 bytes of codes in a
+        row; itself if there are no missing ones. The new codes are 0, and so are the scales, zeros
+        and minimums of the new groups. A permutation keeps its length."""
         missing = -self.codes.shape[1] % LANES_BLOCK
         if missing == 0:
             return self
@@ -262,7 +266,8 @@ class QuantisedWeight:
         return replace(self, **found)  # type: ignore[arg-type]
 
     def columns(self) -> QuantisedWeight:
-        """Return the weight with its codes in the order of columns, the inverse of `lanes`."""
+        """Return the weight with its codes in the order of columns, the inverse of `lanes`; itself
+        if they are."""
         return self._reordered(False) if self.in_lanes else self
 
     def _reordered(self, in_lanes: bool) -> QuantisedWeight:
@@ -295,7 +300,7 @@ class QuantisedWeight:
         return replace(self, codes=codes, scales=scales, in_lanes=in_lanes)
 
     def rows_of(self, rows: Tensor) -> Tensor:
-        """Return rows (...,) of W: (..., K), as an embedding looks them up.
+        """Return rows of W, (..., K) in the dtype `computed`, as an embedding looks them up.
 
         Args:
             rows: int64 (...,) of numbers in 0 ... N - 1.
@@ -303,7 +308,9 @@ class QuantisedWeight:
         return self._by_row(rows.reshape(-1)).dequantise().view(*rows.shape, -1)
 
     def _by_row(self, rows: Tensor) -> QuantisedWeight:
-        """Return the weight of some rows, with blocks of one row."""
+        """Return the weight that has the rows `rows` (int64) of this one, in their order, with
+        blocks of one row. Scales that several rows share are repeated; codes keep their order, of
+        lanes or of columns."""
         inner, outer = rows // self.block[0], rows // self.outer_block[0]
         taken = {
             name: _take(tensor, inner if name in _INNER else outer)
@@ -331,11 +338,12 @@ class QuantisedWeight:
         return narrow
 
     def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> QuantisedWeight:
-        """Return rows first ... end - 1 and columns first ... end - 1 of W, as a rank holds them.
+        """Return the weight that has rows rows[0] ... rows[1] - 1 and columns columns[0] ...
+        columns[1] - 1 of this one, as a rank of several holds it.
 
         Raises:
-            ValueError: the columns cut a group, or the weight has a permutation and columns are
-                cut.
+            ValueError: the columns cut a group, a byte of codes or 64 bytes in the order of lanes,
+                or the weight has a permutation and columns are cut.
         """
         (first, end), (left, right) = rows, columns
         height, width = self.shape
@@ -366,10 +374,13 @@ class QuantisedWeight:
 
     @staticmethod
     def concatenate(weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
-        """Return the weights one below another as one, or None where they are not alike.
+        """Return the weights one below another as one weight, or None where they are not alike; of
+        one weight, itself.
 
-        Weights are alike if they have the same tensors, dtypes, columns that share a scale, and, if
-        any, the same table and permutation. Blocks whose rows would not fall together become rows.
+        Weights are alike if they have the same tensors, dtypes, columns, columns that share a
+        scale, `computed`, order of codes and `rounds_rows`, and, if any, the same table and
+        permutation. Where weights have different blocks, or one begins inside a block of rows, the
+        result has blocks of one row.
         """
         first = weights[0]
         for other in weights[1:]:
@@ -442,7 +453,8 @@ _SPREAD = (
 
 
 def _rotated(codes: Tensor, *, is_back: bool = False) -> Tensor:
-    """Return uint8 codes (N, bytes of words) with the bits of each word spread, or back again."""
+    """Return uint8 codes (N, bytes of words) with the bits of each 32-bit word moved as `_SPREAD`
+    says, or, with `is_back`, moved back."""
     words = codes.view(torch.int32).long() & 0xFFFFFFFF
     found = torch.zeros_like(words)
     for mask, left in _SPREAD:
@@ -468,7 +480,8 @@ def _straight(scales: Tensor) -> Tensor:
 
 
 def _take(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of a tensor of any dtype: indexing knows no float8_e8m0fnu on a CPU."""
+    """Return the rows `rows` of a tensor of any dtype; those of one byte are indexed as uint8,
+    since indexing knows no float8_e8m0fnu on a CPU."""
     if tensor.dtype.itemsize == 1:
         return tensor.view(torch.uint8)[rows].view(tensor.dtype)
     return tensor[rows]

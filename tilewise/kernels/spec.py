@@ -163,19 +163,19 @@ class AttentionSpec(NamedTuple):
 
     @property
     def dropout_threshold(self) -> int:
-        """The number of the 256 values of a random byte that drop a probability.
-
-        It is the nearest number, except that 0 and 256 are used for dropout_p of 0 and 1 alone.
-        """
+        """The number of the 256 values of a random byte that drop a probability: dropout_p * 256,
+        rounded, except that 0 and 256 stand for dropout_p of 0 and 1 alone."""
         if self.dropout_p in (0, 1):
             return 256 * int(self.dropout_p)
         return min(max(round(self.dropout_p * 256), 1), 255)
 
     @property
     def drop_limit(self) -> int:
-        """65,536 * threshold - 1: its third byte is the largest that is dropped.
+        """65,536 * dropout_threshold - 1, as kernels take the threshold: the third byte of this
+        number is the largest random byte that drops a probability.
 
-        As a kernel's argument it is odd and never 1, so that no value is compiled specially.
+        The number is odd and never 1, so that no value of it is compiled specially. It is -1
+        without dropout.
         """
         return (self.dropout_threshold << 16) - 1
 
@@ -243,7 +243,9 @@ class PagedSpec:
         return len(self.shared_rows) > 0
 
     def of_level(self, level: SharedLevel) -> PagedSpec:
-        """Return the spec of the pass in which groups of sequences see the keys that they share."""
+        """Return the spec of the pass over one level of shared prefixes: its groups take the place
+        of sequences, and every row of a group sees all keys that the group shares. Sinks, trees and
+        causality belong to the other pass."""
         return replace(
             self,
             num_seqs=level.block_table.shape[0],
@@ -322,7 +324,7 @@ class PagedTensors(NamedTuple):
         cls, tensors: Sequence[Any], shared_rows: tuple[int, ...]
     ) -> tuple[PagedTensors, SharedKeys | None]:
         """Return the tensors of a call of paged attention and its shared prefixes, if there are
-        any.
+        any, else None. Records of 0 rows become None.
 
         Args:
             tensors: the fields of PagedTensors, then `SharedPrefixes.tensors`.
@@ -365,7 +367,7 @@ class LatentTensors(NamedTuple):
 
 
 class Fp8Spec(NamedTuple):
-    """An attention call in 8 bits.
+    """A call of attention over q, k and v in float8_e4m3fn with scales.
 
     Attributes:
         attention: the spec of the attention, with dtype float8_e4m3fn.
@@ -387,8 +389,9 @@ class QuantizeSpec(NamedTuple):
     """One tensor to quantise; its call has x, seqlens, cu_seqlens and a rotation's matrix.
 
     Attributes:
-        max_seqlen: an upper bound of the lengths of packed sequences.
-        per_token: True for a scale for each token.
+        max_seqlen: an upper bound of the lengths of packed sequences; -1 where the call needs none.
+        per_token: True for a scale for each token and head, False for one for each sequence and
+            head.
         rotation: the seed of the rotation's matrix, None without one.
         device_type: the type of the device of x.
     """
@@ -401,7 +404,8 @@ class QuantizeSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ElementSpec:
-    """An element-wise or copying op (rope, merge_states, write_kv_cache, copy_blocks)."""
+    """A call of an op that is planned by device type and dtype alone: element-wise or copying
+    (rope, merge_states, write_kv_cache, copy_blocks); other specs add their sizes to it."""
 
     device_type: str
     dtype: torch.dtype
@@ -412,9 +416,10 @@ class RecurrentSpec(ElementSpec):
     """A call of a layer whose memory is a state.
 
     Attributes:
-        key_dim, value_dim: the sizes of a head's state.
+        key_dim, value_dim: the sizes K and V of a head's state (K, V).
         decays_by_channel: True if each channel of the keys has a decay of its own.
-        keeps: the kind of values in the slots, "tokens" or "updates"; None without slots.
+        keeps: the kind of rows that slots hold of an open chunk, "tokens" or "updates"; None for a
+            call without slots.
     """
 
     key_dim: int
@@ -480,12 +485,14 @@ MOST_ROTATED = 128  # channels of such a cache that are rotated together, see `r
 
 
 def channel_bytes(dtype: torch.dtype) -> float:
-    """Return the bytes of a channel in a cache of `dtype`."""
+    """Return the bytes that one channel of a row takes in a cache of `dtype`: 0.5 for uint8, which
+    stands for codes of 4 bits."""
     return 0.5 if dtype == FOUR_BITS else dtype.itemsize
 
 
 def row_width(cache: Tensor) -> int:
-    """Return D, the channels of a row of a cache (..., D), or (..., D / 2) of 4 bits."""
+    """Return D, the number of channels of a row of a cache, whose tensor is (..., D), or (..., D /
+    2) where a byte holds two codes of 4 bits."""
     return cache.shape[-1] * (2 if cache.dtype == FOUR_BITS else 1)
 
 
@@ -507,5 +514,6 @@ class QuantisedExpertsSpec(ElementSpec):
 
 
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:
-    """View the scales of an 8-bit cache, per slot or per head, as (num_blocks, block_size, Hk)."""
+    """Return a view of the scales of an 8-bit cache, (num_blocks, block_size, Hk) per slot or (Hk,)
+    per head, expanded to (num_blocks, block_size, Hk), the first dimensions of `cache`."""
     return scale.expand(cache.shape[:3])

@@ -219,7 +219,11 @@ class EncoderMLP(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, with norms before them, behind their sums, or on both sides."""
+    """A layer of an encoder: attention and feed-forward, with norms in one of three orders.
+
+    The norms are before the blocks, behind the sums of blocks and stream, or before and behind the
+    blocks; see `EncoderConfig.order`.
+    """
 
     def __init__(self, config: EncoderConfig, layer: int) -> None:
         super().__init__()
@@ -240,9 +244,9 @@ class EncoderLayer(nn.Module):
 
         Args:
             x: the residual stream (T, E).
-            rope: cosines and sines, None for no rotation.
+            rope: the cosines and sines of the tokens' positions; None for no rotation.
             packed: the edges of the sequences.
-            bias: an additive bias of the logits, or None.
+            bias: an additive bias of the logits, (1, Hq, S, S), or None.
         """
         y: Tensor
         if self.is_post_norm:
@@ -328,9 +332,9 @@ class Encoder(nn.Module):
     def _bias(self, length: int, like: Tensor) -> Tensor | None:
         """Return the relative-position bias of T5, (1, Hq, S, S); None without one.
 
-        Half of the buckets are for keys behind the query. Of each half the first half counts
-        distances one by one, and the rest grows as the logarithm, up to 128. Source: Raffel et al.,
-        2020 (T5).
+        Half of the buckets are for keys that come after the query. The first half of either half
+        counts distances one by one; the rest grows as the logarithm, up to 128. Source: Raffel et
+        al., 2020 (T5).
         """
         if self.distances is None:
             return None
@@ -373,7 +377,8 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Draw random weights: normal(0, std), norms that multiply by 1, biases 0."""
+        """Fill the parameters: matrices from normal(0, std), norms so that they multiply by 1,
+        biases with 0."""
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0.0, std, generator=generator)

@@ -243,8 +243,8 @@ def empty_model(
 
 
 def allocated(model: Decoder, device: str | torch.device) -> Decoder:
-    """Return a model, whose parameters are on "meta", with uninitialised parameters on the
-    device."""
+    """Give the parameters of a model on "meta" uninitialised memory on a device, in place; return
+    the model."""
     with _PlainMeta():
         return model.to_empty(device=device)
 

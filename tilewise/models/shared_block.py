@@ -122,7 +122,8 @@ class SharedBlockTurn(nn.Module):
             )
 
     def of_heads(self, x: Tensor) -> Tensor | None:
-        """Return the sum (..., (Hq + 2 Hk) D) that queries, keys and values get; None for none."""
+        """Return the adapters' term (..., (Hq + 2 Hk) D) for queries, keys and values, which the
+        shared product is added to; None without such adapters."""
         if self.qkv_down is None:
             return None
         q, k, v = project(self.qkv_down, x).split_with_sizes((self.rank,) * 3, -1)
@@ -130,5 +131,6 @@ class SharedBlockTurn(nn.Module):
         return torch.cat([project(linear, part.contiguous()) for linear, part in up], dim=-1)
 
     def of_gate_up(self, h: Tensor) -> Tensor:
-        """Return the sum (..., 2 I) that gate and up get."""
+        """Return the adapter's term (..., 2 I) for gate and up, which the shared product is added
+        to."""
         return project(self.gate_up_up, project(self.gate_up_down, h))

@@ -80,7 +80,7 @@ class _Event(NamedTuple):
 
 @dataclass(slots=True)
 class Account:
-    """The history of one request; times are of the trace's clock.
+    """The history of one request; times are seconds of the trace's clock.
 
     Attributes:
         since: the time when it began to wait or run, or ended.
@@ -138,7 +138,12 @@ class Trace:
         self.note("pool", num_blocks, block_size)
 
     def note(self, kind: str, *values: Any) -> None:
-        """Add an event; lists of numbers are tuples."""
+        """Add an event with the present time; drop the oldest events if the ring is too full.
+
+        Args:
+            kind: a key of FIELDS.
+            values: the values of the fields of this kind, in order; lists of numbers are tuples.
+        """
         now = self.clock()
         self._events.append(_Event(now, kind, values))
         self.num_noted += 1
@@ -165,7 +170,8 @@ class Trace:
         ]
 
     def follow(self, before: Trace) -> None:
-        """Continue the numbering of another trace, whose sequences have all ended."""
+        """Go on from another trace, whose sequences have all ended: take its events, counts and
+        accounts."""
         self._events = deque([*before._events, *self._events])
         self._size += before._size
         self.num_noted += before.num_noted
@@ -203,7 +209,12 @@ class Trace:
         self._accounts[request.request_id] = Account(now, now, num_tokens, count)
 
     def admit(self, seq: Sequence, held: list[int]) -> None:
-        """Record that a sequence got blocks, some of which have contents that it needs."""
+        """Record that a sequence got blocks, and count its tokens that must be computed again.
+
+        Args:
+            seq: the admitted sequence.
+            held: the sequence's blocks that its window has not passed.
+        """
         request_id, found = seq.request.request_id, seq.num_registered_blocks
         blocks = (*(-1,) * (len(seq.block_ids) - len(held)), *held)
         self.note("admit", seq.seq_id, request_id, seq.index, blocks, found)
@@ -216,7 +227,7 @@ class Trace:
         self.num_lost += lost
 
     def schedule(self, batch: Batch) -> None:
-        """Record a step."""
+        """Record that a batch was scheduled as a step."""
         runs, total, prompts = batch.sequences, batch.num_tokens, list[int]()
         if total > len(runs):
             for run in runs:

@@ -74,8 +74,8 @@ def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tens
 
 @inner
 def _weights(a, b):
-    """Return exp(a - lse), exp(b - lse) and lse = log(exp(a) + exp(b)); zeros for two empty
-    sides."""
+    """Return exp(a - lse), exp(b - lse) and lse = log(exp(a) + exp(b)); 0, 0 and -inf if both
+    sides, of log-sum-exps a and b, are empty."""
     top = max(a, b)
     if a == -math.inf and b == -math.inf:  # not `top`, which ignores NaN
         return 0.0, 0.0, -math.inf
@@ -86,7 +86,8 @@ def _weights(a, b):
 
 @inner
 def _add_weighted(like, target, source, weight, padded):
-    """target += weight * source; a weight of 0 adds nothing, whatever source contains."""
+    """Add weight * source to target[0 : padded] in place; a weight of 0 adds nothing, whatever
+    source contains."""
     if weight == 0.0:
         return
     weights = simd.splat(like, weight)

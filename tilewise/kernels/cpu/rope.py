@@ -30,7 +30,8 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first R channels of each head; copy the rest.
+    """Return x with the first R channels of each head rotated and the rest copied; a table of S
+    positions is shared by all sequences.
 
     (a, b) -> (a cos - b sin, b cos + a sin) for pairs (i, i + R/2), or (2i, 2i + 1) if interleaved.
 
@@ -79,7 +80,8 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 @inner
 def rotate_row(like, row, cos, sin, angle, half, interleaved):
-    """Rotate row[0 : 2 * half] in place by row `angle` of the tables cos and sin, of `half` each.
+    """Rotate row[0 : 2 * half] in place by row number `angle` of the flat tables cos and sin, whose
+    rows have `half` numbers.
 
     A pair is two neighbours if interleaved, else elements `half` apart.
     """

@@ -32,12 +32,15 @@ EMPTY, FULL = -1, -2  # special kinds of mask tiles; other numbers are indices o
 
 
 class Seen(NamedTuple):
-    """The result of `see_tile`.
+    """The keys of a tile that each row of it sees, as `see_tile` fills it; a task allocates one by
+    `new_seen` and uses it for all its tiles.
 
     Attributes:
-        words: (TILE_M * WORDS,) int32; bit b of word w of a row: key 32 w + b is seen.
-        begin, end: the columns that any row of each BLOCK rows sees, multiples of 32.
-        is_whole: (1,), whether the words contain a tile of which every row sees every key.
+        words: (TILE_M * WORDS,) int32; bit b of word w of a row is set if the row sees key 32 w + b
+            of the tile.
+        begin, end: int64 (TILE_M / BLOCK,), the range of the tile's keys that any of each BLOCK
+            rows sees, in multiples of 32; 0, 0 if none.
+        is_whole: int64 (1,), 1 if the last tile was one of which every row sees every key, else 0.
     """
 
     words: np.ndarray
@@ -47,14 +50,17 @@ class Seen(NamedTuple):
 
 
 class View(NamedTuple):
-    """The part of a block mask that a task needs.
+    """The part of a block mask that a task needs, as a table; made by `view_rows` or
+    `view_columns`.
 
     Attributes:
-        kinds: (row tiles, members, width) int32, flat: EMPTY, FULL or the index of a bit tile.
+        kinds: (row tiles, members, width) int32, flat: for each mask tile EMPTY, FULL or the index
+            of its bit tile.
         first_tile, first_column: the mask tiles of queries and of keys at the table's start.
         members: the heads of a group with masks of their own, 1 if they share one.
+        width: the number of mask tiles of keys in the table.
         used: whether each tile of TILE_N keys has any kind but EMPTY; filled by `view_rows`.
-        tree: the start of the sequence's tree mask, -1 without one.
+        tree: the index of the first element of the sequence's tree mask; -1 without one.
     """
 
     kinds: np.ndarray
@@ -67,7 +73,8 @@ class View(NamedTuple):
 
 
 def check_lists(mask: Mask) -> None:
-    """Refuse lists that refer outside of a mask: tensors may have changed since it was made.
+    """Refuse lists of tiles that refer outside of a block mask: its tensors may have changed since
+    it was made. A call without a mask passes.
 
     Raises:
         ValueError: a span or an entry of `rows` or `columns` is invalid.
@@ -89,7 +96,14 @@ def check_lists(mask: Mask) -> None:
 
 @kernel
 def _stray_list(spans, entries, across, num_bits):
-    """Return the number of the first list that refers outside of a mask; -1 if none does."""
+    """Return the number of the first list of tiles that refers outside of a mask; -1 if none does.
+
+    Args:
+        spans: int32, flat triples: first entry, end of the full tiles, end of the partial ones.
+        entries: int32, flat pairs: a tile on the other side, and its bit tile.
+        across: the number of tiles on the other side.
+        num_bits: the number of bit tiles.
+    """
     for place in range(len(spans) // 3):
         first, full_end, end = spans[3 * place], spans[3 * place + 1], spans[3 * place + 2]
         if first < 0 or full_end < first or end < full_end or 2 * end > len(entries):
@@ -105,7 +119,7 @@ def _stray_list(spans, entries, across, num_bits):
 
 @intrinsic
 def lanes_of(typingctx, like, word, shift):
-    """Return a mask of LANES bits of `word` from bit `shift` on."""
+    """Return a Mask of LANES bits of `word`, an int64, from bit `shift` on."""
     dtype = simd.float_of(like)
 
     def codegen(context, builder, sig, args):
@@ -136,7 +150,8 @@ def _no_view(mask, tree):
 
 @inner
 def _fill(kinds, base, step, spans, entries, place, first):
-    """Write one list of tiles to kinds[base + step * (tile - first)]; return nothing."""
+    """Write the kinds of one list's tiles to kinds[base + step * (tile - first)]; tiles that the
+    list lacks keep their kinds. `place` is the number of the list in `spans`."""
     full_end = spans[3 * place + 1]
     for entry in range(spans[3 * place], spans[3 * place + 2]):
         kind = FULL if entry < full_end else entries[2 * entry + 1]
@@ -145,7 +160,8 @@ def _fill(kinds, base, step, spans, entries, place, first):
 
 @inner
 def view_rows(sizes, mask, sequence, kv_head, first_row, num_rows):
-    """Return the View of flat rows first_row ... first_row + num_rows of a key head."""
+    """Return the View of a mask for flat rows first_row ... first_row + num_rows - 1 of a key head,
+    over all keys; flat row r is query r // group of head r % group."""
     tree = mask.tree_starts[sequence] * mask.tree_row if mask.tree_row > 0 else -1
     if mask.shift_q == 0:
         return _no_view(mask, tree)
@@ -168,7 +184,8 @@ def view_rows(sizes, mask, sequence, kv_head, first_row, num_rows):
 
 @inner
 def view_columns(sizes, mask, sequence, kv_head, first_key, num_keys):
-    """Return the View of keys first_key ... first_key + num_keys of a key head."""
+    """Return the View of a mask for keys first_key ... first_key + num_keys - 1 of a key head, over
+    all queries; without `used` and without a tree mask."""
     if mask.shift_q == 0:
         return _no_view(mask, -1)
     first = first_key >> mask.shift_k
@@ -187,8 +204,9 @@ def view_columns(sizes, mask, sequence, kv_head, first_key, num_keys):
 
 @inner
 def next_tile(mask, view, key, end):
-    """Return the first key of the next tile, `key` or later, that some row sees by the mask, or
-    `end`."""
+    """Return the first key of the next tile of TILE_N keys, from the tile that begins at `key` on,
+    that some row sees by the block mask, or `end`. Without a mask that is `key`. `view` is from
+    `view_rows`."""
     if mask.shift_q > 0:
         while key < end and view.used[key // TILE_N] == 0:
             key += TILE_N
@@ -197,20 +215,21 @@ def next_tile(mask, view, key, end):
 
 @inner
 def distance_to(q_len, k_len, query, key):
-    """Return the number of keys from `key` to the one on the query's diagonal."""
+    """Return the number of keys from `key` to the one on the query's diagonal, negative if the key
+    lies behind it: the distance of ALiBi."""
     return query + k_len - q_len - key
 
 
 @inner
 def first_seen(window_left, q_len, k_len, query):
-    """Return the first key that a query sees by the window."""
+    """Return the first key that a query sees by the window's left side; 0 if that is unlimited."""
     return max(0, query + k_len - q_len - window_left) if window_left >= 0 else 0
 
 
 @inner
 def end_seen(window_right, q_len, k_len, query):
-    """Return the end of the keys that a query sees by the window; at most `first_seen` if there are
-    none."""
+    """Return the end of the keys that a query sees by the window's right side and the length, one
+    behind the last; it is no more than `first_seen` if the query sees none."""
     if window_right < 0:
         return k_len
     return min(k_len, query + k_len - q_len + window_right + 1)
@@ -218,8 +237,8 @@ def end_seen(window_right, q_len, k_len, query):
 
 @inner
 def seeing_rows(sizes, q_len, k_len, key, count):
-    """Return the flat rows, from a multiple of TILE_M, outside of which no row's window has the
-    keys."""
+    """Return (first, end) of the flat rows of a key head outside of which no row's window has one
+    of the keys key ... key + count - 1; first is rounded down to a multiple of TILE_M."""
     offset, first, end = k_len - q_len, 0, q_len
     if sizes.window_right >= 0:
         first = max(0, key - offset - sizes.window_right)
@@ -279,7 +298,9 @@ def _mask_word(mask, view, query, member, key):
 
 @inner
 def _tree_word(mask, view, query, first_new, num_new):
-    """Return 32 bits of the tree mask: 1 before new key 0, 0 after the last one."""
+    """Return an int64 with 32 bits of a query's row of the tree mask, for the keys from new key
+    `first_new` on: 1 for keys before new key 0, the mask's value for new keys, 0 from `num_new`
+    on."""
     if first_new + WORD <= 0:
         return types.int64(-1)
     word = types.int64(0)
@@ -292,14 +313,15 @@ def _tree_word(mask, view, query, first_new, num_new):
 
 @inner
 def _range_word(low, high):
-    """Return 32 bits of which those from low to high - 1 are set."""
+    """Return an int of which bits low ... high - 1 are set, cut to 0 ... 31."""
     low, high = max(low, 0), min(high, WORD)
     return (1 << high) - (1 << low) if low < high else 0
 
 
 @inner
 def _see_rows(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
-    """Fill `seen` row by row; return whether any row sees a key."""
+    """Fill `seen` for a tile of which not every row sees every key, row by row; return whether any
+    row sees a key. The arguments are those of `see_tile`."""
     query, member = first_row // sizes.group, first_row % sizes.group
     sees_any, words = False, bare(seen.words)
     blocks = (rows + BLOCK - 1) // BLOCK
@@ -334,7 +356,8 @@ def _see_rows(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
 
 @inner
 def see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
-    """Fill `seen` for flat rows first_row ... and keys key ...; return False if no row sees one.
+    """Fill `seen` for the tile of TILE_M flat rows from first_row on and TILE_N keys from `key` on;
+    return False if no row sees a key, and `seen` may then be old.
 
     Args:
         view: the result of `view_rows` or `view_columns` for a part that contains the tile.
@@ -368,7 +391,8 @@ def see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
 
 @inner
 def see_keys(words, wi, low, high):
-    """Store the bits of keys low ... high - 1 of a tile to words[wi : wi + WORDS]."""
+    """Store the words in which bits of keys low ... high - 1 of a tile are set to words[wi : wi +
+    WORDS], int32."""
     for index in range(WORDS):
         start, end = max(low - index * WORD, 0), min(high - index * WORD, WORD)
         bits = 0

@@ -118,7 +118,8 @@ def _table(itemsize: int, arch: int, has_few_keys: bool, is_varlen: bool) -> _Ta
 
 
 def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileConfig, ...]:
-    """Return the rows that may run `part` of a dense or packed call; the default is the first.
+    """Return the tile sizes, rows of a table, that may run `part` of a dense or packed call in
+    Triton; the first is what runs.
 
     Args:
         spec: the call; its head dims, dtype, window, bias, mask and dropout are looked at.
@@ -140,7 +141,8 @@ def candidates(spec: AttentionSpec, part: Part, arch: int = 90) -> tuple[TileCon
 
 
 def _inside(rows: _Rows, tile_q: int, tile_k: int) -> _Rows:
-    """Keep the rows whose tiles divide a mask tile; cut them where none does."""
+    """Return the rows whose tiles are no larger than a mask tile, which they then divide; if there
+    is none, all rows with their tiles cut to its size."""
     fitting = tuple(row for row in rows if row.tile_m <= tile_q and row.tile_n <= tile_k)
     if fitting:
         return fitting

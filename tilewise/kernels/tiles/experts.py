@@ -28,13 +28,13 @@ COUNTED_CHOICES, CHUNK = 4096, 1024
 
 
 class ExpertTile(NamedTuple):
-    """How a product by experts is cut.
+    """How a product of a mixture, of each expert's rows by its weight, is cut in Triton.
 
     Attributes:
-        tile_m: rows of one expert.
+        tile_m: rows of a tile, all of one expert.
         tile_n: the outputs of a tile.
         tile_k: channels of a step.
-        num_warps, num_stages: as Triton takes them.
+        num_warps, num_stages: warps of a program, and depth of Triton's pipeline over the channels.
     """
 
     tile_m: int
@@ -62,11 +62,11 @@ def expert_tile(
     packed: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertTile:
-    """Choose the tile of both products.
+    """Choose the tile of both products of a mixture in Triton.
 
     Args:
         assignments: rows in all, tokens times the experts of each.
-        num_experts: among which they are.
+        num_experts: the experts among which the assignments are.
         itemsize: bytes of a row's element.
         packed: True if weights are MXFP4.
         batch_invariant: True for one tile, whatever the number of rows.
@@ -84,7 +84,8 @@ def expert_tile(
 
 
 def most_row_tiles(assignments: int, num_experts: int, tile_m: int) -> int:
-    """Return how many tiles of rows there are at most, however rows fall to experts."""
+    """Return the most tiles of rows that `assignments` rows can need, however they fall to experts:
+    each tile has at most tile_m rows, of one expert."""
     hit = min(num_experts, assignments)
     return hit + (assignments - hit) // tile_m
 
@@ -97,7 +98,8 @@ class NarrowTile(NamedTuple):
 
     Attributes:
         rows: rows of a tile: 8 or 16 by mma.sync, 32, 64 or 128 by WGMMA.
-        source: the rows that the tile of an expert reads, one of `gluon.quantised.experts`.
+        source: the rows of x that the tile of an expert reads: SORTED (those of the expert), TOKENS
+            (all) or TOKEN (the only one), of `gluon.quantised.experts`.
         warpgroups: the warpgroups that multiply, each for 64 outputs: 1 up to 16 rows, else 2 or 4.
         parts: the parts of the channels of the second product, one of which an item takes.
         ctas: the CTAs of a multiprocessor, among which its memory and registers are divided.
@@ -116,7 +118,7 @@ class NarrowTile(NamedTuple):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that multiplies, and of each when a CTA begins."""
+        """(Registers of a thread that multiplies, registers of each thread when a CTA begins)."""
         multiply = 128 * self.warpgroups
         threads = multiply + 128  # the warp that copies has room for four
         at_start = min(65536 // (threads * self.ctas) // 8 * 8, 248)
@@ -130,7 +132,7 @@ _FEW_TOKENS = 8  # more are sorted, so that an expert multiplies its own
 def narrow_tile(
     tokens: int, active: int, num_experts: int, *, batch_invariant: bool = False
 ) -> NarrowTile:
-    """Choose the tile of both products.
+    """Choose the tile of both products of a mixture on Hopper, whose weights have 8 or 4 bits.
 
     Args:
         tokens, active, num_experts: the sizes of the call; each token has `active` experts.
@@ -152,7 +154,7 @@ def narrow_tile(
 
 
 def narrow_stages(tile: NarrowTile, channels: int, code_bytes: int) -> int:
-    """Return how many stages fit shared memory.
+    """Return how many stages of the ring fit the shared memory of a CTA: 1 to _MOST_STAGES.
 
     Args:
         tile: the cut of the product.

@@ -14,11 +14,12 @@ __all__ = ["InvariantTile", "candidates", "invariant_tile"]
 
 
 class InvariantTile(NamedTuple):
-    """How a product is cut.
+    """How a product x W^T whose rows must not depend on one another is cut in Triton.
 
     Attributes:
-        tile_m, tile_n, tile_k: rows, outputs, channels of a step.
-        num_warps, num_stages: as Triton takes them.
+        tile_m, tile_n, tile_k: rows and outputs of a program, and the channels of a step of its
+            loop.
+        num_warps, num_stages: warps of a program, and depth of Triton's pipeline over the channels.
     """
 
     tile_m: int
@@ -51,12 +52,15 @@ _SMS = 132
 
 
 def candidates() -> tuple[InvariantTile, ...]:
-    """Return all tiles of 16-bit products on Hopper, which give the same bits."""
+    """Return all tiles of 16-bit products on Hopper that `invariant_tile` may choose, which give
+    the same bits."""
     return tuple(dict.fromkeys((_PLAIN, *_FEW, *_MANY)))
 
 
 def invariant_tile(rows: int, outputs: int, itemsize: int, arch: int) -> InvariantTile:
-    """Choose a tile: few rows the widest of which there are enough, many the least time.
+    """Choose the tile of a product: on Hopper, for up to FEW_ROWS rows the one with the most
+    outputs that still makes FEWEST_PROGRAMS programs, for more the one that is reckoned to take the
+    least time; elsewhere, and in float32, always the same one.
 
     Args:
         rows, outputs: the sizes of the product.
@@ -74,6 +78,8 @@ def invariant_tile(rows: int, outputs: int, itemsize: int, arch: int) -> Invaria
 
 
 def _waves(tile: InvariantTile, rows: int, outputs: int) -> float:
-    """Return how long a product takes: a program after the other on each multiprocessor."""
+    """Return the reckoned time of a product, in units that compare tiles only: the programs that
+    the busiest of an H200's multiprocessors runs one after another, times the size of a tile over
+    its speed."""
     programs = -(-rows // tile.tile_m) * -(-outputs // tile.tile_n)
     return -(-programs // _SMS) * tile.tile_m * tile.tile_n / _MANY[tile]

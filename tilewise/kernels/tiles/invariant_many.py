@@ -34,7 +34,7 @@ MOST_LEFT = 256
 
 
 class ManyTile(NamedTuple):
-    """How the product of many rows is cut.
+    """How Hopper's kernel of many rows cuts a product with invariant sums.
 
     Attributes:
         tile_m, tile_n: rows and outputs of a tile.
@@ -42,7 +42,7 @@ class ManyTile(NamedTuple):
         columns: the columns of y that are stored at a time.
         ctas: the CTAs of a multiprocessor.
         num_warps: 4 or 8; each four own 64 rows or a multiple.
-        group: tiles of rows that are taken together.
+        group: tiles of rows that follow one another in the order of CTAs before the outputs change.
     """
 
     tile_m: int
@@ -78,12 +78,14 @@ _LEFT_BYTES = 24  # of parts, stored or loaded
 
 
 def candidates(has_parts: bool = False) -> tuple[ManyTile, ...]:
-    """Return all tiles of products whose K is summed whole, or in parts."""
+    """Return all tiles of the kernel of many rows for products whose K is summed whole, or in
+    parts."""
     return _IN_PARTS if has_parts else _WHOLE
 
 
 def row_candidates(outputs: int, channels: int, rows: int) -> tuple[RowsTile, ...]:
-    """Return the tiles of rows in which the kernel of few rows can take a product."""
+    """Return the tiles of rows in which the kernel of few rows can take a product of these sizes;
+    () if shared memory or registers hold none."""
     plain, found = tile_of(outputs, channels), []
     for tile_n, of_tile, num_warps in _ROW_FORMS:
         if of_tile >= 2 * rows and of_tile > _FEW_ROWS:
@@ -105,7 +107,9 @@ def row_candidates(outputs: int, channels: int, rows: int) -> tuple[RowsTile, ..
 
 
 def cut(rows: int, outputs: int, channels: int, *, leaves: bool = False) -> RowsTile | None:
-    """Return the tiles of the kernel of few rows where it takes more than _FEW_ROWS the fastest.
+    """Return the tile of the kernel of few rows with which it takes a product of more than
+    _FEW_ROWS rows faster than the kernel of many, or None. With `leaves` the other kernel is not
+    compared.
 
     Args:
         rows, outputs, channels: the sizes of the product.
@@ -132,7 +136,8 @@ def _cut(rows: int, outputs: int, channels: int, leaves: bool) -> RowsTile | Non
 
 
 def many_tile(rows: int, outputs: int, channels: int, has_parts: bool) -> ManyTile | None:
-    """Choose the tile that takes the least time; None is the kernel of few rows.
+    """Choose the tile of the kernel of many rows that is reckoned to take the least time; None for
+    so few rows that the kernel of few rows takes them.
 
     Args:
         rows, outputs, channels: the sizes of the product.
@@ -145,7 +150,7 @@ def many_tile(rows: int, outputs: int, channels: int, has_parts: bool) -> ManyTi
 
 
 def _time(units: int, rows: int, outputs: int, channels: int, places: int) -> float:
-    """Return the clocks of the busiest multiprocessor.
+    """Return the clocks that the busiest multiprocessor of an H200 is reckoned to take.
 
     Args:
         units: the number of tiles.

@@ -23,7 +23,8 @@ TWO_PER_SM, MANY_SEQS_OF_BYTES = 2, 64
 
 
 def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
-    """Tiles for runs of `run` tokens: rows for all heads of a token, up to MAX_ROWS.
+    """Choose the tile of Triton's kernel for runs of `run` tokens: a row for each token and head,
+    up to MAX_ROWS, fewer for 8-bit caches and on mma.sync.
 
     Chosen by what compiles without spilling its hot loop into local memory, on Hopper not yet
     measured. But for 8-bit caches, of which a tile is held in three forms, as bytes, in registers
@@ -57,14 +58,17 @@ def mla_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
 def mla_splits(
     spec: PagedSpec, config: TileConfig, run: int, sm_count: int, arch: int
 ) -> SplitPlan:
-    """Return the bounds on splits of the keys of a call, see `paged.plan_splits`."""
+    """Return the bounds on splits of the keys of a call for sequences with up to `run` new tokens,
+    as `paged.plan_splits` does: with two programs an SM for many sequences over an 8-bit cache on
+    mma.sync, else one."""
     has_bytes = spec.cache_dtype.itemsize == 1 and config.tile_m == 16 and has_only_mma_sync(arch)
     programs = TWO_PER_SM if has_bytes and spec.num_seqs >= MANY_SEQS_OF_BYTES else ONE_PER_SM
     return plan_splits(spec, config, run, sm_count, programs_per_sm=programs)
 
 
 def mla_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
-    """Choose the kernels of one call: split keys for short runs, tiles of rows for long ones.
+    """Choose the kernels of one call over latents: one that splits keys for short runs, one over
+    tiles of rows for long ones, or both.
 
     With batch_invariant a sequence's kernel, tiles and splits follow from its own run alone.
     """

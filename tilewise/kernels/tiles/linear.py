@@ -27,13 +27,13 @@ MOST_ROWS = 32
 
 
 class LinearTile(NamedTuple):
-    """How a product is cut.
+    """How the Triton kernel of few rows cuts a product x W^T.
 
     Attributes:
         tile_n: outputs of a program.
-        tile_k: channels of a slice.
+        tile_k: channels of a slice, which a step of the loop multiplies.
         ways: warps that take slices in turn; 1 has all warps share one slice.
-        parts: programs that share an output.
+        parts: programs that share an output, each with a part of the channels.
     """
 
     tile_n: int
@@ -56,14 +56,16 @@ _FEW_CHANNELS = LinearTile(32, 128, 1, 1, 4, 5)  # for 2,048 ... 4,096 outputs o
 
 
 def tile_of(outputs: int, channels: int) -> LinearTile:
-    """Return the tile of a product; it does not depend on the number of rows."""
+    """Return the tile of a product of few rows in Triton, by the shape of the weight alone: it does
+    not depend on the number of rows."""
     if 2048 < outputs <= 4096 and channels <= 2048:
         return _FEW_CHANNELS
     return next(tile for most, tile, _ in _TABLE if outputs <= most)
 
 
 def pays(outputs: int, channels: int, arch: int) -> bool:
-    """Return whether the kernel is faster than cuBLAS, as measured on Hopper; elsewhere False."""
+    """Return whether the Triton kernel of few rows is faster than cuBLAS for this weight, as
+    measured on Hopper; False on other GPUs and if `channels` is no multiple of 8."""
     if arch != 90 or channels % 8:
         return False
     return next(wins for most, _, wins in _TABLE if outputs <= most)

@@ -18,16 +18,16 @@ MOST_SUMS = 128  # float32 registers of a thread
 
 
 class RowsTile(NamedTuple):
-    """How a product is cut.
+    """How Hopper's kernel of few rows cuts a product x W^T.
 
     Attributes:
         tile_n: outputs of a CTA.
         tile_k: channels of a stage, 64 or 128.
-        parts: CTAs that share a tile of outputs, each with its channels.
+        parts: CTAs that share a tile of outputs, each with a part of the channels.
         ctas: the CTAs of a multiprocessor, among which its shared memory is divided.
         num_warps: 4 or 8.
-        early: the weight is loaded while the kernel before still runs, which must not be one that
-            writes it; see `kernels.early`, which says when launches are so.
+        early: a mode of `kernels.early`: 0 (OFF), FIRST or AFTER. But for 0 the weight is loaded
+            while the kernel before still runs, which must not be one that writes it.
         rows: the rows of x that a CTA takes, of ROW_TILES, where they are cut into tiles; 0 takes
             all.
     """
@@ -77,7 +77,8 @@ _LEAST_ELEMENTS, _MOST_OUTPUTS = 1 << 24, 1 << 16
 
 
 def tile_of(outputs: int, channels: int) -> RowsTile:
-    """Return the tile of a product; it does not depend on the number of rows."""
+    """Return the tile of a product of few rows on Hopper, by the shape of the weight alone: it does
+    not depend on the number of rows."""
     found = _TABLE.get((outputs, channels))
     if found is not None:
         return found[0]
@@ -88,7 +89,7 @@ def tile_of(outputs: int, channels: int) -> RowsTile:
 
 
 def pays(outputs: int, channels: int) -> bool:
-    """Whether Hopper's own product of few rows is chosen for a weight (outputs, channels).
+    """Return whether Hopper's own product of few rows is chosen for a weight (outputs, channels).
 
     The table says so for weights that were measured against cuBLAS and the Triton kernel, alone or
     in a whole decode step. Other weights are chosen from _LEAST_ELEMENTS elements on, if they have
@@ -104,17 +105,20 @@ def pays(outputs: int, channels: int) -> bool:
 
 
 def leaves_parts(outputs: int, channels: int) -> bool:
-    """Whether a product is chosen and has parts, which are best added by who reads it."""
+    """Return whether Hopper's own product of few rows is chosen for a weight and sums it in several
+    parts, which the kernel that reads the result best adds up."""
     return pays(outputs, channels) and parts_of(tile_of(outputs, channels), channels) > 1
 
 
 def row_tile(rows: int) -> int:
-    """Return how many rows a product of `rows` is padded to."""
+    """Return the number of rows to which a product of `rows` rows is padded, the next of
+    ROW_TILES."""
     return next(padded for padded in ROW_TILES if rows <= padded)
 
 
 def most_rows(tile: RowsTile) -> int:
-    """Return how many rows a tile can have: their sums must fit a thread's registers."""
+    """Return the most rows, one of ROW_TILES, for which the sums of a tile fit the registers of its
+    threads."""
     return max(rows for rows in ROW_TILES if tile.tile_n * rows <= MOST_SUMS * 32 * tile.num_warps)
 
 
@@ -125,12 +129,13 @@ def channels_of_part(tile: RowsTile, channels: int) -> int:
 
 
 def parts_of(tile: RowsTile, channels: int) -> int:
-    """Return how many parts have channels."""
+    """Return how many of the tile's parts have channels; with few channels some have none."""
     return -(-channels // channels_of_part(tile, channels))
 
 
 def fitted(tile: RowsTile, padded_rows: int, channels: int) -> RowsTile:
-    """Return the tile with as few CTAs of a multiprocessor as leave room for two stages."""
+    """Return the tile with the most CTAs of a multiprocessor, at most its own number, whose shared
+    memory has room for the stages that a loop needs; with one CTA if none has."""
     for ctas in range(tile.ctas, 1, -1):
         some = tile._replace(ctas=ctas)
         if stages_of(some, padded_rows, channels):
@@ -139,9 +144,10 @@ def fitted(tile: RowsTile, padded_rows: int, channels: int) -> RowsTile:
 
 
 def stages_of(tile: RowsTile, padded_rows: int, channels: int) -> int:
-    """Return the number of stages of a tile: as many as fit shared memory and its part of K needs.
+    """Return the number of stages of a tile: as many as fit the shared memory of a CTA, at most as
+    many as a part of the channels needs and MOST_STAGES.
 
-    0 if fewer fit than the two that a loop needs.
+    The number is 0 if fewer fit than a loop needs: two, or one for a part of a single stage.
     """
     room = min(SHARED // tile.ctas - 1024, _SHARED_CTA) - _SHARED_BESIDE
     fitting = room // (2 * tile.tile_k * (tile.tile_n + padded_rows))

@@ -111,7 +111,8 @@ WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; 
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Channels of a tile: the next power of two, at least the 16 that a tensor core multiplies."""
+    """Return the channels of a tile for a head dim: the next power of two, at least the 16 that a
+    tensor core multiplies."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -142,17 +143,20 @@ def parts_of_keys(head_dim: int) -> tuple[KeyPart, KeyPart]:
 
 
 def has_only_mma_sync(arch: int) -> bool:
-    """Whether a GPU multiplies by single warps, out of their registers: all but 9.x to 11.x."""
+    """Return whether a GPU of this compute capability has no matrix instruction but mma.sync, by
+    which single warps multiply out of their registers: all but 9.x to 11.x."""
     return arch // 10 not in (9, 10, 11)
 
 
 def is_wide(spec: PagedSpec) -> bool:
-    """Whether heads have more than 256 channels, of which a tile has half as many rows."""
+    """Return whether heads have more than 256 channels of q and k or of v; a tile of such heads has
+    fewer rows."""
     return max(spec.head_dim, spec.v_head_dim) > 256
 
 
 def padded_value_dim(head_dim: int, v_head_dim: int) -> int:
-    """Channels of a tile of values that is stored beside one of keys, as wide up to 64.
+    """Return the channels of a tile of values that is stored beside one of keys: the padded
+    v_head_dim, but at least as many as the tile of keys has, up to 64.
 
     Where neither is copied ahead of its use, and values are swizzled less widely than keys, ptxas
     of CUDA 12.8 makes their descriptors of registers that nothing has written: wrong sums, and an
@@ -162,19 +166,21 @@ def padded_value_dim(head_dim: int, v_head_dim: int) -> int:
 
 
 def _compute_bytes(spec: PagedSpec) -> int:
-    """Bytes of an operand: 8-bit caches are widened to q's dtype, mixed floats to float32."""
+    """Return the bytes of an operand's element: 8-bit caches are widened to q's dtype, and a cache
+    in another float dtype than q's makes both float32."""
     is_plain = spec.dtype == spec.cache_dtype or spec.cache_dtype.itemsize == 1
     return spec.dtype.itemsize if is_plain else 4
 
 
 def row_bytes(spec: PagedSpec) -> int:
-    """Shared memory of one key and its value."""
+    """Return the bytes of shared memory that one key and its value take, with padded channels, in
+    the dtype in which they are multiplied."""
     keys = sum(part.padded for part in parts_of_keys(spec.head_dim))
     return (keys + padded_head_dim(spec.v_head_dim)) * _compute_bytes(spec)
 
 
 def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
-    """Tiles of the split kernel for runs of `run` tokens.
+    """Choose the tile of the split kernel for runs of `run` tokens.
 
     Hopper: 16 KiB of keys and values a step and four steps in flight; within 3 % of the fastest row
     on each decode shape of `lab/tune_paged.py` (H200, bf16, D 128, block 16; 2026-11-20).
@@ -211,7 +217,9 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
 
 
 def _reads_many_bytes(spec: PagedSpec, tile_m: int, arch: int) -> bool:
-    """Whether a call over an 8-bit cache was measured to read faster in tiles of 128 keys."""
+    """Return whether a call is like those over 8-bit caches that were measured to read faster in
+    tiles of 128 keys: bfloat16 queries, rows of 512 bytes when widened, 16 rows a tile, on mma.sync
+    with 164 KiB of shared memory."""
     is_plain = not (spec.has_alibi or spec.softcap > 0) and spec.dtype == torch.bfloat16
     has_bytes = spec.cache_dtype in (torch.int8, torch.float8_e4m3fn)
     has_room = arch in WIDE_SHARED_MEMORY and has_only_mma_sync(arch)
@@ -219,7 +227,8 @@ def _reads_many_bytes(spec: PagedSpec, tile_m: int, arch: int) -> bool:
 
 
 def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
-    """Tiles of the kernel for long runs, the largest that keep its loops free of spills.
+    """Choose the tile of the rows kernel, for long runs: the largest that keeps its loops free of
+    spills.
 
     A function of the widths alone, not of the batch: 64 rows in place of 128 for runs of one token
     gave one of 48 preempted requests other tokens (H200, 2026-11-23).
@@ -240,7 +249,8 @@ def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
 
 
 def _wide_config(spec: PagedSpec, rows: int, arch: int) -> TileConfig:
-    """Tiles of heads of more than 256 channels for runs of `rows` rows.
+    """Choose the tile of heads of more than 256 channels for `rows` rows of a key head: query
+    tokens times heads of its group.
 
     Chosen by what compiles without spilling its hot loop into local memory; not yet measured. Of 16
     and 32 rows two programs fit a multiprocessor, of 64 one. Of 16 rows and 32 keys each of 4 warps
@@ -259,7 +269,8 @@ def _wide_config(spec: PagedSpec, rows: int, arch: int) -> TileConfig:
 
 
 def _most_tiles(spec: PagedSpec, tile_n: int, run: int) -> int:
-    """Return the most tiles of keys that a run sees."""
+    """Return the most tiles of keys that a run of new tokens can see, by the width of the block
+    table and the window; at least 1."""
     span = spec.max_blocks * spec.block_size
     if spec.window_left >= 0:
         span = min(span, spec.window_left + run + tile_n)  # + a first tile cut by the window
@@ -267,10 +278,11 @@ def _most_tiles(spec: PagedSpec, tile_n: int, run: int) -> int:
 
 
 def _decodes_invariantly(spec: PagedSpec, arch: int) -> bool:
-    """Whether a batch-invariant row that decodes has the split kernel, its keys in one piece.
+    """Return whether a batch-invariant call has rows that decode run in the split kernel, each with
+    its keys in one piece: on Hopper, with 16-bit operands and heads of up to 256 channels.
 
     Both kernels fold the same tiles of keys by the same code, which the compiler rounds alike on
-    Hopper in heads of up to 256 channels; this one has a plan and begins early.
+    Hopper in heads of up to 256 channels; the split kernel has a plan and begins early.
     """
     is_hopper = arch // 10 == 9
     return spec.batch_invariant and is_hopper and _compute_bytes(spec) == 2 and not is_wide(spec)
@@ -286,7 +298,7 @@ def plan_splits(
     min_split_keys: int = MIN_SPLIT_KEYS,
     waves: int = 1,
 ) -> SplitPlan:
-    """Bound the number of splits of a call's keys by the width of the block table.
+    """Return the bounds on splits of a call's keys, which follow from the width of the block table.
 
     The host does not know the lengths of sequences. With more than one wave, splits are weighed
     against the programs that run at a time.
@@ -320,9 +332,10 @@ def plan_splits(
 
 
 def fills_whole(spec: PagedSpec, arch: int, sm_count: int) -> bool:
-    """Return whether decoding sequences fill the device about once if no keys are split.
+    """Return whether sequences that decode fill the device about once without splits: 0.9 to 1 of
+    its WHOLE_PROGRAMS programs an SM have a key head of a sequence.
 
-    It is measured, and therefore True, for rows of 512 bytes in 16 bits on Hopper only.
+    The choice was measured for rows of 512 bytes in 16 bits on Hopper only: all else is False.
     """
     is_measured = spec.cache_dtype.itemsize == 2 and row_bytes(spec) == 512 and arch // 10 == 9
     slots = WHOLE_PROGRAMS * sm_count
@@ -331,7 +344,8 @@ def fills_whole(spec: PagedSpec, arch: int, sm_count: int) -> bool:
 
 
 def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
-    """Choose tiles and splits as `paged_work` does, for a plan that lists each program's keys."""
+    """Choose the kernels of one call as `paged_work` does, but with tiles and splits for a plan
+    that lists on the device which keys each program reads."""
     work = paged_work(spec, arch, sm_count)
     if _decodes_invariantly(spec, arch):
         return work
@@ -352,7 +366,8 @@ def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
 
 
 def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
-    """Choose (stages of the ring, splits) of Hopper's kernel over caches of 8 and 4 bits."""
+    """Return (stages of the ring, splits) of Hopper's own decode kernel over caches of 8 and 4
+    bits, one warp of which reads the keys of one head."""
     keys = byte_decode_keys(spec)
     stages = NIBBLE_STAGES if keys == NIBBLE_KEYS else BYTE_STAGES
     config = TileConfig(16, keys, 4, stages)
@@ -370,9 +385,10 @@ def byte_decode_plan(spec: PagedSpec, sm_count: int) -> tuple[int, SplitPlan]:
 
 
 def byte_split_keys(spec: PagedSpec, sm_count: int) -> int:
-    """Choose the fewest keys of a split of that kernel.
+    """Return the fewest keys of a split of Hopper's own decode kernel over caches of 8 and 4 bits.
 
-    A warp reads them all, of one head: few sequences are cut finer.
+    A warp reads all keys of a split, of one head: where sequences are few, splits are a quarter as
+    long.
     """
     programs = spec.num_seqs * spec.num_kv_heads // 4
     is_small = 8 * programs < BYTE_PROGRAMS_PER_SM * sm_count
@@ -380,17 +396,18 @@ def byte_split_keys(spec: PagedSpec, sm_count: int) -> int:
 
 
 def byte_decode_keys(spec: PagedSpec) -> int:
-    """Choose the keys of a tile of Hopper's kernel over caches of 8 and 4 bits."""
+    """Return the keys of a tile of Hopper's own decode kernel over caches of 8 and 4 bits."""
     rows = 8 if spec.max_seqlen_q * spec.group_size <= 8 else 16
     is_narrow = spec.cache_dtype == FOUR_BITS and rows * spec.head_dim <= 1024
     return NIBBLE_KEYS if is_narrow else BYTE_KEYS
 
 
 def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
-    """Choose the kernels of one call: split keys for short runs, tiles of rows for long ones.
+    """Choose the kernels of one call of paged attention: the split kernel for short runs, the rows
+    kernel over tiles of rows for long ones, or both.
 
-    With batch_invariant every row meets the same tiles of keys in one order, of the rows kernel,
-    whatever its run: a token has the same bits alone and in a chunk.
+    With batch_invariant every row meets the tiles of keys of the rows kernel in one order, however
+    long its run is: a token has the same bits alone and in a chunk.
     """
     longest = max(1, spec.max_seqlen_q)
     rows_config: TileConfig | None = paged_rows_config(spec, arch)

@@ -27,9 +27,9 @@ CROWD_STAGES, _CROWD_ROW_BYTES = 2, 256
 class RowsPlan:
     """The items of one launch of the rows kernel, as far as the host knows them.
 
-    An item is (sequence, tile of rows, split of keys). The device cuts a sequence's keys into
-    splits of split_tiles tiles, or as many more as keep the items within target_items and one more
-    for each tile of rows.
+    An item, the work of a program, is (sequence, tile of rows, split of keys) for one key head. The
+    device cuts a sequence's keys into splits of split_tiles tiles, or as many more as keep the
+    items within target_items and one more for each tile of rows.
 
     Attributes:
         config: the tiles of the kernel.
@@ -51,7 +51,8 @@ class RowsPlan:
 
 
 def extend_config(spec: PagedSpec, arch: int) -> TileConfig:
-    """Tiles for a call's longest run; with batch_invariant a function of the widths alone."""
+    """Choose the tile of the rows kernel for a call's longest run: the split kernel's where all
+    rows of a run fit a small tile; with batch_invariant a function of the widths alone."""
     run = max(1, spec.max_seqlen_q)
     if not spec.batch_invariant and run * spec.group_size <= SMALL_TILE_ROWS:
         config = paged_split_config(spec, run, arch)
@@ -69,7 +70,9 @@ def extend_config(spec: PagedSpec, arch: int) -> TileConfig:
 def plan_rows(
     spec: PagedSpec, config: TileConfig, sm_count: int, *, adds: bool = False
 ) -> RowsPlan:
-    """Bound the work items of a call: tiles of rows times parts of keys.
+    """Return the bounds on the items of a call, tiles of rows times splits of keys, and whether
+    keys are split: only where there are too few tiles of rows to fill half of the device, and never
+    with batch_invariant.
 
     Args:
         spec: the call's spec.

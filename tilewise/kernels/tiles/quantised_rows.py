@@ -14,7 +14,7 @@ MOST_ROWS = 64
 
 
 class QuantisedTile(NamedTuple):
-    """How a product is cut.
+    """How a product of few rows with a weight of 8 or 4 bits is cut, by mma.sync on any NVIDIA GPU.
 
     Attributes:
         rows: rows of x of a CTA: 8, 16 or 32.
@@ -35,10 +35,10 @@ class QuantisedTile(NamedTuple):
 def tile_of(
     outputs: int, channels: int, rows: int, *, batch_invariant: bool = False
 ) -> QuantisedTile:
-    """Choose the tile of a product.
+    """Choose the tile of a product with a quantised weight (outputs, channels) by mma.sync.
 
-    The order of a row's sum depends on `warps_k` alone: with `batch_invariant` on the shape of the
-    weight.
+    The order of a row's sum depends on `warps_k` alone; with `batch_invariant` that follows from
+    the shape of the weight and not from `rows`.
     """
     warps = 8 if channels >= 8192 else 4
     is_wide = outputs >= 16384
@@ -56,13 +56,14 @@ def tile_of(
 
 
 class RingTile(NamedTuple):
-    """How a product on Hopper is cut, whose codes are in the order of lanes.
+    """How a product on Hopper with a quantised weight in the order of lanes is cut, for which WGMMA
+    multiplies out of a ring of stages.
 
     Attributes:
         tile_n: outputs of a CTA: 64 or 128, 16 for each warp.
-        parts: CTAs that share a tile of outputs, each with its channels.
+        parts: CTAs that share a tile of outputs, each with a part of the channels.
         ctas: the CTAs of a multiprocessor, among which its shared memory is divided.
-        fetches: whether codes behind the first stages are fetched into L2 at once.
+        fetches: whether a CTA fetches its codes behind the first stages into L2 when it begins.
     """
 
     tile_n: int
@@ -97,7 +98,9 @@ def ring_tile_of(outputs: int, blocks: int, row_tiles: int = 1) -> RingTile:
 def ring_stages(
     tile: RingTile | FewTile, rows: int, channels: int, code_bytes: int, needed: int
 ) -> int:
-    """Return how many stages fit shared memory, at most as many as are needed.
+    """Return how many stages of the ring fit the shared memory of a CTA, at most `needed` and
+    _MOST_STAGES. If fewer than three fit, as few CTAs of a multiprocessor are reckoned with as
+    leave room.
 
     Args:
         channels: the channels of a row of x in a stage.
@@ -115,7 +118,8 @@ def ring_stages(
 
 
 def ring_registers(tile: RingTile | FewTile, rows: int) -> tuple[int, int]:
-    """Return the registers of a thread when a CTA begins, and of those that multiply."""
+    """Return (registers of each thread when a CTA begins, registers of a thread that
+    multiplies)."""
     ctas = 1 if rows > 32 else tile.ctas
     multiply = 2 * tile.tile_n
     threads = multiply + 128  # the warp that copies has room for four
@@ -145,7 +149,8 @@ FEW_ROWS = 16
 
 
 def few_tile_of(outputs: int, blocks: int) -> FewTile:
-    """Choose the tile of a product of `blocks` times 64 bytes of codes; not by the rows of x."""
+    """Choose the tile of a product of up to 16 rows with a weight of `outputs` rows of `blocks`
+    times 64 bytes of codes; the number of rows of x does not matter."""
     tiles = -(-outputs // 64)
     parts = min(4 * _SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)
     return FewTile(max(1, parts), 4)

@@ -83,10 +83,11 @@ def _are_finite(typingctx, address, row_bytes, units):
 
 @inner
 def _find_rows(like, source, rows, ld, first, count):
-    """Return the address and row stride in bytes of 16 whole rows from `first` on.
+    """Return (address, bytes from row to row) of 16 whole rows of bfloat16, the rows of `source`
+    from `first` on.
 
-    `count` of them exist. They are gathered in `rows`, 16 x ld, unless memory already has them so,
-    or if none of them is seen.
+    `count` of them exist; zeros follow. Rows that memory already has so are read in place; others,
+    and rows that no query sees, are gathered in `rows`, 16 x ld.
     """
     lies_together = source.block_size % ROWS == 0  # or 0
     lies_together = lies_together and first + ROWS > source.first
@@ -98,7 +99,8 @@ def _find_rows(like, source, rows, ld, first, count):
 
 @inner
 def transpose_keys(like, source, panels, rows, ld, first, count):
-    """Pack keys first ... first + count, zeros up to a multiple of 32, as rows of K^T.
+    """Pack keys first ... first + count - 1 of `source`, and zeros up to a multiple of 32, into
+    panels as columns of K^T.
 
     Args:
         panels: [panel of 32 keys][word of 2 channels][key].
@@ -114,7 +116,8 @@ def transpose_keys(like, source, panels, rows, ld, first, count):
 
 @inner
 def pair_values(like, source, panels, rows, ld, first, count):
-    """Pack values first ... first + count, zeros up to a multiple of 32; return if all are finite.
+    """Pack values first ... first + count - 1 of `source`, and zeros up to a multiple of 32, into
+    panels; return whether all of them are finite.
 
     Args:
         panels: [panel of 32 channels][word of 2 keys][channel].

@@ -93,7 +93,8 @@ ROWS_AHEAD = 6  # rows that are prefetched before they are written: a row is a f
 
 @inner
 def _pack_rows(like, s, dp, p_words, ds_words, ds_rows, rows, begin, end):
-    """Store P and dS of a tile as operands: words of two queries, and dS also as rows of keys.
+    """Store P and dS of a tile as bfloat16 operands: both as words of two neighbouring queries, and
+    dS also as rows.
 
     Args:
         like: an empty array of the float type to compute in.
@@ -116,7 +117,8 @@ def _pack_rows(like, s, dp, p_words, ds_words, ds_rows, rows, begin, end):
 
 @inner
 def _clear_beyond(like, scores, rows, end):
-    """Zero the columns right of those that were computed: a block of keys may exceed their end."""
+    """Zero the BLOCK columns of s and dp right of column `end` in `rows` rows, where a block of
+    keys that is multiplied may exceed the computed columns; nothing where BLOCK divides 32."""
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     if end < TILE_N and WORD % BLOCK > 0:
@@ -128,8 +130,8 @@ def _clear_beyond(like, scores, rows, end):
 
 @inner
 def see_words(seen, tops, bottoms):
-    """Find rows tops[w] ... bottoms[w], multiples of BLOCK, that contain all that see a key of word
-    w."""
+    """Set, for each word w of 32 keys of a tile, tops[w] ... bottoms[w], multiples of BLOCK, to the
+    range of rows that contains all rows which see one of its keys; TILE_M and 0 if none does."""
     tops[:], bottoms[:] = TILE_M, 0
     for block in range(TILE_M // BLOCK):
         for word in range(seen.begin[block] // WORD, (seen.end[block] + WORD - 1) // WORD):
@@ -139,7 +141,8 @@ def see_words(seen, tops, bottoms):
 
 @inner
 def _add_transposed(c, ld, dim, words, panels, tops, bottoms, begin, end):
-    """c (keys, dim) += words^T (keys, queries) @ panels (queries, dim)."""
+    """Add words^T (keys, queries) @ panels (queries, dim) to c (keys, dim), rows of `ld`, for keys
+    begin ... end - 1, each BLOCK of keys over the rows tops ... bottoms that see it."""
     width = panel_columns(c)
     elements = words_to_elements(words)
     for column in range(0, dim, width):
@@ -174,7 +177,8 @@ def _overload_shared_scratch(array, count, like):
 
 
 class _Keys(NamedTuple):
-    """The scratch of a tile of keys: rows, operands of the products, and sums of the gradients."""
+    """The scratch of a tile of keys: rows of K and V, K and V transposed in panels, K as pairs of
+    rows, and the sums of dk and dv."""
 
     k_rows: np.ndarray
     v_rows: np.ndarray
@@ -186,7 +190,8 @@ class _Keys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The scratch of a tile of query rows."""
+    """The scratch of a tile of query rows: rows of q and do, both as pairs of rows, and their
+    contribution to dq."""
 
     q_rows: np.ndarray
     do_rows: np.ndarray
@@ -196,7 +201,9 @@ class _Queries(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """The scratch of queries x keys: products, then P and dS, then both as operands."""
+    """The scratch of a tile of queries x keys: s and dp hold products, then P and dS; p_words,
+    ds_words and ds_rows hold both as operands, in the same memory where operands are floats. The
+    rest belongs to single rows or words of keys."""
 
     s: np.ndarray
     dp: np.ndarray
@@ -213,7 +220,8 @@ class _Scores(NamedTuple):
 
 @inner
 def _new_scratch(like, packed, words_like, index_like, ld, ldv):
-    """Allocate a thread's scratch, zeroed where padding must stay zero."""
+    """Allocate a thread's scratch for padded head dims ld and ldv, and return (_Keys, _Queries,
+    _Scores), zeroed where padding must stay zero."""
     key_rows = (TILE_N + BLOCK - 1) // BLOCK * BLOCK
     keys = _Keys(
         zero_scratch(TILE_N * ld, packed),
@@ -253,8 +261,8 @@ def _new_scratch(like, packed, words_like, index_like, ld, ldv):
 
 @inner
 def _load_keys(call, place, keys, ld, ldv):
-    """Pack a tile of K and V; if K is not finite, return NaN and put K's rows into k_rows, else
-    0.0."""
+    """Pack the tile of K and V at `place`, a `Place`, into the scratch `keys`; return 0.0, or, if K
+    is not finite, NaN, and then k_rows holds K's rows."""
     sizes, arrays = call.sizes, call.arrays
     like, padded = arrays.like, (place.count + 31) // 32 * 32
     source = keys_of(sizes, arrays, place.sequence, place.kv_head)
@@ -279,7 +287,8 @@ def _load_keys(call, place, keys, ld, ldv):
 
 @inner
 def _fetch_rows(call, place, first_row, num_rows):
-    """Prefetch the rows of dq of a tile, and those of q and do of the next one."""
+    """Prefetch the rows of dq of the tile of query rows from first_row on, to be written, and the
+    rows of q and do of the next tile."""
     sizes, grads, starts, dq = call.sizes, call.grads, call.arrays.starts, call.dq
     sequence, first_head = place.sequence, place.kv_head * sizes.group
     size = 8 if sizes.q_code == F64 else 4 if sizes.q_code == F32 else 2
@@ -302,7 +311,8 @@ def _fetch_rows(call, place, first_row, num_rows):
 
 @inner
 def _add_query_rows(call, place, tile, first_row, rows, ld):
-    """Add scale * the rows of a tile to dq, each to its head's row."""
+    """Add scale * `rows` rows of `tile`, `ld` apart, to call.dq, each to the row of its query and
+    head; the tile's first flat row is first_row."""
     sizes, rule, grads, dq = call.sizes, call.rule, call.grads, call.dq
     start, first_head = call.arrays.starts[place.sequence, DQ], place.kv_head * sizes.group
     lanes = lanes_in(dq)
@@ -320,7 +330,8 @@ def _add_query_rows(call, place, tile, first_row, rows, ld):
 
 @inner
 def _store_keys(like, code, tile, ld, scale, start, row_bytes, count, dim):
-    """Store rows of a gradient of keys, times `scale`, to memory `row_bytes` apart."""
+    """Store `count` rows of dk or dv in `tile`, `ld` apart, times `scale`, to addresses from
+    `start` on, row_bytes apart, converted to the dtype with this code."""
     size = 8 if code == F64 else 4 if code == F32 else 2
     for row in range(-ROWS_AHEAD, count):
         later = start + min(row + ROWS_AHEAD, count - 1) * row_bytes
@@ -332,7 +343,8 @@ def _store_keys(like, code, tile, ld, scale, start, row_bytes, count, dim):
 
 @inner
 def _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, first_row, rows, ld):
-    """Add dS K to dq for one tile of query rows, in this task's turn.
+    """Add scale * dS K to dq for one tile of query rows, once the task before has added to these
+    rows.
 
     Args:
         place: the tile of keys, a `Place`.
@@ -383,7 +395,9 @@ def _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, f
 
 @inner
 def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, first_row, ld, ldv):
-    """Add one tile of query rows' contribution to the gradients of a tile of keys, and to dq."""
+    """Compute P and dS of one tile of query rows, from first_row on, and the tile of keys at
+    `place`; add their terms to the sums of dk and dv in scratch, to dq and, where wanted, to
+    dbias."""
     sizes, grads, like = call.sizes, call.grads, call.arrays.like
     start, first_head = call.arrays.starts[place.sequence], place.kv_head * sizes.group
     num_rows = start[Q_LEN] * sizes.group
@@ -495,7 +509,9 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
 
 @inner
 def _backward_task(call, spare, seen, turn, chunk, sequence, kv_head):
-    """Compute the gradients of a chunk of keys of one key head."""
+    """Compute dk and dv of chunk number `chunk` of the keys of one sequence and key head and write
+    them; add the chunk's terms to dq and dbias in the order of chunks. `spare` and `seen` are the
+    thread's scratch."""
     sizes, grads, arrays, mask = call.sizes, call.grads, call.arrays, call.mask
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]

@@ -164,7 +164,8 @@ def _shape_of(sizes, parts):
 
 @inner
 def _new_scratch(like, packed, words_like, shape):
-    """Allocate a task's scratch, zeroed where padding must stay zero."""
+    """Allocate a task's scratch for the sizes `shape`, and return (_Keys, _Queries, _Scores),
+    zeroed where padding must stay zero."""
     ld, ldv, strip, parts = shape.ld, shape.ldv, shape.strip, shape.parts
     key_area, query_area, area = shape.tiles * TILE_N, strip * parts, TILE_M * TILE_N
     widest = max(ld, ldv)
@@ -205,9 +206,11 @@ def _new_scratch(like, packed, words_like, shape):
 def _load_tile(
     like, code, rows, stage, panels, pairs, tile, parts, ld, dim, first, count, start, row_bytes
 ):
-    """Pack a tile of keys as panels of its transpose, and as pairs unless `pairs` is empty.
+    """Pack `count` keys or values from row `first` on, as tile number `tile` of a panel, into
+    `panels`, transposed, and into `pairs` as pairs of rows unless `pairs` is empty.
 
-    Returns 0.0, or NaN if a row contains an infinity or NaN.
+    Each of `parts` bfloat16 parts is packed for itself; `rows` and `stage` are scratch. Returns
+    0.0, or NaN if a row contains an infinity or NaN.
     """
     padded, area = (count + 31) // 32 * 32, TILE_N * ld
     if parts == 1:
@@ -378,7 +381,8 @@ def _prefetch_queries(call, place, first_row, last_row):
 
 @inner
 def _union(seen, first, count):
-    """Return the columns that any of the blocks first ... first + count of BLOCK rows sees."""
+    """Return (begin, end) of the columns that any of the blocks first ... first + count - 1 of
+    BLOCK rows sees; (0, 0) if none."""
     begin, end = TILE_N, 0
     for block in range(first, first + count):
         if seen.end[block] > 0:
@@ -460,7 +464,8 @@ def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
 
 @inner
 def _store_query_gradient(call, sums, sequence, kv_head, first_row, rows, ld):
-    """Add a strip's sums to dq; the caller multiplies dq by the softmax scale at the end."""
+    """Add the sums of a strip of `rows` rows to call.dq, each to the row of its query and head; the
+    caller multiplies dq by the softmax scale at the end."""
     sizes, grads, starts, dq = call.sizes, call.grads, call.arrays.starts, call.dq
     head_dim, first_head = sizes.head_dim, kv_head * sizes.group
     lanes = simd.REGISTER_BYTES // dq.itemsize
@@ -479,9 +484,12 @@ def _store_query_gradient(call, sums, sequence, kv_head, first_row, rows, ld):
 
 @inner
 def _backward_tile(call, place, keys, queries, scores, seen, shape, first_row, first, tile):
-    """Compute P and dS of tile `tile` of the panel and rows first_row + first ..., and add to dq.
+    """Compute P and dS of TILE_M query rows, from row first_row + first on, and tile number `tile`
+    of the panel of keys; store both as operands for dk and dv, and add dS K to the strip's sums of
+    dq.
 
-    Returns the columns that the rows see.
+    `first` counts from the start of the strip. Returns (begin, end) of the tile's keys that any of
+    the rows sees.
     """
     sizes, like, parts = call.sizes, call.arrays.like, shape.parts
     start = call.arrays.starts[place.sequence]
@@ -578,7 +586,8 @@ def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, be
 
 @inner
 def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first_row, tile):
-    """Add the terms of a strip of query rows to dk and dv of one tile of keys, and to dq.
+    """Add the terms of a strip of query rows to the sums of dk and dv of one tile of keys, and to
+    the strip's sums of dq, all in scratch.
 
     Args:
         place: the tile of keys, a `Place`.
@@ -660,7 +669,9 @@ def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, sta
 
 @inner
 def _backward_task(call, parts, turn, chunk, sequence, kv_head):
-    """Compute the gradients of a chunk of keys of one key head."""
+    """Compute dk and dv of chunk number `chunk` of the keys of one sequence and key head and write
+    them; add the chunk's terms to call.dq, without the softmax scale, and to dbias in the order of
+    chunks."""
     sizes, grads, arrays, mask = call.sizes, call.grads, call.arrays, call.mask
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -732,7 +743,8 @@ def _backward_task(call, parts, turn, chunk, sequence, kv_head):
 
 @kernel
 def attention_backward(call, parts, counter, num_tasks):
-    """Take tasks until none is left; see the head of this file.
+    """Compute the gradients of attention on the matrix unit: take tasks, each a chunk of keys of a
+    sequence and key head, in this thread until none is left. dq lacks the softmax scale.
 
     Args:
         call: a `Backward` with delta computed.

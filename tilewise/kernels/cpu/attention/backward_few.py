@@ -111,14 +111,15 @@ def _new_scratch(like, dim, v_dim, rows, keys):
 def _differentiate(
     problem, grads, like, start, lse, first_head, spare, seen, rows, all_rows, left, right
 ):
-    """Replace products S by P and dP by dS, 0 for keys that a row does not see.
+    """Replace the products S by P and dP by dS in scratch, in place, 0 for keys that a row does not
+    see; delta is computed here.
 
     Args:
         problem, grads: the call and the strides of its gradients.
         start: the sequence's offsets.
         lse: the lse of all rows.
         first_head: the first query head.
-        spare: the scratch with the products and delta.
+        spare: the scratch with the products.
         seen: the keys that rows see.
         rows, all_rows: the rows, and those with padding.
         left, right: the range of columns that any row sees.
@@ -166,7 +167,8 @@ def _differentiate(
 
 @inner
 def _add_transposed(c, dim, scores, rows, ld, tops, bottoms, begin, end):
-    """c (keys, dim) = scores^T (keys, queries) @ rows (queries, dim)."""
+    """Compute c (keys, dim) = scores^T (keys, queries) @ rows (queries, dim) for keys begin ... end
+    - 1, each BLOCK of keys over the rows tops ... bottoms that see it; old sums are overwritten."""
     for column in range(0, dim, panel_columns(c)):
         for key in range(begin, end, BLOCK):
             word, last = key // WORD, min(key + BLOCK, end) - 1
@@ -190,7 +192,16 @@ def _add_transposed(c, dim, scores, rows, ld, tops, bottoms, begin, end):
 
 @inner
 def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequence, kv_head):
-    """Compute dq, dk and dv of one sequence and key head, whose rows fit one tile."""
+    """Compute dq, dk and dv of one sequence and key head, whose rows and keys fit one tile, and
+    write them.
+
+    Args:
+        problem, grads: the call and the strides of its gradients.
+        lse, dq: a pointer to the log-sum-exps, and the address of dq.
+        spare, arrays: the thread's scratch, as bare pointers and as arrays.
+        seen, owned_seen: the keys that rows see, likewise.
+        ends: the first and the end row that sees each word of keys, see `see_words`.
+    """
     sizes, start = problem.sizes, problem.arrays.starts[sequence]
     like, size, code = bare(problem.arrays.like), sizes.k_size, sizes.k_code
     dim, v_dim, group = sizes.head_dim, sizes.v_head_dim, sizes.group
@@ -324,7 +335,8 @@ def _store_keys(like, code, owned, tile, dim, scale, start, row_bytes, begin, en
 
 @kernel
 def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, dq, counter, num_tasks):
-    """Take tasks until none is left; see the head of this file.
+    """Compute dq, dk and dv over one tile of keys and one of rows: take tasks, each a sequence and
+    key head, in this thread until none is left.
 
     Args:
         like: the empty array of the problem's and of all tensors' type.

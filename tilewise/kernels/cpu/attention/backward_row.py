@@ -94,7 +94,8 @@ def _new_rows(like, group, ld, ldv):
 
 
 def padded_dim(like: np.ndarray, dim: int) -> int:
-    """Return the numbers of a row of scratch, of the type of `like`."""
+    """Return how many numbers of like's type a row of scratch has for a head dim: a multiple of
+    ABREAST registers."""
     unit = ABREAST * (simd.REGISTER_BYTES // like.itemsize)
     return (dim + unit - 1) // unit * unit
 
@@ -104,7 +105,8 @@ _padded = inner(padded_dim)
 
 @inner
 def _products(like, a, ai, b, b_row, ld, found, at, count):
-    """found[at + key] = a[ai : ai + ld] . row `key` of b, whose rows are b_row elements apart."""
+    """Set found[at + key] to the dot product of a[ai : ai + ld] and row `key` of b, for `count`
+    rows that are b_row elements apart."""
     lanes = lanes_in(like)
     for key in range(count):
         base = key * b_row
@@ -120,7 +122,8 @@ def _products(like, a, ai, b, b_row, ld, found, at, count):
 
 @inner
 def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, ld, ldv):
-    """Copy the one row of q and do of each head of a group to scratch, with delta = do . o and lse.
+    """Load the one row of q and do of each head of a group into scratch, and each head's delta = do
+    . o and lse.
 
     Args:
         rows: the thread's scratch.
@@ -157,7 +160,8 @@ def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, l
 
 @inner
 def _differentiate(like, factor, row_top, row_lse, row_delta, p, ds, at):
-    """p <- exp(factor p - top - lse), ds <- p (ds - delta); 0 for a row that saw only -inf."""
+    """Replace KEYS products from `at` on in place: p by exp(factor p - top - lse), and ds, which
+    holds dp, by p (ds - delta); both by 0 for a row with lse -inf."""
     if row_top != 0.0:
         centre_row(like, factor, row_top, p, at, at + KEYS)
         factor = simd.number(like, 1.0)
@@ -173,7 +177,8 @@ def _differentiate(like, factor, row_top, row_lse, row_delta, p, ds, at):
 
 @inner
 def _find_top(sizes, like, factor, rows, is_direct, head, k, low, high, ld):
-    """Set top and lse of a head to the largest logit of keys low ... high, and to the remainder."""
+    """Set rows.top[head] to the largest logit of keys low ... high - 1, and rows.lse[head] to the
+    logarithm of the sum of exp(logit - top), so that large logits lose no bits."""
     at, most, total = head * KEYS, simd.number(like, -math.inf), simd.number(like, 0.0)
     for key in range(low, high, KEYS):
         count, keys, step = min(KEYS, high - key), rows.k, ld
@@ -206,10 +211,8 @@ def _find_top(sizes, like, factor, rows, is_direct, head, k, low, high, ld):
 
 @inner
 def _spread(like, weights, a, ld, factor, target, row, group, count):
-    """target[key] = factor times the sum over heads of weights[head, key] a[head].
-
-    Rows of the target are `row` elements apart.
-    """
+    """Set row `key` of target to factor times the sum over `group` heads of weights[head * KEYS +
+    key] * a[head], for `count` keys; rows of the target are `row` elements apart."""
     lanes, factors = lanes_in(like), simd.splat(like, factor)
     for key in range(count):
         for column in range(0, ld, lanes):
@@ -222,7 +225,8 @@ def _spread(like, weights, a, ld, factor, target, row, group, count):
 
 @inner
 def _add_rows(like, weights, at, b, b_row, ld, target, ti, count):
-    """target[ti : ti + ld] += the sum over keys of weights[at + key] b[key], in their order."""
+    """Add the sum over `count` keys of weights[at + key] * row `key` of b, in their order, to
+    target[ti : ti + ld]; rows of b are b_row elements apart."""
     lanes = lanes_in(like)
     for column in range(0, ld, 4 * lanes):
         first = ti + column
@@ -242,8 +246,8 @@ def _add_rows(like, weights, at, b, b_row, ld, target, ti, count):
 
 @inner
 def _fetch(start, row_bytes, size, first, last, writes):
-    """Prefetch rows first ... last - 1: a head's rows are too far apart for the hardware's
-    prefetcher."""
+    """Prefetch `size` bytes of each of rows first ... last - 1 from address `start` on, to be
+    written if `writes`: a head's rows are too far apart for the hardware's prefetcher."""
     for row in range(first, last):
         for line in range(start + row * row_bytes, start + row * row_bytes + size, 64):
             if writes:
@@ -256,7 +260,8 @@ def _fetch(start, row_bytes, size, first, last, writes):
 def _row_task(
     sizes, grads, factor, like, starts, rows, is_direct, sequence, kv_head, first, end, ld, ldv
 ):
-    """Compute gradients of keys first ... end of a head, and their contribution to dq.
+    """Write dk and dv of keys first ... end - 1 of a key head, and leave their contribution to dq
+    in rows.dq, without the softmax scale.
 
     Args:
         is_direct: True if rows of keys have the length and type of those of scratch.
@@ -345,15 +350,18 @@ def _row_task(
 def attention_backward_row(
     like, frame, q, k, v, o, do, dk, dv, lse, dq, parts, finished, counter, num_tasks
 ):
-    """Take tasks until none is left; see the head of this file.
+    """Compute dq, dk and dv of sequences of one query each: take tasks, each a chunk of keys of a
+    sequence and key head, in this thread until none is left. The task that ends a head's last chunk
+    adds up its dq.
 
     Args:
         like: the empty array of the problem.
         frame: the problem and its gradients, see `frame_of`; its rule is scaled only.
         q, k, v, o, do, dk, dv: the addresses to which starts are relative.
-        lse: the address of lse.
+        lse: the address of the log-sum-exps.
         dq: the address of (B, 1, Hq, D) in q's dtype.
-        parts: (num_tasks * group * padded D,) of like's type.
+        parts: (num_tasks * group * padded D,) of like's type, scratch for each chunk's dq; unused
+            with one chunk.
         finished: (B * Hk,) int64, zeroed, the number of finished chunks.
         counter: (1,) int64, the next task.
     """

@@ -29,7 +29,8 @@ FAR = 2.0**16  # a float of this size has steps of 2^-7
 
 
 class Place(NamedTuple):
-    """A tile of keys: keys key ... key + count of a sequence's key head, and their chunk."""
+    """A tile of keys: keys key ... key + count - 1 of one key head of a sequence, and the number of
+    the chunk to which they belong."""
 
     chunk: int
     sequence: int
@@ -40,7 +41,8 @@ class Place(NamedTuple):
 
 @inner
 def centre_row(like, factor, row_lse, s, begin, end):
-    """s <- factor s - row_lse, which no rounding may make larger than 0."""
+    """Replace s[begin : end] by factor s - row_lse in place, cut at 0, above which only rounding
+    can lift it."""
     factors, offsets = simd.splat(like, factor), simd.splat(like, row_lse)
     for column in range(begin, end, lanes_in(like)):
         x = simd.sub(simd.mul(simd.load(s, column), factors), offsets)
@@ -51,11 +53,16 @@ def centre_row(like, factor, row_lse, s, begin, end):
 def gradient_row(
     like, factor, row_lse, row_delta, s, dp, base, begin, end, seen, wi, dropout, keep
 ):
-    """Compute one row: s <- p = exp(factor s - lse), dp <- ds = p (dp - row_delta), zero if hidden.
+    """Replace columns begin ... end - 1 of one row in place, s by p = exp(factor s - row_lse) and
+    dp by ds = p (dp - row_delta), both by 0 where hidden; the row starts at index `base`.
 
-    With dropout, s <- 0 where dropped, and dp counts as dropout.scale dp where kept, else as 0.
-    With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` continues from
+    With dropout, s becomes 0 where dropped, and dp counts as dropout.scale dp where kept, else as
+    0. With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` continues from
     there.
+
+    Args:
+        seen, wi: the bits of the visible columns, from seen[wi] on.
+        keep: the bits of the columns that dropout keeps; unused without dropout.
     """
     lanes = lanes_in(like)
     if abs(row_lse) > FAR:
@@ -84,7 +91,8 @@ def gradient_row(
 
 @inner
 def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
-    """dp *= 1 - tanh^2 over a row; hidden columns stay zero."""
+    """Multiply ds of a row's columns begin ... end - 1 by the derivative of the softcap, slack = 1
+    - tanh^2, in place; hidden columns become zero."""
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     for first in range(begin, end, WORD):
@@ -97,7 +105,8 @@ def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
 
 @inner
 def _add_bias_gradient(call, place, head, query, dp, base, begin, end):
-    """Add a row of ds to the gradient of bias, whose strides are 0 where bias is broadcast.
+    """Add a row of ds to the gradient of the bias, call.dbias, whose strides are 0 where the bias
+    is broadcast.
 
     Args:
         place: the tile of keys, a `Place`.
@@ -119,9 +128,11 @@ def _add_bias_gradient(call, place, head, query, dp, base, begin, end):
 
 @inner
 def differentiate_rows(call, place, seen, scores, first_row, num_rows, begin, end, top, bottom):
-    """Turn products S and dP into P and dS in place, zero wherever a row sees no key.
+    """Turn the products S and dP in `scores` into P and dS in place, zero for keys that a row does
+    not see, and add dS to the gradient of the bias where one is wanted.
 
-    Rows top ... bottom of a tile, of which the first `num_rows` exist; call: a `Backward`.
+    Rows top ... bottom - 1 of a tile, whose first flat row is first_row and of which `num_rows`
+    exist, and its columns begin ... end - 1 are computed. `call` is a `Backward`.
     """
     sizes, rule, arrays, dropout = call.sizes, call.rule, call.arrays, call.dropout
     lse, delta, like = call.lse, call.delta, arrays.like

@@ -42,11 +42,16 @@ _NO_ADDRESSES = (0,) * (NUM_STARTS - 4)
 
 
 class CallFrame:
-    """A call as the kernels take it, without addresses and without lengths in tensors.
+    """A call as the kernels take it, without addresses and without lengths in tensors; made once by
+    its plan, of layouts alone.
 
     Attributes:
         sizes: the sizes, with 0 for the address of the bias.
         starts: the starts of a dense call, with offsets instead of addresses.
+        copies: True if q, k or v has a strided last dim, so that each run copies it.
+        numbers: 0 ... B - 1, the numbers of the sequences.
+        like: an empty array of the float type to compute in.
+        is_plain: True for a dense call of q, k and v alone, without dropout.
     """
 
     def __init__(self, spec: AttentionSpec, layouts: AttentionTensors, o: Tensor) -> None:
@@ -88,7 +93,12 @@ class CallFrame:
             starts[:, column] = first * step
 
     def problem(self, tensors: AttentionTensors, o: Tensor) -> Problem:
-        """Return the call with these tensors."""
+        """Return the `Problem` of a run: this call with the addresses of `tensors`, whose last dims
+        are contiguous, and of `o`, and with the lengths that the tensors hold.
+
+        Raises:
+            ValueError: cu_seqlens, seqlens_k or the lists of a mask do not fit the other tensors.
+        """
         q, k, v = tensors[:3]
         spec, sizes = self.spec, self.sizes
         # The columns of Q, K, V and O are the first ones.
@@ -119,7 +129,8 @@ class CallFrame:
         )
 
     def plain_problem(self) -> Problem:
-        """Return a call of q, k and v alone, with offsets instead of addresses."""
+        """Return the `Problem` of a call of q, k and v alone, with offsets instead of addresses,
+        which kernels add."""
         return self._problem(self.starts.copy())
 
     def _problem(self, starts: np.ndarray) -> Problem:
@@ -178,12 +189,13 @@ def is_strided(x: Tensor | Layout) -> bool:
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or a copy if its last dim is strided."""
+    """Return the tensor itself, or a detached contiguous copy if its last dim is strided."""
     return tensor.detach().contiguous() if is_strided(tensor) else tensor
 
 
 def with_unit_strides(frame: CallFrame, tensors: AttentionTensors) -> AttentionTensors:
-    """Return the tensors of a call, with copies of q, k and v whose last dim is strided."""
+    """Return the tensors of a call, with contiguous copies of q, k and v if the frame says that one
+    has a strided last dim."""
     if not frame.copies:
         return tensors
     q, k, v = (unit_stride(x) for x in tensors[:3])

@@ -16,7 +16,8 @@ from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task
 
 @inner
 def delta_of_rows(call, task):
-    """Turn dlse into delta for the rows of one task of a `Backward`."""
+    """Replace dlse in call.delta by delta = rowsum(do * o) - dlse, in place, for the queries of one
+    task and all their heads; `call` is a `Backward`."""
     sizes, grads, delta = call.sizes, call.grads, call.delta
     like, starts = call.arrays.like, call.arrays.starts
     sequence, rows = 0, grads.rows_per_task
@@ -33,7 +34,8 @@ def delta_of_rows(call, task):
 
 @kernel
 def delta_kernel(call, counter, num_tasks):
-    """Take tasks until none is left; see `delta_of_rows`."""
+    """Take tasks of rows from `counter` until none of num_tasks is left, and replace dlse by delta
+    for each, see `delta_of_rows`; `call` is a `Backward`."""
     while True:
         task = next_task(counter)
         if task >= num_tasks:

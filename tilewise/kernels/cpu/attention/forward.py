@@ -76,7 +76,13 @@ MAX_TILES = 8  # query tiles that share a packed tile of keys
 
 
 class _Scratch(NamedTuple):
-    """The scratch of a thread, used by one task after the other; padding of rows is always zero."""
+    """The scratch of a thread of the forward pass, used by one task after the other; padding of
+    rows is always zero.
+
+    q, acc, m and l hold all query rows of a task: operands, sums of P V, running maxima and sums.
+    k_* and v_* hold one tile of keys and values, as rows and as packed panels. s, p, bias, rescale
+    and keep belong to one tile of scores.
+    """
 
     q: np.ndarray
     acc: np.ndarray
@@ -94,7 +100,7 @@ class _Scratch(NamedTuple):
 
 
 class _Pointers(NamedTuple):
-    """Bare pointers to parts of `_Scratch`."""
+    """Bare pointers to the arrays of `_Scratch` with the same names."""
 
     acc: Any
     k_rows: Any
@@ -105,7 +111,8 @@ class _Pointers(NamedTuple):
 
 @inner
 def is_multiplied_as_stored(sizes, packed_like):
-    """Return whether rows of keys and values are operands of the products as stored in memory."""
+    """Return whether rows of keys and values can be operands of the products as they lie in memory:
+    not paged, of the operands' dtype, with head dims that are multiples of 32."""
     return (
         sizes.block_size == 0
         and sizes.k_code != F16
@@ -139,7 +146,15 @@ def _new_scratch(problem, tiles):
 
 @inner
 def score_tile(s, q, qi, q_row, k_panels, head_dim, rows, count, begin, end):
-    """S = Q K^T of a tile of rows, q_row apart, and `count` keys, where BLOCK rows see keys."""
+    """Compute the products S = Q K^T of a tile of query rows and `count` keys into s, SCORE_ROW
+    apart, for each BLOCK rows only where they see keys.
+
+    Args:
+        q, qi, q_row: the rows, the index of the first, and the elements from row to row.
+        k_panels: the keys in transposed panels.
+        rows: the number of query rows.
+        begin, end: the range of keys that each BLOCK rows see, see `Seen`.
+    """
     ld = (head_dim + 31) // 32 * 32
     width, elements = panel_columns(s), words_to_elements(q)
     words = -(-head_dim // (UNROLLED * elements)) * UNROLLED  # channels after the head dim are zero
@@ -165,10 +180,20 @@ def score_tile(s, q, qi, q_row, k_panels, head_dim, rows, count, begin, end):
 
 @inner
 def add_rows_exactly(c, ci, ldc, dim, p, v, ld, rescale, seen, count, rows):
-    """c = c * rescale + p v row by row over visible keys alone, for tiles with inf or NaN.
+    """Compute c = c * rescale + p v row by row over visible keys alone, for a tile whose values
+    have inf or NaN, which must not reach rows that do not see them.
 
     A row that sees finite keys alone has, in float32 and float64, the bits of the products: which
     tiles are multiplied here depends on what else one thread computes.
+
+    Args:
+        c, ci, ldc, dim: the sums, the index of the first, the elements from row to row, and the
+            channels.
+        p: the probabilities, SCORE_ROW from row to row.
+        v, ld: the rows of values in scratch, and the elements from row to row.
+        rescale: the factor of each row's old sums.
+        seen: the keys that each row sees, a `Seen`.
+        count, rows: the numbers of keys and of rows.
     """
     for row in range(rows):
         at = ci + row * ldc
@@ -184,11 +209,12 @@ def add_rows_exactly(c, ci, ldc, dim, p, v, ld, rescale, seen, count, rows):
 
 @inner
 def _add_products(c, ci, ldc, dim, p, values, panel, word, rows, count, begin, end, rescale):
-    """c = c * rescale + P V for each BLOCK rows, over their own range of `count` keys.
+    """Compute c = c * rescale + P V for each BLOCK of `rows` rows, over the range begin ... end of
+    keys that the block sees.
 
     Args:
         values, panel, word: V, elements from panel to panel and from word to word of keys.
-        count: a multiple of UNROLLED words.
+        count: the number of keys, a multiple of UNROLLED words.
     """
     width, elements = panel_columns(c), words_to_elements(p)
     for column in range(0, dim, width):
@@ -215,7 +241,8 @@ def _add_products(c, ci, ldc, dim, p, values, panel, word, rows, count, begin, e
 
 @inner
 def load_bias_row(sizes, like, bias, sequence, head, query, first, count):
-    """Fill bias[0 : count] with the bias of keys first ... first + count of one query."""
+    """Fill bias[0 : count] with the bias of keys first ... first + count - 1 for one query of one
+    query head, converted to like's type."""
     address = (
         sizes.bias
         + sequence * sizes.bias_batch
@@ -244,7 +271,9 @@ def _softmax_tile(
     bias,
     keep,
 ):
-    """Compute probabilities of one tile, and the running maximum and sum of its rows."""
+    """Turn the products in `s` of one tile of rows and keys into probabilities in `p`, 0 for hidden
+    keys and where dropout drops; update the rows' running maxima m and sums l, and set `rescale` to
+    the factors of their old sums of values."""
     sizes, rule, arrays, dropout = problem.sizes, problem.rule, problem.arrays, problem.dropout
     like = arrays.like
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
@@ -287,17 +316,19 @@ def _softmax_tile(
 
 @inlined
 def pack_stored(like, sizes, spare, pointers, keys, values, key, count, tiles):
-    """Pack a tile of keys and values whose dtype is multiplied as it is stored.
+    """Pack a tile of keys, and of values where needed, whose dtype is multiplied as it is stored,
+    into the thread's panels.
 
     Args:
-        spare, pointers: the thread's scratch.
+        spare, pointers: the thread's scratch, as arrays and as bare pointers.
         keys, values: the `Source` of each.
         key, count: the first key and their number.
-        tiles: the query tiles that will use them; for one, V may be read in place.
+        tiles: the query tiles that will use the keys; for one, V may be read in place.
 
     Returns:
-        The address of V, the elements from panel to panel and from word to word of keys, and
-            whether all of it is finite; if not, rows of V are copied to v_rows, too.
+        A pointer to V as the product takes it; the elements from panel to panel and from word to
+        word of keys; and whether all of V is finite. If not, rows of V are copied to spare.v_rows,
+        too.
     """
     size, panels, width = sizes.k_size, pointers.v_panels, panel_columns(like)
     k, v, v_row = keys.start + key * keys.row, values.start + key * values.row, values.row
@@ -476,7 +507,8 @@ def _forward_task(
 
 @kernel
 def attention_forward(like, packed_like, frame, q, k, v, o, lse, maxima, tiles, counter, num_tasks):
-    """Take tasks until none is left; see the head of this file.
+    """Compute attention of one thread: take tasks, each a block of query tiles of a sequence and
+    key head, until none is left, and write their o, lse and maxima.
 
     Args:
         like, packed_like: the empty arrays of the problem.

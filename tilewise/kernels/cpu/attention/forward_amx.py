@@ -69,7 +69,8 @@ class _Keys(NamedTuple):
 
 @inner
 def _load_keys(problem, keys, sequence, kv_head, key, count, ld, ldv):
-    """Pack `count` keys and values from `key` on as operands; return whether values are finite.
+    """Pack `count` keys and values from `key` on into the panels of the scratch `keys`; return
+    whether all values are finite.
 
     Args:
         keys: the scratch of the tile.
@@ -101,7 +102,8 @@ def _attend_exactly(
     num_rows,
     key,
 ):
-    """Do as `attend_strips` if V has inf or NaN, which must not reach rows that do not see it."""
+    """Let strips attend to a tile of keys as `attend_strips` does, for a tile whose values have inf
+    or NaN, which must not reach rows that do not see them: P V is added key by key."""
     sizes, arrays = problem.sizes, problem.arrays
     starts, values = arrays.starts, values_of(sizes, arrays, sequence, kv_head)
     v_panels[:] = 0
@@ -151,11 +153,13 @@ def _prefetch_keys(problem, sequence, kv_head, first, last):
 
 @inner
 def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_row):
-    """Copy query rows to scratch, and set each row's maximum and sum to those of its sink alone.
+    """Load the query rows of a task into scratch, zero their sums, and set each row's exponent and
+    sum to those of its sink alone, or of nothing.
 
     Args:
         rows: the scratch of the rows.
-        first_row, num_rows: the rows, counted over queries and heads of the group.
+        first_row, num_rows: the first row and their number, counted over queries and heads of the
+            group.
         ld, acc_row: the elements of a row of q and of the sums in scratch.
     """
     sizes, arrays = problem.sizes, problem.arrays
@@ -179,7 +183,8 @@ def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_ro
 
 @inner
 def _store_rows(problem, rows, lse, sequence, kv_head, first_row, num_rows, acc_row):
-    """Divide the sums of rows by their totals, and write o and lse.
+    """Divide the sums of a task's rows by their totals, and write o through its addresses and lse;
+    rows that saw nothing get 0 and -inf.
 
     Args:
         rows: the scratch of the rows.
@@ -206,7 +211,8 @@ def _store_rows(problem, rows, lse, sequence, kv_head, first_row, num_rows, acc_
 
 @inner
 def _new_scratch(problem, tiles):
-    """Return scratch for tasks of up to `tiles` tiles, zero where padding must stay zero."""
+    """Return the scratch (Rows, _Keys, Scores, Sight) of a thread for tasks of up to `tiles` tiles
+    of query rows, zero where padding must stay zero."""
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
@@ -232,7 +238,8 @@ def _new_scratch(problem, tiles):
 
 @inner
 def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
-    """Process all keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    """Compute o and lse of query tiles first_tile ... first_tile + tiles - 1 of one key head over
+    all their keys; `spare` is the thread's scratch."""
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     rows, keys, scores, sight = spare
     starts = arrays.starts
@@ -302,11 +309,12 @@ def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
 
 @kernel
 def attention_forward(problem, lse, tiles, counter, num_tasks):
-    """Take tasks until none is left; see the head of this file.
+    """Compute attention of bfloat16 on the matrix unit: take tasks, each a block of query tiles of
+    a sequence and key head, in this thread until none is left.
 
     Args:
         problem: a `Problem`; o is written through addresses.
-        lse: a flat array of like's type.
+        lse: a flat array of like's type, the log-sum-exps to write.
         tiles: the query tiles of a task.
         counter: (1,) int64, the next task.
     """

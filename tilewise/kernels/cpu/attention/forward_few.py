@@ -61,7 +61,8 @@ MOST_ROWS = 8 * TILE_M  # query rows of a task; more are shared among tasks of `
 
 
 class _Scratch(NamedTuple):
-    """The scratch of a thread; columns right of a head's dim are zero.
+    """The scratch of a thread; channels past the head dim are zero. A second one holds bare
+    pointers to the same arrays.
 
     Attributes:
         q, acc, m, l: the arrays for all rows of a task; the others are as in `forward.py`.
@@ -82,10 +83,12 @@ class _Scratch(NamedTuple):
 
 @inner
 def _new_scratch(like, packed, index_like, head_dim, dim, num_rows, num_keys):
-    """Allocate the scratch of a thread; return it, and the array that owns its memory.
+    """Allocate the scratch of a thread; return it, and the array that owns its memory and must be
+    kept alive.
 
     Args:
         like, packed, index_like: empty arrays: of the float type, of operands, and of int64.
+        head_dim, dim: the head dims of keys and of values.
         num_rows, num_keys: the most rows and keys of a task, padded.
     """
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
@@ -123,7 +126,8 @@ def _new_scratch(like, packed, index_like, head_dim, dim, num_rows, num_keys):
 
 @inner
 def _multiply(acc, ai, ldv, dim, p, values, panel, word, rows, count, seen):
-    """Compute O = P V, each BLOCK of rows over the range of keys that it sees.
+    """Compute O = P V into acc, which is overwritten, each BLOCK of rows over the range of keys
+    that it sees.
 
     Args:
         acc, ai, ldv: the sums, the index of the first, and the elements of a row.
@@ -178,7 +182,13 @@ def _softmax(like, factor, s, p, first, rows, seen, m, l):
 
 @inner
 def see_keys_of(problem, view, seen, start, first, rows, count):
-    """Fill `seen` of a tile, with ends that are multiples of a register, up to `count`."""
+    """Fill `seen` for `rows` rows from `first` on and all `count` keys of a sequence, which fit one
+    tile, with ends that are multiples of a register's lanes and do not exceed the keys by more.
+
+    Args:
+        view: the part of the block mask that the task needs.
+        start: the sequence's row of `starts`.
+    """
     sizes, lanes = problem.sizes, lanes_in(problem.arrays.like)
     if not see_tile(sizes, problem.mask, view, seen, start[Q_LEN], count, first, rows, 0):
         seen.words[:] = 0
@@ -192,12 +202,14 @@ def see_keys_of(problem, view, seen, start, first, rows, count):
 
 @inlined
 def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_head):
-    """Compute the sums, maxima and totals of all rows of one key head, in scratch.
+    """Compute the sums of values, maxima and totals of all rows of one key head, and leave them in
+    scratch (acc, m and l).
 
     Args:
         is_direct: whether keys are multiplied as stored.
         spare, pointers: the thread's scratch.
-        seen, bits, view: scratch of `see_tile`, and the part of a block mask.
+        seen, bits, view: scratch of `see_tile`, bare pointers to the same, and the part of a block
+            mask.
     """
     sizes, arrays, factor = problem.sizes, problem.arrays, problem.rule.scale
     like, start = bare(arrays.like), arrays.starts[sequence]
@@ -319,7 +331,8 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
 
 @inlined
 def _store(sizes, is_direct, like, start, pointers, kv_head, lse, ldv):
-    """Divide the sums of a key head's rows by their totals, and write o and lse."""
+    """Divide the sums of a key head's rows, in scratch, by their totals, and write o through its
+    addresses and lse; rows that saw nothing get 0 and -inf."""
     group, acc = sizes.group, pointers.acc
     for row in range(start[Q_LEN] * group):
         query, total = row // group, pointers.l[row]
@@ -341,7 +354,8 @@ def _store(sizes, is_direct, like, start, pointers, kv_head, lse, ldv):
 
 @kernel
 def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, num_tasks):
-    """Take tasks until none is left; see the head of this file.
+    """Compute attention over keys that fit one tile: take tasks, each a sequence and key head, in
+    this thread until none is left, and write o and lse.
 
     Args:
         like, packed_like: the empty arrays of the problem.

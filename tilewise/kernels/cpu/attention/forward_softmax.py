@@ -42,14 +42,15 @@ _MOST = 3.0e38  # |m| of a row whose logit is beyond the floats in base 2
 
 
 def _masked(builder, name, operands, kind):
-    """A masked AVX-512 instruction on all lanes."""
+    """Emit a masked AVX-512 instruction of this name on all lanes, and return its result of type
+    `kind`."""
     tail = [ir.Constant(kind, ir.Undefined), _i16(-1), _i32(4)]  # 4: rounds as the CPU is set
     return simd.call_llvm(builder, f"x86.avx512.mask.{name}.512", kind, [*operands, *tail])
 
 
 @intrinsic
 def power_of_two(typingctx, a):
-    """2^a, lane by lane, of float32; a <= 128."""
+    """Return 2^a, lane by lane, of a float32 Vector with a <= 128."""
 
     def codegen(context, builder, sig, args):
         (x,) = args
@@ -62,7 +63,7 @@ def power_of_two(typingctx, a):
 
 @intrinsic
 def _max_of_rows(typingctx, rows, first):
-    """Lane r is the largest of rows[first + 16 r : first + 16 r + 16]."""
+    """Return a Vector whose lane r is the largest of rows[first + 16 r : first + 16 r + 16]."""
     dtype = simd.float_of(rows)
 
     def codegen(context, builder, sig, args):
@@ -114,9 +115,11 @@ def exponentiate_rows(
     keep,
     ki,
 ):
-    """p = 2^(factor s + shift) of `rows` rows of 32 keys; return the largest exponents, in lanes.
+    """Set p = 2^(factor s + shift), rounded to bfloat16, for `rows` rows of 32 keys, and write the
+    rows' sums with it; return the largest exponents, in lanes.
 
-    If one exceeds SLACK, the results are invalid: call `raise_rows` and repeat.
+    If a returned exponent exceeds SLACK, the results are invalid: the caller calls `raise_rows` and
+    repeats the call.
 
     Args:
         s, si: the scores, 32 from row to row.
@@ -125,7 +128,7 @@ def exponentiate_rows(
         is_whole: True if every row sees every key; otherwise the bits of seen[wi :], WORDS from row
             to row, tell.
         sums, old, new: the sums of p and of p as rounded, 16 lanes each, of each row; the index of
-            those so far, and of those with this block.
+            the sums so far, and the index to which the sums with this block go.
         drops, keep, ki: True if p becomes 0, after it was summed, where bits of keep[ki :] are 0.
     """
     lowest, zero = simd.splat(like, -math.inf), simd.splat(like, 0.0)
@@ -156,8 +159,8 @@ def exponentiate_rows(
 
 @inner
 def lower_rows(like, m, at, rows, shifts):
-    """Set the shifts of `rows` rows, m[at] of the first; return whether any is far or saw
-    nothing."""
+    """Set shifts[0 : rows] to -m[at : at + rows]; return whether any row is far, |m| above FAR, or
+    has seen nothing yet."""
     zero, most = simd.splat(like, 0.0), simd.splat(like, 0.0)
     for row in range(0, rows, LANES):
         shift = simd.sub(zero, simd.load(m, at + row))
@@ -168,7 +171,8 @@ def lower_rows(like, m, at, rows, shifts):
 
 @inner
 def centre_rows(like, s, si, rows, m, raised, at, shifts):
-    """Subtract s' of the far ones of `rows` rows of a block from their scores; their shift is 0."""
+    """Subtract the score s' of each far row, |m| above FAR, from its 32 scores in a block of `rows`
+    rows, in place, and set its shift to 0."""
     for row in range(rows):
         if abs(m[at + row]) > FAR and raised[at + row] > -math.inf:
             shifts[row] = 0.0
@@ -179,7 +183,8 @@ def centre_rows(like, s, si, rows, m, raised, at, shifts):
 
 @inner
 def log_sum(like, m, raised, total, scale):
-    """Return the log-sum-exp of a row that has seen keys; scale: the factor from score to logit."""
+    """Return the natural log-sum-exp of a row that has seen keys, from its exponent m, its score s'
+    (`raised`) and its sum `total`; `scale` is the factor from score to logit."""
     if abs(m) > FAR:  # rounded as the gradient rounds its logits
         top = simd.number(like, raised) * simd.number(like, scale)
         return simd.number(like, top + math.log(total))
@@ -188,7 +193,8 @@ def log_sum(like, m, raised, total, scale):
 
 @inner
 def start_at_sink(like, sink, scale):
-    """Return m, s' and the sum of a row that has seen its sink alone; scale: see `log_sum`."""
+    """Return the exponent m, the score s' and the sum of a row that has seen its sink alone;
+    `scale` is the factor from score to logit."""
     top = sink * LOG2_E
     m = np.ceil(top)  # as a float: no integer holds NaN
     total = 2.0 ** (top - m)
@@ -199,7 +205,8 @@ def start_at_sink(like, sink, scale):
 
 @inner
 def _scale(values, start, end, factor):
-    """values[start : end] *= factor, floats or bfloat16; whole registers."""
+    """Multiply values[start : end], floats or bfloat16, by `factor` in place, by whole
+    registers."""
     factors = simd.splat(values, factor)
     for column in range(start, end, LANES):
         simd.store(values, column, simd.mul(simd.load(values, column), factors))
@@ -228,7 +235,8 @@ def raise_rows(
     dim,
     spare,
 ):
-    """Raise m of those of 16 rows of a block that exceed it by more than SLACK; rescale their sums.
+    """Raise the exponent m, and s', of each of 16 rows with a logit in this block that exceeds m by
+    more than SLACK, and rescale what the row has summed so far, all in place.
 
     Args:
         s, si, factor, seen, wi: see `exponentiate_rows`.

@@ -47,10 +47,12 @@ class Rows(NamedTuple):
 
     Attributes:
         q: (rows, ld) bfloat16, zero after the head dim.
-        acc: (rows, ldv + a few) sums of P V.
-        m, raised: (rows,) exponents and scores s', see `forward_softmax.py`.
-        l: (2, rows, 2, 16) sums of p and of p rounded, in lanes: the last ones, and those before.
-        parity: (strips,), the index of the last ones in l.
+        acc: (rows, ldv + a few) float32, the sums of P V.
+        m, raised: (rows,) float32, the exponent that is subtracted from each row's logits, and the
+            score s' to which it was raised, see `forward_softmax.py`.
+        l: (2, rows, 2, 16) float32, the sums of p and of p rounded, in 16 lanes, twice: the newest
+            and those one block of keys before.
+        parity: (strips,) int64, the index 0 or 1 of a strip's newest sums in l.
     """
 
     q: np.ndarray
@@ -62,12 +64,14 @@ class Rows(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """The keys of a tile that the tiles of a task see: parts of a `Seen` for each, and strips.
+    """The keys of one tile that all query rows of a task see: a `Seen` for each tile of rows, one
+    behind another, and the list of strips of 32 rows that see any.
 
     Attributes:
-        words, begin, end, is_whole: the `Seen` of tile t, from t * TILE_M times WORDS, over BLOCK,
-            and from t.
-        strips: (strips, 3) of those that see keys: number, first and end column; flat.
+        words, begin, end, is_whole: the arrays of the `Seen` of each tile t of rows, which begin at
+            t * TILE_M * WORDS, at t * TILE_M / BLOCK (begin and end) and at t.
+        strips: (strips, 3) int64, flat, of each strip that sees keys: its number, and the first and
+            the end of its range of keys.
     """
 
     words: np.ndarray
@@ -78,7 +82,9 @@ class Sight(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The scratch of two blocks of scores, two strips of probabilities, and the current rows."""
+    """The scratch of two blocks of scores s (32 x 32), two strips of probabilities p (32 rows, a
+    tile of keys), and of the current rows: shifts, bias, the bits that dropout keeps, and spare
+    room."""
 
     s: np.ndarray
     p: np.ndarray
@@ -90,7 +96,8 @@ class Scores(NamedTuple):
 
 @inner
 def new_scores(like, packed, words_like):
-    """Allocate `Scores`."""
+    """Allocate `Scores`; the arguments are any arrays of float32, of bfloat16 as uint16, and of
+    int32."""
     return Scores(
         scratch(2 * _BLOCK, like),
         scratch(2 * _AREA, packed),
@@ -103,7 +110,8 @@ def new_scores(like, packed, words_like):
 
 @inner
 def new_sight(tiles, words_like, index_like):
-    """Allocate `Sight` for `tiles` tiles of rows; other arguments are arrays of int32 and int64."""
+    """Allocate a `Sight` for `tiles` tiles of query rows; the other arguments are any arrays of
+    int32 and int64."""
     blocks = tiles * (TILE_M // BLOCK)
     return Sight(
         scratch(tiles * TILE_M * WORDS, words_like),
@@ -119,7 +127,7 @@ def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
     """List the strips of rows that see a tile of keys in `sight`; return how many there are.
 
     Args:
-        view: the part of a block mask.
+        view: the part of the block mask that the task needs, from `view_rows`.
         q_len, k_len: the lengths of the sequence.
         first_row, num_rows: the rows of the task.
         key: the first key of the tile.
@@ -150,7 +158,8 @@ def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
 
 @inner
 def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key):
-    """Turn a block of products into logits: scale, softcap, bias and ALiBi.
+    """Turn a block of 32 x 32 products in `scores.s` into logits in place: scale, softcap, bias and
+    ALiBi.
 
     It is called only where a logit is not just a scaled product.
 
@@ -188,7 +197,8 @@ def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key)
 
 @inner
 def _draw_rows(problem, keep, sequence, kv_head, first_row, rows, key):
-    """Draw dropout's bits for the rows of a strip and a tile of keys; 1 keeps.
+    """Fill `keep` with dropout's bits for the rows of a strip and a tile of keys; 1 keeps the
+    probability.
 
     Args:
         keep: the bits, WORDS words a row.
@@ -205,7 +215,8 @@ def _draw_rows(problem, keep, sequence, kv_head, first_row, rows, key):
 
 @inner
 def _score(rows, scores, k_panels, ld, strip, column, buffer):
-    """Compute 32 columns of S of a strip."""
+    """Multiply a strip of 32 query rows by the 32 keys of a tile from `column` on, in tile
+    registers: the products go to block `buffer` (0 or 1) of scores.s."""
     multiply_block(
         scores.s,
         buffer * _BLOCK,
@@ -223,14 +234,14 @@ def _score(rows, scores, k_panels, ld, strip, column, buffer):
 
 @inner
 def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, column):
-    """Add P V to 32 columns of the sums of a strip.
+    """Add P V to 32 channels of the sums of a strip, in tile registers.
 
     Args:
         acc_row: the elements of a row of sums.
         strip: the number of the strip.
-        begin, end: the range of keys.
+        begin, end: the range of the tile's keys that the strip sees.
         buffer: the number of the buffer of probabilities, 0 or 1.
-        column: the first column.
+        column: the first channel.
     """
     multiply_block(
         rows.acc,
@@ -251,7 +262,9 @@ def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, colu
 def _exponentiate(
     like, scores, sight, rows, factor, is_whole, words, at, si, pi, top, count, parity, area, drops
 ):
-    """Apply `exponentiate_rows` to rows top ... of the block at si."""
+    """Turn `count` rows of a 32 x 32 block of scores, from row `top` of it on, into probabilities,
+    and add these to the rows' sums; return the largest exponents in lanes. See `exponentiate_rows`,
+    of which this fills in the places."""
     old, new = parity * area + at + top, (1 - parity) * area + at + top
     return exponentiate_rows(
         like,
@@ -280,8 +293,9 @@ def _exponentiate(
 def _raise(
     like, scores, sight, rows, factor, words, at, si, pi, columns, parity, area, acc_row, ldv
 ):
-    """Apply `raise_rows` to a block of 32 rows, then update the shifts and the scores of far
-    rows."""
+    """Raise the exponents m of the rows of a 32 x 32 block whose logits exceed them, see
+    `raise_rows`, rescale the rows' sums, and prepare the block to be exponentiated again: new
+    shifts, and centred scores of far rows."""
     for top in range(0, SIDE, LANES):
         raise_rows(
             like,
@@ -327,7 +341,19 @@ def attend_strips(
     num_rows,
     key,
 ):
-    """Let `count` strips attend to a tile of keys."""
+    """Let the `count` strips that `sight` lists attend to a tile of keys: their sums of P V,
+    exponents and sums of p in `rows` take in the tile.
+
+    Args:
+        problem: the call's `Problem`.
+        rows, scores: the scratch of the task's query rows, and of scores.
+        k_panels, v_panels: the packed tile of keys and values.
+        ld, ldv, acc_row: the padded channels of keys and of values, and the elements of a row of
+            sums.
+        sequence, kv_head: the numbers of the sequence and of the key head.
+        first_row, num_rows: the first flat row of the task, and their number.
+        key: the first key of the tile.
+    """
     rule, like = problem.rule, problem.arrays.like
     drops, strips = problem.dropout.threshold > 0, sight.strips
     factor = like.dtype.type(LOG2_E * (rule.scale if rule.is_scaled_only else 1.0))

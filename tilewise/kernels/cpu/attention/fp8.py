@@ -18,5 +18,6 @@ QUANTIZES = False  # takes e4m3 tensors with their scales only
 
 
 def plan_fwd(call: Call) -> DequantisedPlan | Refusal:
-    """Return how o and lse are computed."""
+    """Return the plan of o and lse of a call of `FP8_TENSORS`, e4m3 tensors with scales, which are
+    dequantised to float32; or the refusal of the float32 planner."""
     return DequantisedPlan.of(call, attention.plan_fwd, torch.float32)

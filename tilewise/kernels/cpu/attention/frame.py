@@ -58,7 +58,8 @@ _NOTHING = words_of((NO_MASK, NO_DROPOUT))
 
 
 def frame_of(problem: Problem, grads: Gradients | None = None) -> np.ndarray:
-    """Return the words of a problem and of its gradients; the caller keeps their arrays alive."""
+    """Return the int64 words of a problem and, if given, of its gradients; the caller keeps their
+    arrays alive."""
     sizes, rule, arrays, mask, dropout = problem
     is_plain = mask is NO_MASK and dropout is NO_DROPOUT
     words = [*_numbers(sizes, rule), *(_NOTHING if is_plain else words_of((mask, dropout)))]
@@ -70,7 +71,8 @@ def frame_of(problem: Problem, grads: Gradients | None = None) -> np.ndarray:
 
 @inner
 def read_problem(frame, like, packed_like):
-    """Return the problem of a frame; like and packed_like are its empty arrays."""
+    """Return the `Problem` of a frame, for compiled code; `like` and `packed_like`, which a frame
+    does not hold, become its empty arrays."""
     slopes = array_at(frame[_HEADS], frame[_HEADS + 1], like)
     sinks = array_at(frame[_HEADS + 2], frame[_HEADS + 3], like)
     starts, table = _read_starts(frame, _STARTS), _read_table(frame, _TABLE)
@@ -86,8 +88,9 @@ def read_problem(frame, like, packed_like):
 
 @inner
 def moved_frame(address, starts, table, frame):
-    """Make `frame` a copy of the frame at `address`, without gradients, for other sequences of a
-    row."""
+    """Fill `frame` with a copy of the words of the problem at `address`, without gradients, for
+    other sequences of one query each: their `starts` and block table take the place of the
+    problem's own, and lse is (Hq, sequences)."""
     kept = array_at(address, FRAME_WORDS, frame)
     for word in range(FRAME_WORDS):
         frame[word] = kept[word]
@@ -100,7 +103,7 @@ def moved_frame(address, starts, table, frame):
 
 @inner
 def with_starts(problem, starts):
-    """Return the same problem with other starts."""
+    """Return the problem with `starts` in place of its own."""
     old = problem.arrays
     arrays = Arrays(old.like, old.packed_like, starts, old.table, old.slopes, old.sinks)
     return Problem(problem.sizes, problem.rule, arrays, problem.mask, problem.dropout)
@@ -108,14 +111,14 @@ def with_starts(problem, starts):
 
 @inner
 def read_gradients(frame):
-    """Return the `Gradients` of a frame that has them."""
+    """Return the `Gradients` of a frame that was made with them, for compiled code."""
     return _read_gradients(frame, _HEADS + 4)
 
 
 @inner
 def placed(starts, q, k, v, o):
-    """Return the starts of a call whose tensors have these addresses; the starts unchanged for
-    none."""
+    """Return a copy of `starts` with the addresses of q, k, v and o added to its offsets; if all
+    four are 0, `starts` itself, which then holds addresses."""
     if (q | k | v | o) == 0:
         return starts
     starts = starts.copy()
@@ -129,7 +132,7 @@ def placed(starts, q, k, v, o):
 
 @inner
 def place_gradients_too(starts, do, dk, dv):
-    """Add the addresses of the call's gradients to `placed` starts."""
+    """Add the addresses of do, dk and dv to their columns of `starts`, in place."""
     for sequence in range(len(starts)):
         starts[sequence, DO] += do
         starts[sequence, DK] += dk

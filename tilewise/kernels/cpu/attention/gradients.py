@@ -29,8 +29,12 @@ class BackwardTasks(NamedTuple):
 
     Attributes:
         num_chunks: the number of parts of the keys, of CHUNK_KEYS.
-        num_owners: the number of tasks per chunk.
-        dbias_shape: (chunks or 1, B or 1, Hq or 1, Sq or 1, Sk or 1) to which tasks add, or (0,).
+        num_owners: the number of tasks per chunk: one for each sequence and key head whose sums no
+            other task shares.
+        dbias_shape: the shape (chunks or 1, B or 1, Hq or 1, Sq or 1, Sk or 1) of the sums of the
+            bias gradient to which tasks add; (0,) without one.
+        shares_batch, shares_heads: True if one task owns all sequences, or all heads, since they
+            share the bias gradient.
     """
 
     num_chunks: int
@@ -123,7 +127,8 @@ def place_gradients(
     first_q: np.ndarray,
     first_k: np.ndarray,
 ) -> None:
-    """Write the gradients' addresses into `starts`.
+    """Write the addresses of each sequence's first rows of do, dk and dv, and its offset in dq,
+    into `starts` in place.
 
     Args:
         dq: a tensor like q; its positions are in elements, the others are addresses.
@@ -142,11 +147,12 @@ def place_offsets(
     first_q: np.ndarray,
     first_k: np.ndarray,
 ) -> None:
-    """Write each sequence's byte offsets in do, dq, dk and dv to `starts`.
+    """Write the byte offsets of each sequence's first rows in do, dk and dv, and the offset in
+    elements in dq, to `starts` in place.
 
     Args:
         starts: (B, columns) int64.
-        first_q, first_k: the first row of each sequence.
+        first_q, first_k: the first row of each sequence, or its number if tensors are dense.
     """
     for column, tensor, first in ((DO, do, first_q), (DK, dk, first_k), (DV, dv, first_k)):
         starts[:, column] = first * (tensor.stride(0) * tensor.element_size())
@@ -154,11 +160,13 @@ def place_offsets(
 
 
 def has_far_rows(lse: Tensor) -> bool:
-    """Return whether logits of any row are so large that their rounding moves its probabilities."""
+    """Return whether a row of lse (float32) is finite and so large, |lse| above FAR, that the
+    rounding of its logits moves probabilities."""
     sizes = np.abs(lse.numpy())
     return bool(((sizes > FAR) & (sizes < np.inf)).any())
 
 
 def count_row_tasks(starts: np.ndarray, rows_per_task: int) -> int:
-    """Return the number of tasks of `delta.py`."""
+    """Return the number of tasks of `delta.py`, each of up to rows_per_task queries of one
+    sequence, by the lengths in `starts`."""
     return int((-(-starts[:, Q_LEN] // rows_per_task)).sum())

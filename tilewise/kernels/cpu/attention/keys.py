@@ -19,7 +19,8 @@ from tilewise.kernels.cpu.visible import first_seen
 
 @inner
 def _first_row(sizes, arrays, sequence):
-    """Return the position of the first key that any query of the sequence sees by the window.
+    """Return the position of the first key that any query of the sequence sees by the window,
+    before which no block of a cache is read.
 
     For keys that are not paged it is 0.
     """
@@ -31,7 +32,12 @@ def _first_row(sizes, arrays, sequence):
 
 @inner
 def keys_of(sizes, arrays, sequence, kv_head):
-    """Return the keys of one head of a sequence."""
+    """Return a `Source`: the addresses, strides and dtype of one key head's keys in memory.
+
+    Args:
+        sizes, arrays: the call's `Sizes` and `Arrays`.
+        sequence, kv_head: the numbers of the sequence and of the key head.
+    """
     return Source(
         arrays.starts[sequence, K] + kv_head * sizes.k_head,
         sizes.k_row,

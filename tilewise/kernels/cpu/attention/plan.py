@@ -80,14 +80,15 @@ _ADDRESSED = (0,) * 7  # starts hold the addresses of q, k, v, o, do, dk and dv
 
 
 def why_not(spec: AttentionSpec) -> str | None:
-    """Return why these kernels cannot run `spec`, or None if they can."""
+    """Return why the CPU's kernels of dense and packed attention cannot run `spec`, or None if they
+    can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
 
 
 def plan_fwd(call: Call) -> ForwardPlan | Refusal:
-    """Return the plan of o = softmax(logits) v and of the log-sum-exp of the logits.
+    """Return the plan of o = softmax(logits) v and of the log-sum-exp of the logits, or a Refusal.
 
     Its results are o like q with v's head dim, and lse (B, Hq, Sq) or (Hq, T), float32, or float64
     for float64; with spec.needs_max the largest logits, laid out as lse.
@@ -99,7 +100,8 @@ def plan_fwd(call: Call) -> ForwardPlan | Refusal:
 
 
 def plan_bwd(call: Call) -> GradientPlan:
-    """Return the plan of the gradients; bitwise reproducible.
+    """Return the plan of the gradients, bitwise reproducible, for a call whose forward pass
+    `plan_fwd` does not refuse.
 
     ds = p (dp - delta), delta = rowsum(do * o) - dlse;
     dsinks = -sum exp(sink - lse) delta over the rows.
@@ -113,12 +115,13 @@ def plan_bwd(call: Call) -> GradientPlan:
 
 
 class ForwardPlan:
-    """The forward pass of a call.
+    """The plan of the forward pass of a call, which is made once and run for each call like it.
 
     Attributes:
-        tiles: none, they are the same for all calls.
-        run: a function from the tensors to o, lse and, where they are wanted, row maxima; of a
-            short call it is one that has all at hand.
+        tiles: an empty dict, since tiles are the same for all calls.
+        run: a function from the tensors to o, lse and, where they are wanted, row maxima. A short
+            call of q, k and v alone has one that keeps all arguments at hand and runs on the
+            caller's thread.
     """
 
     def __init__(self, call: Call) -> None:
@@ -169,7 +172,8 @@ class ForwardPlan:
         return [f"run the forward kernel by {_unit(takes_tiles)}"]
 
     def _run(self, *tensors: Tensor | None) -> Results:
-        """Return o, lse and row maxima where wanted."""
+        """Return o, lse and, where wanted, row maxima of any call. Raises ValueError for lengths or
+        a mask that the tensors do not allow."""
         if self._is_ready_once:
             return self._run_ready(*tensors[:3])
         given, spec = with_unit_strides(self._frame, AttentionTensors(*tensors)), self._spec
@@ -209,7 +213,8 @@ class ForwardPlan:
         return rows.given, (rows.given[0], NOT_SHARED), rows.num_tasks
 
     def _run_few(self, q: Tensor, k: Tensor, v: Tensor, *_: None) -> Results:
-        """Return o and lse of a call over keys of one tile."""
+        """Return o and lse of a dense call of q, k and v alone whose keys fit one tile; a small one
+        stays on this thread."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
         o, lse = fresh(*self._o_made), fresh(*self._lse_made)
@@ -222,7 +227,8 @@ class ForwardPlan:
         return o, lse
 
     def _run_rows(self, q: Tensor, k: Tensor, v: Tensor, *_: None) -> Results:
-        """Return o and lse of a call of one query a sequence."""
+        """Return o and lse of a dense call of q, k and v alone with one query a sequence, by the
+        decode kernel over a cache of one block a sequence."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
         o, lse = fresh(*self._o_made), fresh(*self._lse_made)
@@ -237,7 +243,8 @@ class ForwardPlan:
         return o, lse
 
     def _run_ready(self, *tensors: Tensor | None) -> Results:
-        """Run a call without more than q, k and v."""
+        """Return o, lse and, where wanted, row maxima of a dense call of q, k and v alone, by the
+        vector unit's kernel; its frame is made once for each number of threads."""
         q, k, v = tensors
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
@@ -268,10 +275,15 @@ class ForwardPlan:
 
 
 class _Ready(NamedTuple):
-    """A problem as the forward kernel takes it.
+    """A problem of q, k and v alone as the kernels of a plan take it, made once and used by each
+    run.
 
     Attributes:
-        kept: the arrays to which the frame points.
+        num_tasks: the number of the kernel's tasks.
+        like, packed_like: the empty arrays of the problem.
+        frame: the problem in int64 words, with offsets instead of addresses.
+        tiles: the query tiles of a task of the forward pass; 0 for a gradient.
+        kept: the problem with the arrays to which the frame points.
     """
 
     num_tasks: int
@@ -290,7 +302,9 @@ def _ready(problem: Problem, q_len: int | None, threads: int) -> _Ready:
 
 
 def _decodes(spec: AttentionSpec, slopes_batch: int) -> bool:
-    """Whether the call is one query a sequence, as the decode kernel computes it."""
+    """Return whether the decode kernel computes a forward pass: a dense call of one query a
+    sequence, without bias, mask, dropout, row maxima or slopes of each sequence, and with even head
+    dims."""
     return (
         spec.max_seqlen_q == 1
         and spec.max_seqlen_k > 0
@@ -302,7 +316,8 @@ def _decodes(spec: AttentionSpec, slopes_batch: int) -> bool:
 
 
 def _has_few_keys(spec: AttentionSpec) -> bool:
-    """Whether a call without more than q, k and v is one of `forward_few`."""
+    """Return whether `forward_few` computes the forward pass of a dense call of q, k and v alone:
+    its keys fit one tile, its rows of a key head MOST_ROWS, and its logits are scaled products."""
     return (
         not spec.needs_max
         and spec.softcap == 0.0
@@ -314,7 +329,8 @@ def _has_few_keys(spec: AttentionSpec) -> bool:
 
 
 def _has_few(spec: AttentionSpec) -> bool:
-    """Whether the gradient of a plain call is that of `backward_few`."""
+    """Return whether `backward_few` computes the gradient of a dense call of q, k and v alone: in
+    float32 or float64, with keys and rows of one tile and head dims that are multiples of 32."""
     is_stored = DTYPE_CODES[spec.dtype] in (F32, F64)
     return (
         is_stored
@@ -329,13 +345,15 @@ def _has_few(spec: AttentionSpec) -> bool:
 
 
 def _is_small(spec: AttentionSpec, passes: int) -> bool:
-    """Whether `passes` of the forward pass's two products are too few to share."""
+    """Return whether a call has so few products of two numbers that sharing it among threads would
+    take longer than computing it: at most _SMALL, `passes` times those of the forward pass."""
     pairs = spec.batch * spec.num_q_heads * spec.max_seqlen_q * spec.max_seqlen_k
     return pairs * (spec.head_dim + spec.v_head_dim) * passes <= _SMALL
 
 
 def _multiplies_tiles(dtype: torch.dtype) -> bool:
-    """Whether the forward pass of `dtype` is that of the matrix unit."""
+    """Return whether the matrix unit (Intel AMX) computes the forward pass of `dtype`: bfloat16 on
+    a CPU that has it."""
     return packed_type(dtype, simd.HAS_BF16_DOT) is np.uint16 and amx.HAS_AMX
 
 
@@ -344,12 +362,13 @@ def _unit(takes_tiles: bool) -> str:
 
 
 class GradientPlan:
-    """The backward pass of a call.
+    """The plan of the backward pass of a call, which is made once and run for each call like it.
 
     Attributes:
-        tiles: none, they are the same for all calls.
-        run: a function from the tensors to dq, dk, dv, dbias and dsinks; of a short call it is one
-            that has all at hand.
+        tiles: an empty dict, since tiles are the same for all calls.
+        run: a function from the tensors of `plan.GRADIENT_TENSORS` to dq, dk, dv, dbias and dsinks.
+            A short call of q, k and v alone has one that keeps all arguments at hand and runs on
+            the caller's thread.
     """
 
     def __init__(self, call: Call) -> None:
@@ -427,7 +446,8 @@ class GradientPlan:
         return [f"run the backward kernel by {_unit(self._multiplies_tiles)}"]
 
     def _run(self, *tensors: Tensor | None) -> Results:
-        """Return dq, dk, dv, dbias and dsinks."""
+        """Return dq, dk, dv, dbias (None unless wanted) and dsinks (None without sinks). Raises
+        ValueError for lengths or a mask that the tensors do not allow."""
         do, dlse, o, lse, *rest = tensors
         if self._ready is not None:
             return *self._run_ready(self._ready, do, o, lse, *rest[:3]), None, None
@@ -492,7 +512,8 @@ class GradientPlan:
     def _run_ready(
         self, ready: _Ready, do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a call without more than q, k and v, of which only o has a gradient."""
+        """Return dq, dk and dv of a dense call of q, k and v alone, of which only o has a gradient,
+        with the frame `ready` that was made with the plan."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
         if self._copies:
@@ -523,7 +544,8 @@ class GradientPlan:
     def _run_few(
         self, ready: _Ready, do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of a call of one query a sequence, or of one tile."""
+        """Return dq, dk and dv of a dense call of q, k and v alone with one query a sequence
+        (`backward_row`), or with keys and rows of one tile (`backward_few`)."""
         dq, dk, dv = [fresh(*made) for made in self._makes]
         addresses = (
             q.data_ptr(),
@@ -554,7 +576,8 @@ class GradientPlan:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros made without torch's threads, which spin for milliseconds once woken."""
+    """Return a tensor of zeros, float64 for float64 and else float32, made without torch's threads,
+    which spin for milliseconds once woken."""
     return torch.from_numpy(np.zeros(shape, np.float64 if dtype == torch.float64 else np.float32))
 
 
@@ -566,9 +589,11 @@ def run_forward(
     is_small: bool = False,
     maxima: Tensor | None = None,
 ) -> None:
-    """Fill o, through its addresses, and lse.
+    """Compute attention for a problem: write o to the addresses in it, and fill lse and `maxima`.
+    bfloat16 takes the matrix unit where the CPU has one.
 
     Args:
+        lse: a tensor for the log-sum-exps, contiguous.
         q_len: the query length of every sequence; None if they differ.
         is_small: True to stay on the calling thread.
         maxima: a tensor for the largest logit of each row, in the shape of lse. It is filled by the
@@ -600,8 +625,14 @@ def run_forward(
 def _plan_tasks(
     starts: np.ndarray, sizes: Sizes, q_len: int | None, threads: int
 ) -> tuple[int, int]:
-    """Number the tasks of all sequences in `starts`; return tiles of a task, and the number of
-    tasks."""
+    """Return (query tiles of a task, number of tasks) of the forward pass, and write the number of
+    each sequence's first task to `starts` in place.
+
+    Args:
+        starts: (B, columns) int64, see `Problem.starts`.
+        q_len: the query length of every sequence; None if they differ.
+        threads: the number of threads, of which each gets about four tasks.
+    """
     if q_len is None:
         num_tiles = -(-starts[:, Q_LEN] * sizes.group // TILE_M)
         all_tiles, most = int(num_tiles.sum()), int(num_tiles.max(initial=1))
@@ -621,7 +652,7 @@ def _plan_tasks(
 
 
 def lse_shape(q: Tensor | Layout, spec: AttentionSpec) -> tuple[int, ...]:
-    """(Hq, T) for packed and (B, Hq, Sq) for dense queries."""
+    """Return the shape of lse for queries q: (Hq, T) for packed and (B, Hq, Sq) for dense ones."""
     if spec.is_varlen:
         return q.shape[1], q.shape[0]
     return q.shape[0], q.shape[2], q.shape[1]

@@ -28,11 +28,13 @@ NUM_STARTS = 12
 
 
 class Sizes(NamedTuple):
-    """Shapes, dtype codes and byte strides; k_size is the bytes of a key element.
+    """The shapes, dtype codes and byte strides of a call of attention as kernels take them; k_size
+    is the bytes of a key element.
 
-    lse_head counts elements. block_size is 0 for dense and packed keys. bias_* are byte strides
-    of the broadcast bias. slopes_batch is Hq if each sequence has slopes of its own, else 0.
-    k_scale, v_scale are the addresses of the scales of an 8-bit cache, the strides in bytes.
+    lse_head counts elements. block_size is 0 for dense and packed keys. bias is the address of the
+    bias, or 0, and bias_* are its byte strides, 0 where it is broadcast. slopes_batch is Hq if each
+    sequence has slopes of its own, else 0. k_scale, v_scale are the addresses of the scales of an
+    8-bit cache, and k_scale_*, v_scale_* their strides in bytes.
     """
 
     num_kv_heads: int
@@ -93,10 +95,11 @@ class Arrays(NamedTuple):
     Attributes:
         like: an empty array of the float type to compute in.
         packed_like: an empty array of the type of the product's operands; uint16 is bfloat16.
-        starts: (B, 12) int64, see the column names above.
+        starts: (B, 12) int64, for each sequence the addresses of its first rows, its lengths and
+            its first task; the columns are Q, K, V, O, LSE, Q_LEN, K_LEN, TASK, DO, DK, DV and DQ.
         table: (B, M) int32 block table, (0, 0) without one.
-        slopes: (Hq,) or (B * Hq,) of like's type, 0 without ALiBi.
-        sinks: (Hq,) of like's type, -inf without a sink.
+        slopes: (Hq,) or (B * Hq,) of like's type, the slopes of ALiBi, 0 without it.
+        sinks: (Hq,) of like's type, the logits of the sinks, -inf without a sink.
     """
 
     like: np.ndarray
@@ -108,11 +111,13 @@ class Arrays(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The byte strides of gradients; dbias_*, in elements, are 0 where the bias is broadcast.
+    """The strides of the gradients of a call and the numbers of its tasks, as kernels take them:
+    bytes for do, dk and dv; elements for dq and dbias, 0 where the bias is broadcast.
 
     shares_batch, shares_heads: True if the bias gradient of all sequences, or heads, is the same
     memory, so that one task must own them all. rows_per_task, num_row_tasks: the queries of a task
-    of `delta.py`, and the number of such tasks.
+    of `delta.py`, and the number of such tasks. num_chunks, num_owners: the chunks of keys, and the
+    tasks of each chunk.
     """
 
     do_row: int
@@ -188,7 +193,8 @@ NO_DROPOUT = Dropout(0, 1.0, 0, 0, 0)
 
 
 class Problem(NamedTuple):
-    """One call as the kernels take it."""
+    """One call of attention as the CPU's kernels take it: plain numbers, and arrays that hold the
+    addresses of its tensors."""
 
     sizes: Sizes
     rule: Rule
@@ -225,7 +231,8 @@ class Backward(NamedTuple):
 
 
 def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask:
-    """Return the block mask of a spec with `tile` as the kernels take it."""
+    """Return the block mask of a call with mask tiles (queries, keys) as the kernels take it;
+    NO_MASK without one."""
     if mask is None or tile is None:
         return NO_MASK
     batch, heads, num_rows, _ = mask.rows.shape
@@ -241,8 +248,8 @@ def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask
 
 
 def dropout_numbers(philox: Tensor | None, spec: AttentionSpec) -> Dropout:
-    """Return the dropout of a spec as the kernels take it; `philox` is int64 (2,), seed and
-    offset."""
+    """Return the dropout of a call as the kernels take it; `philox` is int64 (2,), seed and offset.
+    Without dropout it is NO_DROPOUT."""
     if philox is None or spec.dropout_threshold == 0:
         return NO_DROPOUT
     low = 0xFFFFFFFF
@@ -253,12 +260,15 @@ def dropout_numbers(philox: Tensor | None, spec: AttentionSpec) -> Dropout:
 
 
 def float_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of statistics and sums for inputs of `dtype`."""
+    """Return the dtype of statistics and sums for inputs of `dtype`: float64 for float64, else
+    float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def packed_type(dtype: torch.dtype, has_bf16_dot: bool) -> type:
-    """Return the NumPy type of the operands of the product for inputs of `dtype`."""
+    """Return the NumPy type of the products' operands for inputs of `dtype`: uint16, which stands
+    for bfloat16, if they are bfloat16 and the CPU multiplies it; float64 for float64; else
+    float32."""
     if dtype == torch.float64:
         return np.float64
     return np.uint16 if dtype == torch.bfloat16 and has_bf16_dot else np.float32
@@ -270,7 +280,8 @@ def _constant(num_heads: int, value: float, dtype: type) -> np.ndarray:
 
 
 def per_head(values: Tensor | None, num_heads: int, default: float, dtype: type) -> np.ndarray:
-    """Return a (Hq,) or (B, Hq) tensor, flat, or `default` for each head; not to be written to."""
+    """Return the values of a (Hq,) or (B, Hq) tensor as a flat array of `dtype`, a copy; for None
+    `default` for each head, in an array that calls share and none may write to."""
     if values is None:
         return _constant(num_heads, default, dtype)
     # numpy() forbids its tensor to be resized ever after, and FSDP resizes parameters: a copy.
@@ -278,7 +289,7 @@ def per_head(values: Tensor | None, num_heads: int, default: float, dtype: type)
 
 
 def byte_strides(tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes from row to row and from head to head of a (..., S, H, D) tensor."""
+    """Return (bytes from row to row, bytes from head to head) of a (..., S, H, D) tensor."""
     size = tensor.element_size()
     return tensor.stride(-3) * size, tensor.stride(-2) * size
 
@@ -292,8 +303,8 @@ def sizes_of(
     k_code: int,
     window_right: int,
 ) -> Sizes:
-    """Return the sizes of a call of q, k, v and o; blocks, a bias and slopes are added by
-    callers."""
+    """Return the `Sizes` of a call of q, k, v and o, of which only shapes, strides and dtypes are
+    read; callers add blocks, a bias and slopes."""
     (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
         byte_strides, (q, k, v, o)
     )
@@ -320,7 +331,8 @@ def sizes_of(
 
 
 def check_edges(name: str, edges: np.ndarray, num_rows: int) -> None:
-    """Raise if sequences overlap or lie outside of memory: on a CPU reading costs no sync."""
+    """Raise ValueError, with `name` in it, if the edges of packed sequences do not rise from 0 to
+    at most num_rows; on a CPU reading them costs no sync."""
     if edges[0] != 0 or edges[-1] > num_rows or (edges[1:] < edges[:-1]).any():
         refuse_edges(name, edges, num_rows)
 
@@ -333,6 +345,7 @@ def check_longest(name: str, lengths: np.ndarray, most: int) -> None:
     Args:
         name: the name of the bound, such as "max_seqlen_q".
         lengths: the lengths of the sequences, in tokens.
+        most: the value of the bound.
     """
     longest = lengths.max(initial=0)
     if longest > most:
@@ -340,12 +353,14 @@ def check_longest(name: str, lengths: np.ndarray, most: int) -> None:
 
 
 def refuse_edges(name: str, edges: np.ndarray, num_rows: int) -> NoReturn:
-    """Raise an error with the rule that the edges of sequences break."""
+    """Raise ValueError with the rule that the edges of sequences break: they must rise from 0 to at
+    most num_rows."""
     raise ValueError(f"{name} must rise from 0 to at most {num_rows}, got {edges}")
 
 
 def bias_numbers(bias: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """Return address, dtype code and four byte strides of `bias` broadcast to `shape`."""
+    """Return the address, the dtype code and the four byte strides of `bias` broadcast to `shape`
+    (B, Hq, Sq, Sk); without a bias all are 0, with the code of float32."""
     if bias is None:
         return 0, F32, 0, 0, 0, 0
     wide = bias.detach().expand(shape)

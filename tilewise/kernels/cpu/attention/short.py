@@ -41,7 +41,8 @@ def made_of(shape: tuple[int, ...], dtype: torch.dtype) -> Made:
 
 
 def _entered(kernel: Callable[..., None], given: tuple[Any, ...]) -> Callable[..., None]:
-    """Run a kernel for the first time, and return what runs it from then on."""
+    """Run a kernel with the arguments `given`, for the first time, and return its compiled
+    function, which later calls with arguments of the same types run directly."""
     kernel(*given)
     return entry_of(kernel, given)
 
@@ -100,10 +101,15 @@ def run_short_gradient(
     beside: list[np.ndarray],
     num_tasks: int,
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Return `run` of a gradient's plan that stays on its thread, see `run_short`.
+    """Return the function `run` of a gradient's plan whose kernel runs on the caller's thread only:
+    from do, dlse (None), o, lse, q, k and v to dq, dk, dv, None, None.
 
     Args:
-        problem: the arrays to which the frame points, which live as long as the returned function.
+        kernel: a compiled function of `like`, `frame`, the addresses of q, k, v, o, do, dk, dv, lse
+            and dq, `beside`, a counter and the number of tasks.
+        like, frame: the first arguments of the kernel.
+        problem: the problem with the arrays to which the frame points, which live as long as the
+            returned function.
         makes: the layouts of dq, dk and dv.
         beside: the arguments of the kernel behind the addresses.
     """

@@ -27,7 +27,7 @@ LOG2_E = math.log2(math.e)
 
 @intrinsic
 def _lane_numbers(typingctx, like):
-    """Return the vector 0, 1, ..., LANES - 1."""
+    """Return the Vector 0, 1, ..., LANES - 1 in like's float type."""
     dtype = simd.float_of(like)
 
     def codegen(context, builder, sig, args):
@@ -39,14 +39,15 @@ def _lane_numbers(typingctx, like):
 
 @inner
 def logits_row(like, rule, s, si, begin, end, slope, diagonal, bias, slack, di):
-    """Turn a row of products into logits in place.
+    """Turn columns begin ... end - 1 of a row of products, s[si + column], into logits in place.
 
     s = scale q.k; s = softcap tanh(s / softcap); s += bias; s -= slope |diagonal - column|.
 
     Args:
         diagonal: the query's own position, in columns of the tile.
         bias: the row's bias, by column of the tile.
-        slack: an array for the derivative of a softcap: slack[di + column] = 1 - tanh^2.
+        slack, di: an array for the derivative of a softcap: slack[di + column] = 1 - tanh^2;
+            without a softcap it is not written.
     """
     lanes = simd.REGISTER_BYTES // like.itemsize
     scale = simd.splat(like, rule.scale)
@@ -70,7 +71,8 @@ def logits_row(like, rule, s, si, begin, end, slope, diagonal, bias, slack, di):
 
 @inlined
 def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m, drops, keep):
-    """p = exp(factor * s - new maximum); return (maximum, sum of p, rescaling of old sums).
+    """Set p = exp(factor * s - new maximum) for a row's columns begin ... end - 1, 0 where hidden;
+    return (new maximum, sum of p, the factor that rescales the row's old sums).
 
     Args:
         like: an array or a bare pointer, as may be s, p, seen and keep.
@@ -118,7 +120,9 @@ def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m, drops, keep
 def join_sink(like, most, total, sink):
     """Add a sink, a last key whose value is 0, to a row that has seen all of its keys.
 
-    Returns (maximum, sum of probabilities, the factor of the sums of values).
+    `most` and `total` are the row's maximum and sum of exponentials so far. Returns both with the
+    sink, and the factor by which the sums of values are rescaled; unchanged and 1 if the sink is
+    -inf.
     """
     share = like.dtype.type(1.0)
     if sink != -math.inf:  # a NaN sink makes the row NaN

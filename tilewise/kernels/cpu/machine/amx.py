@@ -37,7 +37,8 @@ def _call(builder, name, *operands):
 
 @intrinsic
 def configure(typingctx):
-    """Configure eight tiles of 16 rows x 64 bytes for this thread."""
+    """Configure the eight tile registers of this thread for tiles of 16 rows x 64 bytes; does
+    nothing on a CPU without AMX."""
     # Palette 1; bytes 16 ... 31 are the 2-byte widths, 48 ... 55 the rows of tiles 0 ... 7.
     config = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[ROWS] * 8, *[0] * 8]
 
@@ -55,7 +56,8 @@ def configure(typingctx):
 
 @intrinsic
 def release(typingctx):
-    """Release the tile registers; switching threads is cheaper without them."""
+    """Release the tile registers of this thread, as each kernel does that configured them:
+    switching threads is cheaper without them. Does nothing on a CPU without AMX."""
 
     def codegen(context, builder, sig, args):
         if simd.HAS_TILES:
@@ -66,9 +68,11 @@ def release(typingctx):
 
 
 def _add(num_rows):
-    """Compute c = c + a b for num_rows x 2 tiles of sums; a in rows, b in panels.
+    """Return an intrinsic that computes c = c + a b for num_rows x 2 tiles of 16 x 16 float32 sums;
+    a lies in rows of bfloat16, b in panels of paired words.
 
-    Kernels for floats or other CPUs compile it in a branch that they never take; there it does
+    The intrinsic's lda and ldc are elements from row to row, `steps` the steps of 32 elements along
+    K. Kernels for floats or other CPUs compile it in a branch that they never take; there it does
     nothing.
     """
 
@@ -120,9 +124,11 @@ add_1, add_2 = _add(1), _add(2)
 
 @intrinsic
 def pair_rows(typingctx, even, odd, values, vi, panel, units):
-    """Store the words (even, odd) of two rows of `units` x 32 bfloat16 at these addresses.
+    """Interleave two rows of `units` x 32 bfloat16, at the addresses `even` and `odd`, and store
+    the words (even[i], odd[i]): 32 words from values[vi] on, the next 32 `panel` elements further,
+    and so on.
 
-    They go to values[vi:] and on from panel to panel, `panel` elements apart.
+    Without AMX, or for arrays of floats, it does nothing.
     """
 
     def codegen(context, builder, sig, args):
@@ -154,14 +160,16 @@ def pair_rows(typingctx, even, odd, values, vi, panel, units):
 
 
 def _score(num_columns):
-    """Compute c = a b for two tiles of arbitrarily placed rows of a, while later rows are
-    prefetched."""
+    """Return an intrinsic that computes c = a b for 32 rows of a, two tiles that may lie anywhere
+    in memory, and num_columns tiles of 16 columns of b, while it prefetches other rows."""
 
     @intrinsic
     def score(typingctx, c, ci, ldc, a_0, a_1, a_row, b, bi, steps, f_0, f_1, fetches):
-        """Multiply 16 rows at each of the addresses a_0 and a_1, a_row bytes apart, by panels of b.
+        """Set c[ci:], rows ldc apart, to 16 rows of bfloat16 at each of the addresses a_0 and a_1,
+        a_row bytes apart, times panels of words b[bi:], over `steps` x 32 elements of K.
 
-        Each step along K also prefetches its part of `fetches` rows at f_0 and at f_1.
+        Each step along K also prefetches its part of `fetches` rows at the address f_0 and of as
+        many at f_1. Without AMX, or for floats, it does nothing.
         """
         index = types.int64
         sig = types.void(c, index, index, index, index, index, b, index, index, index, index, index)

@@ -25,7 +25,9 @@ AHEAD = 16  # rows from the one that is loaded to the one that is prefetched
 
 @inner
 def split_rows(like, source, count, target, base, part, parts):
-    """target[base + i part : ] = part i of source[0 : count], floats; count is a multiple of 16."""
+    """Split source[0 : count], floats, into bfloat16 parts: part i, the rounded rest after the
+    parts before it, goes to target[base + i part : ]. `count` is a multiple of 16, `parts` their
+    number."""
     for at in range(0, count, _SIDE):
         rest = simd.load(source, at)
         for index in range(parts):
@@ -37,7 +39,8 @@ def split_rows(like, source, count, target, base, part, parts):
 
 @inner
 def take_part(like, rest, count, target):
-    """target = `rest` rounded to bfloat16; rest -= target."""
+    """Round rest[0 : count], floats, to bfloat16 in target, and subtract target from `rest` in
+    place: what stays is the next part's."""
     for at in range(0, count, _SIDE):
         whole = simd.load(rest, at)
         simd.store(target, at, whole)
@@ -46,7 +49,12 @@ def take_part(like, rest, count, target):
 
 @inner
 def load_key_rows(like, code, target, ld, dim, first, count, start, row_bytes):
-    """Rows first ... first + count to target[row ld]; return 0.0, or NaN if not all are finite."""
+    """Load rows first ... first + count - 1 of a tensor, row r at address start + r row_bytes, to
+    target[(r - first) ld : ], converted to target's type; return 0.0, or NaN if not all numbers are
+    finite.
+
+    `code` is the tensor's dtype code, `dim` its channels. The rows AHEAD are prefetched.
+    """
     check = like.dtype.type(0.0)
     size = 4 if code == F32 else 2
     for row in range(count):
@@ -75,7 +83,13 @@ def load_flat_rows(
     first_row,
     rows,
 ):
-    """Flat query rows first_row ... to target[base + row ld], TILE_M of them, zeros past `rows`."""
+    """Load `rows` flat query rows from first_row on to target[base + row ld : ], and write zeros
+    behind them up to TILE_M rows.
+
+    Flat row r is query r // group of head r % group of a key head. With parts > 1 each row is split
+    into bfloat16 parts, `part` elements apart in target; `stage` is scratch of a row of floats for
+    that. Later rows are prefetched.
+    """
     query, member = first_row // group, first_row % group
     size = 4 if code == F32 else 2
     for row in range(rows):
@@ -99,7 +113,8 @@ def load_flat_rows(
 
 @inner
 def prefetch_flat_rows(code, dim, start, row_bytes, head_bytes, group, first_row, last_row):
-    """Prefetch flat query rows first_row ... last_row into the L2 cache."""
+    """Prefetch flat query rows first_row ... last_row - 1 into the L2 cache; flat row r is query r
+    // group of head r % group."""
     size = 4 if code == F32 else 2
     for row in range(first_row, last_row):
         query = row // group
@@ -110,7 +125,8 @@ def prefetch_flat_rows(code, dim, start, row_bytes, head_bytes, group, first_row
 
 @inner
 def transpose_rows(source, si, ld, target, ti, target_row, words):
-    """Transpose TILE_M rows of `ld` bfloat16 to ld rows of TILE_M, `target_row` apart.
+    """Transpose TILE_M rows of `ld` bfloat16, which follow one another from source[si] on, to ld
+    rows of TILE_M from target[ti] on, `target_row` elements apart.
 
     `words` is scratch of 16 x 16 words.
     """
@@ -147,10 +163,17 @@ def _store_parts(upper, lower, words, word_at, word_part, rows, above, below, ro
 def pack_scores(
     like, s, dp, p_words, ds_words, ds_rows, spare, first_row, strip, parts, begin, end, top, bottom
 ):
-    """Store P and dS of rows top ... bottom of a tile as words, and dS as rows, with zeros around.
+    """Store P and dS of rows top ... bottom - 1 of a tile of scores as bfloat16 words of two rows
+    each, and dS as rows too; keys outside of begin ... end - 1 become zeros.
 
-    Words lie in panels of 32 keys, [part][panel][pair of the strip's queries][key]. `spare` is
-    scratch of two registers of columns.
+    Words lie in panels of 32 keys, [part][panel][pair of the strip's queries][key], the tile's rows
+    from `first_row` of the strip on; ds_rows is [part][row][key].
+
+    Args:
+        s, dp: P and dS of the tile, float32 (TILE_M, TILE_N), flat.
+        spare: scratch of two registers of columns.
+        strip: the number of query rows of the strip.
+        parts: the number of bfloat16 parts of a number.
     """
     word_part = strip * TILE_N
     for row in range(top, bottom, 2):
@@ -179,7 +202,8 @@ def pack_scores(
 
 @inner
 def _clear_panels(p_words, ds_words, first_row, rows, strip, parts, begin, end):
-    """Zero the words of some rows for keys begin ... end."""
+    """Set the words of `rows` rows from `first_row` of the strip on to zero in p_words and
+    ds_words, for the panels of keys begin ... end - 1 and all parts."""
     for part in range(parts):
         for column in range(begin, end, _PANEL):
             at = (part * TILE_N + column) * strip + first_row * _PANEL
@@ -189,5 +213,6 @@ def _clear_panels(p_words, ds_words, first_row, rows, strip, parts, begin, end):
 
 @inner
 def clear_scores(p_words, ds_words, first_row, strip, parts):
-    """Zero the words of a tile that no row sees."""
+    """Set the words of a tile to zero in p_words and ds_words, since none of its rows, from
+    `first_row` of the strip on, sees any of its keys."""
     _clear_panels(p_words, ds_words, first_row, TILE_M, strip, parts, 0, TILE_N)

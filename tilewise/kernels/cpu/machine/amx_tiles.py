@@ -43,7 +43,7 @@ def _byte_pointer(context, builder, array_type, array, index):
 
 @intrinsic
 def _clear(typingctx):
-    """Zero the four tiles of sums."""
+    """Zero the four tile registers of sums, 0 to 3."""
 
     def codegen(context, builder, sig, args):
         for tile in range(4):
@@ -54,8 +54,8 @@ def _clear(typingctx):
 
 
 def _sums_mover(name):
-    """Return an intrinsic that moves the four tiles of sums, with a row of 32 at c[ci + row *
-    ldc]."""
+    """Return an intrinsic that moves the four tile registers of sums, a 32 x 32 block, from or to
+    memory, as the instruction `name` does: row r lies at c[ci + r ldc]."""
 
     @intrinsic
     def move(typingctx, c, ci, ldc):
@@ -79,9 +79,11 @@ _load_sums, _store_sums = _sums_mover("tileloadd64"), _sums_mover("tilestored64"
 
 @intrinsic
 def _step(typingctx, a, ai, lda, b, bi, ldb):
-    """Add the product of 32 rows of a and 32 columns of b over 32 elements of K to the sums.
+    """Add the product of 32 rows of a and 32 columns of b over 32 elements of K to the sums in tile
+    registers.
 
-    lda and ldb count bfloat16 from row to row; a row of b has two of them per column.
+    lda and ldb count bfloat16 from row to row; a row of b holds words of two elements along K, one
+    word for each column.
     """
 
     def codegen(context, builder, sig, args):
@@ -108,7 +110,8 @@ def _step(typingctx, a, ai, lda, b, bi, ldb):
 
 @inlined
 def multiply_block(c, ci, ldc, a, ai, lda, b, bi, ldb, steps, keeps):
-    """Compute one 32 x 32 block of c = a b, or of c += a b if `keeps`, in tile registers.
+    """Compute one 32 x 32 block of c = a b, or of c += a b if `keeps`, in tile registers; both
+    operands are bfloat16 of one part.
 
     Args:
         c, ci, ldc: the sums, the index of the first, and the elements of a row.
@@ -129,7 +132,8 @@ def multiply_block(c, ci, ldc, a, ai, lda, b, bi, ldb, steps, keeps):
 def multiply_tiles(
     c, ci, ldc, rows, columns, a, ai, lda, a_part, b, bi, ldb, b_panel, b_part, steps, parts, keeps
 ):
-    """Compute c = a b, or c += a b if `keeps`; rows and columns are multiples of 32.
+    """Compute c = a b, or c += a b if `keeps`; `rows` and `columns` of c are multiples of 32.
+    Operands are sums of bfloat16 parts, of which the largest products are added, smallest first.
 
     Args:
         c, ci, ldc: the float32 sums, the index of the first one, the elements from row to row.

@@ -38,8 +38,9 @@ def set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
     """Compute BLOCK rows of c = a b for a b that does not lie in panels.
 
     Args:
-        c, ci, ldc, columns: the sums, the index of the first, the elements of a row, and the
-            columns.
+        c, ci, ldc, columns: the sums, which are overwritten, the index of the first, the elements
+            from row to row, and the columns: one register of them is computed if it has room for
+            all, else two.
         a, ai, a_row, a_word: the left operand, the index of its first word, the elements from row
             to row and from word to word along K.
         b, bi, b_word: the right operand, and the elements from word to word along K.
@@ -53,8 +54,8 @@ def set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
 
 @inlined
 def set_first(c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_words):
-    """Compute `rows` rows of c = a b or some more, at most BLOCK; other arguments are
-    `set_rows`'s."""
+    """Compute the first `rows` rows of a block of c = a b and some more: HALF rows, or BLOCK if
+    `rows` is more than HALF; the other arguments are those of `set_rows`."""
     if rows > HALF:
         set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
     elif columns <= lanes_in(c):
@@ -83,8 +84,8 @@ def set_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
 
 @inlined
 def add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
-    """Compute BLOCK rows of c += a b for a b that does not lie in panels; the arguments are
-    `set_rows`'s."""
+    """Compute BLOCK rows of c += a b for a b that does not lie in panels; the arguments are those
+    of `set_rows`."""
     if columns <= lanes_in(c):
         _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
     else:
@@ -93,8 +94,8 @@ def add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
 
 @inlined
 def add_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
-    """Compute BLOCK rows of c += a b for one panel of b; the arguments are those of
-    `gemm.multiply`."""
+    """Compute BLOCK rows of c += a b for one panel of b; the arguments are those of `set_block`,
+    except that old sums are added to."""
     b_word = panel_columns(c) * words_to_elements(b)
     add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
 
@@ -103,8 +104,8 @@ def add_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
 def rescale_first(
     c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si
 ):
-    """Compute at least `rows` of BLOCK rows of c = c * scale[si + row] + a b, b as in
-    `set_rows`."""
+    """Compute the first `rows` rows of a block of c = c * scale[si + row] + a b and some more: HALF
+    rows, or BLOCK if `rows` is more than HALF; the other arguments are those of `set_rows`."""
     if columns <= lanes_in(c):
         if rows > HALF:
             _rescale_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)

@@ -18,7 +18,8 @@ __all__ = ["address_of", "call_at", "empty_of"]
 
 
 def address_of(kernel: Any, *arguments: Any) -> int:
-    """Return the address in this process of the code of `kernel` for arguments of these types."""
+    """Compile `kernel` for arguments of these types, if it is not yet, and return the address in
+    this process of its code, for `call_at`."""
     kinds = tuple(map(typeof, arguments))
     kernel.compile(kinds)
     compiled = kernel.overloads[kinds]
@@ -29,9 +30,11 @@ def address_of(kernel: Any, *arguments: Any) -> int:
 
 @intrinsic
 def call_at(typingctx, address, arguments):
-    """Call the kernel at `address`, which returns nothing, with a tuple of arguments.
+    """Call the kernel at `address`, which returns nothing, with a tuple of arguments; an error in
+    it is raised by the caller.
 
-    Their types are those that `address_of` was given, except that arrays may be `empty_of` instead.
+    The arguments' types are those that `address_of` was given, except that arrays may be `empty_of`
+    instead.
     """
     kinds = tuple(map(types.unliteral, arguments))
 
@@ -51,7 +54,8 @@ def call_at(typingctx, address, arguments):
 
 @intrinsic
 def empty_of(typingctx, size):
-    """Return an empty flat array of elements of `size` bytes, whose type only its kernel knows."""
+    """Return an empty flat array that stands in `call_at` for an array argument which the kernel
+    does not use: only the kernel knows its type, whose elements have `size` bytes."""
     kind = types.Array(types.uint8, 1, "C")
 
     def codegen(context, builder, sig, args):

@@ -59,7 +59,8 @@ define void @avx512bf16(<16 x float>* %p, <16 x bfloat>* %q) {
 
 
 def features() -> dict[str, bool]:
-    """Return the features that code of this process may use, by LLVM's names.
+    """Return whether code of this process may use each CPU feature, by LLVM's name; a feature that
+    is missing counts as False.
 
     LLVM lists them only for the CPU it runs on. For another CPU, or if numba disables some, they
     are found from the code that LLVM generates for a few functions.
@@ -84,7 +85,8 @@ def features() -> dict[str, bool]:
 
 
 def grants_tiles() -> bool:
-    """Request the tile registers from Linux, once for all threads of the process."""
+    """Request the tile registers from Linux for all threads of the process, and return whether it
+    grants them; False on other systems."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     syscall = ctypes.CDLL(None).syscall

@@ -20,7 +20,8 @@ __all__ = ["array_at", "num_words", "pointer_at", "reader", "words_of"]
 
 
 def words_of(value: Any) -> list[int]:
-    """Return the words of a number, a contiguous array or a tuple of them."""
+    """Return the int64 words that stand for a number, a contiguous array or a tuple of them in a
+    frame; an array is its address and its shape. Asserts that arrays are contiguous."""
     if isinstance(value, tuple):
         return [word for item in value for word in words_of(item)]
     if isinstance(value, np.ndarray):
@@ -32,14 +33,16 @@ def words_of(value: Any) -> list[int]:
 
 
 def num_words(kind: types.Type) -> int:
-    """Return how many words a value of a numba type has."""
+    """Return how many words of a frame a value of a numba type has: 1 for a number, 1 + ndim for an
+    array, the sum of its items for a tuple."""
     if isinstance(kind, types.BaseTuple):
         return sum(map(num_words, kind))
     return 1 + kind.ndim if isinstance(kind, types.Array) else 1
 
 
 def reader(kind: types.Type) -> Any:
-    """Return a function for kernels that reads a value of `kind` from a frame at an index."""
+    """Return a function read(frame, at) for kernels, which returns the value of type `kind` that
+    begins at word `at` of a frame; arrays are views of the writer's memory."""
 
     @intrinsic
     def read(typingctx, frame, at):
@@ -54,7 +57,8 @@ def reader(kind: types.Type) -> Any:
 
 @intrinsic
 def array_at(typingctx, address, count, like):
-    """Return the flat array of `count` elements of like's type at `address`."""
+    """Return the flat array of `count` elements of like's dtype at `address`: a view that does not
+    own its memory."""
     kind = types.Array(like.dtype, 1, "C")
 
     def codegen(context, builder, sig, args):
@@ -65,7 +69,7 @@ def array_at(typingctx, address, count, like):
 
 @intrinsic
 def pointer_at(typingctx, like, address):
-    """Return a bare pointer to numbers of like's type at `address`."""
+    """Return `address` as a bare pointer to elements of like's dtype."""
     pointer = types.CPointer(like.dtype)
 
     def codegen(context, builder, sig, args):

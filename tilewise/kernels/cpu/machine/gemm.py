@@ -27,8 +27,8 @@ _i32, _i64 = ir.IntType(32), ir.IntType(64)
 
 
 def _constant_of(number):
-    """Return an intrinsic for number(array type), as an array's own itemsize is known only at run
-    time."""
+    """Return an intrinsic f(array) whose value number(the array's numba type) is a constant of the
+    compiled code: an array's own itemsize is known only at run time."""
 
     @intrinsic
     def constant(typingctx, array):
@@ -52,7 +52,8 @@ words_to_elements = _constant_of(lambda array: 2 if array.dtype == types.uint16 
 
 
 class _Step:
-    """Emits a block of rows x num_vectors registers of the product; see `block_of`."""
+    """An emitter of the code of a block of rows x num_vectors registers of the product a b for
+    operands of the given types; made by `block_of` each time its intrinsic is compiled."""
 
     def __init__(self, context, builder, c_type, a_type, b_type, num_vectors, unrolled):
         self.context, self.builder = context, builder
@@ -71,12 +72,14 @@ class _Step:
         ]
 
     def load(self, pointer, vector, kind, per_lane=1):
-        """Load the `vector`-th register after `pointer`."""
+        """Emit a load of register number `vector` after `pointer`, as type `kind`; a lane has
+        `per_lane` elements of memory."""
         shifted = self.builder.gep(pointer, [_i64(vector * self.lanes * per_lane)])
         return simd.load_vector(self.builder, shifted, kind, 2 if self.is_bf16 else 4)
 
     def load_word(self, pointer):
-        """Load the word at `pointer` into every lane."""
+        """Emit a load of one word, a float or two bfloat16, at `pointer`, and return it in every
+        lane of a register."""
         kind = ir.VectorType(self.word.element, 1)
         word = simd.load_vector(self.builder, pointer, kind, 2 if self.is_bf16 else 4)
         scalar = self.builder.extract_element(word, ir.Constant(_i32, 0))
@@ -88,7 +91,15 @@ class _Step:
         return simd.fuse(self.builder, a, b, c)
 
     def run(self, sums, a_rows, a_step, b_start, b_step, k_words):
-        """Emit the loop over K and return the final sums, in order row * num_vectors + vector."""
+        """Emit the loop over K, which adds a b to the initial `sums`, and return the final sums;
+        both lists are in the order row * num_vectors + vector.
+
+        Args:
+            a_rows: a pointer to the first word of each row of a.
+            a_step, b_step: the elements from word to word along K.
+            b_start: a pointer to the first word of b.
+            k_words: the words along K; with 0 the initial sums are returned.
+        """
         builder, entry = self.builder, self.builder.block
         body, done = (builder.append_basic_block(f"product.{name}") for name in ("body", "done"))
         builder.cbranch(builder.icmp_signed(">", k_words, _i64(0)), body, done)
@@ -125,7 +136,8 @@ class _Step:
 
 
 def block_of(rows, num_vectors, start, unrolled=1):
-    """Return an intrinsic that sets `rows` rows of c to initial sums + a b.
+    """Return an intrinsic that sets `rows` rows of num_vectors registers of c to initial sums + a
+    b.
 
     Its arguments are those of `multiply_add_rows`, without `columns`.
 
@@ -186,12 +198,13 @@ _add_1, _add_2 = block_of(MR, 1, "scaled"), block_of(MR, 2, "scaled")
 
 @inlined
 def multiply(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale):
-    """Compute MR rows of c = a b for one panel of b, at least its first `columns` columns.
+    """Compute MR rows of c = a b for one panel of b: one register of columns if it has room for
+    `columns`, else two. Old sums are overwritten.
 
     Args:
         c, ci, ldc: the sums, the index of the first one, the elements from row to row.
-        a, ai, a_row, a_word: the operand, the index of its first word, the elements from row to row
-            and from word to word along K.
+        a, ai, a_row, a_word: the left operand, the index of its first word, the elements from row
+            to row and from word to word along K.
         b, bi: the panels, and the index of the first word of the panel.
         scale: an unused array of c's type.
     """
@@ -204,8 +217,8 @@ def multiply(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale):
 
 @inlined
 def multiply_add(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale, si):
-    """Compute MR rows of c = c * scale[si + row] + a b; the other arguments are those of
-    `multiply`."""
+    """Compute MR rows of c = c * scale[si + row] + a b; `scale` is an array of c's type, and the
+    other arguments are those of `multiply`."""
     b_word = panel_columns(c) * words_to_elements(b)
     if columns <= lanes_in(c):
         _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)

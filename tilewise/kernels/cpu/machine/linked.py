@@ -22,7 +22,8 @@ from numba.core.compiler import Compiler
 
 
 class _NoMachineCode:
-    """A stand-in for the code generator, which accepts an environment and ignores it."""
+    """A stand-in for the code generator of a function without machine code, which accepts numba's
+    environments and ignores them."""
 
     @staticmethod
     def set_env(name: str, env: Any) -> None:
@@ -30,7 +31,9 @@ class _NoMachineCode:
 
 
 class _LinkedLibrary(JITCodeLibrary):
-    """A function's LLVM code without what it calls, optimised, for kernels to link."""
+    """The LLVM code of one function, optimised, without the functions that it calls and without
+    machine code, for kernels to link. `LinkedCompiler` makes one for each function decorated by
+    `threads.inner`."""
 
     codegen = _NoMachineCode()
 
@@ -55,7 +58,8 @@ class _LinkedLibrary(JITCodeLibrary):
         passes.run(self._final_module, builder)
 
     def _get_module_for_linking(self) -> Any:
-        """Return this function and all that it calls, each once: what a kernel links."""
+        """Return an LLVM module with this function and all that it calls, each once, which a kernel
+        links; the module is made at the first call and kept."""
         self._ensure_finalized()
         if self._shared_module is None:
             whole = self._final_module.clone()
@@ -67,9 +71,10 @@ class _LinkedLibrary(JITCodeLibrary):
         return self._shared_module
 
     def _parts(self) -> list[Any]:
-        """The libraries of all functions that this one calls, directly or not, callers first.
+        """Return the libraries of all functions that this one calls, directly or not, callers
+        first.
 
-        LLVM links of a function that may be repeated only what is called by then.
+        LLVM links a function that may be repeated only if something linked before calls it.
         """
         found: dict[Any, None] = {}
 
@@ -88,14 +93,16 @@ class _LinkedLibrary(JITCodeLibrary):
 
 
 def _let_be_repeated(module: Any) -> None:
-    """Let a kernel link these functions from several of its parts: it keeps the first."""
+    """Mark all functions that `module` defines as linkonce_odr, so that a kernel may link them from
+    several of its parts and keeps the first."""
     for function in module.functions:
         if not function.is_declaration and function.linkage == llvm.Linkage.external:
             function.linkage = "linkonce_odr"
 
 
 class LinkedCompiler(Compiler):
-    """Numba's compiler with `_LinkedLibrary` for its result."""
+    """Numba's compiler, with a `_LinkedLibrary` for its result: the function can be linked into
+    kernels, not called from Python."""
 
     def define_pipelines(self) -> Any:
         state = self.state

@@ -39,7 +39,8 @@ _OBJECTS_A_LOOK = 100_000
 
 
 def made_of() -> tuple[int, ...]:
-    """Return everything that code depends on beside its text, its types and LLVM's options.
+    """Return everything that a kernel's code depends on beside its text, its types and LLVM's
+    options: the CPU's registers, features and L2 bytes.
 
     Two processes of one machine may differ in it: Linux may refuse one the tile registers, and a
     virtual machine may show another L2 cache.
@@ -81,11 +82,18 @@ class SharedCache(FunctionCache):
 
     @property
     def lock_path(self) -> Path:
-        """The file that is locked by the process which compiles this function."""
+        """The file that the process which compiles this function locks, beside the function's index
+        in the cache."""
         return Path(self.cache_path) / f"{self._impl.filename_base}.lock"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return a cache entry; None leaves the lock with the caller, which compiles."""
+        """Return the compiled code of the cache for the signature `sig`, or None, and then the
+        caller compiles.
+
+        If there is none, the lock is taken, after at most PATIENCE_S, and the cache searched again
+        if another process held it. With None this process keeps the lock until `save_overload` or
+        `release`.
+        """
         found = super().load_overload(sig, target_context)
         if found is not None or fcntl is None or self._lock is not None:
             return found
@@ -103,7 +111,7 @@ class SharedCache(FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save the compiled code, and release the lock."""
+        """Save the compiled code of the signature `sig` in the cache, and release the lock."""
         try:
             super().save_overload(sig, data)
         finally:
@@ -116,7 +124,8 @@ class SharedCache(FunctionCache):
             os.close(lock)
 
     def _take(self) -> bool:
-        """Take the lock or give up after a time; return whether another process held it."""
+        """Wait for the lock on the open file, at most PATIENCE_S; return whether another process
+        held it. After that time the lock is not held, and this process compiles all the same."""
         until = time.monotonic() + PATIENCE_S
         waited = False
         while time.monotonic() < until:
@@ -131,7 +140,8 @@ class SharedCache(FunctionCache):
 
 
 def compile_once(compiled: Any, stamp: Any) -> None:
-    """Give a function compiled by `njit` with a cache a `SharedCache`.
+    """Give a function compiled by `njit` with a cache a `SharedCache` in place of numba's; the
+    function is changed in place.
 
     Args:
         stamp: the key of valid entries; an entry with another one is compiled again.

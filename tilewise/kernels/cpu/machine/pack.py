@@ -28,9 +28,11 @@ def _order(lanes):
 
 
 def emit_transpose(builder, rows):
-    """Transpose as many vectors as they have lanes.
+    """Emit the transposition of a list of vectors, as many as each has lanes, and return the list
+    of the transposed ones.
 
-    log2(lanes) rounds; the round of distance d exchanges bit d of the row with bit d of the lane.
+    There are log2(lanes) rounds; the round of distance d exchanges bit d of the row with bit d of
+    the lane.
     """
     rows, lanes, distance = list(rows), len(rows), 1
     while distance < lanes:
@@ -47,7 +49,11 @@ def emit_transpose(builder, rows):
 
 @intrinsic
 def transpose_block(typingctx, source, si, source_row, target, ti, target_row):
-    """Transpose LANES x LANES words; a word is a float or a pair of bfloat16."""
+    """Transpose a block of LANES x LANES words from source[si:] to target[ti:]; a word is a float
+    or a pair of bfloat16.
+
+    source_row and target_row count elements from row to row.
+    """
 
     def codegen(context, builder, sig, args):
         source_, si_, source_row_, target_, ti_, target_row_ = args
@@ -74,7 +80,8 @@ def transpose_block(typingctx, source, si, source_row, target, ti, target_row):
 
 @intrinsic
 def pair_words(typingctx, source, even, odd, target, ti):
-    """Interleave LANES bfloat16 of two rows: words of (even[lane], odd[lane])."""
+    """Interleave LANES bfloat16 from source[even:] with LANES from source[odd:], and store the
+    words (even[lane], odd[lane]) to target[ti:]."""
 
     def codegen(context, builder, sig, args):
         source_, even_, odd_, target_, ti_ = args
@@ -99,7 +106,8 @@ def pair_words(typingctx, source, even, odd, target, ti):
 def transpose_tile(like, source, count, ld, panels):
     """Pack `count` rows (a multiple of the panel width) of `ld` elements into transposed panels.
 
-    Word w of row r goes to panels[r // P][w][r % P], P = panel_columns; a panel has ld's words.
+    `source` holds the rows. Word w of row r goes to panels[r // P][w][r % P], P = panel_columns; a
+    panel has ld's words.
     """
     transpose_rows(bare(like), bare(source), ld, 0, count, ld, bare(panels))
 
@@ -136,8 +144,8 @@ def transpose_rows(like, source, source_row, first, end, ld, panels):
 def pair_tile(like, source, count, ld, panels, tile_rows):
     """Pack `count` rows (even) of `ld` elements (a multiple of the panel width) into paired panels.
 
-    Column c of rows 2 w, 2 w + 1 (of row w for floats) goes to panels[c // P][w][c % P]; a panel
-    has the words of tile_rows rows.
+    `source` holds the rows. Column c of rows 2 w, 2 w + 1 (of row w for floats) goes to panels[c //
+    P][w][c % P]; a panel has the words of tile_rows rows.
     """
     pair_rows(bare(like), bare(source), ld, count, ld, bare(panels), tile_rows)
 
@@ -170,7 +178,8 @@ def pair_rows(like, source, source_row, count, ld, panels, tile_rows):
 
 
 def emit_prefetch(builder, address, writes=False):
-    """Emit a prefetch of the cache line at `address`, an int; harmless for any address."""
+    """Emit a prefetch into the L2 cache of the cache line at `address`, an int; harmless for any
+    address. With `writes` the line is fetched to be written."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -179,7 +188,8 @@ def emit_prefetch(builder, address, writes=False):
 
 @intrinsic
 def prefetch(typingctx, address):
-    """Prefetch the cache line at an address, see `emit_prefetch`."""
+    """Prefetch the cache line at an address, an int, into the L2 cache; harmless for any
+    address."""
 
     def codegen(context, builder, sig, args):
         emit_prefetch(builder, args[0])
@@ -190,7 +200,8 @@ def prefetch(typingctx, address):
 
 @intrinsic
 def prefetch_to_write(typingctx, address):
-    """Prefetch a line that will be written, so that other cores give it up."""
+    """Prefetch the cache line at an address, an int, that will be written, so that other cores give
+    it up; harmless for any address."""
 
     def codegen(context, builder, sig, args):
         emit_prefetch(builder, args[0], writes=True)

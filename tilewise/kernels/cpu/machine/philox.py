@@ -33,27 +33,27 @@ def _constant(kind, value):
 
 
 def _product(builder, word, factor):
-    """The 64-bit product of the low half of `word`."""
+    """Emit the 64-bit product of the low half of `word` and the 32-bit number `factor`."""
     low = builder.and_(word, _constant(word.type, 0xFFFFFFFF))
     return builder.mul(low, _constant(word.type, factor))
 
 
 def _xor(builder, a, b):
-    """a ^ b; where one is a vector, so is the result."""
+    """Emit a ^ b; if one of them is a vector and the other a scalar, the scalar is broadcast."""
     if a.type != b.type:
         a, b = (x if x.type != _i64 else simd.broadcast(builder, x, _LANES) for x in (a, b))
     return builder.xor(a, b)
 
 
 def _mix(builder, product, word, key):
-    """The high half of `product`, xor `word`, xor `key`."""
+    """Emit (the high half of the 64-bit `product`) ^ `word` ^ `key`."""
     high = builder.lshr(product, _constant(product.type, 32))
     return _xor(builder, _xor(builder, high, word), key)
 
 
 def _encrypt(builder, counter, key):
-    """Compute seven rounds; words of counter and key are i64 numbers or vectors, of which the low
-    half counts.
+    """Emit the seven rounds of Philox, and return the four words that they draw; words of `counter`
+    (4) and `key` (2) are i64 numbers or vectors, of which the low half counts.
 
     Values that are equal for the whole row stay scalar, for two of the rounds.
     """
@@ -106,11 +106,12 @@ def _store_kept(typingctx, words, at, block, query, head, offset, key0, key1, li
 
 @inner
 def keep_row(dropout, words, at, head, query, key):
-    """Fill words[at : at + 4] with the bits of the keys key ... key + 127 that a row keeps.
+    """Fill words[at : at + 4] with 128 bits, for the keys key ... key + 127 of a row of attention:
+    1 if dropout keeps the probability, 0 if it drops it.
 
     Args:
         dropout: a `Dropout` with a threshold above 0.
-        head: b Hq + h, the number of the head.
+        head: b Hq + h, the number of the query head over all sequences.
         query, key: positions counted from the start of the sequence; key is a multiple of 128.
     """
     _store_kept(

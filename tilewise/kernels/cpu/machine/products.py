@@ -22,14 +22,17 @@ LARGEST_INTEGER = 32767.0
 
 
 def multiply_pairs(builder, a, b):
-    """<2n x i16> * <2n x i16> -> <n x i32>, each the sum of two products."""
+    """Emit the product of two vectors <2n x i16>: <n x i32>, each lane the sum of two neighbouring
+    products; n is 8 or 16."""
     lanes = a.type.count // 2
     name = {8: "x86.avx2.pmadd.wd", 16: "x86.avx512.pmaddw.d.512"}[lanes]
     return simd.call_llvm(builder, name, ir.VectorType(_i32, lanes), [a, b])
 
 
 class _Floats:
-    """Products of keys widened to floats with a query of floats."""
+    """An emitter of products of keys, widened to floats as `rows` reads them, with a query of
+    floats. Kernels' intrinsics ask it for parts of a key and of a query, and for the sum of their
+    products."""
 
     def __init__(self, builder, rows):
         self.builder, self.rows = builder, rows
@@ -54,7 +57,8 @@ class _Floats:
 
 
 class _Pairs(_Floats):
-    """Products of words of two bfloat16, as they are stored."""
+    """An emitter of products of words of two bfloat16, of keys and of queries as they are stored,
+    summed in float32."""
 
     def __init__(self, builder, rows):
         super().__init__(builder, rows)
@@ -71,8 +75,8 @@ class _Pairs(_Floats):
 
 
 class _Integers(_Floats):
-    """Products of 8-bit keys, two registers' worth of floats at once, with a query of 16-bit
-    integers."""
+    """An emitter of exact products of 8-bit keys, two registers' worth of floats at once, with a
+    query of 16-bit integers, summed in int32."""
 
     def __init__(self, builder, rows):
         super().__init__(builder, rows)
@@ -102,9 +106,11 @@ class _Integers(_Floats):
 
 
 def product_of(builder, rows, query):
-    """Return the product for `rows` and an array or pointer of type `query`.
+    """Return the emitter of products of keys that `rows` reads with a query of the array or pointer
+    type `query`.
 
-    16-bit words are integers beside 8-bit rows, and bfloat16 beside rows of that.
+    A query of 16-bit words has integers beside 8-bit rows, and bfloat16 beside rows of bfloat16;
+    other queries have floats.
     """
     if query.dtype != types.uint16:
         return _Floats(builder, rows)
@@ -112,7 +118,8 @@ def product_of(builder, rows, query):
 
 
 def fold(product, sums):
-    """Fold LANES vectors to one whose lane i is the sum of vector i's lanes.
+    """Emit the sums of LANES vectors of sums of `product`, and return one vector of floats whose
+    lane i is the sum of all lanes of vector i.
 
     In the round of distance d, lane bit d starts to select which of two vectors a lane sums.
     """

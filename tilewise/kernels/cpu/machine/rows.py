@@ -34,7 +34,8 @@ _FIRST = ir.Constant(ir.IntType(32), 0)
 
 
 def why_not_dtype(dtype: torch.dtype) -> str | None:
-    """Return why these kernels cannot run `dtype`, or None if they can."""
+    """Return why CPU kernels cannot compute in `dtype`, or None if they can: float32, float64,
+    bfloat16, and float16 where the CPU converts it."""
     if dtype not in DTYPE_CODES:
         return f"dtype must be float32, float16, bfloat16 or float64, got {dtype}"
     if dtype == torch.float16 and not simd.HAS_HALF:
@@ -45,7 +46,7 @@ def why_not_dtype(dtype: torch.dtype) -> str | None:
 def _convert(builder, value, target):
     """Return a float vector with its elements converted to the LLVM float type `target`.
 
-    The vector has any number of elements, and keeps that number.
+    The vector keeps its number of elements, whatever it is.
     """
     kind = ir.VectorType(target, value.type.count)
     have, want = _WIDTH[str(value.type.element)], _WIDTH[str(target)]
@@ -96,7 +97,8 @@ def _writer(code, is_scalar):
 
 
 def _named(function, code):
-    """Compile `function` under a name of its own.
+    """Compile `function` for kernels under its name with `code` in it, and return the compiled
+    function.
 
     Symbols consist of the name and a counter that starts again in each process, so two functions of
     one name could be confused when cached code meets newly compiled code.
@@ -212,7 +214,8 @@ read_f32, write_f32 = _one_f32, _writer(F32, True)  # single elements at an addr
 
 @inner
 def load_row(like, code, scratch, start, address, count):
-    """scratch[start : start + count] = the row at `address`; return 0.0, or NaN if not finite.
+    """Load the `count` elements at `address` into scratch[start : start + count], converted to its
+    type; return 0.0, or NaN if one of them is infinite or NaN.
 
     Args:
         like: any array of the float type to compute in, or a bare pointer, as scratch may be.
@@ -232,11 +235,11 @@ def load_row(like, code, scratch, start, address, count):
 def copy_rows(
     like, code, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows, all_rows
 ):
-    """Copy flat rows first ... first + rows to scratch, `ld` apart, with zeros up to `all_rows`
-    rows.
+    """Copy `rows` flat rows from `first` on to scratch[0:], `ld` elements apart, converted to its
+    type, with zeros behind them up to `all_rows` rows.
 
-    Flat row r is query r // group of head r % group. It is `load_row` for each, without the check
-    for finite values.
+    Flat row r is query r // group of head r % group, at address start + query row_bytes + head
+    head_bytes. Unlike `load_row` there is no check for finite values.
     """
     if code == BF16:
         _copy_bf16(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows)
@@ -252,7 +255,8 @@ def copy_rows(
 
 @inner
 def dot_rows(like, code, a, b, count):
-    """Return the sum of the products of the rows of one dtype at addresses a and b."""
+    """Return the sum of the products of two rows of `count` elements at addresses a and b, both of
+    the dtype with this code, computed in like's float type."""
     if code == BF16:
         return _dot_bf16(like, a, b, count)
     if code == F32:
@@ -264,7 +268,8 @@ def dot_rows(like, code, a, b, count):
 
 @inner
 def store_row(like, code, scratch, start, factor, address, count):
-    """Store factor * scratch[start : start + count] to `address`; scratch is of like's type."""
+    """Store factor * scratch[start : start + count] to `address`, converted to the dtype with this
+    code; scratch is of like's type."""
     if code == BF16:
         _store_bf16(like, scratch, start, factor, address, count)
     elif code == F32:
@@ -277,7 +282,8 @@ def store_row(like, code, scratch, start, factor, address, count):
 
 @inner
 def store_rows(like, code, scratch, ld, factor, start, row_bytes, rows, count):
-    """Do as `store_row` for rows `ld` elements apart, to addresses row_bytes apart."""
+    """Store factor * `rows` rows of scratch, `ld` elements apart, as `store_row` does: to addresses
+    from `start` on, row_bytes apart."""
     if code == BF16:
         _all_bf16(like, scratch, ld, factor, start, row_bytes, rows, count)
     elif code == F32:
@@ -290,7 +296,8 @@ def store_rows(like, code, scratch, ld, factor, start, row_bytes, rows, count):
 
 @inner
 def load_strided(like, code, scratch, start, address, stride, count):
-    """scratch[start : start + count] = elements `stride` bytes apart; a stride of 0 repeats one."""
+    """Load `count` elements of the dtype with this code, `stride` bytes apart from `address` on,
+    into scratch[start : start + count]; a stride of 0 repeats one."""
     for column in range(count):
         where = address + column * stride
         if code == BF16:

@@ -39,7 +39,7 @@ _f32, _f64 = ir.FloatType(), ir.DoubleType()
 
 
 def lanes_of(dtype) -> int:
-    """Return the elements of numba or numpy `dtype` in one register; bfloat16 words count as
+    """Return how many numbers of numba or numpy `dtype` a register holds; bfloat16 words count as
     float32."""
     return REGISTER_BYTES // (8 if dtype in (types.float64, np.float64) else 4)
 
@@ -73,7 +73,8 @@ class _MaskModel(models.PrimitiveModel):
 
 
 def float_of(array: types.Array) -> types.Float:
-    """Return the type of the numbers of a vector loaded from `array`."""
+    """Return the numba type of the numbers of a vector loaded from an array of this type: float64
+    for float64, else float32."""
     return types.float64 if array.dtype == types.float64 else types.float32
 
 
@@ -82,8 +83,8 @@ def vector_ir(dtype) -> ir.VectorType:
 
 
 def pointer_to(context, builder, array_type, array, index):
-    """Return the LLVM pointer to array[index]; the array may be a bare pointer, see
-    `threads.bare`."""
+    """Emit the LLVM pointer to array[index]; the array, of the numba type `array_type`, may be a
+    bare pointer, see `threads.bare`."""
     if isinstance(array_type, types.CPointer):
         return builder.gep(array, [index])
     data = cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
@@ -105,7 +106,7 @@ def suffix_of(kind: ir.Type) -> str:
 
 
 def fuse(builder, a, b, c):
-    """a * b + c, fused where the CPU can."""
+    """Emit a * b + c for scalars or vectors, fused where the CPU can."""
     return call_llvm(builder, f"fmuladd.{suffix_of(a.type)}", a.type, [a, b, c])
 
 
@@ -131,24 +132,26 @@ def store_vector(builder, value, pointer, align):
 
 
 def load_at(builder, address, kind, align):
-    """Load a vector from an address that is an int."""
+    """Emit a load of a vector of type `kind` from an address that is an int; `align` is in
+    bytes."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
 
 def store_at(builder, value, address, align):
-    """Store a vector to an address that is an int."""
+    """Emit a store of a vector to an address that is an int; `align` is in bytes."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
 def widen_bf16(builder, bits):
-    """<n x i16> bfloat16 bits -> <n x float>."""
+    """Emit the conversion of <n x i16> bfloat16 bits to <n x float>, which is exact."""
     wide = ir.VectorType(_i32, bits.type.count)
     shifted = builder.shl(builder.zext(bits, wide), constant(wide, 16))
     return builder.bitcast(shifted, ir.VectorType(_f32, bits.type.count))
 
 
 def narrow_bf16(builder, value):
-    """<n x float> -> <n x i16> bfloat16 bits, to nearest even; NaN stays a quiet NaN."""
+    """Emit the conversion of <n x float> to <n x i16> bfloat16 bits, to nearest even; NaN stays a
+    quiet NaN."""
     count = value.type.count
     if HAS_BF16_DOT and count == 16:
         kind = ir.VectorType(_i16, count)
@@ -157,7 +160,8 @@ def narrow_bf16(builder, value):
 
 
 def narrow_bf16_in_words(builder, value):
-    """Narrow as `narrow_bf16` does, without an instruction for it."""
+    """Emit the same conversion as `narrow_bf16` by integer operations, for CPUs and widths without
+    an instruction for it."""
     count = value.type.count
     wide = ir.VectorType(_i32, count)
     bits = builder.bitcast(value, wide)
@@ -171,7 +175,7 @@ def narrow_bf16_in_words(builder, value):
 
 @intrinsic
 def load(typingctx, array, index):
-    """LANES elements array[index:]; uint16 is read as bfloat16."""
+    """Return the LANES elements array[index:] as a Vector; uint16 is read as bfloat16."""
     dtype = float_of(array)
 
     def codegen(context, builder, sig, args):
@@ -187,7 +191,7 @@ def load(typingctx, array, index):
 
 @intrinsic
 def store(typingctx, array, index, vector):
-    """array[index:] = the lanes of `vector`; uint16 is written as bfloat16."""
+    """Store the lanes of `vector` to array[index:]; uint16 is written as bfloat16."""
 
     def codegen(context, builder, sig, args):
         pointer = pointer_to(context, builder, array, *args[:2])
@@ -203,7 +207,8 @@ def store(typingctx, array, index, vector):
 
 @intrinsic
 def store_pair(typingctx, array, index, even, odd):
-    """Store bfloat16 words whose low halves are `even` and whose high halves are `odd`.
+    """Store LANES words of two bfloat16 to array[index:]: `even` in the low halves, `odd` in the
+    high ones.
 
     In kernels for floats the call is in a branch that is never taken; for them it does nothing.
     """
@@ -224,11 +229,12 @@ def store_pair(typingctx, array, index, even, odd):
 
 @intrinsic
 def store_line(typingctx, array, index, low, high, total):
-    """Store a cache line of 32 bfloat16, `low` first; return total plus the stored numbers, in
-    lanes.
+    """Store a cache line of 32 bfloat16, to array[index:]: the Vector `low`, then `high`; return
+    the Vector `total` plus the stored numbers.
 
     Lane i adds numbers 2 i and 2 i + 1. Two stores of half a line cannot be forwarded to a load of
-    the whole line. For float arrays nothing happens, see `store_pair`.
+    the whole line. For float arrays, and without instructions for bfloat16, nothing is stored and
+    `total` returned.
     """
 
     def codegen(context, builder, sig, args):
@@ -248,7 +254,7 @@ def store_line(typingctx, array, index, low, high, total):
 
 @intrinsic
 def splat(typingctx, array, number):
-    """Return `number` in every lane, as the float type of `array`."""
+    """Return a Vector with `number` in every lane, in the float type of `array`."""
     dtype = float_of(array)
 
     def codegen(context, builder, sig, args):
@@ -260,7 +266,7 @@ def splat(typingctx, array, number):
 
 @intrinsic
 def number(typingctx, array, value):
-    """Return `value` as the float type of `array`, which may be a bare pointer."""
+    """Return `value` converted to the float type of `array`, which may be a bare pointer."""
     dtype = float_of(array)
 
     def codegen(context, builder, sig, args):
@@ -286,7 +292,7 @@ def load_one(typingctx, array, index):
 
 @intrinsic
 def store_one(typingctx, array, index, number):
-    """array[index] = number; uint16 is written as bfloat16."""
+    """Store `number` to array[index]; uint16 is written as bfloat16."""
     dtype = float_of(array)
 
     def codegen(context, builder, sig, args):
@@ -332,7 +338,7 @@ def div(typingctx, a, b):
 
 @intrinsic
 def fma(typingctx, a, b, c):
-    """a * b + c, of vectors or of numbers."""
+    """Return a * b + c, of vectors or of numbers, fused where the CPU can."""
     return a(a, a, a), _elementwise(fuse)
 
 
@@ -370,7 +376,7 @@ def ceil(typingctx, a):
 
 @intrinsic
 def select(typingctx, mask, a, b):
-    """Return a where `mask` is set, else b."""
+    """Return the Vector with lanes of a where `mask` is set, of b elsewhere."""
     return a(mask, a, a), _elementwise(lambda builder, m, x, y: builder.select(m, x, y))
 
 
@@ -411,7 +417,8 @@ def at_least(typingctx, a, b):
 
 
 def chebyshev(function, low, high, degree) -> list[float]:
-    """Return the coefficients, constant first, that interpolate `function` at Chebyshev nodes.
+    """Return the coefficients, constant first, of the polynomial of this degree that interpolates
+    `function` at Chebyshev nodes of low ... high.
 
     `function` is of Decimals: with 53 bits the coefficients of degree 12 would err by 30 units.
     """
@@ -434,7 +441,7 @@ def chebyshev(function, low, high, degree) -> list[float]:
 
 
 def exp2_of(x: Decimal) -> Decimal:
-    """Return 2^x, for `chebyshev`."""
+    """Return 2^x, a function for `chebyshev`."""
     return Decimal(2) ** x
 
 
@@ -457,7 +464,7 @@ _TANH = {
 
 
 def horner(builder, x, coefficients):
-    """Emit the polynomial of these coefficients, constant first, at x."""
+    """Emit the value at x of the polynomial with these coefficients, constant first."""
     result = constant(x.type, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         result = fuse(builder, result, x, constant(x.type, coefficient))
@@ -504,7 +511,8 @@ def tanh(typingctx, a):
 
 
 def _reduce(combine, builder, x):
-    """Fold the upper half into the lower until one lane is left: a fixed order of additions."""
+    """Emit the reduction of a vector to a scalar: combine(builder, low, high) folds the upper half
+    into the lower until one lane is left, in a fixed order."""
     count = x.type.count
     while count > 1:
         count //= 2

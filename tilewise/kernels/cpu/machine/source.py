@@ -25,15 +25,17 @@ from tilewise.kernels.cpu.paged.quantise import load_values
 
 
 class Source(NamedTuple):
-    """The rows of one sequence, of one key head if there are several.
+    """The addresses of one sequence's keys or values, of one key head if there are several: dense,
+    packed or in cache blocks.
 
     Attributes:
         start, row, block: the address of the first row, the bytes from row to row and from block to
             block.
         block_size: the rows of a cache block; 0 if all rows follow one another.
-        code, width, row_size: the dtype code, elements and bytes of a row.
-        scale, scale_row, scale_block: the start, row and block strides of the scales of 8-bit rows.
-        table: (B, M) int32 block table, of which this is row `sequence`.
+        code, width, row_size: the dtype code of a row, its number of elements, and its bytes.
+        scale, scale_row, scale_block: the address of the first scale of 8-bit rows, and the bytes
+            from scale to scale and from block to block.
+        table, sequence: the (B, M) int32 block table, and the row of it that is this sequence's.
         first: the first row that a query sees. Neither the rows nor the table entry of a cache
             block that ends before it are read, since they may be arbitrary.
     """
@@ -71,19 +73,21 @@ def _offset(source, index, row_bytes, block_bytes):
 
 @inner
 def address_of(source, index):
-    """Return the address of a row."""
+    """Return the address of row `index` of the sequence; for a paged source its block is looked
+    up."""
     return source.start + _offset(source, index, source.row, source.block)
 
 
 @inner
 def scale_address_of(source, index):
-    """Return the address of the scales of an 8-bit row."""
+    """Return the address of the scales of the sequence's 8-bit row `index`."""
     return source.scale + _offset(source, index, source.scale_row, source.scale_block)
 
 
 @inner
 def prefetch_rows(source, first, last):
-    """Prefetch the visible ones of rows first ... last - 1."""
+    """Prefetch rows first ... last - 1 of the sequence into the L2 cache, but for rows that no
+    query sees."""
     for index in range(max(first, source.first), last):
         address = address_of(source, index)
         for line in range(0, source.row_size, 64):
@@ -92,10 +96,11 @@ def prefetch_rows(source, first, last):
 
 @inner
 def gather_rows(like, source, scratch, ld, first, count, padded):
-    """Copy rows first ... first + count to scratch, `ld` elements apart.
+    """Load rows first ... first + count - 1 of the sequence into scratch, `ld` elements apart;
+    8-bit rows are multiplied by their scales.
 
-    Zeros fill scratch up to `padded` rows, and the rows that are not seen. Returns 0.0, or NaN if a
-    row contains an infinity or NaN.
+    Rows that no query sees become zeros without being read, and zeros fill scratch up to `padded`
+    rows. Returns 0.0, or NaN if a row contains an infinity or NaN.
     """
     check = like.dtype.type(0.0)
     unseen = min(max(source.first - first, 0), count)
@@ -113,9 +118,10 @@ def gather_rows(like, source, scratch, ld, first, count, padded):
 
 @inlined
 def transpose_stored(like, code, start, row_bytes, size, count, ld, spare, rows, panels):
-    """Pack `count` rows of `ld` numbers at address `start` into transposed panels.
+    """Pack `count` rows of `ld` numbers of the operands' own type, of `size` bytes, at address
+    `start` and row_bytes apart, into transposed panels, see `pack.transpose_tile`.
 
-    The last rows, fewer than a register's lanes, go through scratch.
+    The last rows, fewer than a register's lanes, go through scratch, padded with rows of zeros.
 
     Args:
         like, rows, panels: bare pointers; rows points to `spare`, scratch for the last rows.
@@ -131,7 +137,7 @@ def transpose_stored(like, code, start, row_bytes, size, count, ld, spare, rows,
 
 @inner
 def are_finite(like, rows, row, count, dim):
-    """Return whether `count` rows, `row` elements apart, are finite.
+    """Return whether all numbers of `count` rows, `row` elements apart, are finite.
 
     A row has `dim` numbers, a multiple of 2 registers.
     """

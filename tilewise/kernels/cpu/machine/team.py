@@ -25,7 +25,8 @@ _Member = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _find_team() -> Any:
-    """Return GOMP_parallel of the runtime that torch has loaded, or None."""
+    """Return the function GOMP_parallel of the OpenMP runtime that torch has loaded, or None where
+    there is none."""
     if not torch.backends.openmp.is_available() or os.name != "posix":
         return None
     return getattr(ctypes.CDLL(None), "GOMP_parallel", None)
@@ -44,9 +45,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_on_team(function: Callable[..., None], num_tasks: int, *args: Any) -> None:
-    """Do as `run_tasks` for kernels of milliseconds with at least one task for each thread.
+    """Run a kernel as `run_tasks` does, but on torch's own OpenMP threads: for kernels of
+    milliseconds with at least one task for each thread.
 
-    A team smaller than torch's would end the threads that it does not need.
+    With one thread, with fewer tasks than threads, without GOMP_parallel or in a forked child it is
+    `run_tasks`: a team smaller than torch's would end the threads that it does not need. The first
+    error of any thread is raised.
     """
     threads = torch.get_num_threads()
     if _run_team is None or threads == 1 or num_tasks < threads:

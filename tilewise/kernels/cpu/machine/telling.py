@@ -32,7 +32,8 @@ def _tell() -> None:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Print LINE if the block takes longer than a moment."""
+    """Print LINE to standard error if the block takes longer than MOMENT_S, at most once per
+    process; do nothing where progress is not wanted."""
     if not _is_wanted():
         yield
         return

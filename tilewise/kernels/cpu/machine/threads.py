@@ -28,7 +28,8 @@ from tilewise.kernels.cpu.machine.once import compile_once
 
 @functools.cache
 def _sources() -> list[tuple[str, float, int]]:
-    """Return the name, time and size of every file that a kernel may be compiled from."""
+    """Return the path, time of modification and size of every file of the folder cpu/, from which
+    kernels are compiled; read once per process."""
     folder = Path(__file__).parents[1]
     files = sorted(folder.rglob("*.py"))
     return [
@@ -37,7 +38,8 @@ def _sources() -> list[tuple[str, float, int]]:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` when it is first called, once per machine: other processes load it.
+    """Decorate a kernel that Python calls: it is compiled when it is first called, releases the
+    GIL, and is compiled once per machine, since other processes load it.
 
     Numba compiles a cached function again when its own file changes. Kernels are compiled from all
     files of the folder cpu/, so the stamp covers them all. If no cache can be written, nothing is
@@ -76,12 +78,13 @@ _pool = _new_pool()
 
 
 def pool() -> ThreadPoolExecutor:
-    """Return the pool of helper threads, as many as there are cores."""
+    """Return the pool of helper threads that all kernels of this process share, one for each
+    core."""
     return _pool
 
 
 def _renew_pool() -> None:
-    """A forked child inherits the pool but none of its threads."""
+    """Replace the pool in a forked child, which inherits the pool but none of its threads."""
     global _pool
     _pool = _new_pool()
 
@@ -91,7 +94,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_tasks(function: Callable[..., None], num_tasks: int, *args: Any) -> None:
-    """Call function(*args, counter, num_tasks) on as many threads as torch uses."""
+    """Call function(*args, counter, num_tasks) on as many threads as torch uses, at most one for
+    each task, and return when all have ended.
+
+    counter is a new int64 array (1,) of zero, from which each call takes task numbers by
+    `next_task` until none is left. This thread takes part; an error of any thread is raised.
+    """
     counter = np.zeros(1, np.int64)
     helpers = min(num_tasks, torch.get_num_threads()) - 1
     futures = [_pool.submit(function, *args, counter, num_tasks) for _ in range(helpers)]
@@ -111,7 +119,8 @@ def run_alone(function: Callable[..., None], num_tasks: int, *args: Any) -> None
 
 
 def entry_of(function: Callable[..., None], args: tuple[Any, ...]) -> Callable[..., None]:
-    """Return the compiled function that a kernel runs for arguments of these types.
+    """Return the compiled function that a kernel runs for arguments of these types, or the kernel
+    itself if it was not compiled for them.
 
     The kernel must have been called with such arguments before. Numba's search takes a call 0.3 us;
     the caller guarantees the types.
@@ -123,7 +132,8 @@ def entry_of(function: Callable[..., None], args: tuple[Any, ...]) -> Callable[.
 
 @intrinsic
 def next_task(typingctx, counter):
-    """Atomically return counter[0] and increment it."""
+    """Return counter[0] and raise it by one, atomically; counter is the int64 array of
+    `run_tasks`."""
 
     def codegen(context, builder, sig, args):
         data = cgutils.create_struct_proxy(counter)(context, builder, value=args[0]).data
@@ -143,7 +153,7 @@ def scratch(count, like):
 
 @inner
 def zero_scratch(count, like):
-    """Return a zeroed `scratch`."""
+    """Return an array of `count` zeros of like's dtype on a cache-line boundary."""
     array = scratch(count, like)
     array[:] = 0
     return array
@@ -151,7 +161,8 @@ def zero_scratch(count, like):
 
 @intrinsic
 def borrowed(typingctx, value):
-    """Return `value`, an array or a tuple of arrays and numbers, without a reference to its memory.
+    """Return `value`, an array or a tuple of arrays and numbers, as arrays over the same memory
+    that count no references to it.
 
     A call counts references to the arrays it passes on, by atomic additions of 5 ns each: a third
     of a backward pass. A borrowed array has no count; its owner must outlive it, see `keep_alive`.

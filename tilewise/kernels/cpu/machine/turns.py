@@ -23,12 +23,14 @@ from tilewise.kernels.cpu.machine.threads import inner
 
 
 class Turn(NamedTuple):
-    """A task's position in the order.
+    """The position of one task in the order in which tasks add rows to shared sums; each task holds
+    one, and gets a new one for each pair of sequence and head.
 
     Attributes:
-        done: the number of rows that each task has added to, over all sequences and heads.
+        done: int64 (tasks,), the number of rows that each task has added to so far, over all its
+            sequences and heads; shared by all tasks.
         task, before: the numbers of this task and of the one to wait for, below 0 for none.
-        base: the rows of the sequences and heads that this task has finished.
+        base: the number of rows of the sequences and heads that this task has finished.
     """
 
     done: np.ndarray
@@ -39,7 +41,8 @@ class Turn(NamedTuple):
 
 @intrinsic
 def _read(typingctx, done, task):
-    """Return done[task], ordered before all later reads of what its task wrote."""
+    """Return done[task], an atomic load that is ordered before all later reads of what that task
+    wrote."""
 
     def codegen(context, builder, sig, args):
         data = cgutils.create_struct_proxy(done)(context, builder, value=args[0]).data
@@ -50,7 +53,8 @@ def _read(typingctx, done, task):
 
 @intrinsic
 def _write(typingctx, done, task, rows):
-    """Store done[task] = rows, ordered after all that this thread wrote before."""
+    """Store `rows` to done[task], an atomic store that is ordered after all that this thread wrote
+    before."""
 
     def codegen(context, builder, sig, args):
         data = cgutils.create_struct_proxy(done)(context, builder, value=args[0]).data
@@ -62,27 +66,31 @@ def _write(typingctx, done, task, rows):
 
 @inner
 def wait_for_rows(turn, last_row):
-    """Wait until the task before has added to all rows of this sequence and head up to last_row."""
+    """Wait in a loop, without sleeping, until the task before has added to all rows of this
+    sequence and head below last_row; a first task does not wait."""
     while turn.before >= 0 and _read(turn.done, turn.before) < turn.base + last_row:
         pass
 
 
 @inner
 def wait_for_count(counter, number):
-    """Wait until tasks have counted to `number`, by `next_task`."""
+    """Wait in a loop, without sleeping, until counter[0], which tasks raise by `next_task`, has
+    reached `number`."""
     while _read(counter, 0) < number:
         pass
 
 
 @inner
 def publish_rows(turn, last_row):
-    """Report that this task has added to all rows up to last_row, so that the next task may."""
+    """Report that this task has added to all rows of this sequence and head below last_row, so that
+    the next task may."""
     _write(turn.done, turn.task, turn.base + last_row)
 
 
 @inner
 def end_turn(turn, num_rows):
-    """Wait for the task before, and publish that this task has added to all rows of a head.
+    """Wait for the task before to end this sequence and head, and then report that this task has
+    ended it too.
 
     Args:
         turn: the Turn of this task.
