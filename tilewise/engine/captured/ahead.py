@@ -47,10 +47,16 @@ STAMPS = "tilewise-starts"
 
 
 def num_processes(ranks: int = 1) -> int:
-    """Return how many processes are to compile for this one; fewer than 2 are none.
+    """Return how many processes are to compile kernels for this one; 0 or 1 means not to start any.
+
+    The environment's TILEWISE_COMPILE_PROCESSES says how many. Without it they are one for each
+    core and 2 GiB of free memory, at most 16, divided among the ranks.
 
     Args:
         ranks: the number of this host's ranks, which compile the same kernels.
+
+    Raises:
+        ValueError: the environment's text is no number of processes.
     """
     asked = os.environ.get(PROCESSES, "").strip()
     if asked:
@@ -81,7 +87,9 @@ def compile_ahead(
 ) -> dict[str, float]:
     """Compile the kernels of a start into Triton's cache on disk, in several processes.
 
-    A failure is reported as a warning; the kernel is compiled when it is needed.
+    Nothing is done on a CPU, for a model that is not native, where fewer than two processes may
+    compile, or if a stamp on disk says that all kernels are there. A failure is a warning: the
+    kernel is compiled when it is needed.
 
     Args:
         captures_prompts: True if steps with prompts are padded and captured.
@@ -179,7 +187,10 @@ def _compile(
 
 
 def slowest_first(requests: Sequence[Request]) -> list[Request]:
-    """Return the requests in an order in which few processes wait for one at the end."""
+    """Return the requests with the kernels first that take longest to compile.
+
+    So few processes wait for a single one at the end.
+    """
     return sorted(requests, key=lambda request: _RANK.get(request.name, len(_RANK)))
 
 
@@ -198,8 +209,11 @@ def _warn(reason: str) -> None:
 
 
 def _stamp_of(model: Decoder, spec: CacheSpec, device: torch.device, facts: object) -> Path:
-    """Return the path of the file that lists the kernels which a start with these facts
-    compiles."""
+    """Return the path of the file that lists the kernels which a start with these facts compiles.
+
+    Its name is a digest of all that decides which kernels these are: versions, the package's
+    sources, the GPU, the model, the cache and `facts`.
+    """
     folder, version = compiling.cache()
     root = Path(__file__).parents[2]
     sources = [
@@ -225,7 +239,8 @@ def _stamp_of(model: Decoder, spec: CacheSpec, device: torch.device, facts: obje
 
 
 def _is_warm(stamp: Path) -> bool:
-    """Whether all kernels are on disk that a start like this one has needed."""
+    """Return whether all kernels that the stamp lists are in Triton's cache on disk; False without
+    one."""
     try:
         kernels = json.loads(stamp.read_text())
     except (OSError, ValueError):

@@ -115,7 +115,7 @@ class Changes:
             is written.
         set_whole: the arrays that take the place of `set_rows` where all rows of the batch are
             written, in its order: (4, n) of position, active, seed and counter, and (4, n) of
-            `SamplingWords`; None where `set_rows` says it.
+            `SamplingWords`; None where `set_rows` lists the rows.
         tokens: pairs (row, token id) of tokens that the host knows.
         active: pairs (row, 0 or 1) of rows that begin or cease to run.
         blocks: tuples (row, column, blocks) of cache blocks to be written into a row of the block
@@ -136,7 +136,11 @@ class Changes:
     fresh: list[tuple[int, int]] = field(default_factory=list)
 
     def parts(self, words_of: SamplingWords) -> list[NDArray[np.integer]]:
-        """Return everything but `fresh` as arrays to be sent; the last two are int32."""
+        """Return all changes but `fresh` as arrays, in the order in which `DeviceBatch` applies
+        them.
+
+        The last two are int32, the others int64.
+        """
         if self.set_whole is not None:
             set_rows, (ints, words) = self.index, self.set_whole
         else:
@@ -174,13 +178,12 @@ class Changes:
 
 @dataclass(slots=True)
 class _Steady:
-    """The rows of a plain step, for one that goes on with the same.
+    """The rows of the last plain step, kept for a next one with the same sequences (`LaterRuns`).
 
     Attributes:
-        first, number: fields of `LaterRuns` of the last step; a step that is not later has itself
-            and 0.
-        rows, index: the rows of the step's sequences in its order, as a list and as an index on the
-            device.
+        first, number: the fields of the last step's `LaterRuns`; for a step with other runs, these
+            runs and 0.
+        rows, index: the rows of the step's sequences in its order, as a list and as an array.
     """
 
     first: Sequence[ScheduledSequence]
@@ -190,7 +193,9 @@ class _Steady:
 
 
 class DeviceBatch:
-    """Rows for up to `max_num_seqs` sequences.
+    """The running sequences as rows on the device, and a mirror of them on the host.
+
+    `take` brings the mirror up to date by a batch, `send` the device.
 
     Args:
         max_num_seqs: the number of rows.
@@ -200,15 +205,16 @@ class DeviceBatch:
         num_groups: groups of layers, each with a table of its own.
 
     Attributes:
-        token, position, active, seed, counter: (max_num_seqs,) int64; active is 0 in rows that the
-            next decode step leaves alone.
+        token, position, active, seed, counter: (max_num_seqs,) int64: the last token, its position,
+            1 if the row runs in the next decode step or else 0, and key and counter of its random
+            number.
         temperature, top_p, min_p: (max_num_seqs,) float32; top_k: int32.
-        table: (max_num_seqs, max_blocks) int32.
+        table: (max_num_seqs, max_blocks) int32, the block table of each row.
         fresh: (max_num_seqs,) int32, a block that begins with the next token, or -1.
         others: the tables of groups 1, 2, ...
-        num_rows: rows in use.
-        num_bytes_sent: since the start.
-        sampling_words: the parameters of requests.
+        num_rows: the number of rows in use, which are the first ones.
+        num_bytes_sent: the bytes that were sent to the device since the object was made.
+        sampling_words: the sampling parameters of requests, as words that are sent.
     """
 
     def __init__(
@@ -246,7 +252,7 @@ class DeviceBatch:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Forget all sequences; each is written to a row anew when it next runs."""
         size = self.max_num_seqs
         self.num_rows = 0
         self._steady: _Steady | None = None
@@ -261,10 +267,12 @@ class DeviceBatch:
             other.reset()
 
     def take(self, batch: Batch, *, decodes: bool, columns: Columns | None = None) -> Changes:
-        """Follow a batch; call `send` with the result before its step begins.
+        """Bring the host's mirror up to date by a batch; return the changes that the device needs.
+
+        `send` must be called with the result before the batch's step begins.
 
         Args:
-            batch: read as it is; see `Batch` for what it tells.
+            batch: the batch of the next step, every one in order.
             decodes: True if every run is one token, from which one is drawn, so that the step
                 advances the rows itself. Else the rows are told where the step leaves them, but for
                 the tokens that it draws (`store_tokens`).
@@ -273,6 +281,7 @@ class DeviceBatch:
 
         Raises:
             RuntimeError: a token is PENDING and no row has it.
+            ValueError: a sequence has more than `max_blocks` blocks.
         """
         runs = batch.sequences
         if decodes and isinstance(runs, LaterRuns) and not batch.left:
@@ -319,7 +328,8 @@ class DeviceBatch:
         return changes
 
     def _leave_steady(self) -> None:
-        """Write down for each row what steady steps know of all rows together."""
+        """Write the position of each row's next token, which steady steps know of all rows
+        together."""
         if self._steady is not None:
             for row, run in zip(self._steady.rows, self._steady.first, strict=True):
                 self._next[row] = run.start + self._steady.number + 1
@@ -443,7 +453,18 @@ class DeviceBatch:
     def _follow_blocks(
         self, row: int, told: int, blocks: Sequence[int], start: int, changes: Changes
     ) -> None:
-        """Follow the new blocks of a sequence that decodes the token at position `start`."""
+        """Note the new blocks of a sequence that decodes the token at position `start`.
+
+        A single block that begins with this token goes to `changes.fresh`, others to
+        `changes.blocks`.
+
+        Args:
+            row: the sequence's row.
+            told: the number of leading blocks that the batch says have not changed.
+            blocks: all blocks of the sequence.
+            start: the position of the token.
+            changes: the changes of the batch, to which the blocks are added.
+        """
         have = min(told, self._num_blocks[row])
         if have >= len(blocks):
             return

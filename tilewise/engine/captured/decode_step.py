@@ -69,8 +69,10 @@ class Results:
         self._hidden: Tensor | None = None
 
     def room_for(self, hidden: Tensor) -> Tensor:
-        """Return the memory (rows, E) in which all graphs of models leave hidden states like
-        `hidden`.
+        """Return the memory, of the shape of `hidden` (rows, E), in which graphs leave hidden
+        states.
+
+        All graphs that end before the head share it.
 
         The head reads them before the next graph of a model runs.
         """
@@ -91,16 +93,20 @@ def _embedding_of(model: CausalModel) -> tuple[NativeDecoder, Tensor] | None:
 
 
 def shared_head(model: CausalModel) -> VocabularyHead | None:
-    """Return the head of a model whose ranks share the vocabulary.
+    """Return the head of a model whose ranks share the vocabulary; None if they do not.
 
-    All ranks have one then, whatever part of the vocabulary is theirs: they draw together.
+    If one rank has such a head all have, whatever part of the vocabulary is theirs: they draw
+    together.
     """
     head = getattr(model, "packed_head", None)
     return head if isinstance(head, VocabularyHead) and head.group.size > 1 else None
 
 
 class DecodeStep:
-    """The decode step of the first `bucket` rows.
+    """The decode step of the first `bucket` rows of a batch on the device.
+
+    It computes the logits of each row's last token, draws the next token, writes it to `results`
+    and advances the rows: op by op until it is captured, then as a CUDA graph.
 
     Args:
         model: the model that computes the step.
@@ -118,7 +124,8 @@ class DecodeStep:
         states: the slots of the rows; None for a model without layers that keep states.
 
     Attributes:
-        logits: (bucket, V) between `run_model` and `sample`; else None.
+        logits: (bucket, V) between `run_model` and `sample`, or after `run` with `keeps_logits`;
+            else None.
     """
 
     def __init__(
@@ -176,7 +183,7 @@ class DecodeStep:
 
     @property
     def is_captured(self) -> bool:
-        """Whether a graph is replayed."""
+        """Whether `run` replays a graph of the whole step."""
         return self._graph is not None
 
     @property
@@ -185,7 +192,8 @@ class DecodeStep:
         return self._model_graph is not None
 
     def run(self) -> None:
-        """Do the step, by its graph if there is one."""
+        """Compute the whole step, by its graph if there is one: results are written, the rows
+        advanced."""
         if self._graph is None:
             with torch.inference_mode():
                 self._compute()
@@ -195,11 +203,12 @@ class DecodeStep:
 
     @torch.inference_mode()
     def run_model(self, *, widens: bool = True) -> Tensor:
-        """Do the step up to its logits (bucket, V), which may then be read; `sample` follows.
+        """Compute the step up to its logits (bucket, V), which may then be read; `sample` must
+        follow.
 
         Args:
-            widens: True to return float32 logits, which may be changed; else they are as the head
-                rounds them.
+            widens: True to return float32 logits, which may be changed before tokens are drawn;
+                False to return logits in the dtype of the head.
         """
         if self._model_graph is None:
             hidden = self._compute_hidden()
@@ -213,7 +222,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def sample(self) -> None:
-        """Draw from the logits that `run_model` left, and move the rows on."""
+        """Draw a token for each row from the logits that `run_model` left, and advance the rows."""
         assert self.logits is not None
         self._sample(self.logits)
         self.logits = None
@@ -234,8 +243,8 @@ class DecodeStep:
     def capture_model(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Capture the part of the step before the head as a graph of its own, for `run_model`.
 
-        Head and sampler, which follow op by op, are run once, too, so that their kernels are
-        compiled.
+        The part is run once before. Head and sampler, which follow op by op, are run once, too, so
+        that their kernels are compiled. No row of the batch may be active.
         """
 
         def compute() -> None:
@@ -329,7 +338,8 @@ class DecodeStep:
         }
 
     def _update_plans(self) -> bool:
-        """Write down anew which keys a step's programs read; returns whether there are plans."""
+        """Plan anew which keys each program of attention reads in this step; return whether there
+        are plans."""
         has_plans = False
         for own in (self.ctx, *self.ctx.others):
             if own.plans is not None:

@@ -50,12 +50,12 @@ class Task:
 
     Attributes:
         arch: the compute capability, as 89; one of SM_COUNTS.
-        to: the file to write.
+        to: the path of the file of compiled kernels that is written.
         head_dims, dtypes: heads of attention, and names of dtypes, as `ops.precompile` takes them;
             none with a model.
         needs_backward: True to compile gradients of dense and packed attention, too.
         options: options of an engine, `model` among them, or nothing without a model.
-        sm_count: multiprocessors of the GPU.
+        sm_count: multiprocessors of the GPU; None for those of the largest card, see SM_COUNTS.
         workers: compiling processes; None takes one a core, at most 16.
     """
 
@@ -79,7 +79,7 @@ class Task:
 
     @property
     def about(self) -> str:
-        """The purpose of the kernels, in words."""
+        """The purpose of the kernels in words, which is written to the file."""
         if self.options is not None:
             return f"an engine of {self.options['model']}"
         return f"attention with heads of {', '.join(map(str, self.head_dims))}"
@@ -101,7 +101,7 @@ class Outcome:
 
 
 def compile_for(task: Task) -> Outcome:
-    """Run a task in a process of its own.
+    """Compile the kernels of a task into its file, in a process of its own; return the outcome.
 
     Raises:
         ValueError: the task, or the model, is wrong; the message says how.
@@ -191,7 +191,11 @@ def _rehearse(options: dict[str, Any]) -> None:
 
 
 def main(text: str) -> None:
-    """Run the task and write its outcome."""
+    """Run the task that `text` describes in JSON, and print its outcome as one line of JSON.
+
+    An error of the task is printed as {"error": ...} likewise. What compilers print goes to
+    standard error.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever compilers print is no answer
     try:

@@ -73,12 +73,16 @@ def prepare(
     is_lazy: bool,
     show: Show = silent,
 ) -> None:
-    """Compile the kernels of steps, and capture the decode steps now or when they first run.
+    """Capture a runner's steps, then run steps of many lengths so that their kernels are compiled.
+
+    Afterwards the runner has no sequences, captures further steps when they first run (on a GPU),
+    and counts compilations from 0.
 
     Args:
         runner: the runner, which has no sequences yet.
         max_num_batched_tokens: the largest number of tokens of one step.
-        is_lazy: True to capture a step when it first runs, except for decode steps of a few sizes.
+        is_lazy: True to capture only decode steps of a few sizes now, and others when they first
+            run.
         show: a function that takes lines of progress.
     """
     # Before the steps, which then launch little beside attention.
@@ -99,12 +103,15 @@ def prepare(
 
 
 def capture_steps(runner: DeviceRunner, *, is_lazy: bool, show: Show = silent) -> None:
-    """Capture decode steps and steps with prompts, the largest first.
+    """Capture decode steps and steps with prompts in CUDA graphs, the largest first.
+
+    The seconds of each kind are added to the runner's `start_seconds`.
 
     Args:
-        runner: on a CPU nothing is captured, and a step op by op has other kernels: none begins
-            early in a lazy start.
-        is_lazy: True to capture a decode step of every kind only; others launch the same kernels.
+        runner: the runner; for one on a CPU, which has no graphs, `is_lazy` must be True and
+            nothing is done.
+        is_lazy: True to capture only one decode step of every kind, as the others launch the same
+            kernels, and no steps with prompts.
         show: a function that takes lines of progress.
     """
     if is_lazy and runner.device.type != "cuda":
@@ -135,7 +142,11 @@ def capture_steps(runner: DeviceRunner, *, is_lazy: bool, show: Show = silent) -
 
 
 def sizes_of_kinds(runner: DeviceRunner) -> list[int]:
-    """Return a number of rows for every kind of decode step."""
+    """Return numbers of rows, ascending, whose decode steps together launch all kernels of such
+    steps.
+
+    They are those of the runner's `buckets` that hold the first rows of each kind, ROWS_OF_KERNELS.
+    """
     buckets = runner.buckets
     return sorted(
         {min(b for b in buckets if b >= rows) for rows in ROWS_OF_KERNELS if rows <= buckets[-1]}
@@ -149,11 +160,12 @@ def warm_up_steps(
 
     Args:
         max_num_seqs, max_tokens: the largest numbers of sequences and tokens of one step.
-        max_len: tokens of a sequence.
+        max_len: the largest number of tokens of a sequence.
         block_size: the number of tokens of a cache block.
 
     Returns:
-        New tokens of each sequence, the tokens before them, and whether the sequences share these.
+        For each step the number of new tokens of each sequence, the number of tokens before them,
+        and whether all sequences share these earlier tokens.
     """
     plain: list[tuple[int, ...]] = [(run,) for run in (*RUNS, *PROMPTS)]
     plain += [(*[1] * count, run) for count, run in MIXED] + [(run,) * n for n, run in MANY]
@@ -202,11 +214,13 @@ def _cut(
 
 
 def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[tuple[Batch, bool]]:
-    """Return the steps of `warm_up_steps`, and whether their sequences share what they begin with.
+    """Return pairs of a batch and True if its sequences share a prefix: the steps of
+    `warm_up_steps`.
 
-    One step more decodes, another copies blocks and draws two samples with their
-    log-probabilities; three change logits in every way that is a kernel of its own, and a decode
-    step of changed logits is last.
+    A decode step comes before them. Behind them come a step that copies blocks and draws two
+    samples with log-probabilities, three that change logits in every way that is a kernel of its
+    own, and a decode step of changed logits. Steps that share are left out where the runner never
+    shares.
     """
     rows, size = runner.rows, runner.block_size
     longest = min(rows.max_blocks, *runner.storage.counts) * size

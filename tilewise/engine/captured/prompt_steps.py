@@ -44,22 +44,29 @@ _Attending = Callable[[AttentionContext, Attend, Tensor, int], Tensor]
 
 
 def can_capture(model: CausalModel) -> bool:
-    """Whether the model hands its attention to `AttentionContext.attend`, every layer once."""
+    """Return whether a model hands its attention to `AttentionContext.attend`, once in every layer.
+
+    Only such a model's steps with prompts can be captured.
+    """
     return bool(getattr(model, "hands_attention_over", False))
 
 
 def has_run(spec: CacheSpec) -> bool:
-    """Whether such steps have run on a GPU over a cache like this one.
+    """Return whether steps with prompts are to be captured over a cache like this one.
+
+    True only for caches over which such steps have run on a GPU.
 
     `PromptSteps` captures those over latents, too, but in 16 bits no such graph has run yet: until
-    one has, these models' prompts are computed op by op. So are those of layers with states, which
-    a piece between two layers' attention would have to be cut for, too.
+    one has, prompts of models with latents are computed op by op. So are those of layers with
+    states, which a piece between two layers' attention would have to be cut for, too.
     """
     return not isinstance(spec.kv, LatentSpec) and not spec.states
 
 
 class PromptSteps:
-    """Runs steps of up to `most` tokens, each padded to one of `prompt_sizes`.
+    """Runs steps with prompts of up to `most` tokens, each padded to one of `prompt_sizes`.
+
+    Sizes that `capture` was called for replay CUDA graphs; others run op by op.
 
     Rows of the padding hold tokens of earlier steps; they are written to no slot and attend to
     nothing.
@@ -67,7 +74,7 @@ class PromptSteps:
     Args:
         model: see `can_capture`.
         storage: the paged cache.
-        most: tokens of a step.
+        most: the largest number of tokens of a step.
         adapters: the slots of adapters, of whose steps there are graphs, too; None without.
 
     Attributes:
@@ -146,12 +153,18 @@ class PromptSteps:
     def capture(
         self, size: int, pool: Any, stream: torch.cuda.Stream, *, adapted: bool = False
     ) -> None:
-        """Capture the steps of one of `sizes` in a pool of `torch.cuda.graph_pool_handle`.
+        """Capture the steps of one of `sizes` in graphs on `stream`.
 
         Before, the step is run once: it may need kernels or buffers for the first time.
 
         Args:
+            size: the number of tokens, one of `sizes`.
+            pool: the memory pool of the graphs, from `torch.cuda.graph_pool_handle`.
+            stream: the stream of the run before and of the capture.
             adapted: True for steps of which some rows use adapters.
+
+        Raises:
+            RuntimeError: the model has not handed over the attention of every layer.
         """
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -199,7 +212,11 @@ class PromptSteps:
     def _compute(
         self, size: int, ctx: AttentionContext, attend: _Attending, adapted: bool
     ) -> Tensor:
-        """Run the model over the padded step, its layers' attention being `attend`'s."""
+        """Return the hidden states (size, E) of the padded step; `attend` computes each layer's
+        attention.
+
+        The inputs are read from the buffers. Adapters are those last written, if `adapted`.
+        """
         ctx, *others = (
             replace(own, slot_mapping=slots[:size], attend=partial(attend, own))
             for own, slots in zip((ctx, *ctx.others), self._slots, strict=True)
@@ -216,7 +233,11 @@ class PromptSteps:
         return at_q, self._buffer(f"o {q.shape[1]} {v_dim}", q, v_dim)
 
     def _buffer(self, name: str, like: Tensor, last: int | None = None) -> Tensor:
-        """Return the rows of a buffer for `like` (T, ..., last); it is made for `most` rows."""
+        """Return the first T rows of the buffer `name`, for a tensor with the shape of `like`.
+
+        It is made at the first call, of zeros, with rows for the largest step and the dtype of
+        `like`. Its last dimension is `last`, or for None that of `like`.
+        """
         buffer = self._buffers.get(name)
         if buffer is None:
             shape = (self.sizes[-1], *like.shape[1:-1], last or like.shape[-1])
@@ -241,7 +262,7 @@ class _Attention:
 
 
 class _Pieces:
-    """The graphs of one size, and the attention between them.
+    """The graphs of the steps of one size, and each layer's attention between two of them.
 
     Args:
         pool: the memory pool of the graphs.
@@ -287,11 +308,19 @@ class _Pieces:
         return at.o
 
     def known(self, x: Tensor) -> Tensor:
-        """Return the tensor of a layer before that lies where `x` does, or `x`."""
+        """Return the tensor of an earlier layer with the same memory, shape and dtype; without one,
+        `x`.
+
+        So layers whose queries or outputs lie in one place share one tensor.
+        """
         return self._lying.setdefault((x.data_ptr(), x.shape, x.stride(), x.dtype), x)
 
     def run(self, ctx: AttentionContext, count: int) -> None:
-        """Replay the pieces, and compute the attention of the first `count` rows between them."""
+        """Replay the pieces, and compute the attention of the first `count` rows between them by
+        `ctx`.
+
+        The last hidden states are left in the buffer that the last graph writes.
+        """
         rows = {id(x): x[:count] for x in self._lying.values()}  # of many layers they are the same
         for layer, (graph, at) in enumerate(zip(self.graphs, self.attention, strict=False)):
             graph.replay()

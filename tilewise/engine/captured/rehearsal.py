@@ -30,7 +30,7 @@ MOST_TOKENS = 16_384  # of the cache: longer sequences have no other kernels
 
 
 def few_layers(model: Decoder, windows: Sequence[int | None]) -> tuple[Decoder, int]:
-    """Return a model of the first layers, which have one of every kind, and how many they are.
+    """Return a model of the first layers, with one of every kind among them, and their number.
 
     It shares all weights. Kinds are told by the layers' modules and parameters, their windows and
     scales; one layer more than that comes along, as the first one adds no residual stream.
@@ -77,7 +77,9 @@ def runner_to_rehearse(
     num_blocks: int | tuple[int, ...] | None = None,
     adapters: AdapterSlots | None = None,
 ) -> DeviceRunner:
-    """Return a runner of few layers like the one that a start makes; see `DeviceRunner`.
+    """Return a `DeviceRunner` of few layers, with a small cache, like the one that a start makes.
+
+    It is for `rehearse`, and shares the model's weights.
 
     Args:
         num_blocks: the numbers of cache blocks of the start, where they are known.
@@ -106,9 +108,11 @@ def runner_to_rehearse(
 
 @torch.inference_mode()
 def rehearse(runner: DeviceRunner, *, max_num_batched_tokens: int, is_lazy: bool) -> None:
-    """Run the steps that `graphs.prepare` runs at a start, without capturing a graph.
+    """Run the steps that `graphs.prepare` runs at a start, without capturing a graph, and the step
+    by which a start measures memory.
 
-    The thread must note launches in place of launching (`kernels.host.requests`).
+    The thread must note launches in place of launching (`kernels.host.requests`): the noted kernels
+    are the result.
 
     The runner is not to be used afterwards.
     """

@@ -86,11 +86,12 @@ class DeviceRunner:
             first run.
         greedy_steps: the decode steps of ranks with many rows that are all greedy.
         adapted_steps: the decode steps of which some rows use adapters; they share no prefixes.
-        groups: the groups of sequences that share blocks in a step that decodes.
-        host: main memory for blocks; may be set before the first step.
-        prompts: the steps with prompts, where these are padded.
+        groups: the groups of sequences that share leading blocks in a decode step.
+        host: main memory for blocks; None if no block is moved there. May be set before the first
+            step.
+        prompts: the padded steps with prompts; None where such steps run as they are, op by op.
         captures: True if a step is captured as a CUDA graph when it first runs.
-        compilations: the number of kernels that were compiled since the runner was ready.
+        compilations: the counter of kernels that were compiled since the runner was ready.
         start_seconds: the seconds that each part of `graphs.prepare` took.
     """
 
@@ -173,10 +174,12 @@ class DeviceRunner:
         """Return the decode step for `bucket` rows; it is made on first use and kept.
 
         Args:
+            bucket: the number of rows, one of `buckets`.
             shares: True for a step that reads shared prefixes once.
             is_greedy: True for a step that draws the most likely tokens itself; ignored with
                 shares.
-            adapted: True for a step with adapters of low rank, before the other two.
+            adapted: True for a step with adapters of low rank; `shares` and `is_greedy` are ignored
+                then.
         """
         steps = self.shared_steps if shares else self.greedy_steps if is_greedy else self.steps
         if adapted:
@@ -198,7 +201,10 @@ class DeviceRunner:
         return step
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Forget the rows of all sequences; each is sent whole when it next runs.
+
+        Scores and pooled states of prompts are kept, as a sequence may continue them.
+        """
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -217,7 +223,10 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> _Handle:
-        """Begin a step."""
+        """Begin a step and return its handle, without waiting for the device.
+
+        When it raises, the rows on the device are forgotten, and sent again when they next run.
+        """
         try:
             if self.host is not None:
                 self.host.move(batch)
@@ -303,9 +312,9 @@ class DeviceRunner:
         return True
 
     def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
-        """Whether enough rows of a step share blocks to read them once.
+        """Return whether enough rows of a decode step share blocks to read these once.
 
-        Groups are searched for again only when the batch has changed.
+        If the batch has changed, groups are searched for again and sent to the device.
         """
         if self.sharing_tokens is None:
             return False
@@ -324,8 +333,11 @@ class DeviceRunner:
         return [bucket for bucket in self.buckets if bucket >= decode_step.GREEDY_ROWS]
 
     def _is_greedy(self, batch: Batch, bucket: int) -> bool:
-        """Whether a step draws by each rank's largest logit: all of its rows are greedy, and they
-        are many."""
+        """Return whether a step draws from each rank's largest logit: its rows are many and all
+        greedy.
+
+        False if ranks do not share the vocabulary.
+        """
         if self._greedy_head is None or bucket < decode_step.GREEDY_ROWS or not batch.is_plain:
             return False
         runs, _ = first_of(batch.sequences)
@@ -351,7 +363,8 @@ class DeviceRunner:
         is_greedy: bool = False,
         adapted: bool = False,
     ) -> None:
-        """Capture the decode step of `bucket` rows in a CUDA graph.
+        """Capture the decode step of `bucket` rows in a CUDA graph; rows and results stay as they
+        were.
 
         Args:
             of_model: True for a graph that ends before the head, so that logits can be changed.
@@ -374,7 +387,10 @@ class DeviceRunner:
                 x.copy_(value)
 
     def capture_prompts(self, size: int, *, adapted: bool = False) -> None:
-        """Capture the steps with prompts that are padded to one of `PromptSteps.sizes`."""
+        """Capture the steps with prompts of `size` tokens, one of `PromptSteps.sizes`.
+
+        `adapted` is True for steps of which some rows use adapters.
+        """
         assert self.prompts is not None
         self.prompts.capture(size, *self._captured_in(), adapted=adapted)
 
@@ -589,7 +605,15 @@ class DeviceRunner:
         repeats: Tensor,
         counts: NDArray[np.int64],
     ) -> Tensor:
-        """Return (samples, 2): token and whether the row of logits is finite."""
+        """Draw tokens; return (samples, 2) int64: each token, and 1 if its row of logits is finite.
+
+        Args:
+            logits: (R, V), a row for each sequence that draws.
+            words: temperature, top_p, min_p (bits of float32) and top_k of each sample.
+            seeds, counters: the key and the counter of each sample's random number.
+            repeats: the row of logits of each sample.
+            counts: the number of samples of each row.
+        """
         temperature, top_p, min_p = (part.view(torch.float32) for part in words[:3])
         # A multiple of eight rows, so that all parts begin aligned.
         total, step, parts = len(seeds), max(MAX_SAMPLED // logits.shape[1] // 8, 1) * 8, []
@@ -662,7 +686,8 @@ class DeviceRunner:
 
 
 class _Scored:
-    """Log-probabilities of prompts, on the device and, once read, on the host."""
+    """The log-probabilities of prompts that one step computed, on the device and, once read, on the
+    host."""
 
     def __init__(self, chunks: list[Chunk], parts: list[Logprobs]) -> None:
         self.chunks, self.tensors = chunks, [x for part in parts for x in part]
@@ -675,19 +700,23 @@ class _Scored:
 
 
 class _Handle:
-    """A submitted step.
+    """A step that was submitted to a `DeviceRunner`, and may still be running.
 
     Args:
         batch: the batch that was submitted.
         rows: the place in `pairs` of each sequence's token; None if they lie in order.
-        pairs: (n, 2) on the host, valid after the event.
-        errors: the exceptions that forbid a draw, by place in the batch.
+        pairs: (n, 2) on the host, valid after the event: each token, and 1 if its logits were
+            finite.
+        logprobs: the log-probabilities of samples that ask for them; None if none does.
+        event: the event after which results are on the host; None on a CPU.
+        errors: the exceptions that take the place of drawn tokens, by place in the batch.
         scored: prompts of which a chunk was scored.
         sums: hidden states of prompts, added up.
 
     Attributes:
         whole: the scores of prompts that go with a first token, by place in the batch.
-        pooled: likewise the hidden states.
+        pooled: the pooled hidden states of prompts that go with a first token, by place in the
+            batch.
     """
 
     def __init__(
@@ -708,7 +737,12 @@ class _Handle:
         self.pooled: dict[int, pooling.Pooling] = {}
 
     def result(self) -> Drawn:
-        """Wait for the step and return its tokens."""
+        """Wait for the step and return its tokens; called once.
+
+        They are a `PlainDraws` for a plain batch without log-probabilities and with finite logits,
+        else a list for each sequence. Scores and pooled states of prompts are finished first, and
+        put into the first tokens.
+        """
         if self._event is not None:
             self._event.synchronize()
         if self._scored is not None:
@@ -728,7 +762,8 @@ class _Handle:
         return samples
 
     def _draws(self) -> tuple[PlainDraws, NDArray[np.int64]]:
-        """Return the tokens, in the order of the batch, and whether their logits were finite."""
+        """Return the token of each sample, in the order of the batch, and 1 or 0 for finite logits
+        or not."""
         pairs = self._pairs.numpy()
         if self._rows is not None:
             pairs = pairs[self._rows]
@@ -737,7 +772,15 @@ class _Handle:
     def _tokens(
         self, tokens: list[SampledToken], is_finite: NDArray[np.int64]
     ) -> list[list[SampledToken]]:
-        """Return the tokens of each sequence."""
+        """Return a list of tokens for each sequence, with log-probabilities where they are asked
+        for.
+
+        Tokens of rows that are not finite become BROKEN.
+
+        Args:
+            tokens: the token of each sample, in the order of the batch; changed in place.
+            is_finite: 1 for each sample with finite logits, else 0.
+        """
         sequences = self._batch.sequences
         if self._logprobs is not None:
             samplers = [s for s in sequences for _ in range(s.num_samples)]

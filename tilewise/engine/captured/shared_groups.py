@@ -22,14 +22,16 @@ MOST_GROUPS = 64
 
 
 class SharedGroups:
-    """The groups of a batch that decodes.
+    """The groups of rows of a decode step that begin with the same blocks, in fixed device buffers.
+
+    `DeviceRunner` has one such object; `find` overwrites the buffers when the batch has changed.
 
     Args:
         max_num_seqs, max_blocks, block_size, device: as those of `DeviceBatch`.
 
     Attributes:
-        is_active: rows of the batch share enough.
-        is_stale: the batch has changed since `find`.
+        is_active: True if the last `find` has found groups that save enough reading.
+        is_stale: True if the batch has changed since `find`; the runner sets it.
     """
 
     def __init__(
@@ -61,13 +63,17 @@ class SharedGroups:
     def find(
         self, table: NDArray[np.int32], lengths: NDArray[np.int64], bucket: int, least: int
     ) -> None:
-        """Look for rows that begin with the same blocks, and send the groups that save enough
-        reading.
+        """Look for rows that begin with the same blocks, and send their groups to the device.
+
+        Only the MOST_GROUPS groups that save most are sent, and only if they save enough; then
+        `is_active` is True.
 
         Args:
-            table: (rows, max_blocks), the rows in use. lengths: (rows,) the tokens of each row, its
-            new one included; 0 for a row that does not run. bucket: rows of the step, at least
-            `rows`. least: the number of keys that groups must save; with fewer saved none is sent.
+            table: (rows, max_blocks), the block tables of the rows in use.
+            lengths: (rows,) the tokens of each row, its new one included; 0 for a row that does not
+                run.
+            bucket: the number of rows of the step, at least `rows`.
+            least: the number of keys that need not be read again thanks to the groups, at least.
         """
         self.is_stale, self.is_active = False, False
         if len(lengths) < 2 or lengths.sum() < least:  # most steps: nothing to look for

@@ -20,7 +20,9 @@ __all__ = ["GroupRows"]
 
 
 class GroupRows:
-    """The tables of one group beyond the first.
+    """The block tables of one group of layers beyond the first, on the device and on the host.
+
+    A `DeviceBatch` has one for each such group.
 
     Args:
         group: the number of the group.
@@ -57,14 +59,23 @@ class GroupRows:
         self._turn = 0
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Forget the blocks of all rows; each sequence's table is sent whole when it next runs."""
         self._num_blocks = [0] * len(self._num_blocks)
         self.fresh.fill_(-1)
 
     def take(
         self, batch: Batch, rows: Sequence[int], moves: list[tuple[int, int]], *, decodes: bool
     ) -> None:
-        """Follow a batch, of which `DeviceBatch.take` has said the rows and moves."""
+        """Bring the host's tables up to date by a batch, and note the changes that `parts` will
+        send.
+
+        Args:
+            batch: the batch of the next step.
+            rows: the row of each sequence of the batch, from `DeviceBatch.take`.
+            moves: pairs (source, target) of rows that were moved, likewise.
+            decodes: True for a decode step; a block that begins with the new token goes to `fresh`
+                then.
+        """
         self._moves, self._fresh, self._blocks = moves, [], []
         for source, target in moves:
             self._num_blocks[target] = self._num_blocks[source]
@@ -85,8 +96,8 @@ class GroupRows:
     def parts(self) -> list[NDArray[np.integer]]:
         """Return the arrays that a step sends for `apply`; an empty list for no changes.
 
-        Besides `fresh` they are the sources and targets of moved rows, and the places and ids of
-        new blocks.
+        They are the sources and targets of moved rows, and the places and ids of new blocks; fresh
+        blocks are sent by `send_fresh`.
         """
         if not (self._blocks or self._moves):
             return []
@@ -107,7 +118,7 @@ class GroupRows:
             sent: the tensors on the device: those of `parts`, if there were any, then others.
 
         Returns:
-            The others.
+            The tensors that follow those of `parts`.
         """
         if self._blocks or self._moves:
             source, target, places, blocks, *sent = sent
@@ -118,7 +129,8 @@ class GroupRows:
         return sent
 
     def send_fresh(self, num_rows: int) -> int:
-        """Send the fresh blocks of the first rows, if there are any; return the bytes."""
+        """Send the fresh blocks of the first `num_rows` rows, if there are any; return the bytes
+        sent."""
         if not self._fresh:
             return 0
         buffer = self._buffers[self._turn]

@@ -128,9 +128,14 @@ class BeamSearchParams(SamplingParams):
 
     @staticmethod
     def _check_others(others: Mapping[str, object]) -> None:
-        """Raise for a sampling argument that no beam search has, unless it has its default.
+        """Refuse sampling arguments that a beam search does not take, unless they have their
+        defaults.
 
-        dataclasses.replace() passes all of them.
+        dataclasses.replace() passes all arguments of `SamplingParams`.
+
+        Raises:
+            TypeError: there is no argument of that name.
+            ValueError: an argument differs from its default.
         """
         known = {f.name: f.default for f in fields(SamplingParams)} | {"temperature": 0.0}
         for name, value in others.items():
@@ -142,11 +147,13 @@ class BeamSearchParams(SamplingParams):
 
     @property
     def num_samples(self) -> int:
-        """Beams, and continuations that are returned."""
+        """The number of beams, and of continuations that are returned: beam_width."""
         return self.beam_width
 
     def for_rows(self, end_ids: frozenset[int]) -> SamplingParams:
-        """Ask each row for all that the search can need of it.
+        """Return the parameters by which a runner processes each beam's row of logits.
+
+        They ask for the log-probabilities of all tokens that the search can need.
 
         The best beam_width tokens of a row may end; of those that do not, the best beam_width may
         live on. Both are among the best beam_width + (number of end tokens).
@@ -178,13 +185,14 @@ class _Candidates(SamplingParams):
 
 
 class _Path(NamedTuple):
-    """The tokens that a beam has chosen, the last first; beams share common parts."""
+    """The generated tokens of a beam, as a linked list from the last token; beams share common
+    parts."""
 
     before: _Path | None
     token: SampledToken
 
     def tokens(self) -> list[SampledToken]:
-        """Return the tokens in order."""
+        """Return the generated tokens of the beam, the first one first."""
         found, path = [], self
         while True:
             found.append(path.token)
@@ -195,11 +203,14 @@ class _Path(NamedTuple):
 
 @dataclass(slots=True)
 class _Beam:
-    """A live continuation.
+    """A live continuation of a beam search.
 
     Attributes:
-        parent: the index of the beam that it continues; equal for beams that share its last block.
-        row: the log-probabilities of the beam's next token; None until they are computed.
+        seq: the sequence of the roster that computes the beam.
+        parent: the index, among the beams of the step before, of the beam that this one continues.
+        score: the sum of the log-probabilities of its generated tokens.
+        path: the generated tokens; None before the first.
+        row: the most likely next tokens with their log-probabilities; None until they are computed.
     """
 
     seq: Sequence
@@ -229,7 +240,7 @@ class Branch(NamedTuple):
 
 
 class BeamSearch:
-    """The state of one search.
+    """The state of one beam search: its live beams, and the best continuations that have ended.
 
     Args:
         request: a request whose sampling is BeamSearchParams.
@@ -248,12 +259,13 @@ class BeamSearch:
         self._ended: list[_Ended] = []  # the best first
 
     def is_resting(self, seq: Sequence) -> bool:
-        """Return whether a beam waits for the rows of others."""
+        """Return whether a beam has its row of log-probabilities, and waits for those of other
+        beams."""
         return self._beam_of[seq].row is not None
 
     def take(self, seq: Sequence, row: SampledToken) -> bool:
-        """Store the most probable next tokens of a beam; return whether those of all beams are
-        known."""
+        """Store the log-probabilities of a beam's next token; return whether all beams have theirs
+        now."""
         self._beam_of[seq].row = row
         return all(beam.row is not None for beam in self._beam_of.values())
 
@@ -266,7 +278,9 @@ class BeamSearch:
         return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
 
     def choose(self) -> list[Branch]:
-        """Return the branches with which the search continues, the best first, or none.
+        """End the best continuations that end; return branches for the others, the best first.
+
+        An empty list says that the search is done, see `events`.
 
         The next tokens of all beams must be known. Call `follow` with the sequences of these
         branches afterwards.
@@ -301,7 +315,8 @@ class BeamSearch:
         return branches
 
     def follow(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Store the sequences of the beams that choose() has returned, in its order.
+        """Store the sequence of each branch that choose() has returned; `sequences` are in its
+        order.
 
         Returns:
             The sequences, with beams of one parent side by side: while a step is built, a beam that
@@ -314,7 +329,11 @@ class BeamSearch:
         return [beam.seq for beam in sorted(self._next, key=lambda beam: beam.parent)]
 
     def events(self, num_cached_tokens: int) -> list[TokenEvent]:
-        """Return the tokens of the continuations that have ended, the best first."""
+        """Return an event for each token of the continuations that have ended, the best
+        continuation first.
+
+        The last event of each continuation has its finish reason.
+        """
         found = []
         for index, ended in enumerate(self._ended):
             reason, stop_reason = FinishReason.LENGTH, None
@@ -347,7 +366,7 @@ class BeamSearch:
 
 
 class Beams:
-    """The scheduler's part: fork and drop the sequences of all searches.
+    """The beam searches of a scheduler; it forks and drops their sequences as beams live on or end.
 
     Args:
         roster: the running and waiting sequences.
@@ -363,7 +382,7 @@ class Beams:
         self._unsettled: dict[BeamSearch, None] = {}
 
     def start(self, first: Sequence) -> None:
-        """Begin a search with a new sequence."""
+        """Begin the search of a request whose first sequence, `first`, has just been added."""
         self.searches[first.request.request_id] = BeamSearch(first.request, first, first.max_len)
         first.is_stepwise = True
 
@@ -376,11 +395,12 @@ class Beams:
         return self.searches.get(seq.request.request_id)
 
     def take(self, seq: Sequence, row: SampledToken) -> tuple[list[TokenEvent], list[int]]:
-        """Process the row of a beam; when all rows are known, continue the best beams.
+        """Take a beam's log-probabilities; when all beams of its search have theirs, continue the
+        best.
 
         Returns:
-            The tokens of a finished search, which the caller ends; and the seq_ids of dropped beams
-            that held blocks.
+            The events of a finished search, whose request the caller must end, else an empty list;
+            and the seq_ids of dropped beams that held blocks.
         """
         search = self.searches[seq.request.request_id]
         if not search.take(seq, row):
@@ -393,7 +413,11 @@ class Beams:
         return search.events(seq.num_cached_tokens), []
 
     def settle(self) -> None:
-        """After the results of a step, move resting beams after those that have yet to run."""
+        """After a step's results, move resting beams behind those that have yet to run, in the
+        roster.
+
+        It concerns searches that took a row in this step and still lack others.
+        """
         for search in self._unsettled:
             request_id = search.request.request_id
             if self.searches.get(request_id) is search:  # it has not failed in this step
@@ -401,7 +425,10 @@ class Beams:
         self._unsettled.clear()
 
     def regroup(self, seq: Sequence) -> None:
-        """Do the same for the search of a sequence that got or lost blocks, if it is a beam."""
+        """Order the beams of a request anew after `seq`, one of them, got or lost blocks.
+
+        A sequence that is no beam is left alone.
+        """
         search = self.search_of(seq)
         if search is not None:
             family = self.roster.requests[seq.request.request_id]
@@ -413,10 +440,10 @@ class Beams:
         return search is not None and search.is_resting(seq)
 
     def who_makes_way(self, seq: Sequence, lacks_seat: bool) -> Sequence | None:
-        """Return the beam that must make way for a waiting one, if any.
+        """Return the beam that must make way for a waiting sequence; None if no beam can.
 
-        It is the last resting beam of the same search or of a later one; None if the missing blocks
-        become free by themselves.
+        It is the last resting beam of the same search or of a later one. None also if only blocks
+        are missing, not a seat, and some become free when an unfinished step has ended.
         """
         if self.tables.has_fenced and not lacks_seat:
             return None
@@ -428,7 +455,8 @@ class Beams:
         return None
 
     def _branch(self, search: BeamSearch, branches: list[Branch]) -> list[int]:
-        """Turn the beams of a search into its branches.
+        """Turn the beams of a search into its branches; return the seq_ids of those dropped with
+        blocks.
 
         A parent continues with its first branch and is forked for further ones; a beam without a
         branch ends.

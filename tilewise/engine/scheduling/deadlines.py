@@ -40,7 +40,12 @@ class Deadlines:
         return self._heap[0].time if self._heap else None
 
     def add(self, seq: Sequence) -> None:
-        """Record the times of the first sample of a request that has just arrived."""
+        """Record the deadline, and the longest time in the queue, of a request that has just
+        arrived.
+
+        Args:
+            seq: the request's first sample.
+        """
         request = seq.request
         for seconds, may_run in ((request.deadline_s, False), (request.max_queue_s, True)):
             if seconds is not None:
@@ -52,7 +57,8 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def due(self, now: float) -> list[str]:
-        """Return the requests whose time is over; each entry is examined once."""
+        """Return the ids of the unfinished requests whose time is over at `now`, and forget these
+        times."""
         over: dict[str, None] = {}
         while self._heap and self._heap[0].time <= now:
             entry = heapq.heappop(self._heap)

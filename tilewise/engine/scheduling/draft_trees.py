@@ -30,8 +30,10 @@ __all__ = ["depths", "merge", "num_in_place", "path"]
 
 
 def merge(chains: Iterable[Sequence[int]], most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the drafts of a tree that contains the chains, and the parent of each; () for one
-    chain.
+    """Return the drafts of a tree that contains the chains, and the row of each draft's parent.
+
+    The parents are () if the tree is a single chain. Row 0 is the token before the drafts; draft i
+    is row i + 1.
 
     The first chain has rows 1, 2, 3 ... in this order, so that it is computed in its place.
 
@@ -66,7 +68,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def path(drafts: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> list[int]:
-    """Return the rows that were right, from row 0 on.
+    """Return the rows whose tokens are right, in order: row 0, then the accepted drafts.
 
     Args:
         drafts: the tokens of the drafts.

@@ -28,6 +28,9 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
             num_generated_tokens: of all samples that are unfinished.
             num_preemptions: of all samples.
             num_swapped_blocks: blocks of main memory that keep what its samples had computed.
+            swapped_s: seconds since it was last swapped out; None if no such block is kept.
+            num_tokens_lost: tokens that were computed, lost with their blocks and not found later.
+            finish_reasons: the reasons of the samples that have ended.
     """
     trace = scheduler.trace
     account = trace.account(request_id)

@@ -65,7 +65,11 @@ class GivingWay:
         self._now: tuple[int, Set[str], float] = (0, frozenset(), 0.0)
 
     def begin(self, scheduler: Scheduler, batch: Batch) -> int:
-        """Return the number of a step that was just scheduled; 0 if it may not be stopped."""
+        """Return the number of a step that was just scheduled, at least 1; 0 if it may not be
+        stopped.
+
+        It may be if a user floods the engine, enough time is earned, and the step can be repeated.
+        """
         self._is_apart = scheduler.newcomers.ran_alone
         has_earned = self.earned_s > LEAST_S and not self._is_due
         users = scheduler.newcomers.flooded_users() if has_earned else frozenset()
@@ -76,13 +80,19 @@ class GivingWay:
         return self._number
 
     def asked_by(self, user: str) -> int:
-        """Return the number of the step to stop because a user's request has arrived; 0 for
-        none."""
+        """Return the number of the step to stop because a user's request has arrived; 0 for none.
+
+        A step is stopped only for a user without running sequences, and only before it has taken
+        the earned time.
+        """
         number, users, until = self._now
         return number if number and user not in users and self._clock() < until else 0
 
     def end(self, seconds: float) -> None:
-        """Record that the running step has ended, and its time."""
+        """Record that the running step has ended after `seconds`; it earns a share of them.
+
+        A step of newcomers alone earns nothing.
+        """
         self._now = 0, frozenset(), 0.0
         if self._is_apart:
             return
@@ -91,7 +101,10 @@ class GivingWay:
         self.earned_s = min(self.earned_s + SHARE * seconds, MOST_STEPS * self._longest_s)
 
     def stop(self, scheduler: Scheduler, seconds: float) -> None:
-        """Take back the running step, which was stopped after `seconds`."""
+        """Take back the running step, which was stopped after `seconds`, and count them as lost.
+
+        Its sequences are scheduled again, and the next step of all sequences may not be stopped.
+        """
         self._now = 0, frozenset(), 0.0
         self._is_due = True
         self.earned_s -= seconds

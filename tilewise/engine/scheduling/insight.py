@@ -42,7 +42,10 @@ class Insight:
         self.beams, self.preemption = beams, preemption
 
     def stats(self, speculation: Speculation | None) -> SchedulerStats:
-        """Return a snapshot, with the counts of drafts, if there are any."""
+        """Return a snapshot of queues and blocks, and the totals since the start.
+
+        `speculation` gives the counts of drafts, which are 0 without it.
+        """
         running, swap = self.roster.running, self.tables.memory
         num_queried, num_hit = self.tables.prefix_counts
         states = self.tables.states
@@ -88,7 +91,11 @@ class Insight:
         return counts
 
     def _lacks(self, seq: Sequence) -> tuple[str, int]:
-        """Return the reason why the first in line waits, and the number of blocks it lacks."""
+        """Return why a sequence, the next to be admitted, waits, and the number of blocks that it
+        lacks.
+
+        The reason is "seats", "adapters", "blocks" or "budget"; the number is 0 but for "blocks".
+        """
         running = self.roster.running
         if sum(map(seats, running)) >= self.limits.max_num_seqs:
             return "seats", 0
@@ -170,7 +177,10 @@ class Insight:
         return list(dict.fromkeys(seq.request.request_id for seq in waiting))
 
     def explain(self, request_id: str) -> str:
-        """Return the state of a request in one line: how far it is computed, or why it waits."""
+        """Return the state of a request in one line: how far it is computed, or why it waits.
+
+        The line says "unknown or finished" for any other request.
+        """
         unfinished = self.roster.unfinished(request_id)
         if not unfinished:
             return "unknown or finished"
@@ -196,7 +206,7 @@ class Insight:
         return f"waiting: {kept}next in line for the token budget"
 
     def check_integrity(self, *, has_steps: bool) -> None:
-        """Verify the invariants; meant for tests.
+        """Verify the invariants of roster, block tables and counters of sequences; meant for tests.
 
         Args:
             has_steps: True if steps are unfinished.

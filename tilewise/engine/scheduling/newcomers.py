@@ -36,7 +36,8 @@ class Newcomers:
     def kept_waiting_by(self) -> Set[str]:
         """Return the users with running sequences, if the next user to be admitted begins alone.
 
-        It is empty if no user floods, nothing waits, or the next user has running sequences, too.
+        The set is empty if no user floods, nothing waits, the next user has running sequences, too,
+        the last step was for newcomers alone, or the policy is not "fair" with fair_prompt_tokens.
         """
         if not (self._may_run_alone and self.roster.waiting):
             return frozenset()
@@ -45,7 +46,10 @@ class Newcomers:
         return users if is_new else frozenset()
 
     def flooded_users(self) -> Set[str]:
-        """Return the users with running sequences, if a newcomer would get a step alone."""
+        """Return the users with running sequences if a user who arrives now would get a step alone.
+
+        Else the set is empty.
+        """
         has_seat = len(self.roster.running) < self.limits.max_num_seqs
         return self._users_of_a_flood() if self._may_run_alone and has_seat else frozenset()
 

@@ -58,26 +58,32 @@ class Order:
     counts_tokens = False
 
     def rank(self, request: Request, arrival: int) -> Rank:
-        """Return the rank of a request's first sample."""
+        """Return the rank (0, arrival, 0) of a request's first sample; lower ranks come first."""
         return (0, arrival, 0)
 
     def arrive(self, seq: Sequence) -> None:
-        """Record that a sequence waits for the first time."""
+        """Record that a sequence waits for the first time; first come, first served needs no
+        record."""
 
     def leave(self, seq: Sequence) -> None:
         """Record that a new sequence waits no longer: it is admitted for the first time, or has
-        ended."""
+        ended. Here nothing is recorded."""
 
     def admitted_rank(self, seq: Sequence) -> Rank:
-        """Return the rank of a sequence from its first admission on."""
+        """Return the rank of a sequence from its first admission on; here it stays the same."""
         return seq.rank
 
     def first(self, waiting: list[Sequence]) -> Sequence:
-        """Return which of at least one waiting sequence, in order of rank, is admitted next."""
+        """Return the waiting sequence to admit next: here the first of `waiting`, which is not
+        empty.
+
+        `waiting` is in the order of ranks.
+        """
         return waiting[0]
 
     def place(self, seq: Sequence, waiting: list[Sequence]) -> int:
-        """Return how many waiting sequences come before one of them."""
+        """Return the number of waiting sequences that are admitted before `seq`, which is one of
+        them."""
         return waiting.index(seq)
 
     def line(self, waiting: list[Sequence], most: int) -> list[Sequence]:
@@ -85,28 +91,33 @@ class Order:
         return waiting[:most]
 
     def charge(self, user: str, num_prompt_tokens: int, num_drawn_tokens: int) -> None:
-        """Record the tokens computed for a user."""
+        """Record the tokens computed for a user; here nothing is recorded."""
 
 
 class PriorityOrder(Order):
-    """Lower priorities first, equal ones by arrival."""
+    """The order by the requests' priorities, lower numbers first, and by arrival among equal
+    ones."""
 
     name = "priority"
 
     def rank(self, request: Request, arrival: int) -> Rank:
-        """Return the rank of a request's first sample."""
+        """Return the rank (priority, arrival, 0) of a request's first sample; lower ranks come
+        first."""
         return (request.priority, arrival, 0)
 
 
 class FairOrder(Order):
-    """Virtual token counters; see the head of this file.
+    """The order by fair shares: the user who was served least, by a virtual token counter, is next.
+
+    Sequences that were admitted once keep the order of their admissions.
 
     Args:
         weights: the weights of users, above 0; a user not named has 1. One of weight 2 gets twice
             the tokens of one of weight 1 while both wait.
 
     Attributes:
-        counters: the service that each user received, divided by the weight.
+        counters: the service of each user in weighted tokens, divided by the user's weight; raised
+            when a user returns.
 
     Raises:
         ValueError: a weight is not finite or not above 0.
@@ -128,11 +139,16 @@ class FairOrder(Order):
         self._last_admitted: dict[str, int] = {}
 
     def rank(self, request: Request, arrival: int) -> Rank:
-        """Return the rank of a request's first sample: behind all sequences ever admitted."""
+        """Return the rank (1, arrival, 0) of a request's first sample: behind all sequences ever
+        admitted."""
         return (1, arrival, 0)
 
     def arrive(self, seq: Sequence) -> None:
-        """Queue a sequence; raise the counter of a user that had none in the queue."""
+        """Queue a sequence that waits for the first time under its user.
+
+        If the user had none in the queue, the user's counter is raised to the least of the users
+        who wait.
+        """
         user = seq.request.user
         if user not in self._queues:
             floor = min((self.counters[u] for u in self._queues), default=self._floor)
@@ -143,7 +159,8 @@ class FairOrder(Order):
         self._queues[user].append(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """Remove a sequence from its user's queue."""
+        """Remove a sequence, which is admitted for the first time or has ended, from its user's
+        queue."""
         user = seq.request.user
         queue = self._queues[user]
         queue.remove(seq)
@@ -152,13 +169,15 @@ class FairOrder(Order):
             self._floor = self.counters[user]
 
     def admitted_rank(self, seq: Sequence) -> Rank:
-        """Return the rank after all sequences that have been admitted before."""
+        """Return a sequence's rank from now on: after all sequences that were ever admitted before
+        it."""
         self._num_admitted += 1
         self._last_admitted[seq.request.user] = self._num_admitted
         return (0, self._num_admitted, 0)
 
     def first(self, waiting: list[Sequence]) -> Sequence:
-        """Return the first preempted sequence, or one of the user who was served least.
+        """Return the sequence to admit next: the first preempted one, or else the oldest of the
+        user who was served least.
 
         Of users with equal service it is the one who has waited longest since the last admission: a
         user who has just come stands before one who had all until then.
@@ -173,19 +192,24 @@ class FairOrder(Order):
         return self.counters[user], self._last_admitted.get(user, 0), seq.rank
 
     def place(self, seq: Sequence, waiting: list[Sequence]) -> int:
-        """Return how many come before, if no counter changes until then."""
+        """Return the number of waiting sequences that come before `seq`, if no counter changes
+        until then."""
         mine = self._key(seq)
         return sum(self._key(s) < mine for s in waiting)
 
     def line(self, waiting: list[Sequence], most: int) -> list[Sequence]:
-        """Return the first ones, if no counter changes until then."""
+        """Return the first `most` waiting sequences in order of admission, if no counter changes
+        until then."""
         return heapq.nsmallest(most, waiting, key=self._key)
 
     def _key(self, seq: Sequence) -> tuple[float, int, Rank]:
         return (-math.inf, 0, seq.rank) if seq.rank[0] == 0 else self._turn(seq)
 
     def charge(self, user: str, num_prompt_tokens: int, num_drawn_tokens: int) -> None:
-        """Record the tokens computed for a user."""
+        """Add the tokens computed for a user to the user's counter, divided by the user's weight.
+
+        A drawn token counts DRAWN, a prompt's token 1.
+        """
         tokens = num_prompt_tokens + DRAWN * num_drawn_tokens
         counter = self.counters.get(user, self._floor)
         self.counters[user] = counter + tokens / self.weights.get(user, 1.0)

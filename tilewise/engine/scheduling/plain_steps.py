@@ -40,7 +40,10 @@ def describe_all(
     describe: Callable[[Sequence, int], ScheduledSequence],
     is_short: bool,
 ) -> tuple[tuple[ScheduledSequence, ...], bool]:
-    """Return the runs of sequences, and whether all are as `Batch.is_plain` says.
+    """Return the runs of sequences, and whether all are as `Batch.is_plain` says; count them.
+
+    The tokens of each sequence are counted as scheduled, its draws as pending, and its blocks as
+    told.
 
     Args:
         runs: the sequences, and the number of next tokens that each runs.
@@ -97,7 +100,8 @@ def describe_all(
 
 
 def check_samples(batch: Batch, samples: Seq[Seq[SampledToken]]) -> None:
-    """Verify that there are as many samples as a step draws.
+    """Verify that each sequence of a step has as many samples as it draws, and at most one more for
+    each of its drafts.
 
     Raises:
         ValueError: the numbers differ.
@@ -123,7 +127,10 @@ def append_to_all(
     tables: BlockTables,
     events: list[TokenEvent],
 ) -> None:
-    """Add the tokens of a plain step, few of whose sequences end.
+    """Add the tokens of a plain step to its sequences, and append an event for each.
+
+    It is fast where few sequences end. Sequences that have ended or were preempted since the step
+    was scheduled are left out.
 
     Args:
         runs: the run of each sequence, its number of preemptions at that time, and its token.
@@ -190,14 +197,16 @@ class Steady:
         self._num_empty = 0  # slots without a token in their blocks
 
     def forget(self) -> None:
-        """Start again, as after steps that were taken back."""
+        """End the steps that go on, as after steps that were taken back: the next one is a general
+        step."""
         self._first, self._num_changes = (), -1
 
     def goes_on(self) -> bool:
         """Begin another step of the same sequences, if nothing has changed and blocks are free.
 
         Returns:
-            Whether it was begun; otherwise nothing is changed.
+            True if it was begun, with a new block for each sequence that needs one. If not, no
+            block is taken and the next steps are general ones.
         """
         if not self._first:
             return False
@@ -223,14 +232,15 @@ class Steady:
         describe: Callable[[Sequence, int], ScheduledSequence],
         is_short: bool,
     ) -> tuple[Seq[ScheduledSequence], bool, list[int]]:
-        """Return the runs of a step, counted as scheduled, and whether it is plain.
+        """Return the runs of a step, and count their tokens as scheduled.
 
         Args:
             runs: the sequences and their numbers of tokens; empty for a step that goes on.
             describe, is_short: see `describe_all`.
 
         Returns:
-            Also how often each sequence has lost its blocks.
+            The runs; whether the step is plain; and for each sequence the number of times that it
+            has lost its blocks.
         """
         if runs:
             first, is_plain = describe_all(runs, describe, is_short)
@@ -253,7 +263,9 @@ class Steady:
     def take(
         self, batch: Batch, preemptions: Seq[int], samples: Seq[Seq[SampledToken]]
     ) -> Seq[TokenEvent]:
-        """Add the tokens of a plain step; return an event for each.
+        """Add the tokens of a plain step to its sequences; return an event for each, in order.
+
+        Sequences that have ended or were preempted since have none.
 
         Args:
             batch: the batch of the step.

@@ -33,7 +33,7 @@ __all__ = ["Preemption", "Rates"]
 
 
 class Preemption:
-    """Take blocks back from sequences.
+    """Chooses running sequences that lose their blocks to others, and swaps or recomputes them.
 
     Args:
         roster: the running and waiting sequences.
@@ -68,15 +68,19 @@ class Preemption:
         self.left: list[int] = []
 
     def take_left(self) -> tuple[int, ...]:
-        """Return `left` and empty it."""
+        """Return the seq_ids of sequences that lost their blocks since the last call, and forget
+        them."""
         left = tuple(self.left)
         self.left.clear()
         return left
 
     def preempt(self, first: int) -> None:
-        """Preempt a running sequence at index `first` or later, but never the one at index 0.
+        """Take the blocks of a running sequence at index `first` or later, but never of that at
+        index 0.
 
-        If it is swapped out, all samples of its request are.
+        The sequence waits; it is swapped out or will be recomputed.
+
+        If it is swapped out, all running samples of its request are.
         """
         first = max(first, 1)
         seq = self._choose(first)
@@ -104,13 +108,19 @@ class Preemption:
         self.beams.regroup(seq)
 
     def group(self, seq: Sequence) -> list[Sequence]:
-        """Return the sequences that come back together with a waiting one."""
+        """Return the sequences that are admitted together with a waiting one, itself included.
+
+        They are all swapped-out samples of its request if it is swapped out, else the sequence
+        alone.
+        """
         if not seq.swap_slots:
             return [seq]
         return [s for s in self.roster.requests[seq.request.request_id] if s.swap_slots]
 
     def revoke(self, batch: Batch, later: list[Batch]) -> None:
-        """Recompute the blocks that a failed step was to swap out or in.
+        """Let sequences be recomputed whose blocks a failed step was to swap out or in.
+
+        Running ones lose their blocks and wait; waiting ones lose their blocks of main memory.
 
         Args:
             batch: the batch of the failed step.
@@ -124,8 +134,11 @@ class Preemption:
             self.tables.drop_swapped(seq)
 
     def forget(self, family: list[Sequence]) -> None:
-        """Discard the swapped blocks of all sequences that may have found blocks of failed
-        samples."""
+        """Drop the swapped-out blocks of waiting sequences that may hold what failed samples have
+        computed.
+
+        These are sequences that begin with the first block of a sample of `family`, with its salt.
+        """
         for seq in self.roster.waiting:
             if seq.swap_slots and self._begin_alike(seq, family):
                 self.tables.drop_swapped(seq)
@@ -146,7 +159,8 @@ class Preemption:
         return min(reversed(running[first:]), key=self._cost)
 
     def _cost(self, seq: Sequence) -> float:
-        """Return the tokens lost for each block that becomes free."""
+        """Return the tokens that a sequence would lose for each block that becomes free; inf if
+        none does."""
         count = self.tables.allocator.ref_count
         freed = sum(count(block) == 1 for block in self.tables.held(seq, 0))
         return self._lost_tokens(seq) / freed if freed else float("inf")

@@ -26,7 +26,8 @@ class Results:
         roster: the unfinished sequences.
         tables: the block tables of the sequences.
         beams: the beam searches.
-        preemption: the record of preempted sequences; a sequence that ends is removed from it.
+        preemption: the record of sequences that lost their blocks, to which those that end are
+            added.
     """
 
     def __init__(
@@ -36,7 +37,11 @@ class Results:
         self.beams, self.preemption = beams, preemption
 
     def append(self, seq: Sequence, token: SampledToken, events: list[TokenEvent]) -> None:
-        """Add the next token of a sequence, which may end it."""
+        """Add the next token of a sequence, and an event to `events`; the token may end the
+        sequence.
+
+        A token that could not be drawn (NO_TOKEN) fails the whole request instead.
+        """
         seq.token_ids.append(token.token_id)
         request, reason, stop_reason = seq.request, None, None
         if token.token_id in request.end_ids or len(seq.token_ids) >= seq.max_len:
@@ -55,7 +60,7 @@ class Results:
     def append_all(
         self, seq: Sequence, tokens: Seq[SampledToken], events: list[TokenEvent]
     ) -> None:
-        """Add tokens of a sequence until one of them ends it."""
+        """Add tokens of a sequence, and their events to `events`, until one of them ends it."""
         for token in tokens:
             if seq.finish_reason is None:
                 self.append(seq, token, events)
@@ -67,7 +72,11 @@ class Results:
         drawn: Seq[SampledToken],
         events: list[TokenEvent],
     ) -> None:
-        """Fork a request into its samples after the prompt, and add the first token of each.
+        """Fork a request into its samples once its prompt is computed, and add the first token of
+        each.
+
+        Samples that were ended before the fork end now. A token that could not be drawn fails the
+        request.
 
         Args:
             seq: the sequence of the prompt.
@@ -90,7 +99,11 @@ class Results:
                 self.append(sample, token, events)
 
     def take_row(self, seq: Sequence, row: SampledToken, events: list[TokenEvent]) -> None:
-        """Process the log-probabilities of a beam, which may end its search."""
+        """Take the log-probabilities of a beam's next token; events of a search that ends go to
+        `events`.
+
+        A row that could not be drawn from fails the request.
+        """
         if row.token_id == NO_TOKEN:
             events += self._fail_undrawn(seq, row)
             return
@@ -104,6 +117,8 @@ class Results:
         self, request_id: str, index: int, reason: FinishReason, stop_reason: int | str | None
     ) -> bool:
         """End one sample of a request from outside; return whether it was unfinished until now.
+
+        A beam search is ended as a whole.
 
         Args:
             index: the number of the sample.
@@ -161,14 +176,17 @@ class Results:
         return self.end_all(request_id, FinishReason.ERROR, error)
 
     def _fail_undrawn(self, seq: Sequence, token: SampledToken) -> list[TokenEvent]:
-        """Fail the request of a token that could not be sampled."""
+        """Fail the request of a token that could not be drawn; return the events of its samples."""
         error = why_undrawn(token, seq.request)
         return self.fail(seq.request.request_id, error, is_damaged=token.error is None)
 
     def _finish_early(
         self, seq: Sequence, index: int, reason: FinishReason, stop_reason: int | str | None
     ) -> bool:
-        """End one sample of a request that has not forked yet; return whether it was unfinished."""
+        """End one sample of a request that has not forked yet; return whether it was unfinished.
+
+        The sample ends at the fork; if all samples are ended so, the request ends now.
+        """
         num_samples = seq.request.sampling.num_samples
         if index in seq.ended or not 0 <= index < num_samples:
             return False

@@ -57,7 +57,14 @@ class Roster:
         self._num_unfinished: dict[str, int] = {}
 
     def enqueue(self, request: Request, seed: int, max_len: int, now: float = 0.0) -> Sequence:
-        """Add a request's first sample to the waiting sequences; return it."""
+        """Add a request's first sample to the waiting sequences; return this new sequence.
+
+        Args:
+            request: the request, whose id no unfinished request has.
+            seed: the seed of the sample's random numbers.
+            max_len: the number of tokens, prompt included, at which the sample ends.
+            now: the time of its arrival in seconds.
+        """
         self._num_arrivals += 1
         rank = self.order.rank(request, self._num_arrivals)
         seq = self._new(request, 0, seed, max_len, rank)
@@ -80,7 +87,10 @@ class Roster:
         return self.order.first(self.waiting)
 
     def admit(self, seq: Sequence) -> None:
-        """Move a waiting sequence to the running ones."""
+        """Move a waiting sequence, which has got blocks, to the running ones.
+
+        At its first admission it gets the rank of an admitted sequence.
+        """
         self.num_changes += 1
         del self.waiting[bisect_left(self.waiting, seq.rank, key=_rank)]
         if not seq.was_admitted:
@@ -90,13 +100,18 @@ class Roster:
         insort(self.running, seq, key=_rank)
 
     def displace(self, seq: Sequence) -> None:
-        """Move a running sequence to the waiting ones."""
+        """Move a running sequence to the waiting ones, at its rank."""
         self.num_changes += 1
         del self.running[bisect_left(self.running, seq.rank, key=_rank)]
         insort(self.waiting, seq, key=_rank)
 
     def fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
-        """Add samples 1, 2, ... of a running first sample, one per seed, directly after it."""
+        """Add samples 1, 2, ... of a request, one per seed, directly after its running sample 0,
+        `parent`.
+
+        Returns:
+            The new sequences. They hold no blocks yet and start with the prompt's tokens.
+        """
         self.num_changes += 1
         request, max_len = parent.request, parent.max_len
         kind, place, _ = parent.rank
@@ -152,7 +167,10 @@ class Roster:
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence whose finish_reason is set and whose blocks are not yet released."""
+        """Remove a sequence that has ended, and its request with its last one.
+
+        Its finish_reason is set and its blocks are not yet released.
+        """
         self.num_changes += 1
         queue = self.running if seq.block_ids else self.waiting
         queue.remove(seq)
@@ -170,7 +188,7 @@ class Roster:
         return [s for s in self.requests.get(request_id, ()) if s.finish_reason is None]
 
     def check_integrity(self) -> None:
-        """Verify the order.
+        """Verify the order of the lists and the counts of sequences; meant for tests.
 
         Raises:
             AssertionError: an invariant is broken, and the message names it.
@@ -210,7 +228,8 @@ class Roster:
                 raise AssertionError(f"broken invariant: {rule}")
 
     def _dequeue(self, seq: Sequence) -> None:
-        """Record that a sequence was admitted for the first time, or ended before that."""
+        """Record that a sequence that was never admitted leaves the queue: it is admitted, or has
+        ended."""
         self.order.leave(seq)
         self.num_queued -= 1
         self.num_queued_tokens -= seq.num_prompt_tokens

@@ -99,8 +99,8 @@ Runs = list[tuple[Sequence, int]]  # sequences and the number of tokens of each
 
 
 class _Step(NamedTuple):
-    """An unfinished step, with the number of preemptions of each of its sequences at its
-    beginning."""
+    """An unfinished step: its batch, and for each of its sequences the number of preemptions when
+    it was scheduled."""
 
     batch: Batch
     preemptions: list[int]
@@ -257,7 +257,7 @@ class Scheduler:
         ]
 
     def schedule(self) -> Batch | None:
-        """Build the next step; its results are passed to update().
+        """Build the next step and count it as unfinished; its results are passed to update().
 
         Returns:
             A batch with at least one run, or None if nothing is unfinished, or nothing can run
@@ -443,7 +443,7 @@ class Scheduler:
         return self.results.fail(request_id, error, is_damaged=is_damaged)
 
     def has_unfinished(self) -> bool:
-        """Return whether schedule() has something to do."""
+        """Return whether a request is unfinished, so that schedule() has something to do."""
         return bool(self.roster.requests)
 
     def sequences(self, request_id: str) -> list[Sequence]:
@@ -502,7 +502,11 @@ class Scheduler:
         return runs
 
     def _schedule_running(self) -> tuple[Runs, int, bool]:
-        """Return the runs of sequences with blocks, the budget left, and whether blocks ran out."""
+        """Return the runs of sequences with blocks, the budget that is left, and whether blocks ran
+        out.
+
+        Sequences that need a block may make others lose theirs.
+        """
         runs: Runs = []
         self._writer_of.clear()
         running, extend = self.roster.running, self.tables.extend
@@ -546,12 +550,14 @@ class Scheduler:
     def admit_waiting(self, budget: int, others_run: bool, but: Collection[str] = ()) -> Runs:
         """Admit waiting sequences, up to the first one of a user in `but`; return their runs.
 
-        Blocks are swapped in during this step, if there is something else to run.
+        A sequence that is swapped in gets no run in this step if others run: its blocks arrive
+        meanwhile.
 
-        One block per running sequence stays free: each needs its next within block_size steps, and
-        would take it from the one just admitted. For 300 requests of 100 ... 1023 tokens in and out
-        over 3000 blocks of 16, simulated, this reduces the tokens computed twice from 25% to 9% of
-        all, for 0.4% more steps; two blocks each reduce them to 5%, for 1.6% more.
+        Admission ends where seats, adapters, blocks or budget do not suffice. One block per running
+        sequence stays free: each needs its next within block_size steps, and would take it from the
+        one just admitted. For 300 requests of 100 ... 1023 tokens in and out over 3000 blocks of
+        16, simulated, this reduces the tokens computed twice from 25% to 9% of all, for 0.4% more
+        steps; two blocks each reduce them to 5%, for 1.6% more.
         """
         runs: Runs = []
         running, waiting, tables = self.roster.running, self.roster.waiting, self.tables
@@ -612,7 +618,12 @@ class Scheduler:
         return runs
 
     def _chunk_unless_written(self, seq: Sequence, budget: int) -> int:
-        """Return the tokens of a prompt to run: 0 while an older sequence writes its next block."""
+        """Return the number of next tokens of a sequence to run; 0 while another writes its next
+        block.
+
+        Before, blocks of the prompt that other sequences have written meanwhile are shared. A
+        sequence that will write a block itself is noted as its writer.
+        """
         tables = self.tables
         is_still = seq.num_scheduled_tokens == seq.num_computed_tokens
         if is_still:
@@ -649,7 +660,11 @@ class Scheduler:
         return min(lacking, budget, self.limits.long_prefill_token_threshold or lacking)
 
     def _describe(self, seq: Sequence, n: int) -> ScheduledSequence:
-        """Return the run of the next n tokens of a sequence, and count them as scheduled."""
+        """Return the run of the next n tokens of a sequence; count them as scheduled, and draws as
+        pending.
+
+        Drafts that were chosen for the sequence are at the run's end.
+        """
         start, known, drawn = seq.num_scheduled_tokens, len(seq.token_ids), seq.num_pending
         end = seq.num_scheduled_tokens = start + n
         num_generated = known + drawn - seq.num_prompt_tokens

@@ -81,7 +81,7 @@ class Speculation:
         params: the parameters of speculation.
 
     Attributes:
-        pace: the measurement whether drafts are worth their cost.
+        pace: the measurement whether drafts are worth their cost; None if it is not asked for.
         num_drafts: the number of drafts verified since the start.
         num_accepted: the number of drafts that were right.
     """
@@ -109,7 +109,8 @@ class Speculation:
         return is_plain and not isinstance(sampling, BeamSearchParams)
 
     def begin(self, num_sequences: int, max_chunk_tokens: int | None) -> None:
-        """Decide whether the step that is being scheduled has drafts.
+        """Decide whether the step that is being scheduled has drafts, and forget those of the step
+        before.
 
         Args:
             num_sequences: the number of running sequences.
@@ -161,6 +162,8 @@ class Speculation:
     ) -> None:
         """Count a sequence's accepted drafts as computed, and free the blocks of rejected ones.
 
+        The drawn tokens themselves are not appended to the sequence; the caller does that.
+
         Drafts of a tree may lie in other cache slots than those of their positions; accepted ones
         that do are computed again. Full blocks are registered with the prefix cache only here,
         since no rejected token may be in them.
@@ -186,8 +189,12 @@ class Speculation:
         del seq.token_ids[known:]
 
     def propose(self, seq: Sequence, most: int) -> Drafts:
-        """Return at most `most` drafts of the tokens after a sequence, whose tokens are all
-        known."""
+        """Return at most `most` drafts of the tokens that follow a sequence, none if drafts are
+        off.
+
+        All tokens of the sequence are known. For a draft model or the model's own head the drafts
+        are DRAFT, which the runner fills in; else they come from earlier places of the same tokens.
+        """
         most = min(most, self.params.num_tokens)
         if most <= 0 or not self._is_on:
             return NO_DRAFTS
@@ -223,7 +230,7 @@ class Speculation:
 
 
 class Ngrams:
-    """The last places of a sequence's n-grams, updated from step to step.
+    """The last places of a sequence's n-grams (runs of n tokens), updated from step to step.
 
     Args:
         shortest, longest: the lengths of n-grams in tokens.
@@ -252,7 +259,10 @@ class Ngrams:
         return found[0] if found else ()
 
     def find_all(self, token_ids: Seq[int], most: int) -> list[tuple[int, ...]]:
-        """Return the tokens after the last places of such n-grams, the longest and latest first.
+        """Return continuations: the tokens after earlier places of the n-grams that end the tokens.
+
+        Those after longer n-grams come first, of one n-gram those after later places; equal ones
+        come once.
 
         Args:
             token_ids: as for find().
@@ -281,8 +291,15 @@ class Ngrams:
 
 @dataclass
 class _Kind:
-    """Measurements of steps of one size: (tokens, seconds) of the last ones, without and with
-    drafts."""
+    """Measurements of steps of one size, by which `Pace` chooses between drafts and none.
+
+    Attributes:
+        steps: pairs (tokens, seconds) of the last steps, those without drafts and those with.
+        is_on: True if the next step is to have drafts.
+        is_trial: True while the choice that may be slower is tried.
+        left: the number of steps until the next decision.
+        wait: the number of steps from a decision to the next trial.
+    """
 
     steps: tuple[list[tuple[int, float]], list[tuple[int, float]]] = field(
         default_factory=lambda: ([], [])
@@ -297,9 +314,9 @@ class Pace:
     """Choose between steps with and without drafts, by the tokens a second that each produced.
 
     For each power of two of sequences in a step: eight steps with drafts, eight without, then the
-    faster choice; the other is tried again for eight steps after 64, then 128, at last every 4,096
-    steps. The two longest of the last sixteen steps of each do not count, since on a shared machine
-    some steps take a hundred times as long.
+    faster choice. The other is tried again for eight steps after 64 steps; each time the same
+    choice wins, the steps in between double, to 4,096 at most. The two longest of the last sixteen
+    steps of each do not count, since on a shared machine some steps take a hundred times as long.
     """
 
     def __init__(self) -> None:
@@ -316,6 +333,7 @@ class Pace:
             num_sequences: the sequences of the step.
             has_drafts: whether it verified drafts.
             num_tokens: the tokens that it generated.
+            seconds: the time of the step.
         """
         kind = self._kinds.setdefault(num_sequences.bit_length(), _Kind())
         steps = kind.steps[has_drafts]
@@ -337,7 +355,8 @@ class Pace:
 
 
 def _rate(steps: list[tuple[int, float]]) -> float:
-    """Return tokens a second of all but the longest steps."""
+    """Return the tokens a second of steps (tokens, seconds), without the longest eighth of the
+    steps."""
     kept = sorted(steps, key=lambda step: step[1])
     kept = kept[: max(len(kept) - len(kept) // STEPS, 1)]
     return sum(tokens for tokens, _ in kept) / max(sum(seconds for _, seconds in kept), 1e-9)
@@ -363,7 +382,8 @@ def with_rows_of_drafts(batch: Batch) -> Batch:
 
 
 def accepted(batch: Batch, samples: list[list[SampledToken]]) -> list[list[SampledToken]]:
-    """Return the tokens of each run: for a run with drafts the right ones, and one more.
+    """Return the tokens of each run: for a run with drafts the right drafts and the token drawn
+    next.
 
     Args:
         batch: the batch that was run, with known drafts.

@@ -57,6 +57,6 @@ def pause_transfers(scheduler: Scheduler) -> None:
 
 
 def resume_transfers(scheduler: Scheduler) -> None:
-    """Use main memory again."""
+    """Move blocks between device and main memory again, after pause_transfers()."""
     if scheduler.tables.memory is not None:
         scheduler.tables.memory.is_paused = False

@@ -37,11 +37,13 @@ class Loaded(Protocol):
 
 
 class FixedAdapters:
-    """The adapters of a step's rows, in tensors whose addresses stay, as CUDA graphs need them.
+    """The adapter slot of each row of a step, in device buffers whose addresses stay.
+
+    A CUDA graph reads these buffers; `write` sets them before each replay.
 
     Args:
         adapters: the adapters that the slots hold.
-        most: rows of a step at most.
+        most: the largest number of rows of a step.
     """
 
     def __init__(self, adapters: AdapterSlots, most: int) -> None:
@@ -53,14 +55,19 @@ class FixedAdapters:
         )
 
     def of(self, rows: int) -> StepAdapters:
-        """Return the adapters of a step of `rows` rows, in buffers that `write` overwrites."""
+        """Return the adapters of a step of `rows` rows, as views of the buffers that `write`
+        overwrites."""
         count = most_tiles(rows, self._adapters.count)
         tiles = RowTiles(self._tiles.slots[:count], self._tiles.rows[:count])
         return StepAdapters(self._adapters.weights, tiles)
 
     def write(self, slots: NDArray[np.int32], rows: int) -> None:
-        """Set the slots (T,) of the next step of `rows` rows, T at most `rows`; -1 is no
-        adapter."""
+        """Write the adapter slot of each row of the next step to the fixed buffers.
+
+        Args:
+            slots: (T,) the adapter slot of rows 0 ... T - 1, -1 for a row without an adapter.
+            rows: the number of rows of the step, at least T; rows from T on get no adapter.
+        """
         tiles, own = tile_rows(slots)
         count = most_tiles(rows, self._adapters.count)
         padded, all_rows = np.full(count, -1, np.int32), np.full((count, TILE), -1, np.int32)
@@ -78,11 +85,13 @@ def empty_slots(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, LowRank]:
-    """Return slots in which no adapter is, by the names of the model's modules.
+    """Return zeroed weights for `count` adapters in each linear layer, by the names of the layers.
+
+    Space for `max_rank` is rounded up to a multiple of TILE.
 
     Args:
         sites: the linear layers of the model by name, see `models.adapters.adapter_sites`.
-        count: slots; a step uses no more different adapters.
+        count: the number of slots, and so of different adapters that one step can use.
         max_rank: the largest rank of an adapter.
         device, dtype: the device and the dtype of the rows that the linear layers take.
     """
@@ -107,7 +116,10 @@ def empty_slots(
 
 
 class AdapterSlots:
-    """Slots for adapters, of which they hold those that were used last.
+    """A fixed number of adapters' weights on the device.
+
+    An adapter that is needed and not there takes a free slot, or else that of the adapter that was
+    used longest ago.
 
     Args:
         model: the model, whose linear layers may be packed or quantised.
@@ -116,7 +128,7 @@ class AdapterSlots:
         numbers: the numbers of the adapters that are in the first slots already.
 
     Attributes:
-        count: the slots; a step uses no more different adapters.
+        count: the number of slots, and so of different adapters that one step can use.
         device: the device of the weights.
         weights: the weights of all slots, by linear layer.
     """
@@ -140,14 +152,15 @@ class AdapterSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Bytes of the adapter matrices A and B of all slots on the device."""
         return sum(own.a.nbytes + own.b.nbytes for own in self.weights.values())
 
     def place(self, runs: Sequence[ScheduledSequence]) -> NDArray[np.int32] | None:
-        """Return the slot of each run, -1 where it uses no adapter; None if no run does.
+        """Return the adapter slot of each run (B,), -1 where a run uses no adapter; None if none
+        does.
 
-        Adapters that are in no slot are written to those not used for longest, behind all that the
-        device has been given to do.
+        An adapter that is in no slot is first written to a free one, or to the slot that was used
+        longest ago. The write is queued behind the device's earlier work.
 
         Raises:
             RuntimeError: the runs use more adapters than there are slots.
@@ -173,14 +186,18 @@ class AdapterSlots:
         )
 
     def step(self, batch: Batch) -> StepAdapters | None:
-        """Return the adapters of the rows of a step; None if no row uses one."""
+        """Return the adapters of each row of a batch's step; None if no row uses one.
+
+        Adapters that are in no slot are written to one, as `place` says.
+        """
         slots = self.place(batch.sequences)
         if slots is None:
             return None
         return self.of_rows(np.repeat(slots, [len(s.token_ids) for s in batch.sequences]))
 
     def of_rows(self, slots: NDArray[np.int32]) -> StepAdapters:
-        """Return the adapters of rows that use slots (T,), -1 for none."""
+        """Return the adapters of T rows for one step, given the adapter slot of each (T,), -1 for
+        none."""
         tiles, rows = tile_rows(slots)
         on_device = send((tiles, rows.ravel()), self.device)
         return StepAdapters(self.weights, RowTiles(on_device[0], on_device[1].view(rows.shape)))

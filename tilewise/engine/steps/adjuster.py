@@ -40,7 +40,7 @@ class _State:
     """The state by which the logits of one sequence are changed.
 
     Attributes:
-        slot: row of its counts; -1 without penalties.
+        slot: the sequence's row of `Adjuster.counts`; -1 without penalties.
         num_counted: generated tokens that are counted, or that the device was told to count.
         allowed: bits, in words, of the tokens that may ever be drawn; None for all.
         ends: tokens that may not be drawn before min_tokens.
@@ -69,7 +69,8 @@ class Adjuster:
         device: the device of the logits.
 
     Attributes:
-        counts: (slots, V) int32, see `ops.adjust_logits`; None before they are needed.
+        counts: (slots, V) int32, the counts of tokens that penalties need, see `ops.adjust_logits`;
+            None before a sequence has penalties.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,14 +79,15 @@ class Adjuster:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Forget all sequences and free their rows of counts; the tensor of counts is kept."""
         self._states: dict[int, _State] = {}
         self._free = list(range(0 if self.counts is None else len(self.counts)))
 
     def follow(self, batch: Batch, asks: bool) -> bool:
-        """Forget who left; say whether a row of this batch is to be changed before it is drawn.
+        """Forget the sequences that left; return whether this batch has logits to change.
 
-        Every batch of a runner passes here, in order.
+        Logits are to be changed where a sequence that draws tokens asks for biases, penalties or
+        limits. Every batch of a runner passes here, in order.
 
         Args:
             batch: the batch of the step.
@@ -110,18 +112,22 @@ class Adjuster:
         tokens: Tensor | None = None,
         token_rows: Sequence[int] = (),
     ) -> dict[int, Exception]:
-        """Change logits in place before tokens are drawn from them.
+        """Change the logits of sequences that ask for it, in place, before tokens are drawn.
+
+        The counts of sequences with penalties are brought up to date as well.
 
         Args:
             logits: (R, V) float32.
             sequences: the sequences of the batch that `follow` took last.
-            rows: the row of logits of each sequence; any number for one that draws nothing.
-            tokens: int64, on the device: last tokens, for sequences whose own is PENDING.
+            rows: the row of logits of each sequence; any number for a sequence that draws nothing.
+            tokens: int64, on the device, the last tokens of sequences for which the batch says
+                PENDING.
             token_rows: the place in `tokens` of each sequence.
 
         Returns:
-            By place among `sequences`, what went wrong: a grammar, or a function of the caller,
-            failed. Nothing may be drawn from these rows.
+            The exceptions of sequences that could not be adjusted, by place among `sequences`: a
+            grammar or a logits processor failed, or no token is left to draw. Tokens may not be
+            drawn from these rows. Only KeyboardInterrupt is raised.
         """
         vocab, errors = logits.shape[1], dict[int, Exception]()
         step = _Step(vocab)
@@ -197,7 +203,14 @@ class Adjuster:
     def _process(
         self, logits: Tensor, row: int, run: ScheduledSequence, known: Sequence[int], asked: Asked
     ) -> None:
-        """Let the caller's own functions change a row."""
+        """Replace a row of logits by the result of the request's logits processors, if it has any.
+
+        Each processor is called with the list of prompt tokens, the list of generated tokens and
+        the logits (V,) that the one before has returned.
+
+        Raises:
+            ValueError: a processor returns anything but a tensor of V logits.
+        """
         processors = run.sampling.logits_processors
         if not processors:
             return
@@ -222,7 +235,14 @@ class Adjuster:
         known: Sequence[int],
         asked: Asked,
     ) -> None:
-        """Add the masks, biases and penalties of one row to the step."""
+        """Add the mask, biases and penalties of one row of logits to the data of the step.
+
+        The request's matcher accepts the new tokens first, so that its mask is that of the next
+        one.
+
+        Raises:
+            RequestError: the mask leaves no token to draw.
+        """
         words, sampling = state.allowed, run.sampling
         forbidden: list[int] = []
         if run.num_generated < sampling.min_tokens:
@@ -264,7 +284,8 @@ class Adjuster:
             step.biases.append(state.bias)
 
     def _run(self, logits: Tensor, step: _Step, tokens: Tensor | None) -> None:
-        """Send all changes of a step to the device in one copy, and apply them to the logits."""
+        """Send all changes of a step to the device in one copy, update the counts and change the
+        logits."""
         if not step.rows and not step.cleared:
             return
         pending = np.array(step.pending, np.int64).reshape(-1, 2)
@@ -338,13 +359,18 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 def put_errors(samples: list[list[SampledToken]], errors: dict[int, Exception]) -> None:
-    """Let the tokens of rows that could not be adjusted say why."""
+    """Replace tokens of sequences whose logits could not be adjusted by NO_TOKEN and the error.
+
+    Args:
+        samples: the tokens of each sequence, which are changed in place.
+        errors: the exceptions by place among the sequences, see `Adjuster.adjust`.
+    """
     for place, error in errors.items():
         samples[place] = [SampledToken(NO_TOKEN, error=error)] * len(samples[place])
 
 
 class _Step:
-    """The data that one step sends to the device.
+    """The changes of logits and counts that one step collects on the host, then sends in one copy.
 
     Attributes:
         rows, mask_of, counts_of, penalties, masks, bias_rows, bias_ids, biases: the arguments of
@@ -370,7 +396,15 @@ class _Step:
         self.pending: list[tuple[int, int]] = []
 
     def begin(self, slot: int, vocab: int, asked: Asked) -> None:
-        """Count all that the host knows of a sequence that came, or came back."""
+        """Begin the counts of a sequence that is new, or came back after it lost its blocks.
+
+        The slot is cleared, each distinct prompt token counts 1 and each generated token 2.
+
+        Args:
+            slot: the sequence's row of the counts.
+            vocab: the size of the vocabulary, V.
+            asked: the facts about the sequence, with its tokens.
+        """
         self.cleared.append(slot)
         whole = np.array(asked.token_ids, np.int64)
         prompt = np.unique(whole[: asked.num_prompt_tokens])
@@ -379,7 +413,11 @@ class _Step:
         self.count(slot * vocab, whole[asked.num_prompt_tokens :].tolist())
 
     def count(self, first: int, tokens: Sequence[int]) -> None:
-        """Count generated tokens of the slot that begins at `first`."""
+        """Note that each of `tokens` was generated, for the slot that begins at `first` of flat
+        counts.
+
+        Each adds 2 to its count.
+        """
         if tokens:
             self.places.append(np.array(tokens, np.int64) + first)
             self.values.append(np.full(len(tokens), 2, np.int32))

@@ -20,8 +20,8 @@ def copy_in_all_layers(storage: KVStorage, block_pairs: Tensor | Sequence[tuple[
 
     Args:
         storage: the storage of the group, one of `KVStorage.parts`.
-        block_pairs: (C, 2) int64 on the storage's device; or pairs of the host, where it takes no
-            launches to write them down for all layers. No block is a source and a destination.
+        block_pairs: (C, 2) int64 on the storage's device; or pairs on the host, which are repeated
+            for all layers there and sent in one copy. No block is a source and a destination.
     """
     if isinstance(block_pairs, Tensor):
         pairs = storage.in_all_layers(block_pairs)
@@ -39,7 +39,11 @@ def copy_in_all_layers(storage: KVStorage, block_pairs: Tensor | Sequence[tuple[
 
 
 def _sent_for_all_layers(storage: KVStorage, pairs: Sequence[tuple[int, int]]) -> Tensor:
-    """Return `KVStorage.in_all_layers` of pairs, on the storage's device."""
+    """Return pairs of block ids, repeated for each layer of a group, on the storage's device.
+
+    The result (layers * C, 2) is int64; a layer's ids are raised by layer * num_blocks, as
+    `KVStorage.in_all_layers` does it on the device.
+    """
     layer = np.arange(len(storage.spec.groups[0].layers), dtype=np.int64)
     firsts = (layer * storage.num_blocks)[:, None, None]
     found = torch.from_numpy((np.array(pairs, np.int64) + firsts).reshape(-1, 2))

@@ -33,7 +33,10 @@ def _count(**what: Any) -> None:
 
 
 class Compilations:
-    """Kernels that were compiled since this was made, in the whole process."""
+    """Counts the kernels that Triton compiles or loads from its disk cache in the whole process.
+
+    The count begins when the object is made.
+    """
 
     def __init__(self) -> None:
         _watch()
@@ -41,7 +44,7 @@ class Compilations:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of kernels since this object was made."""
         return _total - self._first
 
     @property
@@ -51,9 +54,10 @@ class Compilations:
 
 
 class CpuCompilations:
-    """Functions that numba has compiled for a caller since this was made, in the whole process.
+    """Counts the functions that numba compiles for a caller in the whole process.
 
-    What such a function calls is compiled as a part of it; what comes from the disk is not counted.
+    The count begins when the object is made. Functions that such a function calls are a part of it;
+    what comes from the disk cache is not counted.
     """
 
     def __init__(self) -> None:
@@ -61,7 +65,7 @@ class CpuCompilations:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of functions since this object was made."""
         return int(_numba().count) - self._first
 
 
@@ -71,7 +75,10 @@ def _numba() -> Any:
     from numba.core import event
 
     class Counter(event.Listener):
-        """Counts the outermost ones: numba compiles one at a time, with its own lock on."""
+        """Counts numba's outermost compilations; those of functions that they call belong to them.
+
+        Threads need no lock here: numba compiles one function at a time, under its own lock.
+        """
 
         count = depth = 0
 

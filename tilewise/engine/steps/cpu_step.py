@@ -44,13 +44,15 @@ MOST_WORK_BY_ROWS = 2**23
 
 
 def _most_threads(num_multiplications: int) -> int:
-    """Return how many threads a program of num_multiplications multiplications may use, at least
-    1."""
+    """Return the number of threads that a program of num_multiplications multiplications may use.
+
+    One for every WORK_PER_THREAD of them, at least 1 and at most torch's number of threads.
+    """
     return max(1, min(torch.get_num_threads(), num_multiplications // WORK_PER_THREAD))
 
 
 def why_not(model: Decoder, storage: KVStorage) -> str | None:
-    """Say why `CompiledRunner` cannot run a model, or return None when it can."""
+    """Return the reason why `CompiledRunner` cannot run a model, or None when it can."""
     device = storage.device
     if device.type != "cpu":
         return f"device must be cpu, got {device}"
@@ -68,7 +70,11 @@ def runner_for(
     num_parameters: int | None = None,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """Return a `CompiledRunner` where the model allows it, else a `ModelRunner`."""
+    """Return a `CompiledRunner` where the model and its storage allow it, else a `ModelRunner`.
+
+    On a CPU, `why_not_compiled` of the `ModelRunner` then says why. `num_parameters` is for it
+    only.
+    """
     reason = why_not(model, storage)
     if reason is None:
         return CompiledRunner(model, storage, batch_invariant=batch_invariant)
@@ -124,9 +130,10 @@ class CompiledRunner(ModelRunner):
         self._logits = torch.empty(0), torch.empty(0), np.empty(0, np.float32)
 
     def _split(self) -> list[tuple[int, int, int]]:
-        """Return the parts of the list by groups of layers: first operation, end, group.
+        """Return the parts of the program, each (first operation, end, group of layers).
 
-        A part begins where a layer of another group writes its keys. One group is one part.
+        A part begins where a layer of another group writes its keys. A program of one group is one
+        part.
         """
         if not self._attention:
             return [(0, len(self.program), 0)]
@@ -139,7 +146,11 @@ class CompiledRunner(ModelRunner):
         return [(first, end, group) for (first, group), end in zip(edges, ends, strict=True)]
 
     def _compute(self, batch: Batch) -> Samples:
-        """Compute a step; one that only decodes makes no tensor."""
+        """Compute a step and return its tokens; a step for which `decode_inputs` has arrays makes
+        no tensor.
+
+        With a `watch` every step is computed as in `ModelRunner`.
+        """
         inputs = None if self.watch is not None else self.decode_inputs(batch)
         if inputs is None:
             return super()._compute(batch)
@@ -165,7 +176,9 @@ class CompiledRunner(ModelRunner):
     def decode_inputs(self, batch: Batch) -> DecodeArrays | None:
         """Return the arrays of a step in which each sequence has one token and draws one.
 
-        None where anything else is asked for.
+        They are overwritten by the next step. The result is None where the step copies blocks, a
+        run has other counts or an adapter, or a request asks for more than temperature and
+        truncation; also where layers form several groups.
         """
         if batch.block_copies or self._other_tables or self.sharing_tokens is not None:
             return None
@@ -180,6 +193,7 @@ class CompiledRunner(ModelRunner):
         """Run one step and return the logits (R, V) float32 of `inputs.logits_rows`.
 
         Blocks are copied before anything is written. With no row to sample the result has no rows.
+        The result is overwritten by the next call. A step with adapters runs op by op.
         """
         self.program.follow_weights()
         if isinstance(inputs, DecodeArrays):
@@ -255,7 +269,12 @@ class CompiledRunner(ModelRunner):
         return program.buffers["logits"][:num_sampled, : self._config.vocab_size]
 
     def _places(self, inputs: ModelInputs) -> tuple[np.ndarray, ...]:
-        """The slots and starts of the sequences in layers with a state, and the edges of rows."""
+        """Return the arrays of a step for layers with a state: slots, starts and edges of rows,
+        int64.
+
+        Slots and starts are (B,), a slot of -1 has no state; edges are (B + 1,). The tuple is empty
+        for a model without such layers.
+        """
         if self._states is None:
             return ()
         states, edges = inputs.ctx.states, inputs.ctx.cu_seqlens_q.numpy().astype(np.int64)
@@ -264,10 +283,11 @@ class CompiledRunner(ModelRunner):
         return states.slots.numpy(), states.starts.numpy(), edges
 
     def _takes_rows(self, inputs: ModelInputs) -> bool:
-        """Whether the rows of a step's prompts are few enough to attend one by one.
+        """Return whether each row of a step's prompts may attend as a sequence of its own.
 
-        The bits are the same where the engine is batch-invariant; elsewhere a prompt keeps its own
-        order of sums. Guesses that branch see other rows than those before them.
+        True if the rows are few enough, see MOST_WORK_BY_ROWS, or the model has no attention. False
+        if the engine is not batch-invariant, where bits would change, or drafts form a tree, whose
+        rows do not see all rows before them.
         """
         if not self._attention:
             return True
@@ -344,7 +364,8 @@ class CompiledRunner(ModelRunner):
 
 
 def _by_rows(batch: step.Batch) -> step.Batch:
-    """The same step with each row as a sequence of its own, which ends at its position."""
+    """Return the same step with each row as a sequence of its own, which ends at the row's
+    position."""
     sequence = np.repeat(np.arange(len(batch.lengths)), np.diff(batch.edges))
     return batch._replace(
         edges=np.arange(len(batch.ids) + 1, dtype=batch.edges.dtype),

@@ -18,7 +18,9 @@ __all__ = ["DecodeArrays"]
 
 
 class DecodeArrays:
-    """One new token of each of some sequences, for each of which one is drawn.
+    """The inputs of a decode step: each sequence has one new token, and one more is drawn for each.
+
+    A runner has one such object, which `fill` overwrites in each step.
 
     The names are those of `ModelInputs` and its context, so that a step's inputs are read in
     the same way from both.
@@ -28,8 +30,9 @@ class DecodeArrays:
         has_states: True for a model with layers that keep states.
 
     Attributes:
-        rows: all of it, as a compiled list takes it; its memory is used again by the next step.
-        max_len: the longest of seqlens_k.
+        rows: all inputs of the step, as a compiled list takes them; their memory is used again by
+            the next step.
+        max_len: the largest of seqlens_k, in tokens.
     """
 
     def __init__(self, block_size: int, *, has_states: bool = False) -> None:
@@ -41,7 +44,10 @@ class DecodeArrays:
         self._make(1, 1)
 
     def _make(self, count: int, num_columns: int) -> None:
-        """Have room for `count` sequences of `num_columns` blocks; what grows doubles."""
+        """Set `rows` to views for `count` sequences with tables of at least `num_columns` blocks.
+
+        Arrays that are too small are replaced by new ones, at least twice as long where they grow.
+        """
         have = self._table.shape
         if count > have[0] or num_columns > have[1]:
             sizes = [
@@ -66,11 +72,12 @@ class DecodeArrays:
         )
 
     def fill(self, batch: Batch, tables: HostTables) -> DecodeArrays:
-        """Write a step down.
+        """Write the inputs of a step into the arrays, and return this object.
 
         Args:
             batch: each sequence has one token and draws one; no block is copied.
-            tables: the tables of a runner that has followed all batches before.
+            tables: the block tables of a runner, which have followed all batches before this one,
+                and follow it here.
         """
         sequences, block_size = batch.sequences, self.block_size
         count = len(sequences)
@@ -108,7 +115,8 @@ class DecodeArrays:
 
     @property
     def ctx(self) -> DecodeArrays:
-        """The places of the rows in the cache; this object has them as well."""
+        """This object itself, which has the fields of a step's attention context that callers
+        read."""
         return self
 
     @property

@@ -59,7 +59,7 @@ def check_speculative(
         has_graphs: whether steps are CUDA graphs.
 
     Raises:
-        TypeError: speculative is of none of these classes.
+        TypeError: speculative is neither None nor an object of one of the three classes.
         ValueError: ranks share a model whose steps are CUDA graphs, a draft model would guess for
             several GPUs, or guesses are trees where a row's bits must not depend on them.
     """
@@ -100,8 +100,8 @@ def guesser_of(
     Args:
         speculative: the options of the draft model, from the config.
         num_blocks, block_size: the sizes of the cache of the target's first group of layers.
-        vocab_size, max_model_len: the sizes of the target model, which the draft model must have
-            too.
+        vocab_size: the target model's vocabulary, which the draft model must have too.
+        max_model_len: the most tokens of a sequence, for which the draft model must have positions.
         max_chunk: tokens of one sequence that the draft model computes at a time.
         window: the window of the target's first group of layers, in tokens; None is unlimited.
 
@@ -139,14 +139,14 @@ def captured_guesser_of(
 ) -> Guesser:
     """Return the guesser of a draft model whose short runs are CUDA graphs.
 
-    A run has the last token that was drawn, or with the guess before it, which the model has found
-    right and the draft model has not read: one row or two.
+    A short run of the draft model has one row, the last token that was drawn; or two, if before it
+    stands a guess that the model has found right and the draft model has not computed yet.
 
     Args:
         model: the draft model, on its device.
         num_blocks, block_size, max_chunk, window: see `guesser_of`.
         max_num_seqs, max_model_len: see `VerifyingRunner`.
-        has_graphs: whether its steps are captured, or run op by op.
+        has_graphs: whether the draft model's steps are captured; else they run op by op.
 
     Raises:
         ValueError: there is no memory for the cache.
@@ -163,8 +163,10 @@ def captured_guesser_of(
 
 
 def draft_spec(model: Decoder, block_size: int) -> CacheSpec:
-    """Return the kind of a draft model's cache: one group of layers, which keep every token as the
-    model's first tables do."""
+    """Return the cache spec of a draft model: all its layers in one group, for whole block tables.
+
+    So the draft model can use the block tables of the model's first group of layers.
+    """
     spec = cache_spec(model.config, block_size, model.dtype)
     return CacheSpec(spec.num_layers, block_size, spec.kv, sources=spec.sources)
 
@@ -185,15 +187,17 @@ def load_draft(
     window: int | None,
     before: Callable[[Decoder], None],
 ) -> Decoder:
-    """Load a draft model.
+    """Load a draft model, check that it fits the model for which it guesses, and narrow its
+    windows.
 
     Args:
         speculative: the way to guess tokens that the config names.
         device: the device that it computes on.
-        vocab_size, max_model_len: the sizes of the model.
+        vocab_size, max_model_len: the model's vocabulary, and the most tokens of a sequence.
         window: the window of the model's first group of layers; the draft model does not see the
             keys behind it either.
-        before: see `load_model`.
+        before: a function that is called with the model before its weights are read, see
+            `load_model`.
 
     Raises:
         CheckpointError: its directory is incomplete or wrong.
@@ -219,7 +223,11 @@ def load_draft(
 
 
 def narrow_windows(model: Decoder, window: int) -> None:
-    """Let no layer see more keys than `window`."""
+    """Narrow the window of every layer of a model to at most `window` keys, in place.
+
+    Raises:
+        ValueError: a layer of the model does not keep keys and values.
+    """
     windows = tuple(window if own is None else min(own, window) for own in model.config.windows)
     model.config = model.config.with_windows(windows)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
@@ -233,7 +241,7 @@ def narrow_windows(model: Decoder, window: int) -> None:
 
 
 class Guesser:
-    """Fills in the guesses of batches.
+    """Fills in the guesses of batches by a draft model.
 
     Args:
         draft: the runner of the draft model, over a storage of as many blocks of the same size as
@@ -250,12 +258,18 @@ class Guesser:
         self._left: list[int] = []
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Forget all sequences, here and in the runner of the draft model."""
         self._num_known, self._left = {}, []
         self.draft.reset()
 
     def guess(self, batch: Batch) -> Batch:
-        """Return a batch with guesses in place of DRAFT."""
+        """Return the batch with the draft model's guesses in place of DRAFT; itself if none are
+        asked for.
+
+        Before it guesses, the draft model copies the batch's blocks in its own cache, and computes
+        the known tokens that it lacks. One pass of the draft model gives one guess of each
+        sequence.
+        """
         if batch.block_copies:
             pairs = torch.tensor(batch.block_copies, dtype=torch.int64)
             self.draft.copy(pairs.to(self.draft.device))
@@ -291,7 +305,11 @@ class Guesser:
         )
 
     def _catch_up(self, asking: list[ScheduledSequence]) -> None:
-        """Compute all but the last chunk of what the draft model lacks."""
+        """Run the draft model over known tokens that it lacks, `max_chunk` tokens at a time.
+
+        At most `max_chunk` tokens of each sequence are left, which come with its first guess.
+        Tokens that the window has passed are left out.
+        """
         for run in asking:
             size, most = self.draft.block_size, self.max_chunk
             kept = first_block(run.start, self.window, size) * size
@@ -303,7 +321,11 @@ class Guesser:
             self._num_known[run.seq_id] = first
 
     def _run_of(self, run: ScheduledSequence, guesses: list[int]) -> ScheduledSequence:
-        """Return the run that draws the next guess, by the number that the model will draw by."""
+        """Return the draft model's run that draws the next guess of a sequence.
+
+        The run has the tokens that the draft model lacks: known ones, and `guesses` made so far.
+        The guess is drawn by the random number with which the model will draw the same token.
+        """
         first = self._num_known[run.seq_id]
         tokens = (*run.known[first:], *guesses[max(first - len(run.known), 0) :])
         return run._replace(
@@ -323,7 +345,8 @@ class DraftingRunner:
 
     Args:
         runner: the runner of the model.
-        guesser: the guesser, a draft model or the model's own head, which is shown each step.
+        guesser: the guesser, with a draft model or with the model's own head, to which each step's
+            hidden states are shown.
 
     Attributes:
         storage: the paged cache of the model.
@@ -341,12 +364,13 @@ class DraftingRunner:
         return self.runner.num_compilations
 
     def count_compilations(self) -> None:
-        """Count from now on what is compiled."""
+        """Begin to count compiled kernels at 0, in the model's runner."""
         self.runner.count_compilations()
 
     @property
     def host(self) -> HostCache | None:
-        """Main memory for blocks of the model; those of the draft model are computed again."""
+        """Main memory for blocks of the model; the draft model's are not moved there but computed
+        again."""
         return self.runner.host
 
     @host.setter
@@ -354,11 +378,12 @@ class DraftingRunner:
         self.runner.host = host
 
     def submit(self, batch: Batch) -> Finished:
-        """Guess, then compute a step."""
+        """Fill in the guesses of a batch, then submit it to the model's runner; return its
+        handle."""
         return self.runner.submit(self.guesser.guess(batch))
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Forget all sequences, in the model's runner and in the guesser."""
         self.runner.reset()
         self.guesser.reset()
 

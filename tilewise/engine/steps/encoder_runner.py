@@ -35,7 +35,11 @@ class _Handle:
         self._batch, self._vectors = batch, vectors
 
     def result(self) -> Samples:
-        """Wait for the vectors and return a token with each."""
+        """Wait for the vectors and return the tokens of each text, which carry its vector.
+
+        A text has `num_samples` equal tokens of id 0 with the vector as `prompt_state`, or BROKEN
+        ones if the vector is not finite.
+        """
         found = self._vectors.cpu()
         are_finite = found.isfinite().all(dim=1).tolist()
         samples = Samples()
@@ -78,7 +82,7 @@ class EncoderRunner:
             self._compilations = CpuCompilations()
 
     def submit(self, batch: Batch) -> _Handle:
-        """Begin a step; each of its sequences is a whole text."""
+        """Begin a step of whole texts and return its handle; the device may still compute it."""
         runs = batch.sequences
         assert all(run.start == 0 and run.asked is not None for run in runs)
         lengths = [len(run.token_ids) for run in runs]
@@ -101,7 +105,7 @@ class EncoderRunner:
         return Packed(sent[0], sent[1], more, sent[2], max(lengths))
 
     def reset(self) -> None:
-        """Forget all sequences: nothing is known of any."""
+        """Do nothing: the runner knows nothing of a text beyond its step."""
 
     def is_lost(self) -> bool:
         """Whether the device can compute no more."""
@@ -109,7 +113,10 @@ class EncoderRunner:
 
 
 def _types(runs: Sequence[ScheduledSequence], num_rows: int) -> Ids | None:
-    """Return the type of each token; None if all are 0."""
+    """Return the type id of each row of the step (T,); None if no text has types.
+
+    Rows of a text without types get 0.
+    """
     told = [run.asked.token_type_ids for run in runs if run.asked is not None]
     if not any(told):
         return None
@@ -153,6 +160,9 @@ def _pooled_alike(states: Tensor, edges: Tensor, kind: str) -> Tensor:
 
 
 def _reduced(rows: Tensor, edges: Tensor, kind: str) -> Tensor:
-    """Return the sum, the mean or the maximum of the rows of each text."""
+    """Return the sum, the mean or the largest of each channel over the rows of each text (B, E).
+
+    `kind` is "sum", "mean" or "max"; text i has the rows edges[i] ... edges[i + 1] - 1.
+    """
     # Lengths are known to be those of the rows: a check would wait for the device.
     return torch.segment_reduce(rows, kind, offsets=edges, axis=0, unsafe=True)

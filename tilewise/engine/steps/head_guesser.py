@@ -41,8 +41,11 @@ class _HeadRunner(VerifyingRunner):
         self._previous = torch.zeros(len(self.ids), width, dtype=head.dtype, device=self.device)
 
     def forward_of(self, rows: int, ctx: AttentionContext) -> Callable[[], Tensor]:
-        """Return the function that computes the hidden states of the first `rows` rows of the
-        buffers."""
+        """Return a function that computes the head's hidden states of the first `rows` rows of the
+        buffers.
+
+        Before it runs, the function gives the head the model's hidden states that these rows need.
+        """
         forward, previous = super().forward_of(rows, ctx), self._previous[:rows]
 
         def compute() -> Tensor:
@@ -101,12 +104,17 @@ class HeadGuesser:
         self._left: list[int] = []
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Forget all sequences, here and in the runner of the head."""
         self._unseen, self._left = {}, []
         self.draft.reset()
 
     def guess(self, batch: Batch) -> Batch:
-        """Return a batch with guesses in place of DRAFT."""
+        """Return a batch with guesses in place of DRAFT.
+
+        The first guess follows from the model's hidden states that `note` has kept, further ones
+        from those of the head. A sequence without such a state gets token 0 for its guesses. The
+        batch's blocks are copied in the head's cache first.
+        """
         if batch.block_copies:
             pairs = torch.tensor(batch.block_copies, dtype=torch.int64)
             self.draft.copy(pairs.to(self.draft.device))
@@ -149,11 +157,14 @@ class HeadGuesser:
         )
 
     def note(self, batch: Batch, samples: Samples, states_of: Callable[[Tensor], Tensor]) -> None:
-        """Take the hidden states of a step.
+        """Take the model's hidden states of a step that has ended.
+
+        The head computes those of prompts at once, to fill its cache. Those of other runs are kept
+        for the next call of `guess`, without the rows of guesses that were wrong.
 
         Args:
             batch: the step, with its guesses.
-            samples: the tokens of each run, of the right guesses and one more.
+            samples: the tokens that each run has drawn: its right guesses and one more.
             states_of: a function that returns the hidden states (n, E) of rows (n,) int64.
         """
         total = sum(len(run.token_ids) for run in batch.sequences)
@@ -193,5 +204,8 @@ class HeadGuesser:
 
 
 def _filled(guesses: list[int], run: ScheduledSequence) -> list[int]:
-    """Return as many guesses as a run has rows for; where the head had no state any will do."""
+    """Return the guesses, filled up with token 0 to the number of drafts of the run.
+
+    Guesses are lacking where the head had no hidden state of the sequence.
+    """
     return [*guesses, *[0] * (run.num_drafts - len(guesses))]

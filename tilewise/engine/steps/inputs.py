@@ -35,7 +35,7 @@ class ModelInputs:
         logits_rows: (R,) int64 rows whose logits are sampled, one per sequence that samples, and
             one per draft.
         block_copies: (C, 2) int64 cache blocks (source, destination) to copy before the step.
-        other_copies: the same in groups of layers beyond the first.
+        other_copies: the blocks to copy in groups of layers beyond the first, one tensor a group.
     """
 
     ids: Tensor
@@ -53,7 +53,7 @@ class HostTables:
     costs the host no Python for each block of each context.
 
     Attributes:
-        version: another number whenever a row has changed.
+        version: a counter that grows whenever a row gets new blocks.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,10 @@ class HostTables:
         self._table = np.full((0, 0), -1, dtype=np.int64)
 
     def follow(self, batch: Batch, block_size: int) -> NDArray[np.int64]:
-        """Update the block tables by a batch; return its tables (B, max_blocks), -1 past their
-        ends."""
+        """Update the block tables by a batch; return the tables of its runs (B, max_blocks), int64.
+
+        A table ends with the block of the run's last token; behind it stands -1.
+        """
         rows = self.rows_of(batch)
         counts = [-(-(s.start + len(s.token_ids)) // block_size) for s in batch.sequences]
         most = max(counts)
@@ -74,12 +76,16 @@ class HostTables:
         return table
 
     def copy(self, rows: list[int], target: NDArray[np.int32]) -> None:
-        """Write the tables in these rows to target (B, M), as far as both go."""
+        """Write the block tables in `rows` to target (B, M), whose further columns keep their
+        contents."""
         width = min(self._table.shape[1], target.shape[1])
         target[:, :width] = self._table[rows, :width]
 
     def rows_of(self, batch: Batch) -> list[int]:
-        """Update the block tables by a batch; return the row of each of its sequences."""
+        """Update the block tables by a batch; return the row that each of its sequences has here.
+
+        Sequences that left free their rows.
+        """
         row_of = self._row_of
         self._free += [row_of.pop(seq_id) for seq_id in batch.left if seq_id in row_of]
         rows = []
@@ -133,8 +139,8 @@ def build_inputs(
             every table whole.
         group_of: the number of each layer's group, see `CacheSpec.group_of`.
         other_tables: the block tables of groups 1, 2, ...
-        sharing_tokens: keys that reading shared prefixes once must save, for it to be done; None
-            never does it.
+        sharing_tokens: the number of keys that must be saved for the step to read shared prefixes
+            once instead of once a sequence; None for never.
         batch_invariant: True if a row's bits must not depend on other rows, see `AttentionContext`.
         states: the slots of each layer with a state; None for a model without.
     """
@@ -234,7 +240,12 @@ def _place_trees(
     edges: NDArray[np.int64],
     positions: NDArray[np.int64],
 ) -> NDArray[np.bool_] | None:
-    """Return which tokens each token of a draft tree sees, and correct such rows' positions."""
+    """Return the mask of rows that each row of draft trees sees, see `tree_mask`; None without
+    trees.
+
+    The positions of a tree's rows are changed in place: a row's position is that of the tree's
+    first row plus the row's depth.
+    """
     trees: dict[int, tuple[int, tuple[int, ...]]] = {}
     for i, run in enumerate(sequences):
         if run.draft_parents:
@@ -248,12 +259,12 @@ def _place_trees(
 def tree_mask(
     lengths: NDArray[np.int64], trees: dict[int, tuple[int, tuple[int, ...]]]
 ) -> NDArray[np.bool_]:
-    """Return which new rows of its sequence each row sees, (T, longest run).
+    """Return a mask (T, longest run) of the rows of its own run that each row sees; True is seen.
 
     Args:
         lengths: (B,) rows of each run.
-        trees: number of rows before row 0 of the tree, and its parents, of each run that ends in
-            one; the others are causal.
+        trees: the runs that end in a tree, by their numbers: how many rows stand before the tree's
+            first row, and the parent of each further row. Other runs are causal.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)])
     places = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)
@@ -269,7 +280,10 @@ def tree_mask(
 def _logits_rows(
     sequences: Sequence[ScheduledSequence], ends: NDArray[np.int64], samples: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Return the rows from which tokens are drawn: each sequence's last, and its drafts'.
+    """Return the rows (R,) from which tokens are drawn, sequence by sequence.
+
+    A sequence that draws has its last row; with drafts the row before the first draft and those of
+    all drafts.
 
     Args:
         ends: the end of each sequence's rows.
@@ -303,7 +317,12 @@ def _blocks_of(sequences: Sequence[ScheduledSequence], block_size: int) -> NDArr
 
 
 def send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """Copy all `parts` to `device` at once and return them as views of one buffer there."""
+    """Copy integer arrays to a device at once; return them as flat tensors, views of one buffer
+    there.
+
+    The arrays are int64 or int32. On a GPU the copy starts from pinned memory and is not waited
+    for.
+    """
     offsets = [0]
     for part in parts:
         offsets.append(offsets[-1] + -(-part.nbytes // ALIGNMENT) * ALIGNMENT)

@@ -70,7 +70,8 @@ class Pools:
         self._poolings: dict[int, Pooling] = {}
 
     def follow(self, batch: Batch, asks: bool) -> tuple[list[Part], dict[int, Pooling]]:
-        """Forget who left; return what this step pools and what it hands over.
+        """Forget the sequences that left; return the rows that this step pools, and the poolings to
+        hand over.
 
         Every batch of a runner passes here, in order, and may pass again if its step fails: its
         parts then take the place of what was added from their first position on.
@@ -80,8 +81,9 @@ class Pools:
             asks: True if a request of the batch asks for more than tokens, see `Batch.asks`.
 
         Returns:
-            Parts, and by place among the sequences what goes with a first token, whole when all
-            parts up to this step's are finished.
+            The parts of the step, and, by place among the sequences, the pooling of each prompt
+            whose first token this step draws. Such a pooling is whole when the parts of all steps
+            up to this one are finished.
         """
         if self._poolings:
             for seq_id in batch.left:
@@ -112,7 +114,7 @@ class Pools:
 
 
 class Pooled:
-    """The sums of a step's parts: on its device and, once read, on the host.
+    """The sums, or largest values, of a step's parts: on its device and, once read, on the host.
 
     Args:
         parts: see `Pools.follow`.
@@ -121,8 +123,8 @@ class Pooled:
         device: the device of the step.
 
     Attributes:
-        tensors: one, (parts, E) float64.
-        host: the tensor in main memory to which the results are copied.
+        tensors: a list of one tensor, (parts, E) float64, on the device.
+        host: the list of one tensor in main memory to which the caller copies the results.
     """
 
     def __init__(
@@ -147,6 +149,11 @@ class Pooled:
 
 
 def hand_over(samples: list[list[SampledToken]], whole: dict[int, Pooling]) -> None:
-    """Put the vectors of prompts into the first tokens drawn after them."""
+    """Put the pooled vector of each prompt into the first token that was drawn after it, in place.
+
+    Args:
+        samples: the tokens of each sequence of the step.
+        whole: the poolings by place among the sequences, see `Pools.follow`.
+    """
     for place, pooling in whole.items():
         samples[place][0] = samples[place][0]._replace(prompt_state=pooling.vector())

@@ -29,9 +29,9 @@ class Chunk(NamedTuple):
 
     Attributes:
         first, last: rows of the step, the last one not included.
-        targets: the token that each of them predicts.
-        num_best: likeliest tokens wanted beside it.
-        scores: the scores of its sequence so far, to which `finish` adds.
+        targets: the token of the prompt that follows each of these rows, and is scored.
+        num_best: the number of most likely tokens that are wanted beside each target.
+        scores: the scores of the sequence so far, to which `finish` adds.
     """
 
     first: int
@@ -48,7 +48,8 @@ class PromptScores:
         self._scores: dict[int, list[ScoredToken]] = {}
 
     def follow(self, batch: Batch, asks: bool) -> tuple[list[Chunk], dict[int, list[ScoredToken]]]:
-        """Forget who left; return what this step scores and what it hands over.
+        """Forget the sequences that left; return the chunks that this step scores, and scores to
+        hand over.
 
         Every batch of a runner passes here, in order, and may pass again if its step fails: what a
         run scores then takes the place of what was scored from its first position on. So a runner
@@ -59,8 +60,9 @@ class PromptScores:
             asks: True if a request of the batch asks for more than tokens, see `Batch.asks`.
 
         Returns:
-            Chunks, and by place among the sequences the scores that go with a first token; they are
-            whole when all chunks up to this step's are finished.
+            The chunks of the step, and, by place among the sequences, the scores of each prompt
+            whose first token this step draws. Such scores are whole when the chunks of all steps up
+            to this one are finished.
         """
         if self._scores:
             for seq_id in batch.left:
@@ -98,8 +100,9 @@ def score(
         device: the device of the step.
 
     Returns:
-        Own log-probabilities, ids and values of the most likely, of all rows of all chunks, in
-        parts.
+        The results for the rows of all chunks, in parts of consecutive rows. A part has the
+        log-probabilities of the targets, and the ids and log-probabilities of the most likely
+        tokens.
     """
     rows = torch.tensor([r for c in chunks for r in range(c.first, c.last)], dtype=torch.int64)
     targets = torch.tensor([t for c in chunks for t in c.targets], dtype=torch.int64)
@@ -129,7 +132,12 @@ def finish(chunks: Sequence[Chunk], parts: Sequence[Triple]) -> None:
 
 
 def hand_over(samples: list[list[SampledToken]], whole: dict[int, list[ScoredToken]]) -> None:
-    """Put the scores of prompts into the first tokens drawn after them."""
+    """Put the scores of each prompt into the first token that was drawn after it, in place.
+
+    Args:
+        samples: the tokens of each sequence of the step.
+        whole: the scores by place among the sequences, see `PromptScores.follow`.
+    """
     for place, scores in whole.items():
         first = samples[place][0]
         samples[place][0] = first._replace(prompt_logprobs=tuple(scores))

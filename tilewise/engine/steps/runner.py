@@ -71,10 +71,10 @@ def threads_for(num_multiplications: int, available: int) -> int:
 
 
 def is_device_lost(device: torch.device) -> bool:
-    """Whether a device can compute no more.
+    """Return whether a device can compute no more; a CPU always can. Waits for the device.
 
     An error that CUDA keeps, such as an illegal address, is raised by every later call of the
-    process; memory that is lacking is not one.
+    process; lack of memory is no such error.
     """
     if device.type != "cuda":
         return False
@@ -89,15 +89,17 @@ def is_device_lost(device: torch.device) -> bool:
 
 
 class StepHandle(Protocol):
-    """A step that was submitted."""
+    """A step that was submitted to a runner, and may still be running."""
 
     def result(self) -> Drawn:
-        """Wait for the step and return num_samples tokens for each of its sequences; once.
+        """Wait for the step and return num_samples tokens for each of its sequences; called once.
 
-        A sequence with drafts has one token more for each that is right.
+        A plain step may give them as `PlainDraws`.
 
-        Those of a row of logits that is NaN or infinite are BROKEN. What a later step computes from
-        such a token is not used, and harms no other sequence.
+        A sequence with drafts has one token more for each draft that is right.
+
+        Tokens of a sequence whose row of logits has NaN or no finite maximum are BROKEN. What a
+        later step computes from such a token is not used, and harms no other sequence.
         """
         ...
 
@@ -106,7 +108,7 @@ class Runner(Protocol):
     """Executes batches, in the order in which they are submitted.
 
     Attributes:
-        host: main memory for blocks of it; None if batches move none.
+        host: main memory for blocks of the cache; None if batches move no block there.
     """
 
     host: HostCache | None
@@ -122,7 +124,7 @@ class Runner(Protocol):
         ...
 
     def submit(self, batch: Batch) -> StepHandle:
-        """Begin a step; `batch` is read before this returns.
+        """Begin a step and return its handle; `batch` is read before this returns.
 
         When this raises, nothing of the step counts, and steps submitted before still finish.
         After reset() the step may come again, whole or in parts.
@@ -130,8 +132,9 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget all sequences: later batches describe each from its beginning. No step is
-        unfinished.
+        """Forget all sequences: later batches describe each from its beginning.
+
+        It is called only when no step is unfinished.
 
         The log-probabilities of prompts from earlier steps are kept, as a sequence may continue
         them.
@@ -194,17 +197,19 @@ class CausalModel(Protocol):
 
 
 def head_logits(model: CausalModel) -> Callable[[Tensor], Tensor]:
-    """Return the function that maps hidden states to logits in the dtype of the weights.
+    """Return the function that maps hidden states (R, E) to logits (R, V) in the weights' dtype.
 
-    It serves samplers that convert to float32 themselves. A model without `head_logits` gives its
-    `compute_logits`, which writes float32: 155 MB for 256 rows of 151,936.
+    Samplers that convert to float32 themselves use it, to save memory. For a model without
+    `head_logits` the function is `compute_logits`, which writes float32: 155 MB for 256 rows of
+    151,936.
     """
     found: Callable[[Tensor], Tensor] = getattr(model, "head_logits", model.compute_logits)
     return found
 
 
 def largest_weight(model: CausalModel) -> int:
-    """Return the elements of the largest weight of a layer."""
+    """Return the number of elements of the largest parameter of a model's layers; 0 without
+    layers."""
     layers = getattr(model, "layers", [])
     return max((x.numel() for layer in layers for x in layer.parameters()), default=0)
 
@@ -217,7 +222,8 @@ class ModelRunner:
         storage: the paged cache on the device of the model.
         num_parameters: the number of the model's parameters, from which a step on a CPU chooses its
             threads; None leaves torch's number of threads alone.
-        sampler: logits to tokens; see `tilewise.engine.steps.sampler.sample`.
+        sampler: the function that draws tokens from logits, see
+            `tilewise.engine.steps.sampler.sample`.
         batch_invariant: True if a token's bits depend on the tokens before it alone: neither on
             what shares its steps nor on how many of its sequence's tokens come at once.
 
@@ -227,8 +233,10 @@ class ModelRunner:
         host: main memory for blocks; may be set before the first step.
         adapters: the slots of adapters; None for an engine without. May be set before the first
             step.
-        watch: a function that is called with each step, what it has drawn and `states_of`; or None.
-        why_not_compiled: why a CPU's steps are not one compiled list, where that is so.
+        watch: a function that is called after each step with its batch, the drawn tokens and
+            `states_of`; or None.
+        why_not_compiled: the reason why steps on a CPU are not one compiled list; empty where they
+            are, or on another device.
         sharing_tokens: the argument of that name of `build_inputs`. None on a CPU and with
             `batch_invariant`: the bits of a sequence would depend on the sequences with which it
             shares a prefix.
@@ -276,12 +284,14 @@ class ModelRunner:
         return 0 if self._compilations is None else self._compilations.count
 
     def count_compilations(self) -> None:
-        """Count from now on what is compiled: the runner is ready."""
+        """Begin to count compiled kernels at 0, as the runner is ready; only a CPU's are
+        counted."""
         if self.device.type == "cpu":
             self._compilations = CpuCompilations()
 
     def submit(self, batch: Batch) -> Finished:
-        """Compute a step; the handle that is returned has finished already."""
+        """Move the batch's swapped blocks, compute its step, and return a handle that has
+        finished."""
         if self.host is not None:
             self.host.move(batch)
         batch = self._known(batch)
@@ -335,7 +345,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _adjust_and_sample(self, logits: Tensor, batch: Batch) -> Samples:
         """Change logits in place as requests ask (penalties, masks, biases), and draw tokens from
-        them."""
+        them. Log-probabilities are those of the logits before the change. A sequence whose logits
+        could not be changed gets the error in place of its tokens."""
         draws = [s.num_samples > 0 for s in batch.sequences]
         rows = [sum(draws[:i]) for i in range(len(draws))]
         has_logprobs = any(s.sampling.logprobs is not None for s in batch.sequences)
@@ -347,7 +358,10 @@ class ModelRunner:
         return samples
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Forget the block tables, the drawn tokens and the adjuster's state of all sequences.
+
+        Scores and pooled states of prompts are kept, as a sequence may continue them.
+        """
         self._drawn, self._tables = {}, HostTables()
         self._other_tables = [HostTables() for _ in self._other_tables]
         self._adjuster.reset()
@@ -357,7 +371,7 @@ class ModelRunner:
         return is_device_lost(self.device)
 
     def _known(self, batch: Batch) -> Batch:
-        """Put the tokens that the last step has drawn in place of PENDING."""
+        """Return the batch with the tokens that the last step has drawn in place of PENDING."""
         if all(s.token_ids[-1] != PENDING for s in batch.sequences):
             return batch
         drawn = self._drawn
@@ -391,14 +405,15 @@ class ModelRunner:
     def logits_of(self, rows: Tensor) -> Tensor:
         """Return the logits (n, V) float32 of rows (n,) int64 of the step that `forward` ran last.
 
-        They may lie where those of the last call do.
+        The next call may overwrite them.
         """
         assert self._hidden is not None
         return self.model.compute_logits(self._hidden.index_select(0, rows)).float()
 
     @torch.inference_mode()
     def states_of(self, rows: Tensor) -> Tensor:
-        """Return the hidden states (n, E), after the last norm, of rows (n,) int64 likewise."""
+        """Return the hidden states (n, E), after the model's last norm, of rows (n,) int64 of the
+        step that `forward` ran last."""
         assert self._hidden is not None
         return self._hidden.index_select(0, rows)
 
@@ -408,7 +423,7 @@ class ModelRunner:
         copy_in_all_layers(self.storage.parts[0], block_pairs)
 
     def copy_all(self, inputs: ModelInputs) -> None:
-        """Copy the blocks that a step says, in all layers of each group."""
+        """Copy the blocks that a step's inputs name, in all layers of each group."""
         for part, pairs in zip(
             self.storage.parts, (inputs.block_copies, *inputs.other_copies), strict=True
         ):
@@ -417,7 +432,11 @@ class ModelRunner:
 
     @contextmanager
     def threads(self, num_tokens: int) -> Iterator[None]:
-        """Let torch, and the kernels that follow it, use as many threads as the step is worth."""
+        """Let torch use only as many threads as a step of `num_tokens` rows is worth, during the
+        block.
+
+        Only on a CPU, for a runner that was told the number of parameters.
+        """
         available = torch.get_num_threads()
         chosen = available
         if self.device.type == "cpu" and self.num_parameters is not None:

@@ -127,7 +127,11 @@ def is_greedy(rows: Sequence[ScheduledSequence]) -> bool:
 def greedy_tokens(
     logits: NDArray[np.float32], rows: Sequence[ScheduledSequence]
 ) -> list[list[SampledToken]]:
-    """Return the tokens of greedy rows, without a tensor: of small ones that is half the time."""
+    """Return the most likely token of each row of logits, `num_samples` times, BROKEN if not
+    finite.
+
+    All rows are greedy. It is computed by numpy: for small logits torch would take twice the time.
+    """
     if len(rows) == 1:  # what follows, in fewer calls
         place = int(logits[0].argmax())
         is_known = isfinite(logits[0, place])
@@ -156,7 +160,7 @@ def truncate(p: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
     Args:
         p: (R, V) float64, rows that sum to 1.
-        params: R of them.
+        params: the sampling parameters of each row.
 
     Returns:
         (R, V), not renormalised.
@@ -192,8 +196,8 @@ def _scan(ordered: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor
         top_k, top_p: (R, 1).
 
     Returns:
-        The smallest probability kept (R, 1), and whether the ones not seen are all dropped: the
-        last one seen is, and they are no larger.
+        The smallest probability kept (R, 1), and whether it is that of the whole vocabulary (R, 1):
+        True if the last of the C probabilities is dropped, so that the smaller ones are as well.
     """
     count = ordered.shape[-1]
     kth = ordered.gather(-1, (top_k - 1).clamp(0, count - 1))
@@ -208,9 +212,13 @@ def _scan(ordered: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor
 
 
 def most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest values (R, count) of (R, V) and their places, of equal ones the lower.
+    """Return the `count` largest values of each row of (R, V) in descending order, and their
+    places.
 
-    On a GPU without a wait; on a CPU the whole is sorted only where the last one has an equal.
+    Of equal values the one at the lower place comes first. Both results are (R, count).
+
+    A GPU sorts whole rows, so that the host need not wait; a CPU only those with another value
+    equal to the last.
     """
     if logprobs.device.type != "cpu":
         top, ids = logprobs.sort(dim=-1, descending=True, stable=True)
@@ -284,10 +292,12 @@ def _unless_all(values: Sequence[float], usual: float, dtype: torch.dtype) -> Te
 
 
 def _draw_rows(logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[list[int]]:
-    """Draw max(num_samples) token ids from each row of logits (R, V).
+    """Draw token ids from each row of logits (R, V); each row of the result has as many as the most
+    that a run draws.
 
     Args:
-        rows: the runs whose rows these are; every temperature is above 0.
+        rows: the run of each row; every temperature is above 0. Ids past a run's num_samples mean
+            nothing.
     """
     params = [s.sampling for s in rows]
     temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)

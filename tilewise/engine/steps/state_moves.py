@@ -31,7 +31,11 @@ def layer_states(storage: StateStorage) -> Mapping[int, LayerStates]:
 
 @torch.inference_mode()
 def begin_states(storage: StateStorage | None, batch: Batch) -> None:
-    """Fill slots from checkpoints and from other slots, before anything of a step runs."""
+    """Fill slots of states from checkpoints, then copy slots to others, before a batch's layers
+    run.
+
+    The batch's `states` say which. Without a storage of states nothing is done.
+    """
     if storage is not None:
         storage.restore(batch.states.restores)
         storage.fork(batch.states.forks)
@@ -39,7 +43,10 @@ def begin_states(storage: StateStorage | None, batch: Batch) -> None:
 
 @torch.inference_mode()
 def end_states(storage: StateStorage | None, batch: Batch) -> None:
-    """Save the checkpoints that a batch asks for, after its layers have run."""
+    """Save the checkpoints of states that a batch asks for, after its layers have run.
+
+    Without a storage of states nothing is done.
+    """
     if storage is not None:
         storage.save(batch.states.saves)
 
@@ -72,10 +79,10 @@ class FixedStates:
         self.slots[:bucket].copy_(send((slots,), self.slots.device)[0])
 
     def of_rows(self, starts: Tensor) -> StepStates:
-        """Return the states of the first rows.
+        """Return the states of the first rows of a captured step, as views of the fixed slots.
 
         Args:
-            starts: (rows,) int64, the tokens of each row that came before the step.
+            starts: (rows,) int64, for each row the number of its sequence's tokens before the step.
         """
         return StepStates(self.slots[: len(starts)], starts, self.layers)
 

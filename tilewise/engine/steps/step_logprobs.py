@@ -66,9 +66,13 @@ class StepLogprobs:
         return found
 
     def room_of(self, found: list[Tensor], place: int) -> list[Tensor]:
-        """Return host memory for the log-probabilities of the decode step at `place` of the ring.
+        """Return host memory, pinned on a GPU, to which log-probabilities of a decode step are
+        copied.
 
-        A later step at the same place gets the same memory: what was in it has been read by then.
+        Args:
+            found: the tensors on the device, whose shapes and dtypes the result has.
+            place: the step's place in the ring of steps. A later step at this place gets the same
+                memory, whose contents have been read by then.
         """
         kept = self._rooms.get(place, [])
         if [(x.dtype, x.shape[1:]) for x in kept] != [(x.dtype, x.shape[1:]) for x in found]:
@@ -81,10 +85,17 @@ class StepLogprobs:
 
 
 class Asking(NamedTuple):
-    """Samples that ask for log-probabilities: their numbers, and their rows on the device.
+    """Samples that ask for log-probabilities.
 
-    The most that one of them asks for may be more than the kernel gives: beams may be many. These
-    have theirs from torch, which rounds otherwise; the others' bits do not depend on them.
+    `ops.token_logprobs` gives at most MOST_LOGPROBS alternatives. Samples that ask for more, as
+    wide beam searches do, have theirs from torch, which rounds in another way; bits of other
+    samples do not depend on them.
+
+    Attributes:
+        places: the numbers of the samples among all samples of the step, in the order of their
+            rows.
+        rows: (n,) int64, on the device, the row of logits of each.
+        most: the most alternatives that one of them asks for.
     """
 
     places: list[int]
@@ -112,7 +123,9 @@ class Asking(NamedTuple):
 class FoundLogprobs:
     """Log-probabilities of the samples `asking`, on the device and, once read, on the host.
 
-    Behind those of the kernel come those for samples that ask for more, if there are some.
+    `found` has three tensors of all these samples: the log-probability of the drawn token, and ids
+    and log-probabilities of the most likely ones. Where a sample asks for more than MOST_LOGPROBS,
+    three more with more columns follow, likewise of all samples.
     """
 
     def __init__(self, asking: list[int], found: list[Tensor]) -> None:
@@ -120,7 +133,11 @@ class FoundLogprobs:
         self.host: list[Tensor] = []
 
     def attach(self, samplers: Sequence[ScheduledSequence], tokens: list[SampledToken]) -> None:
-        """Replace the tokens of these samples by tokens with log-probabilities."""
+        """Replace the tokens of the samples `asking` in `tokens` by tokens with log-probabilities.
+
+        The numbers are read from `host`, to which the caller has copied them. `samplers` are the
+        runs of all samples of the step.
+        """
         found = [x.tolist() for x in self.host]
         for row, i in enumerate(self.asking):
             kept = samplers[i].sampling.logprobs or 0

@@ -14,7 +14,8 @@ SOONEST, LATEST = 32, 4096  # steps until the next trial: doubled each time the 
 
 @dataclass
 class _Kind:
-    """Steps of one kind: the times of the current trial, and the result of the last one."""
+    """Steps of one kind: the times of the current trial by number of threads, and the number that
+    won the last trial."""
 
     times: dict[int, list[float]] = field(default_factory=dict)
     tried: int = 0  # steps of the trial
@@ -42,14 +43,20 @@ class Teams:
         self._kinds: dict[tuple[int, int], _Kind] = {}
 
     def choose(self, kind: int, most: int) -> int:
-        """Return the number of threads for a step of `kind`: 1 or `most`."""
+        """Return the number of threads for a step of `kind`: 1 or `most`.
+
+        It is the one of the last trial that won, or during a trial the one whose turn it is. Kinds
+        are told apart together with `most`.
+        """
         if most == 1:
             return 1
         known = self._kinds.setdefault((kind, most), _Kind())
         return known.best if known.left > 0 else _tried_next(known, most)
 
     def record(self, kind: int, most: int, team: int, seconds: float) -> None:
-        """Note the seconds of a step on `team` threads.
+        """Note the seconds of a step on `team` threads, by which a trial is decided.
+
+        Between two trials it only counts the steps.
 
         Args:
             kind: the kind of the step.

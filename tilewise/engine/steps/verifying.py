@@ -34,7 +34,7 @@ __all__ = ["VerifyingRunner", "padded_places"]
 
 
 def padded_places(lengths: Sequence[int], width: int) -> NDArray[np.int64]:
-    """Return the rows (T,) of packed runs within runs that are all padded to `width` rows.
+    """Return the place (T,) of each row of packed runs once every run is padded to `width` rows.
 
     Padding stands before a run, so that the last row stays the last of its sequence and every row
     sees the same keys as without.
@@ -54,7 +54,7 @@ class VerifyingRunner(ModelRunner):
         max_num_seqs: the largest number of sequences of a batch.
         max_model_len: the largest number of tokens of a sequence.
         num_drafts: the most guesses of a run.
-        pads: see below.
+        pads: True if short runs are padded to a width that a graph has.
 
     Attributes:
         buckets: the numbers of sequences of which there are graphs, ascending.
@@ -122,7 +122,12 @@ class VerifyingRunner(ModelRunner):
         )
 
     def _write(self, inputs: ModelInputs, count: int, width: int) -> Tensor | None:
-        """Put a step where graphs read it; return the places of its rows, None if in order."""
+        """Write a step's inputs to the buffers that graphs read, padded to `count` runs of `width`
+        rows.
+
+        Returns:
+            The place (T,) of each row of the step in the buffers; None if the rows stand in order.
+        """
         lengths, rows = self._lengths, count * width
         num_seqs, ctx = len(lengths), inputs.ctx
         places = None
@@ -143,7 +148,7 @@ class VerifyingRunner(ModelRunner):
         return places
 
     def put(self, target: Tensor, rows: Tensor, places: Tensor | None) -> None:
-        """Write the rows of a step to a buffer of graphs."""
+        """Write rows of a step to a buffer that graphs read, at `places`; None is from row 0 on."""
         if places is None:
             target[: len(rows)].copy_(rows)
         else:
@@ -184,7 +189,10 @@ class VerifyingRunner(ModelRunner):
         return lambda: self.model(ids, positions, ctx=ctx, kv=self.storage.layers)
 
     def _capture(self, step: _Step) -> None:
-        """Capture a step; what is in the buffers is read by it later, and no key is written."""
+        """Capture a step; the contents of the buffers are as before when this returns.
+
+        While the step runs for capture no row has a slot, so no key is written to the cache.
+        """
         if self._capturing is None:
             pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
             self._capturing = pool, stream
@@ -220,7 +228,7 @@ class _Step:
 
     Args:
         forward: a function that computes the hidden states.
-        ctx: the context that it passes to the model.
+        ctx: the attention context that `forward` passes to the model.
         largest: the elements of the largest weight of a layer.
     """
 
@@ -230,7 +238,10 @@ class _Step:
         self._hidden: Tensor | None = None  # where the graph leaves its states
 
     def run(self) -> Tensor:
-        """Return the hidden states (rows, E), valid until another step runs."""
+        """Replay the step's graph, or compute op by op without one; return hidden states (rows, E).
+
+        They are valid until another step runs.
+        """
         if self._graph is None or self._hidden is None:
             return self._compute()
         self._graph.replay()

@@ -17,7 +17,9 @@ MAX_TOKEN_ID = 2**31 - 1  # token ids travel as int32
 
 
 def window_blocks(window: int, num_tokens: int, block_size: int) -> int:
-    """Return the most blocks that the keys of a run's queries lie in, wherever the run begins.
+    """Return the most blocks in which the keys lie that a run of `num_tokens` queries sees.
+
+    It holds wherever the run begins, for layers with a window of `window` keys.
 
     The first of `num_tokens` queries sees window - 1 keys before its own, the last its own:
     window + num_tokens - 1 keys in a row.
@@ -35,10 +37,10 @@ class Limits:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one step.
         max_model_len: tokens of a sequence, prompt and generated.
-        long_prefill_token_threshold: tokens of one sequence in one step; None is no limit of its
-            own.
+        long_prefill_token_threshold: the most tokens of one sequence in one step; None for
+            max_num_batched_tokens.
         max_waiting_requests: requests that may wait without having run; None is no bound.
-        max_waiting_tokens: tokens of their prompts together; None is no bound.
+        max_waiting_tokens: prompt tokens of all these waiting requests together; None is no bound.
         windows: the window of each group of layers, None for all keys.
         other_blocks: cache blocks of the groups of layers beyond the first.
         fair_prompt_tokens: the number of tokens of a step's admitted prompts, under the policy
@@ -121,7 +123,12 @@ class Limits:
         return longest
 
     def _scarcest(self) -> tuple[int, str]:
-        """Return the longest sequence that all groups of layers hold, and which holds no more."""
+        """Return the most tokens of a sequence that all groups of layers hold, and what sets this
+        bound.
+
+        The latter is the part of an error message that names the scarcest group's blocks; "" if
+        max_model_len alone bounds a sequence.
+        """
         found = (self.max_model_len, "")
         counts = (self.num_blocks, *self.other_blocks)
         for window, count in zip(self.windows, counts, strict=True):
@@ -140,9 +147,10 @@ class Limits:
         return found
 
     def max_len(self, request: Request) -> int:
-        """Return how many tokens, prompt and generated, end a sequence of this request.
+        """Return the number of tokens, prompt and generated, at which a sequence of a request ends.
 
-        min(prompt + max_tokens, max_model_len); without max_tokens, as far as model and cache go.
+        It is min(prompt + max_tokens, max_model_len), one more than the latter for an encoder;
+        without max_tokens, as far as model and cache go.
         """
         max_tokens = request.sampling.max_tokens
         if max_tokens is None:
@@ -155,7 +163,8 @@ class Limits:
 
         Args:
             request: a request that could be served.
-            num_waiting, num_waiting_tokens: requests that have not run, tokens of their prompts.
+            num_waiting, num_waiting_tokens: the number of requests that have not run yet, and of
+                all tokens of their prompts.
 
         Raises:
             QueueFullError: the queue is full. A prompt longer than max_waiting_tokens is accepted

@@ -48,14 +48,15 @@ class BlockFiles:
     """Keeps blocks in a directory; a `BlockStore` of `engine.tables.swap_space`.
 
     Args:
-        directory: made if need be; processes may share it, each counting what it knows of.
+        directory: the folder of the files, made if need be; processes may share it, each counting
+            the files that it knows.
         host: main memory, or that of one group of layers, from which blocks come and to which they
             go.
         model: a name for everything beside the tokens that keys and values depend on, exactly.
         max_bytes: the bound of the bytes of all files together.
 
     Attributes:
-        model: the same, until `clear`.
+        model: the argument of that name; a random one after `clear`.
         is_writable: False after a write has failed, for good.
         num_hits, num_misses: reads that gave a block, and that did not.
 
@@ -90,11 +91,14 @@ class BlockFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files that are known."""
+        """Bytes of all files that this object knows."""
         return self._num_bytes
 
     def save(self, content: Content, slot: int) -> None:
-        """Queue a block to be written to a file; if too many wait, it is not written.
+        """Queue a block to be written to a file by another thread; never fails.
+
+        Nothing is done if the block is known already, if too many wait, or after a write has
+        failed.
 
         Args:
             content: the tokens and the namespace by which the block is found.
@@ -120,7 +124,10 @@ class BlockFiles:
             return digest in self._sizes or digest in self._waiting
 
     def load(self, content: Content, slot: int) -> bool:
-        """Read the block of this content into a slot; return False if it is absent or damaged."""
+        """Read the block of this content into a slot of main memory; return whether it was found.
+
+        A file that is damaged, or holds other content, is removed and counts as not found.
+        """
         with self._lock:
             waiting = self._waiting.get(content.digest)
         if waiting is not None:
@@ -139,7 +146,8 @@ class BlockFiles:
         return True
 
     def forget(self, digest: bytes) -> None:
-        """Drop a block and all that follow it, written or not."""
+        """Remove a block, by its digest, and all blocks that follow it, whether they are written or
+        wait."""
         with self._lock:
             gone = [digest]
             for each in gone:  # it grows meanwhile
@@ -155,10 +163,11 @@ class BlockFiles:
                     del self._waiting[each]
 
     def clear(self) -> None:
-        """Drop everything. What is saved from then on is found by this object alone.
+        """Remove all files, as after a change of weights; blocks saved later are found by this
+        object alone.
 
-        Everything is dropped when the weights change: `model` tells of those before, and who has
-        them would find keys of others.
+        `model` becomes random: it names the old weights, so a process that has these would find
+        blocks of the new ones under it.
         """
         with self._lock:
             self.model = os.urandom(32)
@@ -167,7 +176,10 @@ class BlockFiles:
                 self._drop(digest)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until what was saved is written, `timeout_s` at most; return whether it is."""
+        """Wait until all saved blocks are written, or for `timeout_s`; return whether they are.
+
+        None waits without a bound.
+        """
         with self._lock:
             thread = self._thread
             if thread is not None:
@@ -178,12 +190,16 @@ class BlockFiles:
         return not thread.is_alive()
 
     def path(self, digest: bytes, parent: bytes) -> Path:
-        """Return where a block is, or would be."""
+        """Return the path of a block's file, whether it exists or not, from its and its parent's
+        digest."""
         return self.directory / f"{digest.hex()}-{parent.hex()}{SUFFIX}"
 
     def _scan(self) -> None:
-        """List the files that are there, the oldest first, and remove unfinished ones of a killed
-        process."""
+        """Note the files in the directory, the oldest first; remove unfinished ones of killed
+        processes.
+
+        If the files take more than `max_bytes`, the oldest are removed.
+        """
         found = []
         for entry in os.scandir(self.directory):
             name, suffix = os.path.splitext(entry.name)
@@ -208,7 +224,7 @@ class BlockFiles:
         self._num_bytes += size
 
     def _drop(self, digest: bytes) -> None:
-        """Remove a file, if it is known."""
+        """Remove a file and forget it, if this object knows it."""
         size = self._sizes.pop(digest, None)
         if size is None:
             return
@@ -226,7 +242,11 @@ class BlockFiles:
             self._drop(next(iter(self._sizes)))
 
     def _read(self, content: Content) -> list[NDArray[np.uint8]] | None:
-        """Return the data of a file if it is whole and holds exactly this content."""
+        """Return the arrays of a file, one for each tensor of a block; None if it is not exactly
+        this content.
+
+        A file that is torn, damaged or of other content is removed.
+        """
         path = self.path(content.digest, content.parent)
         try:
             raw = path.read_bytes()
@@ -262,7 +282,10 @@ class BlockFiles:
 
     def _write_all(self) -> None:
         """Write the waiting blocks to files, on a thread of its own, until asked to end or long
-        idle."""
+        idle.
+
+        After the first failure it warns, and further blocks are dropped.
+        """
         while (digest := self._next()) is not None:
             with self._lock:
                 waiting = self._waiting.get(digest)
@@ -335,7 +358,11 @@ class GroupFiles(tuple[BlockFiles, ...]):
     __slots__ = ()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until what was saved is written, `timeout_s` at most; return whether it is."""
+        """Wait until the saved blocks of all groups are written, or for `timeout_s` altogether.
+
+        Returns:
+            Whether all are written.
+        """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         left = (None if end is None else max(0.0, end - time.monotonic()) for _ in self)
         done = [files.flush(wait) for files, wait in zip(self, left, strict=True)]

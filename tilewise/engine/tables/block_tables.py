@@ -90,12 +90,14 @@ class _Match:
 class BlockTables(Holdings):
     """Give sequences their blocks in every group of layers and take them back.
 
-    Args: as of `Holdings`.
+    The arguments are those of `Holdings`.
 
     Attributes:
         num_merged: blocks that gave way to older ones of equal content.
         blocks_peak: the most blocks of the first group that a step ever used.
-        slots_peak: slots of them that held a token in the first such step.
+        slots_peak: slots of these blocks that held a token in the first such step.
+        on_full: a function that is called with the prefix cache's node of each block that becomes
+            full and is new there; None calls nothing.
     """
 
     def __init__(
@@ -127,12 +129,13 @@ class BlockTables(Holdings):
 
     @property
     def prefix_counts(self) -> tuple[int, int]:
-        """Tokens of all admitted sequences, and how many of them the prefix cache had."""
+        """The number of tokens of all admitted sequences, and of those that the prefix cache
+        had."""
         return (self.prefix.num_query_tokens, self.prefix.num_hit_tokens) if self.prefix else (0, 0)
 
     @property
     def num_free(self) -> int:
-        """Blocks that every group has free at least."""
+        """The number of free blocks of the group that has the fewest."""
         return min(pool.allocator.num_free for pool in self.pools)
 
     @property
@@ -143,16 +146,18 @@ class BlockTables(Holdings):
 
     @property
     def has_fenced(self) -> bool:
-        """Whether blocks become free when unfinished steps finish."""
+        """Whether released blocks or checkpoints wait for an unfinished step, to become free after
+        it."""
         if self.states is not None and self.states.has_fenced:
             return True
         return any(any(pool.fences) or any(pool.read) for pool in self.pools)
 
     def begin_step(self) -> tuple[Transfers, Transfers]:
-        """Note that a step may use any block that has an owner now.
+        """Note that a step begins, which may use any block that has an owner now.
 
         Returns:
-            What it moves out and in, of the first group.
+            The moves of the first group in this step: (block, slot) to main memory, and (slot,
+            block) back.
         """
         for pool in self.pools:
             pool.fences.append([])
@@ -163,7 +168,8 @@ class BlockTables(Holdings):
         return first
 
     def take_other_moves(self) -> tuple[tuple[Transfers, Transfers], ...]:
-        """Return the moves to and from main memory of the current step in groups 1, 2, ...."""
+        """Return the moves of the step that began last, to and from main memory, in groups 1, 2,
+        ...."""
         moves, self._moves = tuple(self._moves), []
         return moves
 
@@ -188,11 +194,16 @@ class BlockTables(Holdings):
             self.states.end_step(index)
 
     def parent_of(self, block: int) -> int:
-        """Return the first group's block before a known one in its prefix; -1 where none is."""
+        """Return the block before a block of the first group in its prefix; -1 for a first or
+        unknown one."""
         return self.prefix.parent_of(block) if self.prefix else -1
 
     def tell(self, seq: Sequence) -> tuple[tuple[list[int], int], ...]:
-        """Return for groups 1, 2, ... the table and its first new block, which a batch tells."""
+        """Return for groups 1, 2, ... a sequence's block table and the index of its first new
+        block.
+
+        A batch tells them; all of these blocks count as told from now on. () for a single group.
+        """
         if self.is_one_group:
             return ()
         places = self.places[seq]
@@ -201,14 +212,22 @@ class BlockTables(Holdings):
         return others
 
     def _lacks_checkpoint(self, hits: list[PrefixNode]) -> bool:
-        """Whether a hit's checkpoint is in main memory alone, and steps read all of the device."""
+        """Return whether a hit's checkpoint is in main memory alone, and the device has no free
+        one.
+
+        All checkpoints of the device are then read by steps.
+        """
         states = self.states
         if states is None or not hits or hits[-1].blocks[states.group] >= 0:
             return False
         return self.allocator_of(states.group).num_free == 0
 
     def missing_blocks(self, seq: Sequence, spare: int) -> int:
-        """Return how many blocks of the scarcest group must become free before reserve() can."""
+        """Return the number of blocks that must become free, in the scarcest group, before
+        reserve() works.
+
+        0 if it works now. `spare` blocks must stay free in each group.
+        """
         needs = self._demands(seq, self._match(seq))
         lacking = (
             need + spare - pool.allocator.num_free
@@ -217,11 +236,12 @@ class BlockTables(Holdings):
         return max(0, *lacking, self._lacks_checkpoint(self._match(seq)))
 
     def refuses(self, seq: Sequence, spare: int) -> bool:
-        """Return whether reserve() would give a sequence nothing now."""
+        """Return whether reserve() would give a sequence nothing now; nothing is changed."""
         return self._is_refused(seq, self._match(seq), spare)
 
     def reserve(self, seq: Sequence, spare: int) -> bool:
-        """Give a sequence without blocks those of its known tokens, or of a window and a step.
+        """Give a sequence without blocks those of its known tokens, or in a group with a window
+        those of a window and a step.
 
         Without a window the whole prompt is reserved even if only a chunk of it runs now: two
         half-computed prompts could otherwise each wait for the blocks of the other. What the prefix
@@ -232,7 +252,7 @@ class BlockTables(Holdings):
             spare: blocks that must stay free in each group.
 
         Returns:
-            Whether the blocks were there.
+            Whether enough blocks were free; if not, the sequence has none.
         """
         has_files = self.memory is not None and bool(self.memory.stores)
         if has_files and not seq.scores_prompt and self.missing_blocks(seq, spare) == 0:
@@ -266,7 +286,13 @@ class BlockTables(Holdings):
         return True
 
     def _begin_state(self, seq: Sequence, hits: list[PrefixNode]) -> None:
-        """Give a sequence a slot, filled from the checkpoint of the last block of a hit."""
+        """Give a sequence a slot of states, which is filled from the checkpoint at the end of a
+        hit.
+
+        Args:
+            seq: the sequence, which is being admitted.
+            hits: the nodes of the cached blocks with which it begins.
+        """
         states, checkpoint = self.states, -1
         assert states is not None
         if hits:
@@ -274,7 +300,10 @@ class BlockTables(Holdings):
         states.admit(seq, len(hits) * self.block_size, checkpoint)
 
     def shares(self, seq: Sequence, writer: Sequence) -> bool:
-        """Whether the block that another sequence writes is of use to one with the same next block.
+        """Return whether a sequence gains by waiting for its next block until `writer` has written
+        it.
+
+        Both have the same tokens in this block. Without states the answer is True.
 
         With states the two must agree as far as the next place of a checkpoint.
 
@@ -289,7 +318,10 @@ class BlockTables(Holdings):
         return end < seq.num_tokens and seq.token_ids[first:end] == writer.token_ids[first:end]
 
     def cut(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many of the next tokens of a sequence to run: states may end a run earlier."""
+        """Return the number of next tokens of a sequence to run, at most `num_tokens`.
+
+        In a model with states a run ends at the next place where a checkpoint is wanted.
+        """
         states, prefix = self.states, self.prefix
         if states is None or prefix is None or seq.is_doubtful or num_tokens < 2:
             return num_tokens
@@ -298,13 +330,13 @@ class BlockTables(Holdings):
         return states.cut(seq, num_tokens, depth)
 
     def swap_out(self, family: list[Sequence]) -> bool:
-        """Copy the blocks that all these sequences need to continue to main memory, or none of
-        them.
+        """Let the next step copy the blocks that sequences need to continue to main memory, all or
+        none.
 
         Nothing is copied if a later step has released a block that one of them needs.
 
         Returns:
-            Whether there was room; the sequences still hold their blocks.
+            Whether main memory had room; the sequences still hold their blocks.
         """
         if self.memory is None or any(map(self.has_passed, family)):
             return False
@@ -316,7 +348,8 @@ class BlockTables(Holdings):
         return count_seen(self, family)
 
     def has_passed(self, seq: Sequence) -> bool:
-        """Return whether blocks that a sequence's next token sees were released already.
+        """Return whether blocks that a sequence's next token sees were released already, or its
+        state has left the token's chunk.
 
         A later step, unfinished or taken back, has released them behind its window.
         """
@@ -328,7 +361,8 @@ class BlockTables(Holdings):
         )
 
     def swap_in(self, group: list[Sequence], spare: int) -> bool:
-        """Swap in all samples of a request that were swapped out, or none.
+        """Give all swapped-out samples of a request blocks, which the next step fills, or none of
+        them.
 
         Contents that the prefix cache still holds are shared and not moved; all full blocks that
         come back are findable from then on.
@@ -339,12 +373,13 @@ class BlockTables(Holdings):
                 next, too.
 
         Returns:
-            Whether the blocks were there.
+            Whether enough blocks were free; if not, nothing has changed.
         """
         return bring_back(self, group, spare)
 
     def is_coming(self, seq: Sequence) -> bool:
-        """Whether the next step brings some of a sequence's blocks from main memory."""
+        """Return whether the next step fills blocks, or the state, of a sequence from main
+        memory."""
         if self.memory is None:
             return False
         held = [self.held(seq, number) for number in range(len(self.pools))]
@@ -361,7 +396,11 @@ class BlockTables(Holdings):
             self.memory.drop(seq)
 
     def cancel_transfers(self) -> None:
-        """Cancel all moves: no sequence is unfinished, so there may be no further step."""
+        """Cancel the moves of the next step, as no sequence is unfinished and there may be no
+        further step.
+
+        Blocks that were to be filled leave the prefix cache.
+        """
         if self.memory is not None:
             for number, blocks in enumerate(self.memory.cancel()):
                 self.forget_blocks(number, blocks)
@@ -379,7 +418,8 @@ class BlockTables(Holdings):
             waiting: the sequences that hold none.
 
         Returns:
-            The running and the waiting sequences whose blocks and slots lack their contents.
+            The running sequences whose blocks, and the waiting ones whose slots in main memory,
+            have not got their contents. The caller must recompute them.
         """
         return revoke_moves(self, batch, later, running, waiting)
 
@@ -392,7 +432,8 @@ class BlockTables(Holdings):
         positions are let go of in any case.
 
         Returns:
-            Whether the blocks were there in all groups; if not, no other thing has changed.
+            Whether enough blocks were free in all groups; if not, the sequence's tables have not
+            changed.
         """
         size, start = self.block_size, seq.num_scheduled_tokens
         first = start // size
@@ -449,7 +490,8 @@ class BlockTables(Holdings):
             pool.sources[source] += 1
 
     def begin_blocks(self, sequences: list[Sequence]) -> bool:
-        """Give each of the sequences, whose blocks are full, a block for its next token.
+        """Give each of the sequences, all of whose blocks are full, one new block, or give none
+        any.
 
         It is `extend` for layers that are one group and keep every token.
 
@@ -465,14 +507,17 @@ class BlockTables(Holdings):
         return True
 
     def fork(self, parent: Sequence, child: Sequence, gone: Sequence | None = None) -> None:
-        """Let a new sequence start from all that its parent has computed.
+        """Let a new sequence, `child`, share all blocks of its parent, and start from its computed
+        tokens.
+
+        In a model with states the child gets a copy of the parent's state.
 
         Args:
-            gone: a sequence that is released next. Of layers in one group the child takes over its
-                ownership of the blocks that it shares with the parent: of a long text nearly all.
-                Only while no step is unfinished: blocks released during a step are freed together,
-                in an order in which the rest of `gone` would come after what the child releases
-                meanwhile.
+            gone: a sequence that is released next, None for none. In a cache of one group the child
+                takes over the ownership of the blocks that `gone` shares with the parent, nearly
+                all of a long text, so that their counts need not change. Only while no step is
+                unfinished: blocks released during a step are freed together, in an order in which
+                the rest of `gone` would come after what the child releases meanwhile.
         """
         places, common = self.places[parent], 0
         if gone is not None and self.is_one_group and not self.pools[0].fences:
@@ -496,8 +541,11 @@ class BlockTables(Holdings):
             self.states.fork(parent, child)
 
     def release(self, seq: Sequence) -> None:
-        """Take a sequence's blocks back; those that the prefix cache lists can still be found by
-        it."""
+        """Take a sequence's blocks and its slot of states back, and reset its counters of tokens.
+
+        Blocks that the prefix cache lists can still be found there. While a step is unfinished they
+        become free only after it.
+        """
         if seq in self.places:
             for number in range(len(self.pools)):
                 self.let_go(number, self.held(seq, number))
@@ -512,7 +560,7 @@ class BlockTables(Holdings):
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
 
     def truncate(self, seq: Sequence) -> None:
-        """Release the blocks after the scheduled tokens, which were for drafts."""
+        """Release a sequence's blocks behind its scheduled tokens, which were taken for drafts."""
         kept = self.blocks_for(seq.num_scheduled_tokens)
         for number in range(len(self.pools)):
             table = self.table(seq, number)
@@ -525,12 +573,17 @@ class BlockTables(Holdings):
             self.retell(seq, number, kept)
 
     def register_states(self, seq: Sequence) -> None:
-        """Make the checkpoints that a finished step has made of a sequence findable."""
+        """Enter the checkpoints that finished steps have made of a sequence's state into the prefix
+        cache."""
         if self.states is not None:
             self.states.register(seq, self.places[seq].node, seq.num_registered_blocks)
 
     def register(self, seq: Sequence) -> None:
-        """Make the blocks that became full findable; adopt older blocks of equal content."""
+        """Enter a sequence's blocks that became full into the prefix cache.
+
+        Where the cache has older blocks of equal content, the sequence uses these and releases its
+        own.
+        """
         prefix, size, first = self.prefix, self.block_size, seq.num_registered_blocks
         num_full = seq.num_computed_tokens // size
         if prefix is None or seq.is_doubtful or num_full == first:
@@ -569,7 +622,13 @@ class BlockTables(Holdings):
         return held if self.states is None else [*held, -1]  # checkpoints come later
 
     def _merge(self, seq: Sequence, place: int, own: list[int], kept: list[int]) -> None:
-        """Use blocks of equal content in place of a sequence's own, which are -1 for none."""
+        """Use older blocks of equal content in place of a sequence's own at index `place`, in each
+        group.
+
+        Args:
+            own: the sequence's block in each group; -1 for none.
+            kept: the older block in each group.
+        """
         for number, (block, older) in enumerate(zip(own, kept, strict=True)):
             if block not in (-1, older):
                 self.pools[number].allocator.share([older])
@@ -581,7 +640,8 @@ class BlockTables(Holdings):
     def forget(self, family: list[Sequence], holders: list[Sequence]) -> None:
         """Remove from the prefix cache all that the samples of one request have computed or found.
 
-        Nothing is cached any more of sequences that hold such blocks.
+        Their files are removed, too. Running sequences that hold such blocks are in doubt: none of
+        their blocks enters the cache any more.
 
         Args:
             family: the samples, ended and waiting ones included.
@@ -603,13 +663,14 @@ class BlockTables(Holdings):
                 seq.num_registered_blocks, seq.is_doubtful = 0, True
 
     def adopt(self, seq: Sequence) -> int:
-        """Share blocks of a prompt that were cached since its sequence got its own.
+        """Let a sequence share cached blocks of its next tokens, which entered the cache since its
+        admission.
 
-        It releases its own blocks in their places, whatever they hold. No unfinished step computes
-        anything of the sequence.
+        The sequence releases its own blocks in their places, whatever these hold. No unfinished
+        step computes anything of the sequence.
 
         Returns:
-            How many more tokens are computed than before.
+            The number of tokens that count as computed in addition, 0 if nothing was found.
         """
         prefix, first, before = self.prefix, seq.num_registered_blocks, seq.num_computed_tokens
         if prefix is None or seq.is_doubtful or seq.scores_prompt:
@@ -629,7 +690,13 @@ class BlockTables(Holdings):
         return seq.num_computed_tokens - before
 
     def _take_over(self, seq: Sequence, found: list[PrefixNode]) -> None:
-        """Hold the blocks of nodes in place of a sequence's first unknown ones."""
+        """Put the blocks of prefix nodes in place of a sequence's own, from its first unregistered
+        one on.
+
+        Args:
+            seq: the sequence that takes the blocks.
+            found: the nodes of its next full blocks of tokens, in order.
+        """
         prefix, places, size = self.prefix, self.places[seq], self.block_size
         assert prefix is not None
         first = seq.num_registered_blocks
@@ -658,7 +725,8 @@ class BlockTables(Holdings):
             self.states.move(seq, end * size, checkpoint)
 
     def next_content(self, seq: Sequence) -> Content | None:
-        """Return the content of the first full block of known tokens that is not cached yet.
+        """Return the content of a sequence's first full block of known tokens that is not
+        registered yet.
 
         None if there is no such block, or the sequence's contents are in doubt.
         """
@@ -703,18 +771,21 @@ class BlockTables(Holdings):
         return copies
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes, wherever they are; no block has an owner."""
+        """Forget all prefixes, on the device, in main memory and in files; no block has an
+        owner."""
         if self.prefix is not None:
             self.prefix.reset()
         for store in self.memory.stores if self.memory is not None else ():
             store.clear()
 
     def note_peak(self, holders: list[Sequence], num_empty: int | None = None) -> None:
-        """Remember the step just scheduled if it uses more blocks than any before.
+        """Update `blocks_peak` and `slots_peak` if the step just scheduled uses more blocks than
+        any before.
 
         Args:
             holders: sequences that hold blocks.
-            num_empty: slots of these without a token, if it is known and no last block is shared.
+            num_empty: the number of slots without a token in blocks of `holders`, if no last block
+                is shared; None computes it.
         """
         if self.allocator.num_used > self.blocks_peak:
             self.blocks_peak = self.allocator.num_used
@@ -801,7 +872,10 @@ class BlockTables(Holdings):
         return True
 
     def _demands(self, seq: Sequence, hits: list[PrefixNode]) -> list[int]:
-        """Return how many free blocks of each group the admission of a sequence would take.
+        """Return for each group the number of free blocks that the admission of a sequence would
+        take.
+
+        Cached blocks of the hit that have no owner count, too.
 
         Args:
             hits: the cached blocks with which the sequence begins.
@@ -815,10 +889,12 @@ class BlockTables(Holdings):
         return demands
 
     def _end(self, seq: Sequence, number: int, first: int, num_hits: int) -> int:
-        """Return the end of the blocks, from `first` on, that a sequence gets at admission.
+        """Return the index, in its table, at which the blocks end that a sequence gets at
+        admission.
 
         Args:
             number: the group's number.
+            first: the index of the first block that the group's window still sees.
             num_hits: the number of cached blocks with which it begins.
         """
         total, window = self.blocks_for(seq.num_tokens), self.pools[number].window

@@ -77,7 +77,8 @@ def check_tables(tables: Holdings, holders: list[Sequence], waiting: list[Sequen
 
 
 def _is_known(tables: Holdings, seq: Sequence) -> bool:
-    """Whether the blocks of a sequence that are known are those of its tokens."""
+    """Return whether the registered blocks of a sequence are those of its tokens in the prefix
+    cache."""
     assert tables.prefix is not None
     node, depth = tables.places[seq].node, seq.num_registered_blocks
     if node is None:
@@ -96,7 +97,8 @@ def _is_known(tables: Holdings, seq: Sequence) -> bool:
 
 
 def _is_bounded(tables: Holdings, seq: Sequence, number: int) -> bool:
-    """Whether a sequence holds no more than a window and a step can need."""
+    """Return whether a sequence holds, in group `number`, no more blocks than a window and a step
+    need."""
     window, table = tables.pools[number].window, tables.table(seq, number)
     if window is None:
         return True

@@ -39,7 +39,8 @@ class _Place(NamedTuple):
 
 
 def forget_files(tables: Holdings, seq: Sequence) -> None:
-    """Drop from all stores what begins with the first block of a sequence."""
+    """Remove from all stores the files of blocks whose prefix begins with a sequence's first
+    block."""
     memory, size = tables.memory, tables.block_size
     if memory is None or seq.num_tokens < size:
         return
@@ -50,7 +51,7 @@ def forget_files(tables: Holdings, seq: Sequence) -> None:
 
 
 def read_files(tables: Holdings, seq: Sequence) -> None:
-    """Read the files of blocks that would make a sequence's hit longer into main memory.
+    """Read files of blocks into main memory where they make a sequence's prefix hit longer.
 
     Reading ends when main memory is full or a file is invalid; blocks read until then stay.
     """
@@ -97,7 +98,12 @@ def read_files(tables: Holdings, seq: Sequence) -> None:
 
 
 def _look(tables: Holdings, seq: Sequence) -> tuple[list[_Place], list[int]]:
-    """Return the blocks of a prompt, and after how many of them there is a hit with files."""
+    """Return the blocks of a prompt, up to the first that is nowhere, and the lengths of possible
+    hits.
+
+    Lengths count blocks, ascending: a hit of that many blocks is found on the device, in main
+    memory or in files.
+    """
     memory, prefix, size = tables.memory, tables.prefix, tables.block_size
     assert memory is not None
     assert prefix is not None
@@ -128,7 +134,8 @@ def _look(tables: Holdings, seq: Sequence) -> tuple[list[_Place], list[int]]:
 
 
 def _chain(tables: Holdings, seq: Sequence, places: list[_Place]) -> PrefixNode:
-    """Return the node of the last of some blocks, made with those before it if need be."""
+    """Return the prefix cache's node of the last of a prompt's `places`, making nodes that are
+    missing."""
     prefix, size = tables.prefix, tables.block_size
     assert prefix is not None
     node: PrefixNode | None = None
@@ -154,7 +161,16 @@ def _read(
     lacking: list[list[int]],
     pins: list[list[int]],
 ) -> None:
-    """Fill slots of every group with its blocks of some nodes, and pin them."""
+    """Load blocks from the stores into slots of main memory, enter them into their nodes and pin
+    them.
+
+    It ends with the first block that a store cannot load.
+
+    Args:
+        nodes: the nodes of the prompt's blocks.
+        lacking: the indices of the blocks to load, for each group.
+        pins: the pinned slots of each group, to which those loaded are added.
+    """
     memory = tables.memory
     assert memory is not None
     for group, (room, places) in enumerate(zip(memory.rooms, lacking, strict=True)):

@@ -22,14 +22,15 @@ __all__ = ["Holdings", "Places", "Pool"]
 
 @dataclass(slots=True)
 class Places:
-    """The blocks of a sequence, beside `Sequence.block_ids`.
+    """The blocks of a sequence that holds some, beside `Sequence.block_ids`.
 
     Attributes:
         tables: the blocks in groups 1, 2, ...; those of group 0 are the sequence's own list.
-        told: leading blocks of each of these tables that a batch has told, and that have not
-            changed since.
-        gone: leading blocks that the sequence no longer holds, of every group.
-        node: the content of its last known block; None while none is known.
+        told: the number of leading blocks of each of these tables that a batch has told, and that
+            have not changed since.
+        gone: the number of leading blocks, in every group from 0 on, that the window has passed and
+            the sequence has released.
+        node: the prefix cache's node of its last registered block; None while none is registered.
     """
 
     tables: list[list[int]]
@@ -43,14 +44,15 @@ class Pool:
     """The blocks of one group of layers.
 
     Attributes:
-        allocator: the owners of the blocks.
+        allocator: the free blocks, and the number of owners of the others.
         window: keys that a query of the group's layers sees; None for all.
-        copies: (source, destination) of the next step.
-        sources: the number of these copies that own each source beside no step.
+        copies: pairs (source, destination) of blocks that the next step copies.
+        sources: the number of these copies by source, of copies made while no step is unfinished:
+            their sequences still count as owners of the source, though they hold the copies.
         fences: blocks that wait for an unfinished step to finish, one list for each step, the
             oldest first.
-        read: sources that the prefix cache knows and that wait likewise. They become free before
-            the fenced blocks, one of which may be the block before theirs.
+        read: sources of copies that the prefix cache knows and that wait for a step likewise. They
+            become free before the fenced blocks, one of which may be the block before theirs.
     """
 
     allocator: BlockAllocator
@@ -70,13 +72,14 @@ class Holdings:
         windows: keys that a query of each group's layers sees, None for all.
         max_run: tokens of one sequence in one step at most.
         enable_prefix_caching: whether full blocks stay findable by content.
-        num_swap_blocks: blocks of main memory for each group; () or zeros are none.
-        stores: the store in main memory for each group's cold prefixes; () lets go of them.
+        num_swap_blocks: blocks of main memory for each group; () or zeros for none.
+        stores: the store, such as files, of each group's prefixes for which main memory has no
+            room; () for none.
         states: the slots and checkpoints of layers with states; None for a model without. With
             checkpoints they are one more group of the prefix cache, of main memory and of stores.
 
     Attributes:
-        allocator: the pool of the first group.
+        allocator: the allocator of the first group's blocks.
         pools: the pools of all groups.
         is_one_group: whether there is one group of layers, it keeps every token, and no other layer
             has a state.
@@ -127,7 +130,8 @@ class Holdings:
         self.places: dict[Sequence, Places] = {}
 
     def allocator_of(self, number: int) -> BlockAllocator:
-        """Return the owners of group `number` of the prefix cache, checkpoints being the last."""
+        """Return the allocator of group `number` of the prefix cache; the last group is the
+        checkpoints."""
         if number < len(self.pools):
             return self.pools[number].allocator
         assert self.states is not None
@@ -135,21 +139,26 @@ class Holdings:
         return self.states.allocator
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return ceil(num_tokens / block_size)."""
+        """Return the number of blocks that hold `num_tokens` tokens: ceil(num_tokens /
+        block_size)."""
         return -(-num_tokens // self.block_size)
 
     def table(self, seq: Sequence, number: int) -> list[int]:
-        """Return the table of a sequence in group `number`."""
+        """Return the block table of a sequence in group `number`, the list itself.
+
+        Its first entries may be blocks that the window has passed and the sequence holds no longer.
+        """
         return self.places[seq].tables[number - 1] if number else seq.block_ids
 
     def held(self, seq: Sequence, number: int) -> list[int]:
-        """Return the blocks that a sequence holds in group `number`."""
+        """Return the blocks that a sequence holds in group `number`, without those its window has
+        passed."""
         gone = self.places[seq].gone[number]
         table = self.table(seq, number)
         return table[gone:] if gone else table
 
     def num_places(self, seq: Sequence) -> int:
-        """Return how many blocks of tokens a sequence's tables have a place for, in every group."""
+        """Return the number of blocks of tokens that a sequence's tables cover in every group."""
         return min(map(len, (seq.block_ids, *self.places[seq].tables)))
 
     def retell(self, seq: Sequence, number: int, place: int) -> None:
@@ -162,7 +171,8 @@ class Holdings:
             told[number - 1] = min(told[number - 1], place)
 
     def let_go(self, number: int, blocks: Iterable[int]) -> None:
-        """Release blocks of group `number` as soon as no step that has begun is unfinished."""
+        """Release blocks of group `number`, at once or when all steps that are unfinished now have
+        ended."""
         fences = self.pools[number].fences
         if fences:
             fences[-1] += blocks
@@ -170,13 +180,14 @@ class Holdings:
             self.release_now(number, list(blocks))
 
     def release_now(self, number: int, blocks: list[int]) -> None:
-        """Release blocks of group `number`; no unfinished step uses them for an ended owner."""
+        """Release blocks of group `number` at once; no unfinished step may still use them."""
         self.pools[number].allocator.release(blocks)
         if number == 0:
             self.trace.free(blocks)
 
     def forget_blocks(self, number: int, blocks: list[int]) -> None:
-        """Remove blocks of a group from the prefix cache, since their contents have not arrived."""
+        """Remove blocks of a group from the prefix cache, since their contents have not arrived. If
+        all groups see whole prefixes, blocks that follow them there are removed, too."""
         if self.prefix is not None:
             forgotten = [b for block in blocks for b in self.prefix.forget_block(number, block)]
             if number == 0 and forgotten:

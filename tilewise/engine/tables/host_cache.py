@@ -41,8 +41,9 @@ class HostCache:
         num_checkpoints: checkpoints of states in main memory; they are the group behind all others.
 
     Attributes:
-        blocks: the memory, pinned where the device is a GPU.
-        checkpoints: the same of checkpoints, (num_checkpoints, bytes); None in a model without.
+        blocks: the blocks in main memory, pinned where the device is a GPU.
+        checkpoints: the checkpoints in main memory, (num_checkpoints, bytes) uint8; None without
+            any.
         group_shares: the bytes of each group's block as a share of a block of all groups.
 
     Raises:
@@ -86,7 +87,11 @@ class HostCache:
         return 0 if self.checkpoints is None else len(self.checkpoints)
 
     def move(self, batch: Batch) -> None:
-        """Begin the transfers of a step, which is submitted next."""
+        """Begin the transfers of a batch, whose step is submitted next.
+
+        The device is made to wait for transfers of the step before, and for these if the step's
+        sequences touch their blocks. The host waits for them on a CPU only.
+        """
         if self._under_way:
             self._let_device_wait()
         if not batch.is_moving:
@@ -113,7 +118,7 @@ class HostCache:
     def measure(self) -> float:
         """Return how many blocks of all groups move a second, one way; no block has an owner yet.
 
-        The first of some blocks are moved out and back, so nothing changes.
+        The first blocks, at most TRIAL_BLOCKS, are moved out and back, so their contents stay.
         """
         count = min(TRIAL_BLOCKS, *self.storage.counts, *self.blocks.counts)
         pairs = tuple((i, i) for i in range(count))
@@ -128,22 +133,27 @@ class HostCache:
         return 2 * count / max(seconds, 1e-9)
 
     def read(self, slot: int, group: int = 0) -> list[NDArray[np.uint8]]:
-        """Return a copy of a group's block as bytes, one array for each of the cache's tensors."""
+        """Return a copy of a group's block at `slot` as bytes, one array for each of the cache's
+        tensors.
+
+        It waits for all transfers.
+        """
         self._wait()
         return [part.clone().numpy().reshape(-1) for part in self._parts(slot, group)]
 
     def write(self, slot: int, arrays: list[NDArray[np.uint8]], group: int = 0) -> None:
-        """Fill a block of main memory with the arrays that `read` returned."""
+        """Fill a group's block at `slot` of main memory with the arrays that `read` returned."""
         self._wait()
         for part, array in zip(self._parts(slot, group), arrays, strict=True):
             part.copy_(torch.from_numpy(array.copy()).view(part.shape))
 
     def sizes(self, group: int = 0) -> list[int]:
-        """Bytes of each array of `read`."""
+        """Return the number of bytes of each array that `read` returns for a group."""
         return [part.numel() for part in self._parts(0, group)]
 
     def _parts(self, slot: int, group: int) -> list[Tensor]:
-        """Views of a block's bytes, (layers, bytes)."""
+        """Return views of the bytes of a group's block at `slot`, (layers, bytes) for each
+        tensor."""
         if group == len(self.storage.parts):
             assert self.checkpoints is not None
             return [self.checkpoints[slot]]
@@ -188,8 +198,10 @@ class HostCache:
 
 
 class HostMemory(Protocol):
-    """The main memory that block files are written from and read to: that of one process or of
-    all workers."""
+    """The main memory from which block files are written, and into which they are read.
+
+    It is a `HostCache`, or a `RemoteHost` for that of all worker processes.
+    """
 
     @property
     def storage(self) -> Any:
@@ -202,20 +214,21 @@ class HostMemory(Protocol):
         ...
 
     def read(self, slot: int, group: int = 0) -> list[NDArray[np.uint8]]:
-        """Return a copy of a group's block as bytes, one array for each of the cache's tensors."""
+        """Return a copy of a group's block at `slot` as bytes, one array for each of the cache's
+        tensors."""
         ...
 
     def write(self, slot: int, arrays: list[NDArray[np.uint8]], group: int = 0) -> None:
-        """Fill a block of main memory with the arrays that `read` returned."""
+        """Fill a group's block at `slot` of main memory with the arrays that `read` returned."""
         ...
 
     def sizes(self, group: int = 0) -> list[int]:
-        """Return the bytes of each array of a group's block."""
+        """Return the number of bytes of each array that `read` returns for a group."""
         ...
 
 
 class HostGroup:
-    """One group's blocks of main memory, as files are written from and read to.
+    """The blocks of one group of layers in main memory, for the block files of that group.
 
     Args:
         host: the memory of all groups.
@@ -226,16 +239,16 @@ class HostGroup:
         self.host, self.group = host, group
 
     def read(self, slot: int) -> list[NDArray[np.uint8]]:
-        """Return a copy of the group's block as bytes, one array for each of the cache's
+        """Return a copy of the group's block at `slot` as bytes, one array for each of the cache's
         tensors."""
         return self.host.read(slot, self.group)
 
     def write(self, slot: int, arrays: list[NDArray[np.uint8]]) -> None:
-        """Fill the group's block of main memory with the arrays that `read` returned."""
+        """Fill the group's block at `slot` of main memory with the arrays that `read` returned."""
         self.host.write(slot, arrays, self.group)
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each array of the group's block."""
+        """Return the number of bytes of each array that `read` returns."""
         return self.host.sizes(self.group)
 
 

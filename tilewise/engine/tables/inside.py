@@ -27,11 +27,13 @@ __all__ = ["begin_inside", "num_common"]
 
 
 def begin_inside(tables: Holdings, seq: Sequence, spare: int, *, is_fresh: bool) -> int:
-    """Put blocks that begin as a sequence goes on in place of its first unknown ones.
+    """Let a sequence share a cached block that begins with its next tokens, though not with all.
+
+    The block takes the place of the sequence's first unregistered one, in all groups or in none.
 
     Only behind a block that was found whole: all that was made of a block which turns out to be
-    damaged then lies behind the same first block, and is forgotten with it. It is done in all
-    groups or in none.
+    damaged then lies behind the same first block, and is forgotten with it. In a model with states
+    nothing is done.
 
     Args:
         tables: the tables of the sequence.
@@ -40,7 +42,8 @@ def begin_inside(tables: Holdings, seq: Sequence, spare: int, *, is_fresh: bool)
         is_fresh: whether no step has been told of the sequence's first unknown blocks.
 
     Returns:
-        How many more tokens are computed.
+        The number of tokens that are found in this way; the caller counts them as computed. 0 for
+        none.
     """
     prefix, node, first = tables.prefix, tables.places[seq].node, seq.num_registered_blocks
     if prefix is None or node is None or tables.num_places(seq) <= first:
@@ -66,7 +69,8 @@ def begin_inside(tables: Holdings, seq: Sequence, spare: int, *, is_fresh: bool)
 
 
 def _has_room(tables: Holdings, source: PrefixNode, spare: int) -> bool:
-    """Whether every group has a block for a copy beside the spare ones.
+    """Return whether every group has, beside `spare` blocks, a free one to which the source is
+    copied.
 
     A source without an owner is among the free ones until it is owned. A block that is given back
     beside unfinished steps is not free yet, and not counted.
@@ -78,7 +82,10 @@ def _has_room(tables: Holdings, source: PrefixNode, spare: int) -> bool:
 
 
 def num_common(one: list[int], other: list[int]) -> int:
-    """Return how many blocks two tables begin with alike, comparing pieces rather than blocks."""
+    """Return the number of equal blocks at the beginning of two tables.
+
+    It compares slices of the lists, by bisection, rather than block by block.
+    """
     low, high = 0, min(len(one), len(other))
     middle = high
     while low < high:

@@ -46,7 +46,11 @@ def seen(tables: Holdings, seq: Sequence) -> list[list[int]]:
 
 
 def count_seen(tables: Holdings, family: list[Sequence]) -> tuple[int, ...]:
-    """Return how many blocks of each group the next queries of all the sequences see."""
+    """Return for each group the number of blocks that the next queries of the sequences see
+    together.
+
+    A block that several sequences share counts once.
+    """
     found = [seen(tables, seq) for seq in family]
     return tuple(
         len({block for own in found for block in own[number] if block >= 0})
@@ -55,7 +59,11 @@ def count_seen(tables: Holdings, family: list[Sequence]) -> tuple[int, ...]:
 
 
 def count_lacking(tables: Holdings, hits: list[PrefixNode]) -> int:
-    """Return of how many blocks of a hit some group's is to be brought from main memory."""
+    """Return the number of blocks of a hit that must be brought from main memory in some group.
+
+    Blocks that a group's window has passed need not be brought. `hits` are the hit's nodes, in
+    order.
+    """
     end, size = len(hits), tables.block_size
     firsts = [first_block(end * size, pool.window, size) for pool in tables.pools]
     return sum(
@@ -103,7 +111,7 @@ def take(
 
 
 def bring_back(tables: Holdings, group: list[Sequence], spare: int) -> bool:
-    """Give all samples of a request that were swapped out their blocks back, or none.
+    """Give all swapped-out samples of a request blocks, which the next step fills, or none of them.
 
     Args:
         tables: the tables of the samples.
@@ -112,7 +120,8 @@ def bring_back(tables: Holdings, group: list[Sequence], spare: int) -> bool:
             next, too.
 
     Returns:
-        Whether the blocks were there.
+        Whether enough blocks were free; if not, nothing has changed. If so, the samples count as
+        computed up to the tokens that were swapped out, and lose their slots.
     """
     memory, size = tables.memory, tables.block_size
     assert memory is not None
@@ -159,7 +168,8 @@ def revoke_moves(
         running, waiting: the scheduler's sequences.
 
     Returns:
-        See `BlockTables.revoke`.
+        The running sequences whose blocks, and the waiting ones whose slots in main memory, have
+        not got their contents.
     """
     spoilt, lost = dict[int, Sequence](), dict[int, Sequence]()
     states = tables.states
@@ -189,7 +199,11 @@ def revoke_moves(
 
 
 def _chain(tables: Holdings, seq: Sequence) -> list[PrefixNode]:
-    """Return the nodes of the full blocks that are kept of a sequence; the last one is held."""
+    """Return the prefix nodes of a swapped sequence's full blocks, in order, made where they are
+    missing.
+
+    The last one is held, so that none is dropped. The list is empty without a prefix cache.
+    """
     prefix, size = tables.prefix, tables.block_size
     chain: list[PrefixNode] = []
     if prefix is None:
@@ -210,14 +224,16 @@ def _plan(
     chains: list[list[PrefixNode]],
     spare: int,
 ) -> list[list[_Source]] | None:
-    """Return the source of each block of some samples; None if too few blocks are free.
+    """Return, for each sample, the source of each of its blocks in a group; None if too few are
+    free.
 
     Args:
         number: the group's number.
         group: the samples, swapped out.
-        kept: the device blocks that each still has.
-        chains: the prefix nodes of each.
-        spare: blocks that must stay free.
+        kept: the slots of main memory that each has in this group; -1 for a block that was not
+            kept.
+        chains: the prefix nodes of the full blocks of each.
+        spare: blocks that must stay free; with some, those that the samples need next, too.
     """
     allocator, window = tables.pools[number].allocator, tables.pools[number].window
     sources: list[list[_Source]] = []
@@ -252,7 +268,12 @@ def _fetch(
     plan: list[list[_Source]],
     chains: list[list[PrefixNode]],
 ) -> list[list[int]]:
-    """Own the blocks of a plan, bring those that are in slots, and return the tables."""
+    """Take the blocks of a plan in group `number`; return the table of each sample.
+
+    A block that is on the device is shared. For one in a slot a new block is allocated, which the
+    next step fills, and which is entered into the sample's prefix node. Places without a block are
+    0.
+    """
     memory, prefix, allocator = tables.memory, tables.prefix, tables.pools[number].allocator
     assert memory is not None
     allocator.share([source.block for own in plan for source in own if source.block >= 0])

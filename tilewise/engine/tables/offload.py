@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
-    """Return main memory for as many blocks as fit; None for 0 GiB.
+    """Return main memory for as many blocks as fit in `swap_space_gib`; None for 0 GiB.
 
     Groups of layers share it as they share the cache on the device.
 
@@ -45,7 +45,10 @@ def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
 
 
 def _beside_states(storage: KVStorage, swap_space_gib: float) -> HostCache:
-    """Return main memory for blocks and checkpoints, as the device shares its own."""
+    """Return main memory for blocks and checkpoints, divided as the device divides its memory.
+
+    There is at least one block of each group and one checkpoint.
+    """
     assert storage.states is not None
     checkpoints = storage.states.checkpoints
     whole = checkpoints.nbytes + sum(

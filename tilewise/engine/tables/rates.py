@@ -14,11 +14,12 @@ MOST_STEPS = 32  # what is looked at: lengths and neighbours change
 
 @dataclass(slots=True)
 class Rates:
-    """How fast this machine is, measured by the runner; 0 is not known yet.
+    """The speeds of this machine by which a preemption chooses to swap or to recompute; 0 is
+    unknown.
 
     Attributes:
-        prefill_tokens: computed a second, in steps of prompts.
-        link_blocks: moved a second between device and main memory, one way.
+        prefill_tokens: tokens computed a second in steps of prompts.
+        link_blocks: blocks moved a second between device and main memory, one way.
         group_shares: the share of each group's block in a block of all groups, where there are
             several; () counts all alike.
         max_step_tokens: the largest number of tokens of one step with prompts.
@@ -32,7 +33,7 @@ class Rates:
     steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Add a step with prompts."""
+        """Add a step with prompts, of `tokens` tokens, to the last MOST_STEPS that are kept."""
         self.steps.append((tokens, seconds))
 
     def recompute_seconds(self, tokens: int) -> float:

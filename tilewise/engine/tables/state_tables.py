@@ -42,11 +42,11 @@ __all__ = ["StateLimits", "StateTables"]
 
 @dataclass(frozen=True, slots=True)
 class StateLimits:
-    """The sizes that states are kept within.
+    """The sizes by which slots and checkpoints of states are kept.
 
     Attributes:
         num_checkpoints: checkpoints of the device; 0 keeps none, and no prefix is found.
-        interval: tokens between two that are kept of a long text.
+        interval: tokens between two checkpoints that are kept of a long text.
         chunk: tokens of a chunk of the recurrence, from the start of a sequence.
 
     Raises:
@@ -72,7 +72,8 @@ class _Held:
     Attributes:
         slot: the number of its slot.
         known: the position of its last checkpoint, saved or gone on from.
-        reached: tokens that steps have been given to read.
+        reached: the number of its tokens that steps have been given so far, those taken back
+            included.
         branch: a position at which a checkpoint is wanted; 0 for none.
         tail: the node and the checkpoint of its tail; None without one.
     """
@@ -107,17 +108,20 @@ class _Save:
 
 
 class StateTables:
-    """Give running sequences slots, and keep checkpoints of them.
+    """Gives running sequences slots of states, and keeps checkpoints of these states.
 
     Args:
-        limits: the sizes that states are kept within.
+        limits: the number, interval and chunk of checkpoints.
         num_slots: sequences that run at once.
         block_size: tokens of a block.
-        group: the number of checkpoints among the prefix cache's groups: the one behind all others.
+        group: the index of the checkpoints among the prefix cache's groups: that of the last one.
 
     Attributes:
-        allocator: the checkpoints' owners; None where none are kept.
-        prefix: the index that lists them; None without prefix caching. Set by the tables.
+        unit: the number of tokens, of whole chunks and blocks, between places where one may stand.
+        interval: the interval of `limits`, rounded up to a multiple of `unit`.
+        allocator: the allocator of checkpoints; None where none are kept.
+        prefix: the prefix cache that lists the checkpoints; None without prefix caching. Set by the
+            tables.
         num_saved, num_restored: checkpoints made, and gone on from, since the start.
     """
 
@@ -155,7 +159,8 @@ class StateTables:
         return {"slot": self._held[seq].slot, "checkpoint": self._held[seq].known}
 
     def positions(self) -> list[tuple[int, int]]:
-        """Return the checkpoints that the prefix cache finds on the device, and their tokens."""
+        """Return pairs of a checkpoint that the prefix cache finds on the device and its number of
+        tokens."""
         if self.prefix is None:
             return []
         found = list[tuple[int, int]]()
@@ -168,7 +173,7 @@ class StateTables:
 
     @property
     def has_fenced(self) -> bool:
-        """Whether checkpoints are let go of when unfinished steps finish."""
+        """Whether unfinished steps read checkpoints, which may become free after these steps."""
         return any(self._reads)
 
     def slot_of(self, seq: Sequence) -> int:
@@ -176,7 +181,10 @@ class StateTables:
         return self._held[seq].slot
 
     def num_lost(self, seq: Sequence) -> int:
-        """Return how many computed tokens a sequence would compute again behind its checkpoint."""
+        """Return the number of a sequence's computed tokens behind its last checkpoint.
+
+        They are computed again if it loses its blocks.
+        """
         return max(seq.num_computed_tokens - self._held[seq].known, 0)
 
     # Slots
@@ -187,14 +195,16 @@ class StateTables:
         Args:
             seq: the sequence, which holds its blocks.
             position: the tokens that it has computed: those of a hit.
-            checkpoint: the one of that position, of which it owns a share; -1 at position 0.
+            checkpoint: the checkpoint of that position, with an owner counted for this use; -1 at
+                position 0.
         """
         held = self._held[seq] = _Held(self._free.pop(), position, position)
         if position:
             self._restore(held, checkpoint, position)
 
     def move(self, seq: Sequence, position: int, checkpoint: int) -> None:
-        """Let a sequence continue from a later checkpoint than the one at its admission.
+        """Let a running sequence continue from a later checkpoint, which the next step puts into
+        its slot.
 
         Args:
             position: the number of tokens of the checkpoint.
@@ -216,7 +226,11 @@ class StateTables:
         self._held[child] = _Held(-1, self._held[parent].known, parent.num_computed_tokens)
 
     def settle(self) -> None:
-        """Give forked sequences their slots: those that had no seat have lost their blocks."""
+        """Give forked sequences their slots, after those without a seat have lost their blocks
+        again.
+
+        The next step copies the parents' states to them.
+        """
         for source, child in self._unplaced:
             slot = self._held[child].slot = self._free.pop()
             self._forks.append((source, slot))
@@ -248,7 +262,10 @@ class StateTables:
         self._free.append(slot)
 
     def _forget_moves_to(self, slot: int) -> None:
-        """Do not fill a slot: whoever should have had it has lost it, or begins elsewhere."""
+        """Cancel the restores and forks that were to fill a slot in the next step.
+
+        The slot's sequence has lost it, or begins from another checkpoint.
+        """
         for each in [each for each in self._restores if each[1] == slot]:
             self._restores.remove(each)
             self._let_go([each[0]])
@@ -270,13 +287,18 @@ class StateTables:
         return (held.branch if start < held.branch < end else end) - start
 
     def num_drafts(self, seq: Sequence) -> int:
-        """Return the most guesses behind a sequence's next token: none leaves its open chunk."""
+        """Return the most drafts behind a sequence's next token: all must lie in the token's
+        chunk."""
         chunk = self.limits.chunk
         return chunk - 1 - (seq.num_scheduled_tokens + 1) % chunk
 
     def schedule(self, seq: Sequence, start: int, end: int) -> int:
-        """Record a run, of positions start ... end - 1, of the step being built; return the slot
-        it writes."""
+        """Record a run, of positions start ... end - 1, of the step being built; return the slot it
+        writes.
+
+        If a checkpoint may stand at the end of the run's last whole chunk, and one is free, the
+        step saves it.
+        """
         held, chunk = self._held[seq], self.limits.chunk
         held.reached = max(held.reached, end)
         position = end // chunk * chunk
@@ -299,12 +321,20 @@ class StateTables:
         return held.slot
 
     def has_passed(self, seq: Sequence) -> bool:
-        """Whether a step that was taken back may have left the chunk of the next token behind."""
+        """Return whether a step that was taken back may have moved a sequence's state past its next
+        token.
+
+        It has if the tokens given to steps reach beyond the chunk of the next token.
+        """
         chunk, computed = self.limits.chunk, seq.num_computed_tokens
         return computed > 0 and self._held[seq].reached // chunk > computed // chunk
 
     def can_run_again(self, batch: Batch) -> bool:
-        """Whether a step gives the same again: no slot leaves the chunk it was in before it."""
+        """Return whether a failed step would compute the same if it ran again.
+
+        It would if it takes no state out of the chunk in which the step found it; states that the
+        step restores, and sequences that begin, do not matter.
+        """
         chunk, filled = self.limits.chunk, {slot for _, slot, _ in batch.states.restores}
         return all(
             run.start == 0
@@ -316,7 +346,8 @@ class StateTables:
     # Steps
 
     def begin_step(self) -> StateMoves:
-        """Return the copies of states (restores, forks and saves) of the step that begins now."""
+        """Return the copies of states (restores, forks and saves) of the step that begins now, and
+        forget them."""
         moves = StateMoves(
             tuple(self._restores),
             tuple(self._forks),
@@ -328,7 +359,11 @@ class StateTables:
         return moves
 
     def end_step(self, index: int) -> None:
-        """Note that unfinished step `index`, 0 the oldest, has finished or never will."""
+        """Note that unfinished step `index`, 0 the oldest, has finished or was taken back.
+
+        The checkpoints that it read are released, after older steps; those that it made can be
+        registered.
+        """
         reads, self._made = self._reads[index], [*self._made, *self._making[index]]
         del self._reads[index], self._making[index]
         if index == 0:
@@ -374,8 +409,11 @@ class StateTables:
             self._drop_tail(*before)
 
     def _drop_tail(self, node: PrefixNode, checkpoint: int) -> None:
-        """Remove a tail's checkpoint that a later one replaces, unless a sequence needs or owns
-        it."""
+        """Remove a tail's checkpoint, which a later one replaces, from the prefix cache and free
+        it.
+
+        It stays if a sequence has gone on from it, or still owns it.
+        """
         assert self.prefix is not None
         assert self.allocator is not None
         is_there = node.blocks[self.group] == checkpoint
@@ -391,14 +429,15 @@ class StateTables:
         self._let_go([save.checkpoint for save in made])
 
     def spoilt_by(self, batch: Batch) -> list[Sequence]:
-        """Return the sequences whose slots a step that never ran was to fill."""
+        """Return the sequences whose slots a failed step was to fill from checkpoints or other
+        slots."""
         slots = {slot for _, slot, _ in batch.states.restores}
         slots |= {copy for _, copy in batch.states.forks}
         return [seq for seq, held in self._held.items() if held.slot in slots]
 
     def filled_by(self, batch: Batch, checkpoints: Collection[int]) -> list[Sequence]:
-        """Return the sequences whose slots are filled from one of `checkpoints` by a step or the
-        next one."""
+        """Return the sequences whose slots `batch`, or the next step, fills from one of
+        `checkpoints`."""
         restores = (*batch.states.restores, *self._restores)
         slots = {slot for checkpoint, slot, _ in restores if checkpoint in checkpoints}
         return [seq for seq, held in self._held.items() if held.slot in slots]

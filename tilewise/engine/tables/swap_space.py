@@ -44,7 +44,7 @@ def spread(
     """Return the device blocks and slots that are wrong after a step's transfers have failed.
 
     Args:
-        failed: the moves of the failed step.
+        failed: the batch of the failed step.
         later: the moves since then, in turn: (block, slot), (slot, block), (block, its copy).
     """
     blocks = {block for _, block in failed.swap_in}
@@ -60,7 +60,8 @@ class BlockStore(Protocol):
     """A store of blocks that main memory has no room for; a block is found by its content."""
 
     def save(self, content: Content, slot: int) -> None:
-        """Store the block in a slot; the slot has been read when this returns. Never fails."""
+        """Store the block in a slot of main memory, which has been read when this returns. Never
+        fails."""
         ...
 
     def has(self, digest: bytes) -> bool:
@@ -68,24 +69,28 @@ class BlockStore(Protocol):
         ...
 
     def load(self, content: Content, slot: int) -> bool:
-        """Read the block of this content into a slot; return False if it is absent or damaged."""
+        """Read the block of this content into a slot of main memory; return whether it was found.
+
+        An absent or damaged block is not found.
+        """
         ...
 
     def forget(self, digest: bytes) -> None:
-        """Drop a block and all that follow it."""
+        """Remove a block, by its digest, and all blocks that follow it in their prefixes."""
         ...
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Remove all blocks, as after a change of weights."""
         ...
 
 
 @dataclass(slots=True)
 class SlotRoom:
-    """The slots of one group.
+    """The slots of one group of layers in main memory, and their moves in the next step.
 
     Attributes:
-        allocator: owners of slots; a slot is `cached` while it holds a cold prefix's block.
+        allocator: the free slots, and the number of owners of the others; a slot is `cached` while
+            it holds a cold prefix's block.
         going: pairs (device block, slot) that the next batch copies to main memory.
         coming: the slots that the next batch copies to the device, by device block.
         pins: the slots of `going` and `coming`, which must not be given away before that.
@@ -106,12 +111,13 @@ class SwapSpace:
 
     Args:
         num_slots: the number of slots of each group.
-        prefix: the cache whose evicted blocks are kept; None keeps none.
-        stores: one for each group, where cold blocks go when main memory is full; () lets go of
+        prefix: the prefix cache, whose evicted blocks are kept in main memory; None keeps none.
+        stores: the store of each group, to which cold blocks go when main memory is full; () drops
             them.
 
     Attributes:
-        num_recalled: blocks of tokens of which some group's came from here, since the start.
+        num_recalled: the number of blocks of prefix hits that came from main memory, in one group
+            at least, since the start.
     """
 
     def __init__(
@@ -132,7 +138,7 @@ class SwapSpace:
 
     @property
     def is_paused(self) -> bool:
-        """Whether transfers fail, so that no block is kept in main memory and none is found
+        """Whether transfers are paused: no block is kept in main memory then, and none is found
         there."""
         return self._is_paused
 
@@ -144,12 +150,13 @@ class SwapSpace:
 
     @property
     def num_used(self) -> int:
-        """Slots of swapped sequences, and those of transfers that have not finished."""
+        """Slots of all groups that hold blocks of swapped sequences or of transfers that have not
+        finished."""
         return sum(room.allocator.num_used for room in self.rooms)
 
     @property
     def num_cold(self) -> int:
-        """Slots that hold a block of a prefix."""
+        """Slots of all groups that hold a block of a prefix."""
         return sum(len(room.node_at) for room in self.rooms)
 
     @property
@@ -160,7 +167,11 @@ class SwapSpace:
     # What moves
 
     def begin_step(self) -> list[tuple[Transfers, Transfers]]:
-        """Return for each group the moves to and from main memory of the step that begins now."""
+        """Return for each group the moves of the step that begins now: (block, slot) out, (slot,
+        block) back.
+
+        Their slots are pinned until the step has finished.
+        """
         moved: list[tuple[Transfers, Transfers]] = []
         for room in self.rooms:
             coming = tuple((slot, block) for block, slot in room.coming.items())
@@ -170,7 +181,10 @@ class SwapSpace:
         return moved
 
     def end_step(self, index: int) -> None:
-        """Note that unfinished step `index`, 0 the oldest, has finished or never will."""
+        """Note that unfinished step `index`, 0 the oldest, has finished or was taken back.
+
+        The slots that it pinned become free, or wait for the older step that is unfinished.
+        """
         for room in self.rooms:
             pins = room.fences[index]
             del room.fences[index]
@@ -180,14 +194,19 @@ class SwapSpace:
                 room.fences[index - 1] += pins
 
     def bring(self, group: int, slot: int, block: int) -> None:
-        """Copy a slot to a device block in the next step."""
+        """Let the next step copy a slot of a group to a device block; the slot is pinned until
+        then."""
         room = self.rooms[group]
         room.allocator.share([slot])
         room.pins.append(slot)
         room.coming[block] = slot
 
     def cancel(self) -> list[list[int]]:
-        """Move nothing, as there may be no next step; return each group's unfilled blocks."""
+        """Cancel all moves of the next step, as there may be none; return each group's unfilled
+        blocks.
+
+        These are device blocks that were to be filled from main memory.
+        """
         unfilled = [list(room.coming) for room in self.rooms]
         for group, room in enumerate(self.rooms):
             self.forget_slots(group, [slot for _, slot in room.going])
@@ -199,7 +218,9 @@ class SwapSpace:
     # Sequences
 
     def swap_out(self, family: list[Sequence], held: list[list[list[int]]]) -> bool:
-        """Keep some blocks of sequences in every group, or nothing.
+        """Let the next step copy blocks of sequences to slots, in every group, or do nothing.
+
+        The sequences note their slots, and the number of their computed tokens.
 
         Args:
             family: the sequences; they still hold their blocks.
@@ -207,7 +228,7 @@ class SwapSpace:
                 block that is not kept.
 
         Returns:
-            Whether there was room.
+            Whether there was room; False also while transfers are paused.
         """
         if self._is_paused:
             return False
@@ -236,7 +257,7 @@ class SwapSpace:
         return True
 
     def drop(self, seq: Sequence) -> None:
-        """Release the slots of a sequence that is back on the device, has ended, or is
+        """Release a sequence's slots: it is back on the device, has ended, or is to be
         recomputed."""
         for room, slots in zip(self.rooms, slots_of(seq), strict=False):
             room.allocator.release([slot for slot in slots if slot >= 0])
@@ -245,10 +266,14 @@ class SwapSpace:
     # Cold prefixes
 
     def keep(self, group: int, block: int, node: PrefixNode) -> None:
-        """Copy a cached device block to main memory, if there is room, before it is reused.
+        """Let the next step copy a cached device block, which is evicted, to main memory if there
+        is room.
+
+        If a slot has the block already, nothing is copied and the slot counts as just used.
 
         Args:
-            group: the group of layers.
+            group: the number of the group of layers.
+            block: the device block.
             node: the block's node in the prefix cache.
         """
         room = self.rooms[group]
@@ -277,7 +302,7 @@ class SwapSpace:
             self.prefix.version += 1  # those that wait look again
 
     def forget_slots(self, group: int, slots: Iterable[int]) -> None:
-        """Remove the prefixes' blocks in these slots from the prefix cache: their contents never
+        """Remove the prefix blocks in slots of a group from the prefix cache: their contents never
         arrived."""
         for slot in slots:
             node = self.rooms[group].node_at.get(slot)
@@ -290,8 +315,8 @@ class SwapSpace:
         """Verify that owners, pins and nodes agree.
 
         Args:
-            waiting: sequences that wait.
-            blocks_for: tokens of a block.
+            waiting: the sequences that wait, some of them swapped out.
+            blocks_for: the number of tokens of a block.
 
         Raises:
             AssertionError: names the invariant that is broken.
@@ -331,7 +356,8 @@ class SwapSpace:
                     raise AssertionError(f"broken invariant: {rule}")
 
     def _evict(self, group: int, slot: int) -> None:
-        """Give the slot of a cold block away."""
+        """Give the slot of a cold prefix's block away, after its store, if there is one, has saved
+        the block."""
         assert self.prefix is not None
         node = self.rooms[group].node_at.pop(slot)
         if self.stores:
@@ -342,6 +368,8 @@ class SwapSpace:
 
 
 def slots_of(seq: Sequence) -> list[list[int]]:
-    """Return the slots of a swapped sequence in each group; -1 for a block that its window
-    passed."""
+    """Return the slots of a swapped-out sequence in each group, block by block; [] for any other.
+
+    A slot is -1 for a block that the group's window has passed.
+    """
     return [seq.swap_slots, *seq.other_swap_slots] if seq.swap_slots else []

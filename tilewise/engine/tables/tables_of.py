@@ -25,10 +25,10 @@ def tables_of(
         limits: the groups, and blocks of each.
         enable_prefix_caching: True to keep full blocks findable by content.
         num_swap_blocks: blocks of main memory, of every group, or one number for each.
-        store: the store in main memory for cold prefixes; a sequence with one for each group, where
-            there are several.
-        states: the sizes of states; None for a model without. Its checkpoints are one more group
-            of main memory and of stores.
+        store: the store, such as files, of prefixes for which main memory has no room; a sequence
+            with one for each group, where there are several; None for none.
+        states: the sizes of states; None for a model without. Its checkpoints are one more group of
+            main memory and of stores.
 
     Raises:
         ValueError: there is not one number, or one store, for each group.

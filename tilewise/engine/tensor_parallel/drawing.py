@@ -48,10 +48,11 @@ def draw_from_shares(head: VocabularyHead, logits: Tensor, batch: Batch) -> Samp
         head: the share of the output layer that made the logits.
         logits: (R, n) float32, one row per sequence with num_samples > 0, in their order; the
             model's own, which nothing has changed.
-        batch: as `sampler.sample` takes it.
+        batch: the batch of the step, as for `sampler.sample`.
 
     Returns:
-        As `sampler.sample` returns them.
+        One list per sequence of `batch`, of num_samples tokens, as `sampler.sample` returns them;
+        BROKEN for a row that is not finite.
     """
     rows = [s for s in batch.sequences if s.num_samples > 0]
     if not rows:
@@ -93,7 +94,10 @@ def _draw(
 
 
 def _rule_of(s: ScheduledSequence) -> tuple[float, float, float]:
-    """Return temperature, top_p and min_p as `sampler.draw_tokens` takes them."""
+    """Return temperature, top_p and min_p of a run, rounded as `sampler.draw_tokens` uses them.
+
+    A run with one sample has them rounded to float32, as the compiled op takes them.
+    """
     p = s.sampling
     if s.num_samples > 1:
         return p.temperature, p.top_p, p.min_p
@@ -102,11 +106,12 @@ def _rule_of(s: ScheduledSequence) -> tuple[float, float, float]:
 
 
 class _Few(NamedTuple):
-    """The largest logits of all shares, descending, for rows that are truncated.
+    """The largest logits of all ranks' shares, for rows that are drawn with top-k or top-p.
 
     Attributes:
-        values, ids: (R, C); -inf where a share has fewer.
-        cutoff: (R,): no logit that is not here is larger.
+        values, ids: (R, C), the logits in descending order and their tokens; -inf where a share has
+            fewer.
+        cutoff: (R,), a bound: no logit that was left out is larger.
     """
 
     values: Tensor
@@ -115,13 +120,13 @@ class _Few(NamedTuple):
 
 
 class _Share:
-    """Rows that are drawn, of one rank's share.
+    """The rows of a step that are not greedy, as one rank sees them: logits of its own share only.
 
     Args:
         head: the output layer of the share.
         logits: (R, n) float32, all rows with a finite maximum.
         best: (R,) float64, the largest logit over all shares.
-        rows: the draws that are asked of each row.
+        rows: the run of each row, which says how many tokens are drawn, and how.
     """
 
     def __init__(
@@ -141,7 +146,11 @@ class _Share:
         self.uniforms = torch.from_numpy(uniforms_of(rows))
 
     def tokens(self) -> list[list[int]]:
-        """Return the tokens of each row, as many as of the row that draws the most."""
+        """Draw the token ids of each row, on all ranks the same; exchanges numbers with the other
+        ranks.
+
+        Each list has at least the row's num_samples ids; further ones mean nothing.
+        """
         is_cut = (self.top_k > 0) | (self.top_p < 1)
         cut = (is_cut & (self.top_k <= MOST)).nonzero()[:, 0]
         plain = (~is_cut).nonzero()[:, 0]
@@ -180,7 +189,15 @@ class _Share:
         return powers.exp2_()
 
     def _weights(self, powers: Tensor, places: Tensor) -> Tensor:
-        """Return integers; may write to the powers. 0 where min_p rules a plain row's token out."""
+        """Return the integer weights (r, C) of tokens, their `powers` times the scale.
+
+        A token that min_p rules out has weight 0, in rows without top_p. `powers` may be
+        overwritten.
+
+        Args:
+            powers: (r, C) float64, from `_powers`.
+            places: (r,) int64, the place of each row among all rows.
+        """
         least = torch.where(self.top_p[places] < 1, 0.0, self.min_p[places])[:, None]
         if bool((least > 0).any()):
             powers *= powers >= least
@@ -188,7 +205,7 @@ class _Share:
         return powers.to(torch.int64)
 
     def _sums(self, places: Tensor) -> Tensor:
-        """Return (r,) int64, the weights of this share, of the rows at `places`."""
+        """Return the sums (r,) int64 of this share's weights in the rows at `places`."""
         size = self.logits.shape[1]
         step = max(AT_A_TIME // max(size, 1), 1)
         sums = [
@@ -198,7 +215,7 @@ class _Share:
         return torch.cat(sums)
 
     def _candidates(self, places: Tensor) -> _Few:
-        """Return the largest logits of all shares, of the rows at `places`."""
+        """Gather the largest logits of all ranks' shares for the rows at `places`."""
         has_nucleus = bool(((self.top_p[places] < 1) & (self.top_k[places] == 0)).any())
         count = MOST if has_nucleus else int(self.top_k[places].max())
         share = self.logits[places]
@@ -251,10 +268,11 @@ class _Share:
         return is_settled, ids.gather(1, number.clamp(max=ids.shape[1] - 1))
 
     def _from_shares(self, places: Tensor, sums: Tensor) -> Tensor:
-        """Return (r, samples) token ids of rows that are not truncated.
+        """Draw token ids (r, samples) of rows without top-k and top-p, by the rank that has each
+        token.
 
         Args:
-            places: the places of the rows.
+            places: (r,) int64, the places of these rows among all rows.
             sums: (N, r) int64, the weights of each share.
         """
         rank = self.head.group.rank
@@ -271,7 +289,10 @@ class _Share:
         return ids
 
     def _targets(self, places: Tensor, totals: Tensor) -> Tensor:
-        """Return (r, samples): the weight that lies before each token that is drawn, or more."""
+        """Return (r, samples) int64: the row's uniform number of each draw, times the total weight.
+
+        The token drawn is the first whose cumulative weight is larger. `totals` are (r,) int64.
+        """
         targets = (self.uniforms[places] * totals.double()[:, None]).to(torch.int64)
         return torch.minimum(targets, totals[:, None] - 1).clamp(min=0)
 

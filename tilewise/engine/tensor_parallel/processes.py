@@ -48,7 +48,8 @@ _AT_START = {kind.__name__: kind for kind in (CheckpointError, UnsupportedError)
 
 
 class _Member:
-    """One worker, as the parent sees it."""
+    """One worker as the parent sees it: its process, its socket and the messages that it has
+    sent."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], line: socket.socket) -> None:
         self.rank, self.process, self.line = rank, process, line
@@ -65,12 +66,13 @@ class Workers:
 
     Args:
         size: the number of workers.
-        settings: plain data for `worker`; each also gets its rank and where the ranks meet.
+        settings: plain data for the `worker` module; each worker also gets its rank, and the file
+            by which the ranks meet.
 
     Attributes:
-        error: why they are lost; None while they work.
-        on_lost: a function that is called with that, once, on the thread that watches or one that
-            waits.
+        error: the error that says why the workers are lost; None while they work.
+        on_lost: a function that is called once with `error` when the workers are lost, on the
+            thread that watches or one that waits.
 
     Raises:
         OSError: a process cannot be started.
@@ -126,11 +128,12 @@ class Workers:
 
     @property
     def windows(self) -> list[Path]:
-        """Files through which bytes are handed over, by rank; each worker makes its own."""
+        """Paths of the files through which blocks' bytes are handed over, by rank; workers make
+        them."""
         return [self._folder / f"window-{rank}" for rank in range(self.size)]
 
     def tell(self, message: list[Any]) -> None:
-        """Send all workers a message.
+        """Send all workers a message, without waiting for an answer.
 
         Raises:
             WorkerLostError: a worker is lost.
@@ -149,7 +152,7 @@ class Workers:
         raise self._lost(f"worker {member.rank} of {self.size} cannot be reached")
 
     def submit(self, number: int, message: list[Any]) -> None:
-        """Send all workers a step.
+        """Send all workers a step, without waiting; `answer` waits for the step of this number.
 
         Raises:
             WorkerLostError: a worker is lost.
@@ -162,11 +165,11 @@ class Workers:
         self.tell(["step", number, message])
 
     def call(self, what: str, *values: Any) -> None:
-        """Let all workers do something between two steps, and wait until they have.
+        """Let all workers do the task `what` between two steps, and wait until all have done it.
 
         Raises:
             WorkerLostError: a worker is lost, or has failed where others have not.
-            Exception: what all have failed with.
+            Exception: the error with which all workers have failed.
         """
         with self._changed:
             self._num_asked += 1
@@ -204,11 +207,14 @@ class Workers:
         return any(m.words and m.words[0][0] == "failed" for m in self._members)
 
     def answer(self, number: int) -> list[Any]:
-        """Wait for a step; return what the first rank answers.
+        """Wait until all workers have done the step of this number; return the message of the first
+        rank.
+
+        The message is ["done", number, samples, number of compilations].
 
         Raises:
             WorkerLostError: a worker is lost, or has failed where others have not.
-            Exception: what all have failed with; they go on.
+            Exception: the error with which all workers have failed; the workers can go on.
         """
         members = self._members
         self._wait_for(
@@ -236,7 +242,12 @@ class Workers:
         raise error
 
     def _wait_for(self, holds: Any, timeout: float | None = None) -> bool:
-        """Wait until `holds()`; with a timeout return whether it does in the end."""
+        """Wait until `holds()` is true; return whether it is, which it may not be after `timeout`
+        seconds.
+
+        Raises:
+            WorkerLostError: a worker is lost, or the workers have been ended.
+        """
         with self._changed:
             found = self._changed.wait_for(lambda: self.error is not None or holds(), timeout)
         self._check()
@@ -273,7 +284,8 @@ class Workers:
                     return
 
     def _forgive(self, away: float) -> None:
-        """Leave out the seconds in which this process did not run, nor perhaps the workers did.
+        """Do not count the last `away` seconds, in which this process did not run, as the workers'
+        silence.
 
         A container or a virtual machine that is paused stops all of them.
         """
@@ -304,7 +316,8 @@ class Workers:
             self._changed.notify_all()
 
     def _why_lost(self) -> str | None:
-        """Return which worker is silent, or that no step makes progress; None if all is well."""
+        """Return a sentence: which worker is silent, or that no step makes progress; None if all is
+        well."""
         now = time.monotonic()
         for member in self._members:
             patience = SILENCE_S if member.has_spoken else FIRST_WORD_S

@@ -34,17 +34,19 @@ class Window:
 
     @classmethod
     def make(cls, path: Path, num_bytes: int) -> Window:
-        """Make the file, all of it: a write to a map for which a disk has no room ends a process.
+        """Make the file with all of its `num_bytes` allocated, and return its window.
+
+        Allocation comes first, as a write to a mapped file on a full disk would end the process.
 
         Raises:
-            OSError: there is no room.
+            OSError: the disk has no room, or the file exists.
         """
         with path.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         return cls(path)
 
     def put(self, arrays: Arrays) -> None:
-        """Write arrays one after another."""
+        """Write arrays of bytes into the window one after another, from its beginning."""
         for array, end in zip(arrays, accumulate(map(len, arrays)), strict=True):
             self._bytes[end - len(array) : end] = array
 
@@ -62,12 +64,12 @@ class RemoteHost:
     Args:
         workers: the workers, which are ready.
         num_blocks: the number of blocks of each worker, and of every group of layers.
-        link_blocks: blocks that the slowest moved a second.
+        link_blocks: the blocks that the slowest worker moved a second, as measured at its start.
         storage: the description of the cache of all workers.
         sizes: bytes of each array of a worker's block, by group; None where no files are written.
 
     Attributes:
-        group_shares: see `HostCache`.
+        group_shares: the bytes of each group's block as a share of a block of all groups.
     """
 
     def __init__(
@@ -89,7 +91,8 @@ class RemoteHost:
         return self._link_blocks
 
     def read(self, slot: int, group: int = 0) -> Arrays:
-        """Return a copy of a group's block as bytes: each worker's arrays, by rank.
+        """Return a copy of the block of main memory at `slot` as bytes: each worker's arrays, by
+        rank.
 
         Raises:
             WorkerLostError: a worker is lost.
@@ -99,7 +102,8 @@ class RemoteHost:
         return [array for window in self._windows for array in window.get(sizes)]
 
     def write(self, slot: int, arrays: Arrays, group: int = 0) -> None:
-        """Fill a block of main memory, on all ranks, with the arrays that `read` returned.
+        """Fill the block of main memory at `slot`, on all ranks, with the arrays that `read`
+        returned.
 
         Raises:
             WorkerLostError: a worker is lost.
@@ -110,7 +114,8 @@ class RemoteHost:
         self._workers.call("write", slot, group)
 
     def sizes(self, group: int = 0) -> list[int]:
-        """Bytes of each array of `read`."""
+        """Return the number of bytes of each array that `read` returns for a group, in its
+        order."""
         return [size for _ in self._windows for size in self._sizes_of(group)]
 
     def _sizes_of(self, group: int) -> Sequence[int]:

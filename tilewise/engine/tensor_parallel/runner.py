@@ -61,7 +61,9 @@ def check_tensor_parallel(
         batch_invariant, swap_space_gib: as `LLM` takes them.
 
     Raises:
-        ValueError: one of the rules is broken.
+        ValueError: size is below 1, above the number of GPUs or does not divide the model; a CPU
+            has a number; workers share a GPU without num_blocks; or the engine is to swap states,
+            or to be batch-invariant on GPUs.
     """
     if size < 1:
         raise ValueError(f"tensor_parallel_size must be at least 1, got {size}")
@@ -117,13 +119,18 @@ class RemoteStorage:
 
 
 class _Handle:
-    """A step that the workers compute."""
+    """A step that the workers compute, told by its number."""
 
     def __init__(self, runner: ParallelRunner, number: int) -> None:
         self._runner, self._number = runner, number
 
     def result(self) -> Drawn:
-        """Wait for the step and return its tokens."""
+        """Wait for the step and return its tokens; the runner's `num_compilations` is updated.
+
+        Raises:
+            WorkerLostError: a worker is lost, or has failed where others have not.
+            Exception: the error with which all workers have failed in this step.
+        """
         _, _, samples, num_compilations = self._runner.workers.answer(self._number)
         self._runner.num_compilations = num_compilations
         return read_samples(samples)
@@ -139,7 +146,8 @@ class ParallelRunner:
 
     Attributes:
         num_compilations: the number of compilations of the first worker.
-        why_no_symmetric_memory: why small sums are NCCL's; None where they are not, or on a CPU.
+        why_no_symmetric_memory: the reason why NCCL adds small sums of the ranks; None where GPUs
+            add them through each other's memory, or on a CPU.
         identity: the identity of the model's shards and their caches, for blocks in files; b""
             without files.
         guesser: the guesser of a draft model, which this process holds whole; None where no draft
@@ -160,7 +168,7 @@ class ParallelRunner:
         self._finalizer = weakref.finalize(self, workers.close)
 
     def submit(self, batch: Batch) -> _Handle:
-        """Tell all workers of a step, which has been guessed for.
+        """Send a step to all workers and return its handle; a draft model fills in guesses before.
 
         Raises:
             WorkerLostError: a worker is lost.
@@ -178,7 +186,7 @@ class ParallelRunner:
 
         Raises:
             WorkerLostError: a worker is lost, or has failed where others have not.
-            Exception: what all have failed with.
+            Exception: the error with which all workers have failed.
         """
         self.workers.call("load_adapter", number, path)
 
@@ -187,7 +195,7 @@ class ParallelRunner:
         self._forgotten.append(number)
 
     def reset(self) -> None:
-        """Forget all sequences, in this process and in the workers."""
+        """Forget all sequences, in this process, in the workers and in the draft model."""
         self._writer.reset()
         self.workers.tell(["reset"])
         if self.guesser is not None:
@@ -198,7 +206,8 @@ class ParallelRunner:
         return self.workers.error is not None
 
     def end_with_workers(self, loop: EngineLoop) -> None:
-        """Let a loop end as soon as a worker is lost, whether it runs a step or not."""
+        """Let an engine's loop end with the error as soon as a worker is lost, even between
+        steps."""
         known = weakref.ref(loop)  # only its users keep a loop alive
 
         def end(error: WorkerLostError) -> None:
@@ -211,17 +220,17 @@ class ParallelRunner:
             end(self.workers.error)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers' processes; later calls do nothing."""
         self._finalizer()
 
 
 def engine_of_workers(
     config: ResolvedConfig, directory: Path, model: Decoder, end_ids: tuple[int, ...]
 ) -> Engine:
-    """Return an engine whose steps other processes compute.
+    """Start worker processes and return an engine whose steps they compute.
 
-    A draft model guesses in this process, which waits while the workers compute: they verify what
-    it tells them, and none need know of it.
+    A draft model guesses in this process, which else waits while the workers compute. The workers
+    verify the guesses that a step's batch has, and know nothing of the draft model.
 
     Args:
         config: the engine's config.
@@ -277,7 +286,10 @@ def fewest(found: Sequence[Any]) -> Blocks:
 def start(
     config: ResolvedConfig, directory: Path, model: Decoder, end_ids: tuple[int, ...]
 ) -> ParallelRunner:
-    """Start the worker processes, each with its shard of the model and of the cache.
+    """Start the worker processes, each with its shard of the model and of the cache; return a
+    runner.
+
+    If a worker fails at the start, all are ended and its error is raised.
 
     Args:
         config: the resolved config.

@@ -53,7 +53,11 @@ class ShardedRunner(ModelRunner):
         return super()._compute(batch)
 
     def _is_small(self, batch: Batch) -> bool:
-        """Whether the rows are not all greedy, and their logits few."""
+        """Return whether a step's logits are so few that they are gathered whole rather than drawn
+        in shares.
+
+        False if all rows are greedy without log-probabilities, whose exchange is smaller still.
+        """
         rows = [s for s in batch.sequences if s.num_samples > 0]
         if all(s.sampling.greedy and s.sampling.logprobs is None for s in rows):
             return False

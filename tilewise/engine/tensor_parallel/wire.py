@@ -85,13 +85,13 @@ def send(to: socket.socket, message: Sequence[Any]) -> None:
 
 
 def encoded(message: Sequence[Any]) -> bytes:
-    """Return the frame of a message."""
+    """Return the frame of a message, a list of plain data: 8 bytes of length, then JSON."""
     body = json.dumps(message, separators=(",", ":"), default=_plain).encode()
     return _LENGTH.pack(len(body)) + body
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy's numbers into Python's."""
+    """Return a number of numpy as Python's, for the JSON encoder."""
     return value.item()
 
 
@@ -124,7 +124,10 @@ def named(error: BaseException) -> tuple[str, str]:
 
 
 def error_of(name: str, message: str) -> Exception:
-    """Return the error that a worker has named."""
+    """Return the error of a worker, given the name of its type and its message.
+
+    A type that is not of `_ERRORS` becomes a RuntimeError that names it.
+    """
     kind = _ERRORS.get(name)
     return RuntimeError(f"{name}: {message}") if kind is None else kind(message)
 
@@ -136,7 +139,10 @@ class _Sampling(SamplingParams):
 
 
 class BatchWriter:
-    """Turns batches into messages that contain only what workers do not know of each sequence."""
+    """Turns a runner's batches into messages that contain only what workers do not know yet.
+
+    It remembers for each sequence what it has told. Every batch passes here, in order.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
@@ -151,7 +157,11 @@ class BatchWriter:
         self._last = None
 
     def write(self, batch: Batch) -> list[Any]:
-        """Return the message from which a `BatchReader` makes this batch again."""
+        """Return the message from which a `BatchReader` makes this batch again.
+
+        Raises:
+            ValueError: a request has logits processors, which cannot be sent.
+        """
         runs, last = batch.sequences, self._last
         first, number = first_of(runs)
         goes_on = last is not None and last[0] is first and last[1] + 1 == number
@@ -228,7 +238,8 @@ class BatchWriter:
 
 
 def _is_more(batch: Batch) -> bool:
-    """Whether a step is more than its runs: sequences have left, or blocks are copied or moved."""
+    """Return whether a batch says more than plain runs: left sequences, or blocks copied or
+    moved."""
     copies = batch.block_copies or any(batch.other_copies) or any(batch.states)
     return bool(not batch.is_plain or batch.left or copies or batch.is_moving)
 
@@ -262,7 +273,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 class BatchReader:
-    """Makes batches of messages again, on a worker.
+    """Makes batches again from the messages of a `BatchWriter`, on a worker, in their order.
 
     Args:
         new_matcher: a function from the description of a structured text to a function that starts
@@ -317,7 +328,7 @@ class BatchReader:
             tokens: the tokens of the runs; None where the device has them.
 
         Raises:
-            RuntimeError: that message could not be read.
+            RuntimeError: the last full message could not be read.
         """
         if not self._first:
             raise RuntimeError("a step must go on with one that was read, got none")

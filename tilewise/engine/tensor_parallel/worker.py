@@ -70,7 +70,12 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
 
 
 class _Line:
-    """The socket to the parent: frames in, by a thread; frames out, by any."""
+    """The socket to the parent: a thread puts frames that arrive into `inbox`, any thread may
+    `tell`.
+
+    That thread also says every second that the process lives, and ends the process when the parent
+    is gone.
+    """
 
     def __init__(self, connection: socket.socket, folder: str) -> None:
         self._socket, self._folder = connection, folder
@@ -80,7 +85,7 @@ class _Line:
         threading.Thread(target=self._read, daemon=True).start()
 
     def tell(self, *message: Any) -> None:
-        """Send a frame; the process ends when the parent is gone."""
+        """Send a frame to the parent; if the parent is gone, end this process."""
         try:
             with self._lock:
                 send(self._socket, message)
@@ -110,7 +115,7 @@ class _Line:
 
 
 class _Worker:
-    """One rank.
+    """One rank: its process group, its shard of the model, and the runner that computes its steps.
 
     Args:
         line: the line to the parent.
@@ -200,7 +205,7 @@ class _Worker:
         return AdapterSlots(self.model, slots)
 
     def load_adapter(self, number: int, path: str) -> None:
-        """Read an adapter, of which this rank keeps its part."""
+        """Read an adapter from the folder `path` and keep this rank's part of it under `number`."""
         assert self._whole is not None
         sites = adapter_sites(empty_model(self._whole, "float32", "meta"))
         whole = read_adapter(path, sites, max_rank=self.config.max_lora_rank)
@@ -214,7 +219,12 @@ class _Worker:
         self.identity = fingerprint(model, spec, self.config.weight_dtype).hex()
 
     def num_blocks(self) -> Blocks:
-        """Return how many blocks this device has room for; 0 on a CPU, where the parent counts."""
+        """Return how many cache blocks this rank's GPU has room for, one number or one for each
+        group.
+
+        0 on a CPU, where the parent counts, or if the config says the number. Kernels of captured
+        steps are compiled ahead first.
+        """
         config = self.config
         if config.has_graphs and not self.spec.states:  # `rehearsal` has no layers with states
             self._compile_ahead()
@@ -254,11 +264,18 @@ class _Worker:
     def make_runner(
         self, num_blocks: Blocks, num_swap_blocks: int, num_slots: int, num_checkpoints: int
     ) -> tuple[float, str | None, list[list[int]] | None]:
-        """Allocate the cache and get ready.
+        """Allocate the cache, make the runner, compile or capture its steps, and measure main
+        memory.
+
+        Args:
+            num_blocks: the number of cache blocks, one for all groups of layers or one for each.
+            num_swap_blocks: the number of blocks of main memory; 0 for none.
+            num_slots, num_checkpoints: the numbers of slots and checkpoints of states.
 
         Returns:
-            How many blocks move a second, 0 for none; why small sums are NCCL's, or None; bytes of
-            each array of a block of main memory, by group, or None where they go to no files.
+            The blocks that move to main memory or back a second, 0 without main memory; the reason
+            why NCCL adds small sums, or None; and the bytes of each array of a block of main
+            memory, by group, or None where blocks go to no files.
         """
         config, most = self.config, self.config.max_num_batched_tokens
         storage = allocate(
@@ -339,7 +356,10 @@ class _Worker:
         return new_matcher
 
     def serve(self) -> None:
-        """Run steps until the parent goes."""
+        """Run the parent's steps and tasks in the order of their messages; never returns.
+
+        The process ends when the parent is gone. An error of a step goes to the parent.
+        """
         answers: queue.SimpleQueue[tuple[int, StepHandle | Exception]] = queue.SimpleQueue()
         threading.Thread(target=self._answer, args=(answers,), daemon=True).start()
         while True:
@@ -408,7 +428,7 @@ def main(fd: int, folder: str) -> None:
 
     Args:
         fd: the file descriptor of the socket.
-        folder: the folder where the ranks meet.
+        folder: the workers' folder, which is removed when the parent is gone.
     """
     line = _Line(socket.socket(fileno=fd), folder)
     try:

@@ -23,14 +23,15 @@ MASK_WORDS = gl.constexpr(4)  # of 32 keys, of a row of a bit tile
 
 @gluon.jit
 def key_at(rows, length_q, length_k):
-    """Return the keys that stand where queries do."""
+    """Return the keys that stand at the positions of query `rows`, where the last query is at the
+    last key."""
     return rows + (length_k - length_q)
 
 
 @gluon.jit
 def keys_of_rows(rows, length_q, length_k, window_left, window_right, variant: gl.constexpr):
-    """Return for each row the key on its diagonal, and the begin and end of the keys that it
-    sees."""
+    """Return for each query row the key at its position, and begin and end (exclusive) of the keys
+    that it sees."""
     diagonal = key_at(rows, length_q, length_k)
     begin = diagonal * 0
     end = begin + length_k
@@ -65,13 +66,13 @@ def keys_of_tile(first, last, length_q, length_k, window_left, window_right, var
 
 @gluon.jit
 def causal_end(row, length_q, length_k):
-    """Return the end of the keys that a causal row sees."""
+    """Return the end (exclusive) of the keys that a causal row sees."""
     return row + (length_k - length_q) + 1
 
 
 @gluon.jit
 def end_of_keys(row, length_q, length_k, window_right):
-    """Return the end of the keys that a row sees; not above 0 where it sees none."""
+    """Return the end (exclusive) of the keys that a row sees; not above 0 where it sees none."""
     return gl.minimum(row + (length_k - length_q) + window_right + 1, length_k)
 
 
@@ -89,7 +90,8 @@ def last_key_of_row(row, length_q, length_k, window_right):
 
 @gluon.jit
 def first_query(keys, first_row, length_q, length_k, window_right):
-    """Return for each key the first query that sees it, counted from `first_row`."""
+    """Return for each key the first query that sees it, counted from `first_row`; below 0 if that
+    lies before."""
     return keys - (length_k - length_q) - first_row - window_right
 
 
@@ -97,7 +99,8 @@ def first_query(keys, first_row, length_q, length_k, window_right):
 def queries_of_keys(
     keys, first_row, length_q, length_k, window_left, window_right, variant: gl.constexpr
 ):
-    """Return for each key the begin and end of the queries of a tile that see it.
+    """Return for each key begin and end (exclusive) of the queries of a tile that see it; they may
+    lie outside of the tile.
 
     Args:
         first_row: the tile's first query, from which they are counted.
@@ -199,12 +202,14 @@ def byte_tiles(first_row, length_q, keys, left, right, C: gl.constexpr):
 
 @gluon.jit
 def byte_columns(row, row0, first, count, length_q, keys, left, right, C: gl.constexpr):
-    """Return the columns that the 64 e4m3 queries from row0 see in tiles [first, first + count).
+    """Return the columns of the tiles of keys [first, first + count) that the 64 e4m3 queries from
+    row0 see; tiles are visited from the last to the first.
 
-    The last tile comes first. Returns (begin, end, skipped, masked_until, whole_until): the columns
-    of the last tile that each row sees, and of the steps: how many show nothing, then the end of
-    those that a row does not see to their right end, and of those that every row sees from their
-    left one.
+    Returns (begin, end, skipped, masked_until, whole_until). begin and end, for each row: the
+    columns that it sees, counted from the first column of the last tile. The others are numbers of
+    visits: visits [0, skipped) show no row a key, those up to masked_until are not seen to their
+    right end by every row, those from whole_until on not to their left end, and those between are
+    seen whole.
     """
     TILE_N: gl.constexpr = C.TILE_N
     offset = keys - length_q
@@ -236,7 +241,7 @@ def byte_columns(row, row0, first, count, length_q, keys, left, right, C: gl.con
 
 @gluon.jit
 def first_key_of_run(seqlen_k, run, window_left, shape: gl.constexpr):
-    """Return the first key that some of a sequence's `run` last rows sees."""
+    """Return the first key that any of the last `run` rows of a sequence sees."""
     if shape.window:
         return gl.maximum(seqlen_k - run - window_left, 0)
     else:
@@ -245,20 +250,23 @@ def first_key_of_run(seqlen_k, run, window_left, shape: gl.constexpr):
 
 @gluon.jit
 def full_keys_of_run(key_lo, seqlen_k, run, shape: gl.constexpr):
-    """Return (begin, end) of keys that all of the `run` last rows see; key_lo: the first one's."""
+    """Return (begin, end) of keys that all of the last `run` rows of a sequence see; key_lo is the
+    result of `first_key_of_run`."""
     begin = key_lo + run if shape.window else key_lo
     return begin, causal_end(0, run, seqlen_k)
 
 
 @gluon.jit
 def inside_window(keys, last_keys, window_left):
-    """Return which keys lie in the windows of rows whose last keys these are."""
+    """Return bools: whether `keys` are at most window_left before `last_keys`, the last keys that
+    rows see."""
     return keys >= last_keys - window_left
 
 
 @triton.jit
 def blocks_of_tiles(row, last, length_q, length_k, window_left, window_right, KEYS: tl.constexpr):
-    """Return how many blocks of keys tiles of rows [row, last] see; bounds below 0 are none."""
+    """Return how many blocks of KEYS keys tiles of rows [row, last] see; a window bound below 0 is
+    none."""
     shift = length_k - length_q
     begin = tl.zeros_like(row)
     end = begin + length_k
@@ -272,7 +280,9 @@ def blocks_of_tiles(row, last, length_q, length_k, window_left, window_right, KE
 
 @gluon.jit
 def entries_of_rows(rows, work, mask, seen_begin, seen_end, variant: gl.constexpr):
-    """Return [begin, end) of the partial and of the full entries of a tile of rows."""
+    """Return (partial, partial_end, full, full_end): the ranges of the partial and of the full
+    entries of a tile of rows, as indices of mask.entries, cut to [seen_begin, seen_end) if
+    variant.ruled."""
     at = rows.b.to(gl.int64) * work.mask_batch + rows.h.to(gl.int64) * work.mask_head
     at = mask.spans + (at + rows.first_row // variant.mask_rows) * 3
     full, partial, last = gl.load(at), gl.load(at + 1), gl.load(at + 2)
@@ -301,11 +311,12 @@ def listed_tiles(
     TILE: gl.constexpr,
     RULED: gl.constexpr,
 ):
-    """Return the entries of list `number` of a block mask within tiles [begin, end), as places.
+    """Return the entries of list `number` of a block mask within tiles [begin, end), as places in
+    the walk over them: partial tiles from place 0 on, then full ones.
 
     TILE: rows of a tile; RULED: a rule sees [begin, end), of them [full_begin, full_end) whole.
-    Returns (first partial entry, first full one, place past the partial ones, and of the places
-    from 0 to the end: first that needs no mask, first past those, the end).
+    Returns (index of the first partial entry, of the first full one, and four places: past the
+    partial tiles, the first that needs no mask, past those that need none, and the end).
     """
     TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE
     at = scores.mask_spans + b.to(gl.int64) * places.mask_batch
@@ -337,7 +348,8 @@ def listed_tiles(
 
 @gluon.jit
 def first_entry(entries, begin, end, tile):
-    """Return the first of the ascending entries [begin, end) that is the tile or comes after it."""
+    """Return the index of the first of the ascending entries [begin, end) that is `tile` or comes
+    after it; `end` if there is none."""
     while begin < end:
         middle = begin + (end - begin) // 2
         if gl.load(entries + middle.to(gl.int64) * 2) < tile:
@@ -349,7 +361,8 @@ def first_entry(entries, begin, end, tile):
 
 @gluon.jit
 def first_entry_of_few_gaps(entries, begin, end, tile):
-    """Return the first entry of a sorted list that is `tile` or later, within begin ... end.
+    """Return the index of the first of the ascending entries [begin, end) that is `tile` or comes
+    after it, as `first_entry` does, faster where the list has few gaps.
 
     The ends of the list narrow the search: without gaps nothing is left of it. The forward pass
     takes the plain `first_entry`, since this one is 416 instructions more (sm_90, D 64).
@@ -366,9 +379,10 @@ def first_entry_of_few_gaps(entries, begin, end, tile):
 
 @gluon.jit
 def entry_of_tile(work, tile, scores, TILE: gl.constexpr):
-    """Return (tile of TILE rows, bit tile or -1) of a place in the list of a block mask.
+    """Return the number of the tile (TILE rows or keys each) at place `tile` of a walk over a block
+    mask's list, and its bit tile, -1 for a full one.
 
-    work: whatever has places in a list, which say where a tile of the other side stands.
+    work: the `Work` or `Rows` whose results of `listed_tiles` are used.
     """
     TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE
     full = work.full_entries + (tile - work.partial_end) // TILES_PER_ENTRY
@@ -406,7 +420,9 @@ def load_bits(
 
 @gluon.jit
 def words_of_mask(like, number, first_row, first_word, scores):
-    """Return the words of 32 keys of rows of bit tile `number` from `first_row` on; -1 has all."""
+    """Return int32 (words, n) of bit tile `number`: for each of n rows from `first_row` on the
+    words of 32 keys each from `first_word` on; all ones if number is -1. `like` (32 * words, n)
+    gives shape and layout."""
     n: gl.constexpr = like.shape[1]
     words: gl.constexpr = like.shape[0] // 32
     l3: gl.constexpr = like.reshape([words, 32, n]).type.layout
@@ -420,5 +436,6 @@ def words_of_mask(like, number, first_row, first_word, scores):
 
 @gluon.jit
 def reached(word, number):
-    """Load a word of a bit tile's reach."""
+    """Return the word of a bit tile's reach (the keys that some row of it sees) at pointer `word`;
+    all ones for `number` -1, 0 for -2."""
     return gl.load(word, mask=number >= 0, other=-(number + 2))

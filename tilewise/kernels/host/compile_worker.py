@@ -45,14 +45,18 @@ class Answer(NamedTuple):
 
 
 class StubDriver:
-    """Stands in for a driver of a GPU: it knows its target and nothing else."""
+    """A stand-in for Triton's driver of a GPU, which knows only the target to compile for.
+
+    Args:
+        target: the `GPUTarget` that `get_current_target` returns.
+    """
 
     def __init__(self, target: Any) -> None:
         self._target = target
 
     @staticmethod
     def is_active() -> bool:
-        """Whether Triton may choose this driver by itself."""
+        """Return False: Triton must not choose this driver by itself."""
         return False
 
     def get_current_target(self) -> Any:
@@ -60,11 +64,11 @@ class StubDriver:
         return self._target
 
     def get_current_device(self) -> int:
-        """Return the index of the GPU."""
+        """Return 0, the index of the only GPU."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Return the default stream."""
+        """Return 0, the default stream."""
         return 0
 
 
@@ -104,7 +108,10 @@ def _compile(request: Any) -> str:
 
 
 def _build_launcher(compiled: Any) -> None:
-    """Build the C launcher of a kernel's parameters on disk, which Triton before 3.7 needs."""
+    """Build the C launcher of a compiled kernel in Triton's cache on disk, without loading it.
+
+    Only Triton before 3.7 needs one; with later versions nothing happens.
+    """
     from triton.backends.nvidia import driver
     from triton.runtime import build
 
@@ -120,8 +127,11 @@ def _not_loaded(name: str, path: str) -> Any:
 
 @contextmanager
 def _claimed(name: str) -> Iterator[bool]:
-    """Yield whether this process may compile the kernel `name`, which it claims during the
-    block."""
+    """Yield True if this process may compile the kernel with the hash `name`, else False.
+
+    True claims the kernel by a lock on a file until the block ends; False means that another
+    process has claimed it. Where no such file can be made, it is always True.
+    """
     if fcntl is None:
         yield True
         return
@@ -147,9 +157,9 @@ def _claimed(name: str) -> Iterator[bool]:
 
 
 def _read(source: IO[bytes], inbox: queue.SimpleQueue[Any]) -> None:
-    """Put requests from `source` into the inbox, until the parent closes it: then end this process.
+    """Put unpickled requests from `source` into the inbox until `source` is closed or broken.
 
-    A compilation that runs is ended with it.
+    Then this process ends at once, also in the middle of a compilation. It runs in a thread.
     """
     try:
         while True:
@@ -159,7 +169,10 @@ def _read(source: IO[bytes], inbox: queue.SimpleQueue[Any]) -> None:
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
+    """Compile requests from standard input, one by one, and write answers to standard output.
+
+    Requests and answers are pickles. It never returns: the process ends when its input does.
+    """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever compilers print is no answer
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

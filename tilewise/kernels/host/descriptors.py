@@ -42,7 +42,7 @@ _new = tuple.__new__  # a named tuple in a third of the time of its class
 
 
 class _Base(NamedTuple):
-    """The address and the dtype of a descriptor's tensor, without keeping its memory alive."""
+    """The address and dtype of a descriptor's tensor, in place of it: no memory is kept alive."""
 
     address: int
     dtype: torch.dtype
@@ -83,7 +83,11 @@ class Described(NamedTuple):
 
 
 def why_no_descriptor(tensor: Tensor) -> str | None:
-    """Say why TMA cannot read or write `tensor` (..., heads, channels), or return None."""
+    """Return why TMA cannot address `tensor` in place, or None if it can.
+
+    The tensor must have elements, start at a multiple of 16 bytes, and have strides of positive
+    multiples of 16 bytes in all dimensions but the last, which is not looked at.
+    """
     if tensor.numel() == 0:
         return "an empty tensor has no descriptor"
     if tensor.data_ptr() % 16 != 0:
@@ -96,9 +100,9 @@ def why_no_descriptor(tensor: Tensor) -> str | None:
 
 
 def addressable(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy of it where TMA cannot read it in place.
+    """Return `tensor`, or a contiguous copy of it where TMA cannot read it in place.
 
-    The caller keeps the copy alive: a descriptor does not.
+    The caller must keep the result alive for as long as its descriptors: these hold only addresses.
     """
     if tensor.stride(-1) == 1 and why_no_descriptor(tensor) is None:
         return tensor
@@ -156,8 +160,11 @@ def _form_of(block: tuple[int, ...], layout: gl.NVMMASharedLayout, dtype: torch.
 def descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
     """Return the TMA descriptor of (rows, columns) tiles of a tensor (B, S, H, D) or (T, H, D).
 
-    What lies outside the tensor is read as zero and not written. That of a plan's tensor, on
-    "meta", is a `Described`.
+    A tile has neighbouring tokens and channels of one sequence and head. Elements outside of the
+    tensor are read as zero and not written.
+
+    Returns:
+        A TensorDescriptor; for a tensor of a plan, on "meta", a `Described`.
     """
     *batch, length, heads, width = tensor.shape
     *step, row, head, _ = tensor.stride()
@@ -188,8 +195,10 @@ def at(found: Described, address: int) -> TensorDescriptor:
 
 
 def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
-    """Return the TMA descriptor of (rows, columns) tiles of a matrix, in a layout that WGMMA
-    reads."""
+    """Return the TMA descriptor of (rows, columns) tiles of a matrix, in a layout that WGMMA reads.
+
+    The matrix has stride 1 in its last dim. On "meta" the result is a `Described`.
+    """
     # TMA wants a multiple of 16 bytes even where there is only one row.
     strides = (tensor.stride(0) if tensor.shape[0] > 1 else columns, 1)
     form = _form_of_matrix(tensor.dtype, rows, columns)
@@ -261,7 +270,10 @@ _encoding = threading.Lock()
 
 
 def encode(found: Described, place: int, address: int) -> None:
-    """Write the 128 bytes of a descriptor, for its tensor at `address`, to `place`."""
+    """Write the 128 bytes of a descriptor, for its tensor at `address`, to host memory at `place`.
+
+    Raises RuntimeError if the driver refuses the descriptor. Both numbers are addresses.
+    """
     _, shape, strides, (_, kind, map_type, numbers, write) = found
     itemsize = kind[0].itemsize
     steps = [step * itemsize for step in strides[-2::-1]]
@@ -276,5 +288,8 @@ def encode(found: Described, place: int, address: int) -> None:
 
 @functools.cache
 def driver() -> Any:
-    """Return the CUDA driver's library; calls keep the interpreter's lock, they are short."""
+    """Return the CUDA driver's library (ctypes), loaded once; OSError where there is none.
+
+    Its functions are short, so they are called without releasing the interpreter's lock.
+    """
     return ctypes.PyDLL("libcuda.so.1")

@@ -39,10 +39,13 @@ def listen(told: Callable[..., None]) -> None:
 
 
 class FirstRun:
-    """Counts the kernels of a run that finds files of kernels unpacked.
+    """A counter of the precompiled kernels that this process uses, which it reports at its end.
+
+    It is made where files of kernels were unpacked since the last run, and registers itself with
+    Triton's listener and with atexit.
 
     Args:
-        stamps: the files that name their kernels; they are removed once it is told.
+        stamps: the JSON files that list the hashes of the unpacked kernels; `tell` removes them.
     """
 
     def __init__(self, stamps: list[Path]) -> None:
@@ -76,7 +79,10 @@ class FirstRun:
         )
 
     def tell(self) -> None:
-        """Write the line to standard error, once; the next run says nothing."""
+        """Write `line` to standard error once, and remove the stamps, so that no later run does.
+
+        Nothing happens as long as no kernel was asked for.
+        """
         line = self.line
         if line is None or not self._stamps:
             return
@@ -90,8 +96,10 @@ class FirstRun:
 
 @functools.cache
 def first_run() -> FirstRun | None:
-    """Return the counter of this run's kernels; None if no kernel file was unpacked since the
-    last run."""
+    """Return this process's counter of precompiled kernels, made at the first call.
+
+    It is None if no file of kernels was unpacked since the last run, or without Triton.
+    """
     try:
         from triton import knobs
     except ImportError:

@@ -37,7 +37,7 @@ _MOST_ENTRIES = 100_000
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a file of kernels, inside it.
+    """The description that a file of kernels has inside: its versions, GPU and kernels.
 
     Attributes:
         tilewise, torch, triton: the versions that compiled them.
@@ -72,10 +72,19 @@ class Taken:
 
 
 def pack(path: Path, requests: Iterable[Request], *, arch: int, about: str) -> Manifest:
-    """Write the compiled kernels of these requests to one file.
+    """Write the kernels of `requests` that are in Triton's cache on disk to one file at `path`.
+
+    Requests that are not compiled yet are left out. A file at `path` is replaced at the end.
+
+    Args:
+        arch: the compute capability of the GPU, such as 90.
+        about: a line of text about their origin.
+
+    Returns:
+        The manifest of the file.
 
     Raises:
-        ValueError: none of them is in the cache.
+        ValueError: none of the kernels is in the cache.
         OSError: the file cannot be written.
     """
     there = {request.hash: request for request in requests if request.is_on_disk}
@@ -99,14 +108,20 @@ def pack(path: Path, requests: Iterable[Request], *, arch: int, about: str) -> M
 
 
 def unpack(path: Path, *, arch: int | None) -> Taken:
-    """Put a file's kernels into Triton's cache.
+    """Put the kernels of the file at `path` into Triton's cache on disk.
+
+    Kernels that are there already are not written again. A stamp beside the cache lets the next run
+    report how many of the file's kernels it used, see `FirstRun`.
 
     Args:
-        arch: the compute capability of the GPU here, None without one.
+        arch: the compute capability of the GPU here; None without one, which allows any.
+
+    Returns:
+        The manifest, and the numbers of kernels put into the cache and there already.
 
     Raises:
         ValueError: the file is no file of kernels, an entry is none of a kernel's files, or another
-            Triton or GPU is here than it was written for.
+            Triton, tilewise or GPU is here than it was written for.
         OSError: the file cannot be read, or the cache not be written.
     """
     try:
@@ -162,11 +177,14 @@ def _check_here(manifest: Manifest, arch: int | None) -> None:
 def _entries_of(
     file: zipfile.ZipFile, manifest: Manifest, path: Path
 ) -> dict[str, list[zipfile.ZipInfo]]:
-    """Return the files of each kernel in a kernel file, by the kernel's hash.
+    """Return the zip entries of each kernel in a file of kernels, by the kernel's hash.
+
+    Args:
+        path: the path of the file, for messages.
 
     Raises:
         ValueError: an entry has no valid name, is too large, or belongs to no kernel of the
-            manifest.
+            manifest; or a kernel of the manifest has no entries, or not one .json among them.
     """
     found: dict[str, list[zipfile.ZipInfo]] = {}
     listed = file.infolist()

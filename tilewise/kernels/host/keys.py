@@ -14,7 +14,11 @@ __all__ = ["settle_names"]
 
 
 def settle_names() -> None:
-    """Make Triton read a called function before it hashes a caller that depends on it."""
+    """Patch Triton so that it reads a called function before it hashes a caller of that function.
+
+    A kernel's name in the cache on disk then no longer depends on the order of compilation. A
+    second call, no Triton, or a version without the patched method changes nothing.
+    """
     try:
         from triton.runtime.jit import DependenciesFinder
     except ImportError:  # without Triton, or in one that does it otherwise

@@ -19,17 +19,21 @@ _OF_A_STREAM = 1 << 12  # counters of the launches of one stream outside of grap
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a graph is being captured on `device`: what is made now belongs to that graph."""
+    """Return whether the current stream captures a CUDA graph; False for a device that is no GPU.
+
+    Tensors that are allocated meanwhile belong to that graph.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Return `make()`, filled and in memory that belongs to no pool of its caller.
+    """Return the tensor of `make()`, complete, in memory that belongs to no pool of the caller.
 
     While torch warms up a CUDA graph (`torch.compile(mode="reduce-overhead")`), or inside of
-    `torch.cuda.use_mem_pool`, all that a thread allocates comes from one pool. What stays there
-    after the call is an error, or is given out again. The pool is that thread's, so another thread
-    makes the tensor. The caller must not be capturing a graph.
+    `torch.cuda.use_mem_pool`, all that a thread allocates comes from one pool. A tensor that stays
+    there after the call is an error, or its memory is given out again. The pool is that thread's,
+    so on a GPU a new thread calls `make` and waits for the stream. The caller must not be capturing
+    a graph. Exceptions of `make` are raised here.
 
     Args:
         make: a function that allocates and fills a tensor on `device`.
@@ -56,10 +60,11 @@ def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 
 def made_once(key: tuple[object, ...], make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Return the tensor of `key`, made when it is first asked for.
+    """Return the tensor of `key`, made when it is first asked for and kept for the process.
 
-    Memory of a graph must not outlive it, and its launches share no counter with others: while one
-    is captured, and once there are too many tensors, each call makes its own.
+    Memory that a graph allocates must not outlive the graph, and its launches share no counter with
+    others: while a graph is captured a key that is not there yet gets a new tensor that is not
+    kept. The same holds once 512 tensors are kept.
 
     Args:
         key: the name of the use, and all that the contents of the tensor depend on, the device
@@ -76,10 +81,13 @@ def made_once(key: tuple[object, ...], make: Callable[[], Tensor], device: torch
 
 
 class Zeros:
-    """Zeros of one device with which kernels count, and which every launch leaves as zeros.
+    """Counters of one device: int32 zeros that kernels count with and leave as zeros again.
 
-    Launches of a stream come one after the other and share theirs. A launch in a graph has its own
-    for good: another graph may run at the same time, and lives as long as it likes.
+    Launches of one stream follow one another and share the same zeros. A launch that a graph
+    captures gets zeros of its own for good, because another graph may run at the same time.
+
+    Args:
+        where: the device; 2 ** 20 zeros are allocated there (4 MiB), and never more.
     """
 
     def __init__(self, where: torch.device) -> None:
@@ -124,7 +132,11 @@ class Zeros:
 
 
 def zeros_of_stream(count: int, where: torch.device) -> Tensor:
-    """Return `count` zeros, int32, for the next launch of the current stream."""
+    """Return `count` zeros, int32 on `where`, for the next launch on the current stream.
+
+    The kernel must leave them as zeros, since other launches of the stream get the same memory. On
+    a CPU, and where the kept zeros do not suffice, they are a new tensor.
+    """
     if where.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=where)
     capturing = torch.cuda.is_current_stream_capturing()

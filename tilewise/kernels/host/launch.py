@@ -93,7 +93,12 @@ def _key(
 def calls_of(
     kernel: Any, types: tuple[type, ...], *, num_warps: int = 4, **constants: Any
 ) -> Calls | None:
-    """Return the prepared launches of `kernel` for arguments of these types, or None."""
+    """Return the prepared launches of `kernel` for arguments of these types, or None.
+
+    Args:
+        types: the types of the arguments one by one, those inside of tuples as well.
+        num_warps, constants: as of `launch_now`.
+    """
     return launches.calls.get(_key(kernel, types, num_warps, constants))
 
 
@@ -109,7 +114,11 @@ def _leaves(arguments: Sequence[Any]) -> list[Any]:
 
 
 def _specialised(kernel: Any, arguments: tuple[Any, ...]) -> list[int]:
-    """Return where among the leaves the integers stand that Triton may compile in."""
+    """Return the places of the integers that Triton may compile into the kernel.
+
+    These are integers of parameters that are not marked do_not_specialize. A place is an index
+    among the arguments taken one by one, see `_leaves`.
+    """
     parameters = getattr(kernel, "params", ())  # those of the constants come last
     places, place = list[int](), 0
     for argument, parameter in zip(arguments, parameters, strict=False):
@@ -121,13 +130,18 @@ def _specialised(kernel: Any, arguments: tuple[Any, ...]) -> list[int]:
 
 
 def kind_of_integer(number: int) -> tuple[bool, bool, bool]:
-    """Return whether an integer is 1, a multiple of 16, and of 32 bits: Triton compiles anew for
-    each."""
+    """Return three bools: whether an integer is 1, is a multiple of 16, and fits 32 bits.
+
+    Triton compiles a kernel of its own for each combination.
+    """
     return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
 
 
 class Calls:
-    """Calls of one kernel whose arguments have the same types; what was prepared for their kinds.
+    """The memory of the launches of one kernel with arguments of the same types.
+
+    Leaves are the arguments taken one by one, see `_leaves`. A kind is all for which Triton
+    compiles the kernel anew, see `kind_of`.
 
     Attributes:
         tensors, descriptors: the places of tensors and of descriptors among the leaves.
@@ -144,8 +158,10 @@ class Calls:
         self.prepared: dict[tuple[object, ...], Prepared | None] = {}
 
     def kind_of(self, leaves: list[Any]) -> tuple[object, ...]:
-        """Return the facts of a launch for which Triton compiles anew; tensors in `leaves`
-        become addresses."""
+        """Return the facts of a launch for which Triton compiles anew, as a key of `prepared`.
+
+        Tensors in `leaves`, the arguments one by one, are replaced in place by their addresses.
+        """
         kind: list[object] = [form_of(leaves[i]).kind for i in self.descriptors]
         for i in self.tensors:
             tensor = leaves[i]
@@ -177,8 +193,9 @@ class Prepared:
     Args:
         letters: the format of each number and address, in the order of `numbers`.
         numbers: the places among the leaves of the numbers and addresses that are parameters.
-        order: the parameter of each of them.
-        places: the parameters of each descriptor: its map, its sizes and its strides.
+        order: the index of the kernel's parameter for each of `numbers`.
+        places: the slice of the kernel's parameters of each descriptor: its map, its sizes and its
+            strides.
         tensors, descriptors: the places of tensors and descriptors among the leaves.
         device: the index of the device that the kernel was loaded on.
 
@@ -244,7 +261,11 @@ class Prepared:
         )
 
     def where(self, grid: int | Grid) -> bytes:
-        """Return the begin of a launch's memory, up to its stream."""
+        """Return the first 32 bytes of a launch's memory: the grid, the block and shared memory.
+
+        Args:
+            grid: the number of CTAs along each axis; an int for one axis.
+        """
         axes = grid if isinstance(grid, tuple) else (grid,)
         return struct.pack("=3I", *(*axes, 1, 1)[:3]) + self._block
 
@@ -263,11 +284,11 @@ class Prepared:
     def pointers_to(
         self, descriptors: Sequence[Described], addresses: Sequence[int]
     ) -> tuple[Any, Maps]:
-        """Return pointers to all parameters of a launch, with encoded descriptors.
+        """Encode descriptors, and return pointers to all parameters of a launch with them.
 
         Args:
             descriptors: the launch's descriptors.
-            addresses: the address of each one's tensor.
+            addresses: the address of each descriptor's tensor.
 
         Returns:
             The pointers, and the memory of the descriptors, which must live as long.
@@ -281,10 +302,14 @@ class Prepared:
         return pointers, maps
 
     def start(self, grid: int | Grid, leaves: list[Any]) -> bool:
-        """Launch with these arguments; False when a number does not fit its parameter.
+        """Launch the kernel with these arguments on the current stream of its device.
 
         Args:
+            grid: the number of CTAs along each axis; an int for one axis.
             leaves: the arguments one by one, with addresses in place of tensors.
+
+        Returns:
+            True; False, and nothing is launched, when a number does not fit its parameter.
         """
         try:
             constants = self.constants(leaves)
@@ -302,9 +327,14 @@ class Prepared:
         return True
 
     def submit_again(self, status: int, pointers: Any) -> None:
-        """Launch once more where the thread had no context, else raise what the launch failed with.
+        """Handle a launch that the driver refused: launch once more, or raise RuntimeError.
 
-        A thread of autograd's has none before its first call of CUDA's runtime.
+        It is repeated where the thread had no CUDA context, as a thread of autograd's has none
+        before its first call of CUDA's runtime; a context is made first.
+
+        Args:
+            status: the error code of the launch.
+            pointers: the pointers to the kernel's parameters.
         """
         if status == _NO_CONTEXT:
             torch.zeros(1, device=torch.device("cuda", self.device))
@@ -323,7 +353,7 @@ def launch_error(status: int) -> RuntimeError:
 
 
 class Addressed:
-    """A launch of which nothing but addresses changes.
+    """A prepared launch of a plan in which only addresses and the stream change between runs.
 
     Args:
         prepared: the kernel's prepared launch.
@@ -350,8 +380,7 @@ class Addressed:
         self.met: dict[tuple[int, ...], tuple[Any, Maps]] = {}
 
     def run(self, run: Any) -> None:
-        """Launch on the stream of a run, `run.stream`, with the addresses of its tensors,
-        `run.at`."""
+        """Launch on the stream `run.stream` with the addresses `run.at` of the run's tensors."""
         at, prepared = run.at, self._prepared
         places = tuple(self._maps(at))
         met = self.met.get(places) or self._meet(places)
@@ -363,22 +392,40 @@ class Addressed:
                 prepared.submit_again(status, met[0])
 
     def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
-        """Return pointers for descriptors whose tensors lie at `places`, and remember them for
-        next time."""
+        """Return the pointers to parameters, with descriptors encoded for these addresses.
+
+        They are remembered in `met`.
+
+        Args:
+            places: the addresses of the descriptors' tensors.
+        """
         met = self._prepared.pointers_to(self._descriptors, places)
         launches.add_met(self.met, places, met)
         return met
 
 
 def picker(slots: Sequence[int]) -> Slots:
-    """Return a function that picks these slots of a list, without a Python frame."""
+    """Return a function of a list that returns the elements at `slots`, as a sequence.
+
+    The function is C code, so that it takes no Python frame.
+    """
     if len(slots) > 1:
         return operator.itemgetter(*slots)
     return operator.itemgetter(slice(slots[0], slots[0] + 1 or None) if slots else slice(0))
 
 
 def _prepare(compiled: Any, arguments: tuple[Any, ...], calls: Calls) -> Prepared | None:
-    """Match the kernel's parameters with its arguments, or return None when they do not match."""
+    """Prepare a compiled kernel to be launched without Triton's launcher.
+
+    Args:
+        compiled: the kernel that Triton has compiled for these arguments.
+        arguments: the run-time arguments of its launch.
+        calls: the memory of launches with arguments of these types.
+
+    Returns:
+        The prepared kernel; None when its parameters do not match the arguments, on a CPU, or for a
+        kernel that is not `_is_usual`.
+    """
     leaves = _leaves(arguments)
     if not _is_on_gpu(leaves) or not _is_usual(compiled):
         return None
@@ -428,14 +475,14 @@ _KINDS = {"i32": ("i", "u32"), "i64": ("q", "u64"), "fp32": ("f", "f32")}
 
 
 def prepare_nested(compiled: Any, arguments: tuple[Any, ...]) -> tuple[Prepared, list[Any]] | None:
-    """Match a kernel's parameters with arguments that may be tuples, with numbers inside.
+    """Prepare a compiled kernel for launches with exactly these numbers in its arguments.
 
-    Of a number inside of a tuple Triton compiles in what it likes, so this is for launches with
-    just these numbers.
+    Arguments may be tuples with numbers inside. Which of those Triton compiles in is its own
+    choice, so a launch with other numbers needs another preparation.
 
     Returns:
-        What starts it, and the arguments one by one without what was compiled in; None where they
-        do not match.
+        The prepared kernel, and the arguments one by one without those that were compiled in; None
+        where the parameters do not match or the kernel is not `_is_usual`.
     """
     if not _is_usual(compiled):
         return None

@@ -13,7 +13,7 @@ _MAX_MET = 8192  # maps of all launches together: some 2 KB each
 
 
 class LaunchMemory:
-    """The state that launches keep for later ones.
+    """The state that launches keep for later ones; `launches` is the process's only one.
 
     Attributes:
         calls: the `Calls` of each kernel, by kernel, constants and types of arguments.

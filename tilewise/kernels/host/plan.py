@@ -62,11 +62,13 @@ except AttributeError:  # a torch without CUDA
 
 
 class Run(plan.Run):
-    """The buffers of a call on a GPU.
+    """The buffers of one run of a plan: a call's inputs, results and scratch.
 
     Attributes:
-        at: addresses, of each buffer and from the end those inside of them; 0 before a buffer is
-            made.
+        at: the address of each buffer by its number, and, from the end of the list, addresses
+            inside of buffers; 0 before a buffer is made.
+        workspace: the memory of all scratch buffers, uint8; None if there are none.
+        plan: the plan that runs.
     """
 
     __slots__ = ("at", "plan", "workspace")
@@ -83,8 +85,11 @@ class Run(plan.Run):
         self.at, self.workspace, self.plan = at, workspace, its_plan
 
     def buffer(self, index: int) -> Tensor:
-        """Return a buffer of the run as a tensor; one that is a piece of the workspace is viewed
-        there."""
+        """Return a buffer of the run as a tensor; a scratch buffer is a view of the workspace.
+
+        Args:
+            index: the number of the buffer.
+        """
         x: Tensor | None = self.tensors[index]
         if x is None:
             assert self.workspace is not None
@@ -96,14 +101,14 @@ class Run(plan.Run):
         return x
 
     def store(self, index: int, x: Tensor) -> None:
-        """Let a buffer be `x`."""
+        """Make `x` the buffer with the number `index`, and write its addresses to `at`."""
         self.tensors[index] = x
         self.at[index] = x.data_ptr()
         self.plan.place_inner(self.at, index)
 
 
 class Launch(plan.Launch):
-    """A launch of a plan; see the head of this file.
+    """A launch of one kernel in a plan, by Triton's launcher at first and by addresses later.
 
     Args:
         leaves: the arguments one by one, those of tuples as well: with a Place for each tensor,
@@ -141,7 +146,11 @@ class Launch(plan.Launch):
         addressed.run(run)
 
     def _address(self, prepared: Prepared | None) -> Addressed | None:
-        """Make the launch one to which addresses are given, where that is possible."""
+        """Set `addressed` and return it; None where only Triton's launcher can start the kernel.
+
+        Args:
+            prepared: the prepared kernel, or None if there is none.
+        """
         if prepared is None:
             return None
         try:
@@ -151,7 +160,10 @@ class Launch(plan.Launch):
         return self.addressed
 
     def _filled(self, run: plan.Run) -> list[Any]:
-        """Return the arguments with tensors and descriptors for their places in a run."""
+        """Return the arguments for Triton's launcher, with a run's tensors for their places.
+
+        Descriptors are made of `Described` ones, and tuples are put together again.
+        """
         found: list[Any] = []
         for leaf in self._leaves:
             if type(leaf) is Place:
@@ -167,14 +179,14 @@ class Launch(plan.Launch):
         return found
 
     def _find(self) -> Prepared | None:
-        """Return the prepared launch of an equal kind, or None if there was none before."""
+        """Return the kernel that an earlier launch of equal types and kinds prepared, or None."""
         launched = tuple(map(_LAUNCHED_AS.__getitem__, map(type, self._leaves)))
         calls = calls_of(self.kernel, launched, **self.options)
         return None if calls is None else calls.prepared.get(_kind_of(self._leaves, calls))
 
 
 class NestedLaunch(plan.Launch):
-    """A launch with numbers inside of tuples: other numbers may need another compiled kernel.
+    """A launch in a plan with numbers inside of tuples, which Triton may compile in.
 
     Attributes:
         addressed: the launch by addresses alone, for these numbers; None until the kernel is
@@ -206,7 +218,13 @@ class NestedLaunch(plan.Launch):
 
 
 def _kind_of(leaves: list[Any], calls: Calls) -> tuple[Any, ...]:
-    """Return `Calls.kind_of` of the tensors that places and descriptors stand for."""
+    """Return the key that `Calls.kind_of` would return for the tensors that places stand for.
+
+    Args:
+        leaves: the arguments of a launch one by one, with a Place for each tensor and a Described
+            for each descriptor.
+        calls: the memory of launches with arguments of these types.
+    """
     return (
         *[leaves[i].form.kind for i in calls.descriptors],
         *[leaves[i].kind for i in calls.tensors],
@@ -227,9 +245,10 @@ class LaunchPlan(plan.LaunchPlan):
     """A plan whose launches take addresses; on a CPU, where kernels are emulated, tensors.
 
     Attributes:
-        pieces: the first byte of each buffer in the workspace, and the buffer.
-        has_addresses: whether launches take them, as on a GPU.
-        inner: the places inside of buffers: buffer, offset and slot.
+        pieces: the first byte in the workspace and the buffer, of each scratch buffer by number.
+        has_addresses: whether launches take addresses, as on a GPU.
+        inner: the places inside of buffers: the buffer's number, the offset in bytes, and the index
+            in `Run.at`.
     """
 
     # inner: as the attribute, slots by buffer and offset.
@@ -268,7 +287,12 @@ class LaunchPlan(plan.LaunchPlan):
         self._is_settled = False
 
     def place_inner(self, at: list[int], buffer: int) -> None:
-        """Write the addresses inside of a buffer that was made."""
+        """Write the addresses of all places inside of a buffer that has just been made.
+
+        Args:
+            at: the addresses of a run, changed in place.
+            buffer: the number of the buffer.
+        """
         for index, offset, slot in self.inner:
             if index == buffer:
                 at[slot] = at[buffer] + offset
@@ -279,6 +303,9 @@ class LaunchPlan(plan.LaunchPlan):
         Args:
             tensors: the tensors of a call, in the order of the plan.
             out: memory for the first result; None allocates it.
+
+        Returns:
+            The results, None for those that the plan does not have.
         """
         if out is not None and not (self.has_addresses and self._makes_first):
             return super().run(*tensors, out=out)
@@ -293,9 +320,16 @@ class LaunchPlan(plan.LaunchPlan):
         return tuple(self._found(run.tensors))
 
     def again(self, out: Tensor, tensors: Sequence[Tensor | None]) -> _Again | None:
-        """Return an object that repeats `run` with new addresses, or None.
+        """Return an object that repeats the launches with new addresses in one set of buffers.
 
-        It is None unless all steps are launches that take nothing but addresses.
+        The results and scratch buffers are allocated here.
+
+        Args:
+            out, tensors: the first result and the tensors of a call.
+
+        Returns:
+            The object; None unless all steps are launches that take nothing but addresses, or while
+            a graph is captured, or if another device is current.
         """
         if not (self.has_addresses and self._makes_first) or self._asked:
             return None
@@ -308,8 +342,7 @@ class LaunchPlan(plan.LaunchPlan):
         return _Again(self._begin(tensors, out), first, self._given, self._steps)
 
     def _settle(self) -> None:
-        """Replace each launch by its addressed form, if it is known; later runs start that
-        directly."""
+        """Replace each launch by its addressed form where there is one, for later runs."""
         steps = [getattr(action, "addressed", None) or action for action in self.actions]
         self._is_settled = not any(isinstance(step, Launch) for step in steps)
         self._steps = steps
@@ -351,10 +384,10 @@ class LaunchPlan(plan.LaunchPlan):
 
 
 class _Again:
-    """Repeats a plan by addresses alone, in the buffers of one call.
+    """A repeater of a plan's launches in the buffers of one call; made by `LaunchPlan.again`.
 
-    Later calls overwrite what earlier ones have left there, as they do in what torch's allocator
-    gives out again. A graph would read there after the buffers are gone, so none captures this.
+    Each repetition overwrites the scratch of the one before; inputs and the first result are new
+    each time. A captured graph would use the buffers after they are freed, so it is refused.
 
     Args:
         run: the buffers of the call.
@@ -371,15 +404,15 @@ class _Again:
             run.tensors[index] = None
 
     def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-        """Launch the plan on the kept buffers.
+        """Launch the plan for other tensors, with its scratch in the kept buffers.
 
         Args:
             out: the memory of the first result.
-            tensors: the tensors of the call, which lie in memory as those of the plan.
+            tensors: the tensors of the call, with the sizes and strides of the plan's.
 
         Returns:
-            False, and nothing is launched, where device, stream or alignment differ, or launches
-                are observed.
+            True; False, and nothing is launched, where the current device or stream differs, an
+                address is no multiple of 16 bytes, a graph is captured, or launches are observed.
         """
         run, at = self._buffers, self._buffers.at
         if _current_device() != self._device or observed():
@@ -404,7 +437,14 @@ class _Again:
 
 
 class Maker(plan.Maker):
-    """Writes down plans of Hopper's kernels, and of portable ones between them."""
+    """A maker of plans whose launches take addresses: the `kernels.plan.Maker` of GPU kernels.
+
+    A planner calls its methods in the order of the steps; `finish` returns the plan.
+
+    Args:
+        call: the call to plan, with the layouts of its tensors.
+        names: as of `kernels.plan.Maker`.
+    """
 
     def __init__(self, call: plan.Call, *names: Sequence[str]) -> None:
         super().__init__(call, *names)
@@ -455,7 +495,11 @@ class Maker(plan.Maker):
         self._actions.append(Launch(kernel, grid, leaves, tuples, options))
 
     def addressable(self, x: Tensor) -> Tensor:
-        """Return `x`, or a copy of it where TMA cannot read it in place."""
+        """Return `x` if TMA can read it in place, else a tensor for a copy that the plan will make.
+
+        TMA reads `x` in place if it has elements, an aligned start and strides of multiples of 16
+        bytes.
+        """
         if self.is_aligned(x) and x.numel() > 0:
             # Strides of a contiguous tensor are multiples of its last dim's.
             if x.is_contiguous() and x.shape[-1] * x.itemsize % 16 == 0:
@@ -469,7 +513,11 @@ class Maker(plan.Maker):
 def _visited(types: tuple[type, ...]) -> list[int]:
     """Return the indices of a launch's arguments that are no numbers and not None, the last first.
 
-    From the last to the first, because a tuple is replaced by its fields and shifts what follows.
+    The order is descending because a tuple is replaced by its fields, which shifts the arguments
+    after it.
+
+    Args:
+        types: the types of the arguments.
     """
     numbers = (int, float, bool, type(None))
     return [index for index in reversed(range(len(types))) if types[index] not in numbers]

@@ -23,12 +23,12 @@ Function = Callable[..., Tensor | tuple[Tensor, ...] | None]
 
 
 class PlannedCall(NamedTuple):
-    """A call that was planned.
+    """The plan of one call of a launcher, with the call's tensors; it also serves like calls.
 
     Attributes:
-        plan: the plan, which takes `tensors` in this order.
+        plan: the plan, which takes tensors in the order of `tensors`.
         is_one: True if the launcher returns a tensor, False if it returns a tuple or nothing.
-        tensors: the tensors of the call, each once.
+        tensors: the different tensors of the call, each once.
     """
 
     plan: LaunchPlan
@@ -36,13 +36,19 @@ class PlannedCall(NamedTuple):
     tensors: list[Tensor]
 
     def run(self, tensors: Any) -> Any:
-        """Run the plan; return what the launcher returns."""
+        """Run the plan for `tensors`, and return the launcher's result: a tensor, a tuple or None.
+
+        Args:
+            tensors: the tensors of a call, in the order of the field `tensors`.
+        """
         results = self.plan.run(*tensors)
         return results[0] if self.is_one else results or None
 
 
 class Planned:
-    """A launcher that is written as a plan.
+    """A launcher that is written as a planner: a call plans it and runs the plan.
+
+    Callers that repeat calls keep the result of `plan`; calling the launcher itself plans anew.
 
     Args:
         function: the launcher; it is given a maker, then the arguments of a call with their tensors
@@ -57,7 +63,12 @@ class Planned:
         functools.update_wrapper(self, function)
 
     def plan(self, *arguments: Any, **options: Any) -> PlannedCall:
-        """Plan a call; tensors may stand in tuples and in dataclasses, and lie on one device."""
+        """Return the plan of a call; nothing runs.
+
+        Args:
+            arguments, options: the arguments of the launcher. Tensors may stand in tuples, lists,
+                dicts and dataclasses, all on one device.
+        """
         tensors = list({id(x): x for x in _tensors((arguments, options))}.values())
         call = Call.of(None, tensors)
         with device_of(call.device):
@@ -70,18 +81,21 @@ class Planned:
         return PlannedCall(maker.finish(found), is_one, tensors)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Plan a call and run it."""
+        """Plan a call, run the plan, and return the launcher's result."""
         made = self.plan(*arguments, **options)
         return made.run(made.tensors)
 
 
 def planned(function: Function) -> Planned:
-    """Return the launcher that `function` writes down, see `Planned`."""
+    """Decorate a function of a maker and of a call's arguments as a launcher, see `Planned`."""
     return Planned(function)
 
 
 def rows_of(maker: Maker, x: Tensor) -> Tensor:
-    """Return x (..., E) as (rows, E): a view, or a copy where no single stride reaches all rows."""
+    """Return x (..., E) as (rows, E): a view, or a copy where no single stride reaches all rows.
+
+    Both are tensors of the plan that `maker` writes; the copy is a step of it.
+    """
     try:
         return x.view(-1, x.shape[-1])
     except RuntimeError:  # its strides need more than one step
@@ -89,7 +103,7 @@ def rows_of(maker: Maker, x: Tensor) -> Tensor:
 
 
 def _tensors(argument: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument, in order."""
+    """Yield the tensors of an argument in order, also from inside of containers and dataclasses."""
     if isinstance(argument, Tensor):
         yield argument
     for part in _parts(argument).values():
@@ -109,7 +123,11 @@ def _parts(argument: Any) -> dict[Any, Any]:
 
 
 def _placed(argument: Any, places: dict[int, Any]) -> Any:
-    """Return an argument with the tensors of a plan for its own."""
+    """Return an argument with each tensor replaced, also inside of containers and dataclasses.
+
+    Args:
+        places: the replacement of each tensor, by the tensor's id.
+    """
     if isinstance(argument, Tensor):
         return places[id(argument)]
     if not any(True for _ in _tensors(argument)):

@@ -25,13 +25,13 @@ __all__ = ["Request", "Work", "is_recording", "kernel_of", "observed", "recordin
 
 
 class Request(NamedTuple):
-    """One kernel to be compiled.
+    """One kernel to be compiled, as plain data that another process can be sent.
 
     Attributes:
         module, name: the module of the kernel and its name there.
-        hash: under which Triton keeps it on disk.
-        file: the name that its files begin with there.
-        work: all that it is compiled for, see `work_of`.
+        hash: the hash under which Triton keeps the compiled kernel on disk.
+        file: the name that its files on disk begin with.
+        work: all that it is compiled for, pickled; `work_of` reads it.
     """
 
     module: str
@@ -59,7 +59,11 @@ class Work(NamedTuple):
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, what: Any) -> tuple[str, str] | None:
-        """Functions of Triton, which a constant may be, go by their names."""
+        """Return the module and name of a Triton function, which is pickled by them; else None.
+
+        A constant of a kernel may be such a function. Raises pickle.PicklingError if the name does
+        not lead to the same function.
+        """
         fn = getattr(what, "fn", None)
         if fn is None or not hasattr(what, "cache_key"):
             return None
@@ -85,18 +89,18 @@ def kernel_of(module: str, name: str) -> Any:
 
 
 def work_of(request: Request) -> Work:
-    """Return the arguments of `triton.compile` that a request has in pickled form."""
+    """Return the unpickled `work` of a request: the arguments of `triton.compile` for it."""
     found: Work = _Unpickler(io.BytesIO(request.work)).load()
     return found
 
 
 class _Recording:
-    """The kernels that a thread's launches have asked for.
+    """The kernels that one thread's launches have asked for inside of `recording`.
 
     Attributes:
         requests: the requests by their hashes.
-        note: a function that is called with each request, or None.
-        seen: the kernels, by their ids, and the kinds of arguments that were looked at.
+        note: a function that is called with each new request, or None.
+        seen: pairs of a kernel's id and the kind of its arguments, for which a request was made.
     """
 
     def __init__(self, note: Callable[[Request], None] | None) -> None:
@@ -116,9 +120,10 @@ def is_recording() -> bool:
 
 
 def observed() -> bool:
-    """Whether launches are to be seen, by a profiler's hooks or by `recording`.
+    """Return whether launches must go through Triton's own launcher to be seen.
 
-    Triton's launcher alone shows them.
+    It is so inside of `recording` in this thread, and while a hook of Triton's, such as a
+    profiler's, is set.
     """
     if _recordings and is_recording():
         return True
@@ -130,10 +135,10 @@ def observed() -> bool:
 def recording(
     note: Callable[[Request], None] | None = None,
 ) -> Iterator[dict[str, Request]]:
-    """Record this thread's launches as requests, by hash, instead of running them.
+    """Yield a dict in which this thread's launches are recorded instead of run, by hash.
 
-    Kernels that the process has already compiled are left out. Nothing is written by the kernels,
-    so what is computed meanwhile must not depend on their results.
+    Kernels that the process has already compiled are left out. The kernels write nothing, so code
+    in the context must not depend on their results.
 
     Args:
         note: a function that is called once with each request.

@@ -37,10 +37,10 @@ class Outcome:
 
     Attributes:
         seconds: the time that each compiled request took, by its hash.
-        num_found: the number of requests that were on disk already, or were compiled by another
-            process.
-        failures: the reasons of failures, a line each.
-        left: requests that are still to be compiled.
+        num_found: the number of requests whose kernels were on disk already, or were compiled by
+            another program meanwhile.
+        failures: the reasons of failures, a line each with the kernel's name.
+        left: the requests that were not compiled before the time was over.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -50,10 +50,10 @@ class Outcome:
 
 
 class Compilers:
-    """Processes that compile; to be used in a `with` statement, which ends them.
+    """Processes that compile kernels; used in a `with` statement, which kills them at its end.
 
     Args:
-        count: the number of processes.
+        count: the number of processes, which start with `begin` or `compile`.
     """
 
     def __init__(self, count: int) -> None:
@@ -93,7 +93,7 @@ class Compilers:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the compilers."""
+        """The process ids of the compilers that were started; [] before that and after the end."""
         return [process.pid for process in self._processes]
 
     def compile(
@@ -117,7 +117,8 @@ class Compilers:
 
         Returns:
             The seconds of each compiled request, the number of kernels that were on disk, the
-            reasons of failures, and the requests that are left to compile.
+            reasons of failures, and the requests that are left to compile. No failure is raised; a
+            request whose process ended is tried once more.
         """
         waiting, outcome = deque(requests), Outcome()
         if not waiting:
@@ -197,7 +198,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _ask(process: subprocess.Popen[bytes], request: Request) -> Answer | None:
-    """Return the answer; None where the process has ended."""
+    """Send a request to a compiling process, wait, and return the answer; None if it has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -14,9 +14,11 @@ _MOST_CHANNELS = 128  # of a head; beside wider ones shared memory has no room
 
 
 def copied_bias(maker: Maker, spec: AttentionSpec, bias: Tensor | None) -> Tensor | None:
-    """Return a bias as (batch, queries, heads, keys), one or all of each; None where TMA cannot.
+    """Return a bias as a view (1 or batch, queries, 1 or heads, keys) of which TMA can copy tiles,
+    or None if it cannot or there is none.
 
-    It must have 16 bits, a number for each query and key, and rows on multiples of 16 bytes.
+    The bias must have 16 bits, a number for each query and key, neighbouring keys, and rows on
+    multiples of 16 bytes; heads may have 128 channels at most.
     """
     if bias is None or bias.dim() < 2 or bias.dtype.itemsize != 2:
         return None

@@ -82,7 +82,7 @@ def plan_fwd(call: Call) -> LaunchPlan | Refusal:
 
 
 def made_fwd(call: Call) -> LaunchPlan:
-    """Return the plan of a call that nothing refuses."""
+    """Return the plan of an e4m3 call that `why_not` accepts; its results are o and lse."""
     spec: Fp8Spec = call.spec
     maker, own = Maker(call, FP8_TENSORS), spec.attention
     *scales, rotation = maker.inputs[:4]
@@ -157,11 +157,11 @@ def _add_kernel(
     tensors: AttentionTensors,
     variant: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add the kernel on quantised tensors to a plan.
+    """Note the launch of the e4m3 kernel, and of those that list a packed batch's tiles.
 
     Args:
         ready: the quantised tensors, of which q and k have rows.
-        tensors: the tensors beside q, k and v.
+        tensors: the call's other tensors; its q, k and v are not read.
 
     Returns:
         o (B, Sq, Hq, D), or (Tq, Hq, D); lse float32 (B, Hq, Sq), or (Hq, Tq).
@@ -225,7 +225,8 @@ def _add_kernel(
 
 
 def _padded(maker: Maker, scale: Tensor, count: int) -> Tensor:
-    """Add `count` scales of no key to each head."""
+    """Return scales (..., S) with `count` zeros, of no key, appended to each head; computed when
+    the plan runs."""
     shape = (*scale.shape[:-1], scale.shape[-1] + count)
     like = torch.empty(shape, dtype=scale.dtype, device="meta")
 

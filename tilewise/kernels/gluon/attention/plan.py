@@ -32,8 +32,8 @@ _SEPARATE_ROWS = 128  # of a tile of dq where it has a kernel of its own
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
     """Return the plan of the forward pass, or why Hopper's kernels cannot run it.
 
-    Calls of few queries run on the paged kernels. The results are o, lse and, where wanted, row
-    maxima.
+    Calls of few queries run on the paged kernels where those are faster. The results are o, lse
+    and, where wanted, row maxima.
     """
     reason = _why_not(call.spec)
     return Refusal(reason) if reason is not None else made_fwd(call)
@@ -62,7 +62,7 @@ def plan_bwd(call: Call) -> LaunchPlan:
 
 
 def _is_mma(spec: AttentionSpec) -> bool:
-    """Whether a call runs on a device whose products are mma.sync's."""
+    """Whether a call is for CUDA and the GPU at hand is one whose kernels multiply by mma.sync."""
     where = spec.device_type == "cuda" and torch.cuda.is_available()
     return where and mma.is_served(device.arch_of(torch.device("cuda")))
 
@@ -78,7 +78,8 @@ def _why_not(spec: AttentionSpec) -> str | None:
 
 
 def made_fwd(call: Call) -> LaunchPlan:
-    """Return the plan of a call that nothing refuses."""
+    """Return the plan of the forward pass of a call that `plan_fwd` would not refuse; that is not
+    checked again."""
     spec, maker = call.spec, Maker(call)
     tensors, num_sms = maker.tensors, device.sm_count_of(call.device)
     if _is_mma(spec):
@@ -121,7 +122,8 @@ def _tiles_fwd(spec: AttentionSpec) -> dict[str, TileConfig]:
 
 
 def _tiles_bwd(spec: AttentionSpec) -> dict[str, TileConfig]:
-    """Return the tiles of each kernel; warps are those that load and send, too."""
+    """Return the tiles of each kernel of the backward pass by its name; the numbers of warps
+    include those that load and send."""
     variant = variant_of(spec)
     if not has_separate_dq(spec):
         return {"bwd": TileConfig(variant.tile_m, variant.tile_n, 10, variant.stages)}

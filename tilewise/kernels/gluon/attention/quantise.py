@@ -62,7 +62,7 @@ class Packed(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return self.cu_seqlens_k.shape[0] - 1
 
     def columns(self, keys: int) -> int:
@@ -86,7 +86,12 @@ class Quantized(NamedTuple):
 
 
 class _Tasks:
-    """How a call is cut: tasks of some rows of a head."""
+    """How the quantising kernels cut q, k and v of a call (dense, or packed as one batch entry):
+    each task is TILE rows of one head.
+
+    Attributes `q` and `k` are the numbers of tasks of q, and of k (or v); `chunks_q`, `chunks_k`
+    those of a head.
+    """
 
     def __init__(
         self,
@@ -134,7 +139,7 @@ class _Tasks:
         return maker.empty((batch, self.heads_k, self.head_dim, self.columns), _E4M3)
 
     def numbers(self) -> tuple[int, ...]:
-        """The integers that both kernels take."""
+        """Return the integers that both kernels take, in the order of their arguments."""
         return (
             self.q,
             self.k,
@@ -149,7 +154,8 @@ class _Tasks:
         )
 
     def constants(self, single: int) -> dict[str, int | bool]:
-        """The compile-time numbers that both kernels take."""
+        """Return the compile-time arguments of both kernels by name, for a launch over the tensors
+        that `single` names: _ALL, _KEYS_ALONE or _VALUES_ALONE."""
         warps = _ROTATED_WARPS if self.rotated else _WARPS
         rotated = self.rotated and single != _VALUES_ALONE
         return {
@@ -187,7 +193,8 @@ def quantize_qkv(
     packed: Packed | None = None,
     per_token: bool = False,
 ) -> Quantized:
-    """Quantise the inputs of one attention call at once; arguments are those of `add_qkv`."""
+    """Quantise the inputs of one attention call now, not in a plan; arguments are those of
+    `add_qkv`."""
     edges = (None, None) if packed is None else packed[:2]
     given = (q, k, v, rotation, seqlens_k, *edges)
     maker = Maker(Call.of(None, given))
@@ -211,7 +218,8 @@ def add_qkv(
     packed: Packed | None = None,
     per_token: bool = False,
 ) -> Quantized:
-    """Add the quantising of one attention call's inputs to a plan.
+    """Note the launches that quantise the inputs of one attention call, and return the e4m3 tensors
+    and scales.
 
     Args:
         q, k, v: (B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, D), 16 bits, last dim contiguous; of a
@@ -339,7 +347,8 @@ def _add_rows(
     seqlens: Tensor | None,
     packed: Packed | None,
 ) -> tuple[Tensor, Tensor]:
-    """Add the quantising of one tensor with a scale for each head of a sequence."""
+    """Note the launches that quantise one tensor with a scale for each head of a sequence; return
+    the e4m3 tensor of its shape and the scales (B, H)."""
     shape = tuple(x.shape)
     x8 = maker.empty(shape, _E4M3) if packed is None else maker.full(shape, 0.0, _E4M3)
     if packed is not None and packed.batch == 0:  # no row belongs to a sequence
@@ -354,7 +363,8 @@ def _add_rows(
 def _add_tokens(
     maker: Maker, x: Tensor, rotation: Tensor | None, seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Add the quantising of one tensor with a scale for each token."""
+    """Note the launch that quantises one tensor with a scale for each token; return the e4m3 tensor
+    of its shape and the scales (B, H, S), B of 1 for a packed tensor."""
     x8 = maker.empty(tuple(x.shape), _E4M3)
     x = _batched(x)
     tasks = _Tasks(maker, x, x, x, rotated=rotation is not None)
@@ -383,7 +393,8 @@ def _add_tokens(
 def _add_values(
     maker: Maker, v: Tensor, seqlens_k: Tensor | None, packed: Packed | None
 ) -> tuple[Tensor, Tensor]:
-    """Add the quantising of values alone, with a scale for each head of a sequence."""
+    """Note the launches that quantise values alone, with a scale for each head of a sequence;
+    return e4m3 (B, Hk, D, columns) and the scales (B, Hk)."""
     v = _batched(v)
     tasks = _Tasks(maker, v, v, v, rotated=False, packed=packed)
     v8 = tasks.new_values(maker)
@@ -402,7 +413,8 @@ def _add_one(
     columns: int,
     single: int,
 ) -> None:
-    """Note both launches that quantise one tensor: the largest values, and then the codes.
+    """Note both launches that quantise one tensor with a scale a head: the largest values, and then
+    the codes.
 
     Args:
         more: the rotation and the lengths, or None.
@@ -434,7 +446,8 @@ def _add_one(
 def add_value_columns(
     maker: Maker, v8: Tensor, seqlens_k: Tensor | None, packed: Packed | None = None
 ) -> Tensor:
-    """Transpose e4m3 values (B, Sk, Hk, D) to (B, Hk, D, Sk rounded up), keys in order.
+    """Note the launch that transposes e4m3 values (B, Sk, Hk, D), and return the result (B, Hk, D,
+    Sk rounded up), with keys in the order of the e4m3 product and zeros past each length.
 
     Those of a packed batch, (Tk, Hk, D), become (1, Hk, D, columns).
     """

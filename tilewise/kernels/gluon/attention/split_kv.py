@@ -43,12 +43,7 @@ _HOST = 50e-6
 
 
 class Blocks(NamedTuple):
-    """How k and v are a paged cache.
-
-    Attributes:
-        size: tokens of a block.
-        step: blocks from one sequence to the next.
-    """
+    """How k and v of a dense batch are read as a paged cache."""
 
     size: int
     step: int
@@ -78,7 +73,8 @@ def is_faster(spec: AttentionSpec, num_sms: int) -> bool:
 
 
 def blocks_of(k: Tensor, v: Tensor) -> Blocks | None:
-    """Return the largest blocks of which (B, S, Hk, D) and (B, S, Hk, Dv) consist, if any."""
+    """Return the largest Blocks as which k (B, S, Hk, D) and v (B, S, Hk, Dv) can be read in place,
+    or None if their strides allow none."""
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         return None
     for size in _BLOCKS:
@@ -93,7 +89,7 @@ def blocks_of(k: Tensor, v: Tensor) -> Blocks | None:
 
 
 def tile_config_split_kv(spec: AttentionSpec, arch: int, num_sms: int) -> TileConfig:
-    """Return the tiles with which the paged kernels compute `spec`."""
+    """Return the tile sizes with which the paged kernels compute the dense call `spec`."""
     paged = _paged_spec(spec, Blocks(_BLOCKS[0], 0))
     if not paged.causal:
         return extend_config(paged, arch)
@@ -104,7 +100,8 @@ def tile_config_split_kv(spec: AttentionSpec, arch: int, num_sms: int) -> TileCo
 def add_split_kv(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, blocks: Blocks
 ) -> tuple[Tensor, Tensor]:
-    """Add the forward pass to a plan; return o (B, Sq, Hq, Dv) and lse float32 (B, Hq, Sq)."""
+    """Note the launches of the paged kernels for a dense forward pass with `maker`; return o (B,
+    Sq, Hq, Dv) and lse float32 (B, Hq, Sq)."""
     q, k, v = tensors[:3]
     batch, rows, heads = spec.batch, spec.max_seqlen_q, spec.num_q_heads
     paged = _paged_spec(spec, blocks)
@@ -160,7 +157,7 @@ def _is_one_row_after_another(q: Tensor) -> bool:
 
 
 def _by_sequence(maker: Maker, lse: Tensor, batch: int) -> Tensor:
-    """Return lse (B, Hq, Sq) of lse (Hq, B * Sq)."""
+    """Return lse (Hq, B * Sq) as (B, Hq, Sq): a view if B is 1, else a copy by a noted launch."""
     heads, rows = lse.shape[0], lse.shape[1] // batch
     if batch == 1:
         return lse.view(1, heads, rows)
@@ -212,10 +209,12 @@ def _paged_spec(spec: AttentionSpec, blocks: Blocks) -> PagedSpec:
 def _metadata(
     batch: int, rows: int, keys: int, blocks: Blocks, where: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return block_table, seqlens_k and cu_seqlens_q of a batch of equal sequences.
+    """Return int32 block_table, seqlens_k and cu_seqlens_q of a batch of equal sequences of `rows`
+    queries and `keys` keys.
 
-    The table may have more columns than there are blocks, and lengths are part of a run of them:
-    while a cache grows by a key a step, few of these tensors are new.
+    The tensors are cached. The table may have more columns than there are blocks, and lengths are a
+    row of a larger tensor for many lengths: while a cache grows by a key a step, few of these
+    tensors are new.
     """
 
     def arange(count: int) -> Tensor:

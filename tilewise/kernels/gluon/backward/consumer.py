@@ -70,7 +70,7 @@ def _dq_columns(variant):
 
 @gluon.jit
 def ds_tile(bufs, parity, variant: gl.constexpr):
-    """Return ds (128 keys, queries) of a step of this parity."""
+    """Return the shared memory of ds (128 keys, queries) for steps of this parity, 0 or 1."""
     if variant.by_query:
         return bufs.ds.index(parity).permute((1, 0))
     else:
@@ -79,7 +79,8 @@ def ds_tile(bufs, parity, variant: gl.constexpr):
 
 @gluon.jit
 def _dq_half(ds, k, variant: gl.constexpr, PART: gl.constexpr):
-    """Issue this warpgroup's half of dq = ds^T k."""
+    """Start this warpgroup's half of dq = ds^T k, of channels or of queries, and return the
+    asynchronous sum."""
     COLUMNS: gl.constexpr = _dq_columns(variant)
     zeros = gl.zeros([64, COLUMNS], gl.float32, sum_layout(COLUMNS))
     if variant.tile_m == 64:
@@ -103,7 +104,8 @@ def flat_dq(dq):
 
 @gluon.jit
 def leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
-    """Store this warpgroup's half of a step's dq in shared memory, from which the sender adds it.
+    """Wait for the buffer, store this warpgroup's half of a step's dq in shared memory, and tell
+    the sender, which adds it to global memory.
 
     Args:
         dq: the sums, in registers.
@@ -134,7 +136,7 @@ def leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def _tell_sender(step, variant: gl.constexpr, HALF: gl.constexpr, THREADS: gl.constexpr):
-    """Tell the sender of this step that its memory is written."""
+    """Arrive at the named barrier of the sender of this step: its half of dq is written."""
     if variant.senders == 2:
         if step % 2 == 1:
             named_barrier("arrive", DQ_WRITTEN + SECOND_SENDER + HALF, THREADS, 4)
@@ -155,7 +157,8 @@ def _draws_ahead(variant):
 
 @gluon.jit
 def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr):
-    """Draw dropout's words of this warpgroup's keys and a tile of queries of head g."""
+    """Return dropout's words for this warpgroup's 64 keys and a tile of queries of head g of the
+    group."""
     head = work.head * shape.group_size + g
     plane = work.b * (shape.num_kv_heads * shape.group_size) + head
     draw = draw_of(scores.philox, places.drop_limit)  # in registers all along it would spill
@@ -167,7 +170,7 @@ def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl
 def _drawn_ahead(
     step, more, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr
 ):
-    """Draw dropout's words for the next step, or for this one again if it is the last.
+    """Return dropout's words for the next step, or for this one again if it is the last.
 
     Args:
         more: whether another step follows.
@@ -201,7 +204,10 @@ def _step(
     FIRST: gl.constexpr,
     MASK: gl.constexpr,
 ):
-    """Fold one tile of queries of head g of the group.
+    """Add one tile of queries of head g of the group to dk and dv, from its scores s; return the
+    next step's scores, dk, dv and its dropout's words.
+
+    The step also leaves the previous step's half of dq for the sender, unless FIRST.
 
     MASK: 0 none, 1 always, 2 where this step needs it. g and, without a mask, tile are read where
     logits depend on their place alone. drawn: `_drawn` of this step if `_draws_ahead`; that of the
@@ -343,7 +349,8 @@ def _see_half(
     variant: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """Fold the first tile of 128 queries, of which this warpgroup's keys see the last 64.
+    """Add the first tile of 128 queries, of which this warpgroup's keys see the last 64, to dk and
+    dv; return the next step's scores, dk and dv.
 
     As `_step` does, with products of half the size; ds of the others is 0.
     """
@@ -391,7 +398,8 @@ def _see_half(
 
 @gluon.jit
 def _first_scores(step, more, k, bufs, bars, variant: gl.constexpr):
-    """Return the scores of a step, if there is one."""
+    """Return the scores k q^T of a step, after waiting for its q if `more`; without `more` there is
+    no such step and the result must not be used."""
     TILE_M: gl.constexpr = variant.tile_m
     over_queries: gl.constexpr = sum_layout(TILE_M)
     stage = step % variant.stages
@@ -404,7 +412,8 @@ def _first_scores(step, more, k, bufs, bars, variant: gl.constexpr):
 
 @gluon.jit
 def _next_work(turn, bufs, bars, shape):
-    """Return the Work of a turn when its k has come, and with it the loader's notes."""
+    """Wait until k of a turn, and with it the loader's notes, have come, and return the turn's
+    Work."""
     mbarrier.wait(bars.kv_full.index(0), turn & 1)
     return noted_work(turn, bufs.notes, shape)
 
@@ -423,7 +432,8 @@ def consume_turns(
     variant: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """Make dk and dv of 64 keys of each tile of this CTA, and half of every tile of dq."""
+    """Make and write dk and dv of this warpgroup's 64 keys of each tile of keys of this CTA, and
+    leave its half of every tile of dq for the sender."""
     if variant.several:
         before = 0
         for turn in range(0, turns_of_cta(shape)):
@@ -462,7 +472,8 @@ def consume(
     turn=0,
     before=0,
 ):
-    """Compute dk and dv of 64 keys, and half of every tile of dq.
+    """Make and write dk and dv of this warpgroup's 64 keys of one tile of keys, and leave its half
+    of every tile of dq for the sender.
 
     before: the number of steps in the CTA's earlier turns. Returns that number with this turn's
     steps.

@@ -74,7 +74,8 @@ def load_for_dkdv(
     bars,
     variant: gl.constexpr,
 ):
-    """Load k and v once, q and do step by step: the two warpgroups release them apart."""
+    """Run the loader warp: load k and v once, and q, lse, do and delta step by step; the two
+    warpgroups give q and do back apart."""
     TILE_M: gl.constexpr = variant.tile_m
     STAGES: gl.constexpr = variant.stages
     D: gl.constexpr = variant.d

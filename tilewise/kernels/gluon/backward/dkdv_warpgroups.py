@@ -46,7 +46,8 @@ from tilewise.kernels.gluon.visible import MASK_TILE, entry_of_tile, key_at
 
 @gluon.jit
 def _products(bufs, zero, stage, variant: gl.constexpr):
-    """Issue s = k q^T of a step: a group of WGMMAs, or with a rest two."""
+    """Start s = k q^T of a step, one group of WGMMAs, or two where channels come in two parts, and
+    return the asynchronous sum."""
     D: gl.constexpr = variant.d
     zeros = gl.zeros([64, 64], gl.float32, sum_layout(64))
     q = bufs.q.index(stage).reshape([64, D]).permute((1, 0))

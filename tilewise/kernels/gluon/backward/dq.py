@@ -66,7 +66,8 @@ def load_for_dq(
     bars,
     variant: gl.constexpr,
 ):
-    """Load v and k of each tile into their ring, and q and do with the first."""
+    """Run the loader warp: load v and k of each tile of keys, the last first, into their ring, and
+    q and do of both warpgroups with the first tile."""
     SLOTS: gl.constexpr = variant.stages
     D: gl.constexpr = variant.d
     HIGH: gl.constexpr = variant.d_high > 0

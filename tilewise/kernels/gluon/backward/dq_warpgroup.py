@@ -49,7 +49,7 @@ from tilewise.kernels.gluon.visible import (
 
 @gluon.jit
 def _hide_keys(s, row, within, number, first_key, rows, shape, scores, variant: gl.constexpr):
-    """Set s (64 queries, keys) to -inf where a query does not see a key.
+    """Return s (64 queries, keys) with -inf where a query does not see a key.
 
     within: of the first query, in its tile of the block mask; number: of the bit tile, or -1.
     """
@@ -69,7 +69,8 @@ def _hide_keys(s, row, within, number, first_key, rows, shape, scores, variant: 
 
 @gluon.jit
 def _products(bufs, own, at_k, zeros, variant: gl.constexpr):
-    """Issue s = q k^T."""
+    """Start s = q k^T of warpgroup `own` and the keys in slot `at_k`, and return the asynchronous
+    sum."""
     q = bufs.q.index(own).reshape([64, variant.d])
     k = bufs.k.index(at_k).reshape([variant.tile_n, variant.d]).permute((1, 0))
     s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -113,7 +114,8 @@ def _store_queries(
 
 @gluon.jit
 def _head_of_bias(rows, row, first_row, places, variant: gl.constexpr):
-    """Return the Head that `load_bias` wants for 64 rows from `first_row`."""
+    """Return a `logits.Head` for 64 rows from `first_row` with the fields that `load_bias` reads;
+    others are 0."""
     start = rows.b.to(gl.int64) * places.bias_batch + rows.head.to(gl.int64) * places.bias_head
     if variant.bias_pairs:
         start = start * 2
@@ -136,7 +138,8 @@ def make_dq(
     variant: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """Make dq of 64 queries."""
+    """Compute dq of this warpgroup's 64 queries of the CTA's tile, over all keys that they see, and
+    write it."""
     D: gl.constexpr = variant.d
     TILE_N: gl.constexpr = variant.tile_n
     SLOTS: gl.constexpr = variant.stages

@@ -78,7 +78,8 @@ def consume_keys(
     variant: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """Make dk and dv of 64 keys, and half of every tile of dq."""
+    """Make and write dk and dv of warpgroup PART's 64 keys, and leave its half of every tile of dq
+    for the sender."""
     if variant.together:
         consume_together(
             dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART

@@ -48,7 +48,8 @@ def hide(s, work, tile, number, first_word, keys, shape, scores, variant: gl.con
 
 @gluon.jit
 def clear_rows(tile, begin, end):
-    """Zero the rows of a tile (n, D) outside [begin, end): of no sequence, or of another."""
+    """Set to 0, in shared memory, the rows of a tile (n, D) outside [begin, end), which belong to
+    no sequence or to another."""
     ROWS: gl.constexpr = tile.shape[0]
     D: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -62,7 +63,8 @@ def clear_rows(tile, begin, end):
 
 @gluon.jit
 def clear_keys(tile, first_key, lengths, shape, variant: gl.constexpr):
-    """Zero the keys of a tile that are past the end of their sequence or left of every window.
+    """Set to 0, in shared memory, the keys of a tile that are past the end of their sequence or
+    left of every window.
 
     lengths: whatever has length_q and length_k. All warpgroups of a CTA zero the same keys.
     """
@@ -79,7 +81,8 @@ def clear_keys(tile, first_key, lengths, shape, variant: gl.constexpr):
 
 @gluon.jit
 def clear_queries(rows, work, tile, variant: gl.constexpr):
-    """Zero the rows of a packed sequence's last tile that belong to the next sequence."""
+    """Set to 0, in shared memory, the rows of a packed sequence's last tile that belong to the next
+    sequence."""
     if variant.packed:
         rest = work.length_q - tile * variant.tile_m
         if rest < variant.tile_m:
@@ -89,7 +92,8 @@ def clear_queries(rows, work, tile, variant: gl.constexpr):
 
 @gluon.jit
 def _clear_unseen(x, first_key, work, shape, variant: gl.constexpr):
-    """Set the gradients x of keys that no query sees to 0; a query that is NaN has made them NaN.
+    """Return the gradients x of 64 keys with 0 for keys that no query sees, which a query that is
+    NaN has made NaN.
 
     Args:
         first_key: the first of the 64 keys.
@@ -117,7 +121,8 @@ def store_keys(
     FIRST: gl.constexpr = 0,
     WAIT: gl.constexpr = True,
 ):
-    """Write 64 rows of dk or dv: by TMA, or row by row at the end of a packed sequence.
+    """Write 64 rows x of dk or dv: by TMA through `buffer`, or row by row at the end of a packed
+    sequence; rows that no query sees are written as 0.
 
     FIRST: the channel of the first column; WIDTH: channels of a head; WAIT: until the buffer has
     been read.

@@ -53,7 +53,8 @@ _LOG2E = math.log2(math.e)
 
 
 class Parts(NamedTuple):
-    """The tensors that the kernels of a backward pass read and write."""
+    """The tensors that the kernels of a backward pass read and write, and the specs of the call;
+    `add_around` makes it."""
 
     do: Tensor
     q: Tensor
@@ -84,7 +85,7 @@ def add_bwd(
     lse: Tensor,
     tensors: AttentionTensors,
 ) -> Gradients:
-    """Add the backward pass of Hopper's kernels to a plan; arguments and results are
+    """Note the launches of the backward pass by Hopper's kernels; arguments and results are
     `add_around`'s."""
     return add_around(maker, spec, do, dlse, o, lse, tensors, _add_kernels)
 
@@ -99,7 +100,8 @@ def add_around(
     tensors: AttentionTensors,
     add_kernels: Callable[[Maker, Parts], Rows],
 ) -> Gradients:
-    """Add a backward pass to a plan, of which `add_kernels` adds what makes dq, dk and dv.
+    """Note the launches of a backward pass: those of `add_kernels`, which write dq, dk and dv, and
+    those before and after them, for gaps, groups, a bias and sinks.
 
     Args:
         do: gradient of o, any strides.
@@ -145,7 +147,8 @@ def add_around(
 
 
 def rows_before(maker: Maker, x: Parts, variant: BwdVariant, *, has_sums: bool) -> Rows:
-    """Note the launches before the main kernels, which compute delta and lse in base 2.
+    """Note the launches before the main kernels, which compute delta and lse in base 2, and return
+    these tensors.
 
     Args:
         x: the tensors of the pass.
@@ -157,7 +160,8 @@ def rows_before(maker: Maker, x: Parts, variant: BwdVariant, *, has_sums: bool) 
 
 
 def _add_kernels(maker: Maker, x: Parts) -> Rows:
-    """Add Hopper's kernels."""
+    """Note the launches of Hopper's kernels, which write x.dq, x.dk and x.dv, and return the row
+    terms that they read."""
     spec, extras = x.spec, x.extras
     is_separate = has_separate_dq(spec)
     variant = variant_of(spec)

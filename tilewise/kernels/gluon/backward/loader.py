@@ -60,7 +60,8 @@ def load_tiles(
     bars,
     variant: gl.constexpr,
 ):
-    """Load k and v once, q and do step by step."""
+    """Run the loader warp: for each tile of keys of this CTA load k and v once, and q, lse, do,
+    delta and a copied bias step by step."""
     if variant.several:
         before = 0  # steps of the tiles before
         for turn in range(0, turns_of_cta(shape)):
@@ -195,9 +196,11 @@ def _load_step(
     turn=0,
     before=0,
 ):
-    """Load q and do of a step, what is needed first at first; with the first step k and v.
+    """Load q, lse, do, delta and a copied bias of a step, in the order in which they are needed;
+    with the `first` step of a tile of keys also k and v.
 
-    step: counted over all turns; before: steps of the turns before this one.
+    step: counted over all turns; before: steps of the turns before this one. Delta is loaded only
+    after the head has been preprocessed.
     """
     TILE_M: gl.constexpr = variant.tile_m
     STAGES: gl.constexpr = variant.stages
@@ -254,9 +257,10 @@ def _load_bias(bias_desc, work, row, head, places, full, memory):
 
 @gluon.jit
 def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr, SENDER: gl.constexpr):
-    """Add a tile of dq from shared memory to global memory, or store it if rank is 0.
+    """Add a tile of dq from shared memory to global memory, or, with variant.ordered, store it if
+    rank is 0.
 
-    Then the buffer is free again.
+    The tile's buffer is then given back.
 
     Args:
         at: the coordinates of the tile.
@@ -297,7 +301,7 @@ def send_tiles(
     variant: gl.constexpr,
     SENDER: gl.constexpr,
 ):
-    """Add tiles of dq of all tiles of keys of this CTA to global memory."""
+    """Run a sender warp: add the CTA's share of dq, for all its tiles of keys, to global memory."""
     if variant.several:
         for turn in range(0, turns_of_cta(shape)):
             send_dq(
@@ -333,12 +337,14 @@ def send_dq(
     SENDER: gl.constexpr,
     turn=0,
 ):
-    """Add tiles of dq to global memory, in the order that `variant` asks for.
+    """Add the tiles of dq of one tile of keys to the sums in global memory, as consumers finish
+    them.
 
-    The first one to come stores, so that nothing has to be zero before. It claims the tile and is
-    surely running, so no CTA waits for one that is not; with reproducible sums see `order_of`.
-    SENDER: which of variant.senders this warp is; they take steps in turns, for to wait until a
-    copy has landed, to tell of it and to ask for the next tile takes one warp longer than a step.
+    With variant.ordered a CTA waits until as many CTAs as its rank have added to a tile, and rank 0
+    stores, so that nothing has to be zero before; which CTAs may wait see `order_of`. Else tiles
+    are added in any order, to sums that preprocessing has set to zero. SENDER: which of
+    variant.senders this warp is; they take steps in turns, for to wait until a copy has landed, to
+    tell of it and to ask for the next tile takes one warp longer than a step.
     """
     work = work_of_cta(shape, scores, places, variant, turn)
     steps = (work.end - work.begin) * shape.group_size

@@ -59,7 +59,7 @@ class Places(NamedTuple):
 
 @gluon.jit
 def add_alibi(s, b, head, diagonals, keys, scores, places):
-    """Subtract slope * |query - key| from logits s (keys, queries) in base 2.
+    """Return logits s (keys, queries) in base 2 minus slope * |query - key|.
 
     Args:
         b, head: the sequence and the query head.
@@ -74,7 +74,11 @@ def add_alibi(s, b, head, diagonals, keys, scores, places):
 
 @gluon.jit
 def add_bias(s, b, head, queries, keys, first_query, first_key, scores, places):
-    """Add the bias; queries and keys are clamped to their sequence. Tiles span 32-bit offsets."""
+    """Return logits s (keys, queries) in base 2 plus the bias of head `head` of sequence b.
+
+    queries, keys: the positions to read, clamped to the sequence by the caller. first_query,
+    first_key: those of the tile; offsets from them fit 32 bits.
+    """
     start = b.to(gl.int64) * places.bias_batch + head.to(gl.int64) * places.bias_head
     start += first_query.to(gl.int64) * places.bias_row + first_key.to(gl.int64) * places.bias_key
     at_keys = gl.expand_dims((keys - first_key) * places.bias_key, 1)
@@ -85,7 +89,8 @@ def add_bias(s, b, head, queries, keys, first_query, first_key, scores, places):
 
 @gluon.jit
 def keep_pairs(x, words, other):
-    """Set x (keys, queries) to `other` where a bit is 0; words: int32 (keys / 32, queries)."""
+    """Return x (keys, queries), with `other` where a bit is 0; words: int32 (keys / 32, queries),
+    bit k for key k of 32."""
     n: gl.constexpr = x.shape[1]
     layout: gl.constexpr = x.type.layout
     rows: gl.constexpr = x.shape[0]
@@ -138,7 +143,7 @@ def masks_of_pairs(pairs, words):
 
 @gluon.constexpr_function
 def _of_axis(layout, axis, rank):
-    """Return the layout of one axis of a tile."""
+    """Return the layout of `axis` alone, of a tensor of `rank` axes in `layout`."""
     for other in reversed(range(rank)):
         if other != axis:
             layout = gl.SliceLayout(other, layout)
@@ -147,7 +152,8 @@ def _of_axis(layout, axis, rank):
 
 @gluon.jit
 def _eight_on(layout: gl.constexpr):
-    """Return (1, 1, 2, 1, 1): whether a key is the one eight further on, of a tile of five axes."""
+    """Return (1, 1, 2, 1, 1) with the values 0 and 1: of a tile of five axes, whether a key is the
+    second of two that are eight apart."""
     at = gl.arange(0, 2, _of_axis(layout, 2, 5))
     at = gl.expand_dims(gl.expand_dims(at, 0), 1)
     return gl.expand_dims(gl.expand_dims(at, 3), 4)
@@ -155,9 +161,10 @@ def _eight_on(layout: gl.constexpr):
 
 @gluon.jit
 def kept_pairs(pairs, words):
-    """Return masks of pairs (64 keys, queries / 2) of 16-bit numbers, all ones where kept.
+    """Return int32 masks (64 keys, queries / 2) for pairs of 16-bit numbers: halves are all ones
+    where dropout keeps a number, else 0.
 
-    words: of `words_of_dropout`.
+    words: the result of `words_of_dropout`.
     """
     n: gl.constexpr = pairs.shape[1] * 2
     layout: gl.constexpr = pairs.type.layout
@@ -172,7 +179,8 @@ def kept_pairs(pairs, words):
 
 @gluon.jit
 def _octets(layout: gl.constexpr):
-    """Return (1, 4, 1), the numbers of words' bytes in a tile (2, 4, 8, queries) of layout."""
+    """Return (1, 4, 1), the values 0 to 3: the byte of a word that each eight of its 32 keys have,
+    in a tile (2, 4, 8, queries) of layout."""
     octet = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     return gl.expand_dims(gl.expand_dims(octet, 0), 2)
 

@@ -128,12 +128,13 @@ def order_of(spec: AttentionSpec) -> tuple[bool, bool]:
 
 
 def variant_of(spec: AttentionSpec) -> BwdVariant:
-    """Return the code that `spec` needs; a window that hides nothing is compiled away."""
+    """Return the BwdVariant, the compile-time choices, of a call; a window that hides nothing is
+    compiled away."""
     return _form_for_length(_variant_of_features(spec), spec)
 
 
 def is_short(spec: AttentionSpec) -> bool:
-    """Return whether a call is causal without other rules and has few keys.
+    """Return whether a call is dense, causal without a left window, and has at most SHORT keys.
 
     Pre- and postprocessing take a large share of such a call.
     """
@@ -142,7 +143,8 @@ def is_short(spec: AttentionSpec) -> bool:
 
 
 def with_copied_bias(variant: BwdVariant, *, is_shared: bool) -> BwdVariant:
-    """Return the code of a call whose bias comes by copies, for which 64 queries leave room."""
+    """Return the variant for a call whose bias comes by copies, for which steps of 64 queries leave
+    room."""
     return variant._replace(
         tile_m=64,
         by_query=False,
@@ -189,7 +191,7 @@ def features_of(spec: AttentionSpec, keys: int) -> dict[str, Any]:
 
 
 def _variant_of_features(spec: AttentionSpec) -> BwdVariant:
-    """Return the code for a call's features."""
+    """Return the variant that a call's features ask for, before `_form_for_length` adapts it."""
     d = max(64, power_of_2(max(spec.head_dim, spec.v_head_dim)))
     separate_dq = has_separate_dq(spec)
     dv = d
@@ -236,17 +238,18 @@ def _variant_of_features(spec: AttentionSpec) -> BwdVariant:
 
 
 def _form_for_length(variant: BwdVariant, spec: AttentionSpec) -> BwdVariant:
-    """Return the variant that is fastest for long plain calls of D 128, and full ones that drop.
+    """Return the variant changed to the form that is fastest for the call's number of keys: plain
+    calls by `WAYS`, and long ones of D 128 that are plain or full with dropout; others stay as they
+    are.
 
     Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-23, TFLOP/s). A flat sum of dq,
-    with ds query by query, takes a tenth of what shared memory moves, the busiest part of all:
-    full calls of D 64 go from 388, 501, 524 (N 1,024, 4,096, 16,384) to 404, 519, 554; with a
-    diagonal a flat sum alone is best, 456 -> 470 at 4,096 and as fast elsewhere. At D 128 full
-    calls in a ring go from 567 to 600 at 16,384 (561 at 4,096), causal ones whose warpgroups stay
-    together from 519 to 536 at 4,096, from 560 to 608 in one loop at 16,384 (327 -> 322 at 1,024).
-    Warpgroups that add to the sum themselves, without a sender, were 1 to 8 % slower on 11 of 12
-    rows. Full calls that drop go from 506 to 537 at 16,384
-    (lab/results/dropping_forms_h200.json).
+    with ds query by query, takes a tenth of what shared memory moves, the busiest part of all: full
+    calls of D 64 go from 388, 501, 524 (N 1,024, 4,096, 16,384) to 404, 519, 554; with a diagonal a
+    flat sum alone is best, 456 -> 470 at 4,096 and as fast elsewhere. At D 128 full calls in a ring
+    go from 567 to 600 at 16,384 (561 at 4,096), causal ones whose warpgroups stay together from 519
+    to 536 at 4,096, from 560 to 608 in one loop at 16,384 (327 -> 322 at 1,024). Warpgroups that
+    add to the sum themselves, without a sender, were 1 to 8 % slower on 11 of 12 rows. Full calls
+    that drop go from 506 to 537 at 16,384 (lab/results/dropping_forms_h200.json).
     """
     seqlen_k = spec.max_seqlen_k
     drops_else = variant.dropout and (variant.right or variant.ordered)
@@ -269,7 +272,8 @@ def _form_for_length(variant: BwdVariant, spec: AttentionSpec) -> BwdVariant:
 
 
 def _way_of(variant: BwdVariant, seqlen_k: int) -> Way:
-    """Return the Way of a plain call."""
+    """Return the Way of a plain call with seqlen_k keys: the row of `WAYS` that fits it, else
+    `_OTHERS`."""
     for row in WAYS:
         way = Way(*row)
         is_kind = way.channels == variant.d and way.has_diagonal == variant.right
@@ -284,7 +288,8 @@ def _turns(way: Way, num_tiles: int) -> int:
 
 
 def _prepost_of_code(spec: AttentionSpec, d: int) -> str:
-    """Return `BwdVariant.prepost`."""
+    """Return `BwdVariant.prepost`: how CTAs pre- and postprocess other heads, for tiles of d
+    channels."""
     if has_separate_dq(spec) or spec.dropout_threshold > 0:
         return "none"
     has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
@@ -292,9 +297,10 @@ def _prepost_of_code(spec: AttentionSpec, d: int) -> str:
 
 
 def heads_per_section(rows: int, spec: AttentionSpec, num_tiles: int, d: int, num_sms: int) -> int:
-    """Return the key heads whose tiles are launched together, those with most work first.
+    """Return the number of key heads whose tiles are launched together, interleaved, those with
+    most work first.
 
-    More of them leave fewer long tiles to the end, but q, do and sums of dq should stay in L2.
+    More heads leave fewer long tiles to the end, but q, do and sums of dq should stay in L2.
     """
     heads = spec.batch * spec.num_kv_heads
     most = SHORT_BYTES if is_short(spec) else L2_BYTES
@@ -340,7 +346,8 @@ _ONE_EACH = Turns(1, 0, _OTHERS.behind)
 
 
 def turns_of(spec: AttentionSpec, variant: BwdVariant, section: int, num_sms: int) -> Turns:
-    """Return how CTAs share tiles of keys: in full waves a CTA takes several, in the last one each.
+    """Return how CTAs share tiles of keys: where variant.several, CTAs in full waves take several
+    tiles, and those of the last wave one each.
 
     Args:
         section: the heads whose tiles are interleaved.

@@ -50,7 +50,8 @@ class PrePost(NamedTuple):
 
 
 def rows_of_part(d: int) -> int:
-    """Return the rows of a tile: what shared memory has left."""
+    """Return the rows of the tiles in which o, do and sums of dq are pre- and postprocessed, as
+    many as shared memory has room for: 16, or 8 for d above 128."""
     return 16 if d <= 128 else 8
 
 
@@ -59,7 +60,8 @@ part_rows = gluon.constexpr_function(rows_of_part)  # for kernels; a slow call o
 
 @gluon.constexpr_function
 def _piece_layout(warps):
-    """Return how threads hold a piece of a tile, eight channels of a row each."""
+    """Return the register layout of a piece (PIECE_ROWS, PIECE_COLUMNS) of a tile, eight channels
+    of a row a thread."""
     return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
 
 
@@ -74,7 +76,8 @@ def wait_for_preprocess(index, shape, prepost):
 
 @gluon.jit
 def report_sums(work, shape, prepost):
-    """Say that this CTA has added to all its tiles of dq; its copies are complete."""
+    """Count that this CTA has added to all its tiles of dq of its head, if the head is
+    postprocessed by other CTAs; the copies must be complete."""
     num_heads = shape.batch * shape.num_kv_heads
     if work.index + shape.heads_behind < num_heads:
         gl.atomic_add(prepost.counts + num_heads + work.index, 1, sem="release")
@@ -82,7 +85,8 @@ def report_sums(work, shape, prepost):
 
 @gluon.jit
 def _tile_of_part(part, parts, first, place, shape, variant: gl.constexpr):
-    """Return (query head, plane, first row) of a tile."""
+    """Return (query head, plane, first row) of tile number `part`, of `parts` a query head, of the
+    rows from `first` on."""
     g = part // parts
     head = place.head * shape.group_size + g
     plane = head
@@ -93,7 +97,8 @@ def _tile_of_part(part, parts, first, place, shape, variant: gl.constexpr):
 
 @gluon.jit
 def _parts_of(first, length_q, shape, variant: gl.constexpr):
-    """Return how many tiles one query head has of the rows from `first` on."""
+    """Return how many tiles the rows that this CTA pre- or postprocesses, from `first` on, make of
+    one query head."""
     end = gl.cdiv(length_q, ROW_PADDING) * ROW_PADDING
     end = gl.minimum(end, first + shape.prepost_rows)
     return gl.maximum(end - first, 0) // part_rows(variant.d)
@@ -165,7 +170,11 @@ def run_prepost(
     WARPS: gl.constexpr,
     turn=0,
 ):
-    """Make the row terms of rows of a later head and dq of rows of an earlier one."""
+    """Preprocess a share of the rows of a later head, and postprocess one of an earlier head, for
+    one tile of keys; CTAs past the first shape.prepost_ctas of a head do nothing.
+
+    The sums of the earlier head are waited for.
+    """
     o_buf, do_buf, sum_buf = bufs
     if variant.several:
         block, index = tile_of_turn(turn, shape.num_kv_heads, shape)
@@ -290,7 +299,7 @@ def run_prepost(
 
 @gluon.jit
 def _report_preprocess(index, prepost, WARPS: gl.constexpr):
-    """Say that this CTA's share of the row terms of head `index` is there."""
+    """Count that this CTA's share of the preprocessing of head `index` is done and visible."""
     fence_async(WARPS)
     partition_barrier()
     gl.atomic_add(prepost.counts + index, 1, sem="release")
@@ -298,7 +307,8 @@ def _report_preprocess(index, prepost, WARPS: gl.constexpr):
 
 @gluon.jit
 def _piece(tile, row: gl.constexpr, column: gl.constexpr, layout: gl.constexpr):
-    """Return a piece of a tile in shared memory."""
+    """Return the piece of a tile in shared memory that begins at (row, column), PIECE_ROWS by
+    PIECE_COLUMNS."""
     return tile.slice(row, PIECE_ROWS, 0).slice(column, PIECE_COLUMNS, 1).load(layout)
 
 
@@ -306,7 +316,7 @@ def _piece(tile, row: gl.constexpr, column: gl.constexpr, layout: gl.constexpr):
 def _load_rows(
     o_desc, do_desc, part, parts, first, place, shape, o_buf, do_buf, full, variant: gl.constexpr
 ):
-    """Start to copy a tile of o and of do to shared memory."""
+    """Start to copy tile number `part` of o and of do to shared memory."""
     head, _plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     b = place.b
     if variant.packed:
@@ -333,12 +343,13 @@ def _preprocess(
     variant: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Compute delta = do . o of a tile of rows, and set its sums of dq to zero.
+    """Wait for a tile of o and do, write its delta = rowsum(o * do) - dlse, and set its sums of dq
+    to zero unless they are ordered.
 
     Args:
-        part, parts: the number of the tile among those of this CTA, and how many there are.
+        part, parts: the number of the tile among those of this CTA, and how many a query head has.
         first: the first row.
-        place: the CTA's `Place`.
+        place: the `Place` of the head that is preprocessed.
         o_buf, do_buf, full: the ring of o and do, and its barriers.
     """
     D: gl.constexpr = variant.d
@@ -373,7 +384,7 @@ def _preprocess(
 
 @gluon.jit
 def _load_sums(sum_desc, part, parts, first, place, shape, sum_buf, full, variant: gl.constexpr):
-    """Start to copy a tile of the float32 sums of dq to shared memory."""
+    """Start to copy tile number `part` of the float32 sums of dq to shared memory."""
     _head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     stage = part % STAGES
     bar = full.index(STAGES + stage)
@@ -392,14 +403,15 @@ def _load_sums(sum_desc, part, parts, first, place, shape, sum_buf, full, varian
 
 @gluon.constexpr_function
 def _flat_layout():
-    """Return how two warps hold half of a block of `flat_dq`: 8 channels of a query each."""
+    """Return the register layout in which two warps hold half of a block of `flat_dq`: 8 channels
+    of a query a thread."""
     channels, queries = [[0, 1], [0, 4], [0, 8]], [[0, 16], [1, 0], [2, 0]]
     return gl.DistributedLinearLayout(channels, [[4, 0], [8, 0], *queries], [[0, 2]], [], [16, 32])
 
 
 @gluon.jit
 def _unflatten(x):
-    """Return (16 queries, 32 channels) of half a block of `flat_dq`, (16, 32)."""
+    """Return (16 queries, 32 channels) of x (16, 32), half a block of `flat_dq`."""
     parts = x.reshape([4, 8, 4, 2, 2])  # eight channels, row, pair, row + 8, channel
     return parts.permute((3, 1, 0, 2, 4)).reshape([16, 32])
 
@@ -420,7 +432,7 @@ def _postprocess(
     variant: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Scale the float32 sums of dq of a tile, and write them to dq in its dtype."""
+    """Wait for a tile of the float32 sums of dq, scale them, and write them to dq in its dtype."""
     D: gl.constexpr = variant.d
     ROWS: gl.constexpr = part_rows(D)
     WIDTH: gl.constexpr = variant.width
@@ -479,7 +491,8 @@ def _store_piece(
     dtype: gl.constexpr,
     variant: gl.constexpr,
 ):
-    """Round and store some rows and columns of a tile of dq, 0 where no CTA has seen it."""
+    """Round and store a piece of a tile of dq, 0 where no CTA has added to it; rows past length_q
+    and padded channels are left out."""
     layout: gl.constexpr = dq.type.layout
     if variant.ordered:
         dq = gl.where(seen > 0, dq, 0.0)

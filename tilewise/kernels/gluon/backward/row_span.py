@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def rows_of_cta(shape, scores, places, variant: gl.constexpr):
-    """Return the rows of this CTA."""
+    """Return the Rows of this CTA of the kernel for dq."""
     TILE_N: gl.constexpr = variant.tile_n
     num_heads = shape.num_kv_heads * shape.group_size
     tile, index = head_of_cta(shape, num_heads)

@@ -24,8 +24,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _edge(cu_ptr, b, total):
-    """Return an edge of packed sequences within `total` rows, whatever it is: a GPU cannot refuse
-    others without a wait."""
+    """Return cu[b], an edge of packed sequences, clamped to 0 ... `total`: a GPU cannot raise an
+    error without a wait."""
     return tl.minimum(tl.maximum(tl.load(cu_ptr + b), 0), total)
 
 
@@ -101,9 +101,11 @@ def attention_bwd_before_kernel(
     TILE: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Fill delta and zero the sum of dq of a tile of the first heads; lse of RUN rows of any.
+    """Write delta of a tile of rows of the first `heads_before` heads and set its sum of dq to 0,
+    or, in later programs, write lse in base 2 of RUN rows of any head.
 
-    Strides are in units.
+    The later programs also set the semaphores of their tiles and the counts of their head to 0.
+    Strides of o and do are in units of UNIT elements.
     """
     pid = tl.program_id(0)
     if pid < tile_programs:
@@ -191,7 +193,12 @@ def attention_bwd_after_kernel(
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    """Scale and round a tile of dq of the last heads."""
+    """Scale the float32 sums of a tile of dq of one of the last `heads_after` heads, and write them
+    to dq in its dtype.
+
+    FLAT: the layout of the sums: 0 row by row, 1 as `consumer.flat_dq` left them, 2 as
+    `mma.backward` did. Strides of dq are in units of UNIT elements.
+    """
     pid = tl.program_id(0)
     first = pid // heads_after * TILE
     b, h, start, length, buffer = _rows_of_head(
@@ -290,7 +297,7 @@ def attention_bwd_gaps_kernel(
     v_width,
     TILE: tl.constexpr,
 ):
-    """Zero the rows of packed gradients before the first sequence and behind the last one."""
+    """Set to 0 the rows of packed gradients before the first sequence and behind the last one."""
     _zero_outside(dq_ptr, cu_q_ptr, batch, total_q, q_width, TILE)
     _zero_outside(dk_ptr, cu_k_ptr, batch, total_k, k_width, TILE)
     _zero_outside(dv_ptr, cu_k_ptr, batch, total_k, v_width, TILE)
@@ -298,7 +305,7 @@ def attention_bwd_gaps_kernel(
 
 @triton.jit
 def _zero_outside(x_ptr, cu_ptr, batch, total, width, TILE: tl.constexpr):
-    """Zero the rows of contiguous x (total, width) that no sequence has."""
+    """Set to 0 the rows of contiguous x (total, width) that no sequence has."""
     first = _edge(cu_ptr, 0, total).to(tl.int64) * width
     last = _edge(cu_ptr, batch, total).to(tl.int64) * width
     end = tl.cast(total, tl.int64) * width

@@ -23,7 +23,7 @@ NOTES = gl.constexpr(8)
 
 
 class BwdVariant(NamedTuple):
-    """Constexpr: what changes the code of the backward kernels."""
+    """Constexpr: the compile-time choices of the backward kernels; `plan.variant_of` makes them."""
 
     tile_m: int  # queries of a step
     tile_n: int  # keys of a CTA
@@ -180,8 +180,8 @@ def tile_of_turn(turn, num_heads, shape):
 
 @gluon.jit
 def _rows_of(cu, b, rows, longest):
-    """Return the first row of sequence b and how many it has, at most `longest` of `rows` that
-    there are: a GPU cannot refuse others without a wait."""
+    """Return the first row of packed sequence b and its number of rows, both clamped to the `rows`
+    that there are and to `longest`: a GPU cannot raise an error without a wait."""
     start = gl.minimum(gl.maximum(gl.load(cu + b), 0), rows)
     end = gl.minimum(gl.maximum(gl.load(cu + b + 1), start), rows)
     return start, gl.minimum(end - start, longest)
@@ -189,7 +189,7 @@ def _rows_of(cu, b, rows, longest):
 
 @gluon.jit
 def place_of_head(index, num_heads, shape, variant: gl.constexpr):
-    """Return the Place of head `index` of all sequences."""
+    """Return the Place of head `index` among the heads of all sequences."""
     start_q = 0
     start_k = 0
     start_row = 0
@@ -215,7 +215,8 @@ def place_of_head(index, num_heads, shape, variant: gl.constexpr):
 
 @gluon.jit
 def work_of_cta(shape, scores, places, variant: gl.constexpr, turn=0):
-    """Return the work of this CTA, in one of its turns."""
+    """Return the Work of this CTA in its turn number `turn`: its tile of keys, and the tiles of
+    queries that see it."""
     TILE_M: gl.constexpr = variant.tile_m
     KEYS: gl.constexpr = variant.tile_n
     if variant.several:
@@ -302,7 +303,8 @@ def _noted(notes, place):
 
 @gluon.jit
 def noted_work(turn, notes, shape):
-    """Return the Work of a turn whose k has come; only plain calls have several."""
+    """Return the Work of a turn whose k has come, from the loader's notes in shared memory; only
+    plain calls have several turns, so other fields are constants."""
     first = turn % 2 * NOTES
     return Work(
         0,
@@ -383,7 +385,7 @@ def masked_steps(work):
 
 @gluon.jit
 def tile_of_masked_step(work, step):
-    """Return the tile of a masked step of one head."""
+    """Return the tile of queries of masked step number `step` of one query head."""
     head = work.full_begin - work.begin
     return gl.where(step < head, work.begin + step, work.full_end + step - head)
 

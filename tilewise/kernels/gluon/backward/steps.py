@@ -80,12 +80,12 @@ def launch_before(
 ) -> Rows:
     """Allocate the tensors that the kernels of a backward pass share; compute the first row terms.
 
-    The row terms of the first `plan.ahead` key heads of the batch are computed here, those of the
-    others beside the main kernel.
+    The launch computes lse in base 2 of all heads, and delta of the first `plan.ahead` key heads of
+    the batch; the main kernel computes delta of the others.
 
     Args:
-        has_sums: True to allocate float32 sums of dq, and the counts by which their heads are
-            known to be complete.
+        has_sums: True to allocate float32 sums of dq, and the counts by which their heads are known
+            to be complete.
     """
     planes, count = _planes(o, spec)
     lse_log2, delta = (maker.empty((planes, count), torch.float32) for _ in range(2))
@@ -227,7 +227,8 @@ def zero_gaps(
 
 
 def sum_groups(maker: Maker, x: Tensor, group_size: int) -> Tensor:
-    """Return the gradient of key heads (..., Hk, D), given that of each query head (..., Hq, D)."""
+    """Note the launch that adds up gradients (..., Hq, D) of the query heads of each group, and
+    return the sums, those of key heads (..., Hk, D)."""
     heads, width = x.shape[-2] // group_size, x.shape[-1]
     total = maker.empty((*x.shape[:-2], heads, width), x.dtype)
     count, d = total.numel() // width, power_of_2(width)
@@ -248,7 +249,8 @@ def sum_groups(maker: Maker, x: Tensor, group_size: int) -> Tensor:
 
 
 def sum_sinks(maker: Maker, sinks: Tensor, rows: Rows) -> Tensor:
-    """Return dsinks (Hq,), float32."""
+    """Note the launch that computes the gradients of the sinks from the row terms, and return them,
+    float32 (Hq,)."""
     dsinks = maker.empty(tuple(sinks.shape), torch.float32)
     heads, (planes, rows_per_plane) = len(sinks), rows.delta.shape
     maker.launch(
@@ -285,9 +287,11 @@ def launch_main(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Fill dk and dv, add to the sum of dq, and round that of most heads.
+    """Note the launch of the kernel that writes dk and dv, adds to the sums of dq, and rounds the
+    sums of most heads to dq.
 
-    bias: with variant.bias_copied, as (batch, queries, heads, keys).
+    bias: a bias that comes by copies (variant.bias_copied), as (batch, queries, heads, keys), else
+    None.
     """
     assert rows.dq_sum is not None
     m, d = variant.tile_m, variant.d
@@ -359,7 +363,7 @@ def launch_dkdv(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Note the launch of the kernel that writes dk and dv, for heads too wide for one kernel."""
+    """Note the launch of the kernel that writes dk and dv, where dq has a kernel of its own."""
     m, n, d = variant.tile_m, variant.tile_n, variant.d
     num_tiles = cdiv(spec.max_seqlen_k, n)
     heads = spec.batch * spec.num_kv_heads
@@ -412,7 +416,7 @@ def launch_dq(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Note the launch of the kernel that writes dq, for heads too wide for one kernel."""
+    """Note the launch of the kernel that writes dq, where dq has a kernel of its own."""
     n, d, half = variant.tile_n, variant.d, _ROWS // 2
     strides, pairs = in_pairs(*places[1:5])
     places = (places[0], *strides, *places[5:])
@@ -459,12 +463,12 @@ def launch_dq(
 
 
 def _channels(variant: BwdVariant) -> int:
-    """Return the channels of a tile, q and v averaged."""
+    """Return the channels of a tile, the mean of q's and v's, padding included."""
     return (variant.d + variant.d_high + variant.dv) // 2
 
 
 def _rest(x: Tensor, rows: int, variant: BwdVariant) -> TensorDescriptor | None:
-    """Return the descriptor of tiles of the channels past variant.d, if there are any."""
+    """Return the descriptor of tiles of x's channels past variant.d, or None if there are none."""
     return descriptor(x, rows, variant.d_high) if variant.d_high > 0 else None
 
 
@@ -473,7 +477,8 @@ def _padded(count: int) -> int:
 
 
 def _planes(o: Tensor, spec: AttentionSpec) -> tuple[int, int]:
-    """Return how many planes of row terms there are, and their rows."""
+    """Return the number of planes of row terms (one for each query head, packed or of each
+    sequence) and the number of rows of a plane, padding included."""
     if spec.is_varlen:
         return spec.num_q_heads, _padded(o.shape[0] + spec.batch * ROW_TILE)
     return spec.batch * spec.num_q_heads, _padded(spec.max_seqlen_q)

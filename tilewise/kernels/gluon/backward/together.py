@@ -53,7 +53,12 @@ def _step(
     PART: gl.constexpr,
     MASK: gl.constexpr,
 ):
-    """Fold one tile of queries. MASK: 0 none, 1 always, 2 where this step needs it."""
+    """Add one tile of queries to dk and dv and return them; leave this warpgroup's half of dq for
+    the sender.
+
+    The two warpgroups of a CTA meet in each step. MASK: 0 none, 1 always, 2 where this step needs
+    it.
+    """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
     STAGES: gl.constexpr = variant.stages
@@ -117,7 +122,8 @@ def consume_together(
     variant: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """Make dk and dv of 64 keys, and half of every tile of dq."""
+    """Make and write dk and dv of this warpgroup's 64 keys, and leave its half of every tile of dq
+    for the sender, in step with the other warpgroup."""
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
     dtype: gl.constexpr = bufs.q.dtype

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return COUNT barriers that ARRIVALS arrivals open, one a phase."""
+    """Allocate and initialise COUNT mbarriers in shared memory, int64 (COUNT, 1); each phase of one
+    completes after ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -25,7 +26,8 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def release_loaded(empty):
-    """Give back a buffer whose contents ordinary loads have brought to registers.
+    """Arrive at the barrier `empty` of a buffer in shared memory, after ordinary loads have read it
+    to registers, so that the copy engine may overwrite it.
 
     A barrier orders ordinary accesses among themselves. The copy engine goes past it: a load that
     was issued before the arrival may take its data after the first rows of the next copy have

@@ -52,20 +52,25 @@ _PAIR_INT8 = gl.constexpr(
 
 @gluon.constexpr_function
 def sum_layout():
-    """Return the layout of (4, n, rows) sums: the warps' own products, transposed."""
+    """Return the register layout of sums (4, n, rows) of mma.sync m16n8k16: each of four warps has
+    the product of one head, transposed."""
     return gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
 def lines_of(row):
-    """Return the lines of a token's bytes of HEADS heads."""
+    """Return how many lines of LINE bytes the HEADS heads of a token take, `row` bytes each."""
     return HEADS.value * row // LINE.value
 
 
 @gluon.constexpr_function
 def warps_layout(registers, lanes, keys, row):
-    """Return how warps, a head each, take a tile (lines, keys) x LINE, given how one takes (keys,
-    row) bytes."""
+    """Return the register layout of a tile of bytes (lines * keys, LINE) of HEADS heads for four
+    warps, a head each.
+
+    registers, lanes: the bases of the linear layout in which one warp takes its head's (keys, row)
+    bytes.
+    """
     steps = (row, 2 * row)  # from a head to others, in bytes of a token
     warps = [[step // LINE.value * keys, step % LINE.value] for step in steps]
     size = [lines_of(row) * keys, LINE.value]
@@ -74,13 +79,15 @@ def warps_layout(registers, lanes, keys, row):
 
 @gluon.constexpr_function
 def more_keys(keys):
-    """Return the bases of the keys of a lane that lie eight and more apart."""
+    """Return the register bases of a linear layout for the further keys of a lane, 8, 16 ... rows
+    apart, of `keys` keys in all."""
     return [[8 << bit, 0] for bit in range((keys // 16).bit_length())]
 
 
 @gluon.jit
 def by_heads(x, ROW: gl.constexpr):
-    """Return bytes (HEADS * keys, ROW) of a tile that was loaded in the layout of warps."""
+    """Return the bytes x (lines * keys, LINE) of a tile, loaded in a layout of `warps_layout`, as
+    rows of heads: (HEADS * keys, ROW)."""
     L: gl.constexpr = HEADS * ROW // LINE
     N: gl.constexpr = x.shape[0] // L
     heads = x.reshape([L, N, HEADS // L, ROW]).permute((0, 2, 1, 3))
@@ -89,7 +96,8 @@ def by_heads(x, ROW: gl.constexpr):
 
 @gluon.constexpr_function
 def key_bytes_layout(keys, width):
-    """Return how warps take keys of 8 bits."""
+    """Return the register layout in which four warps, a head each, load a tile of keys of `width`
+    channels of 8 bits, (lines * keys, LINE)."""
     registers = [[0, 1], [0, 2], [0, 4], [0, 8], *([[0, 64]] if width == 128 else [])]
     lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
     return warps_layout([*registers, *more_keys(keys)], lanes, keys, width)
@@ -97,7 +105,8 @@ def key_bytes_layout(keys, width):
 
 @gluon.constexpr_function
 def value_bytes_layout(keys, width):
-    """Return how warps take values of 8 bits."""
+    """Return the register layout in which four warps, a head each, load a tile of values of `width`
+    channels of 8 bits, (lines * keys, LINE)."""
     run = width // 8  # neighbours in memory that one lane has
     registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
     lanes = [[2, 0], [4, 0], [0, run], [0, 2 * run], [0, 4 * run]]
@@ -106,14 +115,15 @@ def value_bytes_layout(keys, width):
 
 @gluon.constexpr_function
 def scales_layout(keys):
-    """Return how warps, a head each, take the scales of (keys, HEADS)."""
+    """Return the register layout in which four warps, a head each, load scales (keys, HEADS)."""
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(more_keys(keys), lanes, [[0, 1], [0, 2]], [], [keys, 4])
 
 
 @gluon.jit
 def key_order(x):
-    """Put the channels of (rows, width) into the order in which keys are multiplied."""
+    """Return x (rows, width) with its channels in the order in which `keys_operand` multiplies
+    them; queries need the same order."""
     rows: gl.constexpr = x.shape[0]
     width: gl.constexpr = x.shape[1]
     parts = x.reshape([rows, width // 64, 4, 4, 2, 2])
@@ -135,9 +145,10 @@ def keys_operand(x, KIND: gl.constexpr):
 
 @gluon.jit
 def value_pairs(x, KIND: gl.constexpr):
-    """Convert values of 8 bits (HEADS * keys, width) to pairs of float16, int32 (half, width).
+    """Convert values of 8 bits (HEADS * keys, width) to pairs of float16 of two neighbouring keys,
+    int32 (HEADS * keys / 2, width).
 
-    A word holds keys 2 i (low half) and 2 i + 1. Scales are not applied.
+    The low half of a word holds key 2 i, the high half key 2 i + 1. Scales are not applied.
 
     Args:
         x: int8, the bits of the values.
@@ -153,7 +164,8 @@ def value_pairs(x, KIND: gl.constexpr):
 
 @gluon.jit
 def halves(pairs):
-    """Return the low and the high float16 of each register, without an instruction."""
+    """Return the low and the high half of each int32 of `pairs` as two float16 tensors of its
+    shape, without an instruction."""
     return gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
         dtype=(gl.float16, gl.float16), is_pure=True, pack=1,
@@ -162,7 +174,7 @@ def halves(pairs):
 
 @gluon.jit
 def values_operand(pairs):
-    """Return the left operand (HEADS, width, keys) of v^T p^T of `value_pairs`."""
+    """Return the left operand (HEADS, width, keys) of v^T p^T from the pairs of `value_pairs`."""
     N: gl.constexpr = pairs.shape[0] * 2 // HEADS
     width: gl.constexpr = pairs.shape[1]
     even, odd = halves(pairs)
@@ -197,8 +209,8 @@ def probabilities_operand(p):
 
 @gluon.jit
 def value_order(x):
-    """Put the channels of sums (HEADS, width, rows) of `values_operand` back into their own order,
-    as rows (HEADS * rows, width)."""
+    """Return sums x (HEADS, width, rows) of products with `values_operand` as rows (HEADS * rows,
+    width), with the channels put back into their own order."""
     H: gl.constexpr = x.shape[0]
     width: gl.constexpr = x.shape[1]
     rows: gl.constexpr = x.shape[2]

@@ -26,7 +26,8 @@ else:
 
     @builtin
     def tma_add(tensor_desc, coord, src, _semantic=None):  # type: ignore[no-untyped-def]
-        """Add a shared-memory tile to global memory, element by element."""
+        """Start to add a tile of shared memory to global memory, element by element, at `coord` of
+        a descriptor."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         add = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)

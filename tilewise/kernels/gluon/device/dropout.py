@@ -51,14 +51,16 @@ def draw_of(philox, limit):
 
 @gluon.jit
 def _multiply(word, factor: gl.constexpr):
-    """Return the high and the low half of a product of 32 bits; one instruction."""
+    """Return the high and the low 32 bits of the product of `word` and `factor`; one
+    instruction."""
     product = word.to(gl.uint64) * factor
     return (product >> 32).to(gl.uint32), product.to(gl.uint32)
 
 
 @gluon.jit
 def _philox(c0, c1, c2, c3, key_low, key_high):
-    """Encrypt four counters, which broadcast, with a key."""
+    """Return the four words to which Philox4x32-7 encrypts four uint32 counters, which broadcast,
+    with a key of two words."""
     for _ in gl.static_range(ROUNDS):
         high0, low0 = _multiply(c0, MULTIPLIER_0)
         high1, low1 = _multiply(c2, MULTIPLIER_1)
@@ -73,11 +75,13 @@ def _philox(c0, c1, c2, c3, key_low, key_high):
 
 @gluon.jit
 def kept_words(block, row, head, draw):
-    """Return a word of uint32 for each row and block of 32 keys: bit k says if key k is kept.
+    """Return a word of uint32 for each row and block of 32 keys: bit k is 1 if key k of the block
+    is kept.
 
-    block, row: broadcastable, in uint32; head: b Hq + h. A byte is compared from its lowest bit on:
-    where a bit of the limit is 0 the byte is above it if its bit is set, or its lower bits are
-    above; where it is 1, if both. That is the majority of three bits, one instruction for 32 keys.
+    block, row: the numbers of blocks and query rows, uint32 that broadcast; head: b Hq + h. A byte
+    is compared from its lowest bit on: where a bit of the limit is 0 the byte is above it if its
+    bit is set, or its lower bits are above; where it is 1, if both. That is the majority of three
+    bits, one instruction for 32 keys.
     """
     above = block * 0
     for half in gl.static_range(2):
@@ -108,7 +112,8 @@ def _drawn_layout(registers, rows):
 
 @gluon.jit
 def _of_thread(words, thread: gl.constexpr):
-    """Return words (..., 4), whose last axis are four neighbours, as thread `thread` has them."""
+    """Return words (..., 4), whose last axis are four neighbouring threads, with the word of thread
+    `thread` in all four."""
     return gl.inline_asm_elementwise(
         f"shfl.sync.idx.b32 $0, $1, {thread}, 0x1c1f, 0xffffffff;", "=r,r", [words],
         dtype=gl.uint32, is_pure=True, pack=1,
@@ -158,14 +163,16 @@ def random_words(
 
 @gluon.jit
 def _shifts(layout: gl.constexpr):
-    """Return (1, 1, 4), the place of the first bit of a thread's keys in a word."""
+    """Return uint32 (1, 1, 4): for each of the four threads of a row, the first of the bits in a
+    word that stand for its keys, twice its number."""
     thread = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     return gl.expand_dims(gl.expand_dims(thread, 0), 1).to(gl.uint32) * 2
 
 
 @gluon.jit
 def drop(p, words, other):
-    """Return p (64, n) where it is kept, by its words, else `other` of the same shape."""
+    """Return p (rows, n) where the bits of `words`, from `random_words`, keep it, else `other` of
+    the same shape."""
     n: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
     rows: gl.constexpr = p.shape[0]
@@ -189,7 +196,8 @@ def drop(p, words, other):
 
 @gluon.jit
 def mask_of_signs(even, odd, byte):
-    """Return masks of pairs: each half all ones where `byte` of its word has its highest bit."""
+    """Return int32 masks of pairs: the low half is all ones where byte number `byte` (0 to 3) of
+    `even` has its highest bit set, the high half where that of `odd` has; else zeros."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [even, odd, byte * 0x1111 + 0xCC88],
         dtype=gl.int32, is_pure=True, pack=1,
@@ -198,7 +206,8 @@ def mask_of_signs(even, odd, byte):
 
 @gluon.jit
 def mask_of_sign(words, byte):
-    """Return masks, all ones where `byte` of a word has its highest bit."""
+    """Return int32 masks: all ones where byte number `byte` (0 to 3) of `words` has its highest bit
+    set, else 0."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [words, byte * 0x1111 + 0x8888],
         dtype=gl.int32, is_pure=True, pack=1,
@@ -207,8 +216,8 @@ def mask_of_sign(words, byte):
 
 @gluon.jit
 def mask_of_pair(words, byte):
-    """Return masks of pairs: halves are all ones where `byte`, and the second after it, have
-    their highest bits."""
+    """Return int32 masks of pairs: the low half is all ones where byte number `byte` of `words` has
+    its highest bit set, the high half where byte number `byte` + 2 has."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [words, byte * 0x1111 + 0xAA88],
         dtype=gl.int32, is_pure=True, pack=1,
@@ -217,7 +226,8 @@ def mask_of_pair(words, byte):
 
 @gluon.jit
 def two_bytes_each(even, odd, half):
-    """Return two bytes of `even` and the same two of `odd` in one word, their first or last two."""
+    """Return uint32 words: the low half is two bytes of `even`, the high half the same two of
+    `odd`; the first two bytes if `half` is 0, the last two if it is 1."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [even, odd, half * 0x2222 + 0x5410],
         dtype=gl.uint32, is_pure=True, pack=1,
@@ -226,7 +236,8 @@ def two_bytes_each(even, odd, half):
 
 @gluon.jit
 def drop_pairs(pairs, words):
-    """Set dropped halves of pairs (64, n / 2) of 16-bit probabilities to 0; see `warpgroup.pack`.
+    """Return pairs (rows, n / 2) of 16-bit probabilities, from `warpgroup.pack`, with the halves
+    that `words` of `random_words` drop set to 0.
 
     The bits of a thread's pairs, two neighbours in each byte of a word, become signs of bytes.
     """

@@ -27,13 +27,15 @@ _ROUND = gl.constexpr(
 
 @gluon.constexpr_function
 def byte_sum_layout(width):
-    """Return the layout of a (64, width) sum of products of bytes; they are taken 32 at a time."""
+    """Return the register layout of a float32 sum (64, width) of WGMMA products of 8-bit operands,
+    which are taken 32 at a time along the summed dimension."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
 
 
 @gluon.constexpr_function
 def byte_operand_layout(width):
-    """Return how an 8-bit left operand lies in registers whose product has `width` columns."""
+    """Return the register layout of an 8-bit left operand of a WGMMA product with `width`
+    columns."""
     return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32]), 4)
 
 
@@ -52,7 +54,8 @@ def pack_e4m3(p):
 
 @gluon.jit
 def unpack_e4m3(quads, layout: gl.constexpr):
-    """Return packed quadruples as a left operand (64, n); costs no instruction.
+    """Return the quadruples of `pack_e4m3` as an e4m3 left operand (64, n) in `layout`; costs no
+    instruction.
 
     Each quadruple is named four times, and one register read as four bytes.
     """

@@ -18,13 +18,15 @@ __all__ = ["await_previous", "begin_next"]
 
 @gluon.jit
 def begin_next(WARPS: gl.constexpr):
-    """Let the next kernel be launched once all programs of this one have reached this point."""
+    """Allow the next kernel of the stream to be launched once all programs of this one have called
+    this or ended."""
     _in_each_thread("griddepcontrol.launch_dependents", WARPS)
 
 
 @gluon.jit
 def await_previous(WARPS: gl.constexpr):
-    """Wait until the kernel before has ended and its results can be read."""
+    """Wait until the kernel that was launched before this one has ended and its results can be
+    read."""
     _in_each_thread("griddepcontrol.wait", WARPS)
 
 

@@ -28,7 +28,8 @@ from tilewise.kernels.gluon.visible import keys_of_rows
 
 
 class Extras(NamedTuple):
-    """The further tensors and numbers of a call's logits, flat; None for absent ones."""
+    """The optional tensors and the numbers from which products become logits in one call; None for
+    absent ones."""
 
     softmax_scale: object
     softcap: object
@@ -102,7 +103,8 @@ def factor_log2(extras, variant: gl.constexpr):
 
 @gluon.jit
 def capped(s, ratio, variant: gl.constexpr):
-    """Return tanh(s * ratio), by variant.softcap; ratio: a number, or one for each row (64, 1).
+    """Return tanh(s * ratio): the special function unit's if variant.softcap is "fast", else from
+    an exponential; ratio: a number, or one for each row (64, 1).
 
     The variant comes whole: Triton 3.6 takes no field of one for a constexpr.
     """
@@ -118,7 +120,7 @@ def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
     """Return the logits of products s (64, n) with the keys from `first_key`.
 
     In base 2; with variant.factored they lack the factor of the last step, which the softmax adds.
-    bias: of `load_bias`, if variant.bias.
+    bias: the block's bias from `load_bias`, if variant.bias; else unread.
     """
     if variant.softcap != "none":
         s = capped(s, extras.softmax_scale / extras.softcap, variant)
@@ -138,10 +140,11 @@ def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
 
 @gluon.jit
 def _add_slant(s, head):
-    """Add ALiBi's differences between a thread's first key and its others to s (64, n).
+    """Return s (64, n) plus slope * (key - the first key of the thread) for each column of a
+    thread.
 
-    Where no row sees a key behind its own, a distance is a difference, and the rest of it is one
-    number for each thread of a row (see `slant_of`).
+    That is ALiBi up to one number for each thread of a row (see `slant_of`), where no row sees a
+    key behind its own.
     """
     n: gl.constexpr = s.shape[1]
     whole: gl.constexpr = s.type.layout
@@ -162,7 +165,8 @@ def _add_slant(s, head):
 
 @gluon.jit
 def slant_of(s, head, first_key):
-    """Return the ALiBi term of the first key of each thread of a row of s (64, n), as (64, 4)."""
+    """Return the ALiBi term, slope * (key - diagonal), of the first key of each of the four threads
+    of a row, (64, 4); s (64, n) only gives the layout."""
     THREADS: gl.constexpr = threads_of_row(s.type.layout)
     n: gl.constexpr = s.shape[1]
     four = s.reshape([s.shape[0], n // (2 * THREADS), THREADS, 2])  # no instruction
@@ -206,7 +210,7 @@ def load_bias(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.cons
 
 @gluon.jit
 def _add_alibi(s, head, first_key):
-    """Subtract slope * |row - key| from logits in base 2."""
+    """Return logits s (64, n) in base 2 minus slope * |row - key|."""
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     rows: gl.constexpr = s.shape[0]
@@ -225,13 +229,15 @@ def _add_alibi(s, head, first_key):
 
 @gluon.jit
 def hide(s, head, first_key, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Set logits to -inf where a row does not see a key: before its first, past its last one."""
+    """Return logits s (64, n) with -inf where a row does not see a key: LEFT before its first,
+    RIGHT past its last one."""
     return keep_columns(s, head.key_begin - first_key, head.key_end - first_key, LEFT, RIGHT)
 
 
 @gluon.jit
 def hide_by_bits(s, words):
-    """Set logits s (64, n) to -inf where their bits, of `load_bits`, are not set."""
+    """Return logits s (64, n) with -inf where the bits of `words`, from `load_bits`, are not
+    set."""
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     rows: gl.constexpr = s.shape[0]

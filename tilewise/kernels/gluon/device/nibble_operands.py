@@ -49,13 +49,15 @@ _VALUES = gl.constexpr(
 
 @gluon.constexpr_function
 def _words_of_a_lane(width):
-    """Return the neighbouring words of a key that one lane has: 2, or 4 in one piece or in two."""
+    """Return how many neighbouring words (4 bytes, 8 codes) of a key one lane has: 2, or 4 (from
+    `width` 256 on in two pieces of the key)."""
     return min(4, width // 32)
 
 
 @gluon.constexpr_function
 def nibble_keys_layout(keys, width):
-    """Return how warps take keys of width / 2 bytes: 8 or 16 neighbouring bytes a lane."""
+    """Return the register layout in which four warps, a head each, load keys of width / 2 bytes: 8
+    or 16 neighbouring bytes a lane."""
     run = 4 * _words_of_a_lane(width)
     registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
     registers += [[0, 64]] * (width == 256)
@@ -65,7 +67,8 @@ def nibble_keys_layout(keys, width):
 
 @gluon.constexpr_function
 def nibble_values_layout(keys, width):
-    """Return how warps take values of width / 2 bytes."""
+    """Return the register layout in which four warps, a head each, load values of width / 2
+    bytes."""
     run = width // 16
     registers = [[0, 1 << bit] for bit in range(run.bit_length() - 1)]
     lanes = [[2, 0], [4, 0], [0, run], [0, 2 * run], [0, 4 * run]]
@@ -74,7 +77,8 @@ def nibble_values_layout(keys, width):
 
 @gluon.jit
 def divide_odd(x):
-    """Divide the odd channels of x (rows, width) by 16, exactly but for subnormal results."""
+    """Return x (rows, width) with its odd channels divided by 16, exactly but for subnormal
+    results."""
     rows: gl.constexpr = x.shape[0]
     width: gl.constexpr = x.shape[1]
     even, odd = gl.split(x.reshape([rows, width // 2, 2]))
@@ -83,7 +87,8 @@ def divide_odd(x):
 
 @gluon.jit
 def nibble_key_order(x):
-    """Permute the channels of x (rows, width) to the order in which 4-bit keys are multiplied."""
+    """Return x (rows, width) with its channels in the order in which `nibble_keys_operand`
+    multiplies them."""
     rows: gl.constexpr = x.shape[0]
     width: gl.constexpr = x.shape[1]
     words: gl.constexpr = _words_of_a_lane(width)
@@ -93,7 +98,8 @@ def nibble_key_order(x):
 
 @gluon.jit
 def nibble_keys_operand(x):
-    """Return the left operand (4, keys, width) of c q^T of bytes int8 (4 keys, width / 2)."""
+    """Return the left operand (4, keys, width) of c q^T, float16 codes, from bytes int8 (4 * keys,
+    width / 2)."""
     width: gl.constexpr = 2 * x.shape[1]
     N: gl.constexpr = x.shape[0] // 4
     words: gl.constexpr = _words_of_a_lane(width)
@@ -109,8 +115,12 @@ def nibble_keys_operand(x):
 
 @gluon.jit
 def nibble_value_pairs(x):
-    """Return (even key, odd key) float16 pairs, int32 (2 keys, width / 2) twice, of bytes int8
-    (4 keys, width / 2): of byte 4 w + j those of the channels 8 w + j, and 8 w + 4 + j."""
+    """Convert bytes of values, int8 (4 * keys, width / 2), to float16 codes of two neighbouring
+    keys: two int32 tensors (2 * keys, width / 2).
+
+    The low half of a word is the even key, the high half the odd one. Column 4 w + j of the first
+    tensor has channel 8 w + j, of the second channel 8 w + 4 + j.
+    """
     size: gl.constexpr = x.shape[1]
     even, odd = gl.split(x.reshape([x.shape[0] // 2, 2, size]).permute((0, 2, 1)))
     return gl.inline_asm_elementwise(
@@ -121,7 +131,8 @@ def nibble_value_pairs(x):
 
 @gluon.jit
 def nibble_values_operand(first, second):
-    """Return the left operand (4, width, keys) of c^T p^T of `nibble_value_pairs`."""
+    """Return the left operand (4, width, keys) of c^T p^T from the two tensors of
+    `nibble_value_pairs`."""
     width: gl.constexpr = 2 * first.shape[1]
     N: gl.constexpr = first.shape[0] // 2
     first_even, first_odd = halves(first)
@@ -134,7 +145,8 @@ def nibble_values_operand(first, second):
 
 @gluon.jit
 def _signed(x, LOG: gl.constexpr):
-    """Negate the channels of x (rows, width) that `reference.four_bits` negates."""
+    """Return x (rows, width) with the channels negated that `reference.four_bits` negates in each
+    group of 2^LOG."""
     channel = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)) & (2**LOG - 1)
     pairs = channel & (channel >> 1) & 0x55
     pairs ^= pairs >> 4

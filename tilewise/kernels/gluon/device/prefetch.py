@@ -18,7 +18,8 @@ __all__ = ["prefetch"]
 
 @builtin
 def prefetch(pointers, nbytes, _semantic=None):  # type: ignore[no-untyped-def]
-    """Start to fetch `nbytes` (constexpr, a multiple of 16) from each of `pointers`, 16-aligned."""
+    """Start to fetch `nbytes` (constexpr, a multiple of 16) from each of `pointers`, 16-aligned,
+    into L2; nothing waits for it."""
     count = getattr(nbytes, "value", nbytes)
     gl.inline_asm_elementwise(
         f"cp.async.bulk.prefetch.L2.global [$1], {count}; mov.u32 $0, 0;", "=r,l", [pointers],

@@ -19,14 +19,15 @@ LN2 = gl.constexpr(0.6931471805599453)  # 1 / LOG2E
 
 @gluon.constexpr_function
 def sum_layout(width, num_warps=4):
-    """Return the layout of a (rows, width) sum, 16 rows for each of the warps that share it."""
+    """Return the register layout of a WGMMA sum (rows, width), 16 rows for each of its `num_warps`
+    warps."""
     return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
 def threads_of_row(layout):
-    """Return how many threads hold columns of one row of a sum, two neighbours of eight each: four
-    of each of the warps side by side."""
+    """Return how many threads hold columns of one row of a sum: four in each of the warps that
+    stand side by side along columns; each has two neighbours of its columns."""
     return 4 * layout.warps_per_cta[1]
 
 
@@ -55,7 +56,7 @@ def tanh(x):
 
 @gluon.jit
 def reciprocal(x):
-    """Return 1 / x to 1 ulp, flushing denormals; that of infinity is 0."""
+    """Return 1 / x to 1 ulp, flushing denormals; 0 for infinite x."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -63,7 +64,7 @@ def reciprocal(x):
 
 @gluon.constexpr_function
 def _capped_exp2_asm(exact):
-    """Return the instructions of one element."""
+    """Return the PTX instructions of `capped_exp2` for one element; `exact` is its EXACT."""
     tanh_of_t = "tanh.approx.f32 t, t;"
     if exact:
         tanh_of_t = (
@@ -96,9 +97,11 @@ def capped_exp2(s, ratio, factor, added, EXACT: gl.constexpr):
 def named_barrier(
     kind: gl.constexpr, barrier: gl.constexpr, threads: gl.constexpr, warps: gl.constexpr
 ):
-    """Meet at hardware barrier `barrier` (9 to 15; Triton has the others): "sync" or "arrive".
+    """Arrive at hardware barrier `barrier` (9 to 15; Triton has the others), and wait until it
+    opens if kind is "sync"; "arrive" does not wait.
 
-    threads: how many arrivals, of waiting threads and others, open it; warps: of the caller.
+    threads: the number of arriving threads, waiting or not, that open it; warps: the number of
+    warps of the caller's partition.
     """
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
     thread = gl.arange(0, 32 * warps, lanes)
@@ -146,7 +149,8 @@ def pack(p, dtype: gl.constexpr):
 
 @gluon.jit
 def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
-    """Return packed pairs as a left operand (64, n); costs no instruction."""
+    """Return the pairs of `pack` as a 16-bit left operand (64, n) in `layout`; costs no
+    instruction."""
     n: gl.constexpr = pairs.shape[1] * 2
     if dtype == gl.bfloat16:
         low, high = gl.inline_asm_elementwise(
@@ -176,7 +180,8 @@ def widen(x):
 
 @gluon.jit
 def keep_columns(s, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr):
-    """Set s (64, n) to -inf but for the columns [begin, end) of each row.
+    """Return s (64, n) with -inf outside of the columns [begin, end) of each row; a bound counts
+    only with HAS_BEGIN, HAS_END.
 
     begin, end: int32 (64,) in the layout of rows of s. A thread's columns are constants plus the
     first of its pair, which is subtracted from the bounds: one comparison with a constant each.
@@ -201,6 +206,7 @@ def keep_columns(s, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr):
 
 @gluon.jit
 def scale_rows(acc, factor):
-    """Multiply each row of acc (64, n) by its factor (64,), which lies in the rows of any sum."""
+    """Return acc (64, n) with each row multiplied by its `factor` (64,), which lies in the rows of
+    any sum."""
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     return acc * gl.expand_dims(gl.convert_layout(factor, rows, assert_trivial=True), 1)

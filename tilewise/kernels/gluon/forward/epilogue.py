@@ -23,7 +23,8 @@ from tilewise.kernels.gluon.forward.softmax import finish
 
 
 class Output(NamedTuple):
-    """The tensors of the results, and the numbers that the epilogue needs."""
+    """The result tensors of a call, and the numbers with which `store_rows` finishes and writes
+    them."""
 
     o: object  # descriptor of (64, tile.o_columns) tiles
     o_ptr: object  # address for the last rows of packed sequences
@@ -53,7 +54,11 @@ def store_rows(
     variant: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Write o and lse of 64 rows; those past the end of a sequence are not written."""
+    """Finish 64 rows of one head and write them: o from acc, m and l, their lse and, with
+    variant.maxima, their largest logits; rows past the end of a sequence are not written.
+
+    factor: the factor of FACTORED logits. shared: the buffer `o` of warpgroup GROUP is used.
+    """
     sink = 0.0
     if variant.sinks:
         sink = gl.load(output.sinks + rows.h)
@@ -86,7 +91,9 @@ def store_rows(
 def store_columns(
     o, memory, rows, first_row, first_column: gl.constexpr, output, variant: gl.constexpr
 ):
-    """Write o (64, n) to the columns from `first_column`, through `memory` (1, 1, 64, n)."""
+    """Write o (64, n) to the rows from `first_row` and the columns from `first_column` of the
+    output, through shared `memory` (1, 1, 64, n), by an asynchronous copy; in a packed batch the
+    last rows of a sequence by plain stores."""
     WIDTH: gl.constexpr = o.shape[1]
     b = rows.b
     if variant.packed:
@@ -107,7 +114,8 @@ def store_columns(
 
 @gluon.jit
 def _copy_rows(memory, rows, first_row, first_column: gl.constexpr, output):
-    """Copy the rows that exist of `memory` (64, n) to o, 16 bytes a thread."""
+    """Copy the rows of `memory` (64, n) that lie before the end of the sequence to o, 16 bytes a
+    thread."""
     WIDTH: gl.constexpr = memory.shape[1]
     ACROSS: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])

@@ -68,7 +68,8 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
 ) -> tuple[Tensor, ...]:
-    """Add the forward pass to a plan; see `ops.attention` for shapes and rules.
+    """Note the launches of the forward pass with `maker` and return the results' tensors; see
+    `ops.attention` for shapes and rules. A call without rows is only filled: o = 0, lse = -inf.
 
     Args:
         tile: overrides the choice of `tile_config_fwd`, for tuning.
@@ -139,7 +140,8 @@ def add_fwd(
 def _split_descriptors(
     x: Tensor, rows: int, tile: Tile
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return the descriptors of q or k for its first channels and for the rest, if there is one."""
+    """Return the descriptors of q or k, in tiles of `rows` rows, for its first tile.d channels and
+    for the rest; the first twice if there is no rest."""
     first = descriptor(x, rows, tile.d)
     return first, descriptor(x, rows, tile.d_high) if tile.d_high > 0 else first
 
@@ -147,7 +149,11 @@ def _split_descriptors(
 def added_tensors(
     maker: Maker, o: Tensor, lse: Tensor, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile
 ) -> tuple[Tensors, int]:
-    """Return the further tensors of a call, and the largest number of tiles of rows of a head."""
+    """Return the optional tensors of a call, as the kernel takes them, and an upper bound of the
+    tiles of rows of a head.
+
+    Notes the launches that compute the reach of a block mask and the plan of a packed batch.
+    """
     mask, upper_bound = tensors.mask, -(-spec.max_seqlen_q // tile.rows)
     given: dict[str, Tensor | None] = {
         "seqlens_k": tensors.seqlens_k,
@@ -184,11 +190,11 @@ def add_sorted_tiles(
     """Note the launches that list a packed batch's tiles by work, and zero rows of no sequence.
 
     Args:
-        upper_bound: the largest number of tiles of a sequence.
+        upper_bound: the largest number of tiles of rows that all sequences together may have.
         rows_k: the rows of k.
 
     Returns:
-        The list of tiles and its length, on the device.
+        The list of tiles, int32 (upper_bound * 6,), and its length, int32 (1,), on the device.
     """
     sizes, programs = plan_sizes(spec.batch, o.shape[0], upper_bound)
     size, work, entries, plan = maker.empty((sum(sizes),), torch.int32).split(sizes)
@@ -231,9 +237,9 @@ def add_sorted_tiles(
 
 
 def counter_of(where: torch.device, stream: int) -> Tensor:
-    """Return the counter of a device's current stream; a launch leaves it at 0.
+    """Return the counter of tiles of a device's stream, int32 (1,), which every launch leaves at 0.
 
-    A launch in a graph has one of its own.
+    Launches that are captured in a graph, and calls that are not on CUDA, get a fresh one.
     """
 
     def zero() -> Tensor:
@@ -245,7 +251,7 @@ def counter_of(where: torch.device, stream: int) -> Tensor:
 
 
 def _some(maker: Maker, x: Tensor) -> Tensor:
-    """Return x; where it has no rows, one of zeros, which no query sees."""
+    """Return x, or a tensor with one row of zeros, which no query sees, if x has no elements."""
     if x.numel() > 0:
         return x
     return maker.full((*x.shape[:-3], 1, *x.shape[-2:]), 0.0, x.dtype)

@@ -21,7 +21,8 @@ from tilewise.kernels.gluon.forward.span import block_of_step, walk_of
 
 @gluon.jit
 def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
-    """Load what the warpgroups of this CTA compute with; the last to take a tile resets `counter`.
+    """Run the loader warp: copy q, k, v and a copied bias of all tiles of this CTA into shared
+    memory. The launch's last addition to `counter` resets it to 0.
 
     given: descriptors of q, k and v, and of the channels of q and k past tile.d; the counter of
     tiles; Work, Mask and Shared; the descriptor of the bias, and whether sequences and heads share
@@ -86,7 +87,7 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
 def _load_queries(
     q, q_high, shared, rows, b, number, visit, group: gl.constexpr, tile: gl.constexpr
 ):
-    """Start to copy the 64 rows of q of one warpgroup.
+    """Wait until one warpgroup has read its last queries, and start to copy its next 64 rows of q.
 
     Args:
         rows: the tile of rows.
@@ -107,7 +108,8 @@ def _load_queries(
 
 @gluon.jit
 def _load_bias(bias, shares, shared, rows, block, step, group: gl.constexpr, tile: gl.constexpr):
-    """Load the bias of the 64 rows of one warpgroup and a block of keys into shared memory."""
+    """Wait for the buffer, and start to copy the bias of the 64 rows of one warpgroup and a block
+    of keys into shared memory."""
     STAGES: gl.constexpr = tile.bias_stages
     slot = group * STAGES + step % STAGES
     b = gl.where(shares[0], 0, rows.b)

@@ -20,7 +20,8 @@ PLAN_FIELDS = gl.constexpr(6)  # of an entry: those of Rows, in order
 
 
 class Work(NamedTuple):
-    """All tiles of a launch; made inside the kernel."""
+    """The numbers from which a kernel finds all tiles of its launch; made inside the kernel from
+    its arguments."""
 
     num_tiles: object
     row_tiles: object  # tiles of rows of a head; of all sequences where they are packed
@@ -39,7 +40,8 @@ class Work(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """One tile of queries of one head; rows and keys count from the start of the sequence."""
+    """One tile of queries of one head b, h; first_row counts from the start of the sequence,
+    first_q and first_k are where the sequence starts in q and k."""
 
     b: object
     h: object

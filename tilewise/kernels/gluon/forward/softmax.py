@@ -24,7 +24,8 @@ from tilewise.kernels.triton.attention.tile import FAR
 
 @gluon.jit
 def partial_sums(p):
-    """Add up the columns of p (64, n) that a thread holds of a row: (64, 4)."""
+    """Return the sums of the columns of p (64, n) that each of the four threads of a row holds:
+    (64, 4)."""
     n: gl.constexpr = p.shape[1]
     THREADS: gl.constexpr = threads_of_row(p.type.layout)
     return gl.sum(gl.sum(p.reshape([p.shape[0], n // (2 * THREADS), THREADS, 2]), 3), 1)
@@ -65,7 +66,8 @@ def _shared_exp2(x):
 
 @gluon.jit
 def _maxima(s):
-    """Return the maximum of the columns that a thread holds of a row of s (64, n): (64, 4)."""
+    """Return the maxima of the columns of s (64, n) that each of the four threads of a row holds:
+    (64, 4)."""
     n: gl.constexpr = s.shape[1]
     THREADS: gl.constexpr = threads_of_row(s.type.layout)
     return gl.max(gl.max(s.reshape([s.shape[0], n // (2 * THREADS), THREADS, 2]), 3), 1)
@@ -80,7 +82,8 @@ def nearest_power_of_two(x):
 
 @gluon.jit
 def _slanted(s, m, factor_log2, added, MASKED: gl.constexpr):
-    """Return factors (64, 4) and what to add to products with them: added * factor - m * factor.
+    """Return two tensors (64, 4): the factor of logits s and what to add to its product, added *
+    factor - m * factor.
 
     Where m (64,) or what is added is beyond FAR, the rounding of that sum is large, but it must be
     0 for a thread whose largest column is the maximum of the row, and no larger for any other.
@@ -99,7 +102,8 @@ def _slanted(s, m, factor_log2, added, MASKED: gl.constexpr):
 
 @gluon.jit
 def _in_columns(x, s):
-    """Return numbers of threads of rows, (64, 4), in each column of a thread, as s (64, n) is."""
+    """Return x (64, 4), a number for each thread of a row, broadcast to that thread's columns: (64,
+    n) in the layout of s."""
     n: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
     rows: gl.constexpr = s.shape[0]
@@ -121,7 +125,8 @@ def fold(
     MASKED: gl.constexpr,
     added=None,
 ):
-    """Fold a block of logits s (64, n) into m (64,) and l (64, 4).
+    """Take the online softmax of a block of logits s (64, n): return its p and the new m (64,) and
+    l (64, 4).
 
     BOUNDED: logits are bounded, so that any of them may stand for the maximum: m is that of the
         first block that shows a key to the row, and stays; alpha is 1. A row of one key so has
@@ -180,9 +185,11 @@ def fold(
 
 @gluon.jit
 def finish(m, l, factor_log2, sink, FACTORED: gl.constexpr, SINK: gl.constexpr):
-    """Return (lse, what acc must be multiplied by), both (64,) in the layout of m.
+    """Return lse and the factor by which acc must be multiplied, both (64,) in the layout of m;
+    -inf and 0 for rows that saw nothing.
 
-    sink: logit of a key whose value is 0, which every row sees, if SINK.
+    factor_log2: the factor that FACTORED logits lack. sink: logit of a key whose value is 0, which
+    every row sees, if SINK.
     """
     total = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     m_log2 = m

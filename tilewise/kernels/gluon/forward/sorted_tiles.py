@@ -25,11 +25,12 @@ PLAN_CHUNK = 128
 
 
 def plan_sizes(batch: int, rows: int, upper_bound: int) -> tuple[list[int], int]:
-    """Return how many int32 `size`, `work`, `entries` and the plan take, and the plan's programs.
+    """Return [int32 elements of `size`, `work`, `entries` and the plan], and the number of programs
+    of `attention_plan_kernel`.
 
     Args:
         rows: the rows of q.
-        upper_bound: tiles of rows that the sequences have at most.
+        upper_bound: the largest number of tiles of rows that all sequences together may have.
     """
     fields = upper_bound * FIELDS.value
     return [1, upper_bound, fields, fields], max(batch, -(-rows // CLEAR_ROWS))
@@ -50,7 +51,7 @@ def _rows_of(cu, b, mask, rows, longest):
 
 @triton.jit
 def _tiles_before(cu_q, sequence, rows, longest, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Return how many tiles the sequences before `sequence` have."""
+    """Return how many tiles of ROWS rows the sequences before number `sequence` have together."""
     total = sequence * 0
     for first in range(0, sequence, CHUNK):
         b = first + tl.arange(0, CHUNK)
@@ -97,7 +98,12 @@ def attention_plan_kernel(
     CLEAR: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """List the tiles of a sequence, in any order, with their work in blocks of keys."""
+    """Write the entries of one sequence's tiles of rows, and for each its work in blocks of keys;
+    the last sequence's program also writes their number to `size`.
+
+    A program also sets o to 0 and lse to -inf in those of its CLEAR rows that belong to no
+    sequence.
+    """
     program = tl.program_id(0)
     if program < batch:
         first_q, length_q = _rows_of(cu_q, program, True, rows, seqlen_q)
@@ -145,7 +151,8 @@ def attention_plan_kernel(
 def attention_order_kernel(
     entries, work, size, plan, COUNT: tl.constexpr, FIELDS_PAD: tl.constexpr
 ):
-    """Write `entries` to `plan` by falling work; equal ones keep their order."""
+    """Write COUNT `entries` for each program to their places in `plan`, by falling work; entries of
+    equal work keep their order."""
     total = tl.load(size)
     first = tl.program_id(0) * COUNT
     if first < total:

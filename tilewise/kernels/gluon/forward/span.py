@@ -26,7 +26,8 @@ NO_EDGE = gl.constexpr(1 << 30)
 
 
 class Mask(NamedTuple):
-    """A block mask as the kernel takes it (see kernels.spec.MaskTensors); None without one."""
+    """The tensors of a block mask as the kernel takes them (see kernels.spec.MaskTensors); None
+    without one."""
 
     bits: object
     reach: object  # int32 (bit tiles, words): keys that some row of a bit tile sees
@@ -35,7 +36,8 @@ class Mask(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The blocks of one tile of rows."""
+    """The blocks of keys that one tile of rows visits, in order; `block_of_step` finds the block of
+    each of its `steps`."""
 
     steps: object
     free_begin: object
@@ -119,7 +121,8 @@ def walk_of(rows, work, mask, tile: gl.constexpr, variant: gl.constexpr):
 
 @gluon.jit
 def hidden_steps(rows, walk, first_row, work, tile: gl.constexpr):
-    """Return how many of the first steps show no key to the 64 rows from `first_row`; not all."""
+    """Return how many of a walk's first steps show no key to the 64 rows from `first_row`; at least
+    one step is left. Only for walks without a block mask."""
     last_row = gl.minimum(first_row + 64, rows.length_q) - 1
     seen_end = end_of_keys(last_row, rows.length_q, rows.length_k, work.window_right)
     blocks = gl.cdiv(gl.maximum(seen_end, 0), tile.keys)
@@ -128,7 +131,8 @@ def hidden_steps(rows, walk, first_row, work, tile: gl.constexpr):
 
 @gluon.jit
 def block_of_step(walk, step, mask, tile: gl.constexpr, variant: gl.constexpr):
-    """Return (block, bit tile or -1 for all bits): the keys of step `step`."""
+    """Return the number of the block of keys of step `step`, and its bit tile: -1 if the block has
+    all bits, -2 if none."""
     if variant.mask_keys > 0:
         count: gl.constexpr = variant.mask_keys // tile.keys
         entry = walk.first_full + (step - walk.free_begin) // count

@@ -46,7 +46,8 @@ class Task(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The numbers that `gather` found for one block of keys; 0 for features that the call lacks."""
+    """The numbers that `gather` found for one block of keys; for features that the call lacks
+    fields hold an unused number."""
 
     first_key: object
     number: object  # number of its bit tile, see `span.block_of_step`
@@ -107,7 +108,8 @@ def probabilities(
     EDGE: gl.constexpr,
     BITS: gl.constexpr,
 ):
-    """Return p, m, l and alpha of one block of products s; with dropout p comes packed and dropped.
+    """Return p, m, l and alpha, as `softmax.fold` does, of one block of products s; with dropout p
+    comes as packed 16-bit pairs in which dropped ones are 0.
 
     EDGE: what hides keys of this block beside bit tiles: the "left" edge of windows, their "right"
     edge or the end of the keys (and the left one, where a window is narrow), or "none"; BITS: a bit
@@ -161,7 +163,8 @@ def soften(
 
 @gluon.jit
 def _copied_bias(shared, step, tile: gl.constexpr, GROUP: gl.constexpr):
-    """Return the bias of this step, (64, tile.keys), and give its memory back."""
+    """Wait for the bias of this step in shared memory, return it as float32 (64, tile.keys), and
+    give the buffer back."""
     STAGES: gl.constexpr = tile.bias_stages
     slot = GROUP * STAGES + step % STAGES
     mbarrier.wait(shared.bias_full.index(slot), (step // STAGES) & 1)
@@ -172,7 +175,8 @@ def _copied_bias(shared, step, tile: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _clear_values(block, task, step, tile: gl.constexpr, variant: gl.constexpr, BITS: gl.constexpr):
-    """Clear the values of this step that no row of the tile sees."""
+    """Set the values of this step's V tile in shared memory to 0 for keys that no row of the tile
+    sees; nothing is done where all are seen. BITS: the block has a bit tile."""
     begin = task.walk.seen_begin - block.first_key
     end = task.walk.seen_end - block.first_key
     some = (begin > 0) | (end < tile.keys)

@@ -18,7 +18,7 @@ _LONG = 4096  # queries
 
 
 class _Row(NamedTuple):
-    """The choices of one case; see `attention_fwd.Tile`."""
+    """The choices of one entry of the table `_ROWS`; fields are those of `kernel.Tile`."""
 
     warpgroups: int = 2
     keys: int = 128
@@ -92,7 +92,7 @@ _ROWS = {
 def tile_config_fwd(
     spec: AttentionSpec, *, bias_rows: bool = True, bias_copied: bool = False
 ) -> Tile:
-    """Return how a CTA is cut for `spec`.
+    """Return the Tile, how a CTA of the forward pass is cut, for `spec`.
 
     Args:
         bias_rows: True if there is a bias that differs from query to query.
@@ -117,10 +117,10 @@ def _tile_of(
     """Return the tile for calls of these head dims and kind, whatever their lengths.
 
     Args:
-        kind: the name of a column of the table: "even", "uneven", "long", "biased" ...
-        most_keys: the most keys of a sequence.
-        dealt: True if tiles are dealt to CTAs one by one.
-        is_long: True if sequences are long.
+        kind: the kind of call, as in the keys of `_ROWS`: "even", "uneven", "long", "biased" ...
+        most_keys: the largest number of keys that a block may have; fewer keys give more stages.
+        dealt: True if a counter deals tiles to CTAs one by one.
+        is_long: True if sequences have more than 4,096 queries.
     """
     d, rest = _split(head_dim)
     dv = _padded(v_head_dim)
@@ -155,12 +155,12 @@ def _tile_of(
 
 
 def _dealt_though_even(is_long: bool, width: int, warpgroups: int) -> bool:
-    """Whether even tiles are dealt out, too (H200, full calls, 2026-11-22).
+    """Whether a counter deals out tiles even if all cost the same (H200, full calls, 2026-11-22).
 
     Of 192 rows the last tile of a head fills 64 where lengths are powers of two, and takes a third
-    of the time: 6 % at 1,024 queries, 1.5 % at 4,096, and 1 % less than a fixed order at 16,384.
-    At D 128 a fixed order is 1.2 % faster at 4,096, 3 % at 1,024, and as fast beyond; at D 256 2 to
-    4 % everywhere.
+    of the time: 6 % at 1,024 queries, 1.5 % at 4,096, and 1 % less than a fixed order at 16,384. At
+    D 128 a fixed order is 1.2 % faster at 4,096, 3 % at 1,024, and as fast beyond; at D 256 2 to 4
+    % everywhere.
     """
     if warpgroups == 3:
         return not is_long
@@ -190,7 +190,8 @@ def _lengths_differ(spec: AttentionSpec) -> bool:
 
 
 def _split(width: int) -> tuple[int, int]:
-    """Return the channels of the two products q k^T, the second 0 where one has all."""
+    """Return the padded channels of q and k as those of the two products of which q k^T is made;
+    the second is 0 where one product has all."""
     padded = _padded(width)
     for parts in _SPLITS:
         if width <= sum(parts) < padded:

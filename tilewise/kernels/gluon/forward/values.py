@@ -22,9 +22,11 @@ CHUNK = gl.constexpr(32)  # keys at a time: a word of a bit tile, and few regist
 
 @gluon.jit
 def clear_hidden(v, begin, end, reach, number, REACH: gl.constexpr):
-    """Zero the rows of v (1, 1, n, width) outside [begin, end) and, if REACH, of unset bits.
+    """Set to 0, in shared memory, the rows of v (1, 1, n, width) outside [begin, end) and, if
+    REACH, those of which no bit is set.
 
-    reach: where the n / 32 words of bits lie, of bit tile `number`: -1 has all bits, -2 none.
+    reach: a pointer to the n / 32 words of the keys that some row of bit tile `number` sees: -1 has
+    all bits, -2 none.
     """
     n: gl.constexpr = v.shape[2]
     width: gl.constexpr = v.shape[3]

@@ -27,7 +27,11 @@ def choice(
     bias_pairs: bool,
     shares_bias: bool = False,
 ) -> tuple[Variant, tuple[float, ...]]:
-    """Return the code and the kernel's numbers of `spec`; the rest as in `Variant`."""
+    """Return the Variant of a call, and the numbers that `attention_fwd_kernel` takes from
+    heads_per_section to keep_scale, without row_tiles and lse's strides.
+
+    bias_rows, bias_pairs, shares_bias: as in `Variant`.
+    """
     heads, width = spec.num_q_heads, spec.v_head_dim // _CHANNELS
     numbers = (
         _heads_per_section(spec),
@@ -59,7 +63,8 @@ def in_pairs(batch: int, head: int, row: int, key: int) -> tuple[tuple[int, int,
 
 
 def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool) -> Variant:
-    """Return which code `spec` needs; a window that hides nothing is compiled away."""
+    """Return the Variant, the compile-time choices, that `spec` needs; a window that hides nothing
+    is compiled away."""
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
     lengths = spec.is_varlen or spec.has_seqlens_k
@@ -100,11 +105,8 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
 
 
 def _is_short(spec: AttentionSpec, tile: Tile) -> bool:
-    """Whether a tile with fewer rows than warpgroups takes less time than the others.
-
-    Where tiles are dealt out in a fixed order, some CTA has whole ones only: what asks for rows
-    then costs 1 to 2 % and gives nothing (H200, D 256, 1,088 and 4,096 queries, 2026-11-22).
-    """
+    """Whether warpgroups without rows should step aside: True if a tile may have fewer rows than
+    its warpgroups and that saves time."""
     if not tile.dynamic and spec.max_seqlen_q > tile.rows:
         return False
     if spec.is_varlen:  # lengths of 70 to 590 are 1 to 3 % faster; of three warpgroups 3 % slower

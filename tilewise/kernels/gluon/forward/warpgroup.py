@@ -49,8 +49,8 @@ SCHEDULER_BARRIER = gl.constexpr(9)  # the first hardware barrier that Triton le
 
 
 class State(NamedTuple):
-    """The state of a tile of rows: sums, maxima, totals, and packed probabilities not yet
-    multiplied."""
+    """The state of a warpgroup between blocks of keys: sums acc, maxima m, totals l, and the last
+    block's packed probabilities p, not yet multiplied with its values."""
 
     acc: object
     p: object
@@ -125,7 +125,8 @@ def _hides_whole_blocks(tile, variant):
 
 @gluon.jit
 def _pass_by(shared, step, count, tile: gl.constexpr, GROUP: gl.constexpr):
-    """Give back the next `count` blocks unread, and with them the turns to multiply."""
+    """Give back K, V and the bias of the next `count` blocks unread, and pass on the turns to
+    multiply."""
     for index in range(0, count):
         stage = (step + index) % tile.stages
         phase = ((step + index) // tile.stages) & 1
@@ -145,8 +146,8 @@ def _pass_by(shared, step, count, tile: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr):
-    """Return acc, m and l after the blocks of a walk from `first` on; `step` is its place in the
-    rings."""
+    """Return acc, m and l of 64 rows after the blocks of a walk from number `first` on; `step` is
+    the place of the walk's first block in the rings."""
     KEYS: gl.constexpr = tile.keys
     DV: gl.constexpr = tile.dv
     ACC: gl.constexpr = sum_layout(DV)
@@ -232,7 +233,12 @@ def _step(
     EDGE: gl.constexpr,
     BITS: gl.constexpr,
 ):
-    """Take one more block of keys: its scores, and the product with the values before it."""
+    """Return the State after one more block of keys: start its scores, add the previous block's p v
+    to acc, and take the softmax of the scores.
+
+    index: the block's number in the walk; step: its place in the rings. EDGE, BITS: as
+    `step.probabilities` takes them.
+    """
     shared = task.shared
     stage = step % tile.stages
     before = (step - 1) % tile.stages
@@ -267,9 +273,10 @@ def _step(
 
 @gluon.jit
 def _with_maxima(state, follow):
-    """Let the bound, 1, be m of rows that have seen nothing, if blocks `follow` that all rows see.
+    """Return the State with the bound, 1, as m of rows that have seen nothing, if blocks `follow`
+    that all rows see whole.
 
-    They see many keys then, so that no value need come out exactly.
+    Such rows see many keys then, so that no value need come out exactly.
     """
     m = gl.where((state.m == float("-inf")) & follow, 1.0, state.m)
     return State(state.acc, state.p, m, state.l, state.alpha)
@@ -277,7 +284,8 @@ def _with_maxima(state, follow):
 
 @gluon.jit
 def _begin_scores(q, shared, stage, tile: gl.constexpr, GROUP: gl.constexpr):
-    """Issue q k^T, when it is this warpgroup's turn."""
+    """Start the product q k^T with the keys in `stage`, when it is this warpgroup's turn, and
+    return the asynchronous sum (64, tile.keys)."""
     if tile.ping_pong:
         named_barrier("sync", SCHEDULER_BARRIER + GROUP, 256, 4)
     KEYS: gl.constexpr = tile.keys

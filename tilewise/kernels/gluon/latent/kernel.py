@@ -29,7 +29,7 @@ from tilewise.kernels.gluon.latent.values import add_items
 
 
 class Variant(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the compile-time choices of `mla_decode_kernel`."""
 
     block: int  # tokens of a cache block
     box: int  # keys of one copy: those of a block, at most 64

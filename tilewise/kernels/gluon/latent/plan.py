@@ -101,7 +101,8 @@ def _tiles_of(spec: PagedSpec) -> dict[str, TileConfig]:
 
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
-    """Return how a call is run.
+    """Return the plan of attention over a paged cache of latents, or why these kernels cannot run
+    the call.
 
     Its results are o (T, Hq, R) in the dtype of the queries and lse (Hq, T) float32. Rows past
     cu_seqlens_q[B] get o = 0 and lse = -inf.
@@ -194,7 +195,7 @@ def made_fwd(
 def _start_wide(
     maker: Maker, given: LatentTensors, spec: PagedSpec, work: _Work, variant: Variant
 ) -> None:
-    """Start the kernel for latents of 16 bits."""
+    """Note the launch of the kernel for latents of 16 bits."""
     rows, rope_rows = (
         maker.addressable(_flat(maker, x).unsqueeze(1)) for x in (given.q_latent, given.q_rope)
     )
@@ -225,7 +226,7 @@ def _start_wide(
 def _start_bytes(
     maker: Maker, given: LatentTensors, spec: PagedSpec, work: _Work, variant: BytesVariant
 ) -> None:
-    """Start the kernel for latents of 8 bits."""
+    """Note the launch of the kernel for latents of 8 bits."""
     rows, rope_rows = (_sixteens(maker, _flat(maker, x)) for x in (given.q_latent, given.q_rope))
     cache = maker.addressable(given.latent_cache.view(torch.int8).unsqueeze(2))
     scale = given.latent_scale
@@ -264,5 +265,6 @@ def _flat(maker: Maker, x: Tensor) -> Tensor:
 
 
 def _sixteens(maker: Maker, x: Tensor) -> Tensor:
-    """Return x (rows, channels) with rows that are multiples of 16 elements apart."""
+    """Return x (rows, channels) with neighbouring channels and rows a multiple of 16 elements
+    apart, copied if it lies otherwise."""
     return x if x.stride(1) == 1 and x.stride(0) % 16 == 0 else maker.copy(x)

@@ -41,7 +41,8 @@ from tilewise.kernels.gluon.visible import causal_end
 
 @gluon.jit
 def score_items(loads, step, share, output, factor, shared, variant: gl.constexpr):
-    """Score all items of a CTA's share, one after the other, and then tell that none is left.
+    """Run the warpgroup of logits: score all items of a CTA's share, one after the other, and then
+    announce an item of 0 tiles, the end.
 
     Args:
         loads: the descriptors of q and of the cache, see `tiles`.
@@ -67,7 +68,8 @@ def score_items(loads, step, share, output, factor, shared, variant: gl.constexp
 
 @gluon.jit
 def _score_item(item, at, visit, loads, step, share, output, factor, shared, variant: gl.constexpr):
-    """Load q and the first tiles of an item, then compute the logits of tile after tile.
+    """Announce an item, load its q and first tiles, compute p of tile after tile, and store its lse
+    and the factor of its o.
 
     Args:
         item: the work item, see `share.item_of`.
@@ -175,7 +177,7 @@ def _place_of(item, index, step, variant: gl.constexpr):
 
 @gluon.jit
 def _wait_empty(at, shared):
-    """Wait until the tile before that in the stage of place `at` has been taken."""
+    """Wait until the tile that was in the ring's stage of place `at` before has been taken."""
     mbarrier.wait(shared.empty.index(at % 3), (at // 3 & 1) ^ 1)
 
 
@@ -209,7 +211,8 @@ def _load_rope(item, index, at, loads, step, shared, variant: gl.constexpr):
 
 @gluon.jit
 def _issue(q_left, q_middle, at, shared):
-    """Issue four products, the logits of the tile at place `at`."""
+    """Start the four products of the logits (64, 64) of the tile at place `at`, and return the
+    asynchronous sum."""
     stage = at % 3
     phase = at // 3 & 1
     zero = gl.zeros([ROWS, KEYS], gl.float32, sum_layout(KEYS))
@@ -229,7 +232,8 @@ def _issue(q_left, q_middle, at, shared):
 
 @gluon.jit
 def _fold_tile(s, m, l, at, factor, shared):
-    """Fold logits into m and l; p and alpha go to shared memory, but are not announced yet."""
+    """Take the softmax of logits s: store p and alpha in shared memory, not announced yet, and
+    return the new m and l."""
     stage = at % 3
     p, m, l, alpha = fold(s, m, l, factor, True, False, True)
     shared.alpha.index(stage).store(alpha)
@@ -242,7 +246,11 @@ def _fold_tile(s, m, l, at, factor, shared):
 
 @gluon.jit
 def _hide(s, item, index, step, share, variant: gl.constexpr, LAST: gl.constexpr):
-    """Hide the keys of tile `index` of an item that a row does not see, and none that is none."""
+    """Return logits s of tile `index` of an item with -inf for keys that a row does not see and for
+    columns without a key.
+
+    Nothing is done where all rows see all keys, which is not asked for the LAST tile.
+    """
     tile = item.first + index
     # The first row of a run sees fewest keys.
     if LAST or ((tile + 1) * KEYS > causal_end(0, item.run, item.length)):

@@ -27,7 +27,7 @@ SLACK = gl.constexpr(16)
 
 
 class Step(NamedTuple):
-    """The lengths of a step, as the kernel takes them."""
+    """The cache, block table and lengths of a call, as the kernel takes them."""
 
     cache: object  # (blocks, slots, 576)
     cache_block: object  # elements from block to block
@@ -91,7 +91,8 @@ def _add(a, b):
 
 @gluon.jit
 def lengths_of(step, first_sequence):
-    """Return the Lengths of CHUNK sequences."""
+    """Return the Lengths of the CHUNK sequences from `first_sequence` on; zeros past the last
+    one."""
     # Every warp takes all of them, so that none waits for another to add them up.
     LINE: gl.constexpr = gl.BlockedLayout([CHUNK // 32], [32], [4], [0])
     b = first_sequence + gl.arange(0, CHUNK, LINE)
@@ -104,13 +105,15 @@ def lengths_of(step, first_sequence):
 
 @gluon.jit
 def _row(edge, step):
-    """Return an edge of runs as a row that there is: a GPU cannot refuse one without a wait."""
+    """Return `edge`, of cu_seqlens_q, clamped to 0 ... T: a GPU cannot raise an error without a
+    wait."""
     return gl.minimum(gl.maximum(edge, 0), step.tokens)
 
 
 @gluon.jit
 def _keys(length, step):
-    """Return a length as one that the block table has room for."""
+    """Return `length`, of seqlens_k, clamped to 0 ... the tokens that the block table has room
+    for."""
     return gl.minimum(gl.maximum(length, 0), step.max_keys)
 
 
@@ -123,7 +126,8 @@ def block_id(block, step):
 
 @gluon.jit
 def _tiles_of(lengths):
-    """Return how many tiles sequences have: at least one where they have a row, else none."""
+    """Return how many tiles of keys each sequence of `lengths` has: at least one where it has new
+    tokens, else none."""
     tiles = gl.maximum(gl.cdiv(lengths.length, KEYS), 1)
     return gl.where(lengths.end > lengths.begin, tiles, 0)
 
@@ -132,8 +136,8 @@ def _tiles_of(lengths):
 def share_of(step, lengths, least_tiles):
     """Return the Share of this CTA.
 
-    lengths: of the first sequences, which are loaded while other things are done.
-    least_tiles: a share has at least so many, so that little work is not cut to nothing.
+    lengths: the Lengths of the first CHUNK sequences, loaded by the caller ahead of time.
+    least_tiles: the least number of tiles of a share, so that little work is not cut to nothing.
     """
     number = gl.program_id(0) // step.row_tiles
     row_tile = gl.program_id(0) - number * step.row_tiles
@@ -171,9 +175,11 @@ def share_of(step, lengths, least_tiles):
 
 @gluon.jit
 def item_of(step, share, tile, sequence, start, ROWS: gl.constexpr):
-    """Return the Item of `sequence`, whose tiles begin at `start`, from tile `tile` of all on.
+    """Return the Item of number `sequence` in a share: its tiles from `tile` on, to the end of the
+    sequence or of the share.
 
-    ROWS: of a tile.
+    tile, start: counted over the tiles of all sequences; the sequence's tiles begin at `start`.
+    ROWS: the rows of a tile.
     """
     begin = _row(gl.load(step.cu_seqlens_q + sequence), step)
     run = _row(gl.load(step.cu_seqlens_q + sequence + 1), step) - begin
@@ -199,7 +205,9 @@ def item_of(step, share, tile, sequence, start, ROWS: gl.constexpr):
 
 @gluon.jit
 def store_lse(lse, item, step, share, output):
-    """Store lse of an item's rows, in the end or as a part; say where the parts are."""
+    """Store lse of an item's rows: to output.lse if the item is all of its sequence, else to its
+    part; the sequence's first item also notes in output.plan its number and how many parts there
+    are."""
     ROWS: gl.constexpr = lse.shape[0]
     row = gl.arange(0, ROWS, lse.type.layout)
     if item.parts == 1:

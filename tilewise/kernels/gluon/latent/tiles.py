@@ -67,13 +67,15 @@ def shift_of(index, length):
 
 @gluon.jit
 def box_shift(first_key, length, BOX: gl.constexpr):
-    """Return how far left of `first_key` a box is loaded; BOX where it has no key."""
+    """Return how many slots further left than `first_key` a box of BOX keys is loaded, so that it
+    ends at the last key of the sequence; BOX where it has no key."""
     return gl.minimum(gl.maximum(first_key + BOX - length, 0), BOX)
 
 
 @gluon.jit
 def place_of(step, table, length, index, exists, variant: gl.constexpr):
-    """Return the place of tile `index` of a sequence; its table is not read unless it `exists`."""
+    """Return the Place of tile `index` of a sequence, or its Places where a tile takes several
+    blocks; the block table is not read unless the tile `exists`."""
     if variant.box == KEYS:
         PER_BLOCK: gl.constexpr = variant.block // KEYS
         entry = table + index // PER_BLOCK

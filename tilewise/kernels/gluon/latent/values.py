@@ -42,7 +42,8 @@ from tilewise.kernels.gluon.latent.tiles import (
 
 @gluon.jit
 def add_items(loads, step, output, shared, variant: gl.constexpr, SIDE: gl.constexpr):
-    """Sum up one half of o of all items that the logits announce; SIDE: 0 is left, 1 is right."""
+    """Run a warpgroup of sums: compute and store one half of the channels of o of all items that
+    the logits' warpgroup announces; SIDE: 0 is left, 1 is right."""
     at = gl.program_id(0) * 0  # tiles so far: the place in the ring
     visit = at  # items so far
     mbarrier.wait(shared.item_full.index(0), 0)
@@ -114,7 +115,8 @@ def _add_item(
 
 @gluon.jit
 def _begin_left(o, at, loads, shared):
-    """Start to add the left half of the tile at place `at`."""
+    """Multiply o by alpha and start to add p v of the left half of the tile at place `at`; return
+    the asynchronous sum."""
     stage = at % 3
     mbarrier.wait(shared.p_full.index(stage), at // 3 & 1)
     alpha = shared.alpha.index(stage).load(gl.SliceLayout(1, o.type.layout))
@@ -126,7 +128,8 @@ def _begin_left(o, at, loads, shared):
 
 @gluon.jit
 def _end_left(o, at, exists, place, loads, shared, variant: gl.constexpr):
-    """Finish adding, then load the left half of the tile three on."""
+    """Wait for the product of `_begin_left` and return o; give the stage back, and start to load
+    the left half of the tile three places on, at `place`, if it exists."""
     stage = at % 3
     o = warpgroup_mma_wait(0, deps=(o,))
     mbarrier.arrive(shared.empty.index(stage), count=1)
@@ -140,7 +143,8 @@ def _end_left(o, at, exists, place, loads, shared, variant: gl.constexpr):
 def _add_right(
     o, o_tail, at, exists, place, next_tail, tail_place, loads, shared, variant: gl.constexpr
 ):
-    """Add p values of a tile for the right half of the channels.
+    """Return both sums of the right half of the channels, multiplied by alpha, plus p v of the tile
+    at place `at`.
 
     Then the copies of the middle channels of the tile three later, and of the tail two later,
     start.
@@ -176,8 +180,8 @@ def _add_right(
 
 @gluon.jit
 def _end(slot, phase, shared, o):
-    """Return the factor (ROWS,) of the sums o, the number of their part, their first row and
-    their number."""
+    """Wait for the end of an item and return the factor (ROWS,) of its sums o, the number of its
+    part (-1 for none), its first row and its number of rows."""
     mbarrier.wait(shared.scale_full.index(slot), phase)
     scale = shared.scale.index(slot).load(gl.SliceLayout(1, o.type.layout))
     part, row, rows = read(shared, slot, PART), read(shared, slot, ROW), read(shared, slot, COUNT)
@@ -199,7 +203,8 @@ def _store_layout(columns):
 
 @gluon.jit
 def _store(o, part, first_row, rows, output, first_column: gl.constexpr, variant: gl.constexpr):
-    """Store columns of o (64, 512) from `first_column` on, in the end or as a part."""
+    """Store columns from `first_column` on of o (64, 512): to output.o if `part` is below 0, else
+    as float32 to that part."""
     # Where one warp has all rows there is little to store, and the exchange takes longer.
     GROUP: gl.constexpr = 16 if variant.q_box == ROWS else 8
     GROUPS: gl.constexpr = o.shape[1] // GROUP

@@ -96,7 +96,8 @@ class Heads(NamedTuple):
 
 @gluon.jit
 def _add_product(acc, left, right, CHANNELS: gl.constexpr):
-    """Return acc + left right of the first CHANNELS; both operands are in shared memory."""
+    """Return acc + left right over the first CHANNELS of the summed dimension; both operands are in
+    shared memory."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
     CHUNKS: gl.constexpr = CHANNELS // CHUNK
@@ -109,7 +110,7 @@ def _add_product(acc, left, right, CHANNELS: gl.constexpr):
 
 @gluon.jit
 def _copy_numbers(ptr, memory, WARPS: gl.constexpr):
-    """Start to copy as many float32 numbers as `memory` holds."""
+    """Start to copy as many float32 numbers from `ptr` to `memory` as it holds."""
     N: gl.constexpr = memory.shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     async_copy.async_copy_global_to_shared(memory, ptr + gl.arange(0, N, LAYOUT))
@@ -117,7 +118,7 @@ def _copy_numbers(ptr, memory, WARPS: gl.constexpr):
 
 @gluon.jit
 def _plane(work, head, shape, variant: gl.constexpr):
-    """Return the plane of the row terms of a query head."""
+    """Return the number of the plane in which the row terms of query head `head` lie."""
     if variant.packed:
         return head
     else:
@@ -218,11 +219,12 @@ def _add_queries(dq, head, tile, owed, seen, work, shape, heads, variant: gl.con
     """Add a tile of dq to its sum; with variant.ordered when it is this CTA's turn.
 
     Channels past the width of a head are zeros, for which the sum has room. owed: the semaphore of
-    the tile of the step before, or -1: its turn ends here, long after all warps have added to it
-    (a barrier of this step is between), so that nothing waits for those sums to arrive. seen: what
-    the semaphore of this tile said when the step began; mostly the turn has come by then. Each
-    thread asks for itself, without a barrier; what it read orders its additions by the branch on
-    it, and nothing is read that others wrote. Returns the semaphore of this tile.
+    the tile of the step before, or -1: its turn ends here, long after all warps have added to it (a
+    barrier of this step is between), so that nothing waits for those sums to arrive. seen: what the
+    semaphore of this tile said when the step began; mostly the turn has come by then. Each thread
+    asks for itself, without a barrier; what it read orders its additions by the branch on it, and
+    nothing is read that others wrote. Returns the semaphore of this tile, or `owed` without an
+    order.
     """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
@@ -276,7 +278,11 @@ def _step(
     grids: gl.constexpr,
     MASK: gl.constexpr,
 ):
-    """Fold one tile of queries of one head of the group. MASK: keys may be hidden."""
+    """Add one tile of queries of one head of the group to dk and dv, and its dq to the sums; return
+    dk, dv and the semaphore that is owed, see `_add_queries`.
+
+    MASK: keys may be hidden.
+    """
     TILE_M: gl.constexpr = variant.tile_m
     KEYS: gl.constexpr = variant.tile_n
     SCORES: gl.constexpr = sum_layout(grids.scores[0], grids.scores[1])

@@ -117,7 +117,8 @@ def _scores(q, k, zero, tile: gl.constexpr):
 
 @gluon.jit
 def _left(q, part: gl.constexpr, chunk: gl.constexpr, tile: gl.constexpr):
-    """Return a chunk of channels of a part of the queries as an operand."""
+    """Return a chunk of CHUNK channels of a part of the queries as a left operand, from registers
+    or shared memory."""
     if tile.q_in_registers:
         return q[part * (tile.d // CHUNK) + chunk]
     else:
@@ -130,7 +131,8 @@ def _left(q, part: gl.constexpr, chunk: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def _lefts(q, FIRST: gl.constexpr, COUNT: gl.constexpr, tile: gl.constexpr):
-    """Return COUNT operands of the queries from the FIRST one on, of one part after the other."""
+    """Return a tuple of COUNT (a power of two) left operands of the queries from the FIRST chunk
+    on, the chunks of one part after those of the other."""
     if COUNT == 1:
         EACH: gl.constexpr = tile.d // CHUNK
         chunk = q.index(FIRST // EACH).slice(FIRST % EACH * CHUNK, CHUNK, dim=1)
@@ -142,7 +144,7 @@ def _lefts(q, FIRST: gl.constexpr, COUNT: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def _halved(p):
-    """Return the left and the right half of the columns of packed pairs."""
+    """Return the left and the right half of the columns of packed pairs p (rows, n)."""
     n: gl.constexpr = p.shape[1]
     return gl.split(p.reshape([p.shape[0], 2, n // 2]).permute((0, 2, 1)))
 
@@ -241,7 +243,8 @@ def _step(
     EDGE: gl.constexpr,
     BITS: gl.constexpr,
 ):
-    """Fold one block of keys into the sums of two parts of the rows.
+    """Return the Rows of both parts of the queries after one more block of keys, and start copies
+    of later blocks; with tile.parts 1 the second is unused.
 
     Args:
         row0, row1: the sums of both parts.
@@ -290,7 +293,8 @@ def _copy(
     tile: gl.constexpr,
     variant: gl.constexpr,
 ):
-    """Copy the keys or the values of step `index`, if there is one: a group of copies.
+    """Start to copy the keys or the values of step `index` to `memory`, as one group of copies,
+    which is empty if there is no such step.
 
     bias: the Rows of the bias, which come with the keys; None without any, or for values. FIRST: it
     may be the first step, whose block may have fewer keys.
@@ -318,7 +322,8 @@ def _copy(
 
 @gluon.jit
 def _store(row, task, rows, output, o_strides, o_width, tile: gl.constexpr, variant: gl.constexpr):
-    """Write o and lse of a part of the rows."""
+    """Finish and write o, lse and, with variant.maxima, the largest logits of a part of the
+    rows."""
     o_ptr, lse_ptr, lse_batch, lse_head, maxima, sinks, keep_scale = output
     head = task.head
     sink = 0.0

@@ -25,7 +25,7 @@ UNIT = gl.constexpr(8)  # elements of 16 bytes, in which strides are counted
 
 
 class Rows(NamedTuple):
-    """The rows of one head of a tensor."""
+    """The rows of one head of a tensor, as `copy_rows` reads them."""
 
     start: object  # the address of its first one
     stride: object  # in units
@@ -36,7 +36,8 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def rows_of(ptr, b, first, h, strides, begin, end, width):
-    """Return the Rows of a head, of which row `first` of sequence b is the first."""
+    """Return the Rows of head h, whose row 0 is row `first` of batch entry b; strides are those of
+    (batch, row, head) in units of 16 bytes."""
     at = b.to(gl.int64) * strides[0] + first.to(gl.int64) * strides[1]
     start = ptr + (at + h.to(gl.int64) * strides[2]) * UNIT
     return Rows(start, strides[1], begin, end, width)
@@ -51,26 +52,30 @@ def sum_layout(num_warps, across=1):
 
 @gluon.constexpr_function
 def left_layout(num_warps, across=1):
-    """Return how the left operand of such a sum lies in registers."""
+    """Return the register layout of the 16-bit left operand of a product with the sum of
+    `sum_layout`."""
     return gl.DotOperandLayout(0, sum_layout(num_warps, across), 2)
 
 
 @gluon.constexpr_function
 def right_layout(num_warps, across=1):
-    """Return how the right operand does."""
+    """Return the register layout of the 16-bit right operand of a product with the sum of
+    `sum_layout`."""
     return gl.DotOperandLayout(1, sum_layout(num_warps, across), 2)
 
 
 @gluon.constexpr_function
 def tile_layout(width):
-    """Return how rows of `width` channels lie in shared memory: eight of them in all banks."""
+    """Return the layout in shared memory of a tile with rows of `width` 16-bit channels, swizzled
+    so that eight rows use all banks."""
     phases = min(8, width // 8)
     return gl.SwizzledSharedLayout(8, 8 // phases, phases, [1, 0])
 
 
 @gluon.constexpr_function
 def copy_layout(width, num_warps):
-    """Return which thread copies which 16 bytes: a warp copies whole rows."""
+    """Return the register layout in which threads copy rows of `width` channels, 16 bytes each; a
+    warp copies whole rows."""
     across = min(32, width // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [num_warps, 1], [1, 0])
 

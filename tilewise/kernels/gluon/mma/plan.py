@@ -58,7 +58,8 @@ _IN_EIGHTS = 2  # how the sum of dq lies, as `backward.rows` takes it
 
 
 def is_served(arch: int) -> bool:
-    """Whether a device of this compute capability has mma.sync and nothing faster."""
+    """Return whether a device of compute capability `arch` (as 80 for 8.0) has mma.sync and nothing
+    faster."""
     return arch // 10 in GENERATIONS
 
 
@@ -96,7 +97,11 @@ def _in_eights(bias: Tensor) -> tuple[int, int, int, int]:
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
 ) -> tuple[Tensor, ...]:
-    """Add the forward pass to a plan; see `ops.attention` for shapes and rules."""
+    """Note the launches of the forward pass with `maker`, and return o, lse and, with
+    spec.needs_max, the largest logits; see `ops.attention` for shapes and rules.
+
+    tile: overrides the choice of `tile_config_fwd`, for tuning.
+    """
     q, bias, heads = tensors.q, tensors.bias, spec.num_q_heads
     tiles_of_bias = copied_bias(maker, spec, bias) if spec.max_seqlen_k % _UNIT == 0 else None
     is_copied = tiles_of_bias is not None
@@ -158,7 +163,8 @@ def add_fwd(
 
 
 def why_not_bwd(spec: AttentionSpec) -> str | None:
-    """Say why the portable kernels make the gradient of `spec`, or return None."""
+    """Say why this kernel cannot make the gradient of `spec`, so that the portable kernels do, or
+    return None when it can."""
     if spec.mask_tile not in (None, (_MASK_ROWS, _MASK_ROWS)):
         return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
     if spec.deterministic and has_separate_dq(spec._replace(head_dim=64, v_head_dim=64)):
@@ -176,14 +182,16 @@ def add_bwd(
     tensors: AttentionTensors,
     tile: BwdTile | None = None,
 ) -> Gradients:
-    """Add the backward pass to a plan; see `gluon.backward.launch.add_around`."""
+    """Note the launches of the backward pass, and return the gradients; arguments and results are
+    those of `gluon.backward.launch.add_around`."""
     tile = tile or tile_config_bwd(spec, device.arch_of(maker.device))
     add_kernels = functools.partial(_add_kernels, tile=tile)
     return add_around(maker, spec, do, dlse, o, lse, tensors, add_kernels)
 
 
 def _add_kernels(maker: Maker, x: Parts, *, tile: BwdTile) -> Rows:
-    """Note the launches of a backward pass: row terms, the kernel, and the rounding of dq."""
+    """Note the launches of a backward pass (row terms, the kernel, and the rounding of dq), and
+    return the row terms."""
     spec = x.spec
     variant, grids = choice_bwd(spec, tile)
     tiles_of_bias = None

@@ -77,7 +77,8 @@ _SMALL = _LARGE | {
 
 
 def tile_config_fwd(spec: AttentionSpec, arch: int, *, bias_copied: bool = False) -> Tile:
-    """Return how a CTA is cut for `spec` on compute capability `arch`.
+    """Return the Tile, how a CTA of the forward pass is cut, for `spec` on compute capability
+    `arch`.
 
     Args:
         bias_copied: whether cp.async can bring the bias, as `attention.bias.copied_bias` has it.
@@ -177,13 +178,15 @@ _BWD_SMALL = {
 
 
 def tile_config_bwd(spec: AttentionSpec, arch: int) -> BwdTile:
-    """Return how a CTA of the backward pass is cut for `spec` on compute capability `arch`."""
+    """Return the BwdTile, how a CTA of the backward pass is cut, for `spec` on compute capability
+    `arch`."""
     rows = _BWD_LARGE if arch in WIDE_SHARED_MEMORY else _BWD_SMALL
     return rows[max(_padded(spec.head_dim), _padded(spec.v_head_dim))]
 
 
 def choice_bwd(spec: AttentionSpec, tile: BwdTile) -> tuple[BwdVariant, Grids]:
-    """Return the code that the backward pass of `spec` needs."""
+    """Return the compile-time choices of the backward pass of `spec`: the variant, and the grids of
+    warps."""
     d, dv = _padded(spec.head_dim), _padded(spec.v_head_dim)
     ordered, last_first = order_of(spec._replace(head_dim=64, v_head_dim=64))
     variant = BwdVariant(

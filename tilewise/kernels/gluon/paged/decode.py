@@ -120,7 +120,8 @@ def _allocate(k, v, shape: gl.constexpr):
 
 @gluon.jit
 def _load_tile(k, v, ring, table, tile, stage, parity, group, low, high, shape: gl.constexpr):
-    """Start the copies of a tile of a group of heads when its stage is free.
+    """Wait until a stage of the ring is free, and start the copies of a tile's keys and values of a
+    group of heads to it.
 
     Columns of the table outside low ... high - 1 are not read.
     """
@@ -147,7 +148,8 @@ def _load_tile(k, v, ring, table, tile, stage, parity, group, low, high, shape: 
 
 @gluon.jit
 def _load_scales(scales, ring, table, tile, stage, group, low, high, shape: gl.constexpr):
-    """Start the copies of the scales of a tile's keys and values, as `_load_tile` does of them."""
+    """Start the copies of the scales of a tile's keys and values to a stage that `_load_tile` has
+    found free."""
     LANES: gl.constexpr = gl.BlockedLayout([1, HEADS], [32, 1], [1, 1], [1, 0])
     k_scale, stride_kb, stride_kp, v_scale, stride_vb, stride_vp, num_blocks = scales
     key = tile * shape.keys + gl.arange(0, shape.keys, gl.SliceLayout(1, LANES))
@@ -169,13 +171,14 @@ def _load_scales(scales, ring, table, tile, stage, group, low, high, shape: gl.c
 
 @gluon.constexpr_function
 def _tile_layout():
-    """Return how lines lie: those of all boxes of a tile make one (n, LINE) tile."""
+    """Return the layout in shared memory of a tile (n, LINE) of bytes that all boxes of a stage
+    make together."""
     return gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=8, rank=2)
 
 
 @gluon.jit
 def _scales_of(scales, shape: gl.constexpr):
-    """Return the scales (heads, keys) of a tile."""
+    """Return the scales (heads, keys) of a tile in registers, as the rows of sums want them."""
     mine = scales.load(scales_layout(shape.keys)).permute((1, 0))
     return gl.convert_layout(mine, gl.SliceLayout(2, sum_layout()), assert_trivial=True)
 
@@ -225,7 +228,8 @@ def _queries(q, start, run, group, stride_t, stride_h, shape: gl.constexpr):
 
 @gluon.jit
 def _place_of(row, group, shape: gl.constexpr):
-    """Return the token in its run and the query head of rows of a group, all its heads' in turn.
+    """Return, for `row` numbers of a group's tile (all rows of its first head, then of the next),
+    the token in its run and the query head.
 
     A row of padding has a token that no run has.
     """
@@ -243,7 +247,8 @@ def _zeros_of(scales):
 
 @gluon.jit
 def _load_tiles(given, shape: gl.constexpr):
-    """Bring the tiles of this CTA's pairs and groups of heads into the ring; one warp."""
+    """Run the loader warp: bring the tiles of this CTA's items (a pair and a group of heads each)
+    into the ring."""
     k, v, ring, plan, block_table, stride_table, window_left, scales, num_pairs = given
     groups: gl.constexpr = shape.num_kv_heads // HEADS
     if shape.early:
@@ -273,7 +278,8 @@ def _load_tiles(given, shape: gl.constexpr):
 
 @gluon.jit
 def _fold_tiles(given, num_pairs, shape: gl.constexpr):
-    """Compute the pairs and groups of heads of this CTA; four warps."""
+    """Run the four warps that compute: attend over the tiles of this CTA's items (a pair and a
+    group of heads each)."""
     groups: gl.constexpr = shape.num_kv_heads // HEADS
     if shape.early:
         await_previous(4)
@@ -286,7 +292,10 @@ def _fold_tiles(given, num_pairs, shape: gl.constexpr):
 
 @gluon.jit
 def _fold_pair(given, num_pairs, pair, group, before, shape: gl.constexpr):
-    """Attend over the tiles of a (sequence, split) pair; return the number of tiles.
+    """Attend over the tiles of a (sequence, split) pair for a group of key heads, store o and lse
+    or a part of them, and return the number of tiles.
+
+    With shape.merges the last split of a sequence to end merges its parts.
 
     Args:
         given: the kernel's arguments.
@@ -567,7 +576,8 @@ def paged_decode_kernel(
 
 @gluon.jit
 def _keep_pairs(pairs, first_key, low, high):
-    """Set values of keys outside low ... high - 1 to 0."""
+    """Return the pairs of `value_pairs` with values of keys outside low ... high - 1 set to 0; the
+    tile's keys begin at `first_key`."""
     HALF: gl.constexpr = pairs.shape[0] // HEADS
     at = gl.arange(0, HEADS * HALF, gl.SliceLayout(1, pairs.type.layout)) % HALF * 2 + first_key
     even = gl.where((at >= low) & (at < high), 0x0000FFFF, 0)
@@ -596,7 +606,8 @@ def _finish(
     max_run,
     shape: gl.constexpr,
 ):
-    """Divide sums (rows, width) by l (rows,) and store them: the result, or that of a split.
+    """Divide sums `total` (rows, width) by l (rows,), compute lse, and store both: as the result if
+    there is one split, else as the part of this pair.
 
     missing: (rows,), of 4 bits what the sums hold too much.
     """
@@ -642,7 +653,8 @@ def _finish(
 
 @gluon.jit
 def _part_of(pair, row, group, max_run, shape: gl.constexpr):
-    """Return where the parts of a pair's rows lie, see `_place_of`."""
+    """Return the index in part_lse, and of the vector in part_o, of each row of a pair; rows are
+    numbered as in `_place_of`."""
     head = group * HEADS + row // shape.rows
     first = (pair.to(gl.int64) * shape.num_kv_heads + head) * (max_run * shape.group)
     return first + row % shape.rows
@@ -663,7 +675,8 @@ def _merge(
     max_run,
     shape: gl.constexpr,
 ):
-    """Merge the splits of a sequence into its rows of o and lse, in their order."""
+    """Merge the parts of a sequence's splits, in their order, and write its rows of o and lse of a
+    group of heads."""
     R: gl.constexpr = HEADS * shape.rows
     W: gl.constexpr = shape.width
     heads: gl.constexpr = shape.num_kv_heads * shape.group
@@ -700,7 +713,8 @@ def _merge(
 
 @gluon.jit
 def _clear(o, lse, first, step, num_tokens, group, shape: gl.constexpr):
-    """Write o = 0 and lse = -inf to rows of no sequence, every step-th from `first`."""
+    """Write o = 0 and lse = -inf for the heads of a group to rows of no sequence: row `first`, and
+    every `step`-th after it."""
     of_group: gl.constexpr = HEADS * shape.group
     heads: gl.constexpr = shape.num_kv_heads * shape.group
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

@@ -83,7 +83,8 @@ def why_not_decode(spec: PagedSpec) -> str | None:
 
 
 def _is_mixed(spec: PagedSpec) -> bool:
-    """Whether single tokens may lie beside runs that are too long for the kernel."""
+    """Return whether single tokens may lie beside runs that are too long for the kernel, so that it
+    takes the former and the portable kernel the latter."""
     longest = spec.max_seqlen_q
     rows = longest * spec.group_size
     is_short = spec.group_size <= ROWS.value
@@ -91,12 +92,14 @@ def _is_mixed(spec: PagedSpec) -> bool:
 
 
 def _short(spec: PagedSpec) -> PagedSpec:
-    """Return the spec of the runs that the kernel takes."""
+    """Return the spec of the runs that the kernel takes: with max_seqlen_q 1 if long runs are left
+    to the portable kernel, else `spec`."""
     return replace(spec, max_seqlen_q=1) if _is_mixed(spec) else spec
 
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
-    """Return how a call is run; its results are o (T, Hq, D) in the dtype of q and lse (Hq, T)."""
+    """Return the plan of a call, or why the kernel cannot run it; the results are o (T, Hq, D) in
+    the dtype of q and lse (Hq, T)."""
     reason = why_not_call(call)
     return Refusal(reason) if reason is not None else made_fwd(call)
 
@@ -107,7 +110,8 @@ def why_not_call(call: Call) -> str | None:
 
 
 def why_not_layouts(call: Call) -> str | None:
-    """Say why the copy engine cannot read what a call keeps of tokens, or return None."""
+    """Say why the copy engine cannot read the call's caches or scales where they lie, or return
+    None."""
     for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
         layout = call.layouts[PagedTensors._fields.index(name)]
         if layout is None or len(layout.shape) == 1:  # a scale for each head is read by its address
@@ -125,7 +129,7 @@ def why_not_layouts(call: Call) -> str | None:
 
 
 def made_fwd(call: Call, tuned: tuple[int, SplitPlan] | None = None) -> LaunchPlan:
-    """Return the plan of a call that nothing refuses.
+    """Return the plan of a call that `plan_fwd` would not refuse.
 
     Args:
         tuned: stages and splits instead of the table's, for tuning.
@@ -148,7 +152,8 @@ def made_fwd(call: Call, tuned: tuple[int, SplitPlan] | None = None) -> LaunchPl
 
 
 def _add_rows(maker: Maker, spec: PagedSpec, given: PagedTensors, o: Tensor, lse: Tensor) -> None:
-    """Add the portable kernel of runs of more than one token."""
+    """Note the launch of the portable kernel for runs of more than one token, which writes their
+    rows of o and lse."""
     scales = Scales.of(given.k_cache, given.k_scale, given.v_scale, lse, _ARCH)
     config = tiles.paged_rows_config(spec, _ARCH)
     launch_rows(
@@ -170,7 +175,7 @@ def _add_rows(maker: Maker, spec: PagedSpec, given: PagedTensors, o: Tensor, lse
 
 
 def _rows_of(spec: PagedSpec) -> int:
-    """Return the rows of a tile."""
+    """Return the rows of a head's tile, new tokens times group, padded: 8 or 16."""
     return 8 if spec.max_seqlen_q * spec.group_size <= 8 else ROWS.value
 
 
@@ -183,7 +188,8 @@ def _add_decode(
     stages: int,
     splits: SplitPlan,
 ) -> None:
-    """Add the kernels, which write o and lse, to a plan."""
+    """Note the launches of the kernel and of those around it (the plan's records, the merge of
+    parts), which write o and lse."""
     q, sinks, run, records = given.q, given.sinks, spec.max_seqlen_q, given.records
     caches, scales = (given.k_cache, given.v_cache), (given.k_scale, given.v_scale)
     slot_scales = scales[0].dim() == 3
@@ -268,7 +274,8 @@ def _lines_descriptor(cache: Tensor, rows: int) -> object:
 
 
 def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
-    """Return how many records a plan of `spec` has."""
+    """Return how many rows the records of a plan of `spec` have, rows of counters included; 0
+    without tokens."""
     if spec.num_tokens == 0:
         return 0
     plan = tiles.byte_decode_plan(_short(spec), device.sm_count_of(where))[1]
@@ -288,7 +295,8 @@ def counter_rows(spec: PagedSpec, plan: SplitPlan, sm_count: int) -> int:
 
 
 def _merges(plan: SplitPlan, seats: int) -> bool:
-    """Whether the kernel merges splits itself where a plan has counters; few have any then."""
+    """Return whether the kernel merges splits itself in calls whose plan has counters: where CTAs
+    stay and sequences have splits."""
     return seats > 0 and not plan.alone
 
 
@@ -302,7 +310,8 @@ def _seats(spec: PagedSpec, sm_count: int) -> int:
 def fill_plan(
     maker: Maker, records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor
 ) -> None:
-    """Write the records of these lengths, as many as `plan_pairs` says."""
+    """Write the records of sequences with these lengths, which CTAs attend over which keys, to
+    `records` of `plan_pairs` rows; counters are not written."""
     _, splits = tiles.byte_decode_plan(_short(spec), device.sm_count_of(maker.device))
     _fill(maker.launch, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
 

@@ -124,8 +124,11 @@ def _channels_out(shape):
 
 @gluon.jit
 def _item(item, table, chosen, columns, experts, shape: gl.constexpr):
-    """Return an item's expert, its first place and the end of its expert's, its tile of outputs and
-    its part; a choice of no expert is expert 0's without places."""
+    """Return the parts of item number `item`: its expert, its first place, the end of the expert's
+    places, its tile of outputs and its part of K.
+
+    With shape.source TOKEN a choice of no expert gives expert 0 without places (end 0).
+    """
     part = item % shape.parts
     rest = item // shape.parts
     tile = rest // columns
@@ -144,7 +147,8 @@ def _item(item, table, chosen, columns, experts, shape: gl.constexpr):
 
 @gluon.jit
 def _total(table, tokens, columns, shape: gl.constexpr):
-    """Return the number of items."""
+    """Return the number of items of the launch: tiles of rows times tiles of outputs times
+    parts."""
     if shape.source == TOKEN:
         tiles = tokens * shape.active
     else:
@@ -158,7 +162,7 @@ def _bring(codes, x, ring, stage, expert_row, first, half, row, step, shape: gl.
 
     Args:
         expert_row, first: the first row of the expert's weight, and the tile's first output.
-        half: the distance of gates and values.
+        half: the number of rows between gates and values in the weight.
         row: the first row of x.
         step: the step along K.
     """
@@ -191,7 +195,7 @@ def _bring(codes, x, ring, stage, expert_row, first, half, row, step, shape: gl.
 
 @gluon.jit
 def _load_items(given, shape: gl.constexpr):
-    """Bring the codes and rows of this CTA's items; one warp."""
+    """Run the loader warp: bring the codes and rows of x of this CTA's items into the ring."""
     codes, x, ring, table, chosen, sizes = given
     tokens, experts, outputs, half, columns, stages, part_stages = sizes
     if shape.early == _FIRST:
@@ -274,8 +278,8 @@ def _activated(gate, up, limit, alpha, ACTIVATION: gl.constexpr):
 
 @gluon.constexpr_function
 def _store_layout(channels):
-    """Return how results (rows, channels) are stored: 16 bytes a thread, of one row by
-    neighbours."""
+    """Return the register layout in which results (rows, channels) are stored: 16 bytes a thread,
+    neighbouring threads along a row."""
     across = channels // 8
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
@@ -303,7 +307,8 @@ def _places(first, end, expert, chosen, place, tokens, LAYOUT: gl.constexpr, sha
 
 @gluon.jit
 def _multiply_items(given, group: gl.constexpr, shape: gl.constexpr):
-    """Compute a warpgroup's outputs of this CTA's items; four warps."""
+    """Run a warpgroup that multiplies: compute and write its outputs, number `group` of the tile,
+    of this CTA's items."""
     tensors, ring, constants, lists, bias, weights, y, sizes, rates = given
     table, chosen, place, choice_of = lists
     tokens, experts, outputs, half, columns, stages, part_stages = sizes

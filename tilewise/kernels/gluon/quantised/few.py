@@ -91,13 +91,14 @@ def few_layout():
 
 @gluon.constexpr_function
 def _chunks(shape):
-    """Return the chunks of x of a stage."""
+    """Return the number of chunks of CHUNK channels of x in a stage."""
     return shape.blocks * 8 // bits_of(shape.kind)
 
 
 @gluon.constexpr_function
 def _inputs_layout(shape):
-    """Return how each warp takes (chunks, rows, 64) of x: pairs of channels of a lane of 4."""
+    """Return the register layout in which each warp takes (chunks, rows, 64) of x: pairs of
+    channels of a lane of 4."""
     chunks = shape.blocks * 8 // bits_of(shape.kind)
     registers = [[0, 0, 1], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
     registers += [[size, 0, 0] for size in (1, 2) if size < chunks]
@@ -126,7 +127,7 @@ def _bring_x(x, ring, step, stage, shape: gl.constexpr):
 
 @gluon.jit
 def _load_stages(given, shape: gl.constexpr):
-    """Bring the codes and rows of x of this CTA's stages; one warp."""
+    """Run the loader warp: bring the codes and rows of x of this CTA's stages into the ring."""
     codes, x, ring, output, first, steps = given
     ready = gl.minimum(steps, shape.stages)
     if shape.early == _FIRST:
@@ -157,7 +158,8 @@ def _split(x):
 
 @gluon.jit
 def _rights(x, GROUPS: gl.constexpr):
-    """Return the right operands (channels, rows) of the groups of x (rows, channels)."""
+    """Return a tuple of right operands (channels, rows), one for each of the GROUPS equal parts of
+    the channels of x (rows, channels)."""
     if GROUPS == 1:
         return (_right(x),)
     elif GROUPS == 2:
@@ -202,7 +204,8 @@ def added(acc, ring, step, raw, constants, shape: gl.constexpr, DTYPE: gl.conste
 
 @gluon.jit
 def _added_groups(acc, words, inputs, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the sums with those of a step's words and rows of x, scaled group by group."""
+    """Return acc (outputs, rows) plus the products of a step's `words` and x, `inputs` (rows,
+    channels), each group of channels times its scales and less its offsets."""
     MMA: gl.constexpr = few_layout()
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     GROUPS: gl.constexpr = shape.groups
@@ -230,7 +233,8 @@ def _added_groups(acc, words, inputs, raw, constants, shape: gl.constexpr, DTYPE
 
 @gluon.jit
 def _multiply_stages(given, shape: gl.constexpr):
-    """Compute the outputs of a CTA, or a part of their sums; four warps."""
+    """Run the four warps that multiply: compute and write the outputs of a CTA, or add its part of
+    K to those of other CTAs."""
     tensors, at, bias, y, sums, arrived, ring, constants = given
     output, first, steps, rows, outputs, grid, outer_grid, block_rows, outer_rows = at
     DTYPE: gl.constexpr = ring.x.dtype

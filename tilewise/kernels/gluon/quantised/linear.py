@@ -181,7 +181,7 @@ def _launch_ring(
     y: Tensor,
     tile: RingTile,
 ) -> None:
-    """Compute y (T, N), with codes in the order of lanes."""
+    """Note the launch that computes y (T, N) by WGMMA, from codes in the order of lanes."""
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
@@ -275,7 +275,8 @@ def _launch_few(
     y: Tensor,
     tile: FewTile | None,
 ) -> None:
-    """Compute y (T, N) of up to 16 rows, with codes in the order of lanes."""
+    """Note the launch that computes y (T, N) of up to 16 rows by mma.sync, from codes in the order
+    of lanes; tile None takes the table's."""
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
@@ -356,12 +357,14 @@ def _launch_few(
 
 
 def folds_scales(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    """Return whether scales are multiplied into operands: those of MXFP4, into bfloat16."""
+    """Return whether kernels multiply the weight's scales into bfloat16 operands: those of MXFP4 in
+    the order of lanes, if `dtype` is bfloat16."""
     return weight.in_lanes and weight.is_spread and dtype == torch.bfloat16
 
 
 def read_scales(weight: QuantisedWeight, y: Tensor, *, folds: bool) -> tuple[Tensor, int]:
-    """Return a weight's scales as kernels read them, and their columns."""
+    """Return a weight's scales as kernels read them (int32 words if they are folded), and the
+    number of columns."""
     scales = raw(weight.scales, y)
     if folds:
         scales = scales.view(torch.int32)
@@ -369,7 +372,8 @@ def read_scales(weight: QuantisedWeight, y: Tensor, *, folds: bool) -> tuple[Ten
 
 
 def _blocks(weight: QuantisedWeight, rows: int, summed: int, *, folds: bool) -> int:
-    """Return the blocks of lanes of a stage: two for few rows and at most four sums."""
+    """Return the blocks of lanes in a stage: two if rows are few and a stage has at most four sums,
+    else one."""
     if folds:
         return 2 if rows <= 16 else 1
     both = 2 * LANES_BLOCK * 8 // weight.bits
@@ -403,13 +407,14 @@ def _why_no_ring(spec: QuantisedLinearSpec) -> str | None:
 
 
 def steps_of(block: tuple[int, int], channels: int, step: int) -> int:
-    """Return how many steps share a scale; 0 for all of a row."""
+    """Return how many steps of `step` channels share a scale of `block`; 0 if all of a row do."""
     return 0 if block[1] >= channels else block[1] // step
 
 
 @functools.cache
 def kind_and_table(weight: QuantisedWeight, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return the kind of codes, and a general table as eight words of bytes, see `operands`."""
+    """Return the kind of a weight's codes, a constant of `operands`, and a general table of 16
+    numbers as eight words of bytes, zeros for kinds without one."""
     if weight.codes.dtype != torch.uint8:
         return _CODES[weight.codes.dtype], (0,) * _WORDS
     if weight.table is None:

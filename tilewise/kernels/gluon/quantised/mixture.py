@@ -193,13 +193,14 @@ def _product(
     weighed: bool,
     parts: int,
 ) -> None:
-    """Note the launch of the up or down product: y (places, channels), or that for each part.
+    """Note the launch of the up or down product, which writes y (places, channels), or (parts,
+    places, channels).
 
     Args:
         lists: the rows of each expert, as `place_kernel` writes them.
         tokens, num_experts: the numbers of both.
         row_tiles: the most tiles of rows.
-        source_rows: the rows of x.
+        source_rows: the rows of x that a tile reads: SORTED, TOKENS or TOKEN of `experts`.
         pairs: the order of gates and values, one of the constants of `experts`.
         weighed: True to multiply rows by their weights.
         parts: the parts of K.
@@ -300,7 +301,8 @@ def _product(
 
 
 def _blocks(channels: int, of_block: int, summed: int, rows: int, *, folds: bool) -> int:
-    """Return the blocks of lanes of a stage: two for few rows and at most four sums."""
+    """Return the blocks of lanes in a stage, for tiles of `rows` rows: two if rows are at most 16
+    and a stage has at most four sums, else one."""
     if rows > 16:  # of WGMMA's operands no more fit the registers
         return 1
     if folds:

@@ -59,7 +59,8 @@ def _corner(tile, rows, outputs, shape: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(x, weight, x_ring, weight_ring, full, empty, sizes, shape: gl.constexpr):
-    """Bring the stages of this CTA's tiles; one warp."""
+    """Run the loader warp: bring x and the weight of all stages of this CTA's tiles into the
+    rings."""
     rows, outputs, steps, tiles = sizes
     count = gl.program_id(0) * 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -78,21 +79,24 @@ def _load_tiles(x, weight, x_ring, weight_ring, full, empty, sizes, shape: gl.co
 
 @gluon.jit
 def _begin(left, right):
-    """Start the product (64, WIDE) of rows with outputs of a stage."""
+    """Start the product (64, WIDE) of 64 rows and WIDE outputs of a stage, and return the
+    asynchronous sum."""
     zeros = gl.zeros([64, WIDE], gl.float32, sum_layout(WIDE))
     return warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _add(total, part, factor, LATER: gl.constexpr):
-    """Return total plus a product times factor (64,), when all but LATER products have ended."""
+    """Wait until at most LATER products are still running, and return total plus the product `part`
+    times factor (64,)."""
     part = warpgroup_mma_wait(LATER, deps=(part,))
     return total + part * gl.expand_dims(factor, 1)
 
 
 @gluon.jit
 def _store(acc, y, memory, row, output, bias, outputs, shape: gl.constexpr):
-    """Add the bias to sums (64, WIDE), round and store them through `memory`."""
+    """Add the bias to sums (64, WIDE), round them, and start to copy them to y at (row, output)
+    through shared `memory`."""
     if shape.has_bias:
         column = output + gl.arange(0, WIDE, gl.SliceLayout(0, acc.type.layout))
         added = gl.load(bias + column, mask=column < outputs, other=0.0).to(gl.float32)
@@ -107,7 +111,8 @@ def _store(acc, y, memory, row, output, bias, outputs, shape: gl.constexpr):
 
 @gluon.jit
 def _multiply_tiles(given, sizes, shape: gl.constexpr, PART: gl.constexpr):
-    """Compute 64 rows, the PART-th, of this CTA's tiles; a warpgroup."""
+    """Run a warpgroup that multiplies: compute and write 64 rows, number PART, of this CTA's
+    tiles."""
     x_ring, weight_ring, full, empty, x_scale, scale, grid, bias, y, memory, stride = given
     rows, outputs, steps, tiles = sizes
     layout: gl.constexpr = sum_layout(WIDE)

@@ -102,7 +102,8 @@ def _bring(x, weight, ring, ahead, tiles, steps, rows, outputs, shape: gl.conste
 
 @gluon.jit
 def _store(acc, y, memory, row, output, dtype: gl.constexpr):
-    """Store sums (TILE_M, columns), rounded, through `memory` of that shape."""
+    """Round sums (TILE_M, columns), and start to copy them to y at (row, output) through shared
+    `memory` of that shape."""
     tma.store_wait(0)  # what was in this memory before has been read
     partition_barrier()
     memory.store(acc.to(dtype))
@@ -113,7 +114,8 @@ def _store(acc, y, memory, row, output, dtype: gl.constexpr):
 
 @gluon.jit
 def _finish(acc, bias, y, memory, row, output, outputs, shape: gl.constexpr):
-    """Add the bias to the sums of a tile, round and store them."""
+    """Add the bias to the sums of a tile, round them, and start to copy them to y at (row, output),
+    in one or two pieces of columns."""
     if shape.has_bias:
         column = output + gl.arange(0, shape.tile_n, gl.SliceLayout(0, acc.type.layout))
         added = gl.load(bias + column, mask=column < outputs, other=0.0).to(gl.float32)
@@ -134,7 +136,8 @@ def _finish(acc, bias, y, memory, row, output, outputs, shape: gl.constexpr):
 def _part(
     x, weight, ring, ahead, count, first, last, tiles, steps, rows, outputs, shape: gl.constexpr
 ):
-    """Return the float32 sums of steps first ... last - 1 of a tile, and the next copy.
+    """Return the float32 sums of steps first ... last - 1 of a tile, the next `Ahead` and the new
+    count.
 
     Args:
         ahead: the next copy, an `Ahead`.

@@ -108,7 +108,7 @@ def _store_packed(
 
 @gluon.jit
 def _row_in_tensor(row, smem, slot, C: gl.constexpr):
-    """Return where a row of the tile's sequence stands among the rows of q."""
+    """Return where row `row` of the tile's sequence stands among all rows of q."""
     if C.packed:
         return row + read_note(smem.sequences, slot * SEQUENCE + FIRST_Q)
     else:
@@ -117,7 +117,7 @@ def _row_in_tensor(row, smem, slot, C: gl.constexpr):
 
 @gluon.jit
 def _length_of(seqlen_q, smem, slot, C: gl.constexpr):
-    """Return how many queries the tile's sequence has."""
+    """Return the number of queries of the tile's sequence."""
     if C.packed:
         return read_note(smem.sequences, slot * SEQUENCE + LENGTH_Q)
     else:
@@ -126,8 +126,9 @@ def _length_of(seqlen_q, smem, slot, C: gl.constexpr):
 
 @gluon.jit
 def _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C: gl.constexpr):
-    """Return the factors (64,) of the scores of rows, times log2(e): softmax_scale and the scale
-    of q."""
+    """Return float32 (64,), the factor from products q k^T to logits in base 2 of rows:
+    softmax_scale * log2(e) times the scales of the head's q and k, or, PER_TOKEN, times the row's
+    scale of q alone."""
     scale = gl.full_like(row, 0).to(gl.float32) + read_note(smem.factors, slot * 2)
     if C.PER_TOKEN:
         at = q_scale_ptr + batch_head.to(gl.int64) * seqlen_q + _row_in_tensor(row, smem, slot, C)
@@ -138,7 +139,8 @@ def _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C: gl.co
 
 @gluon.jit
 def _with_cap(scale, softcap, C: gl.constexpr):
-    """Return the factor of logits (64,), and with a softcap the factor of scores inside its tanh.
+    """Return two factors (64,): of the numbers that softmax takes, and of scores inside the
+    softcap's tanh; without a softcap both are `scale`.
 
     Args:
         scale: the factor of scores without a softcap.
@@ -446,13 +448,13 @@ def attention_fp8_fwd_kernel(
     mask_head,
     VARIANT: gl.constexpr,
 ):
-    """Compute o and lse of every tile.
+    """Compute o and lse of attention over e4m3 q, k, v with float32 scales; the module's docstring
+    has the rule.
 
-    softmax_scale, softcap: times log2(e). group: heads that share the L2 cache.
-    sinks_ptr, softcap: None where the call has none.
-    o_ptr, plan_ptr, size_ptr: of a packed batch, else None: o, for the last rows of its sequences;
-    its tiles of rows (see sorted_tiles.py) and their number. seqlen_q, seqlen_k: then all rows.
-    mask_...: of a block mask, else None, see `forward.kernel`.
+    softmax_scale, softcap: times log2(e). group: heads that share the L2 cache. sinks_ptr, softcap:
+    None where the call has none. o_ptr, plan_ptr, size_ptr: of a packed batch, else None: o, for
+    the last rows of its sequences; its tiles of rows (see sorted_tiles.py) and their number.
+    seqlen_q, seqlen_k: then all rows. mask_...: of a block mask, else None, see `forward.kernel`.
     VARIANT: the tile and the compile-time choices.
     """
     C: gl.constexpr = VARIANT

@@ -59,7 +59,7 @@ class Descriptors(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory."""
+    """The shared memory of a CTA: tiles of q, k, v and o, and the producer's notes about tiles."""
 
     q: object
     k: object
@@ -71,7 +71,8 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """One pair a buffer."""
+    """The mbarriers of a CTA, one that says full and one that says empty for each buffer of q, k
+    and v."""
 
     q_full: object
     q_empty: object
@@ -83,13 +84,18 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def first_column(first_key, b):
-    """Return where the values of sequence b of a packed batch begin, as `quantise` writes them."""
+    """Return the first column of sequence b in the transposed values of a packed batch, as
+    `quantise` writes them."""
     return (first_key // ROOM + b) * ROOM
 
 
 @gluon.jit
 def place_of(tile, row_tiles, heads, batch_heads, group, DYNAMIC: gl.constexpr):
-    """Return (sequence, head, row tile) of a tile number."""
+    """Return (sequence, head, row tile) of a tile number.
+
+    DYNAMIC: tiles go through `group` heads at a time, heads fastest and the last row tile first;
+    else head after head, rows ascending.
+    """
     if DYNAMIC:
         first = tile // (group * row_tiles)
         rest = tile - first * (group * row_tiles)
@@ -105,7 +111,8 @@ def place_of(tile, row_tiles, heads, batch_heads, group, DYNAMIC: gl.constexpr):
 
 @gluon.jit
 def keys_of(seqlens_ptr, b, seqlen_k, HAS_SEQLENS: gl.constexpr):
-    """Return how many keys sequence b has."""
+    """Return the number of keys of sequence b, seqlens[b] clamped to 0 ... seqlen_k, or
+    seqlen_k."""
     if HAS_SEQLENS:
         return gl.minimum(gl.maximum(gl.load(seqlens_ptr + b), 0), seqlen_k)
     else:
@@ -119,20 +126,22 @@ def _note(slot, value, dtype: gl.constexpr):
 
 @gluon.jit
 def notes_of(w: gl.constexpr, visit, C: gl.constexpr):
-    """Return which set of notes is that of consumer w's tile number `visit`."""
+    """Return the index of the set of notes about consumer w's tile number `visit`; two sets take
+    turns."""
     return (visit & 1) * C.NUM_CONSUMERS + w
 
 
 @gluon.jit
 def read_note(notes, index):
-    """Return the integer that the producer noted for this tile; four warps of a consumer read
-    it."""
+    """Return the integer number `index` of the producer's `notes`, in all four warps of a
+    consumer."""
     return gl.max(notes.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _load_q(q_desc, smem, bars, place, sequence, factors, w: gl.constexpr, visit, C: gl.constexpr):
-    """Start to copy the queries of consumer w, and note their place in shared memory for it.
+    """Wait until consumer w has read its last queries, note the next tile's place in shared memory,
+    and start to copy its 64 queries.
 
     Args:
         place: the first row, batch entry, head, both as one number, and the first tile of keys,
@@ -169,7 +178,9 @@ def _load_q(q_desc, smem, bars, place, sequence, factors, w: gl.constexpr, visit
 
 @gluon.jit
 def produce(shared, smem, bars, C: gl.constexpr):
-    """Fill the buffers, tile after tile: Q0 K0 Q1 V0 K1 V1 ... of each."""
+    """Run the producer warp: load q, k and v of this CTA's tiles, Q0 K0 Q1 V0 K1 V1 ... of each,
+    and note for each consumer which tile comes; after the last tile note row -1, and with DYNAMIC
+    reset the counter."""
     (
         descs,
         counter_ptr,

@@ -37,14 +37,16 @@ from tilewise.kernels.gluon.visible import keys_of_rows
 def attend_masked(
     q, smem, bars, done, state, rows, work, mask, C: gl.constexpr, CONSUMER: gl.constexpr
 ):
-    """Attend to all tiles of keys, but leave the product with the last tile's values to the caller.
+    """Attend from a warpgroup's 64 queries to all tiles of keys of a block mask, but leave the
+    product with the last tile's values to the caller.
 
     Args:
         state: sums, maximum, factors, rows (64,), and the scales of keys.
         rows: the CTA's tile of rows, whose walk all of its warpgroups take.
 
     Returns:
-        The state, and the number of tiles that are done.
+        acc, acc2, the last tile's packed p, m, sums, alpha, and `done`, the number of key tiles
+        that the CTA has done.
     """
     acc, acc2, m, sums, scale, ratio, row, key_scales = state
     RULED: gl.constexpr = C.ruled

@@ -31,25 +31,27 @@ ROOM = tl.constexpr(128)  # columns, of a tile of keys
 
 @triton.jit
 def first_column(first_key, b):
-    """Return where the values of sequence b of a packed batch begin."""
+    """Return the first column of sequence b in the transposed values of a packed batch; `first_key`
+    is cu[b]."""
     return (first_key // ROOM + b) * ROOM
 
 
 @triton.jit
 def _edge(cu, b, rows):
-    """Return cu[b] within the `rows` that there are: a GPU cannot refuse others without a wait."""
+    """Return cu[b], clamped to 0 ... `rows`: a GPU cannot raise an error without a wait."""
     return tl.minimum(tl.maximum(tl.load(cu + b), 0), rows)
 
 
 @triton.jit
 def _sequence(cu, rows, batch, chunk, TILE: tl.constexpr, UNIT: tl.constexpr):
-    """Return whose rows chunk `chunk` of a packed tensor's head has, of `rows` rows in all.
+    """Return the sequence of a packed tensor to which chunk number `chunk` of TILE rows belongs.
 
-    Sequence b has the chunks of UNIT rows from cu[b] // UNIT + b on: one at least, and as many as
-    its values' columns fill.
+    Sequence b has the units of UNIT rows (UNIT / TILE chunks each) from cu[b] // UNIT + b on: one
+    at least, and as many as its values' columns fill. The tensor has `rows` rows, in `batch`
+    sequences.
 
     Returns:
-        b, its first chunk, its first row, its rows.
+        b, the number of its first chunk, its first row, its number of rows.
     """
     b, end = 0, batch
     while b + 1 < end:
@@ -95,7 +97,8 @@ def _task(
     ALIGNED: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
-    """Return which tensor, its rows' start and strides, and where in it this program works.
+    """Return the work of this program: TILE rows of one head of q, k or v, as an address, strides
+    and numbers. REVERSED programs take the tasks from the last to the first.
 
     Returns:
         the task; which tensor (0, 1, 2: q, k, v); the head's first row in memory, how many rows it
@@ -156,7 +159,8 @@ def _rows(
     ROTATED: tl.constexpr,
     rotated,
 ):
-    """Load rows as float32, zeros from `limit` on, and rotate them with ROTATED.
+    """Return the rows `row` of a head as float32 (rows, D), rotated if ROTATED and `rotated`; zeros
+    from row `limit` and channel `head_dim` on.
 
     Args:
         start, row_stride: the address of row 0, and the elements from row to row.
@@ -238,7 +242,8 @@ def head_maxima_kernel(
     ROTATED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Write the largest |x| of each task's rows. cu_q, cu_k: of a packed batch, else None."""
+    """Write to `maxima`, float32, the largest |x| of the TILE rows of each task, after a rotation
+    of q and k if ROTATED. cu_q, cu_k: the edges of a packed batch, else None."""
     task, which, start, _, limit, row_stride, _, _, _, _, chunk, _ = _task(
         q,
         k,
@@ -335,10 +340,10 @@ def quantize_heads_kernel(
 ):
     """Write e4m3 rows of q and k (B, S, H, D), or columns of v (B, H, D, columns), and scales.
 
-    SINGLE -1 writes q and k, 1 k alone, 2 v alone: apart, they need fewer registers.
-    q8, k8, v8: uint8 views of e4m3. scales: float32, those of q, then k. SCALED False transposes
-    what is e4m3 already, given as its bytes. cu_q, cu_k: of a packed batch, whose q8 and k8 are
-    (T, H, D) and v8 (Hk, D, columns), else None.
+    SINGLE -1 writes q and k, 1 k alone, 2 v alone: apart, they need fewer registers. q8, k8, v8:
+    uint8 views of e4m3. scales: float32, those of q, then k. SCALED False only copies or transposes
+    x that is e4m3 already, given as its bytes. cu_q, cu_k: the edges of a packed batch, whose q8
+    and k8 are (T, H, D) and v8 (Hk, D, columns), else None.
     """
     _, which, start, seqlen, limit, row_stride, first, chunks, b, h, chunk, begin = _task(
         q,
@@ -447,7 +452,8 @@ def quantize_tokens_kernel(
     ROTATED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Write e4m3 of TILE rows of one head (B, S, H, D), and their scales (B, H, S)."""
+    """Write TILE rows of one head of x as e4m3, x8 (B, S, H, D), with one scale for each row,
+    `scales` (B, H, S); rows past a sequence's length count as 0."""
     index = tl.program_id(0) // chunks  # of sequence and head
     chunk = tl.program_id(0) % chunks
     b, h = index // heads, index % heads

@@ -46,13 +46,14 @@ _SCHEDULER_BARRIER = gl.constexpr(9)  # the first of the hardware barriers that 
 
 @gluon.jit
 def wait_scheduler(CONSUMER: gl.constexpr):
-    """Wait until the warpgroup before has given its products to the tensor core."""
+    """Wait until the warpgroup whose turn comes before has issued its products to the tensor
+    core."""
     named_barrier("sync", _SCHEDULER_BARRIER + CONSUMER, 256, 4)
 
 
 @gluon.jit
 def arrive_scheduler(CONSUMER: gl.constexpr, C: gl.constexpr):
-    """Let the next warpgroup have the tensor core."""
+    """Give the next warpgroup its turn to issue products to the tensor core."""
     named_barrier("arrive", _SCHEDULER_BARRIER + (CONSUMER + 1) % C.NUM_CONSUMERS, 256, 4)
 
 
@@ -103,12 +104,13 @@ def logits_of(s, key_scales, ratio, C: gl.constexpr):
 
 @gluon.jit
 def next_tile(of_keys, count):
-    """Go `count` tiles of keys to the left."""
+    """Return the KeyScales for the tile that lies `count` tiles of keys further to the left."""
     return KeyScales(of_keys.scales, of_keys.tile - count, of_keys.seqlen_k)
 
 
 class Bits(NamedTuple):
-    """The bit tiles of a block mask, the number of the present one, and a row in it."""
+    """The bit tiles of a block mask, the number of the current one, and the first of the
+    warpgroup's rows in it."""
 
     bits: object
     number: object  # -1 has all bits, -2 none
@@ -117,7 +119,8 @@ class Bits(NamedTuple):
 
 @gluon.jit
 def words_of(bits, BITS: gl.constexpr, C: gl.constexpr):
-    """Load what 64 rows see of a tile of keys, while products run; 0 without BITS."""
+    """Return the words of `load_bits` for what 64 rows see of a tile of keys; may overlap a
+    product. 0 without BITS."""
     words = 0
     if BITS:
         WORDS: gl.constexpr = C.mask_keys // 32
@@ -139,12 +142,13 @@ def softmax(
     HAS_END: gl.constexpr,
     HIDDEN: gl.constexpr = False,
 ):
-    """Return p * 2 ** 8, the new maximum and sums, and what older sums must be multiplied by.
+    """Return p, the new m (64,), the new sums (64, 4) and alpha (64,), by which what was summed
+    before must be multiplied, for a tile of scores s (64, n).
 
-    Of a row whose maximum is beyond FAR it is p.
-
-    scale: of a row's logits, (64,). sums (64, 4) are those of a thread's own columns; they meet at
-    the end of a tile. HIDDEN: s may hold -inf.
+    p is multiplied by 2 ** 8, except in rows with a maximum beyond FAR. scale: the factor of a
+    row's logits, (64,). sums are those of a thread's own columns, which are added up at the end of
+    a tile of rows. Columns outside [begin, end) are hidden with HAS_BEGIN, HAS_END. HIDDEN: s may
+    hold -inf.
     """
     TILE_N: gl.constexpr = s.shape[1]
     MASKED: gl.constexpr = HAS_BEGIN or HAS_END or HIDDEN
@@ -168,7 +172,8 @@ def softmax(
 
 @gluon.jit
 def scores(q, smem, stage, C: gl.constexpr):
-    """Start q k^T of the tile in `stage`."""
+    """Start the product q k^T with the keys in `stage`, and return the token of the asynchronous
+    (64, TILE_N) sum."""
     TILE_N: gl.constexpr = C.TILE_N
     HEAD_DIM: gl.constexpr = C.HEAD_DIM
     k = smem.k.index(stage).reshape([TILE_N, HEAD_DIM]).permute((1, 0))
@@ -194,10 +199,11 @@ def _add_part(acc, p, alpha, smem, stage, PART: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, acc2, p, alpha, smem, stage, C: gl.constexpr):
-    """Rescale the sum and add p v of the tile in `stage`, one block of channels after the other.
+    """Return acc and acc2 multiplied by alpha plus p v of the tile in `stage`, one block of
+    channels after the other.
 
-    acc2 is the second of PARTS = 2 blocks: registers have no room for all of a fresh sum of 256
-    channels beside the old one.
+    acc2 is the second of PARTS = 2 blocks, else unused: registers have no room for all of a fresh
+    sum of 256 channels beside the old one.
     """
     acc = _add_part(acc, p, alpha, smem, stage, 0, C)
     if C.PARTS == 2:
@@ -229,9 +235,12 @@ def step(
     HAS_END: gl.constexpr,
     BITS: gl.constexpr = False,
 ):
-    """Add the last tile's values and take this tile's softmax; `count` tiles came before it.
+    """Add the previous tile's p v to the sums, and take the softmax of tile number `count` of the
+    CTA.
 
-    BITS: a bit tile, of `bits`, hides keys.
+    Its K and V buffers are waited for and given back, and the warpgroup waits for its turn. BITS: a
+    bit tile, of `bits`, hides keys. Returns acc, acc2, this tile's p as `pack_e4m3` has it, m,
+    sums, alpha.
     """
     stage = count % C.STAGES
     last = (count - 1) % C.STAGES
@@ -255,7 +264,8 @@ def step(
 
 @gluon.jit
 def skip(bars, count, CONSUMER: gl.constexpr, C: gl.constexpr):
-    """Pass on one tile of keys unread."""
+    """Give back K and V of tile number `count` unread, and take and pass on the turn at the tensor
+    core."""
     stage = count % C.STAGES
     phase = (count // C.STAGES) & 1
     mbarrier.wait(bars.k_full.index(stage), phase)

@@ -11,22 +11,8 @@ HEAD_DIMS = (64, 128, 256)
 
 @dataclass(frozen=True)
 class Variant:
-    """The tile and the compile-time choices of one kernel.
-
-    Attributes:
-        HEAD_DIM, TILE_N: channels, keys of a tile.
-        NUM_CONSUMERS: warpgroups of 64 queries.
-        STAGES: buffers of K and of V.
-        PARTS: blocks of channels in which O is summed.
-        DYNAMIC: True if tiles come from a counter, the longest first.
-        HAS_RIGHT, HAS_LEFT: True if the window has a bound on that side.
-        HAS_SEQLENS: True if sequences have lengths of their own.
-        HAS_TAIL: True if the last tile of keys is not full.
-        PER_TOKEN: True if each query and each key has a scale of its own.
-        softcap, sinks, packed, mask_rows, mask_keys: as those of `forward.kernel.Variant`.
-
-    The properties below are what the 16-bit kernel's helpers read of its Tile and Variant.
-    """
+    """The tile and the compile-time choices of the e4m3 kernel for a call; `variant_of` makes
+    it."""
 
     HEAD_DIM: int
     TILE_N: int
@@ -49,7 +35,7 @@ class Variant:
 
     @property
     def rows(self) -> int:
-        """Queries of a tile."""
+        """Queries of a CTA's tile, 64 for each consumer."""
         return 64 * self.NUM_CONSUMERS
 
     @property
@@ -84,12 +70,12 @@ class Variant:
 
     @property
     def shares_bias(self) -> bool:
-        """There is no bias."""
+        """False: e4m3 calls have no bias that sequences could share."""
         return False
 
 
 def variant_of(spec: AttentionSpec) -> Variant:
-    """Return how a call runs.
+    """Return the tile sizes and compile-time choices with which an e4m3 call runs.
 
     Chosen on an H200, 2026-11-20, 16,384 tokens, hidden 2,048 (TFLOP/s at N 4,096, not causal):
     three warpgroups that take turns 1,004 and two that overlap their own products 915 at D 128;

@@ -38,7 +38,7 @@ QUERY_PARTS = gl.constexpr(9)  # of 64 channels
 
 
 class Variant(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the compile-time choices of `mla_bytes_kernel`."""
 
     block: int  # tokens of a cache block
     box: int  # keys of one copy: those of a block, at most 64

@@ -39,13 +39,15 @@ class Loads(NamedTuple):
 
 @gluon.jit
 def shift_of(first_key, length, BOX: gl.constexpr):
-    """Return how far left of `first_key` a box is loaded; BOX where it has no key."""
+    """Return how many slots further left than `first_key` a box of BOX keys is loaded, so that it
+    ends at the last key of the sequence; BOX where it has no key."""
     return gl.minimum(gl.maximum(first_key + BOX - length, 0), BOX)
 
 
 @gluon.jit
 def load_items(loads, step, share, shared, variant: gl.constexpr):
-    """Load the tiles of all items of a share."""
+    """Run the loader warp: load the tiles of latents and scales of all items of a CTA's share, as
+    stages are freed."""
     tile = share.first
     sequence = share.sequence
     start = share.start
@@ -88,7 +90,8 @@ def _load_tile(item, tile, stage, loads, step, shared, variant: gl.constexpr):
 
 @gluon.jit
 def _scales_of(item, tile, loads, step, variant: gl.constexpr):
-    """Return the scales (128,) of a tile, 0 where it has no key.
+    """Return the scales (128,) of a tile's 64 keys, the latent's and the rotated key's of each; 0
+    where a slot of the tile has no key.
 
     TMA reads from multiples of 16 bytes on, which are two slots: a tile that is cut may begin
     between them.

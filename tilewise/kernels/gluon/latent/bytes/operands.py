@@ -33,7 +33,7 @@ WIDTH = gl.constexpr(128)  # channels of a tile: those of a swizzled line
 
 @gluon.constexpr_function
 def key_bytes_layout():
-    """Return the layout by which each warp has 16 keys of a (64, 128) tile of bytes.
+    """Return the register layout by which each warp has 16 keys of a (64, 128) tile of bytes.
 
     A lane has 32 adjacent bytes of two keys, 8 apart, the first 16 of a key before the others.
     """
@@ -44,7 +44,8 @@ def key_bytes_layout():
 
 @gluon.constexpr_function
 def rope_bytes_layout():
-    """Return how a warp takes its 16 of (64, 64) rotated keys."""
+    """Return the register layout by which each warp has 16 keys of a (64, 64) tile of bytes,
+    rotated keys."""
     registers = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]]
     lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 64])
@@ -52,7 +53,8 @@ def rope_bytes_layout():
 
 @gluon.constexpr_function
 def value_bytes_layout():
-    """Return the layout of values (64 keys, 128 channels): a warp has 32 channels of all keys.
+    """Return the register layout of bytes of values (64 keys, 128 channels): a warp has 32 channels
+    of all keys.
 
     A lane has 4 adjacent channels of 16 keys.
     """
@@ -69,20 +71,23 @@ def _widen(x, KIND: gl.constexpr):
 
 @gluon.jit
 def key_halves(x):
-    """Split int8 bits (64, 128) into the channels of two operands: 16 of every 32 each."""
+    """Return int8 bits (64, 128) of keys as two (64, 4, 16), the inputs of `keys_operand`: the
+    first 16 channels of every 32, and the other 16."""
     return gl.split(x.reshape([64, 4, 2, 16]).permute((0, 1, 3, 2)))
 
 
 @gluon.jit
 def keys_operand(x, ROWS: gl.constexpr, KIND: gl.constexpr):
-    """Return the left operand (64, 64) of int8 bits (64, 4, 16)."""
+    """Return the float16 left operand (64 keys, 64 channels) of z q^T, from int8 bits (64, 4, 16)
+    of `key_halves`."""
     wide = _widen(x, KIND).reshape([64, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4))
     return gl.convert_layout(wide.reshape([64, 64]), operand_layout(ROWS), assert_trivial=True)
 
 
 @gluon.jit
 def query_parts(x):
-    """Return q (rows, 128) as two (rows, 64) in the order of channels of `keys_operand`."""
+    """Return q (rows, 128) as two (rows, 64), the channels of the two operands of `key_halves` in
+    the order of `keys_operand`."""
     rows: gl.constexpr = x.shape[0]
     x = x.reshape([rows, 4, 2, 4, 2, 2]).permute((0, 3, 4, 1, 5, 2))
     return gl.split(x.reshape([rows, 64, 2]))
@@ -97,13 +102,15 @@ def rope_order(x):
 
 @gluon.jit
 def value_halves(x):
-    """Split int8 bits (64, 128) by keys: those 0 to 7 of every 16, and the other eight."""
+    """Return int8 bits (64, 128) of values as two (4, 8, 128): keys 0 to 7 of every 16, and the
+    other eight."""
     return gl.split(x.reshape([4, 2, 8, 128]).permute((0, 2, 3, 1)))
 
 
 @gluon.jit
 def probability_halves(p):
-    """Split p^T (64, rows) into right operands (32, rows) by the keys of `value_halves`."""
+    """Return p^T (64, rows) as two right operands (32, rows), for the keys of either part of
+    `value_halves`."""
     rows: gl.constexpr = p.shape[1]
     low, high = gl.split(p.reshape([4, 2, 8, rows]).permute((0, 2, 3, 1)))
     return low.reshape([32, rows]), high.reshape([32, rows])
@@ -111,7 +118,8 @@ def probability_halves(p):
 
 @gluon.jit
 def values_operand(x, ROWS: gl.constexpr, KIND: gl.constexpr):
-    """Return the left operand (128, 32) of int8 bits (4, 8, 128): 32 keys by 128 channels."""
+    """Return the float16 left operand (128 channels, 32 keys) of v^T p^T, from int8 bits (4, 8,
+    128) of `value_halves`."""
     even, odd = gl.split(x.reshape([4, 4, 2, 128]).permute((0, 1, 3, 2)))
     asm: gl.constexpr = _PAIR_INT8 if KIND == INT8 else _PAIR_E4M3
     pairs = gl.inline_asm_elementwise(
@@ -129,7 +137,8 @@ def values_operand(x, ROWS: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.constexpr_function
 def _output_layout(rows):
-    """Return where (rows, 128) sums lie in their own order: four channels of a row to a lane."""
+    """Return the register layout of sums (rows, 128) with channels in their own order: four
+    channels of a row to a lane."""
     eights = [[8 << bit, 0] for bit in range((rows // 8).bit_length() - 1)]
     lanes = [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
     return gl.DistributedLinearLayout(

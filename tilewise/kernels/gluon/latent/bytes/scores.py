@@ -57,7 +57,8 @@ class Queries(NamedTuple):
 
 @gluon.constexpr_function
 def _pair_layout(sides):
-    """Return how a warp takes the scales of its 16 keys (sides 1) or of all 64 (sides 4)."""
+    """Return the register layout of a tile's scales (128,), two a key: a warp has those of its 16
+    keys (sides 1) or of all 64 (sides 4)."""
     if sides == 1:
         return gl.DistributedLinearLayout(
             [[1], [16]], [[0], [0], [2], [4], [8]], [[32], [64]], [], [128]
@@ -69,7 +70,8 @@ def _pair_layout(sides):
 
 @gluon.jit
 def score_items(queries, step, share, output, factor, shared, variant: gl.constexpr):
-    """Score all items of a share."""
+    """Run the warpgroup of logits: score all items of a CTA's share, one after the other, and then
+    announce an item of 0 tiles, the end."""
     tile = share.first
     sequence = share.sequence
     start = share.start
@@ -93,7 +95,8 @@ def score_items(queries, step, share, output, factor, shared, variant: gl.conste
 def _score_item(
     item, at, visit, queries, step, share, output, factor, shared, variant: gl.constexpr
 ):
-    """Load q of an item, then compute the logits of its tiles of keys one after the other.
+    """Announce an item, load its q, compute p of its tiles of keys one after the other, and store
+    its lse and the factor of its o.
 
     Args:
         item: the work item, see `share.item_of`.
@@ -128,7 +131,8 @@ def _score_item(
 
 @gluon.jit
 def _bring_queries(queries, item, shared, variant: gl.constexpr):
-    """Put rows of q, divided by powers of two, and those powers into shared memory."""
+    """Store the item's rows of q in shared memory as float16, each divided by a power of two, and
+    these powers."""
     ROWS: gl.constexpr = variant.rows
     WIDE: gl.constexpr = gl.BlockedLayout([1, 32], [8, 4], [4, 1], [1, 0])
     ROPE: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
@@ -166,14 +170,15 @@ def _bring_queries(queries, item, shared, variant: gl.constexpr):
 
 @gluon.jit
 def _partial_sums(p):
-    """Add up the keys of p (64, rows) that a thread holds of a row: (4, 8, rows)."""
+    """Return the sums of the keys of p (64, rows) that each thread holds of a row: (4, 8, rows)."""
     rows: gl.constexpr = p.shape[1]
     return gl.sum(p.reshape([4, 2, 8, rows]), 1)
 
 
 @gluon.jit
 def _score_tile(item, index, at, m, l, unit, factor, step, share, shared, variant: gl.constexpr):
-    """Compute a tile's probabilities and update m, l and unit; pass p on with its factor.
+    """Compute a tile's probabilities p, pass them on in shared memory with the factor of older
+    sums, and return the new m, l and unit.
 
     Args:
         index, at: the number of the tile in the item, and over all items.
@@ -222,7 +227,8 @@ def _score_tile(item, index, at, m, l, unit, factor, step, share, shared, varian
 
 @gluon.jit
 def _products(stage, ratio, shared, variant: gl.constexpr):
-    """Return z q^T of latents, plus that of rotated keys times ratio (64, 1)."""
+    """Return the logits (64, rows) before scaling: z q^T of latents, plus y q^T of rotated keys y
+    times ratio (64, 1)."""
     ROWS: gl.constexpr = variant.rows
     KIND: gl.constexpr = variant.kind
     zero = gl.zeros([KEYS, ROWS], gl.float32, sum_layout(ROWS))
@@ -258,7 +264,8 @@ def _products(stage, ratio, shared, variant: gl.constexpr):
 
 @gluon.jit
 def _hide(s, tile, item, step, share, variant: gl.constexpr):
-    """Set logits s (keys, rows) to -inf where a row does not see a key, and where no key is stored.
+    """Return logits s (keys, rows) with -inf where a row does not see a key, and where no key is
+    stored.
 
     Args:
         tile: the number of the tile in the sequence.

@@ -68,7 +68,8 @@ def add_items(output, shared, variant: gl.constexpr, SIDE: gl.constexpr):
 
 @gluon.jit
 def _add_tile(o, o_next, at, shared, variant: gl.constexpr, SIDE: gl.constexpr):
-    """Add the tile at place `at`."""
+    """Return the sums o and o_next, 128 channels of this warpgroup each, after the tile at place
+    `at` of the rings: multiplied by alpha, plus v^T p^T."""
     ROWS: gl.constexpr = variant.rows
     KIND: gl.constexpr = variant.kind
     stage = at % variant.stages
@@ -107,7 +108,8 @@ def _add_tile(o, o_next, at, shared, variant: gl.constexpr, SIDE: gl.constexpr):
 
 @gluon.jit
 def _store(o, part, first_row, rows, output, first_channel: gl.constexpr):
-    """Store channels of o^T (128, rows) from `first_channel` on, in the end or as a part."""
+    """Store channels from `first_channel` on of o^T (128, rows): to o if `part` is below 0, else as
+    float32 to that part."""
     ROWS: gl.constexpr = o.shape[1]
     o = output_order(o)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout))
