@@ -21,7 +21,8 @@ UNIT_EPS = 1e-6  # of Flash Linear Attention, with which models are trained
 def _normalised(x: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) of float32 or float64 rows.
 
-    On a CPU a row has the bits of inference, wherever it lies, and torch's gradient.
+    On a CPU the value is that of `ops.rms_norm`, which does not depend on a row's place, with
+    torch's gradient.
     """
     smooth: Tensor
     dim = x.shape[-1]
@@ -82,7 +83,8 @@ class GatedRMSNorm(nn.Module):
             raise ValueError(f"group_size must divide {dim} channels, got {group_size}")
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map x (..., dim), whose gate has its shape, to the same shape and dtype."""
+        """Normalise x (..., dim) with a gate of the same shape; return a tensor of the shape and
+        dtype of x."""
         if x.dim() > 1 and x.is_contiguous() and fuses(x, gate, self.weight):
             dims = x.shape[-2:]  # rows of a packed batch, and heads
             lies = x.dim() < 4

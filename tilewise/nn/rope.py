@@ -99,14 +99,18 @@ def _default(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _linear(config: RopeConfig) -> tuple[Tensor, float]:
-    """Position interpolation (Chen et al., 2023): every angle is divided by the factor."""
+    """Return inverse frequencies and 1.0 by position interpolation (Chen et al., 2023).
+
+    Every angle is divided by the factor. The result is that of `inverse_frequencies`.
+    """
     return 1.0 / _wavelength_series(config) / config.factor, 1.0
 
 
 def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
-    """Llama 3.1: divide the frequencies of long wavelengths by the factor, and keep short ones.
+    """Return inverse frequencies and 1.0 by Llama 3.1's rule.
 
-    Those in between are blended.
+    Frequencies of long wavelengths are divided by the factor, those of short ones are kept, and
+    those in between are a linear blend of both.
     """
     inv_freq = 1.0 / _wavelength_series(config)
     original = config.original_max_positions or config.max_positions
@@ -117,7 +121,12 @@ def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
-    """YaRN (Peng et al., 2023, section 3.2 and 3.4): a ramp over channels, and a temperature."""
+    """Return inverse frequencies and the factor of cos and sin by YaRN (Peng et al., 2023, 3.2 and
+    3.4).
+
+    Over the channel pairs a linear ramp leads from unscaled frequencies to those divided by the
+    factor.
+    """
     series, dim = _wavelength_series(config), config.rotary_dim
     original = config.original_max_positions or config.max_positions
 
@@ -138,10 +147,11 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al., 2024): each pair has its own divisor, and cos and sin a factor.
+    """Return inverse frequencies and the factor of cos and sin by LongRoPE (Ding et al., 2024).
 
-    Longer texts than the original context have other divisors for all of their tokens, so that keys
-    in a cache would be wrong: `max_positions` is that context.
+    Each channel pair has its own divisor, `short_factor`. Texts beyond the original context would
+    need other divisors for all tokens, and keys in a cache would be wrong; so `max_positions` must
+    be the original context.
     """
     inv_freq = 1.0 / _wavelength_series(config)
     divisors = torch.tensor(config.short_factor, dtype=torch.float32, device="cpu")
@@ -154,7 +164,11 @@ def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _proportional(config: RopeConfig) -> tuple[Tensor, float]:
-    """Gemma 4: the first pairs rotate as if all did, the others stand still."""
+    """Return inverse frequencies and 1.0 by Gemma 4's rule.
+
+    The first `num_turning` channel pairs rotate as with "linear"; the inverse frequencies of the
+    others are 0.
+    """
     inv_freq = 1.0 / _wavelength_series(config) / config.factor
     inv_freq[config.num_turning :] = 0.0
     return inv_freq, 1.0
@@ -203,8 +217,9 @@ class RotaryEmbedding(nn.Module):
 
     Checkpoints are trained with float32 angles, whatever the dtype of the model, so the tables are
     no buffers: `module.to(dtype)` must not round them. They are computed once per device and grow
-    when a CPU caller asks for a position beyond them. If reading a position would wait for a device
-    or break a compiled graph, they cover `config.max_positions`.
+    when a CPU caller asks for a position beyond them. On a GPU and in compiled code, where no
+    position can be read on the host, they cover `config.max_positions`, and positions must lie
+    below it.
     """
 
     def __init__(self, config: RopeConfig) -> None:
@@ -216,7 +231,11 @@ class RotaryEmbedding(nn.Module):
         self._both: Tensor | None = None
 
     def reserve(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Make the tables cover positions 0 ... num_positions - 1 on `device`; return them."""
+        """Make the tables cover positions 0 ... num_positions - 1 on `device`; return cos and sin.
+
+        Each is (rows, R/2) float32; rows is a power of two, at least 2048, and may exceed
+        num_positions. Tables of another device are replaced.
+        """
         cos, sin = self._cos, self._sin
         if cos is None or sin is None or cos.device != device or cos.shape[0] < num_positions:
             rows = max(num_positions, _FIRST_TABLE_ROWS)
@@ -242,7 +261,10 @@ class RotaryEmbedding(nn.Module):
         return self.halves(self.table(positions.device)[positions])
 
     def table(self, device: torch.device) -> Tensor:
-        """Return cos and sin of all positions side by side, (positions, R) float32, on `device`."""
+        """Return cos and sin of all positions side by side, (rows, R) float32, on `device`.
+
+        There are at least config.max_positions rows; the tensor is kept.
+        """
         cos, sin = self.reserve(self.config.max_positions, device)
         if self._both is None:
             with torch.inference_mode(False):

@@ -67,7 +67,11 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x (..., in) @ weight (out, in).T + bias (out,), as an engine computes it."""
+    """Return x (..., in) @ weight (out, in).T + bias (out,) with the bits of a batch-invariant
+    engine.
+
+    Gradients of all three are computed by torch's products.
+    """
     y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call, unused-ignore]
     return y
 
@@ -80,15 +84,17 @@ class _Linear(nn.Linear):
 
 class _AdaptedLinear(AdaptedLinear):
     def multiply(self, x: Tensor) -> Tensor:
-        """Return the product without the adapter."""
+        """Return x @ weight.T + bias by the product of inference, without the adapter's term."""
         return product(x, self.weight, self.bias)
 
 
 class _Valued(nn.Module):
-    """The layer behind it among its bases, with the value of inference and torch's gradient."""
+    """A mixin before a layer class: the layer's result is computed twice, with the value of
+    inference and the gradient of torch's operations."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the layer for its arguments."""
+        """Return the layer's value, computed without gradients, with the gradient of a second,
+        differentiable pass."""
         with torch.no_grad():
             value = super().forward(*args, **kwargs)
         return valued(super().forward(*args, **kwargs), value)
@@ -96,11 +102,13 @@ class _Valued(nn.Module):
 
 class _RMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of x (..., dim)."""
+        """Return x (..., dim) normalised over its last dim, with the value of inference and torch's
+        gradient."""
         return self._valued(x)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim), by the bits of inference;
+        x is a tensor."""
         assert isinstance(x, Tensor)  # products on a CPU leave no parts
         total = residual + x
         return self._valued(total), total
@@ -136,7 +144,11 @@ class _GatedMLP(GatedMLP):
     def forward(
         self, x: Tensor, adapters: StepAdapters | None = None, added: Tensor | None = None
     ) -> Tensor:
-        """Map x (..., E) to (..., E), see `GatedMLP.forward`."""
+        """Map x (..., E) to (..., E) as `GatedMLP.forward` does, with the bits of inference,
+        differentiably.
+
+        `adapters` must be None: adapters in training are part of the projections.
+        """
         assert adapters is None  # those that are trained are part of the products
         gate_up = self.gate_up_proj(x)
         if added is not None:
@@ -153,7 +165,8 @@ class _GatedMLP(GatedMLP):
 
 class _ShiftedRMSNorm(_Valued, ShiftedRMSNorm):
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim), by the bits of inference;
+        x is a tensor."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
         total = residual + x
         return self(total), total
@@ -170,7 +183,8 @@ class _LayerNorm(_Valued, LayerNorm): ...
 
 class _GatedDeltaNet(GatedDeltaNet):
     def inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
-        """Return q and k of unit length, g and beta, with the values of their kernel."""
+        """Return q, k, g and beta with the values of `fused_inputs` and the gradients of
+        `GatedDeltaNet.inputs`."""
         with torch.no_grad():
             values = self.fused_inputs(mixed, ba)
         return tuple(map(valued, super().inputs(mixed, ba), values))

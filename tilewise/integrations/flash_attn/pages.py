@@ -25,8 +25,8 @@ class RowBlocks(NamedTuple):
 
     Attributes:
         k, v: views (num_blocks, block_size, Hk, D) and (..., Dv) of the caches.
-        period: the number of tokens from the start of a row to the start of the next, as blocks
-            count.
+        period: the number of token slots from the start of a row to the start of the next in the
+            views.
     """
 
     k: Tensor
@@ -64,8 +64,10 @@ def row_blocks(k_cache: Tensor, v_cache: Tensor, *, single: bool = False) -> Row
 
 
 def _period(cache: Tensor) -> int | None:
-    """Return the tokens between the starts of two rows of `cache`, None if it is no whole
-    number."""
+    """Return the distance between the starts of two rows of `cache` (Bc, S, ...), in tokens.
+
+    None if the strides give no whole number of at least S.
+    """
     num_rows, capacity = cache.shape[:2]
     row, token = cache.stride()[:2]
     if num_rows <= 1 or capacity <= 1:
@@ -85,7 +87,11 @@ def check_block_table(block_table: Tensor, batch: int, k: Tensor, v: Tensor) -> 
 
 
 def can_page(rule: Rule, k: Tensor, v: Tensor, max_seqlen_q: int) -> bool:
-    """Return whether paged_attention supports all that this call asks for."""
+    """Return whether `paged_attention` supports a call with this rule, these caches and run length.
+
+    It needs no dropout, slopes of a head, causality or one query, head dims that are multiples of 8
+    up to 256, and a contiguous last dim.
+    """
     widths = (k.shape[-1], v.shape[-1])
     return (
         rule.dropout_p == 0
@@ -110,7 +116,8 @@ def paged_options(rule: Rule) -> dict[str, Any]:
 def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     """Copy the pages of each sequence end to end: (B, max_blocks * block_size, Hk, D).
 
-    Entries after a sequence's blocks are arbitrary; their rows lie after the end of the keys.
+    Entries of the table after a sequence's blocks may be any number; they are clamped, and give
+    arbitrary rows after the end of the sequence.
     """
     return pages[block_table.clamp(0, pages.shape[0] - 1).long()].flatten(1, 2)
 
