@@ -28,7 +28,10 @@ _SAFE = "PYTHONSAFEPATH"
 
 
 def environment(first: str | None = None, **more: str) -> dict[str, str]:
-    """Return the environment of a Python subprocess.
+    """Return the environment variables for a Python subprocess that is to import this package.
+
+    They are this process's, with the folder that has this package in PYTHONPATH, and PYTHONSAFEPATH
+    set, so that nothing is imported from the current folder.
 
     Args:
         first: a folder in which modules are looked for before all others; None for none.
@@ -40,8 +43,8 @@ def environment(first: str | None = None, **more: str) -> dict[str, str]:
 
 @contextmanager
 def spawning() -> Iterator[None]:
-    """Give the processes that multiprocessing starts during the block the subprocess
-    environment."""
+    """Set PYTHONSAFEPATH in this process during the block, for the processes that multiprocessing
+    starts in it."""
     before = os.environ.get(_SAFE)
     os.environ[_SAFE] = "1"
     try:
@@ -54,11 +57,12 @@ def spawning() -> Iterator[None]:
 
 
 def ask(worker: subprocess.Popen[bytes], message: Any, seconds: float) -> dict[str, Any]:
-    """Write a message to a process as a line of JSON; return its answer, a line of JSON, too.
+    """Write a message to the stdin of `worker` as a line of JSON; return the answer, a line of JSON
+    from its stdout, parsed.
 
     Raises:
         OSError: the worker has ended.
-        TimeoutError: the answer takes too long.
+        TimeoutError: the answer is not there after `seconds`.
     """
     # Half a surrogate pair, which a JSON text may contain, survives both directions.
     line = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
@@ -94,17 +98,18 @@ def ask(worker: subprocess.Popen[bytes], message: Any, seconds: float) -> dict[s
 
 
 def answer(content: dict[str, Any]) -> None:
-    """Write the answer, in the process that was asked."""
+    """Write `content` to standard output as a line of JSON: the answer to `ask`, in the worker
+    process."""
     line = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
     sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()
 
 
 def end(worker: subprocess.Popen[bytes], *, is_ending: bool = False) -> int:
-    """End a worker process; return its exit code, negative for a signal.
+    """Kill a worker process, close its pipes, and return its exit code, -N if signal N ended it.
 
     Args:
-        is_ending: True if it has closed its end and is about to exit by itself.
+        is_ending: True if the worker is about to exit by itself; it is then killed only after 5 s.
     """
     if is_ending:
         with suppress(subprocess.TimeoutExpired):

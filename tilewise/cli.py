@@ -91,7 +91,10 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
+    """Run the command line and return its exit code, see the module.
+
+    An error is printed in one sentence on standard error, and raised only with --debug; wrong
+    arguments end in argparse's SystemExit.
 
     Args:
         argv: arguments without the program's name; None takes those of the process.
@@ -129,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_of_variables() -> None:
-    """Warn about variables that are not read: a misspelt key would leave a server open."""
+    """Print a warning about TILEWISE_ variables in the environment that nothing reads, such as a
+    misspelt key, which would leave a server open."""
     from tilewise.server.options import unknown_variables
 
     said = unknown_variables()
@@ -142,7 +146,7 @@ def _unknown(
 ) -> str:
     """Return the error message for arguments that the parser does not know.
 
-    It names the first of them, and the most similar option of the command.
+    The message names the first unknown option, and the most similar option of the command.
 
     Args:
         options: the parsed options, of which `run` tells the command.
@@ -162,7 +166,8 @@ def _unknown(
 def _complain(
     error: Exception, command: argparse.ArgumentParser, options: argparse.Namespace
 ) -> int:
-    """Print in one sentence what is wrong and return the exit code."""
+    """Print an error in one sentence on standard error, in the words of the command line; return
+    the exit code, 2 for a wrong request, else 1."""
     said = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         said = f"{error.filename}: {error.strerror}"  # without the error number
@@ -514,7 +519,8 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """Parse six sizes separated by commas."""
+    """Parse "B,SQ,SK,HQ,HK,D", six sizes separated by commas, for argparse; ArgumentTypeError for
+    other texts."""
     parts = text.split(",")
     if len(parts) != 6 or not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"must be six sizes B,SQ,SK,HQ,HK,D, got {text!r}")

@@ -45,7 +45,7 @@ LONGEST = 100  # characters of a text, or digits of a number, that a message sho
 
 
 class TilewiseError(Exception):
-    """Base class of the errors below; never raised itself."""
+    """The base class of all errors that tilewise defines; never raised itself."""
 
 
 class UnsupportedError(TilewiseError, NotImplementedError):
@@ -61,7 +61,8 @@ class CacheFullError(TilewiseError, RuntimeError):
 
 
 class RequestError(TilewiseError, ValueError):
-    """A request is malformed or can never fit; the message names the limit."""
+    """A request is malformed or can never fit into the engine's limits; the message names the
+    limit."""
 
 
 class EngineClosedError(TilewiseError, RuntimeError):
@@ -77,7 +78,8 @@ class WorkerLostError(DeviceLostError):
 
 
 class StepStoppedError(TilewiseError, RuntimeError):
-    """Raised by a step that another thread asked to stop; the engine discards it and repeats it."""
+    """A step ended early, as another thread had asked; the engine discards the step and repeats
+    it."""
 
 
 class ReplicaLostError(TilewiseError, RuntimeError):
@@ -85,28 +87,31 @@ class ReplicaLostError(TilewiseError, RuntimeError):
 
 
 class QueueFullError(RequestError):
-    """Too many requests or tokens wait already; the message has the numbers. Try again later."""
+    """Too many requests or tokens wait in the engine already; the message has the numbers. A later
+    try may succeed."""
 
 
 class CheckpointError(TilewiseError, ValueError):
-    """A checkpoint directory is incomplete, truncated or of the wrong shape."""
+    """A checkpoint is incomplete, truncated, of the wrong shape, or of a kind that no model here
+    has."""
 
 
 class _Repr(reprlib.Repr):
     maxstring = maxother = LONGEST
 
     def repr_int(self, x: int, level: int) -> str:
-        """Format a number inside of a list; Python refuses to write very long ones."""
+        """Format an integer inside of a container by `shown`, since Python refuses to write very
+        long ones."""
         return shown(x)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether an argument is an integer of any library, and no bool."""
+    """Return whether a value is an integer of any library (numbers.Integral) and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether an argument is a number of any library, and no bool."""
+    """Return whether a value is a real number of any library (numbers.Real) and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -25,14 +25,16 @@ class Flag:
     """One option of the command line.
 
     Attributes:
-        name: the name under which a parser, and who reads it, keeps the value.
-        kind: the type of the value; bool is a pair of flags, list takes several values.
-        default: the value where none is given; None may stand for what another part decides.
+        name: the attribute of the parsed options that has the value.
+        kind: the type of the value; bool makes a pair of flags, --x and --no-x, list takes several
+            texts.
+        default: the value if the flag is not given; None may stand for a value that another part
+            decides.
         text: one line of help.
-        group: the heading under which the help has it.
+        group: the heading under which the help lists the flag.
         metavar: the name of the value in the help.
-        word: the name in a file and, in capitals, of a variable; the flag has - for _. None is
-            `name`.
+        word: the name in a configuration file and, in capitals, of an environment variable; the
+            flag has - for _. None is `name`.
         shown_default: the default that the help shows; None is `default`.
     """
 
@@ -47,12 +49,12 @@ class Flag:
 
     @property
     def key(self) -> str:
-        """The name in a file and, in capitals, of a variable."""
+        """The name in a configuration file and, in capitals, of an environment variable."""
         return self.word or self.name
 
     @property
     def flag(self) -> str:
-        """The long option."""
+        """The long option on the command line, such as --max-model-len."""
         return "--" + self.key.replace("_", "-")
 
 
@@ -62,8 +64,9 @@ def add_flag(group: Any, flag: Flag, default: Any = argparse.SUPPRESS) -> None:
     Args:
         group: the parser or the group.
         flag: the flag to add.
-        default: the value that the parser keeps where none is given, and whose help is left to its
-            formatter; SUPPRESS keeps none.
+        default: the value of the parsed options if the flag is not given; the parser's formatter
+            then shows it in the help. With SUPPRESS the options lack a flag that is not given, and
+            the help shows the flag's own default.
     """
     shown = flag.default if flag.shown_default is None else flag.shown_default
     is_shown = default == argparse.SUPPRESS and shown is not None and not isinstance(shown, bool)
@@ -87,7 +90,8 @@ class Parser(argparse.ArgumentParser):
     """A parser that suggests a known option for an unknown one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments; print an unknown one and exit with 2."""
+        """Parse all arguments and return the options; an unknown one is reported with a suggestion,
+        and exits with 2."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(unknown_argument(unknown, flags_of(self).values()))
@@ -95,7 +99,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the long option of each of a parser's destinations."""
+    """Return the longest option string of each destination of a parser, such as {"max_tokens":
+    "--max-tokens"}."""
     found: dict[str, str] = {}
     for action in parser._actions:
         if action.option_strings:
@@ -104,13 +109,15 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def hint(asked: str, known: Iterable[str]) -> str:
-    """Return "; did you mean --flag?" for the most similar known flag, or ""."""
+    """Return "; did you mean --flag?" for the most similar flag of `known`, or "" if none is
+    similar to `asked`."""
     like = difflib.get_close_matches(asked, list(known), n=1, cutoff=_LIKE)
     return f"; did you mean {like[0]}?" if like else ""
 
 
 def unknown_argument(unknown: Sequence[str], known: Iterable[str]) -> str:
-    """Return a message about what a parser does not know: the first option, else all words."""
+    """Return a message about arguments that a parser does not know: about the first option, with
+    the most similar one of `known`, or, without options, about all words."""
     for word in unknown:
         if word.startswith("-"):
             asked = word.split("=", 1)[0]
@@ -119,10 +126,11 @@ def unknown_argument(unknown: Sequence[str], known: Iterable[str]) -> str:
 
 
 def as_typed(sentence: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
-    """Rewrite a message in the words of the command line.
+    """Return an error's message in the words of the command line.
 
     Names of parameters become flags: names with an underscore everywhere, the others where they are
-    the subject of "must". A default value, which no flag gave, loses its "got".
+    the subject of "must". Of a value that no flag gave, "got <value>" becomes "by default it is
+    <value>".
 
     Args:
         sentence: the message of an error, "name must <rule>, got <value>".

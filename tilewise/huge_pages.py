@@ -30,9 +30,11 @@ def _madvise() -> Any:
 
 
 def ask_for_huge_pages(tensor: Tensor) -> bool:
-    """Request large pages for a tensor in main memory; return whether the platform has them.
+    """Request large pages for a tensor in main memory; return whether the request was made and
+    accepted.
 
-    Memory that was not written yet is still allocated on demand, but in steps of a large page.
+    False for tensors under 2 MiB and on platforms without large pages. Memory that was not written
+    yet is still allocated on demand, but in steps of a large page.
 
     Raises:
         OSError: madvise failed for this memory.

@@ -20,12 +20,13 @@ _Result = TypeVar("_Result")
 
 
 def keywords_of(source: Callable[..., Any], *, but: tuple[str, ...] = ()) -> Callable[[_F], _F]:
-    """Add the keywords of `source` to the signature of a function that takes `**options`.
+    """Return a decorator that adds the keywords of `source` to the signature of a function with
+    `**options`.
 
-    Their names, types and defaults are then declared by `source` alone, and `inspect.signature`,
-    `help` and notebooks show them for every function that passes them on. Keywords that the
-    function declares itself are kept. The function itself is returned, so a call costs nothing
-    more.
+    Names, types and defaults of the keywords are then declared by `source` alone, and
+    `inspect.signature`, `help` and notebooks show them for every function that passes them on.
+    Keywords that the function declares itself are kept. The function itself is returned, so a call
+    costs nothing more.
 
     Args:
         source: a function with keyword-only parameters; the TypeError for an unknown keyword names
@@ -63,12 +64,15 @@ def keywords_of(source: Callable[..., Any], *, but: tuple[str, ...] = ()) -> Cal
 def taking_fields_of(
     config: Callable[_P, _Config],
 ) -> Callable[[Callable[[_Self, _Config], _Result]], Callable[Concatenate[_Self, _P], _Result]]:
-    """Let a method of a config take the config's fields instead, each declared by the config alone.
+    """Return a decorator for a method `method(self, config)`, which then takes the fields of the
+    config instead.
+
+    The call makes the config of its arguments. TypeError names an unknown keyword and suggests one.
 
     `inspect.signature`, help and type checkers see the fields.
 
     Args:
-        config: a dataclass, made of what a caller gives.
+        config: the dataclass of the config.
 
     Example:
         >>> class LLM:
@@ -216,10 +220,12 @@ _CALLED: dict[str, tuple[str, ...]] = {
 
 
 def names(function: _F) -> _F:
-    """Hide the `**unknown` of a function that takes it only to suggest the right keyword.
+    """Hide the last parameter `**unknown` of a function from its signature, and return the
+    function; a decorator.
 
-    The function's body begins with `if unknown: raise unknown_keyword(function, unknown)`, so that
-    no wrapper stands between a caller and an op.
+    The function takes `**unknown` only to suggest the right keyword. Its body begins with `if
+    unknown: raise unknown_keyword(function, unknown)`, so that no wrapper stands between a caller
+    and an op.
     """
     signature = inspect.signature(function)
     *parameters, unknown = signature.parameters.values()
@@ -230,8 +236,11 @@ def names(function: _F) -> _F:
 
 
 def unknown_keyword(function: Callable[..., Any], unknown: Iterable[str]) -> TypeError:
-    """Return the error for keywords that `function` does not have, with the names to use
-    instead."""
+    """Return a TypeError for the first of `unknown`, keywords that `function` does not have.
+
+    The message gives the name that is used here for another library's keyword, or a similar
+    keyword.
+    """
     name, known = next(iter(unknown)), inspect.signature(function).parameters
     for called in _CALLED.get(name, ()):
         own, _, how = called.partition(": ")

@@ -23,18 +23,22 @@ _WIPE = "\r\x1b[K"
 
 
 class Show(Protocol):
-    """A function that reports progress: words, and the finished share of the work, 0 to 1, if
-    known."""
+    """The type of a function that reports progress: `text` for the work, and the share that is
+    done, 0 to 1; None if it is not known."""
 
     def __call__(self, text: str, share: float | None = None) -> None: ...
 
 
 def silent(text: str, share: float | None = None) -> None:
-    """Show nothing."""
+    """Show nothing: the `Show` of callers that want no progress."""
 
 
 def is_wanted(asked: bool | None = None) -> bool:
-    """Return whether progress is shown: as asked, else unless TILEWISE_PROGRESS is 0."""
+    """Return whether progress shall be shown: `asked`, or if that is None, unless TILEWISE_PROGRESS
+    is 0, false, off or no.
+
+    Without a standard error it is never shown.
+    """
     if sys.stderr is None:
         return False
     if asked is not None:
@@ -43,7 +47,8 @@ def is_wanted(asked: bool | None = None) -> bool:
 
 
 def writes_over(stream: Any) -> bool:
-    """Return whether a line of this stream can be written over: a terminal's that is not dumb."""
+    """Return whether a line on this stream can be written over: True for a terminal, unless TERM is
+    dumb."""
     return bool(getattr(stream, "isatty", bool)()) and os.environ.get("TERM") != "dumb"
 
 
@@ -61,11 +66,14 @@ def say(line: str) -> None:
 
 
 class Progress:
-    """A line about work that goes on; a context manager, whose end wipes it.
+    """A line of progress about work that takes a while; a context manager, whose end wipes the
+    line.
+
+    On a stream that is no terminal, `show` writes a whole line every 10 s at most.
 
     Args:
-        asked: True to show it, False not to; None decides by `is_wanted`.
-        stream: the stream to write to; None is standard error.
+        asked: True to show progress, False not to; None decides by `is_wanted`.
+        stream: the stream to write to, whatever `asked` is; None is standard error.
     """
 
     def __init__(self, asked: bool | None = None, stream: Any = None) -> None:
@@ -86,16 +94,17 @@ class Progress:
 
     @property
     def is_shown(self) -> bool:
-        """Whether anything is written."""
+        """Whether this object writes at all: it has a stream."""
         return self._stream is not None
 
     def show(self, text: str, share: float | None = None) -> None:
-        """Write `text`, unless something was written a moment ago.
+        """Write `text`, with the time left, unless a line was written less than 0.1 s ago (10 s
+        where lines stay).
 
         Args:
             text: the words to show, on one line.
-            share: the part of the work that is done, 0 to 1, from which the time left follows. One
-                that is smaller than the last begins other work.
+            share: the part of the work that is done, 0 to 1, from which the time left follows. A
+                share smaller than the last one begins other work, and so does None.
         """
         now = time.monotonic()
         if share is None or share < self._share:
@@ -113,7 +122,7 @@ class Progress:
         self._due = now + (_INTERVAL if self._is_over else _NOW_AND_THEN)
 
     def close(self) -> None:
-        """Wipe the line, if one stands."""
+        """Wipe the line of progress, if one is on the terminal."""
         if self._stands:
             with suppress(OSError, ValueError):
                 self._stream.write(_WIPE)
@@ -122,7 +131,10 @@ class Progress:
 
 
 def time_left(seconds: float, share: float | None) -> str:
-    """Return e.g. "2 min left" of work whose first `share` took `seconds`, or nothing."""
+    """Return a text such as "2 min left" for work whose first `share` took `seconds`.
+
+    "" if the share is None, 0 or 1, or less than 2 s have passed.
+    """
     if not share or share >= 1.0 or seconds < _SOON:
         return ""
     left = seconds * (1.0 - share) / share
@@ -134,14 +146,19 @@ def time_left(seconds: float, share: float | None) -> str:
 
 
 def _cut(text: str, stream: Any) -> str:
-    """Return as much of a text as fits on one line: one that wraps could not be wiped."""
+    """Return as much of a text as fits on one line of the terminal, since a line that wraps could
+    not be wiped.
+
+    A text that is cut ends with "…"; without a known width it stays whole.
+    """
     columns = _columns(stream)
     # The last column is left free, as a terminal may wrap when it is written.
     return text if columns < 2 or len(text) < columns else f"{text[: columns - 2]}…"
 
 
 def _columns(stream: Any) -> int:
-    """Return the width of the terminal behind a stream, at most COLUMNS; 0 if nothing says it."""
+    """Return the width in characters of the terminal behind a stream, at most the variable COLUMNS;
+    0 if unknown."""
     found = []
     with suppress(OSError, ValueError, AttributeError):
         found.append(os.get_terminal_size(stream.fileno()).columns)

@@ -32,7 +32,11 @@ def make_qkv(
     seed: int = 0,
     requires_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw q (B, Sq, Hq, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) from N(0, 1) in `dtype`."""
+    """Draw q (B, Sq, Hq, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) from N(0, 1) in float32,
+    rounded to `dtype`.
+
+    The same seed gives the same numbers on every device.
+    """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     shapes = (
@@ -60,7 +64,10 @@ def make_paged_cache(
     seed: int = 0,
     spare_blocks: int = 3,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw a cache whose blocks are shuffled and whose unowned slots are NaN.
+    """Draw a paged cache for sequences of seqlens_k tokens, with shuffled blocks and NaN in unowned
+    slots.
+
+    `spare_blocks` blocks belong to no sequence.
 
     Returns k_cache (N, P, Hk, D), v_cache (N, P, Hk, Dv), block_table (B, max_blocks) int32, with
     -1 past a sequence's last block, and seqlens_k (B,) int32.
@@ -94,7 +101,8 @@ def make_paged_cache(
 def accumulator_scales(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax_scale: float
 ) -> dict[str, float]:
-    """Return bounds of the values that attention's accumulators hold.
+    """Return bounds of the values that attention's accumulators hold, by result ("o", "lse", "dq"
+    ...), for `scale` of `budget_violation`; empty for empty tensors.
 
     Rounding a logit s once changes p by |s| eps, and so o by |s| max|v| eps. In the gradient dp and
     delta cancel: with one visible key dq is 0, and only the rounding of both is left. Both |s| and
@@ -119,7 +127,7 @@ def accumulator_scales(
 def budget_violation(
     actual: Tensor, truth: Tensor, eager: Tensor, *, factor: float = 2.0, scale: float = 0.0
 ) -> str | None:
-    """Return how `actual` exceeds the error budget, or None if it does not.
+    """Return a text that says how `actual` exceeds the error budget; None if it does not.
 
     max|actual - truth| <= factor * max|eager - truth| + eps * max|truth| + eps_acc * scale, and the
     same for the root mean square; eps is that of actual's dtype, eps_acc that of the accumulators
@@ -176,8 +184,8 @@ def assert_within_budget(
     factor: float = 2.0,
     scale: float = 0.0,
 ) -> None:
-    """Raise AssertionError if `budget_violation`, which states the rule, finds an error too
-    large."""
+    """Raise AssertionError, with `name` in the message, if `budget_violation`, which states the
+    rule, finds an error too large."""
     violation = budget_violation(actual, truth, eager, factor=factor, scale=scale)
     if violation is not None:
         raise AssertionError(f"{name}: {violation}")

@@ -48,12 +48,12 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that allocate() could hand out, cached ones included."""
+        """The number of blocks that allocate() could hand out, cached ones included."""
         return self._num_free
 
     @property
     def num_used(self) -> int:
-        """Blocks with at least one owner."""
+        """The number of blocks with at least one owner."""
         return self.num_blocks - self._num_free
 
     def ref_count(self, block_id: int) -> int:
@@ -65,7 +65,9 @@ class BlockAllocator:
         return bool(self._cached[block_id])
 
     def allocate(self, n: int) -> list[int]:
-        """Take n blocks from the head of the free list, each with one owner.
+        """Take n blocks from the head of the free list, each with one owner, and return their ids.
+
+        `on_evict` is called for each cached block among them, which then is no longer cached.
 
         Raises:
             ValueError: n is negative.
@@ -120,7 +122,8 @@ class BlockAllocator:
         self._cached[block_id] = 1
 
     def unmark_cached(self, block_id: int) -> None:
-        """Mark a block's content as worthless; a free block is then reused next."""
+        """Mark a block's content as no longer cached; a free block is then reused next. Others are
+        not changed."""
         if not self._cached[block_id]:
             return
         self._cached[block_id] = 0

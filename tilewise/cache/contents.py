@@ -14,17 +14,19 @@ __all__ = ["Content", "child_digest", "content_of", "path_to", "root_digest"]
 
 
 def root_digest(salt: str) -> bytes:
-    """Return the digest of a salt, 16 bytes."""
+    """Return the digest of a salt, 16 bytes: the parent of a prompt's first block in
+    `child_digest`."""
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def child_digest(parent: bytes, tokens: bytes) -> bytes:
-    """Return the digest of a block's tokens after a parent's digest, 16 bytes."""
+    """Return the digest, 16 bytes, of a prefix that ends with a block: of the parent's digest and
+    `tokens`."""
     return hashlib.blake2b(parent + tokens, digest_size=16).digest()
 
 
 class Content(NamedTuple):
-    """One block of a prefix.
+    """The content of one block of a prefix, as a store of files names and checks it.
 
     Attributes:
         salt: the salt of the prefix.
@@ -42,7 +44,8 @@ class Content(NamedTuple):
 
 
 def content_of(node: PrefixNode) -> Content:
-    """Return the content of a node's block, with all tokens before it."""
+    """Return the content of a node's block, with all tokens before it. Digests are kept in the
+    nodes."""
     chain = path_to(node)
     root = digest = root_digest(node.salt)
     first = root
@@ -56,7 +59,8 @@ def content_of(node: PrefixNode) -> Content:
 
 
 def path_to(node: PrefixNode) -> list[PrefixNode]:
-    """Return the nodes on the path to one, the first block's first."""
+    """Return the nodes from that of the first block to `node`, both included; the root is left
+    out."""
     nodes: list[PrefixNode] = []
     at = node
     while at.parent is not None:

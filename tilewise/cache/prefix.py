@@ -49,23 +49,29 @@ def pack(token_ids: Sequence[int]) -> bytes:
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:
-    """Return the first block that a query at `position` may see; 0 without a window."""
+    """Return the index, in its sequence, of the first block that a query at `position` sees.
+
+    `window` counts the visible keys, the query's own included; None gives 0.
+    """
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
 class PrefixNode:
-    """The content of a block; made by PrefixCache only.
+    """The content of one block after those of its parent, in the tree of known prefixes.
+
+    PrefixCache alone makes nodes.
 
     Attributes:
         parent: the node of the block before; None for a root.
         tokens: the packed tokens of this block; empty for a root.
         salt: the salt of the root.
-        blocks: the block of each group that holds the content, -1 for none.
-        slots: the block of main memory of each group that holds it, -1 for none.
-        num_users: the number of sequences whose last known block it is.
-        is_forgotten: True if no search finds it any more, nor its descendants.
-        digest: the digest of the whole prefix, once a store has requested it; see `files`.
-        order: the keys of its children, in order.
+        blocks: the id of the block that holds the content in each group of layers, -1 for none.
+        slots: the slot in main memory that holds the content for each group of layers, -1 for none.
+        num_users: the number of sequences whose last known block this is.
+        is_forgotten: True if no search finds the node or its descendants any more.
+        digest: the digest of the prefix up to this block; empty until `contents.content_of` needs
+            it.
+        order: the packed tokens of the node's children, sorted.
     """
 
     __slots__ = (
@@ -99,7 +105,8 @@ class PrefixNode:
 
 
 class Keeper(Protocol):
-    """Main memory behind the pools, see `engine.tables.swap_space`."""
+    """The interface of the main memory that keeps content of reused blocks, see
+    `engine.tables.swap_space`."""
 
     @property
     def is_paused(self) -> bool:
@@ -107,11 +114,12 @@ class Keeper(Protocol):
         ...
 
     def keep(self, group: int, block: int, node: PrefixNode) -> None:
-        """Keep the content of a known block that is about to be reused."""
+        """Copy the content of a block, which is about to be reused, to main memory, and note the
+        slot in `node`."""
         ...
 
     def take_off(self, group: int, node: PrefixNode) -> None:
-        """Drop the copy of a node's block in a group, if there is one."""
+        """Drop the copy in main memory of a node's block in a group, if there is one."""
         ...
 
 
@@ -120,15 +128,15 @@ class PrefixCache:
     group.
 
     Args:
-        allocators: the allocators of the groups; their on_evict hooks are set here.
-        windows: the windows of the groups, None for all keys.
+        allocators: the allocator of each group of layers; their on_evict hooks are set here.
+        windows: the window of each group, in keys; None for all keys.
         block_size: the tokens of a block; only full blocks are indexed.
 
     Attributes:
         num_query_tokens: the tokens of all admitted sequences, see count().
-        num_hit_tokens: the number of them that were found here.
+        num_hit_tokens: the number of these tokens whose blocks were found here.
         is_whole: True if there is one group, and it keeps every token.
-        version: a counter that changes whenever a hit may.
+        version: a counter that changes whenever the result of a search may have changed.
         keeper: the main memory behind the pools; None without.
     """
 
@@ -162,7 +170,7 @@ class PrefixCache:
             salt: the namespace; only content registered under an equal salt is found.
             after: the node of the last block that the sequence has already, in every group as far
                 as its next query sees.
-            num_known: the number of blocks up to there; they are not in the result.
+            num_known: the number of blocks up to and with `after`; these are not in the result.
             in_slots: True if blocks in main memory count, too.
         """
         size = self.block_size
@@ -222,7 +230,10 @@ class PrefixCache:
     def depth(
         self, token_ids: Sequence[int], salt: str, after: PrefixNode | None, num_known: int
     ) -> int:
-        """Return how many first blocks of some tokens have a node, whoever holds their content.
+        """Return how many leading blocks of `token_ids` have a node, also if no block holds their
+        content.
+
+        `num_known` blocks up to `after` are counted without a search.
 
         Args:
             token_ids, salt, after, num_known: see find().
@@ -235,8 +246,9 @@ class PrefixCache:
         return depth
 
     def child(self, parent: PrefixNode | None, salt: str, tokens: Sequence[int]) -> PrefixNode:
-        """Return the node of a block after its parent, made if need be; call hold() or put()
-        afterwards.
+        """Return the node of a block after its parent, made if need be, without a block id.
+
+        The caller must call hold() or put() for it afterwards.
 
         Args:
             parent: the node of the block before; None for the first block of a prompt.
@@ -250,8 +262,8 @@ class PrefixCache:
     ) -> PrefixNode:
         """Record that blocks hold the tokens after `parent`; return the node of these tokens.
 
-        If a group has an older block of equal content, the node lists that one: the caller shares
-        it, releases its own and uses the older in its place.
+        If a group has an older block of equal content, the node keeps listing the older one: the
+        caller must share that block, release its own and use the older one in its place.
 
         Args:
             parent: the node of the block before; None for the first block of a prompt.
@@ -287,17 +299,20 @@ class PrefixCache:
     def begins_inside(
         self, node: PrefixNode, token_ids: Sequence[int]
     ) -> tuple[PrefixNode | None, int]:
-        """Return the child of a node that has most of its first tokens in common.
+        """Return the child of a node with the longest common beginning with token_ids, and its
+        length.
 
-        It must have a block in every group. Children without one may be nearer in the order of the
-        keys; a few of them are skipped, the nearest first.
+        Only children with a block in every group count. At most MOST_CHILDREN children are
+        examined, the nearest in the order of their tokens first, so that such a child may be
+        missed.
 
         Args:
             node: the node of a block; first blocks of prompts are not searched, see `PrefixCache`.
-            token_ids: at most block_size tokens that come after it.
+            token_ids: at most block_size tokens that come after the node's prefix.
 
         Returns:
-            The child, and how many tokens agree; (None, 0) if none does.
+            The child, and the number of its first tokens that agree; (None, 0) if there is no such
+            child.
         """
         wanted, order = pack(token_ids), node.order
         after = bisect_left(order, wanted)
@@ -314,18 +329,20 @@ class PrefixCache:
         return None, 0
 
     def nodes_at(self, group: int) -> Mapping[int, PrefixNode]:
-        """Return the nodes of a group by the block that holds their content."""
+        """Return the nodes with a block in a group, by the id of the block; the cache's own
+        mapping, not a copy."""
         return self._node_at[group]
 
     def root(self, salt: str) -> PrefixNode | None:
-        """Return the node before all first blocks of a salt, if there is one."""
+        """Return the root of a salt, the parent of the nodes of first blocks; None if no prefix has
+        the salt."""
         return self._roots.get(salt)
 
     def put(self, node: PrefixNode, group: int, block: int) -> int:
         """Record that a used block has a node's content; return the block that the node lists.
 
-        If there is an older block of equal content, it is returned: the caller shares it, releases
-        its own and uses the older in its place.
+        If the node lists an older block in this group, that one is returned: the caller must share
+        it, release its own and use the older one in its place.
         """
         kept = node.blocks[group]
         if kept >= 0:
@@ -341,7 +358,8 @@ class PrefixCache:
         node.num_users += 1
 
     def drop(self, node: PrefixNode | None) -> None:
-        """Undo hold()."""
+        """Undo one hold() of `node`; a node without users, children, blocks and slots leaves the
+        tree. None does nothing."""
         if node is not None:
             node.num_users -= 1
             if not (node.num_users or node.children):
@@ -353,7 +371,7 @@ class PrefixCache:
         Blocks that sequences own are forgotten, too; they stay allocated.
 
         Returns:
-            The blocks of each group.
+            For each group, the set of ids of the forgotten blocks.
         """
         forgotten: list[set[int]] = [set() for _ in self.allocators]
         root = self._roots.get(salt)
@@ -381,13 +399,14 @@ class PrefixCache:
         return forgotten
 
     def forget_block(self, group: int, block: int) -> list[int]:
-        """Make a block unfindable, because its content has not arrived.
+        """Make a block unfindable, because its content has not arrived; nothing for a block that is
+        unknown.
 
-        If every layer sees the whole prefix, its descendants cannot be found without it, so they
-        are forgotten, too. If not, they stay: a window may begin behind this block.
+        If every layer sees the whole prefix, the blocks after it cannot be found without it, so
+        they are forgotten, too. If not, they stay: a window may begin behind this block.
 
         Returns:
-            The blocks that this made unfindable.
+            The ids of the blocks that are no longer found.
         """
         first = self._node_at[group].get(block)
         if first is None:
@@ -404,17 +423,23 @@ class PrefixCache:
         return forgotten
 
     def parent_of(self, block: int) -> int:
-        """Return the first group's block before a known one; -1 if there is none."""
+        """Return the block of the first group with the content before that of `block`, a known
+        block of this group.
+
+        -1 if `block` is the first of its prompt, or the content before it has no block.
+        """
         parent = self._node_at[0][block].parent
         return -1 if parent is None else parent.blocks[0]
 
     def count(self, num_query_tokens: int, num_hit_tokens: int) -> None:
-        """Add one admitted sequence to the statistics."""
+        """Add the tokens of one admitted sequence, and those found in the cache, to the
+        statistics."""
         self.num_query_tokens += num_query_tokens
         self.num_hit_tokens += num_hit_tokens
 
     def reset(self) -> None:
-        """Forget all prefixes; the caller has made sure that no sequence owns a block."""
+        """Forget all prefixes, those in main memory included; the caller must have made sure that
+        no sequence owns a block."""
         if self.keeper is not None:
             for node in self._all():
                 for group in range(len(self.allocators)):
@@ -428,8 +453,8 @@ class PrefixCache:
         self.version += 1
 
     def holds(self, node: PrefixNode, depth: int, token_ids: Sequence[int], salt: str) -> bool:
-        """Return whether a node is that of the first `depth` blocks of these tokens, and
-        findable."""
+        """Return whether `node` stands for the first `depth` blocks of token_ids under `salt` and
+        can be found."""
         size = self.block_size
         at: PrefixNode = node
         for i in range(depth, 0, -1):
@@ -443,7 +468,7 @@ class PrefixCache:
         """Verify that nodes, blocks and sequences agree.
 
         Args:
-            users: the nodes of all sequences that have one.
+            users: the nodes that sequences hold, one entry for each hold().
 
         Raises:
             AssertionError: an invariant is broken, and the message names it.
@@ -515,7 +540,8 @@ class PrefixCache:
         self.version += 1
 
     def prune(self, node: PrefixNode) -> None:
-        """Drop a node without child, block, slot and sequence, and its ancestors that become so."""
+        """Remove a node without child, block, slot and sequence from the tree, and then its
+        ancestors that have none of these either. Any other node stays."""
         nowhere = self._nowhere
         while not (node.children or node.num_users) and node.blocks == node.slots == nowhere:
             self.version += 1
@@ -530,13 +556,13 @@ class PrefixCache:
 
 
 def _take_out(node: PrefixNode, parent: PrefixNode) -> None:
-    """Remove a node from its parent's children."""
+    """Remove `node` from the children of `parent` and from their sorted order."""
     del parent.children[node.tokens]
     del parent.order[bisect_left(parent.order, node.tokens)]
 
 
 def _count_common(tokens: bytes, wanted: bytes) -> int:
-    """Return how many first tokens two packed runs have in common."""
+    """Return the number of leading tokens, 4 bytes each, that two packed runs have in common."""
     count = 0
     while count < len(wanted) and tokens[count : count + 4] == wanted[count : count + 4]:
         count += 4

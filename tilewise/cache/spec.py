@@ -43,7 +43,8 @@ StateTensor = tuple[tuple[int, ...], torch.dtype]
 
 
 def kv_layer(tensors: Sequence[Tensor]) -> KVLayer:
-    """Return two or four tensors as a KVLayer."""
+    """Return the tuple (k_cache, v_cache), or with scales (k_cache, v_cache, k_scale, v_scale), of
+    two or four tensors in this order."""
     if len(tensors) == 2:
         return (tensors[0], tensors[1])
     k_cache, v_cache, k_scale, v_scale = tensors
@@ -65,20 +66,20 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 class _Row:
-    """The common parts of a token's keys and values, and of a latent with its key."""
+    """The base of `KVSpec` and `LatentSpec`: what one token stores in one layer."""
 
     __slots__ = ()
     dtype: torch.dtype
 
     @property
     def is_quantised(self) -> bool:
-        """Whether rows have scales."""
+        """Whether a cache of this dtype has float32 scales: with int8, float8_e4m3fn or 4 bits."""
         return self.dtype in (*QUANTISED_DTYPES, FOUR_BITS)
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of two scales, for a head's key and value or for a latent and its key; 0 without
-        scales."""
+        """The bytes of a token's two scales, for the key and value of one head or for a latent and
+        its rotated key; 0 without scales."""
         return 2 * torch.float32.itemsize if self.is_quantised else 0
 
 
@@ -94,7 +95,7 @@ class KVSpec(_Row):
 
     Raises:
         ValueError: a size is below 1, or a head dim is odd in 4 bits.
-        TypeError: dtype is another one.
+        TypeError: dtype is none of these.
     """
 
     num_kv_heads: int
@@ -116,7 +117,8 @@ class KVSpec(_Row):
 
     @property
     def channels_per_element(self) -> int:
-        """Channels that one element of the tensors holds."""
+        """The number of channels that one element of the cache tensors holds: 2 with 4 bits, else
+        1."""
         return 2 if self.dtype == FOUR_BITS else 1
 
     @property
@@ -139,7 +141,7 @@ class LatentSpec(_Row):
 
     Raises:
         ValueError: a size is below 1.
-        TypeError: dtype is another one.
+        TypeError: dtype is none of these.
     """
 
     kv_rank: int
@@ -171,7 +173,8 @@ class StateSlots(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state of a sequence in one layer: of a recurrence, of a convolution before it, or of one.
+    """The sizes of the state that one layer keeps of a sequence: of a recurrence, a convolution, or
+    both.
 
     Attributes:
         conv_channels, conv_width: C and W of the convolution; a width of 1 is no convolution.
@@ -184,8 +187,9 @@ class StateSpec:
         is_delta: True where the delta rule corrects what the state holds, False for Mamba-2.
 
     Raises:
-        ValueError: the layer has neither of the two, or a size of one that it has is below 1.
-        TypeError: dtype is another one: quantised states are not built.
+        ValueError: the layer has neither a recurrence nor a convolution, or a size of the one it
+            has is below 1.
+        TypeError: dtype is none of these.
     """
 
     conv_channels: int = 0
@@ -217,12 +221,14 @@ class StateSpec:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """The dtype of the state itself."""
+        """The dtype of the recurrent state: float32, or float64 for float64 tokens."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def recurrence(self, *, keeps_tokens: bool) -> list[StateTensor]:
-        """Return the shapes and dtypes of the tensors of a slot of `RecurrentStates`, in their
+        """Return the shape and dtype of each tensor of `RecurrentStates`, for one slot, in their
         order.
+
+        Without a recurrence the list is empty.
 
         Args:
             keeps_tokens: True if a slot keeps the values of the tokens of its open chunk, as on a
@@ -249,7 +255,11 @@ class StateSpec:
 
     @property
     def convolution(self) -> list[StateTensor]:
-        """The tensor of a slot for the convolution: its taps, and the open chunk before them."""
+        """The shape and dtype of a slot's tensor for the convolution, as a list of one; empty
+        without one.
+
+        The tensor holds the convolution's inputs of the last STATE_CHUNK + W - 1 tokens.
+        """
         if self.conv_width == 1:
             return []
         return [((STATE_CHUNK + self.conv_width - 1, self.conv_channels), self.dtype)]
@@ -269,7 +279,8 @@ class StateSpec:
         return found
 
     def slot_bytes(self, *, keeps_tokens: bool) -> int:
-        """Bytes of a running sequence in one layer."""
+        """Return the bytes of the slot of a running sequence in one layer; `keeps_tokens` as in
+        `recurrence`."""
         tensors = [*self.recurrence(keeps_tokens=keeps_tokens), *self.convolution]
         return sum(prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
@@ -313,12 +324,13 @@ class CacheSpec:
         block_size: P, the tokens of a cache block.
         kv: the specification of one token in one layer; of the first group if there are several.
         groups: the groups of layers. If not given, all layers are one group without a window.
-        sources: the layer whose keys and values each layer reads, itself or one before it; empty
-            if each has its own. Groups hold the layers that have.
+        sources: the layer whose keys and values each layer reads, itself or one before it; empty if
+            each has its own. Groups contain only the layers with keys and values of their own.
         states: the layers of the model that keep a state of each sequence, and what they keep.
 
     Raises:
-        ValueError: a size is below 1, or a layer is in no group or in two.
+        ValueError: a size is below 1, a layer is in no group or in two, or sources name a layer
+            without keys of its own.
     """
 
     num_layers: int
@@ -351,7 +363,8 @@ class CacheSpec:
     def of_windows(
         cls, block_size: int, kind: KVSpec | LatentSpec, windows: Sequence[int | None]
     ) -> CacheSpec:
-        """Group the layers of a model by their windows, those without one first.
+        """Return the spec of a model whose layers are grouped by their windows, those without a
+        window first.
 
         Args:
             block_size: the tokens of a cache block.
@@ -369,7 +382,11 @@ class CacheSpec:
         sources: tuple[int, ...] = (),
         states: tuple[tuple[int, StateSpec], ...] = (),
     ) -> CacheSpec:
-        """Group the layers of a model by their windows, those without one first, and their kinds.
+        """Return the spec of a model whose layers are grouped by window and kind: without a window
+        first, then the largest windows.
+
+        Layers that read another layer's keys are in no group. A model of states alone gets one
+        group without layers.
 
         Args:
             block_size: tokens per cache block.
@@ -391,12 +408,13 @@ class CacheSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all layers are one group that keeps every token, and none has a state."""
+        """Whether all layers are one group without a window, and no layer has a state."""
         return self.windows == (None,) and not self.states
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """The number of each layer's group; empty if there is one group."""
+        """The number of the group of each layer, or of the layer whose keys it reads; empty if
+        there is one group."""
         if len(self.groups) == 1:
             return ()
         numbers = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
@@ -409,12 +427,13 @@ class CacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers, as long as it is in every window."""
+        """The bytes of one token in the layers of all groups, as long as the token is in every
+        window."""
         return sum(group.bytes_per_token for group in self.groups)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of as many blocks as there are groups, one of each, in all their layers."""
+        """The bytes of one block of every group together, each in all layers of its group."""
         return self.block_size * self.bytes_per_token
 
     def group_block_bytes(self, group: int) -> int:
@@ -429,7 +448,8 @@ class CacheSpec:
         )
 
     def part(self, group: int) -> CacheSpec:
-        """Return the specification of one group's layers alone, numbered from 0."""
+        """Return the spec of a cache with only the layers of one group, numbered from 0, without
+        states."""
         own = self.groups[group]
         whole = replace(own, layers=tuple(range(len(own.layers))))
         return CacheSpec(len(own.layers), self.block_size, own.kind, (whole,))
@@ -455,9 +475,9 @@ class CacheSpec:
         return self.kv
 
     def tensors(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the tensors of one layer of the first group.
+        """Return the shapes and dtypes of the tensors of one layer of the first group.
 
-        They are k_cache and v_cache, with k_scale and v_scale in one of 8 or 4 bits; for latents
+        They are k_cache and v_cache, and in a cache of 8 or 4 bits k_scale and v_scale; for latents
         latent_cache (num_blocks, P, R + Dr), with latent_scale (num_blocks, P, 2) in an 8-bit
         cache.
         """

@@ -25,14 +25,17 @@ _ALIGNMENT = 16  # bytes, at which each part of a checkpoint begins
 
 
 class _Stack(NamedTuple):
-    """The layers of one spec.
+    """The layers with states of one spec, whose tensors lie in one.
 
     Attributes:
         layers: the numbers of the layers in the model.
-        spec: the sizes of what each of the layers keeps.
-        recurrence: the tensors of their slots, (layers, slots, ...).
-        convolution: the tensor of their convolution; None without one.
-        parts: views (checkpoints, layers, ...) of what checkpoints hold of these layers.
+        spec: the sizes of the state that each of the layers keeps.
+        recurrence: the tensors of the recurrence's slots, (layers, slots, ...); empty without a
+            recurrence.
+        convolution: the tensor of the convolution's slots, (layers, slots, ...); None without a
+            convolution.
+        parts: views (checkpoints, layers, ...) of the parts of all checkpoints that belong to these
+            layers.
     """
 
     spec: StateSpec
@@ -46,15 +49,15 @@ class StateStorage:
     """Slots and checkpoints of all layers with a state; not initialised.
 
     Args:
-        specs: the layers of the model that have a state, and what each keeps.
-        num_slots: sequences that run at once.
-        num_checkpoints: checkpoints that are kept; may be 0.
-        device: the device of both.
+        specs: the layers of the model that have a state, by number, and the spec of each.
+        num_slots: the number of sequences that run at once.
+        num_checkpoints: the number of checkpoints that are kept; may be 0.
+        device: the device of slots and checkpoints.
 
     Attributes:
         layers: the slots of each such layer, by its number in the model.
-        checkpoints: (num_checkpoints, bytes) uint8, a row for each: what moves to main memory and
-            to files.
+        checkpoints: (num_checkpoints, bytes) uint8, one row for each checkpoint; rows are copied to
+            main memory and to files.
 
     Raises:
         ValueError: num_slots is below 1, or num_checkpoints below 0.
@@ -108,7 +111,8 @@ class StateStorage:
         return found
 
     def free(self) -> None:
-        """Give the memory of slots and checkpoints back: none may be read afterwards."""
+        """Give the memory of all slots and checkpoints back; no tensor of them may be read
+        afterwards."""
         tensors = [self.checkpoints]
         for stack in self._stacks:
             tensors += stack.recurrence
@@ -125,7 +129,7 @@ class StateStorage:
         return sum(t.numel() * t.element_size() for t in (*tensors, self.checkpoints))
 
     def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slots, (source, target): no target is a source."""
+        """Copy slots in all layers, for each pair (source, target); no target may be a source."""
         if not pairs:
             return
         sources, targets = self._indices(pairs)
@@ -135,10 +139,11 @@ class StateStorage:
                     tensor[:, targets] = tensor[:, sources]
 
     def restore(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """Fill slots from checkpoints, (checkpoint, slot, position), as they were at a position.
+        """Fill slots from checkpoints, so that sequences continue behind `position` tokens.
 
         Args:
-            places: a position is a number of tokens, a multiple of STATE_CHUNK.
+            places: (checkpoint, slot, position) for each; the position is the number of tokens at
+                which the checkpoint was made, a multiple of STATE_CHUNK.
         """
         if not places:
             return
@@ -152,8 +157,8 @@ class StateStorage:
                 stack.convolution[:, targets.unsqueeze(1), rows] = parts[0][sources].transpose(0, 1)
 
     def save(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """Make checkpoints, (slot, checkpoint, position), of sequences whose open chunk begins at
-        the position."""
+        """Copy slots to checkpoints, for each (slot, checkpoint, position); the position must be
+        that at which the open chunk of the slot's sequence begins."""
         if not places:
             return
         sources, targets, positions = self._indices(places)
@@ -167,13 +172,15 @@ class StateStorage:
                 parts[0][targets] = found.transpose(0, 1)
 
     def _rows(self, stack: _Stack, positions: Tensor) -> Tensor:
-        """Return where the W - 1 tokens before positions (n,) lie in a slot, (n, W - 1)."""
+        """Return the rows in a slot's convolution tensor of the W - 1 tokens before positions (n,):
+        (n, W - 1)."""
         assert stack.convolution is not None
         back = torch.arange(1 - stack.spec.conv_width, 0, device=positions.device)
         return (positions.unsqueeze(1) + back) % stack.convolution.shape[2]
 
     def _indices(self, places: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        """Return columns of places as int64 tensors on the device, sent in one copy."""
+        """Return the columns of a list of n tuples as int64 tensors (n,) on the device, sent in one
+        copy."""
         found = torch.tensor(places, dtype=torch.int64)
         if self.device.type == "cuda":
             found = found.pin_memory().to(self.device, non_blocking=True)
@@ -181,7 +188,8 @@ class StateStorage:
 
 
 def checkpoint_bytes(specs: Sequence[tuple[int, StateSpec]]) -> int:
-    """Return the bytes of one checkpoint of all these layers."""
+    """Return the bytes of one checkpoint of all layers in `specs`, with parts aligned to 16
+    bytes."""
     total = 0
     for spec in dict.fromkeys(spec for _, spec in specs):
         count = sum(own == spec for _, own in specs)

@@ -47,18 +47,19 @@ class KVStorage:
         num_blocks: the blocks per layer, at least 1: one number for every group, or one each.
         device: the device of the tensors.
         pinned: True for page-locked main memory, which a GPU reads and writes asynchronously.
-        num_slots: the sequences that run at once, where layers have states.
-        num_checkpoints: the checkpoints of states that are kept.
+        num_slots: the number of sequences that run at once; used only if layers have states.
+        num_checkpoints: the number of checkpoints of states that are kept.
 
     Attributes:
         device: the device of the tensors.
         states: the slots and checkpoints of the layers with states; None without such layers.
-        layers: the tensors of each layer of the model: k_cache (N, P, Hk, D) and v_cache (N, P,
-            Hk, Dv); with an 8-bit dtype also k_scale and v_scale (N, P, Hk) float32. For a layer
-            of latents its latent_cache (N, P, R + Dr), with an 8-bit dtype the pair of it and
+        layers: the tensors of each layer of the model: k_cache (N, P, Hk, D) and v_cache (N, P, Hk,
+            Dv); with an 8-bit dtype also k_scale and v_scale (N, P, Hk) float32. For a layer of
+            latents its latent_cache (N, P, R + Dr), with an 8-bit dtype the pair of it and
             latent_scale (N, P, 2) float32.
         num_blocks: the blocks per layer of the first group.
-        parts: the cache of each group as that of a model of its own; itself if there is one group.
+        parts: the storage of each group, as that of a model of its own; [self] if there is one
+            group.
         whole: the tensors of all layers of the first group together, N being its layers times
             num_blocks.
 
@@ -125,11 +126,11 @@ class KVStorage:
         return tuple(part.num_blocks for part in self.parts)
 
     def in_all_layers(self, block_pairs: Tensor, target: KVStorage | None = None) -> Tensor:
-        """Return the pairs (source, target) of blocks of `whole` in all layers, from those of one
-        layer.
+        """Return pairs (source, target) of block ids in `whole`, which copy the given blocks in all
+        layers.
 
         Args:
-            block_pairs: int64 (n, 2), the pairs in one layer.
+            block_pairs: int64 (n, 2), the pairs of block ids in one layer of the first group.
             target: the storage of the target blocks, with as many layers; None for this one.
 
         Returns:
@@ -141,7 +142,8 @@ class KVStorage:
         return (block_pairs + firsts.unsqueeze(1)).flatten(0, 1)
 
     def free(self) -> None:
-        """Give the memory of all tensors back, whoever still refers to them: none may be read."""
+        """Give the memory of all tensors, states included, back; no reference to them may be read
+        afterwards."""
         if self.states is not None:
             self.states.free()
         for part in self.parts:
@@ -150,7 +152,8 @@ class KVStorage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers together, states included."""
+        """The bytes of the blocks of all layers together, and of slots and checkpoints of
+        states."""
         sizes = map(self.spec.group_block_bytes, range(len(self.parts)))
         blocks = sum(size * count for size, count in zip(sizes, self.counts, strict=True))
         return blocks + (0 if self.states is None else self.states.num_bytes)

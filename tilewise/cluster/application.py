@@ -42,7 +42,7 @@ NOT_MEANT = 421  # HTTP's "misdirected request": a replica got a request for ano
 
 
 class Replica:
-    """A server without sockets: an engine and the routes, which are called with requests.
+    """One replica, an actor of Ray Serve: an engine and the server's routes, without sockets.
 
     Args:
         model: the model, see LLM.
@@ -60,7 +60,12 @@ class Replica:
     async def call(
         self, method: str, path: str, query: bytes, headers: Any, body: bytes, *, target: str
     ) -> AsyncGenerator[Any, None]:
-        """Serve one request: yield its status and headers, then the parts of its body."""
+        """Serve one HTTP request: yield (status, headers), then the parts of the answer's body as
+        bytes.
+
+        `target` is the replica for which the request is meant; another one yields only status 421.
+        If the caller closes the generator, the request is cancelled.
+        """
         if target != self.name:
             yield (NOT_MEANT, [])
             return
@@ -114,18 +119,21 @@ class Replica:
                     await asyncio.wait_for(task, 5.0)
 
     async def check_health(self) -> None:
-        """Raise an error if the engine has stopped working: Ray then starts another replica."""
+        """Raise RuntimeError if the engine has stopped working; Ray, which calls this, then starts
+        another replica."""
         trouble = self.service.bridge.trouble()
         if trouble is not None:
             raise RuntimeError(trouble)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the number of tokens that the cache holds, which the gateway needs."""
+        """Return {"capacity": the number of tokens for which the cache has room}, for the gateway's
+        router."""
         limits = self.service.bridge.llm.limits
         return {"capacity": int(limits.num_blocks * limits.block_size)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load, see `cluster.autoscale`."""
+        """Return {"load": the replica's load}, as `cluster.autoscale.load_of` computes it, for the
+        autoscaler."""
         from tilewise.cluster.autoscale import load_of
 
         stats = self.service.bridge.llm.stats().scheduler
@@ -142,18 +150,24 @@ class Replica:
 
 
 class _Replicas:
-    """The backend that reaches replicas by a handle of Ray Serve."""
+    """The gateway's `Backend` that reaches replicas by a handle of Ray Serve."""
 
     def __init__(self, handle: Any) -> None:
         # This also begins to ask Ray for the replicas.
         self._handle = handle.options(stream=True, method_name="call")
 
     def replicas(self) -> dict[str, int]:
-        """Return the replicas to which Ray sends requests."""
+        """Return the names of the replicas to which Ray sends requests, with the tokens that each
+        caches."""
         return DIRECTORY.replicas(REPLICA)
 
     async def open(self, name: str, call: Call) -> AsyncGenerator[Start | bytes, None]:
-        """Send a request to a replica."""
+        """Send a request to replica `name`; yield the start of the answer, then its parts.
+
+        Raises ReplicaLostError if the replica is gone or takes no requests any more; one that Ray
+        reports dead is removed from the directory. If the caller stops early, the request is
+        cancelled.
+        """
         answer = self._handle.remote(
             call.method, call.path, call.query, list(call.headers), call.body, target=name
         )
@@ -179,19 +193,19 @@ class _Replicas:
 
 
 class _Relay(Response):
-    """A response that the gateway writes itself."""
+    """A Starlette response that lets the gateway read the request and write the answer itself."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
         self._gateway = gateway
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Write the response."""
+        """Serve the request by the gateway, as an ASGI application."""
         await self._gateway(scope, receive, send)
 
 
 class Front:
-    """The gateway as a deployment.
+    """The gateway as a deployment of Ray Serve.
 
     Args:
         replicas: the handle of the replicas.
@@ -203,7 +217,8 @@ class Front:
         self.gateway = Gateway(_Replicas(replicas), ROUTERS[routing](), max_body_bytes)
 
     async def __call__(self, request: Request) -> Response:
-        """Serve one request."""
+        """Return the response for one request, which forwards it to a replica when Starlette sends
+        it."""
         return _Relay(self.gateway)
 
 
@@ -232,9 +247,10 @@ def serve_app(
         routing: the routing, "prefix" (where the beginning is cached, weighed against load) or
             "round-robin".
         num_cpus: the cores that each replica reserves.
-        num_gpus: the GPUs of each; None for tensor_parallel_size on a cuda device, otherwise none.
-        upscale_delay_s, downscale_delay_s: the seconds that more or fewer replicas must be wanted
-            before the number is changed.
+        num_gpus: the GPUs that each replica reserves; None for tensor_parallel_size on a cuda
+            device, otherwise none.
+        upscale_delay_s, downscale_delay_s: the seconds for which more, or fewer, replicas must be
+            wanted before the number is changed.
         options: options of `tilewise serve` by name, without those of its sockets. Without keys
             clients must use an address or localhost, unless allow_open is set.
 

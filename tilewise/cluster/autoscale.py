@@ -36,7 +36,10 @@ def wanted_replicas(loads: Iterable[float]) -> int:
 
 
 def policy(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the number of replicas for Ray Serve; its settings contain the bounds and delays.
+    """Return the number of replicas for Ray Serve, within its bounds, and an empty dict, its
+    policy's state.
+
+    Replicas that have not reported a load yet count with the target load.
 
     Args:
         context: Ray Serve's AutoscalingContext; a metric "load" of each replica is read.

@@ -42,7 +42,7 @@ _RAY = {
 
 
 def deploy(model: str, given: Mapping[str, Any]) -> int:
-    """Serve a model by several replicas until told to stop.
+    """Run `tilewise deploy`: serve a model by several replicas until told to stop.
 
     Without `address` a Ray cluster on this machine is started, and stopped at the end. With one,
     the application is deployed there and stays; if it runs there already, its replicas are replaced
@@ -54,7 +54,7 @@ def deploy(model: str, given: Mapping[str, Any]) -> int:
             those of `tilewise serve`.
 
     Returns:
-        The exit code.
+        The exit code: 0, or 1 if the application ended by itself.
 
     Raises:
         ValueError: an option is wrong, the port is in use, or the cluster lacks resources.
@@ -110,15 +110,16 @@ def deploy(model: str, given: Mapping[str, Any]) -> int:
 
 
 def _cores(own: Mapping[str, Any]) -> float:
-    """Return the number of cores to declare for a cluster of one machine: at least all replicas'
-    cores."""
+    """Return the number of cores to declare for a cluster of one machine: those it has, or more if
+    all replicas reserve more."""
     most = own.get("max_replicas") or own.get("replicas") or 1
     # Replicas reserve cores so that Ray spreads them over machines; one machine leaves no choice.
     return float(max(os.cpu_count() or 1, 1 + most * own.get("num_cpus", 1.0)))
 
 
 def _check_resources(own: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse resources that the cluster lacks, for which Ray would wait.
+    """Check that the cluster has the GPUs and cores of all replicas, for which Ray would otherwise
+    wait.
 
     Raises:
         ValueError: replicas need more GPUs or cores than there are.
@@ -138,7 +139,8 @@ def _check_resources(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Non
 
 
 def _wait() -> int:
-    """Wait for SIGTERM or SIGINT, or for the application to fail; return the exit code."""
+    """Wait for SIGTERM or SIGINT and return 0, or for the application to fail or end and return
+    1."""
     told = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: told.set())

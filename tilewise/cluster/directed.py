@@ -13,7 +13,10 @@ __all__ = ["DirectedRouter"]
 
 
 class DirectedRouter(RequestRouter):  # type: ignore[misc]
-    """Offer only the replica that a call names as `target`; if that is gone, the call fails.
+    """Ray Serve's request router that offers only the replica which a call names as `target`.
+
+    If that replica is gone, another one gets the call and answers 421, so that the gateway chooses
+    again.
 
     A replica is asked for the length of its queue before it gets a request. A replica that is busy
     with a step on a loaded machine may take a while to answer, and is waited for.
@@ -23,7 +26,8 @@ class DirectedRouter(RequestRouter):  # type: ignore[misc]
     max_queue_len_response_deadline_s = 20.0
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Record the replicas that accept requests."""
+        """Publish the replicas that accept requests, with the tokens that each caches, in
+        DIRECTORY; Ray calls it."""
         from tilewise.cluster.directory import DIRECTORY
 
         super().update_replicas(replicas)
@@ -36,7 +40,7 @@ class DirectedRouter(RequestRouter):  # type: ignore[misc]
         )
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """Record that a replica is gone."""
+        """Remove a replica that is gone from DIRECTORY; Ray calls it."""
         from tilewise.cluster.directory import DIRECTORY
 
         super().on_replica_actor_died(replica_id)
@@ -45,7 +49,8 @@ class DirectedRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """Return the replica that the gateway has chosen."""
+        """Return the replica that the request names as `target`, as one rank of candidates; all of
+        them if it is gone."""
         if pending_request is not None:
             # otherwise Ray retries without a pause
             pending_request.routing_context.should_backoff = True

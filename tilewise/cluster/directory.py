@@ -12,14 +12,15 @@ __all__ = ["DIRECTORY", "Directory"]
 
 
 class Directory:
-    """The replicas of deployments by name, with the tokens that each caches; 0 if not known yet."""
+    """A thread-safe table of the replicas of each deployment: name -> tokens that the replica
+    caches, 0 if not known yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, dict[str, int]] = {}
 
     def publish(self, deployment: str, replicas: Mapping[str, int]) -> None:
-        """Set the replicas of a deployment that accept requests from now on."""
+        """Replace the replicas of a deployment by these, which accept requests from now on."""
         with self._lock:
             self._known[deployment] = dict(replicas)
 

@@ -50,7 +50,7 @@ _TEXT = re.compile(rb'"(?:text|content|reasoning_content|arguments)":\s*"((?:[^"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request, as it is sent to a replica."""
+    """An HTTP request, read whole, as it is sent to a replica."""
 
     method: str
     path: str
@@ -71,11 +71,12 @@ class Backend(Protocol):
     """The interface by which the gateway reaches replicas."""
 
     def replicas(self) -> Mapping[str, int]:
-        """Return the replicas that accept requests, and the tokens that each caches (0: not
-        known)."""
+        """Return the names of the replicas that accept requests, each with the tokens that it
+        caches (0: not known)."""
 
     def open(self, name: str, call: Call) -> AsyncGenerator[Start | bytes, None]:
-        """Send a request and yield the answer's start, then its parts.
+        """Send a request to replica `name`; yield the answer's status and headers, then the parts
+        of its body.
 
         Raises:
             ReplicaLostError: the replica is gone, or went away meanwhile.
@@ -83,12 +84,13 @@ class Backend(Protocol):
 
 
 class Gateway:
-    """Forward requests to replicas; see the module.
+    """An ASGI application that forwards requests to replicas, and their answers back; see the
+    module.
 
     Args:
         backend: the access to replicas.
         router: the router that chooses among them.
-        max_body_bytes: the largest body of a request; 413 above.
+        max_body_bytes: the largest body of a request; a larger one gets 413.
     """
 
     def __init__(self, backend: Backend, router: Router, max_body_bytes: int = 32 << 20) -> None:
@@ -99,7 +101,8 @@ class Gateway:
         self._joined: dict[str, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one HTTP request: read its body, and write the answer of a replica, or an error;
+        others are ignored."""
         if scope["type"] != "http":
             return
         taken = [0]
@@ -118,7 +121,11 @@ class Gateway:
             self._bodies.give_back(_ALL, taken[0])
 
     async def _body(self, receive: Receive, taken: list[int]) -> bytes | None:
-        """Return a body, None if its client has left; the reserved bytes are added to `taken`."""
+        """Read and return a request's body; None if the client has left.
+
+        taken[0] is set to the bytes reserved for it, which the caller gives back. Raises ApiError
+        for a body that is too large, or if the bodies in memory are.
+        """
         body = bytearray()
         while True:
             message = await receive()
@@ -168,7 +175,7 @@ class Gateway:
             forward.cancel()
 
     def _names(self) -> tuple[str, ...]:
-        """Tell the router about new and lost replicas, and return the current ones."""
+        """Tell the router about new and lost replicas, and return the names of the current ones."""
         known = self.backend.replicas()
         for name, capacity in known.items():
             if self._joined.get(name) != capacity:
@@ -225,10 +232,11 @@ class Gateway:
     async def _one(
         self, name: str, call: Call, answer: _Answer, ticket: object, is_last: bool
     ) -> bool:
-        """Pass a request to one replica and its answer to the client.
+        """Pass a request to replica `name`, and the answer to the client, part by part.
 
         Returns:
-            False if the replica refused before any work was done, so that another one shall answer.
+            True if the answer is complete; False if the replica refused with 503 before any work
+            was done and another shall answer, which is not so for the last attempt.
         """
         async with aclosing(self.backend.open(name, call)) as parts:
             start = None
@@ -251,7 +259,11 @@ class Gateway:
             return True
 
     async def _choose(self, asked: Asked, tried: list[str], asked_for: str | None) -> str | None:
-        """Return a replica that was not tried; wait for one if there is none at all."""
+        """Return the replica that the router chooses among those not tried; None if there is none.
+
+        With `asked_for` only that replica counts. Without, the call waits up to `wait_s` for a
+        replica.
+        """
         for _ in range(max(1, round(self.wait_s / LOOK_S))):
             names = [n for n in self._names() if n not in tried]
             if asked_for is not None:
@@ -263,7 +275,11 @@ class Gateway:
         return None
 
     async def _ask_all(self, call: Call, send: Send) -> None:
-        """Send a request to every replica and return all answers, with the worst status."""
+        """Send a request to every replica, and write all answers by replica's name in one, with the
+        largest status.
+
+        Answers of /metrics are merged into one text; without replicas the status is 503.
+        """
         names = self._names()
         # One after the other: Ray Serve would merge two simultaneous calls of one request.
         told = [await self._ask(name, call) for name in names]
@@ -290,7 +306,7 @@ class Gateway:
 
 
 class _Answer:
-    """The part of an answer that the client has received."""
+    """The answer to one client as far as it was written: passes parts on, and counts tokens."""
 
     def __init__(self, call: Call, send: Send) -> None:
         self._call, self._send = call, send
@@ -301,7 +317,8 @@ class _Answer:
 
     @property
     def output_tokens(self) -> int | None:
-        """The number of the answer's tokens, as reported or estimated; None if unknown."""
+        """The number of the answer's tokens: as its usage reports, or estimated from a stream's
+        text; None if unknown."""
         if self._told is not None:
             return self._told
         return -(-self._text_bytes // BYTES_A_TOKEN) or None
@@ -327,7 +344,8 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def cut(self, name: str) -> None:
-        """End a stream whose replica is lost; other answers end short of their length."""
+        """End an answer whose replica is lost: a stream with an error event; for any other raise
+        ReplicaLostError, which leaves the answer short of its length."""
         if self._is_stream:
             error = ApiError(
                 502,
@@ -348,7 +366,7 @@ class _Answer:
 
 
 def _last_event(path: str, error: ApiError) -> bytes:
-    """Return an error as an event in the format of a route."""
+    """Return an error as a server-sent event, in the format of the route `path`."""
     if path == "/v1/messages":
         told = {"type": "error", "error": {"type": "api_error", "message": error.message}}
         return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
@@ -383,7 +401,8 @@ def _json(body: bytes) -> Any:
 
 
 def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
-    """Merge the Prometheus texts of several replicas, by metric family.
+    """Return the Prometheus texts of several replicas, given by name, as one text, by metric
+    family.
 
     Every sample gets a label `replica` with its replica's name; equal comments are kept once.
     """

@@ -79,7 +79,8 @@ def asked_of(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
 
 
 def _starts(tokens: int) -> range:
-    """Return the token index at which each whole piece begins."""
+    """Return the token indices at which the whole pieces of a prompt begin, at most MOST_PIECES of
+    them."""
     return range(0, min(tokens - PIECE_TOKENS + 1, MOST_PIECES * PIECE_TOKENS), PIECE_TOKENS)
 
 

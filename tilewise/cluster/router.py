@@ -34,11 +34,12 @@ class Asked:
     """The properties of a request that decide its route.
 
     Attributes:
-        pieces: the hashes of the runs of the prompt, each covering all before it: equal pieces mean
-            equal beginnings.
+        pieces: the hashes of consecutive pieces of the prompt, each of which covers all text before
+            it, too: an equal hash means an equal beginning.
         piece_tokens: the approximate tokens of a piece.
         prompt_tokens: the approximate tokens of the whole prompt.
-        output_tokens: the largest number of tokens of the answer; None if the request does not say.
+        output_tokens: the largest number of tokens of the answer, all samples together; None if the
+            request does not say.
     """
 
     pieces: tuple[int, ...] = ()
@@ -58,19 +59,23 @@ class Router(Protocol):
         """Add a replica that caches `capacity` tokens, or update that number."""
 
     def leave(self, name: str) -> None:
-        """Remove a replica."""
+        """Remove a replica; an unknown name is ignored."""
 
     def choose(self, asked: Asked, among: Collection[str] | None = None) -> str | None:
-        """Return a replica, from `among` if given; None if there is none."""
+        """Return the name of the replica for a request, one of `among` if given; None if there is
+        none.
+
+        Nothing is recorded: the caller reports the request by `sent`.
+        """
 
     def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
         """Record that a request was sent to a replica."""
 
     def answers(self, ticket: Hashable) -> None:
-        """Record a request's first token."""
+        """Record that the first part of a request's answer has come."""
 
     def ended(self, ticket: Hashable, output_tokens: int | None = None) -> None:
-        """Record the end of a request, with its number of tokens if that is known."""
+        """Record the end of a request, with the number of tokens of its answer if that is known."""
 
 
 @dataclass(slots=True)
@@ -92,7 +97,8 @@ class _Sent:
 
 
 class PrefixRouter:
-    """Choose the replica with the least work, including what it must compute of the prompt.
+    """The router that chooses the replica with the least work, including the tokens of the prompt
+    that the replica has not cached.
 
     Args:
         output_weight: the cost of a token of an answer relative to one of a prompt.
@@ -117,7 +123,7 @@ class PrefixRouter:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The replicas, in the order in which they joined."""
+        """The names of the replicas, in the order in which they joined."""
         return tuple(self._replicas)
 
     def join(self, name: str, capacity: int = CAPACITY) -> None:
@@ -138,7 +144,7 @@ class PrefixRouter:
         self._next += 1
 
     def leave(self, name: str) -> None:
-        """Remove a replica, its cached pieces and its work."""
+        """Remove a replica, its cached pieces and its requests; an unknown name is ignored."""
         gone = self._replicas.pop(name, None)
         if gone is None:
             return
@@ -149,11 +155,17 @@ class PrefixRouter:
             del self._sent[ticket]
 
     def work(self, name: str) -> float:
-        """Return the unfinished work of a replica, in tokens of prompts."""
+        """Return the unfinished work of a replica, in tokens of prompts; KeyError for an unknown
+        name."""
         return self._replicas[name].work
 
     def choose(self, asked: Asked, among: Collection[str] | None = None) -> str | None:
-        """Return the cheapest replica; of equal ones the one that caches least, then the oldest."""
+        """Return the replica, of `among` if given, with the least unfinished work plus uncached
+        tokens of this prompt.
+
+        Of equal ones it is the one that caches the fewest tokens, then the one that joined first;
+        None if there is none.
+        """
         found = self._kept(asked)
         best: tuple[float, int, int] | None = None
         chosen = None
@@ -167,14 +179,14 @@ class PrefixRouter:
         return chosen
 
     def kept(self, asked: Asked, name: str) -> int:
-        """Return how many tokens of a prompt a replica caches."""
+        """Return how many leading tokens of a prompt a replica is assumed to cache."""
         return self._kept(asked).get(name, 0)
 
     def _kept(self, asked: Asked) -> dict[str, int]:
-        """Return the number of a prompt's first tokens that each replica caches, by the replica's
+        """Return the number of a prompt's leading tokens that each replica caches, by the replica's
         name.
 
-        Replicas that cache none of them are left out.
+        Replicas that cache none are left out.
         """
         found: dict[str, int] = {}
         among, length = -1, 0
@@ -191,7 +203,8 @@ class PrefixRouter:
         return found
 
     def _kept_by(self, bits: int, length: int, asked: Asked) -> dict[str, int]:
-        """Return the number of tokens of a prompt for each replica of a set of bits."""
+        """Return `length`, at most the prompt's tokens, for each replica of the bit set `bits`, by
+        name."""
         found: dict[str, int] = {}
         while bits:
             lowest = bits & -bits
@@ -200,7 +213,10 @@ class PrefixRouter:
         return found
 
     def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
-        """Record that a request was sent to a replica, which caches its prompt from now on.
+        """Record that a request was sent to a replica, which from now on has its work and caches
+        its prompt.
+
+        The pieces that the replica used least recently are dropped beyond its capacity.
 
         Raises:
             ValueError: there is no such replica, or the ticket is another request's.
@@ -232,14 +248,18 @@ class PrefixRouter:
         self._evict(replica)
 
     def answers(self, ticket: Hashable) -> None:
-        """Record a request's first token: its prompt is no longer work."""
+        """Record a request's first token: its prompt is no longer work. An unknown ticket is
+        ignored."""
         sent = self._sent.get(ticket)
         if sent is not None:
             self._replicas[sent.name].work -= sent.prompt_work
             sent.prompt_work = 0.0
 
     def ended(self, ticket: Hashable, output_tokens: int | None = None) -> None:
-        """Record the end of a request; an unknown ticket is ignored."""
+        """Record the end of a request, whose work is then over; an unknown ticket is ignored.
+
+        `output_tokens`, if given, enters the mean length by which later answers are estimated.
+        """
         if output_tokens is not None:
             self.mean_output += OUTPUT_SHARE * (output_tokens - self.mean_output)
         sent = self._sent.pop(ticket, None)
@@ -261,7 +281,8 @@ class PrefixRouter:
 
 
 class RoundRobin:
-    """Choose the replicas in rotation, whatever their caches and work: a baseline."""
+    """The router that chooses the replicas in rotation, whatever their caches and work: a
+    baseline."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -269,7 +290,7 @@ class RoundRobin:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The replicas, in the order in which they joined."""
+        """The names of the replicas, in the order in which they joined."""
         return tuple(self._names)
 
     def join(self, name: str, capacity: int = CAPACITY) -> None:
@@ -278,12 +299,13 @@ class RoundRobin:
             self._names.append(name)
 
     def leave(self, name: str) -> None:
-        """Remove a replica."""
+        """Remove a replica; an unknown name is ignored."""
         if name in self._names:
             self._names.remove(name)
 
     def choose(self, asked: Asked, among: Collection[str] | None = None) -> str | None:
-        """Return the replica after the one that a request was sent to last."""
+        """Return the next replica, of `among` if given, after the one to which a request was sent
+        last; None if there is none."""
         names = self._names
         first = names.index(self._last) + 1 if self._last in names else 0
         for name in names[first:] + names[:first]:
@@ -292,11 +314,11 @@ class RoundRobin:
         return None
 
     def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
-        """Record the replica that was used last."""
+        """Record `name` as the replica that was used last."""
         self._last = name
 
     def answers(self, ticket: Hashable) -> None:
-        """Do nothing."""
+        """Do nothing: rotation does not depend on work."""
 
     def ended(self, ticket: Hashable, output_tokens: int | None = None) -> None:
-        """Do nothing."""
+        """Do nothing: rotation does not depend on work."""

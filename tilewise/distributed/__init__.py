@@ -34,8 +34,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return `serve_app`, which needs Ray and lies above the engine, so it is imported on
-    demand."""
+    """Import and return `serve_app` on demand, as it needs Ray; AttributeError for any other name.
+
+    Raises ImportError if Ray is not installed.
+    """
     if name != "serve_app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -39,7 +39,10 @@ __all__ = [
 
 
 class Keywords(TypedDict, total=False):
-    """The keyword arguments of `prepare`, for type checkers; it declares the defaults."""
+    """The keyword arguments that `ring_attention` and its like share, for type checkers.
+
+    `prepare` has the same ones, with their defaults.
+    """
 
     group: dist.ProcessGroup | None
     causal: bool
@@ -53,13 +56,15 @@ class Keywords(TypedDict, total=False):
 
 
 class Problem(NamedTuple):
-    """A checked call, without its tensors.
+    """A checked call of attention over a shared sequence, without its tensors; hashable, as caches
+    need.
 
     Attributes:
         rank, size: this rank and the number of ranks of the group.
-        chunk: the tokens of a chunk of the layout.
+        chunk: the number of tokens of a chunk of the layout.
         layout: the layout of the sequence on the ranks, see `layout.LAYOUTS`.
-        left, right: the window over positions, causal included; None is unlimited.
+        left, right: the numbers of keys that a query sees before and after its position; None is
+            unlimited. A causal call has right 0.
         softmax_scale: the factor of q . k.
         edges: the positions at which documents begin and end; None for one document.
         is_packed: True if q was (T / N, H, D).
@@ -77,13 +82,14 @@ class Problem(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A checked call with its tensors.
+    """A checked call of attention over a shared sequence with its tensors; `prepare` makes one.
 
     Attributes:
         q, k, v: (B, S / N, H, D), packed ones with B = 1.
         problem, group: the checked call and its ranks.
         options: the options of `attention` that all parts of the call share.
-        agreement: the check with the other ranks, to be finished before anything else is exchanged.
+        agreement: the check with the other ranks, to be finished before anything else is exchanged;
+            None without a check.
     """
 
     q: Tensor
@@ -95,7 +101,8 @@ class Prepared(NamedTuple):
     agreement: Agreement | None
 
     def results(self, o: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return o, and lse if there is one, in the layout of the caller's tensors."""
+        """Return o, or (o, lse) if lse is not None, without the batch dim of 1 if the caller's
+        tensors were packed."""
         if self.problem.is_packed:
             o, lse = o.squeeze(0), None if lse is None else lse.squeeze(0)
         return o if lse is None else (o, lse)
@@ -118,10 +125,10 @@ def prepare(
     check: bool = True,
     backend: str | None = None,
 ) -> Prepared:
-    """Check a call on this rank.
+    """Check a call on this rank, begin the check with the other ranks, and return the call.
 
     Args:
-        method: the name of the method.
+        method: the name of the method, "ring", "ulysses" or "gather"; ranks must agree on it.
         rule: a function that returns what is wrong with Hq, Hk and the number of ranks, or None.
         check: True to exchange shapes and options with the other ranks; without it a rank that
             differs lets all ranks hang.
@@ -167,8 +174,8 @@ def prepare(
 
 
 class SharedAttention(Protocol):
-    """The type, for type checkers, of functions such as `ring_attention`: the sequence is split
-    over ranks."""
+    """The type, for type checkers, of functions such as `ring_attention`, which attend over a
+    sequence that is split over ranks. They return o, with return_lse (o, lse)."""
 
     @overload
     def __call__(
@@ -194,7 +201,8 @@ class SharedAttention(Protocol):
 
 
 def shared_attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> SharedAttention:
-    """Give a function that passes its options on to `prepare` the full signature."""
+    """Return `function`, which passes its options on to `prepare`, with the keywords of `prepare`
+    in its signature; `method` and `rule` are left out. A decorator."""
     typed: Any = keywords_of(prepare, but=("method", "rule"))(function)
     shown: SharedAttention = typed
     return shown
@@ -275,12 +283,14 @@ def _why_no_window(window: Window) -> str | None:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partial results are added."""
+    """Return the dtype in which partial results of `dtype` are added: float64 for float64, else
+    float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def window_of(left: Bound, right: Bound) -> dict[str, Any]:
-    """Return bounds in the form that `attention` takes."""
+    """Return the arguments `causal` and `window` of `attention` for bounds in keys; None is
+    unlimited."""
     if right == 0:
         return {"causal": True, "window": None if left is None else (left, 0)}
     if left is None and right is None:
@@ -289,5 +299,5 @@ def window_of(left: Bound, right: Bound) -> dict[str, Any]:
 
 
 def max_length(edges: Sequence[int]) -> int:
-    """Return the tokens of the longest document."""
+    """Return the number of tokens of the longest document, 0 if there is none."""
     return max((b - a for a, b in pairwise(edges)), default=0)

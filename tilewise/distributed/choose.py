@@ -82,7 +82,8 @@ class Choice:
         method: the name, "ring", "gather" or "ulysses".
         reason: a sentence that gives the reason.
         compute_s: the seconds of attention on the busiest rank, forward.
-        balance: the work of all ranks divided by size times that of the busiest; 1 is balanced.
+        balance: the work of all ranks divided by (number of ranks x work of the busiest rank); 1 is
+            balanced.
         sent_bytes: the bytes that each rank sends, forward, by method; a refused method is missing.
         exposed_s: the seconds of a rank in addition to compute_s, by method.
         memory_bytes: the scratch of a rank, forward and backward, by method.
@@ -97,7 +98,8 @@ class Choice:
     memory_bytes: dict[str, float]
 
     def __str__(self) -> str:
-        """Return the choice as a table."""
+        """Return the choice as text: the reason, the time of attention, and a line for each
+        method's costs."""
         lines = [
             f"{self.method}: {self.reason}",
             f"  attention {1e6 * self.compute_s:,.1f} us on the busiest rank, "
@@ -124,18 +126,19 @@ def explain(
     rates: Rates | None = None,
     method: str | None = None,
 ) -> Choice:
-    """Return how `context_parallel_attention` would attend, from shapes alone.
+    """Return the method by which `context_parallel_attention` would attend, with its costs, from
+    shapes alone.
 
     Args:
         q, k, v: a rank's part, as for `ring_attention`; meta tensors suffice.
         size: the number of ranks.
         causal, window, cu_seqlens, layout: the arguments of the call.
-        rates: the rates of the machine.
+        rates: the rates of the machine; None for an H200's.
         method: the requested method; None chooses.
 
     Raises:
-        ValueError: a method is not known, or refused for these heads; or cu_seqlens or layout
-            break a rule of `ring_attention`.
+        ValueError: a method is not known, or refused for these heads; or cu_seqlens or layout break
+            a rule of `ring_attention`.
 
     Example:
         >>> q = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
@@ -214,7 +217,16 @@ def _pairs(
     cu_seqlens: Sequence[int] | Tensor | None,
     layout: str,
 ) -> tuple[float, float]:
-    """Return the busiest rank's pairs of queries and keys, and the balance of the ranks."""
+    """Return the number of visible pairs of queries and keys on the busiest rank, and
+    `Choice.balance`.
+
+    Args:
+        tokens: the tokens of a rank, of all sequences of the batch.
+        length: the tokens of a rank in one sequence.
+        size: the number of ranks.
+        causal, window, cu_seqlens, layout: the arguments of the call; ValueError if they do not
+            fit.
+    """
     left, right = bounds(causal, window)
     edges = None if cu_seqlens is None else edges_of(cu_seqlens)
     refusal = layout_rule(layout, edges)
@@ -260,11 +272,11 @@ def context_parallel_attention(
     """Attend over a shared sequence by the method that `explain` chooses, or a named one.
 
     Args:
-        q, k, v, group, causal, window, cu_seqlens, layout, return_lse, options: as
-            `ring_attention` takes them.
+        q, k, v, group, causal, window, cu_seqlens, layout, return_lse, options: as `ring_attention`
+            takes them.
         method: the name, "ring", "gather" or "ulysses"; None chooses by shape, the same on every
             rank.
-        rates: the rates of the machine.
+        rates: the rates of the machine for that choice; None for an H200's.
 
     Returns:
         As `ring_attention`.

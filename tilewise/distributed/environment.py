@@ -19,7 +19,11 @@ MULTICAST_OFF: Mapping[str, str] = {
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the environment of a worker: this package, this machine's sockets, no multicast."""
+    """Return the environment variables for a worker process on this machine.
+
+    They are those of `children.environment`, with gloo and NCCL on the loopback interface unless it
+    is set otherwise, and NVLink multicast off.
+    """
     found = environment()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         found.setdefault(name, _loopback())

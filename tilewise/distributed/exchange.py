@@ -34,7 +34,7 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank in a group, and the number of ranks in the group.
 
     Raises:
-        ValueError: there is no group, or this process is not in it.
+        ValueError: torch.distributed is not initialised, or this process is not in the group.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
@@ -62,7 +62,10 @@ def goes_through_host(group: dist.ProcessGroup | None, device: torch.device) -> 
 
 
 def ordered_sum(parts: Tensor) -> Tensor:
-    """Add up the results of the ranks, in their order; `parts` (size, ...) may be overwritten."""
+    """Return the sum of parts (size, ...) over dim 0, added in the order of the ranks.
+
+    parts[0] is overwritten: the sum is written there.
+    """
     total = parts[0]
     for part in parts[1:]:
         total = total.add_(part)
@@ -82,14 +85,17 @@ def agree(
     Args:
         group: the ranks that must agree.
         tensors: tensors by name.
-        options: plain values by name.
+        options: plain values, compared by their repr.
         problem: the reason why this rank refuses the call, or None.
     """
     Agreement(group, tensors, options, problem).finish()
 
 
 class Agreement:
-    """The two halves of `agree`: a rank may compute between them, but exchange nothing.
+    """The check of `agree` in two halves: the constructor sends this rank's shapes and options,
+    `finish` waits for the others'.
+
+    Between them a rank may compute, but must not exchange anything else in the group.
 
     Args:
         group, tensors, options, problem: as `agree` takes them; an object that is no tensor is
@@ -123,7 +129,8 @@ class Agreement:
         self._work = _words_of(group).allgather([list(self._rows.unbind(0))], [self._sent])
 
     def finish(self) -> None:
-        """Wait for the other ranks' messages, and raise ValueError if they report a problem."""
+        """Wait for the other ranks' messages; raise ValueError if a rank, this one included,
+        refuses the call, or shapes, dtypes or options differ."""
         problem = self._problem
         if self._work is not None:
             self._work.wait()
@@ -155,14 +162,13 @@ class Agreement:
 
 
 def _words_of(group: dist.ProcessGroup | None) -> Any:
-    """Return the group that carries messages from host to host: the ranks' own, or gloo beside
-    NCCL.
+    """Return the group that carries messages from host to host: the ranks' own, or a gloo one
+    beside NCCL.
 
-    NCCL would wait for room on a GPU that still computes, and the host with it, which could not
-    prepare the next call meanwhile. The ranks' first call makes the group, on all of them. torch
-    does not know this group: `new_group` would have to be called by all ranks of the world, and its
-    variant for some ranks (`use_local_synchronization`) hangs if one of them has been in more
-    groups than another.
+    Over NCCL a message would wait behind the GPU's work, and the host with it. The first call makes
+    the gloo group; all ranks must make that call. torch does not know this group: `new_group` would
+    have to be called by all ranks of the world, and its variant for some ranks
+    (`use_local_synchronization`) hangs if one of them has been in more groups than another.
     """
     own: Any = dist.group.WORLD if group is None else group
     backend = str(dist.get_backend(group))
@@ -195,7 +201,7 @@ _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 def _all_gather(room: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Begin to gather `x` of all ranks into (size, ...)."""
+    """Begin to gather `x` of all ranks into `room` (size, ...); return torch's work to wait for."""
     if x.is_cuda:
         return dist.all_gather_into_tensor(room, x, group=group, async_op=True)
     # the form that gloo supports
@@ -208,14 +214,15 @@ def _kind(row: Sequence[int]) -> str:
 
 
 class Pending:
-    """Tensors in transfer."""
+    """Tensors that an `Exchange` is receiving; `wait` returns them. Without works they are there
+    already."""
 
     def __init__(self, tensors: list[Tensor], works: list[Any], sent: list[Tensor]) -> None:
         self._tensors, self._works, self._sent = tensors, works, sent
 
     def wait(self) -> list[Tensor]:
-        """Wait until the tensors have arrived, and return them; the sent ones may be changed
-        again."""
+        """Wait until the tensors have arrived, and return them; the tensors sent may then be
+        changed again."""
         for work in self._works:
             work.wait()
         self._sent = []
@@ -236,7 +243,7 @@ class Pending:
 
 
 class _FromHost(Pending):
-    """Tensors in transfer to main memory, which are copied to the device."""
+    """A `Pending` whose tensors arrive in main memory and are then copied to `device`."""
 
     def __init__(self, pending: Pending, device: torch.device) -> None:
         self._pending, self._device = pending, device
@@ -249,10 +256,12 @@ class _FromHost(Pending):
 
 
 class Exchange:
-    """Send tensors around a ring while something else is computed.
+    """The transfers of ranks that share a sequence, which run while something else is computed.
+
+    Every method must be called by all ranks of the group, in the same order.
 
     Args:
-        group: the ranks of the ring.
+        group: the ranks that exchange tensors; None for the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -260,8 +269,9 @@ class Exchange:
         self.rank, self.size = rank_and_size(group)
 
     def shift(self, tensors: Sequence[Tensor], distance: int = 1) -> Pending:
-        """Send to the rank `distance` ahead, and receive the same shapes from the rank as far
-        behind."""
+        """Begin to send tensors to the rank `distance` ahead in the ring, and to receive tensors of
+        the same shapes from the rank `distance` behind. Returns the received ones as a
+        `Pending`."""
         if distance % self.size == 0:
             return Pending(list(tensors), [], [])
         if self._goes_through_host(tensors):
@@ -276,7 +286,8 @@ class Exchange:
         return Pending(received, dist.batch_isend_irecv(ops), sent)
 
     def gather(self, tensors: Sequence[Tensor]) -> Pending:
-        """Receive each tensor of all ranks, (size, ...)."""
+        """Begin to gather each tensor from all ranks; the `Pending` returns them as (size, ...)
+        each."""
         if self._goes_through_host(tensors):
             return _FromHost(self.gather(_on_host(tensors)), tensors[0].device)
         sent = [tensor.contiguous() for tensor in tensors]
@@ -290,7 +301,10 @@ class Exchange:
         return Pending(received, works, sent)
 
     def trade(self, tensors: Sequence[Tensor]) -> Pending:
-        """Send part i of each tensor's dim 0 to rank i; receive each rank's part for this one."""
+        """Begin an all-to-all: part i of dim 0 of each tensor goes to rank i.
+
+        Returns a `Pending` with tensors of the same shapes, whose part i came from rank i.
+        """
         if self.size == 1:
             return Pending(list(tensors), [], [])
         if self._goes_through_host(tensors):

@@ -58,7 +58,7 @@ def gather_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a sequence of which each rank holds a part; exact, and differentiable once.
 
-    It computes what `ring_attention` does, but a rank temporarily holds all keys and values.
+    The result is that of `ring_attention`, but a rank temporarily holds all keys and values.
 
     Args:
         q, k, v, group, causal, window, softmax_scale, cu_seqlens, layout, deterministic, check,
@@ -84,16 +84,16 @@ def gather_attention(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """A call of attention over gathered keys.
+    """One call of attention over the keys gathered from all ranks, with its indices on a device.
 
     Attributes:
-        rows: the indices of this rank's queries, (B S / N) in all.
-        keys: the indices of the gathered keys (N B S / N), in the order of the runs; a key may be
-            in two runs.
-        returns: pairs of index ranges for adding gradients: a range of the taken keys (None for all
-            of them), without duplicates, and their places among the gathered keys.
+        rows: the indices of the call's queries among this rank's B S / N rows.
+        keys: the indices of the call's keys among the N B S / N gathered ones, run by run; a key
+            may be in two runs.
+        returns: pairs of indices by which gradients are added in a fixed order: some of the taken
+            keys (None for all), no gathered key twice, and their indices among the gathered keys.
         window: causal and window of `attention`.
-        lengths: the edges of the runs.
+        lengths: the cumulative and largest lengths of the runs, as arguments of `attention_varlen`.
     """
 
     rows: Rows
@@ -106,7 +106,11 @@ class _Part:
 # All layers make the same calls; some have an index for every key.
 @lru_cache(maxsize=8)
 def _parts(problem: Problem, batch: int, length: int, device: torch.device) -> tuple[_Part, ...]:
-    """Return the calls that attend to all keys of a batch of sequences, `length` rows a rank."""
+    """Return the calls by which this rank's queries attend to the gathered keys of `batch`
+    sequences.
+
+    `length` is the number of rows of a rank in each sequence. No batch gives no call.
+    """
     tokens = length * problem.size
     if batch == 0:
         return ()
@@ -128,11 +132,13 @@ def _parts(problem: Problem, batch: int, length: int, device: torch.device) -> t
 
 
 def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.device) -> _Part:
-    """Return the indices by which one call computes the same part of several sequences.
+    """Return the `_Part` in which one packed call computes the same part of all sequences of a
+    batch.
 
     Args:
         call: the part, with its rows and keys counted within a sequence.
-        gathered: the places of each sequence's keys among the gathered keys.
+        gathered: indices for each sequence: the places of the sequence's keys, in order of
+            position, among the gathered keys.
         length: the queries of this rank in a sequence.
         device: the device of the index tensors.
     """
@@ -170,7 +176,7 @@ def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.dev
 
 
 class _Gathered:
-    """Keys and values of all ranks, (1, N B S / N, H, D) of each (B, S / N, H, D).
+    """Keys and values gathered from all ranks: each (B, S / N, H, D) becomes (1, N B S / N, H, D).
 
     The keys that a call needs are put in order while the values are in transfer.
     """
@@ -180,7 +186,11 @@ class _Gathered:
         self._come: list[Tensor] = []
 
     def take(self, places: Tensor) -> list[Tensor]:
-        """Return some rows of keys and of values."""
+        """Return the rows `places` of the gathered keys and of the gathered values, as a list of
+        two copies.
+
+        The first call waits for the transfer, first of the keys, then of the values.
+        """
         if not self._come:
             found = []
             for tensor in self._coming:
@@ -190,7 +200,7 @@ class _Gathered:
         return [taken(tensor, places) for tensor in self._come]
 
     def all(self) -> list[Tensor]:
-        """Return keys and values once all have arrived."""
+        """Wait until all keys and values have arrived, and return them as a list of two."""
         self._come += [tensor.flatten(0, 2).unsqueeze(0) for tensor in self._coming]
         return self._come
 

@@ -46,7 +46,11 @@ FLAGGED_BYTES = {2: (768 << 10, 4 << 20), 4: (256 << 10, 4 << 20)}
 
 
 def inbox_words(dim: int, itemsize: int, size: int, *, deals: bool) -> int:
-    """Return the 8-byte words of a rank's inbox; `deals` as in `Inbox`."""
+    """Return the number of 8-byte words of a rank's inbox for rows of `dim` elements of `itemsize`
+    bytes.
+
+    `size` is the number of ranks; `deals` as in `Inbox`.
+    """
     if not deals:  # there is no second round of messages
         return 2 * _most_rows(size, deals) * size * _row_words(dim, itemsize)
     flagged = shared_sum.flagged_words(dim, itemsize, MOST_ROWS)
@@ -58,7 +62,7 @@ def _most_rows(size: int, deals: bool) -> int:
 
 
 def _first_flagged(dim: int, itemsize: int, size: int) -> int:
-    """Return the number of words before the part of rows with flags."""
+    """Return the number of words in an inbox before its part for rows with flags."""
     return 2 * MOST_ROWS * (size + 1) * _row_words(dim, itemsize)
 
 
@@ -67,7 +71,8 @@ def _row_words(dim: int, itemsize: int) -> int:
 
 
 def why_not(dim: int, dtype: torch.dtype, size: int) -> str | None:
-    """Return why rows cannot be added up in inboxes, or None if they can."""
+    """Return why rows of `dim` elements cannot be added up in inboxes of `size` ranks; None if they
+    can."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"rows must be 16 or 32 bits wide, got {dtype}"
     if dim % 8:
@@ -120,7 +125,8 @@ class Inbox:
         return is_small or self.has_flags(rows)
 
     def has_flags(self, rows: int) -> bool:
-        """Return whether sums of `rows` rows are sent with flags beside them."""
+        """Return whether sums of `rows` rows are sent as plain data with flags beside them, not in
+        words."""
         above, most = self.flagged_bytes
         fits = above < rows * self.dim * self.dtype.itemsize <= most and rows <= MOST_ROWS
         return fits and self.deals
@@ -128,17 +134,18 @@ class Inbox:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of the sum of all ranks' x + residual, and that sum, as `ops` does.
+        """Return the RMS norm of (the sum of x over all ranks + residual), and that sum, both (...,
+        E).
 
-        The second result may have only the rows that this rank adds up; it must be passed to
-        another such sum of as many rows.
+        All ranks must call it. The second result may be valid only in the rows that this rank adds
+        up; it is to be used only as the residual of another such call with as many rows.
 
         Args:
             x: (..., E), or with `parts` float32 (P, ..., E), the partial sums of a product.
             residual: (..., E).
             weight: (E,), the weight of the norm.
             eps: the number added to the mean square.
-            parts: P, the number of partial sums.
+            parts: P, the number of partial sums; 0 if x has no such dim.
         """
         rows = residual.reshape(-1, self.dim)
         y, total = torch.empty_like(rows), torch.empty_like(rows)
@@ -147,18 +154,19 @@ class Inbox:
         return y.view(residual.shape), total.view(residual.shape)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x (..., E)."""
+        """Return the sum of x (..., E) over all ranks, a new tensor; all ranks must call it."""
         rows = x.reshape(-1, self.dim)
         total = torch.empty_like(rows)
         self._launch(rows, None, None, 0.0, total, total, 0)
         return total.view(x.shape)
 
     def embed(self, table: Tensor, ids: Tensor, rows: tuple[int, int]) -> Tensor:
-        """Return embeddings (..., E), of which each rank has those of tokens rows[0] ... rows[1] -
-        1.
+        """Return the embeddings (..., E) of `ids`, of which each rank has the rows of some tokens.
+
+        All ranks must call it with the same ids; each gets the whole result.
 
         Args:
-            table: (n, E), the rank's rows.
+            table: (n, E), the rank's rows of the embedding; row 0 is that of token rows[0].
             ids: (...,) int64.
             rows: the range of the rank's tokens, the last not included.
         """

@@ -50,7 +50,8 @@ Bound = int | None  # a side of a window; None is unlimited
 
 
 def num_chunks(size: int, layout: str) -> int:
-    """Return the number of chunks of a sequence; with "documents" they differ in length.
+    """Return the number of chunks into which `layout` cuts a sequence for `size` ranks: 2 size with
+    "zigzag", else size.
 
     Raises:
         ValueError: the layout is not known.
@@ -61,7 +62,8 @@ def num_chunks(size: int, layout: str) -> int:
 
 
 def layout_rule(layout: str, edges: Sequence[int] | None) -> str | None:
-    """Return why a sequence cannot be laid out on the ranks in this way, or None if it can."""
+    """Return why `layout` cannot be used for a sequence, or None: it is unknown, or "documents"
+    without edges."""
     if layout not in LAYOUTS:
         return f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}"
     if layout == "documents" and edges is None:
@@ -145,7 +147,8 @@ def edges_of(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
 
 
 def edges_rule(edges: Sequence[int], tokens: int) -> str | None:
-    """Return why documents do not cover the tokens of all ranks, or None if they do."""
+    """Return why `edges` do not ascend from 0 to `tokens`, as the text of an error; None if they
+    do."""
     is_covering = len(edges) >= 2 and edges[0] == 0 and edges[-1] == tokens
     if is_covering and all(a <= b for a, b in pairwise(edges)):
         return None
@@ -171,7 +174,7 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The index after the last row."""
+        """The index after the piece's last token among the rank's rows."""
         return self.place + self.last - self.first
 
 
@@ -200,7 +203,12 @@ def _all_pieces(size: int, layout: str, edges: tuple[int, ...]) -> list[tuple[Pi
 
 
 def _cut(size: int, layout: str, edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Cut the whole in chunks: (rank, document, first, last) by positions."""
+    """Cut the whole sequence in equal chunks, zigzag or contiguous, and these at the edges of
+    documents.
+
+    Returns (rank, document, first, last) of each run, in the order of positions; `last` is not
+    included.
+    """
     count = num_chunks(size, layout)
     chunk = edges[-1] // count
     rank_of = {c: rank for rank in range(size) for c in chunks_of(rank, size, layout)}
@@ -217,7 +225,12 @@ def _cut(size: int, layout: str, edges: tuple[int, ...]) -> list[tuple[int, int,
 
 
 def _dealt(size: int, edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Divide each document: (rank, document, first, last) by positions."""
+    """Divide each document in 2 size pieces, which the ranks get as by zigzag; remainders go to the
+    ranks in turn.
+
+    Returns (rank, document, first, last) of each piece that is not empty, in the order of
+    positions; `last` is not included.
+    """
     count, turn, runs = 2 * size, 0, []
     for document, (first, end) in enumerate(pairwise(edges)):
         least, more = divmod(end - first, count)
@@ -236,7 +249,10 @@ def _dealt(size: int, edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]
 def work_of(
     rank: int, size: int, *, layout: str, left: Bound, right: Bound, edges: tuple[int, ...]
 ) -> int:
-    """Return the pairs of queries and keys that a rank computes, rows rounded up to tiles.
+    """Return an estimate of the pairs of queries and keys that a rank computes, rows rounded up to
+    tiles.
+
+    Each piece's rows count as many keys as its middle row sees.
 
     Args:
         rank, size, layout, edges: as in `pieces_of`.
@@ -293,7 +309,12 @@ def choose_layout(
 
 
 def bounds(causal: bool, window: int | tuple[int | None, int | None] | None) -> tuple[Bound, Bound]:
-    """Return how many keys a query sees to the left and to the right."""
+    """Return how many keys a query sees to the left and to the right, without its own; None is
+    unlimited.
+
+    An int window w, as `attention` takes it, gives (w - 1, 0); -1 in a pair is None; causal sets
+    right to 0.
+    """
     if isinstance(window, int):
         return window - 1, 0
     left, right = (None, None) if window is None else window
@@ -302,7 +323,7 @@ def bounds(causal: bool, window: int | tuple[int | None, int | None] | None) -> 
 
 
 def order_of(tokens: int, size: int, layout: str, edges: tuple[int, ...] | None) -> Tensor:
-    """Return which token stands at each place of the concatenation of all ranks' parts.
+    """Return the position in the sequence of each token in the concatenation of all ranks' parts.
 
     The order is int64 (tokens,): entry j is the position in the sequence of the j-th token of the
     concatenation, so that the concatenation is whole[order].
@@ -319,10 +340,12 @@ def order_of(tokens: int, size: int, layout: str, edges: tuple[int, ...] | None)
 
 
 class Span(NamedTuple):
-    """Rows [q_first, q_last) of a chunk's queries and [k_first, k_last) of a chunk's keys.
+    """Rows [q_first, q_last) of a chunk's queries and rows [k_first, k_last) of a chunk's keys,
+    which one call of `attention` takes.
 
     Attributes:
-        left, right: the window of `attention` for them.
+        left, right: the window of that call, relative to the last row and the last key; None is
+            unlimited.
     """
 
     q_first: int
@@ -336,7 +359,10 @@ class Span(NamedTuple):
 def span(
     q_start: int, num_q: int, k_start: int, num_k: int, left: Bound, right: Bound
 ) -> Span | None:
-    """Return which rows of a run of queries see which of a run of keys; None if nothing is visible.
+    """Return the rows of a run of queries that see any key of a run of keys, and these keys, as a
+    Span.
+
+    None if no pair is visible.
 
     The query at position p sees the keys at p - left ... p + right.
 
@@ -377,12 +403,15 @@ class Run(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of attention: local rows of queries, rows of keys as their rank holds them.
+    """One call of attention: rows of this rank's queries, and rows of keys as the rank that has
+    them, or the whole sequence, counts them.
 
     Attributes:
-        rows: the indices of the queries, or a range of them.
-        keys: the indices of the keys, or a range of them.
-        left, right: the window of `attention`.
+        rows: the range of the queries' rows, the last not included; with runs the range that
+            contains them.
+        keys: the range of the keys' rows, likewise.
+        left, right: the window of `attention`, aligned to the last query and key; None is
+            unlimited.
         runs: the runs of a packed call, in the order of the queries; no query is in two of them.
             None if all rows are one run.
     """
@@ -488,7 +517,7 @@ def _calls_of_document(
 
 
 def _packed(documents: Sequence[Sequence[Call]]) -> list[Call]:
-    """Join calls of several documents whose bounds are equal.
+    """Join calls of several documents whose windows are equal into packed calls, and return these.
 
     A packed call has at most one run of each document, so that none of its query or key rows occurs
     twice.
@@ -514,8 +543,8 @@ def whole_calls_of(
 ) -> list[Call]:
     """Return the calls by which a rank's queries attend to the keys of all ranks.
 
-    Every query is in one run of one call. Keys are rows of the whole sequence; a key may be in the
-    runs of both pieces that a rank has of a document.
+    Every query is in one run of one call. Keys are counted by their position in the whole sequence;
+    a key may be in the runs of both pieces that a rank has of a document.
 
     Args:
         rank, size, layout, edges: as in `pieces_of`.
@@ -542,7 +571,8 @@ def whole_calls_of(
 
 
 def _joined(calls: list[Call]) -> list[Call]:
-    """Join adjacent calls without bounds that share their rows or their keys."""
+    """Return the calls with adjacent ones joined, if they have no window and share their rows or
+    their keys."""
     joined: list[Call] = []
     for call in calls:
         for place, other in enumerate(joined):

@@ -28,12 +28,12 @@ Rows = slice | Tensor  # a slice of consecutive rows, otherwise int64 indices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A call of attention, with its indices as tensors on a device.
+    """One call of attention of a ring step, with its indices as slices or tensors on a device.
 
     Attributes:
-        rows, keys: the indices of the queries in this rank's tensors, and of the keys in those of
-            the rank that has them; none twice.
-        touched: the range (first, last + 1) that contains all of these queries.
+        rows, keys: the rows of the queries in this rank's tensors, and of the keys in the tensors
+            of the rank that has them; no row twice.
+        touched: the range (first, last + 1) of rows that contains all queries of the call.
         window: the arguments causal and window of `attention`, by name.
         lengths: the cumulative and largest lengths of packed sequences, as named arguments; empty
             for a dense call.
@@ -49,7 +49,8 @@ class Part:
 # All layers make the same calls. The cached indices are at most of S / N rows.
 @lru_cache(maxsize=64)
 def parts_of(problem: Problem, source: int, device: torch.device) -> tuple[Part, ...]:
-    """Return the calls by which this rank's queries attend to the keys of the rank `source`."""
+    """Return the calls by which this rank's queries attend to the keys of the rank `source`, with
+    their indices on `device`; none if nothing is visible."""
     calls = calls_of(
         problem.rank,
         source,
@@ -77,7 +78,10 @@ def _part(call: Call, device: torch.device) -> Part:
 
 
 def rows_of(runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
-    """Return the rows of some runs (first, last), one after another."""
+    """Return the rows of runs (first, last), one run after another; `last` is not included.
+
+    A slice if the runs are consecutive, else int64 indices on `device`.
+    """
     if all(a[1] == b[0] for a, b in pairwise(runs)):
         return slice(runs[0][0], runs[-1][1])
     with torch.inference_mode(False):  # the tensors are reused by calls that differentiate
@@ -85,7 +89,11 @@ def rows_of(runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
 
 
 def lengths_of(runs: Sequence[Run], device: torch.device) -> dict[str, Any]:
-    """Return the edges of a packed call's runs among the rows that are taken."""
+    """Return cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of a packed call's runs, by
+    name.
+
+    They count the rows that are taken for the call, run after run.
+    """
     edges = torch.zeros((2, len(runs) + 1), dtype=torch.int32)
     sizes = [[run.q_last - run.q_first for run in runs], [run.k_last - run.k_first for run in runs]]
     edges[:, 1:] = torch.tensor(sizes).cumsum(1)
@@ -100,7 +108,7 @@ def lengths_of(runs: Sequence[Run], device: torch.device) -> dict[str, Any]:
 
 
 def taken(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:
-    """Return some rows of a dim: a view, or a copy of rows that are not consecutive."""
+    """Return `rows` of dim `dim` of x: a view of a slice, or a copy of rows given by indices."""
     if isinstance(rows, Tensor):
         return x.index_select(dim, rows)
     return x.narrow(dim, rows.start, rows.stop - rows.start)
@@ -119,7 +127,7 @@ def attend(
     Args:
         q, k, v: (B, rows, H, D); B is 1 if lengths are given, for packed sequences.
         window: causal and window of `attention`.
-        lengths: the edges of its sequences.
+        lengths: the arguments of `attention_varlen` from `lengths_of`; empty for a dense call.
         options: the options softmax_scale, deterministic and backend of `attention`.
     """
     if not lengths:
@@ -143,7 +151,8 @@ def differentiate(
     """Return a call's contribution to dq (B, rows, Hq, D), and to dk and dv (B, keys, Hk, D).
 
     Args:
-        do, dlse, o, lse: gradients and results of the queries over all of their keys.
+        do, dlse, o, lse: gradients and results of the call's queries over all of their keys, also
+            those of other calls; dlse may be None.
         q, k, v, window, lengths, options: as in `attend`.
     """
     lse = lse.contiguous()

@@ -117,8 +117,9 @@ def context_parallel_causal_conv1d(
     """Convolve the channels of sequences of which each rank holds a part, one after another.
 
     The result is the rank's part of `causal_conv1d` over the whole; the last tokens of a part are
-    sent to the next rank. Gradients of `weight` and `bias` are of the rank's own part: their sum
-    over the ranks is that of the whole. As for the rest see `context_parallel_gated_delta`.
+    sent to the next rank. A rank gets the gradients of `weight` and `bias` of its own part only:
+    their sum over the ranks is the gradient of the whole. As for the rest see
+    `context_parallel_gated_delta`.
 
     Args:
         x: (B, S / N, C), or (T / N, C) with cu_seqlens.
@@ -160,14 +161,14 @@ def context_parallel_causal_conv1d(
 
 
 class _Share(NamedTuple):
-    """The sequences of which a rank has a part.
+    """The sequences of which this rank has rows in a call of a context-parallel recurrence.
 
     Attributes:
-        group, rank, size: the ranks, this one, and how many there are.
+        group, rank, size: the process group, this rank, and the number of ranks.
         edges: the edges of the rank's packed rows; None for dense rows.
         num_sequences: the number of sequences of which the rank has rows.
-        goes_on: whether the first of them, or all dense ones, began on a rank before.
-        is_cut: whether the last of them, or all dense ones, go on on the next rank.
+        goes_on: True if the first of these sequences, or all dense ones, began on an earlier rank.
+        is_cut: True if the last of these sequences, or all dense ones, continue on the next rank.
     """
 
     group: dist.ProcessGroup | None
@@ -185,7 +186,11 @@ class _Share(NamedTuple):
         return torch.tensor(self.edges, dtype=torch.int32, device=device)
 
     def passed(self, states: Tensor, *, is_last: bool) -> Tensor:
-        """Return the states that ranks pass: of the last or of the first sequence, or of all."""
+        """Return a view of the states (num_sequences, ...) that pass between ranks.
+
+        Of packed sequences these are the last one's (`is_last`, to the next rank) or the first
+        one's (from the rank before); of dense rows all.
+        """
         if self.edges is None:
             return states
         return states[-1:] if is_last else states[:1]
@@ -198,7 +203,12 @@ def _share_of(
     check: bool,
     options: tuple[object, ...],
 ) -> _Share:
-    """Return the sequences of this rank, checked with the others."""
+    """Return this rank's `_Share`, after all ranks have compared shapes and options if `check` is
+    set.
+
+    The first of `tensors` gives the number of rows. Raises ValueError if a rule is broken, with
+    `check` on every rank.
+    """
     rank, size = rank_and_size(group)
     rows = next(iter(tensors.values()))
     edges = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
@@ -236,8 +246,10 @@ class _Call(NamedTuple):
     Attributes:
         share: the rank's part of the sequences.
         num_parts: the number of parts of heads.
-        cut: a function that returns a part of each tensor.
-        run: a function that returns the result of a part, and the states behind it.
+        cut: a function of a part's number and the tensors, which returns views of that part of each
+            tensor.
+        run: a function of a part's tensors and the states before it, which returns the result and
+            the states after it.
         shape, dtype: the shape and the dtype of the states of a part.
         dims: the dimension in which each tensor is cut; empty for one part.
         dim: the dimension in which the results of parts are joined.
@@ -254,7 +266,8 @@ class _Call(NamedTuple):
 
 
 class _Line:
-    """Messages to a rank beside this one, in order."""
+    """The messages between this rank and the ranks before and after it during one pass, in
+    order."""
 
     def __init__(self, share: _Share, device: torch.device) -> None:
         self.share, self.device = share, device
@@ -262,13 +275,18 @@ class _Line:
         self._sent: list[tuple[Any, Tensor]] = []
 
     def send(self, x: Tensor, ahead: int) -> None:
-        """Send `x` to the rank `ahead` of this one, without waiting."""
+        """Begin to send `x` to the rank `ahead` places after this one (-1: before), without
+        waiting."""
         x = x.detach().contiguous()
         x = x.cpu() if self.is_copied else x
         self._sent.append((dist.isend(x, self._place(ahead), group=self.share.group), x))
 
     def receive(self, like: Tensor, ahead: int) -> Tensor:
-        """Wait for what the rank `ahead` of this one has sent, of the shape and dtype of `like`."""
+        """Wait for the next tensor from the rank `ahead` places after this one (-1: before), and
+        return it.
+
+        It has the shape, dtype and device of `like`.
+        """
         room = torch.empty_like(like, device="cpu" if self.is_copied else like.device)
         work = dist.irecv(room, self._place(ahead), group=self.share.group)
         assert work is not None
@@ -276,7 +294,7 @@ class _Line:
         return room.to(like.device)
 
     def finish(self) -> None:
-        """Wait until all has been sent."""
+        """Wait until all tensors passed to `send` have been sent."""
         for work, _ in self._sent:
             work.wait()
 

@@ -85,7 +85,10 @@ def ring_attention(
 
 @lru_cache(maxsize=16)
 def num_steps(problem: Problem) -> int:
-    """Return the number of steps after which no rank's queries see further keys."""
+    """Return the number of ring steps, 1 to N, after which no rank's queries see further keys.
+
+    The first step is attention to the rank's own keys.
+    """
     size = problem.size
     for step in range(size - 1, 0, -1):
         for rank in range(size):
@@ -105,8 +108,11 @@ def num_steps(problem: Problem) -> int:
 
 @lru_cache(maxsize=16)
 def _is_merged_once(problem: Problem) -> bool:
-    """Return whether all queries of this rank have at most two parts: with two ranks, or a
-    window."""
+    """Return whether each query of this rank is in at most two calls, so that its results are
+    merged once.
+
+    So it is with two ranks, or a short window.
+    """
     spans = [
         call.rows
         for source in range(problem.size)
@@ -125,7 +131,7 @@ def _is_merged_once(problem: Problem) -> bool:
 
 
 class _Sums:
-    """o and lse of the queries over the keys so far.
+    """o and lse of this rank's queries over the keys of the ring steps so far.
 
     Parts are merged in the accumulator's dtype. If a query is merged only once, its parts stay in
     their own dtype: the merge computes in float32 and rounds once, so the bits are the same, and no
@@ -141,7 +147,7 @@ class _Sums:
         self._seen: list[tuple[int, int]] = []  # ranges of rows of o that have been written
 
     def add(self, part: Part, o: Tensor, lse: Tensor) -> None:
-        """Add the result of a call."""
+        """Merge o and lse of the call `part` into the sums of its queries, in place."""
         rows, (first, last) = part.rows, part.touched
         is_all = isinstance(rows, slice) and last - first == self._like.shape[1]
         if self._o is None and is_all:
@@ -158,7 +164,8 @@ class _Sums:
         self._seen.append((first, last))
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return o in q's dtype, and lse."""
+        """Return o (B, S / N, Hq, Dv) in q's dtype, and lse (B, Hq, S / N); queries without keys
+        have 0 and -inf."""
         o, lse = self._made()
         return o.to(self._like.dtype), lse
 

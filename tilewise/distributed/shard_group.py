@@ -35,7 +35,9 @@ SHARED_GPU_BYTES = 64 << 20
 
 
 class ShardGroup:
-    """The ranks that hold the shards of one model.
+    """The ranks that hold the shards of one model, and the collectives that a step runs over them.
+
+    Each rank has one; `meet` connects it, and all ranks must make the same calls in the same order.
 
     Args:
         rank, size: the rank, and the number of ranks.
@@ -45,7 +47,7 @@ class ShardGroup:
     Attributes:
         num_calls: the number of collectives so far, which shows whether a step makes progress.
         inbox: the inbox in which few rows are added up; None before `open_inbox` has made it.
-        why_no_inbox: the reason why there is none, or None.
+        why_no_inbox: the reason why there is no inbox; None if there is one.
     """
 
     def __init__(
@@ -70,14 +72,16 @@ class ShardGroup:
 
     @property
     def why_no_symmetric_memory(self) -> str | None:
-        """The reason why small sums use NCCL, too; None if they do not."""
+        """The reason why small sums do not use symmetric memory; None if they do, or before
+        `meet`."""
         return self._refusal
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let collectives use this rank's tensors alone during the block, without communication.
 
-        It is for steps whose kernels are recorded and not run (`kernels.host.requests`).
+        The results have the right shapes but wrong values; the calls are not counted. It is for
+        steps whose kernels are recorded and not run (`kernels.host.requests`).
         """
         self._is_alone, calls = True, self.num_calls
         try:
@@ -86,7 +90,11 @@ class ShardGroup:
             self._is_alone, self.num_calls = False, calls
 
     def meet(self) -> None:
-        """Connect to the other ranks; a rank that cannot reach them fails here, not in a step."""
+        """Connect to the other ranks, and on GPUs share a buffer for small sums; all ranks call it
+        once.
+
+        A rank that cannot reach the others fails here, not in a step.
+        """
         if self.size == 1:
             return
         self._shares_gpu = goes_through_host(self.group, self.device)
@@ -99,13 +107,15 @@ class ShardGroup:
     def open_inbox(self, dim: int, dtype: torch.dtype, *, deals: bool) -> None:
         """Make an inbox for rows of `dim` elements; all ranks call it, with the same arguments.
 
+        Sets `inbox`, or `why_no_inbox` if any rank cannot have one: without a GPU, say.
+
         Args:
             dim, dtype: the width and dtype of the rows.
             deals: True if ranks may add up shares of the rows, see `Inbox`.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for it here. The others wait for this rank
-                until it has ended.
+            torch.OutOfMemoryError: this rank has no memory for the inbox. The other ranks wait
+                until this process has ended.
         """
         if self.size == 1 or self.device.type != "cuda":
             self.why_no_inbox = "there is one rank" if self.size == 1 else "there is no GPU"
@@ -134,7 +144,8 @@ class ShardGroup:
         torch.cuda.synchronize(self.device)
 
     def _addresses(self, count: int) -> list[int]:
-        """Return the address of each rank's inbox, as this device writes to it."""
+        """Exchange the inboxes with all ranks; return the address of each rank's inbox, as this
+        device writes to it."""
         from torch.distributed import _symmetric_memory as symmetric
 
         assert self.group is not None
@@ -145,7 +156,8 @@ class ShardGroup:
         return [x.data_ptr() for x in self._inboxes]
 
     def adds_rows(self, rows: int, dtype: torch.dtype, dim: int | None = None) -> bool:
-        """Return whether `rows` rows, of the model's width by default, are added up in inboxes."""
+        """Return whether `rows` rows of `dim` elements are added up in inboxes; None is the inbox's
+        width."""
         if self.inbox is None:
             return False
         return self.inbox.takes(rows, self.inbox.dim if dim is None else dim, dtype)
@@ -153,20 +165,28 @@ class ShardGroup:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of the sum of all ranks' x + residual, and the sum:
-        `Inbox.add_rms_norm`."""
+        """Return the RMS norm of (the sum of x over all ranks + residual), and that sum, by
+        `Inbox.add_rms_norm`.
+
+        Only for rows for which `adds_rows` is True.
+        """
         self.num_calls += 1
         assert self.inbox is not None
         return self.inbox.add_rms_norm(x, residual, weight, eps, parts=parts)
 
     def embed(self, table: Tensor, ids: Tensor, rows: tuple[int, int]) -> Tensor:
-        """Return the rows of an embedding that all ranks share: `Inbox.embed`."""
+        """Return the embeddings (..., E) of ids, from a table whose rows are split over ranks, by
+        `Inbox.embed`.
+
+        Only for rows for which `adds_rows` is True.
+        """
         self.num_calls += 1
         assert self.inbox is not None
         return self.inbox.embed(table, ids, rows)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over all ranks, in its dtype; `x` may be overwritten."""
+        """Return the sum of `x` over all ranks, in its dtype, on every rank; all ranks call it. `x`
+        may be overwritten."""
         self.num_calls += 1
         if self.size == 1:
             return x
@@ -191,7 +211,8 @@ class ShardGroup:
         return x
 
     def concatenate(self, x: Tensor) -> Tensor:
-        """Concatenate the last dims of all ranks: (..., n) -> (..., size * n)."""
+        """Return x (..., n) of all ranks, joined along the last dim in the order of ranks: (...,
+        size * n)."""
         self.num_calls += 1
         if self.size == 1:
             return x
@@ -199,7 +220,8 @@ class ShardGroup:
         return parts.movedim(0, -2).flatten(-2)
 
     def stack(self, x: Tensor) -> Tensor:
-        """Return `x` of all ranks, (size, ...)."""
+        """Return `x` of all ranks, (size, ...), in the order of ranks; all give one shape and
+        dtype."""
         x = x.contiguous()
         if self._is_alone:
             return x.expand(self.size, *x.shape).contiguous()
@@ -213,7 +235,10 @@ class ShardGroup:
         return parts
 
     def _stack_on_one_gpu(self, x: Tensor) -> Tensor:
-        """Read the other ranks' buffers; use main memory if the message is larger than a buffer."""
+        """Return `stack` of ranks that share one GPU, through their buffers there.
+
+        A message larger than a buffer goes through main memory.
+        """
         if self._memory is None or not 0 < x.numel() * x.itemsize <= SHARED_GPU_BYTES:
             return self.stack(x.cpu()).to(x.device)
         buffers = [self._memory.get_buffer(r, x.shape, x.dtype) for r in range(self.size)]
@@ -230,7 +255,12 @@ class ShardGroup:
         return ordered_sum(parts).to(x.dtype)
 
     def _agreed(self, refusal: str | None) -> str | None:
-        """Return a reason if any rank has one, since all ranks must add up in the same way."""
+        """Return a reason on every rank if any rank gives one, since all must add up in the same
+        way.
+
+        The result is this rank's own `refusal`, or a text that names the ranks that refuse; None if
+        none does.
+        """
         # Not through the buffers: a rank that refuses has none, and would be waited for.
         memory, self._memory = self._memory, None
         refused = self.stack(torch.tensor([float(refusal is not None)], device=self.device))
@@ -241,12 +271,12 @@ class ShardGroup:
         return refusal or f"rank {ranks} cannot"
 
     def _share_buffer(self) -> str | None:
-        """Make the buffer that other ranks read; return a reason why not, or None, the same on all
-        ranks.
+        """Make the buffer that other ranks read; return None, or on every rank a reason why there
+        is none.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for it here. The others wait for this rank
-                until it has ended.
+            torch.OutOfMemoryError: this rank has no memory for the buffer. The other ranks wait
+                until this process has ended.
         """
         os.environ.update(MULTICAST_OFF)
         if self._shares_gpu:
@@ -259,7 +289,7 @@ class ShardGroup:
         return refusal
 
     def _agreed_on_buffer(self, refusal: str | None) -> str | None:
-        """Return a reason if any rank has one; a rank then drops its buffer."""
+        """Return `_agreed(refusal)`; if any rank refuses, drop this rank's buffer as well."""
         refusal = self._agreed(refusal)
         if refusal is not None:
             self._buffer = None
@@ -291,7 +321,11 @@ class ShardGroup:
 
 
 def _why_not(step: Callable[[], None]) -> str | None:
-    """Run a step of sharing a buffer; return why GPUs cannot read each other's memory, or None."""
+    """Run `step`, a part of sharing memory; return the text of its ImportError or RuntimeError, or
+    None.
+
+    Lack of memory is raised.
+    """
     try:
         step()
     except torch.OutOfMemoryError:

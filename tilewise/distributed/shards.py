@@ -81,7 +81,7 @@ VOCABULARY_STEP = 64
 
 
 def check_shards(config: ModelConfig, num_shards: int) -> None:
-    """Refuse a number of shards that does not divide a model.
+    """Raise ValueError unless `config`'s model can be cut into num_shards shards.
 
     Raises:
         ValueError: the number does not divide the heads, of attention or of a recurrence, or the
@@ -132,7 +132,8 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
 
 
 def _is_of_its_own(layer: LayerConfig) -> bool:
-    """Return whether a layer has parts that are not divided among ranks."""
+    """Return whether a layer has a scale, token inputs, a second block, shared blocks or shared
+    keys, which cannot be divided among ranks."""
     has_more = layer.has_scale or layer.token_input_size > 0 or layer.experts is not None
     has_more = has_more or layer.shared is not None
     attention = layer.attention
@@ -161,9 +162,9 @@ def _sizes_of_mixer(mixer: MixerConfig) -> tuple[dict[str, int], dict[str, int]]
 
 
 def _rows_of_mixer(mixer: MixerConfig) -> dict[str, tuple[tuple[int, int, bool], ...]]:
-    """Return the parts of each parameter that is cut by rows: heads, rows of each, all ranks'.
+    """Return, for each parameter of a mixer that is cut by rows, the parts that are stacked in it.
 
-    A last True marks rows that are whole on every rank.
+    A part is (number of heads, rows of a head, True if every rank holds all of them).
     """
     if isinstance(mixer, GatedDeltaConfig):
         keys = (mixer.num_key_heads, mixer.key_dim, False)
@@ -206,7 +207,8 @@ def _rows_of_mixer(mixer: MixerConfig) -> dict[str, tuple[tuple[int, int, bool],
 
 
 def _columns_of_mixer(mixer: MixerConfig) -> tuple[int, int]:
-    """Return the heads whose columns the last projection reads, and the columns of each."""
+    """Return the number of heads that a mixer's output projection reads, and the columns of
+    each."""
     if isinstance(mixer, GatedDeltaConfig):
         return mixer.num_value_heads, mixer.value_dim
     if isinstance(mixer, ShortConvConfig):
@@ -233,13 +235,15 @@ def _spans(
 
 
 def _within(spans: Sequence[tuple[int, int]], first: int, end: int) -> tuple[tuple[int, int], ...]:
-    """Return the parts of spans within rows first ... end - 1, counted from `first`."""
+    """Return the parts of `spans` that lie within rows first ... end - 1, as ranges counted from
+    `first`."""
     found = ((max(a, first) - first, min(b, end) - first) for a, b in spans)
     return tuple((a, b) for a, b in found if a < b)
 
 
 def _shard_mixer(mixer: MixerConfig, num_shards: int) -> MixerConfig:
-    """Return the part of a mixer that each rank has."""
+    """Return the config of the part of a mixer that each rank has: fewer heads, groups or
+    channels."""
     if isinstance(mixer, GatedDeltaConfig):
         return replace(
             mixer,
@@ -261,7 +265,7 @@ def _shard_mixer(mixer: MixerConfig, num_shards: int) -> MixerConfig:
 def shard_config(config: ModelConfig, num_shards: int, rank: int = 0) -> ModelConfig:
     """Return the configuration of one shard, the same for all ranks but for ALiBi's slopes.
 
-    Its vocab_size is the rows of one rank, padded: see `vocabulary_rows`.
+    The vocab_size of the result is the number of rows of one rank, padded to a multiple of 64.
 
     Raises:
         ValueError: see `check_shards`.
@@ -302,13 +306,15 @@ def _may_be_padded(block: FeedForwardConfig | ExpertsConfig) -> bool:
 
 
 def _inner_size(block: FeedForwardConfig | ExpertsConfig, num_shards: int) -> int:
-    """Return a rank's part of the intermediate size, padding included."""
+    """Return the number of intermediate channels of a rank, padding included; MXFP4 is padded to
+    whole groups."""
     step = GROUP if _may_be_padded(block) else 1
     return -(-block.intermediate_size // (num_shards * step)) * step
 
 
 def _heads_of(count: int, rank: int, num_shards: int) -> range:
-    """Return the heads of a rank; repeated ones if there are fewer than ranks."""
+    """Return the range of a rank's heads among `count`; with fewer heads than ranks, several ranks
+    have one head."""
     first = rank * count // num_shards  # rounded down for repeated key heads
     return range(first, first + max(count // num_shards, 1))
 
@@ -318,7 +324,8 @@ def _padded_rows(vocab_size: int, num_shards: int) -> int:
 
 
 def vocabulary_rows(vocab_size: int, rank: int, num_shards: int) -> tuple[int, int]:
-    """Return the first and the last (not included) token of a rank; the last ranks have fewer."""
+    """Return the range of tokens (first, end) of which a rank has the rows; the last ranks may have
+    fewer."""
     size = _padded_rows(vocab_size, num_shards)
     return min(rank * size, vocab_size), min((rank + 1) * size, vocab_size)
 
@@ -349,7 +356,7 @@ def load_shard(
             "meta".
 
     Raises:
-        CheckpointError: the directory is incomplete or wrong.
+        CheckpointError: the checkpoint is incomplete or wrong.
         ValueError: see `check_shards`.
     """
     config = read_config(path) if random_weights else read_checkpoint(path)
@@ -382,7 +389,8 @@ def load_shard(
 
 
 def _always_normalises(model: Decoder) -> bool:
-    """Return whether a norm follows every sum of a layer."""
+    """Return whether a norm follows every sum over ranks in the model's layers, so that it can add
+    the parts."""
     layers: list[nn.Module] = list(getattr(model, "layers", []))
     blocks = [m for layer in layers for m in layer.modules() if _sums(m)]
     return bool(blocks) and all(map(_leaves_sums, blocks))
@@ -403,7 +411,8 @@ def _sums(block: nn.Module) -> bool:
 
 @torch.no_grad()
 def _share_whole(model: Decoder, cut: _Cut, group: ShardGroup) -> None:
-    """Copy the first rank's uncut parameters to every rank."""
+    """Copy rank 0's values of all parameters that are not cut into this rank's; all ranks call
+    it."""
     if group.size == 1:
         return
     for weight in model.weight_table():
@@ -414,8 +423,8 @@ def _share_whole(model: Decoder, cut: _Cut, group: ShardGroup) -> None:
 
 @torch.no_grad()
 def _clear_padding(model: Decoder) -> None:
-    """Zero the rows of the vocabulary and the parts of experts that the checkpoint does not
-    fill."""
+    """Zero all parameters of embedding, head and experts before they are read: padding is not
+    filled then."""
     for module in (model.embed_tokens, model.lm_head, *model.modules()):
         is_table = module is model.embed_tokens or module is model.lm_head
         if module is not None and (is_table or isinstance(module, Experts)):
@@ -425,14 +434,19 @@ def _clear_padding(model: Decoder) -> None:
 
 @torch.no_grad()
 def _clear_biases(model: Decoder) -> None:
-    """Zero the biases of summed projections on all ranks but the first."""
+    """Zero the biases of the projections that are summed over ranks; called on all ranks but the
+    first."""
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.bias", "down_proj.bias", "mlp.down_bias")):
             parameter.zero_()
 
 
 class _Cut:
-    """The part of each tensor of the checkpoint that a rank reads."""
+    """A function that tells which part of each tensor of a checkpoint a rank reads, for
+    `load_weights`.
+
+    `config` is that of the whole model.
+    """
 
     def __init__(self, config: ModelConfig, group: ShardGroup) -> None:
         self.config, self.rank, self.size = config, group.rank, group.size
@@ -440,8 +454,11 @@ class _Cut:
         self.holds_packed = experts is not None and experts.is_packed
 
     def __call__(self, weight: Weight, place: int) -> Part | None:
-        """Return the part of the source at `place`, in the parameter's layout; None for all of
-        it."""
+        """Return the part that the rank reads of source number `place` of a parameter; None for all
+        of it.
+
+        A Part has the cut dim, its whole size, and the ranges that the rank reads.
+        """
         module, kind = weight.name.rsplit(".", 1)
         name = module.rsplit(".", 1)[-1]
         if module in ("embed_tokens", "lm_head"):
@@ -460,7 +477,8 @@ class _Cut:
         return None if heads is None else self._of_heads(weight, place, name, kind, heads)
 
     def _of_mixer(self, weight: Weight, place: int, layer: LayerConfig) -> Part | None:
-        """Return the part of a source of a block with a state."""
+        """Return the part to read of source number `place` of a mixer's parameter; None for all of
+        it."""
         mixer, parameter = layer.mixer, weight.name.partition(".mixer.")[2]
         assert mixer is not None
         own = parameter.partition(".")[0]
@@ -486,7 +504,11 @@ class _Cut:
     def _of_block(
         self, weight: Weight, name: str, kind: str, block: FeedForwardConfig | ExpertsConfig
     ) -> Part | None:
-        """Return the part of a source of a feed-forward block."""
+        """Return the part to read of a source of a feed-forward block or a mixture of experts; None
+        for all.
+
+        `name` is that of the module, `kind` that of the parameter.
+        """
         inner = block.intermediate_size
         if isinstance(block, ExpertsConfig):
             if kind in ("up", "up_scale", "up_bias", "down", "down_scale"):
@@ -505,7 +527,11 @@ class _Cut:
     def _of_heads(
         self, weight: Weight, place: int, name: str, kind: str, heads: AttentionConfig
     ) -> Part | None:
-        """Return the part of a source of attention."""
+        """Return the part to read of source number `place` of an attention parameter; None for all
+        of it.
+
+        `name` is that of the module, `kind` that of the parameter.
+        """
         latent, dim = heads.latent, heads.head_dim
         q, kv = self._heads(heads.num_q_heads), self._heads(heads.num_kv_heads)
         if name == "qkv_proj":
@@ -550,7 +576,7 @@ class _Cut:
         return Part(1, 2 * inner, ((first, end), (inner + first, inner + end)))
 
     def _rows(self, dim: int, count: int, width: int) -> Part:
-        """Return this rank's part of `count` heads of `width` rows each."""
+        """Return this rank's Part along `dim` of `count` heads of `width` rows or columns each."""
         part = self._heads(count)
         return Part(dim, count * width, ((part.start * width, part.stop * width),))
 
@@ -561,9 +587,8 @@ class _Cut:
 def shard_adapter(adapter: Adapter, config: ModelConfig, rank: int, num_shards: int) -> Adapter:
     """Return a rank's part of an adapter of the whole model, cut as the rank's layers are.
 
-    Of a projection whose outputs are cut a rank has the same A and its rows of B; of one whose
-    inputs are cut its columns of A and the same B, so that what the ranks add is summed with their
-    products.
+    Of a projection with cut outputs a rank has all of A and its rows of B. Of one with cut inputs
+    it has its columns of A and all of B; its term is then summed over ranks with the products.
     """
     parts = {}
     for module, whole in adapter.parts.items():
@@ -576,7 +601,14 @@ def shard_adapter(adapter: Adapter, config: ModelConfig, rank: int, num_shards: 
 def _own_rows(
     module: str, layer: LayerConfig, rank: int, num_shards: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the rows and the columns of a module that a rank has, in its order; None for all."""
+    """Return the indices of the rows and of the columns of a projection that a rank has; None for
+    all.
+
+    Args:
+        module: the path of the projection in the model.
+        layer: the config of its layer in the whole model.
+        rank, num_shards: the rank and the number of ranks.
+    """
 
     def own(*parts: tuple[int, int]) -> Tensor:
         spans = _spans([(*part, False) for part in parts], rank, num_shards)
@@ -617,8 +649,11 @@ def _part_of(part: AdapterPart, rows: Tensor | None, columns: Tensor | None) -> 
 
 
 def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
-    """Replace the modules after which ranks' partial results must be summed by ones that sum
-    them."""
+    """Connect a shard to the other ranks, in place: replace modules by ones with collectives.
+
+    Output projections become `RowParallel`, experts `SummedExperts`, cut norms split ones, the
+    embedding and the head `VocabularyEmbedding` and `VocabularyHead`.
+    """
     modules = list(model.modules())
     shared = {id(module.shared) for module in modules if isinstance(module, Experts)}
     for module in modules:
@@ -661,9 +696,11 @@ class RowParallel(nn.Module):
         return self.group.sum(project(self.linear, x, adapters))
 
     def leave_sum(self, x: Tensor, adapters: StepAdapters | None = None) -> RankPart | None:
-        """Return this rank's part of `forward`, for a norm that sums the parts; None if none can.
+        """Return this rank's part of `forward`, for `RMSNorm.add` to sum; None if inboxes cannot
+        add such rows.
 
-        All ranks do the same, since it depends on the rows and the model alone.
+        All ranks get None or all a part, since that depends on the number of rows and the model
+        alone.
         """
         if not self.group.adds_rows(x.numel() // x.shape[-1], x.dtype):
             return None
@@ -678,7 +715,8 @@ class SummedExperts(nn.Module):
     """A mixture of experts whose intermediate sizes are cut: the ranks' results are summed.
 
     Args:
-        experts: the rank's part, of the experts and of the block that all tokens use.
+        experts: the mixture with this rank's part of each expert and of the block that all tokens
+            use.
         group: the ranks with the other parts.
         leaves_parts: True if the norm right behind it may sum the parts, see `RankPart`.
     """
@@ -688,7 +726,8 @@ class SummedExperts(nn.Module):
         self.experts, self.group, self.leaves_parts = experts, group, leaves_parts
 
     def forward(self, x: Tensor) -> Tensor | RankPart:
-        """Map x (..., E) to (..., E), the same on every rank, or to this rank's part of it."""
+        """Map x (..., E) to (..., E), the same on every rank, or to a RankPart for the next norm to
+        sum."""
         y: Tensor = self.experts(x)
         if self.leaves_parts and self.group.adds_rows(y.numel() // y.shape[-1], y.dtype):
             return RankPart(y, 0, self.group)
@@ -699,7 +738,7 @@ class SplitRMSNorm(nn.Module):
     """RMSNorm whose channels are split evenly over ranks: squares are summed over the group.
 
     Args:
-        norm: the norm with this rank's part of the weight; its eps is taken as well.
+        norm: the norm with this rank's part of the weight, and the eps.
         group: the ranks that together have all channels. Where key heads are repeated on several
             ranks, each channel must be there equally often, so that the mean stays the same.
     """
@@ -709,7 +748,8 @@ class SplitRMSNorm(nn.Module):
         self.weight, self.eps, self.group = norm.weight, norm.eps, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the rank's channels x (..., dim / N)."""
+        """Return the rank's channels x (..., dim / N), normalised by the mean square over all
+        ranks' channels."""
         wide = x if x.dtype == torch.float64 else x.float()
         squares = self.group.sum(wide.square().sum(-1, keepdim=True))
         mean = squares / (x.shape[-1] * self.group.size)
@@ -729,7 +769,11 @@ class SplitGatedRMSNorm(nn.Module):
         self.norm, self.group = norm, group
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map the rank's channels x (..., dim / N), whose gate has its shape."""
+        """Return the rank's channels x (..., dim / N) normalised over all ranks' channels, and
+        gated.
+
+        `gate` has the shape of x; so has the result.
+        """
         norm, wide = self.norm, x if x.dtype == torch.float64 else x.float()
         factor = activate(norm.function, gate.to(wide.dtype), on_cpu=True)
         if norm.gate_first:
@@ -763,7 +807,7 @@ class VocabularyEmbedding(nn.Module):
 
     Args:
         table: the rank's rows, the first of them for token rows[0].
-        rows: the range of its tokens, the last not included.
+        rows: the range of tokens that this rank has, the last not included.
         group: the ranks with the other rows.
     """
 
@@ -773,7 +817,7 @@ class VocabularyEmbedding(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the rows."""
+        """The dtype of the embeddings."""
         return _dtype_of(self.table)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -815,7 +859,8 @@ class VocabularyHead(nn.Module):
         self.is_whole = True
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map (R, E) to (R, vocab_size), or to the rank's own logits (R, n)."""
+        """Map hidden states (R, E) to the logits of all tokens (R, vocab_size), or, without
+        `is_whole`, of the rank's own tokens (R, n)."""
         logits = self._padded(hidden)
         if not self.is_whole:
             return logits[..., : self.end - self.first]
@@ -828,12 +873,17 @@ class VocabularyHead(nn.Module):
         return logits
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the most likely token of each row (R,), and whether its logits are finite (R,)."""
+        """Return the most likely token of each row, int64 (R,), and whether its logit is finite,
+        bool (R,).
+
+        All ranks call it with the same hidden states (R, E). A row with a NaN is not finite.
+        """
         best, tokens = self.most_likely(self._padded(hidden)[..., : self.end - self.first])
         return tokens, best.isfinite()
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Concatenate the logits (R, n) of all ranks to (R, vocab_size)."""
+        """Return the logits (R, vocab_size) of all tokens, given each rank's own (R, n); all ranks
+        call it."""
         missing = self.width - logits.shape[1]
         padded = F.pad(logits, (0, missing)) if missing else logits
         return self.group.concatenate(padded)[..., : self.vocab_size].contiguous()

@@ -33,10 +33,10 @@ __all__ = ["repeats", "ulysses_attention", "why_not_ulysses"]
 
 
 def repeats(num_q_heads: int, num_kv_heads: int, size: int) -> int | None:
-    """Return how many copies of each key head give all ranks equally many; None if impossible.
+    """Return the least number of copies of each key head by which all ranks get equally many heads.
 
-    Rank r's query heads must read the key heads that it gets, so the number is a divisor of Hq /
-    Hk.
+    None if num_q_heads is no multiple of the ranks. A rank's query heads must read the key heads
+    that it gets, so the number is a divisor of Hq / Hk.
     """
     group = num_q_heads // num_kv_heads
     if num_q_heads % size:
@@ -45,7 +45,8 @@ def repeats(num_q_heads: int, num_kv_heads: int, size: int) -> int | None:
 
 
 def why_not_ulysses(num_q_heads: int, num_kv_heads: int, size: int) -> str | None:
-    """Return why heads cannot be divided among ranks, or None if they can."""
+    """Return why query heads cannot be divided among `size` ranks, as the text of an error; None if
+    they can."""
     if repeats(num_q_heads, num_kv_heads, size) is None:
         return f"q must have a multiple of {size} heads for {size} ranks, got {num_q_heads}"
     return None
@@ -62,7 +63,7 @@ def ulysses_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a sequence of which each rank holds a part; exact, differentiable as `attention`.
 
-    It computes what `ring_attention` does, but a rank computes Hq / N heads over all tokens.
+    The result is that of `ring_attention`, but a rank computes Hq / N heads over all tokens.
 
     Args:
         q, k, v, group, causal, window, softmax_scale, cu_seqlens, layout, check, return_lse: as
@@ -116,9 +117,11 @@ def ulysses_attention(
 
 @lru_cache(maxsize=8)
 def _order(problem: Problem, tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return the permutation from the concatenated ranks' parts to positions, and its inverse.
+    """Return `order_of` the ranks' concatenated parts, which maps places to positions, and its
+    inverse.
 
-    It is None if the positions are in order.
+    Both are int64 (tokens,) on `device`. None for the contiguous layout, whose positions are in
+    order.
     """
     if problem.layout == "contiguous":
         return None
@@ -128,8 +131,8 @@ def _order(problem: Problem, tokens: int, device: torch.device) -> tuple[Tensor,
 
 
 class _Dealt(torch.autograd.Function):
-    """Exchange heads of all tokens for tokens of all heads, or back; the gradient is the
-    reverse."""
+    """The exchange of (B, S / N, H, D) for (B, S, H / N, D) with `to_heads`, or back without; the
+    gradient takes the opposite exchange."""
 
     @staticmethod
     def forward(
@@ -173,7 +176,7 @@ def _part_of_tokens(x: Tensor, problem: Problem, exchange: Exchange) -> Tensor:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Return a contiguous copy, made in words of 8 bytes if possible.
+    """Return x contiguous, copied in words of 8 bytes if its strides allow.
 
     torch copies strided tensors element by element: 16-bit elements took 0.4 of a call's 7.2 ms
     (8,192 tokens a rank of four, 64 heads on 8 of 128 channels, H200, 2026-11-23).

@@ -27,10 +27,11 @@ def send_weights(
     group: Any = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Send tensors by name to the ranks that call `receive_weights`; each rank of a trainer calls.
+    """Send tensors by name to the ranks that call `receive_weights`; every rank of the trainer
+    calls it.
 
     Args:
-        tensors: names and tensors, the same on all of these ranks; one in parts is made whole.
+        tensors: names and tensors, the same on all ranks of the trainer; a DTensor is made whole.
         source: the rank that sends, as all ranks of the job count.
         group: the process group of trainer and engines; None is the default group.
         dtype: the dtype that is sent; None is that of each tensor.
@@ -40,7 +41,8 @@ def send_weights(
         >>> llm.update_weights(receive_weights())  # meanwhile, in the engine's process
 
     Raises:
-        ValueError: the ranks of the trainer do not agree on what is sent; it has been sent.
+        ValueError: this rank's names, dtypes or shapes differ from those of `source`, whose tensors
+            have been sent.
     """
     named = dict(tensors)
     device = _device(group)
@@ -70,7 +72,7 @@ def receive_weights(
     """Yield names and tensors that `send_weights` sends, each with memory of its own.
 
     Args:
-        source: the rank that sends.
+        source: the rank that sends, as all ranks of the job count.
         group: the process group of trainer and engines; None is the default group.
         device: the device of the tensors; None is the current GPU over NCCL, else the CPU.
 
@@ -86,7 +88,8 @@ def receive_weights(
 
 
 def _device(group: Any) -> torch.device:
-    """Return where tensors of a broadcast lie: on the current GPU for NCCL."""
+    """Return the device of tensors that the group broadcasts: the current GPU for NCCL, else the
+    CPU."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -95,10 +98,10 @@ def _device(group: Any) -> torch.device:
 def _share_head(
     own: list[list[Any]] | None, source: int, group: Any, device: torch.device
 ) -> list[list[Any]]:
-    """Return the names, dtypes and shapes that rank `source` will send, on every rank.
+    """Return [name, dtype, shape] of each tensor that rank `source` will send; all ranks call it.
 
     Args:
-        own: the list of them on the source; None on other ranks.
+        own: the list to send, on the source; None on other ranks.
     """
     data = b"" if own is None else json.dumps(own).encode()
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)

@@ -18,14 +18,14 @@ _HEAD_DIM, _RANK, _ROPE = 128, 512, 64
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """One op on one kind of device.
+    """The backend that an example call of one op gets on one type of device.
 
     Attributes:
         op: the name of the op.
         device: the type of the device, "cpu" or "cuda".
-        dtype: the dtype of its tensors.
-        backend: the backend that is chosen, None where all refuse.
-        refusals: the reason of each backend that is not chosen.
+        dtype: the dtype of the call's tensors.
+        backend: the backend that is chosen; None if all refuse.
+        refusals: the reason of each backend that refuses the call, by its name.
     """
 
     op: str
@@ -36,12 +36,13 @@ class Support:
 
 
 def devices() -> list[str]:
-    """Return the types of devices that the package can compute on here."""
+    """Return ["cuda", "cpu"] if there is a GPU and Triton works, else ["cpu"]."""
     return ["cuda", "cpu"] if torch.cuda.is_available() and facts.has_triton() else ["cpu"]
 
 
 def support() -> list[Support]:
-    """Return the backend that each op with an `explain` chooses, on the CPU and on a GPU.
+    """Return the backend of attention, paged_attention and mla_decode, on the GPU, if there is one,
+    and on the CPU.
 
     The example calls are bfloat16 and causal, with heads of usual sizes. They are only planned:
     nothing is computed or compiled.

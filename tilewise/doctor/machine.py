@@ -51,7 +51,7 @@ class Cache:
         path: the folder, with ~ for the home of the user.
         files: the number of files in it.
         size: the bytes of these files.
-        is_writable: False where a kernel that is compiled cannot be kept.
+        is_writable: False if compiled kernels cannot be written there.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """Look at this machine; a second at most, and nothing is computed."""
+    """Return the facts about this machine; takes a second at most, and computes nothing."""
     gpus, why_no_gpu = _gpus()
     triton, why_no_triton = _triton()
     caches = [_cache("numba", _numba_folder(), "*.nb[ci]")]
@@ -129,7 +129,7 @@ def machine() -> Machine:
 
 
 def shown_path(path: Path) -> str:
-    """Return a path with ~ for the home, so that a report does not name its writer."""
+    """Return a path as text with ~ for the home folder, so that a report does not name the user."""
     try:
         return str(Path("~") / path.relative_to(Path.home()))
     except (ValueError, RuntimeError):  # it lies elsewhere, or there is no home
@@ -239,7 +239,8 @@ def _cache(name: str, folder: Path, pattern: str) -> Cache:
 
 
 def _variables() -> dict[str, str]:
-    """Return variables that change what runs; never a secret."""
+    """Return the environment variables of a fixed list, which change what runs, that are set; none
+    is secret."""
     names = (
         "CUDA_VISIBLE_DEVICES",
         "NUMBA_CACHE_DIR",

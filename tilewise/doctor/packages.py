@@ -18,13 +18,13 @@ _OF_DEVELOPERS = frozenset(("test", "clients", "dev"))
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One requirement, and what is installed of it.
+    """One requirement of tilewise, and the installed version of the required package.
 
     Attributes:
         name: the name of the package on an index.
         wanted: the versions that are allowed, such as ">=2.11", empty for any.
         installed: the installed version, None where there is none.
-        extra: the extra that requires it, None for the package itself.
+        extra: the extra of tilewise that requires the package; None if tilewise itself does.
         fits: True where the installed version is one of those that are allowed.
     """
 
@@ -36,10 +36,10 @@ class Package:
 
 
 def packages() -> list[Package] | None:
-    """Return every requirement of the installed package, or None where it has no metadata.
+    """Return every requirement of tilewise, or None if tilewise has no metadata here.
 
-    A checkout that is only on Python's path has none. Requirements for other platforms and those
-    of developers' extras are left out.
+    A checkout that is only on Python's path has no metadata. Requirements for other platforms and
+    those of developers' extras are left out.
     """
     try:
         lines = requires(_OURS) or []
@@ -53,18 +53,21 @@ def packages() -> list[Package] | None:
 
 
 def _is_for(need: Requirement, extra: str) -> bool:
-    """Return whether a requirement counts on this platform, for an extra or for none ("")."""
+    """Return whether a requirement counts on this platform for `extra`; "" is tilewise without
+    extras."""
     return need.marker is None or need.marker.evaluate({"extra": extra})
 
 
 def _extras(lines: list[str]) -> list[str]:
-    """Return the names of extras, in the order of the metadata."""
+    """Return the names of tilewise's extras, in the order of the metadata, without those of
+    developers."""
     names = re.findall(r"extra == ['\"]([\w.-]+)['\"]", "\n".join(lines))
     return [name for name in dict.fromkeys(names) if name not in _OF_DEVELOPERS]
 
 
 def _of_extra(needs: list[Requirement], extra: str) -> Iterator[Requirement]:
-    """Yield the requirements of an extra, including those of other extras that it names."""
+    """Yield the requirements of an extra that tilewise alone does not have, with those of other
+    extras of tilewise that the extra names."""
     for need in needs:
         if _is_for(need, "") or not _is_for(need, extra):
             continue

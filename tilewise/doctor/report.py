@@ -24,18 +24,18 @@ __all__ = ["Report", "doctor", "examine"]
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of `tilewise doctor`; the module of each part describes its rows.
+    """The findings of one run of `tilewise doctor`.
 
     Attributes:
         version: the version of the package.
         packages: the requirements against what is installed, None for a package without metadata.
         machine: the machine, None where torch cannot be imported.
-        support: the backend of each op.
+        support: the backend of each op on each type of device.
         trials: the rows of the self-test.
-        problems: sentences about what does not work or is slow, each with what helps; the first
-            ones weigh most.
+        problems: sentences about what does not work or is slow, each with a remedy where there is
+            one.
         notes: sentences about what is missing but not needed.
-        seconds: the time that it all took.
+        seconds: the seconds that the run took.
     """
 
     version: str
@@ -49,7 +49,8 @@ class Report:
 
 
 def doctor(*, as_json: bool = False, seconds: float | None = None) -> int:
-    """Print a report; the exit code is 1 where something does not work.
+    """Print the report of `examine` to standard output; return the exit code, 1 if it has problems,
+    else 0.
 
     Args:
         as_json: True for one JSON object in place of text.
@@ -70,7 +71,11 @@ def doctor(*, as_json: bool = False, seconds: float | None = None) -> int:
 
 
 def examine(seconds: float | None = None) -> Report:
-    """Look at packages and machine, and run the self-test; see `doctor`."""
+    """Look at packages and machine, run the self-test, and return the findings.
+
+    If tilewise or torch cannot be imported, that is a problem of the report. `seconds` as in
+    `doctor`.
+    """
     begin = time.monotonic()
     found = packages()
     problems, notes = list(_of_packages(found)), list(_notes_of_packages(found))
@@ -127,7 +132,7 @@ def examine(seconds: float | None = None) -> Report:
 
 
 def _say(line: str) -> None:
-    """Tell of progress on a terminal; a pipe gets the report alone."""
+    """Write a line of progress to standard error if it is a terminal and progress is wanted."""
     if is_wanted() and writes_over(sys.stderr):
         say(line)
 
@@ -163,7 +168,7 @@ def _outcome(row: Trial) -> str:
 
 
 def text_of(report: Report) -> str:
-    """Lay a report out as plain text, a fact a line."""
+    """Return a report as plain text, one fact a line, to paste into an issue."""
     lines = [f"tilewise {report.version}"]
     lines += _machine_lines(report)
     lines += ["", "packages"]

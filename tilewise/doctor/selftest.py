@@ -32,18 +32,19 @@ Check = tuple[str, Any, Any, Any, float]  # name, result, truth, eager, scale
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One op on one backend.
+    """The result of the self-test of one op on one backend and dtype.
 
     Attributes:
-        op: the name of the op, and of its pass.
+        op: the name of the op.
         device: the type of the device, "cpu" or "cuda".
-        backend: the backend that computed it.
-        dtype: the dtype of its tensors.
-        wrong: the rule that a result breaks, None where all are right.
+        backend: the backend that is chosen for the op.
+        dtype: the dtype of the op's tensors.
+        wrong: the fault of a result, or the text of an exception; None if all results are right or
+            the row was left out.
         first_s: the seconds of the first call, which compiles what no cache has.
-        speed: the rate of later calls of a larger shape, None where it was not measured.
+        speed: the rate of later calls of a larger shape; None if it was not measured.
         unit: the unit of `speed`, "TFLOP/s" or "GB/s".
-        left_out: True where the time was up before this row.
+        left_out: True if the time was up before this row, which then was not run.
     """
 
     op: str
@@ -58,7 +59,8 @@ class Trial:
 
 
 def trials(supported: list[Support], seconds: float = SECONDS) -> Iterator[Trial]:
-    """Yield a row for each op, device and dtype, on the backend that is chosen there.
+    """Run the self-test: yield a Trial for each op, device and dtype, on the backend that is chosen
+    there.
 
     Args:
         supported: the ops and their backends, from `backends.support`.
@@ -89,9 +91,14 @@ def _trial(
     speed: Callable[[], float],
     unit: str,
 ) -> Trial:
-    """Return the trial of one op: its results against the budget, and its speed.
+    """Run the self-test of one op and return its Trial; an exception becomes the trial's fault.
 
-    An exception is a result, too: its text is the fault of the trial.
+    Args:
+        row: the op, its device and its backend.
+        dtype: the dtype of the tensors.
+        run: a function that computes the results and returns them as checks against the budget.
+        speed: a function that measures the op and returns its rate.
+        unit: the unit of that rate.
     """
     name, backend = str(dtype).removeprefix("torch."), str(row.backend)
     op, where = row.op, row.device
@@ -110,7 +117,8 @@ def _trial(
 
 
 def _attention(row: Support, dtype: torch.dtype) -> Trial:
-    """Try attention, causal with two query heads a key head, forward and backward."""
+    """Return the trial of attention, causal with two query heads a key head, forward and
+    backward."""
     where = row.device
 
     def results(
@@ -149,7 +157,8 @@ def _rows(batch: int, where: str) -> Tensor:
 
 
 def _paged(row: Support, dtype: torch.dtype) -> Trial:
-    """Try a decode step over a cache whose blocks are shuffled and whose free slots are NaN."""
+    """Return the trial of paged_attention: a decode step over a cache with shuffled blocks and NaN
+    in free slots."""
     where = row.device
 
     def arguments(
@@ -183,7 +192,7 @@ def _paged(row: Support, dtype: torch.dtype) -> Trial:
 
 
 def _latent(row: Support, dtype: torch.dtype) -> Trial:
-    """Try a decode step over latents of the shape of DeepSeek's."""
+    """Return the trial of mla_decode: a decode step over cached latents of DeepSeek's shape."""
     where = row.device
     rank, rope, scale = 512, 64, 192**-0.5
 

@@ -41,20 +41,29 @@ class LoadedAdapter:
 
 
 class Elsewhere(Protocol):
-    """Other processes that have adapters, too, see `tensor_parallel.runner.ParallelRunner`."""
+    """Other processes that keep copies of the adapters, such as a
+    `tensor_parallel.runner.ParallelRunner`'s workers."""
 
     def load_adapter(self, number: int, path: str) -> None:
-        """Read an adapter."""
+        """Let the other processes read the adapter of a folder, and know it by `number`."""
         ...
 
     def forget_adapter(self, number: int) -> None:
-        """Forget adapter `number`; a garbage collection may call this."""
+        """Let the other processes drop adapter `number`; a garbage collection may call this."""
         ...
 
 
 @dataclass(slots=True)
 class _Named:
-    """An adapter by its name, in main memory or not; `kept` is one that no file holds."""
+    """An adapter that has a name, in main memory or not.
+
+    Attributes:
+        path: the folder or hub name from which it is read; "tensors" if it was given as tensors.
+        number, fingerprint: as of `LoadedAdapter`.
+        adapter: a weak reference to the adapter, dead once it is in main memory no more.
+        kept: the adapter itself if no file holds it, so that it is never freed while it has a name;
+            else None.
+    """
 
     path: str
     number: int
@@ -90,7 +99,8 @@ class Adapters:
         self._elsewhere: Elsewhere | None = None
 
     def paths(self) -> dict[str, str]:
-        """Return where each adapter comes from, by name."""
+        """Return the folder or hub name of each loaded adapter, by name; "tensors" for one given as
+        tensors."""
         with self._lock:
             return {name: named.path for name, named in self._named.items()}
 
@@ -105,7 +115,8 @@ class Adapters:
 
         Raises:
             CheckpointError: see `models.adapters.read_adapter`.
-            RequestError: the name is empty, or in use.
+            RequestError: the name is empty, or in use and `replaces` is False; or tensors are given
+                where other processes hold adapters, too.
         """
         if not isinstance(name, str) or not name:
             raise RequestError(f"lora_name must be a name, got {shown(name)}")
@@ -140,10 +151,10 @@ class Adapters:
             self._hold(adapter)
 
     def unload(self, name: str) -> None:
-        """Forget a name; requests that use its adapter go on.
+        """Forget the adapter of a name; requests that use it go on.
 
         Raises:
-            RequestError: there is no such adapter.
+            RequestError: no adapter of this name is loaded.
         """
         with self._lock:
             self._find(name, "lora_name")
@@ -153,10 +164,11 @@ class Adapters:
                 self._end(named.number)
 
     def get(self, name: str) -> LoadedAdapter:
-        """Return the adapter of a name, read again if it is in main memory no more.
+        """Return the adapter of a name, and count it as used last.
 
         Raises:
-            RequestError: there is no such adapter, or its files are not what they were.
+            RequestError: no adapter of this name is loaded; or it had to be read from its files
+                again, which cannot be read or hold other weights than before.
         """
         with self._lock:
             named = self._find(name, "lora_request")
@@ -184,8 +196,10 @@ class Adapters:
             return adapter
 
     def load_elsewhere(self, elsewhere: Elsewhere) -> None:
-        """Load every adapter in other processes, too, from now on, and forget it there when it is
-        freed."""
+        """Load every adapter, present and future, in other processes, too.
+
+        An adapter is forgotten there when no name and no request has it any more.
+        """
         self._elsewhere = elsewhere
         for named in list(self._named.values()):
             elsewhere.load_adapter(named.number, named.path)
@@ -194,8 +208,11 @@ class Adapters:
         finalize(adapter, self._end, adapter.number).atexit = False
 
     def _end(self, number: int) -> None:
-        """Let the workers forget an adapter that no request uses any more, unless a name still has
-        it."""
+        """Let the other processes forget adapter `number`, unless a name still has it.
+
+        A finalizer calls this when the adapter is freed here. Nothing happens without other
+        processes.
+        """
         is_named = any(named.number == number for named in list(self._named.values()))
         if self._elsewhere is not None and not is_named:
             self._elsewhere.forget_adapter(number)
@@ -221,7 +238,8 @@ class Adapters:
         return named
 
     def _hold(self, adapter: LoadedAdapter) -> None:
-        """Keep an adapter as the last used; drop the least recently used beyond `_most_held`."""
+        """Count an adapter as the last used; let go of the least recently used beyond
+        `_most_held`."""
         self._held[adapter.number] = adapter
         self._held.move_to_end(adapter.number)
         while self._most_held is not None and len(self._held) > self._most_held:
@@ -229,10 +247,11 @@ class Adapters:
 
 
 def salted(cache_salt: str, adapter: Adapted | None) -> str:
-    """Return the namespace of a request's cached blocks: that of its salt and its adapter.
+    """Return the namespace in the prefix cache of a request, made of its salt and its adapter's
+    digest.
 
-    It begins with a NUL where there is an adapter, or where the salt does; so no salt of a caller's
-    is the namespace of an adapter.
+    Without an adapter the namespace is the salt itself, unless the salt begins with a NUL. All
+    others begin with a NUL; so no salt of a caller's is the namespace of an adapter.
     """
     if adapter is None and not cache_salt.startswith("\0"):
         return cache_salt
@@ -244,7 +263,11 @@ def _in_use(name: str) -> str:
 
 
 def fingerprint_of(weights: Adapter) -> str:
-    """Return a digest of all that an adapter adds to a model."""
+    """Return the SHA-256 digest, in hexadecimal, of all that an adapter adds to a model.
+
+    Digested are the modules' names and, of each part, its first output, scale, shapes, dtypes and
+    numbers.
+    """
     digest = hashlib.sha256()
     for module in sorted(weights.parts):
         for part in weights.parts[module]:

@@ -48,17 +48,18 @@ class AsyncLLM:
 
     It may be used from several event loops, and beside the LLM itself.
 
-    Tokens of running requests are told in one delivery for a step. Where that takes more than a
-    share of the time, as with many streams on few cores, the next one waits, 0.1 s at most, and
-    tells of several steps at once. First tokens and ends never wait.
+    New tokens of all running requests are delivered to their readers together, once a step. Where
+    deliveries take more than a share of the time, as with many streams on few cores, the next
+    delivery waits, 0.1 s at most, and brings the tokens of several steps at once. First tokens and
+    ends never wait.
 
     Args:
-        llm: stays its owner's: aclose() does not close it.
+        llm: the LLM that computes; it stays its owner's: aclose() does not close it.
         share: the share of the time that deliveries may take, above 0 to 1; 1 delivers after each
             step; None is 0.04 where the engine computes on a CPU, and 0.5 elsewhere.
 
     Raises:
-        ValueError: share is none.
+        ValueError: share is no number above 0 and at most 1.
 
     Attributes:
         tokenizer, config: the model's tokenizer and its config.
@@ -140,12 +141,12 @@ class AsyncLLM:
     ) -> EmbeddingOutput:
         """Return the embedding of one prompt, computed in the steps of all requests.
 
-        Of a model with a classifier it is the logits; `engine.scoring` makes scores of them.
-        Cancelling the task aborts the request. The arguments are those of generate() and
-        `LLM.embed`, as is what is raised.
+        Of a model with a classifier the embedding is the logits; `engine.scoring` makes scores of
+        them. Cancelling the task aborts the request. Arguments and errors are those of generate()
+        and, for `pooling`, of `LLM.embed`.
 
         Raises:
-            TimeoutError: its deadline has passed.
+            TimeoutError: the deadline of the request has passed.
         """
         pooling = self.llm.purpose.check_pooling(pooling)
         asked = RequestTerms.given_to(AsyncLLM.embed, terms)
@@ -200,12 +201,15 @@ class AsyncLLM:
                 self.llm.loop.drop_soon(generation)
 
     async def abort(self, request_id: str) -> None:
-        """End a request of any caller with finish_reason "abort"; unknown ones are ignored."""
+        """End a request of any caller with finish_reason "abort", and wait until that is done.
+
+        An unknown id is ignored, as is a closed engine.
+        """
         self.llm.loop.abort(request_id)
         await self._caught_up()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of counts and times, without waiting for a step."""
+        """Return a snapshot of the engine's counts and times, without waiting for a step."""
         return self.llm.engine.stats()
 
     def explain(self, request_id: str) -> dict[str, Any]:
@@ -216,14 +220,14 @@ class AsyncLLM:
         return self.llm.engine.explain(request_id)
 
     def trace(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return recent events of the scheduler, from number `since` on.
+        """Return the scheduler's recent events that are numbered `since` or more.
 
         `Engine.trace` describes their fields.
         """
         return self.llm.engine.trace(since)
 
     def picture(self) -> dict[str, Any]:
-        """Return who holds which block now, see `Engine.picture`."""
+        """Return which sequence holds which block of the cache now, see `Engine.picture`."""
         return self.llm.engine.picture()
 
     def line(self, most: int) -> list[str]:
@@ -236,8 +240,11 @@ class AsyncLLM:
         return await asyncio.wrap_future(reset)
 
     async def aclose(self) -> None:
-        """Refuse new requests, end those of this object, and wait until they own no cache
-        blocks."""
+        """Refuse new requests of this object, and end its live ones; wait until they own no cache
+        blocks.
+
+        The LLM goes on and serves its other callers.
+        """
         self._is_closed = True
         for generation in list(self._live.values()):
             self.llm.loop.drop_soon(generation)
@@ -272,25 +279,29 @@ class AsyncLLM:
         await asyncio.wrap_future(beside(load))
 
     async def update_weights(self, path: str, *, running: str = "wait") -> None:
-        """Take other weights from a folder, see `LLM.update_weights`; other tasks run meanwhile."""
+        """Let requests to come be answered by the weights in a folder, see `LLM.update_weights`.
+
+        Other tasks run meanwhile. `running` says what becomes of running requests.
+        """
         update = functools.partial(self.llm.update_weights, path, running=running)
         await asyncio.wrap_future(beside(update))
 
     async def facts(self) -> Facts:
-        """Return the facts, besides the request, on which the bits of an answer depend; see
+        """Return the digests and versions on which an answer's bits depend besides the request, see
         `LLM.facts`."""
         return await asyncio.wrap_future(beside(self.llm.facts))
 
     async def fingerprint_of(self, adapter: str) -> str:
-        """Return the digest of an adapter by its name, see `LLM.fingerprint_of`."""
+        """Return the digest of a loaded adapter, or "" for none, see `LLM.fingerprint_of`."""
         return await asyncio.wrap_future(beside(lambda: self.llm.fingerprint_of(adapter)))
 
     async def sleep(self, level: int = 1, *, running: str = "wait") -> None:
-        """Give memory back, see `LLM.sleep`."""
+        """Free the memory of cache and weights until wake(), see `LLM.sleep`; other tasks run
+        meanwhile."""
         await asyncio.wrap_future(beside(functools.partial(self.llm.sleep, level, running=running)))
 
     async def wake(self) -> None:
-        """Take requests again, see `LLM.wake`."""
+        """Take requests again after sleep(), see `LLM.wake`; other tasks run meanwhile."""
         await asyncio.wrap_future(beside(self.llm.wake))
 
     async def unload_lora_adapter(self, name: str) -> None:
@@ -303,7 +314,10 @@ class AsyncLLM:
             await asyncio.wrap_future(self.llm.loop.post(lambda: None))
 
     def _mailbox(self) -> Mailbox:
-        """Return the mailbox of the running event loop."""
+        """Return the mailbox of the running event loop, made at the loop's first request.
+
+        Mailboxes of closed event loops are dropped then.
+        """
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.get(loop)
         if mailbox is None:
@@ -315,13 +329,17 @@ class AsyncLLM:
 
 
 def share_of(devices: str) -> float:
-    """Return the share of the time that deliveries take; devices are "cpu", "cuda:1", "2 x cpu"."""
+    """Return the default share of the time that deliveries to readers may take: 0.04 for a CPU,
+    else 0.5.
+
+    `devices` is a text such as "cpu", "cuda:1" or "2 x cpu".
+    """
     kind = devices.rpartition(" ")[2].partition(":")[0]
     return TELLING_ON_CPU if kind == "cpu" else TELLING
 
 
 def _nobody_reads() -> None:
-    """Take results for which no reader waits any more."""
+    """Do nothing: the `on_change` of a generation that no reader waits for any more."""
 
 
 class _Reader:
@@ -333,7 +351,8 @@ class _Reader:
         failure: the exception that the sink raised, or None.
         num_seen: the number of tokens in the outputs that were read.
         is_told: True while the reader is in the mailbox's queue, which waits while deliveries rest.
-        is_hurried: True while the reader is in the mailbox's other queue, which does not wait.
+        is_hurried: True while the reader is in the mailbox's other queue, of first tokens and ends,
+            which does not wait.
     """
 
     def __init__(self, mailbox: Mailbox, generation: Generation, sink: Sink | None) -> None:
@@ -345,8 +364,11 @@ class _Reader:
         self.is_told = self.is_hurried = False
 
     def read(self) -> None:
-        """Pass the new output to the sink, or wake the task that reads; called on the event
-        loop."""
+        """Pass the new output to the sink, or wake the task that reads; called on the event loop.
+
+        The task is woken for the last output, without a sink, while it has not read an earlier
+        output, and where the sink returns False or raises. The exception is kept as `failure`.
+        """
         # The task reads the end of a request, and what came while it had not read what came before.
         if self.sink is not None and not self.changed.is_set():
             try:
@@ -360,7 +382,10 @@ class _Reader:
         self.changed.set()
 
     def tell(self) -> None:
-        """Ask the event loop to call `read`; called on the engine's thread.
+        """Put this reader into the mailbox, so that the event loop calls `read`; on the engine's
+        thread.
+
+        A request's first tokens and its end do not wait while deliveries rest.
 
         Raises:
             RuntimeError: the event loop is closed, so that no task reads.
@@ -376,23 +401,25 @@ class Readable(Protocol):
     """An object that a mailbox wakes on the event loop.
 
     Attributes:
-        is_told: True while this object is in the mailbox.
-        is_hurried: True while it is among those that wait for nothing.
+        is_told: True while this object is in the mailbox's queue that waits while deliveries rest.
+        is_hurried: True while this object is in the mailbox's queue that does not wait.
     """
 
     is_told: bool
     is_hurried: bool
 
     def read(self) -> None:
-        """Read the new output; called on the event loop."""
+        """Take the new output from where it lies; a delivery of the mailbox calls this on the event
+        loop."""
         ...
 
 
 class Mailbox:
-    """Wakes the readers of one event loop: once a step or more seldom, not once a request.
+    """Wakes the readers of one event loop together: at most once a step, not once a request.
 
-    The engine's thread appends, then looks whether a delivery is due; the event loop says that none
-    is, then empties. So nothing that was appended is left behind.
+    After a delivery that took long the mailbox rests, so that deliveries take no more than their
+    share of the time. The engine's thread first appends a reader, then looks whether a delivery is
+    due; a delivery first clears that mark, then empties the queues. So no reader is left behind.
 
     Args:
         loop: the event loop of the readers.
@@ -408,15 +435,20 @@ class Mailbox:
         self._rest = 1 / share - 1  # seconds after each of a delivery
 
     def check_open(self) -> None:
-        """Raise RuntimeError if the event loop is closed: a delivery that was due never comes."""
+        """Raise RuntimeError if the event loop is closed: a delivery that is due would never
+        run."""
         if self._loop.is_closed():
             raise RuntimeError("the event loop of the reader is closed")
 
     def put(self, reader: Readable, waits: bool) -> bool:
-        """Note that a reader is to be woken, and return whether a delivery must be asked for.
+        """Queue a reader that is to be woken, and return whether a delivery must be asked for.
+
+        No delivery is needed if one is due already or comes after the rest, or if the reader was
+        queued.
 
         Args:
-            waits: as long as deliveries rest.
+            reader: the reader to wake.
+            waits: True if the reader may wait while deliveries rest.
         """
         if reader.is_told if waits else reader.is_hurried:
             return False  # the delivery that it waits for will read this, too
@@ -429,10 +461,12 @@ class Mailbox:
         return not (self._is_due or (waits and self._is_resting))
 
     def post(self, reader: Readable, waits: bool) -> None:
-        """Have a reader woken; called on the engine's thread.
+        """Queue a reader, and ask the event loop for a delivery if none is due; on the engine's
+        thread.
 
         Args:
-            waits: as long as deliveries rest.
+            reader: the reader to wake.
+            waits: True if the reader may wait while deliveries rest.
 
         Raises:
             RuntimeError: the event loop is closed.
@@ -447,7 +481,11 @@ class Mailbox:
             raise
 
     def deliver(self) -> None:
-        """Wake who waits for nothing, and unless deliveries rest all others; on the event loop."""
+        """Call `read` of the hurried readers and, unless deliveries rest, of all others; on the
+        event loop.
+
+        Afterwards deliveries rest in proportion to the time that this one took, 0.1 s at most.
+        """
         self._is_due = False
         while self._hurried:
             reader = self._hurried.popleft()

@@ -30,8 +30,12 @@ MOST_NEIGHBOURS = 64  # names that a difference has
 
 @dataclass(slots=True)
 class _Noted:
-    """A request under audit, with the tokens and logprobs that each of its samples has drawn so
-    far."""
+    """A request under audit, with the token ids and logprobs that each of its samples has drawn so
+    far.
+
+    `tokens` and `scores` are lists by sample index; `blocks`, `neighbours` and steps are for a
+    report.
+    """
 
     request: Request
     seed: int
@@ -53,16 +57,19 @@ class _Noted:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that is not as it was when it was computed.
+    """A fault that a check found: an answer or a cached block is not as it was when it was
+    computed.
 
     Attributes:
         kind: "answer" of a request computed again, "block" of a block whose bytes have changed.
         request_id: the name of the request; "" of a block.
         text: one sentence that says what differs.
-        blocks: the blocks that the request had last, or the one that has changed.
-        steps: the first and the last step of the request, or the step of the check twice.
+        blocks: the ids of the blocks that the request had last, or of the one that has changed.
+        steps: the numbers of the first and last step of the request; of a block twice that of the
+            check.
         neighbours: names of requests that ran in the same steps.
-        replay: the prompt, the seed of the draws and the served tokens, as JSON.
+        replay: the prompt, the seed of the draws and the served tokens, of JSON's types; {} of a
+            block.
     """
 
     kind: str
@@ -105,8 +112,10 @@ class Auditor:
         self._numbers = itertools.count()
 
     def prepare(self, request: Request) -> None:
-        """Choose at random whether a new request is audited; if so, make it compute
-        log-probabilities."""
+        """Choose at random whether a new request is audited; if so, change it to compute logprobs.
+
+        Requests with beams, pooling or logits processors are never chosen.
+        """
         if not _can_repeat(request) or self._draw.random() >= self.share:
             return
         if request.row_sampling.logprobs is None:
@@ -121,21 +130,28 @@ class Auditor:
             noted.seed = seed
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that the engine has refused."""
+        """Forget a request that `prepare` chose and the engine has refused."""
         self._noted.pop(request_id, None)
 
     @property
     def is_watching(self) -> bool:
-        """Whether a request that runs is noted, or computed again."""
+        """Whether a running request is under audit, or a second computation runs."""
         return bool(self._noted) or self._replay is not None
 
     @property
     def watched(self) -> Iterable[str]:
-        """The names of the requests that run and are noted."""
+        """The names of the noted requests that have not ended, as a new list."""
         return list(self._noted)
 
     def see(self, request_id: str, blocks: list[int], beside: Iterable[str], step: int) -> None:
-        """Note the blocks that a watched request has in a step, and the requests beside it."""
+        """Note a step of a watched request: its blocks, its number, and the requests beside it.
+
+        Args:
+            request_id: the request; one that is not noted is ignored.
+            blocks: the ids of its blocks; an empty list leaves those noted before.
+            beside: names of all requests of the step, the first 64 of which are noted.
+            step: the number of the step.
+        """
         noted = self._noted.get(request_id)
         if noted is None:
             return
@@ -156,7 +172,10 @@ class Auditor:
                 noted.add(event)
 
     def end(self, request_id: str) -> None:
-        """Note that a request has ended, in whatever way."""
+        """Take note that a request has ended, in whatever way: it now waits to be computed again.
+
+        A request without tokens is forgotten, and the oldest that waits if 256 do.
+        """
         noted = self._noted.pop(request_id, None)
         if noted is not None and any(noted.tokens.values()):
             if len(self._waiting) >= MOST_WAITING:
@@ -165,7 +184,14 @@ class Auditor:
             self._waiting.append(noted)
 
     def next_request(self) -> Request | None:
-        """Return a request to be computed again, as nothing else runs; None for none."""
+        """Begin a second computation: return a request to submit that repeats the oldest that
+        waits.
+
+        The request has a name and namespace of its own, the same seed, and no deadline.
+
+        Returns:
+            The request; None if none waits, or if a second computation runs.
+        """
         if self._replay is not None or not self._waiting:
             return None
         noted = self._waiting.popleft()
@@ -188,14 +214,14 @@ class Auditor:
 
     @property
     def replay_id(self) -> str | None:
-        """The name of the second computation that runs; None for none."""
+        """The name of the request that computes an answer a second time now; None for none."""
         return None if self._replay is None else self._replay[0]
 
     def put_back(self) -> str | None:
-        """Let the second computation that runs be begun anew later, as a request has come.
+        """Give up the second computation that runs, as a request has come; it begins anew later.
 
         Returns:
-            Its name, by which the engine is to abort it; None if none runs.
+            The name of the repeating request, which the caller must abort; None if none runs.
         """
         if self._replay is None:
             return None
@@ -205,7 +231,10 @@ class Auditor:
         return name
 
     def finish_replay(self) -> None:
-        """Compare the second computation, which has ended."""
+        """Compare the second computation, which has ended, with the first, and report a difference.
+
+        A step of it that failed says nothing: then the request is counted as forgotten.
+        """
         assert self._replay is not None
         _, noted, again = self._replay
         self._replay = None
@@ -229,7 +258,8 @@ class Auditor:
             )
 
     def forget_all(self) -> None:
-        """Forget all that is noted, as other weights come."""
+        """Forget all noted and waiting requests and the second computation, because the weights
+        change."""
         self.num_forgotten += len(self._noted) + len(self._waiting) + (self._replay is not None)
         self._noted.clear()
         self._waiting.clear()

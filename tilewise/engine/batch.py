@@ -60,11 +60,15 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, token_ids: Sequence[int], num_prompt_tokens: int) -> Asked | None:
-        """Return the facts of a sequence whose logits are changed or returned, else None.
+        """Return the facts of a sequence, or None if temperature and truncation are all that it
+        asks for.
+
+        They are returned if the request's logits are changed, or if prompt_logprobs or pooling are
+        asked for.
 
         Args:
             request: the sequence's request.
-            token_ids: the sequence's tokens, which grow with it.
+            token_ids: the sequence's own list of tokens, which grows with it.
             num_prompt_tokens: the number of tokens of the prompt.
         """
         is_read = request.sampling.prompt_logprobs is not None or request.pooling is not None
@@ -133,16 +137,18 @@ class ScheduledSequence(NamedTuple):
 
 
 class LaterRuns(Sequence[ScheduledSequence]):
-    """The runs of a plain step that goes on with all sequences of an earlier one, each a token on.
+    """The runs of a plain step with the same sequences as an earlier plain step, each one token per
+    step further.
 
-    Between the two are steps of the same kind alone. Who has followed them needs only what is said
-    here; the runs themselves are made when they are read, in submit() like tables.
+    Only such steps lie between the two. A runner that has followed them needs only these
+    attributes; the runs themselves are made when they are first read, which must be in submit(), as
+    block tables go on changing.
 
     Attributes:
         first: the runs of the earlier step, the very object that its batch has.
         number: steps since then, 1 and more.
-        told: the place and first_new_block of each run with a table that is new in part.
-        tokens: the token that each runs; None if the step before draws them.
+        told: the place and first_new_block of each run with new blocks in its table.
+        tokens: the token id that each run computes; None if the step before draws them.
     """
 
     __slots__ = ("_made", "first", "number", "tokens", "told")
@@ -159,7 +165,8 @@ class LaterRuns(Sequence[ScheduledSequence]):
         self._made: tuple[ScheduledSequence, ...] | None = None
 
     def run(self, place: int, first_new_block: int) -> ScheduledSequence:
-        """Make one of them."""
+        """Return the run at `place` of the earlier step, moved on to this step, with a
+        first_new_block."""
         run, number = self.first[place], self.number
         return run._replace(
             token_ids=(PENDING,) if self.tokens is None else (self.tokens[place],),
@@ -169,7 +176,7 @@ class LaterRuns(Sequence[ScheduledSequence]):
         )
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of runs."""
         return len(self.first)
 
     def __iter__(self) -> Iterator[ScheduledSequence]:
@@ -187,17 +194,21 @@ class LaterRuns(Sequence[ScheduledSequence]):
     @overload
     def __getitem__(self, place: slice) -> tuple[ScheduledSequence, ...]: ...
     def __getitem__(self, place: int | slice) -> ScheduledSequence | tuple[ScheduledSequence, ...]:
-        """Return one or some."""
+        """Return the run at an index, or a tuple of the runs of a slice."""
         return tuple(self)[place]
 
 
 def first_of(runs: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSequence], int]:
-    """Return the runs that `LaterRuns` go on from, and how many steps ago; else `runs` and 0."""
+    """Return the runs of the earlier step from which `LaterRuns` go on, and the number of steps
+    since.
+
+    For any other `runs` these are `runs` themselves and 0.
+    """
     return (runs.first, runs.number) if isinstance(runs, LaterRuns) else (runs, 0)
 
 
 class StateMoves(NamedTuple):
-    """The copies of a step between slots of states and checkpoints.
+    """The copies that a step makes between slots of recurrent states and checkpoints of them.
 
     Attributes:
         restores: (checkpoint, slot, position): before the step and after swap_in the slot is set to
@@ -212,7 +223,8 @@ class StateMoves(NamedTuple):
     saves: tuple[tuple[int, int, int], ...] = ()
 
     def of_slots(self, slots: Set[int]) -> StateMoves:
-        """Return the moves that concern the given slots."""
+        """Return the restores into, forks from and saves of the given slots of states, without all
+        others."""
         return StateMoves(
             tuple(each for each in self.restores if each[1] in slots),
             tuple(each for each in self.forks if each[1] in slots),
@@ -233,12 +245,13 @@ class Batch:
             destination, so they have no order.
         left: seq_ids that lost their blocks since the batch before: they ended, or come back as if
             they were new.
-        swap_out: (block, slot of main memory), read before anything of the step is written.
-        swap_in: (slot, block), written after that and before block_copies.
+        swap_out: (block, slot of main memory), copied to main memory before the step writes any
+            block.
+        swap_in: (slot, block), copied back after swap_out and before block_copies.
         other_copies: block_copies of the groups of layers beyond the first.
-        other_moves: swap_out and swap_in of these.
-        is_plain: every sequence runs one token, behind one that it has drawn, draws one, and asks
-            for nothing but temperature and truncation. False may mean: not checked.
+        other_moves: a pair (swap_out, swap_in) for each group of layers beyond the first.
+        is_plain: True if every sequence runs the one token that it has drawn last, draws one, and
+            asks for nothing but temperature and truncation. False may mean: not checked.
         states: the copies of states before and after the step.
     """
 
@@ -254,14 +267,14 @@ class Batch:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a block of any group goes to main memory, or comes back."""
+        """Whether a block of any group is swapped out to main memory or back in this step."""
         if self.swap_out or self.swap_in:
             return True
         return any(out or back for out, back in self.other_moves)
 
     @property
     def asks(self) -> bool:
-        """Whether any sequence is more to its runner than temperature and truncation."""
+        """Whether any sequence has an `Asked`: changed logits, prompt logprobs or pooling."""
         return not self.is_plain and any(s.asked is not None for s in self.sequences)
 
     @property
@@ -273,13 +286,20 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the step, T."""
+        """The number of tokens that the step computes: rows T of its tensors."""
         if self.is_plain:
             return len(self.sequences)
         return sum(len(s.token_ids) for s in self.sequences)
 
     def part(self, sequences: Sequence[ScheduledSequence]) -> Batch:
-        """Return the step of some of its sequences, with the copies that they write to."""
+        """Return a step of some of its sequences, with the block and state copies that these need.
+
+        Block copies are kept if their destination is in a table of `sequences`. Swaps are kept
+        whole; `left` is empty.
+
+        Args:
+            sequences: some of the runs, perhaps changed.
+        """
         blocks = {block for s in sequences for block in s.block_ids}
         copies = tuple(pair for pair in self.block_copies if pair[1] in blocks)
         others = []
@@ -296,10 +316,11 @@ class Batch:
         )
 
     def of_group(self, group: int) -> Batch:
-        """Return the step as a group of layers sees it, that of groups[group] of the cache.
+        """Return this step as one group of layers sees it: with its block tables, copies and swaps.
 
-        Where nothing is said of the group, as in a trial step, its blocks have the same numbers.
-        The group behind the last one is that of checkpoints of states, which no run lists.
+        The group is groups[group] of the cache's spec. Runs without tables of the group, as in a
+        trial step, keep those of the first group. The group behind the last one is that of
+        checkpoints of states, which no run lists.
         """
         if group == 0:
             return self
@@ -323,13 +344,16 @@ ScoredToken = tuple[int, float, tuple[tuple[int, float], ...]]
 class SampledToken(NamedTuple):
     """A drawn token; the log-probabilities are of the model's own distribution.
 
-    That is before whatever was asked of its logits, and before temperature and truncation. The
-    token_id NO_TOKEN says that nothing was drawn: the logits were NaN or infinite, or `error`.
+    So they are taken before penalties, biases and other changes of the logits, and before
+    temperature and truncation. The token_id NO_TOKEN says that nothing was drawn: the logits were
+    NaN or infinite, or `error` tells why.
 
     Attributes:
-        prompt_logprobs: with a sequence's first token, if they were asked for.
-        error: the exception of a draw that failed, such as a grammar's.
-        prompt_state: with a sequence's first token, if its prompt's hidden states are pooled.
+        prompt_logprobs: the scores of the prompt's tokens, with a sequence's first token if they
+            were asked for; else None.
+        error: the exception of a draw that failed, such as a grammar's; else None.
+        prompt_state: the pooled hidden state of the prompt, with a sequence's first token if
+            pooling was asked for; else None.
     """
 
     token_id: int
@@ -341,7 +365,11 @@ class SampledToken(NamedTuple):
 
 
 def why_undrawn(token: SampledToken, request: Request) -> Exception:
-    """Return the error of a request whose token is NO_TOKEN."""
+    """Return the exception that ends a request whose drawn token is NO_TOKEN.
+
+    The exception is the token's own error, else a FloatingPointError about logits that are not
+    finite.
+    """
     if token.error is not None:
         return token.error
     if request.adjusts:
@@ -386,11 +414,11 @@ class PlainDraws(Sequence[list[SampledToken]]):
 
     @property
     def tokens(self) -> list[SampledToken]:
-        """The tokens."""
+        """The drawn token of each sequence, in the order of the batch."""
         return list(map(_plain.__getitem__, self.ids))
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of sequences."""
         return len(self.ids)
 
     def __iter__(self) -> Iterator[list[SampledToken]]:
@@ -412,9 +440,14 @@ class TokenEvent(NamedTuple):
     """The result of a step for one sample of one request.
 
     Attributes:
+        request_id: the name of the request.
+        index: the number of the sample in the request.
         token: the token that was drawn; None if the sample has ended by an error.
-        error: the reason of the failure, where finish_reason is "error".
+        finish_reason: the reason why the sample ended; None if it goes on.
+        stop_reason: the token id or text that ended a sample whose finish_reason is "stop"; else
+            None.
         num_cached_tokens: prompt tokens that the prefix cache had when the request was admitted.
+        error: the reason of the failure, where finish_reason is "error".
     """
 
     request_id: str
@@ -445,7 +478,7 @@ class PlainEvents(Sequence[TokenEvent]):
         self._made: list[TokenEvent] | None = None
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of events."""
         return len(self.request_ids)
 
     def __iter__(self) -> Iterator[TokenEvent]:
@@ -463,5 +496,5 @@ class PlainEvents(Sequence[TokenEvent]):
     @overload
     def __getitem__(self, place: slice) -> list[TokenEvent]: ...
     def __getitem__(self, place: int | slice) -> TokenEvent | list[TokenEvent]:
-        """Return one or some."""
+        """Return the event at an index, or a list of the events of a slice."""
         return list(self)[place]

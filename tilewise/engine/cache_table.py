@@ -47,7 +47,7 @@ def read_latent_shape(directory: str | Path) -> CacheShape | None:
         `read_config` tells better.
 
     Raises:
-        CheckpointError: a size is missing or no positive integer.
+        CheckpointError: a size is missing or no positive integer, or the dtype is unknown.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
@@ -83,10 +83,15 @@ def _size(config: Mapping[str, Any], name: str) -> int:
 
 
 def cache_table(shape: CacheShape, itemsize: float) -> str:
-    """Return bytes of a token for MHA, GQA, MQA and MLA of this shape, one a line.
+    """Return a text that compares the bytes of a token for MHA, GQA, MQA and MLA, one kind a line.
 
-    The model's own kind is marked. GQA has the model's key heads, or an eighth of its query heads
-    where it has no groups; MLA has its latents, or DeepSeek-V2's proportions, R = 4 D, Dr = D / 2.
+    Each line has the bytes in all layers, their share of MHA's, and the channels of a layer. The
+    model's own kind is marked. GQA has the model's key heads, or an eighth of its query heads where
+    it has no groups; MLA has its latents, or DeepSeek-V2's proportions, R = 4 D, Dr = D / 2.
+
+    Args:
+        shape: the sizes of the model.
+        itemsize: the bytes of a cached number.
     """
     heads, dim, v_dim = shape.num_q_heads, shape.head_dim, shape.v_head_dim
     sizes = cost.cache_bytes_by_kind(

@@ -25,12 +25,15 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class Canary:
-    """Watches full blocks of a storage, not checkpoints of states; on the engine's thread.
+    """Watches full blocks of a storage for bytes that change; on the engine's thread.
+
+    Checkpoints of states are not watched.
 
     Args:
         storage: the cache on the device.
         share: the share of full blocks that are watched, in (0, 1].
-        on_difference: a function that is called with each block that has changed.
+        on_difference: a function that is called with the `Difference` of each block that has
+            changed.
         seed: the seed of the choices.
 
     Attributes:
@@ -54,12 +57,17 @@ class Canary:
         self._at = 0
 
     def note(self, node: PrefixNode) -> None:
-        """Take note of a block that is full, if it is one of the share."""
+        """Begin to watch a newly filled block of the prefix cache, with the probability `share`."""
         if self._draw.random() < self.share:
             self._fresh.append(node)
 
     def after_step(self, step: int) -> None:
-        """Take the checksums of new full blocks, and look at one that was taken before."""
+        """Take the checksums of newly noted blocks, and compare one watched block with its
+        checksum.
+
+        Args:
+            step: the number of the step that ended, named in a report.
+        """
         fresh, self._fresh = self._fresh, []
         for node in fresh:
             self._watched.append((node, self._sums(node)))
@@ -68,7 +76,11 @@ class Canary:
         self._check_next(step)
 
     def check_all(self, step: int) -> int:
-        """Look at all watched blocks; return how many there were."""
+        """Compare every watched block that is on the device; return how many blocks were watched.
+
+        Args:
+            step: the number of the last step, named in a report.
+        """
         count = len(self._watched)
         self._at = 0
         for _ in range(count):
@@ -78,11 +90,15 @@ class Canary:
         return count
 
     def forget_all(self) -> None:
-        """Watch none of the present blocks any more."""
+        """Stop watching all blocks; blocks that are filled later are watched again."""
         self._fresh, self._watched = [], []
 
     def _check_next(self, step: int) -> None:
-        """Compare the next watched content that a block holds; forget those that none holds."""
+        """Compare the next watched content that a block on the device holds.
+
+        A content on the way that is neither on the device nor in main memory is watched no more;
+        one in main memory is passed over, and ends this check.
+        """
         while self._watched:
             self._at %= len(self._watched)
             node, wanted = self._watched[self._at]
@@ -119,7 +135,8 @@ class Canary:
                 return
 
     def _sums(self, node: PrefixNode) -> tuple[int, ...]:
-        """Return the checksum of a content in each group of layers, -1 where no block holds it."""
+        """Return the checksum of a node's block in each group of layers; -1 where there is no
+        block."""
         return tuple(
             -1 if block < 0 else checksum(part, block)
             for part, block in zip(self.storage.parts, node.blocks, strict=False)
@@ -145,7 +162,7 @@ def checksum(storage: KVStorage, block: int) -> int:
 
 
 def _words(flat: Tensor) -> Tensor:
-    """Return the bytes of a flat tensor as int64, padded with zeros."""
+    """Return the bytes of a flat tensor as int64, flat, padded with zeros to whole words."""
     octets = flat.contiguous().view(torch.uint8)
     odd = -len(octets) % 8
     if odd:

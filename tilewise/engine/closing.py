@@ -25,11 +25,11 @@ SPARE = 8  # tokens before the last moment, so that no other one makes the end l
 
 
 class Closers:
-    """Knows the tokens that close strings and brackets.
+    """Narrows the masks of a structured text so that its strings and brackets are closed in time.
 
     Args:
         decode: a function from token ids to their bytes.
-        vocab_size: columns of the logits.
+        vocab_size: the number of tokens, which is that of the columns of the logits.
     """
 
     def __init__(self, decode: Callable[[list[int]], bytes], vocab_size: int) -> None:
@@ -46,10 +46,14 @@ class Closers:
     def narrow(self, state: Any, words: NDArray[np.int32], left: int) -> None:
         """Narrow a mask so that a text is whole after `left` tokens, if it can be.
 
+        A shortest end of the text is searched. The mask stays as it is if none is found or if more
+        than 8 tokens are left beyond it. While some are, a string may go on with tokens that do not
+        end it; else only the first token of the end is allowed.
+
         Args:
             state: an llguidance matcher, which stays as it is.
-            words: the mask of the tokens that may be drawn next, changed in place.
-            left: tokens that are left, the next one included.
+            words: the mask of the tokens that may be drawn next, one bit each, changed in place.
+            left: the number of tokens that are left, the next one included.
         """
         end = self._end(state, left, [MOST_TRIED])
         if not end or left > len(end) + SPARE:
@@ -63,7 +67,7 @@ class Closers:
         words[end[0] // 32] = np.uint32(1 << end[0] % 32).astype(np.int32)
 
     def _is_in_string(self, state: Any) -> bool:
-        """Whether each closing character may come next: only a string has place for all of them."""
+        """Return whether the text is within a string: only there may }, ] and " each come next."""
         return len(self._valid(state, _CLOSING)) == len(_CLOSING)
 
     def _valid(self, state: Any, pieces: Sequence[bytes]) -> list[int]:
@@ -71,14 +75,15 @@ class Closers:
         return [token for token in ids if state.validate_tokens([token]) == 1]
 
     def _end(self, state: Any, most: int, left: list[int]) -> list[int] | None:
-        """Return tokens, at most `most`, that complete a text by its grammar.
+        """Return at most `most` tokens that complete a text by its grammar, found depth first.
 
         Args:
-            state: the state of the grammar.
-            left: a list of one number, the tokens that may still be tried.
+            state: the matcher of the grammar, which stays as it is.
+            most: the largest number of tokens.
+            left: a list of one number, the tokens that may still be tried; it is lowered in place.
 
         Returns:
-            The tokens, none for a complete text; None if they were not found.
+            The tokens, [] for a complete text; None if no end was found.
         """
         if state.is_accepting():
             return []
@@ -99,7 +104,8 @@ class Closers:
         return None
 
     def _forced(self, state: Any) -> list[int]:
-        """Return the longest token that may come next, where these are few."""
+        """Return a list of the longest token, in bytes, that may come next; [] if more than 16
+        tokens may."""
         words = np.frombuffer(state.deep_copy().compute_bitmask(), np.uint8)
         ids = np.flatnonzero(np.unpackbits(words, bitorder="little"))
         if not 0 < len(ids) <= MOST_FORCED:
@@ -108,7 +114,7 @@ class Closers:
 
 
 def _is_text(data: bytes) -> bool:
-    """Whether bytes are whole characters: within one nothing can be closed."""
+    """Return whether bytes are whole UTF-8 characters; within a character nothing can be closed."""
     try:
         data.decode()
     except UnicodeDecodeError:

@@ -67,17 +67,19 @@ MAX_BRANCHES = 4  # continuations that a tree of guesses is made of
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """Guess that what followed the last tokens before follows them again.
+    """Options of drafts by prompt lookup: tokens that followed an earlier copy of the last few
+    tokens.
 
     Attributes:
-        num_tokens: guesses a step, 1 to 16.
-        max_ngram: tokens at the end that are looked for, at most; longer ones first.
-        min_ngram: tokens at the end that are looked for, at least.
+        num_tokens: the number of guesses a step, 1 to 16.
+        max_ngram: the largest number of last tokens that are searched for in the text before; long
+            ones are tried first.
+        min_ngram: the smallest number of last tokens that are searched for.
         is_adaptive: True turns guesses off where they cost more than they give.
         num_branches: places of an n-gram whose continuations are guessed at once, the last ones
-            first, 1 to 4: with more than 1, guesses are a tree of at most 16 rows
-            (`draft_trees`). Not with batch invariance, as the rows of a branch add keys in
-            another order, nor for layers with a window or with latents.
+            first, 1 to 4: with more than 1, guesses are a tree of at most 16 rows (`draft_trees`).
+            Not with batch invariance, as the rows of a branch add keys in another order, nor for
+            layers with a window or with latents.
 
     Raises:
         TypeError: a value is not of its type.
@@ -107,12 +109,13 @@ class PromptLookup:
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """Let a smaller model of the same vocabulary guess, on a CPU.
+    """Options of guesses by a smaller model with the same vocabulary, which runs on the model's
+    device.
 
     Attributes:
-        model: a checkpoint directory, or "story".
-        num_tokens: guesses a step, 1 to 16.
-        dtype: the dtype of its parameters; "auto" is the checkpoint's own.
+        model: a checkpoint directory, a hub name, or "story".
+        num_tokens: the number of guesses a step, 1 to 16.
+        dtype: the dtype of the smaller model's parameters; "auto" is the checkpoint's own.
         is_adaptive: True turns guesses off where they cost more than they give.
 
     Raises:
@@ -134,7 +137,7 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class OwnHead:
-    """Let the head of the checkpoint guess that was trained for it (multi-token prediction).
+    """Options of guesses by the checkpoint's own multi-token prediction head.
 
     Attributes:
         num_tokens: the number of guesses a step, 1 to 16; for each further guess the head is
@@ -167,16 +170,18 @@ def _check_count(name: str, value: object, most: int) -> None:
 
 
 class Rule(Protocol):
-    """A rule for the values of an option.
+    """The rule that the values of an option must obey.
 
     Attributes:
-        kind: the type of a value that is given as text; None where no text can be one.
+        kind: the type to which a text, from a flag or a file, is converted; None where no text can
+            be a value.
         values: the range in words, for people; "" where there is no more to say than the type.
     """
 
     @property
     def kind(self) -> type | None:
-        """The type of a value that is given as text; None where no text can be one."""
+        """The type to which a text, from a flag or a file, is converted; None where no text can be
+        a value."""
         ...
 
     @property
@@ -191,10 +196,10 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """An integer of any library, and no bool.
+    """The rule that a value is an integer of Python or another library, but no bool.
 
     Attributes:
-        least: the smallest one; None is no bound.
+        least: the smallest integer that is allowed; None is no bound.
         or_none: True where None is a value, too.
     """
 
@@ -221,7 +226,7 @@ class Integer:
 
 @dataclass(frozen=True, slots=True)
 class Boolean:
-    """True or False.
+    """The rule that a value is True or False.
 
     Attributes:
         or_none: True where None is a value, too.
@@ -241,7 +246,7 @@ class Boolean:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A finite number, 0 or more."""
+    """The rule that a value is a finite number, 0 or more."""
 
     kind: type = float
     values: str = "finite and at least 0"
@@ -255,13 +260,14 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share of a whole, above 0 and at most 1."""
+    """The rule that a value is a number above 0 and at most 1."""
 
     kind: type = float
     values: str = "in (0, 1]"
 
     def check(self, name: str, value: Any) -> None:
-        """Raise TypeError for no number, ValueError for one that is not in (0, 1]."""
+        """Raise TypeError, naming `name`, for no number; ValueError for one that is not in
+        (0, 1]."""
         _check_finite(name, value)
         if not 0 < value <= 1:
             raise ValueError(f"{name} must be {self.values}, got {shown(value)}")
@@ -276,7 +282,7 @@ def _check_finite(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A share of a whole that may be nothing, 0 ... 1."""
+    """The rule that a value is a number in [0, 1]."""
 
     kind: type = float
     values: str = "in [0, 1]"
@@ -317,23 +323,25 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A directory, or None."""
+    """The rule that a value is a path as str or Path, or None."""
 
     kind: type = str
     values: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise TypeError or ValueError, naming `name`, unless `value` is a directory or None."""
+        """Raise TypeError, naming `name`, unless `value` is a str, a Path or None; it need not
+        exist."""
         if not isinstance(value, str | Path | None):
             raise TypeError(f"{name} must be a directory or None, got {shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A name that is looked up later, where what has this name is known.
+    """The rule of an option that accepts any value here: it is checked later, where names are
+    known.
 
     Attributes:
-        values: names, for people.
+        values: examples of names, for people.
     """
 
     values: str = ""
@@ -345,7 +353,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """`PromptLookup`, `DraftModel`, `OwnHead` or None."""
+    """The rule that a value is a `PromptLookup`, a `DraftModel`, an `OwnHead` or None."""
 
     kind: None = None
     values: str = ""
@@ -361,14 +369,13 @@ class Guesses:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A share for each of some users, or None."""
+    """The rule that a value is a dict of positive finite numbers by users' names, or None."""
 
     kind: None = None
     values: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise TypeError or ValueError, naming `name`, unless `value` maps users to shares or
-        is None."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` is such a dict or None."""
         if value is None:
             return
         if not isinstance(value, Mapping):
@@ -386,14 +393,13 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The rank of an adapter, or None."""
+    """The rule that a value is the rank of an adapter, 1 to 512, or None."""
 
     kind: type = int
     values: str = f"1 ... {MAX_RANK}"
 
     def check(self, name: str, value: Any) -> None:
-        """Raise TypeError or ValueError, naming `name`, unless `value` is a rank of adapters or
-        None."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` is in 1 ... 512 or None."""
         if value is None:
             return
         if not is_integer(value):
@@ -420,10 +426,10 @@ class Modules:
 
     @staticmethod
     def pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
-        """Return names with paths.
+        """Return the (name, path) pairs of a dict or of a list of "name=path"; [] for None.
 
         Raises:
-            TypeError: the value is neither a dict nor a list.
+            TypeError: the value is neither a dict nor a list of texts.
             ValueError: a text of the list has no "=", or two have one name.
         """
         if value is None:
@@ -471,7 +477,7 @@ def option(
     flag: str | None = None,
     metavar: str | None = None,
 ) -> dict[str, Option]:
-    """Return the metadata of a field of a config.
+    """Return the metadata of a field of a config: {"option": an `Option`}.
 
     Args:
         rule: the rule that checks a value.
@@ -997,7 +1003,7 @@ class RequestTerms:
 
 
 def check_name(name: str, value: object) -> None:
-    """Raise RequestError for what is no text, or too long, to be a name of something."""
+    """Raise RequestError, naming `name`, unless `value` is a str of at most 1,024 characters."""
     if not isinstance(value, str):
         raise RequestError(f"{name} must be a str, got {type(value).__name__}")
     if len(value) > MAX_NAME:
@@ -1021,7 +1027,11 @@ NO_TERMS = RequestTerms()
 
 
 def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> None:
-    """Raise ValueError if an argument is none of those, or there is no main memory to swap to."""
+    """Raise ValueError unless both arguments are among the options' texts, TypeError if one is no
+    str.
+
+    "swap" is refused, too, without main memory to swap to.
+    """
     Choice(PREEMPTIONS).check("preemption", preemption)
     Choice(VICTIMS).check("victim", victim)
     if preemption == "swap" and not has_swap_space:
@@ -1037,7 +1047,7 @@ def check_policy(policy: str, user_weights: Mapping[str, float] | None) -> None:
 
 
 def options_of(config: type) -> dict[str, Option]:
-    """Return the option of each field of a config that has one, by the field's name."""
+    """Return the `Option` of each field of a config that has one, by the field's name."""
     return {
         each.name: each.metadata["option"] for each in fields(config) if "option" in each.metadata
     }
@@ -1046,7 +1056,7 @@ def options_of(config: type) -> dict[str, Option]:
 def engine_flags(
     names: Iterable[str] | None = None, config: type = EngineConfig
 ) -> tuple[Flag, ...]:
-    """Return the flags that set an engine's options.
+    """Return the flags that set an engine's options; fields without a flag are left out.
 
     Args:
         names: fields whose flags are wanted; None is all that have one.

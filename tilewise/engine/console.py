@@ -106,11 +106,16 @@ def generate(
 def explain_attention(
     shape: Sequence[int], *, dtype: str, device: str, causal: bool, window: int | None
 ) -> None:
-    """Print the plan and the cost of one call of attention.
+    """Print the plan and the cost of one call of attention, which is not run.
 
     Args:
         shape: the numbers of sequences, queries, keys, query heads, key heads and channels.
         dtype: name of a torch dtype.
+        device: the device of the call, or "auto".
+        causal, window: the masks of the call, as of `ops.attention`.
+
+    Raises:
+        ValueError: a tensor would have more than 2**48 elements.
     """
     batch, seqlen_q, seqlen_k, num_q_heads, num_kv_heads, head_dim = shape
     widest = batch * max(seqlen_q, seqlen_k) * max(num_q_heads, num_kv_heads) * head_dim
@@ -152,7 +157,10 @@ def explain_cache(model: str, block_size: int, dtype: str) -> None:
 
 
 def _has_states(directory: Path) -> bool:
-    """Whether layers of a model remember by states; models that are not native have none here."""
+    """Return whether layers of a checkpoint's model have recurrent states.
+
+    The answer is False for a model that the package has no decoder for.
+    """
     try:
         return read_config(directory).has_states
     except CheckpointError:
@@ -160,11 +168,14 @@ def _has_states(directory: Path) -> bool:
 
 
 def precompile(*, dtypes: Sequence[str], **choice: Any) -> int:
-    """Compile the usual kernels with a line of progress; returns the exit code.
+    """Compile the usual kernels with a line of progress, and print the failures and a summary.
 
     Args:
         dtypes: names of torch dtypes.
         choice: the other arguments of `ops.precompile`.
+
+    Returns:
+        The exit code: 1 if a call could not be compiled, else 0.
     """
     dtypes_of = [getattr(torch, name) for name in dtypes]
     done = _precompile(dtypes=dtypes_of, shows_progress=is_wanted(), **choice)
@@ -177,12 +188,18 @@ def precompile(*, dtypes: Sequence[str], **choice: Any) -> int:
 
 
 def precompile_for(arch: str, to: str, **choice: Any) -> int:
-    """Compile kernels for a GPU that is not here, into a file; returns the exit code.
+    """Compile kernels for a GPU that is not here, into a file, and print a summary.
 
     Args:
         arch: a compute capability, such as "sm89".
         to: the file to write.
         choice: the other fields of `elsewhere.Task`.
+
+    Returns:
+        The exit code: 1 if a kernel could not be compiled, else 0.
+
+    Raises:
+        RequestError: arch is no such name.
     """
     check_triton()
     number = arch.removeprefix("sm").removeprefix("_")
@@ -201,7 +218,7 @@ def precompile_for(arch: str, to: str, **choice: Any) -> int:
 
 
 def take_kernels(source: str) -> int:
-    """Put the kernels of a file into Triton's cache; returns the exit code."""
+    """Put the compiled kernels of a file into Triton's cache, and print their number; return 0."""
     taken = take(Path(source))
     print(
         f"{taken.num_taken} kernels taken for sm{taken.manifest.arch} ({taken.manifest.about}), "

@@ -13,9 +13,13 @@ T = TypeVar("T")
 
 
 def beside(work: Callable[[], T]) -> Future[T]:
-    """Run `work` on a thread of its own, which does not keep the process from ending.
+    """Run `work` on a new daemon thread, which does not keep the process from ending.
 
-    A pool would let others wait behind it, and the interpreter waits for a pool's threads.
+    A thread pool is not used: in it other work would wait behind this one, and the interpreter
+    waits for a pool's threads at its end.
+
+    Returns:
+        The future of the result of `work`, or of the exception that it raises.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()

@@ -55,20 +55,20 @@ class EngineStats:
     Attributes:
         scheduler: blocks, queue, prefix cache and preemptions.
         cache_bytes_per_token: bytes of one token's keys and values in all layers.
-        prefill_tokens, prefill_seconds: the sums over the steps that computed any token of a prompt
-            (or computed one again, after a preemption).
-        decode_tokens, decode_seconds: the sums over the steps in which each sequence computed only
-            the token that it had just drawn.
-        num_stopped_steps, stopped_seconds: the sums over the steps that were stopped for users who
-            came beside a flood (see `giving_way`); the tokens and seconds above do not include
-            them.
+        prefill_tokens, prefill_seconds: the tokens and seconds of the steps that computed any token
+            of a prompt (or computed one again, after a preemption).
+        decode_tokens, decode_seconds: the drawn tokens and the seconds of the steps in which each
+            sequence computed only the token that it had just drawn, and drafts behind it.
+        num_stopped_steps, stopped_seconds: the number and the seconds of the steps that were
+            stopped for users who came beside a flood (see `giving_way`); the tokens and seconds
+            above do not include them.
         num_compilations: kernels that were compiled while requests waited for them.
         num_audited, num_audits_different, num_audits_forgotten: requests that were computed again,
             those of which something differed, and noted ones that never were.
         num_blocks_checked, num_blocks_broken: full blocks that were looked at again, and those
             whose bytes had changed.
-        why_not_compiled: on a CPU, why steps run op by op and not as one compiled list; "" where
-            they are compiled, and on a GPU.
+        why_not_compiled: the reason why steps run op by op on a CPU and not as one compiled list;
+            "" where they are compiled, and on a GPU.
     """
 
     scheduler: SchedulerStats
@@ -121,7 +121,7 @@ class _Resting:
         raise RuntimeError("the engine must be awake to run a step")
 
     def reset(self) -> None:
-        """Forget nothing."""
+        """Do nothing: there is no state that could be forgotten."""
 
     def is_lost(self) -> bool:
         """Return False: there is no device."""
@@ -152,7 +152,7 @@ class Engine:
             without.
         stops_at_difference: True if no request is taken after the first difference.
         differences: the last differences that auditor and canary have found.
-        asleep: why no request is taken for now; "" while they are.
+        asleep: the message with which requests are refused for now; "" while they are taken.
 
     Example:
         >>> engine.add_request(Request("a", [1, 2, 3], SamplingParams(max_tokens=8)))
@@ -209,7 +209,10 @@ class Engine:
         scheduler.max_in_flight = 2 if self.overlap else 1
 
     def restart(self, scheduler: Scheduler) -> None:
-        """Forget all requests, wherever they are, and go on with a new scheduler."""
+        """Forget all requests, waiting and running, and go on with a new, empty scheduler.
+
+        Unfinished steps are waited for and dropped; no request gets an event.
+        """
         self._drop_unfinished()
         self._expired.clear()  # an id may come again
         self._num_withdrawn = 0
@@ -223,18 +226,23 @@ class Engine:
             self._drop_oldest()
 
     def _drop_oldest(self) -> Batch:
-        """Wait until the oldest unfinished step has ended or failed, and return its batch."""
+        """Wait until the oldest unfinished step has ended or failed; remove it, and return its
+        batch."""
         batch, handle = self._unfinished.popleft()
         with suppress(Exception):
             handle.result()
         return batch
 
     def add_request(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request; its `salt` is changed to name the version of the weights, too.
+
+        A second computation of the auditor that runs is given up, and begins anew later.
 
         Raises:
-            RequestError: the request can never be served, or the engine sleeps; nothing has
-                changed.
+            RequestError: the request can never be served, or the engine sleeps; its `salt` is as it
+                was.
+            QueueFullError: as many requests or tokens wait as may.
+            EngineClosedError: a check has found a difference, after which no request is taken.
         """
         if self.asleep:
             is_broken = self.stops_at_difference and self.differences
@@ -258,7 +266,8 @@ class Engine:
                 self.auditor.begin(request.request_id, sample.seed)
 
     def watch(self, auditor_share: float, canary_share: float, *, seed: int, stops: bool) -> None:
-        """Compute shares of the requests again, and look at shares of the blocks again.
+        """Begin to compute a share of new requests again, and to check a share of newly filled
+        blocks.
 
         Args:
             auditor_share, canary_share: the shares, in [0, 1]; 0 is none.
@@ -275,7 +284,7 @@ class Engine:
             self.scheduler.tables.on_full = self.canary.note
 
     def tell_difference(self, difference: Difference) -> None:
-        """Log a difference, and refuse requests from now on if that was asked for."""
+        """Keep and log a difference, and refuse requests from now on if `stops_at_difference`."""
         self.differences.append(difference)
         LOG.error("audit: %s", json.dumps(asdict(difference)))
         if self.stops_at_difference:
@@ -285,7 +294,8 @@ class Engine:
             )
 
     def audit_next(self) -> None:
-        """Begin to compute a noted request again, as nothing else runs."""
+        """Begin to compute a noted request again, unless any request is unfinished, or none is
+        noted."""
         auditor = self.auditor
         if auditor is None or self.asleep or self.has_unfinished():
             return
@@ -307,7 +317,8 @@ class Engine:
             self.abort(running)
 
     def _sweep(self, auditor: Auditor) -> None:
-        """Note which requests have ended."""
+        """Tell the auditor which watched requests have ended, and whether its second computation
+        has."""
         known = self.scheduler.roster.requests
         for request_id in auditor.watched:
             if request_id not in known:
@@ -333,10 +344,12 @@ class Engine:
             canary.after_step(self._num_steps)
 
     def take_back(self, request: Request) -> bool:
-        """Forget a request that no step has had yet, so that it may be added again.
+        """Forget a request that was never admitted to run, so that it may be added again.
+
+        Its `salt` is again as it was before add_request().
 
         Returns:
-            Whether no step had it.
+            Whether the request was forgotten; False if it was admitted, or is unknown.
         """
         with self.lock:
             samples = self.scheduler.roster.requests.get(request.request_id, [])
@@ -437,7 +450,8 @@ class Engine:
         return self._take_expired()
 
     def seconds_to_deadline(self) -> float | None:
-        """Return after how many seconds `expire` has something to look at; None is never."""
+        """Return the seconds until the next deadline of a request, 0 or more; None if none
+        has one."""
         with self.lock:
             at = self.scheduler.deadlines.next_time
             return None if at is None else max(0.0, at - self.scheduler.clock())
@@ -447,7 +461,14 @@ class Engine:
         return expired
 
     def _submit(self) -> None:
-        """Begin as many steps as may be unfinished."""
+        """Schedule and submit steps until one is unfinished, two with overlap, or none can run.
+
+        Requests whose time is over end before each step. A step that `runner.submit` refuses counts
+        as unfinished: its handle raises the error once the steps before it are finished.
+
+        Raises:
+            StepStoppedError: the step was stopped for another user, see `give_way`.
+        """
         while len(self._unfinished) < self.scheduler.max_in_flight:
             if self._unfinished and isinstance(self._unfinished[-1][1], _Failed):
                 return
@@ -471,14 +492,13 @@ class Engine:
             self._unfinished.append((batch, handle))
 
     def _recover(self, failed: Batch, error: Exception) -> list[TokenEvent]:
-        """Run the oldest unfinished step again, and those that were begun after it.
+        """Handle the failure of a step: run it and all later unfinished steps again; return their
+        events.
 
-        Steps that move blocks to main memory or back are not, as blocks may have been written since
-        they were read. They are taken back, and other steps are built: the transfer may have failed
-        for once. After the second time in a row the next step moves nothing, so that it can be run
-        again in halves: it was not the transfer, perhaps, but one of the requests. Nor are steps
-        that leave the chunk of a state behind them; after the second time the next step has one
-        sequence, whose request ends if that step fails, too.
+        Steps that move blocks to main memory or back, or that have moved a recurrent state on to
+        its next chunk, cannot be run again. Then all unfinished steps are withdrawn, and other
+        steps are built. If that happens twice in a row, the next step moves no blocks and, with
+        states, has one sequence: so it can be run again in halves, or its one request ends.
         """
         if self._stoppable is not None:
             self._stoppable.begin_step(0)  # of what runs again, nothing may be stopped
@@ -512,7 +532,14 @@ class Engine:
                 self.scheduler.runs_one = self.scheduler.tables.states is not None
 
     def _rerun(self, batch: Batch, error: Exception | None) -> list[TokenEvent]:
-        """Run the oldest unfinished step again, and end the requests that break it."""
+        """Run the oldest unfinished step again, end the requests that break it, and return all
+        events.
+
+        Args:
+            batch: the batch of the step.
+            error: the exception with which it failed; None if it was dropped because an older one
+                failed.
+        """
         rerun = run_again(self.runner, self.scheduler, batch, error)
         events: list[TokenEvent] = []
         with self.lock:
@@ -522,7 +549,10 @@ class Engine:
         return events
 
     def _headed(self, drawn: Drawn) -> Drawn:
-        """Run the head on the vectors of prompts among what a step has drawn."""
+        """Run the head on the pooled vectors of prompts in `drawn`, in place, and return `drawn`.
+
+        Nothing is changed without a head or without such vectors.
+        """
         if self.head is None or isinstance(drawn, PlainDraws):
             return drawn
         places = [i for i, tokens in enumerate(drawn) if tokens and tokens[0].prompt_state]
@@ -537,7 +567,8 @@ class Engine:
             self.scheduler.discard(batch)
 
     def _let_end(self) -> None:
-        """Wait for unfinished steps if no request is left, and free their blocks."""
+        """If no request is left, wait for unfinished steps, drop their results and free their
+        blocks."""
         while self._unfinished and not self.scheduler.has_unfinished():
             self._discard(self._drop_oldest())
 
@@ -551,7 +582,7 @@ class Engine:
         """End one sample from outside, as when its text reaches a stop string.
 
         Returns:
-            Whether it was unfinished.
+            Whether the sample was unfinished.
         """
         with self.lock:
             was_unfinished = self.scheduler.finish(request_id, index, reason, stop_reason)
@@ -562,7 +593,7 @@ class Engine:
         """End all samples of a request and free their blocks.
 
         Returns:
-            Whether any was unfinished.
+            Whether any sample was unfinished.
         """
         with self.lock:
             was_unfinished = self.scheduler.abort(request_id)
@@ -625,20 +656,26 @@ class Engine:
             return self.scheduler.trace.since(since)
 
     def picture(self) -> dict[str, Any]:
-        """Return who holds which block now, see `Insight.picture`; any thread may ask."""
+        """Return which sequence holds which block now, see `Insight.picture`; any thread may
+        ask."""
         with self.lock:
             return self.scheduler.insight.picture()
 
     def line(self, most: int) -> list[str]:
-        """Return who waits, the next one first, see `Insight.line`; any thread may ask."""
+        """Return the ids of the first `most` waiting requests, the next one first; any thread may
+        ask."""
         with self.lock:
             return self.scheduler.insight.line(most)
 
     def _record(self, batch: Batch, samples: Drawn | None, seconds: float) -> None:
-        """Add a step's tokens and seconds to the engine's statistics.
+        """Add a step's tokens and seconds to the engine's statistics, and to the measured rates.
+
+        Steps in which each sequence ran only its last drawn token and drafts count as decode steps.
 
         Args:
+            batch: the batch of the step.
             samples: the drawn tokens; None for a step that was run again in parts.
+            seconds: the time of the step.
         """
         runs = batch.sequences
         decodes = batch.is_plain or all(

@@ -35,7 +35,10 @@ _OF_PAIRS = ("avx512bf16", "amx-tiles")  # instructions that multiply pairs of b
 
 
 def facts_of(model: nn.Module, config: ResolvedConfig, directory: Path) -> Facts:
-    """Return the facts of an engine; every weight is read.
+    """Return the facts on which an engine's answers depend; every weight is read.
+
+    They are digests of the weights, the model's config and the tokenizer's files, and `order_of`.
+    The digest of files is "" where there are none, and the template is "".
 
     Args:
         model: the model as the engine holds it.
@@ -73,9 +76,10 @@ def order_of(config: ResolvedConfig) -> dict[str, str]:
 
 
 def _kind_of(device: torch.device, has_bfloat16: bool) -> str:
-    """Return the kind of a device: for a CPU the instructions that its kernels and torch's use.
+    """Return a text for the kind of a device, as far as it decides the bits of results.
 
-    Those for pairs of bfloat16 decide nothing where there are none.
+    Of a GPU it is the name and compute capability, of a CPU the instruction sets of its kernels and
+    torch's. Instructions for pairs of bfloat16 are named only if `has_bfloat16`.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -92,7 +96,10 @@ def _version_of(package: str) -> str:
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights with their names, in the layouts in which the engine has them."""
+    """Yield the name and tensor of all parameters, buffers, packed panels and quantised parts.
+
+    The layouts are those of the engine.
+    """
     for name, module in model.named_modules():
         for kind, tensor in (
             *module.named_parameters(recurse=False),

@@ -20,8 +20,8 @@ __all__ = ["LiveAdapter"]
 class LiveAdapter:
     """The adapter trained in this process, which all requests of the engine use.
 
-    Parameters of the engine's dtype and device are the engine's own memory; of others it has a
-    copy, which `write` brings up to date where it lies.
+    Parameters of the engine's dtype and device are used where they lie. Of others the engine has a
+    copy, which `write` updates in place.
 
     Args:
         model: the model with the adapter, see `models.trained_adapter`.
@@ -48,12 +48,14 @@ class LiveAdapter:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all parameters are memory of the engine: an update then writes nothing."""
+        """Whether the engine uses all parameters where they lie, so that `write` has nothing to
+        copy."""
         now = self._now()
         return all(_is_same(now[name], held) for name, held in self._held.items())
 
     def digest(self) -> str:
-        """Return the digest that `engine.adapters.fingerprint_of` gives of the same numbers."""
+        """Return the digest of the parameters as they are now, as `engine.adapters.fingerprint_of`
+        makes it."""
         sites = adapter_sites(self._model)
         return fingerprint_of(read_adapter(adapter_tensors(self._model), sites))
 
@@ -82,14 +84,16 @@ class LiveAdapter:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the parameters as they are now where the engine has a copy of them."""
+        """Copy the present parameters into the engine's copies, in place, where the engine has
+        copies."""
         for name, tensor in self._now().items():
             held = self._held[name]
             if not _is_same(tensor, held):
                 held.copy_(tensor)
 
     def note(self) -> None:
-        """Remember the parameters: an engine has the adapter as it is now."""
+        """Remember addresses and versions of the parameters: the engine now has their present
+        values."""
         self._noted = self._versions()
 
     @property

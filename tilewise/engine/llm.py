@@ -231,7 +231,7 @@ class LLM:
     def _of_encoder(
         self, config: ResolvedConfig, model: Encoder | TransformersEncoder
     ) -> EncoderMaker:
-        """Return the maker of an engine that runs an encoder."""
+        """Return the maker of an engine that runs an encoder; the start's seconds are noted."""
         self.start_seconds.end("weights loaded")
         is_cuda = config.device.type == "cuda"
         return EncoderMaker(
@@ -245,8 +245,12 @@ class LLM:
     def _with_adapters(
         self, config: EngineConfig, model: Decoder
     ) -> tuple[Mapping[str, AdapterSite], int]:
-        """Read the adapters of the start; return the linear layers that adapters may change, and
-        the largest rank of an adapter."""
+        """Load the adapters that the config names.
+
+        Returns:
+            The linear layers of the model that adapters may change, by name, and the largest rank
+            that an adapter may have.
+        """
         whole = model
         if isinstance(model, NativeDecoder):  # whose weights may be narrow
             whole = empty_model(model.config, "float32", "meta")
@@ -470,8 +474,8 @@ class LLM:
             terms: see generate().
 
         Returns:
-            One output per pair: the model's score, or of a model that embeds the cosine of two
-            vectors.
+            One output per pair: the model's score, or of a model that embeds the similarity of two
+            vectors, mostly the cosine.
 
         Raises:
             RequestError: the model scores no pairs, or a pair can never be served.
@@ -541,7 +545,17 @@ class LLM:
     def _prepared(
         self, prompts: Prompt | Iterable[Prompt], name: str | None, most: int | None
     ) -> Prompt | list[Prompt]:
-        """Return prompts with the text of this name before theirs, and cut to `most` tokens."""
+        """Return prompts with the named instruction put before the texts, which are cut to `most`
+        tokens.
+
+        Prompts that are not texts are returned as they are. One prompt gives one, a list gives a
+        list.
+
+        Args:
+            prompts: one prompt or several.
+            name: see `Purpose.with_prompt`.
+            most: the number of tokens that are kept of a text; None keeps all.
+        """
         is_alone = isinstance(prompts, str | bytes | Mapping)
         many: list[Any] = [prompts] if is_alone else listed("prompts", prompts)
         made = [self._one_prepared(prompt, name, most) for prompt in many]
@@ -579,7 +593,8 @@ class LLM:
     def _pooled(
         self, prompts: Prompt | Iterable[Prompt], pooling: str, terms: RequestTerms
     ) -> list[EmbeddingOutput]:
-        """Compute the embeddings of prompts, with the model's head if it has one."""
+        """Compute the embeddings of prompts, with the model's head if it has one, and wait
+        for all."""
         mine = self._generations(prompts, EMBEDDING_PARAMS, terms, pooling)
         waiter = Waiter(mine)
         try:
@@ -661,6 +676,8 @@ class LLM:
             RequestError: the engine can never serve the request, for example because it is too
                 long.
             TypeError: sampling is not SamplingParams.
+            RuntimeError: the parameters of a model in this process were changed without
+                `update_weights`.
         """
         if not isinstance(sampling, SamplingParams):
             raise TypeError(
@@ -682,6 +699,11 @@ class LLM:
             params: the sampling parameters of all prompts, or of each; None for the defaults.
             terms: the terms of each request.
             pooling: one of POOLINGS for embeddings; None to generate text.
+
+        Raises:
+            RequestError: a prompt can never be served; the message has its place in the list.
+            TypeError: prompts or params are of another type.
+            ValueError: there are not as many parameters as prompts.
         """
         is_alone = isinstance(prompts, (str, bytes, Mapping))
         many = listed("prompts", [prompts] if is_alone else prompts)
@@ -770,7 +792,11 @@ class LLM:
         return Generation(request, text, self.tokenizer)
 
     def _types(self, given: list[int]) -> tuple[int, ...]:
-        """Return the types of a prompt's tokens, () where all are 0."""
+        """Return the types of a prompt's tokens as a tuple, () where all are 0 or none are given.
+
+        Raises:
+            RequestError: a type is not in the model's table of types, or the model has none.
+        """
         if not any(given):
             return ()
         known = self.config.num_types if isinstance(self.config, EncoderShape) else 0
@@ -857,7 +883,11 @@ class LLM:
                 adapter.note()
 
     def _refillable(self) -> Decoder:
-        """Return the model of which the weights can be changed."""
+        """Return the decoder, if its weights can be changed in place.
+
+        Raises:
+            UnsupportedError: there are several processes, or weights that cannot be changed.
+        """
         if self.tensor_parallel_size > 1:
             raise UnsupportedError(
                 f"tensor_parallel_size must be 1 to change weights, got {self.tensor_parallel_size}"
@@ -955,10 +985,11 @@ class LLM:
         """Return the digest of an adapter.
 
         Args:
-            adapter: the adapter's name; "" for the one trained beside a model of this process.
+            adapter: the adapter's name; "" for the one trained beside a model of this process, if
+                any.
 
         Returns:
-            The digest; "" for no adapter.
+            The digest of the numbers that the adapter has now; "" for no adapter.
 
         Raises:
             RequestError: there is no such adapter.
@@ -1071,7 +1102,7 @@ class LLM:
 
     @property
     def lora_adapters(self) -> dict[str, str]:
-        """The adapters that requests may name, with the places that they came from."""
+        """The adapters that requests may name: their folder or hub name, or "tensors", by name."""
         return {} if self._adapters is None else self._adapters.paths()
 
     def holds_adapter(self, name: str) -> bool:
@@ -1094,6 +1125,6 @@ class LLM:
         self.loop.submit(*generations)
 
     def _drop(self, generations: Sequence[Generation]) -> None:
-        """End the generations that have not finished."""
+        """End the generations that have not finished, and wait until they own no cache blocks."""
         if not all(g.output.finished for g in generations):
             self.loop.drop(generations)

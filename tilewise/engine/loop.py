@@ -113,7 +113,7 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are taken: the loop has not ended and is not about to end."""
         return self._core.reason is None
 
     @property
@@ -137,7 +137,7 @@ class EngineLoop:
 
     @property
     def num_live(self) -> int:
-        """Requests in the engine."""
+        """The number of unfinished requests in the engine."""
         return len(self._core.live)
 
     def submit(self, *generations: Generation) -> None:
@@ -167,8 +167,9 @@ class EngineLoop:
     def drop(self, generations: Sequence[Generation]) -> None:
         """End those of these requests that are unfinished, and wait until they own no cache blocks.
 
-        It waits at most PATIENCE seconds, and not at all on the engine's own thread, where the
-        garbage collection of an iterator may call it at any moment.
+        The wait is at most PATIENCE seconds. On the engine's own thread, where the garbage
+        collection of an iterator may call this at any moment, the requests are dropped later,
+        without a wait.
         """
         if self._core.is_own_thread:
             self._soon(functools.partial(self._core.drop, generations))
@@ -177,7 +178,8 @@ class EngineLoop:
             self.post(functools.partial(self._core.drop, generations)).result(PATIENCE)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's thread between two steps, and return its value.
+        """Run a function on the engine's thread between two steps, wait for it, and return its
+        value.
 
         Raises:
             EngineClosedError: the loop has ended.
@@ -192,7 +194,7 @@ class EngineLoop:
             self._core.put(_Task(function, None))
 
     def post(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function on the engine's thread between two steps; return at once.
+        """Queue a function for the engine's thread, between two steps; return its future at once.
 
         Raises:
             EngineClosedError: the loop has ended.
@@ -202,20 +204,21 @@ class EngineLoop:
         return future
 
     def between(self, function: Callable[[], T], running: str = "wait") -> T:
-        """Run a function on the engine's thread, and say what becomes of the requests that run.
+        """Run a function on the engine's thread, wait for it, and return its value.
 
         Args:
-            function: the function; requests that come meanwhile are taken when it has returned.
-            running: "wait" lets all that the engine has run to their ends first, while those that
-                come wait; "abort" ends them with finish_reason "abort"; "keep" lets them go on
-                afterwards, those that no step had as if they came then.
+            function: the function; requests that come before it has returned are taken afterwards.
+            running: the fate of the engine's requests. "wait" lets them run to their ends first;
+                "abort" ends them first, with finish_reason "abort"; "keep" lets them go on
+                afterwards, and requests that have not begun to run are added anew.
 
         Returns:
-            What the function returned.
+            The function's value.
 
         Raises:
             EngineClosedError: the loop has ended.
-            ValueError: running is something else.
+            ValueError: running is none of these.
+            RuntimeError: the caller is the engine's thread.
             BaseException: what the function raised.
         """
         if running not in RUNNING:
@@ -229,7 +232,7 @@ class EngineLoop:
         return future.result()
 
     def replace(self, make: Callable[[], Engine], version: str) -> None:
-        """Put a new engine, made on its thread, in the place of one that has no requests.
+        """Make a new engine on the engine's thread, in the place of one that has no requests.
 
         Args:
             make: a function that returns the engine.
@@ -269,7 +272,7 @@ class EngineLoop:
 
 
 class _Task:
-    """A function to run between two steps.
+    """A function to run on the engine's thread between two steps.
 
     The future, if there is one, receives its result or its exception; otherwise both are dropped.
     """
@@ -293,8 +296,11 @@ class _Task:
 
 
 class _Arrival:
-    """The requests of one call on their way to the engine's thread, which admits all or refuses
-    all."""
+    """The requests of one `submit` on their way to the engine's thread, which adds them between two
+    steps.
+
+    Each may be refused alone; all fail if the loop ends first.
+    """
 
     def __init__(self, core: _Core, generations: Sequence[Generation]) -> None:
         self.core, self.generations = core, generations
@@ -313,11 +319,11 @@ class _Core:
     """The state of the loop's thread, without a reference to the loop.
 
     Attributes:
-        inbox: tasks for the thread; None ends it.
-        live: requests in the engine.
-        reason: why no request is taken any more; None while they are.
+        inbox: tasks for the thread; None ends the thread.
+        live: the unfinished requests in the engine, by name.
+        reason: the exception because of which no request is taken any more; None while they are.
         idle_tasks: tasks that run when no request is left in the engine; until then none is taken.
-        held: the requests that came meanwhile.
+        held: the requests that came while idle_tasks waited; they are added afterwards.
     """
 
     engine: Engine
@@ -383,7 +389,11 @@ class _Core:
         return not thread.is_alive()
 
     def leave(self) -> None:
-        """End the thread of a loop without references; the thread may have dropped the last one."""
+        """End the thread of a loop that has no references left, and wait for it at most PATIENCE
+        seconds.
+
+        The thread may have dropped the last reference itself; then there is no wait.
+        """
         self.inbox.put(
             None
         )  # without the gate: a collection may have come while this thread has it
@@ -424,17 +434,23 @@ class _Core:
         return not self.is_paused and hasattr(self, "engine") and self.engine.has_unfinished()
 
     def _seconds_to_deadline(self) -> float | None:
-        """Seconds to wait for a task at most: to the next deadline, which no step looks at now."""
+        """Return for how many seconds at most a paused loop waits for a task: to the next deadline.
+
+        None waits without a limit: no request is live, or the loop is not paused, so that steps
+        look at deadlines.
+        """
         if not (self.is_paused and self.live):
             return None
         seconds = self.engine.seconds_to_deadline()
         return None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
 
     def _take_tasks(self) -> bool:
-        """Run the posted tasks; if the engine has no other work, wait for one.
+        """Run the posted tasks; if the engine has no step to run, audit or wait for a task.
+
+        While paused, requests whose time is over still end.
 
         Returns:
-            False if the thread shall end.
+            True if a step is to be run now; False if the thread shall end.
         """
         while self.reason is None:
             if self.idle_tasks and not self.live:
@@ -523,7 +539,7 @@ class _Core:
         """Add the tokens of a plain step to requests that need nothing else done.
 
         Returns:
-            The events of the other requests, and the requests whose readers must be told, in order.
+            The events of all other requests, and the requests whose readers must be told, in order.
         """
         live, others, changed = self.live, list[int](), dict[Generation, None]()
         for place, request_id in enumerate(events.request_ids):
@@ -557,16 +573,21 @@ class _Core:
         self.is_paused = is_paused
 
     def when_idle(self, task: _Task) -> None:
-        """Do a task when no request is left, and take none before."""
+        """Run a task when no request is left in the engine; requests that come before are held
+        back."""
         self.idle_tasks.append(task)
 
     def when_ended(self, task: _Task) -> None:
-        """Abort all requests, then do a task as `when_idle` does."""
+        """Abort all requests, then run a task as `when_idle` does."""
         self.drop(list(self.live.values()))
         self.when_idle(task)
 
     def among(self, task: _Task) -> None:
-        """Do a task between two steps; requests that no step had begin after it."""
+        """Run a task now, between two steps, without ending the requests.
+
+        Requests that were never admitted are taken out of the engine before, and added again
+        afterwards. The auditor's notes are dropped.
+        """
         fresh = [each for each in self.live.values() if self.engine.take_back(each.request)]
         for generation in fresh:
             del self.live[generation.request.request_id]
@@ -576,8 +597,8 @@ class _Core:
             self.add(generation)
 
     def _audit(self) -> None:
-        """Compute an audited request again while the engine is idle; stop at a difference if
-        configured."""
+        """Let the idle engine begin to compute an audited request again; stop the loop at a
+        difference if the engine is so configured."""
         if not hasattr(self, "engine"):
             return
         self.engine.audit_next()
@@ -620,7 +641,8 @@ class _Core:
             self.drop([generation])
 
     def drop(self, generations: Sequence[Generation]) -> None:
-        """End generations, those included that wait for a step in which they are added."""
+        """End unfinished requests with finish_reason "abort", also those that are not in the engine
+        yet."""
         for generation in generations:
             request_id = generation.request.request_id
             if self.live.get(request_id) is generation:
@@ -635,7 +657,10 @@ class _Core:
         generation.settle(self.engine.scheduler.trace.account(generation.request.request_id))
 
     def tell(self, generation: Generation) -> None:
-        """Call a request's callback; if it raises, its request ends."""
+        """Call a request's on_change and, once it has finished, its on_end for the only time.
+
+        A request whose on_change raises ends with that exception; exceptions of on_end are dropped.
+        """
         if generation.on_change is not None:
             try:
                 generation.on_change()
@@ -679,7 +704,11 @@ class _Core:
             self.tell(generation)
 
     def _end(self, error: BaseException | None) -> None:
-        """Release all callers that wait, and those that come later."""
+        """End the loop for good: fail all requests and queued tasks, and refuse later ones.
+
+        Args:
+            error: the reason, if `reason` is not set yet; None if nothing holds the loop any more.
+        """
         if self._is_exiting:
             return
         self._stop(error or EngineClosedError("the engine was let go of"))
@@ -702,7 +731,11 @@ class _Core:
 
 
 def _own(error: BaseException) -> BaseException:
-    """Return a copy of an exception for one of several that raise it, or itself if it has none."""
+    """Return a copy of an exception, for one of several callers that raise it.
+
+    The copy has its own notes, and the cause, context and traceback. An exception that cannot be
+    copied is returned itself.
+    """
     try:
         own = copy.copy(error)
         if type(own) is not type(error) or own.args != error.args:

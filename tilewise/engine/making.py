@@ -72,11 +72,12 @@ OBJECTS_A_ROW = 16
 
 
 def settle_memory(max_num_seqs: int) -> None:
-    """Let Python's collections be few, and pass over what lives now, which lives on.
+    """Make Python's garbage collections rare, and exclude the objects that live now from them.
 
-    Each stops the host. After every 700 new objects, as Python begins, there are some thirty in a
-    step of 4,096 rows, of which one or two walk all sequences: 28 ms a step were 17 with one
-    collection a step at most (Xeon, 2026-11-23). A larger threshold that is set already stays.
+    Each collection stops the host. With Python's threshold of 700 new objects a step of 4,096 rows
+    has some thirty, of which one or two walk all sequences: 28 ms a step were 17 with one
+    collection a step at most (Xeon, 2026-11-23). The threshold becomes 16 objects per sequence; a
+    larger one, or 0, which is none, stays.
     """
     gc.collect()
     gc.freeze()
@@ -98,15 +99,15 @@ class StartSeconds(dict[str, float]):
         self[part], self._last = now - self._last, now
 
     def include(self, parts: Mapping[str, float]) -> None:
-        """Note parts that others measured; the next one begins now."""
+        """Add parts that were measured elsewhere, by name; the next part begins now."""
         self.update(parts)
         self._last = time.perf_counter()
 
 
 @dataclass(frozen=True)
 class NewScheduler:
-    """A function that makes an engine's first scheduler, and an empty one in its place after a
-    failure that may have left it inconsistent.
+    """Makes an engine's first scheduler and, after a failure that may have left it inconsistent, an
+    empty one like it.
 
     Attributes:
         config: the engine's config.
@@ -169,7 +170,8 @@ def assembled(
     states: StateLimits | None = None,
     max_num_seqs: int | None = None,
 ) -> Engine:
-    """Return the engine of a runner, with a scheduler over its blocks and those of its host.
+    """Return the engine of a runner, with a scheduler over its blocks, and its audits as
+    configured.
 
     Args:
         config: the engine's config.
@@ -199,8 +201,8 @@ def assembled(
 
 
 def state_memory(config: ResolvedConfig, spec: CacheSpec) -> StateMemory | None:
-    """Return the sizes of recurrent states, which share the cache's memory; None for a model
-    without."""
+    """Return the sizes of recurrent states, for the sharing of the cache's memory; None for a model
+    without states."""
     if not spec.states:
         return None
     return StateMemory(
@@ -215,13 +217,14 @@ def state_memory(config: ResolvedConfig, spec: CacheSpec) -> StateMemory | None:
 def state_limits(
     config: ResolvedConfig, spec: CacheSpec, num_blocks: Blocks, num_processes: int = 1
 ) -> tuple[StateLimits | None, int]:
-    """Return the sizes of states, and how many sequences run at once.
+    """Return the sizes of states, and the number of slots: the sequences that may run at once.
 
-    Beside blocks of a given number as many run as are asked for.
+    Without states they are None and 1. There are max_num_seqs slots, or on a CPU without a given
+    num_blocks at most those that its memory holds. No checkpoints are kept without prefix caching.
 
     Args:
         config: the engine's config.
-        spec: the kind of the cache.
+        spec: the spec of the cache.
         num_blocks: the blocks that were chosen.
         num_processes: the processes that share a CPU's memory, each with such a cache.
     """
@@ -327,7 +330,7 @@ class EngineMaker:
         return state_memory(self.config, self.spec)
 
     def _slots(self) -> AdapterSlots | None:
-        """Return the memory of the device for adapters, None without them.
+        """Return the memory of the device for adapters, allocated now; None without adapters.
 
         Raises:
             ValueError: the device has not that much memory.
@@ -358,7 +361,8 @@ class EngineMaker:
         It must be loaded before the free memory is measured.
 
         Returns:
-            None for guesses by lookup, and for a draft model on a CPU.
+            None without guesses or for guesses by lookup, and for a draft model that runs on a CPU
+            op by op, which is loaded later.
 
         Raises:
             CheckpointError, ValueError: see `load_draft` and `load_multi_token_head`.
@@ -531,7 +535,8 @@ class EngineMaker:
         return runner
 
     def _verifying(self, storage: KVStorage) -> VerifyingRunner | None:
-        """Return the runner of an engine that verifies guesses by graphs; None for others."""
+        """Return a runner that verifies guesses by graphs; None without guesses or without such
+        graphs."""
         config = self.config
         if config.speculative is None or not config.has_verifying_graphs:
             return None
@@ -545,7 +550,8 @@ class EngineMaker:
         )
 
     def _prepare(self, runner: VerifyingRunner) -> None:
-        """Capture the steps of a runner now, unless the config puts it off."""
+        """Capture the graphs of a runner now, unless `graphs` is "lazy", which captures them when
+        needed."""
         if self.config.graphs == "lazy":
             return
         with Progress(self.config.use_progress) as progress:
@@ -570,7 +576,7 @@ class EncoderMaker:
     current_device: int | None
 
     def __call__(self) -> Engine:
-        """Make the engine."""
+        """Return the engine, with its kernels compiled."""
         torch.set_num_threads(self.num_threads)
         if self.current_device is not None:
             torch.cuda.set_device(self.current_device)

@@ -22,9 +22,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def available_memory() -> int:
     """Return the bytes of main memory that this process may still use, without swapping.
 
-    The smallest of what the kernel calls available, and what the limits of the process's control
-    group and of those above it leave, where these exist; else the free physical pages. Files that
-    the kernel keeps in memory because there is room are no use of it.
+    The number is the smallest of the kernel's MemAvailable and of the room that the limits of the
+    process's control group and of the groups above it leave, where these exist; else the free
+    physical pages. Files that the kernel keeps in memory because there is room do not count as
+    used.
     """
     candidates = [_meminfo_available(Path("/proc/meminfo")), *_left_in_groups()]
     known = [c for c in candidates if c is not None]
@@ -35,11 +36,12 @@ def available_memory() -> int:
 
 
 def free_memory(device: torch.device, gpu_memory_utilization: float | None = None) -> int:
-    """Return the bytes that this process may still take on a device.
+    """Return the bytes that this process may still take on a device, 0 or more.
 
     Args:
+        device: a GPU, of which what torch holds unused counts as free; or the CPU.
         gpu_memory_utilization: share of a GPU's memory that all programs together may use; None is
-            what its driver has.
+            all that its driver has.
     """
     if device.type != "cuda":
         return available_memory()

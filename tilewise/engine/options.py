@@ -16,11 +16,11 @@ __all__ = ["Options"]
 
 
 class Options:
-    """Prepares the options of requests, on the threads of those who make them.
+    """Turns SamplingParams into what a `Request` of one model needs; on the threads of the callers.
 
     Args:
-        tokenizer: None if the model's directory holds none.
-        vocab_size: columns of the logits.
+        tokenizer: the model's tokenizer; None if its directory holds none.
+        vocab_size: the number of columns of the logits.
         end_ids: the model's own end tokens.
     """
 
@@ -59,7 +59,12 @@ class Options:
             )
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word, as a text begins and after a space."""
+        """Return the token ids of each word, both without and with a space before it, without
+        duplicates.
+
+        Raises:
+            RequestError: no word has any token.
+        """
         assert self.tokenizer is not None
         found: dict[tuple[int, ...], None] = {}
         for word in words:
@@ -74,12 +79,17 @@ class Options:
     def start_of(
         self, outputs: StructuredOutputs, *, user: str = "", is_tried: bool = False
     ) -> Any:
-        """Compile a description of structured output; return a function that makes its matchers.
+        """Compile a description of structured output; return a function that makes a new matcher
+        each time.
 
         Args:
             outputs: the user's description.
-            user: the user, whose grammars are counted.
-            is_tried: True if another process has compiled it already.
+            user: the user, whose compiled grammars are counted.
+            is_tried: True if another process has compiled it already, so that it is known to be
+                harmless.
+
+        Raises:
+            RequestError: the model has no end token, or the description cannot be compiled.
         """
         assert self.tokenizer is not None
         if not self.end_ids:

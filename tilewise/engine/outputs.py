@@ -24,14 +24,14 @@ class CompletionOutput:
 
     Attributes:
         index: the number of the sample, 0 ... n - 1.
-        text: without special tokens, the token that ended it or a stop string, unless they are
-            asked for; there when the sample has ended, empty if the model directory has no
-            tokenizer.
+        text: the generated text, complete once the sample has ended (`Generation.snapshot` has it
+            before); without special tokens and without the token or stop string that ended it,
+            unless they are asked for; "" if the model directory has no tokenizer.
         token_ids: every token drawn, the one that ended it included.
         logprobs: per token, {token id: log-probability} of the token and of the best ones asked
             for, best first; None unless SamplingParams.logprobs is given.
-        cumulative_logprob: the sum over the tokens drawn; None likewise, unless samples or beams
-            are ordered by it.
+        cumulative_logprob: the sum of the log-probabilities of the tokens drawn; None without
+            logprobs, unless samples or beams are ordered by it.
         finish_reason: "stop", "length", "abort", "deadline" or "error"; None while it runs.
         stop_reason: the stop token id or stop string that ended it; None for the model's end token.
     """
@@ -47,9 +47,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of `time.perf_counter`; None if not yet.
+    """Times of events of a request, in seconds of `time.perf_counter`; None if not yet.
 
-    scheduled_time, when it began to run first, is known when the request has ended.
+    scheduled_time, at which the request first began to run, is known when the request has ended.
     """
 
     arrival_time: float
@@ -63,15 +63,16 @@ class RequestOutput:
     """A prompt and its samples.
 
     Attributes:
-        prompt: the text, None when token ids were given.
+        prompt: the text of the prompt; None when token ids were given.
         num_cached_tokens: prompt tokens that the prefix cache had.
-        finished: whether every sample has ended.
+        finished: True if every sample has ended.
         prompt_logprobs: per prompt token, as `CompletionOutput.logprobs`; the first one has None.
             Without SamplingParams.prompt_logprobs, and until the first token is drawn, None.
-        prompt_state: the pooled hidden states of the prompt, where they were asked for.
+        prompt_state: the pooled hidden states of the prompt, where they were asked for; else None.
         num_preemptions: the number of times that a sample lost its blocks; known when the request
             has ended.
-        num_tokens_lost: tokens that were computed twice for that; known likewise.
+        num_tokens_lost: tokens that were computed twice because blocks were lost; known when the
+            request has ended.
         num_tokens_discarded: the number of drawn tokens of samples that are not among the best.
     """
 
@@ -93,16 +94,17 @@ class Generation:
     """Adds up the events of one request, on the engine's thread; others read it.
 
     Args:
-        request: as given to the engine.
+        request: the request, as given to the engine.
         prompt: the text of the prompt, if there was one.
-        tokenizer: None leaves the text empty.
+        tokenizer: the tokenizer that makes text of the tokens; None leaves the text empty.
 
     Attributes:
-        output: complete up to the last event taken; another thread reads `snapshot()` instead
-            until it has finished.
-        samples: all that are drawn, by the index of their events; those of output.outputs, until
-            only the best of them are returned.
-        error: why it failed, for the caller that waits for it; None if it did not.
+        output: the output, complete up to the last event taken; another thread reads `snapshot()`
+            instead until the output has finished.
+        samples: all samples that are drawn, by the index of their events; output.outputs has the
+            same, until only the n best are kept there.
+        error: the exception with which the request failed, for the caller that waits; None if it
+            did not.
         on_change: a function that is called on the engine's thread after each step that has changed
             the output, and when it has finished. What it raises ends the request.
         on_end: a function that is called on the engine's thread, once, when the output has
@@ -160,9 +162,10 @@ class Generation:
             self._take(event, time.perf_counter())
 
     def adds(self, token_id: int) -> bool:
-        """Add a token to the only sample, if that is all that its event brings and no text is made.
+        """Add a token to the only sample, if nothing else is to be done for its event and no text
+        is made.
 
-        Most tokens of most steps are such.
+        So it is for most tokens of most steps; the first token of a request is none of them.
 
         Returns:
             Whether the token was added; if not, nothing has changed.
@@ -241,7 +244,8 @@ class Generation:
             metrics.finished_time = now
 
     def unread_text(self) -> str:
-        """Return the text that became certain since the last call, of whichever sample.
+        """Return the text that became certain since the last call, of all samples in order of the
+        events.
 
         Another thread may be adding to it.
         """
@@ -341,11 +345,12 @@ class Generation:
             self.output.metrics.scheduled_time = account.admitted
 
     def abort(self) -> None:
-        """Mark every sample that still runs as aborted."""
+        """Mark every sample that still runs as aborted, and so finish the output."""
         self._end(FinishReason.ABORT)
 
     def fail(self, error: BaseException) -> None:
-        """Mark every sample that still runs as failed; the first error is the one that is kept."""
+        """Mark every sample that still runs as failed, and so finish the output; the first error is
+        kept."""
         self.error = self.error or error
         self._end(FinishReason.ERROR)
 
@@ -367,7 +372,11 @@ class Generation:
         return sampling.best_of not in (None, sampling.n)
 
     def _keep_the_best(self) -> None:
-        """Return n of best_of samples, those with the highest cumulative log-probability."""
+        """Leave in the output the n of best_of samples with the highest cumulative log-probability.
+
+        They are copies, numbered from the best on. Nothing changes unless best_of is given and not
+        n.
+        """
         if not self._chooses:
             return
 

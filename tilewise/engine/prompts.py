@@ -18,15 +18,16 @@ _KEYS = ("prompt", "prompt_token_ids", "token_type_ids")
 def token_ids(
     prompt: object, tokenizer: Tokenizer | None
 ) -> tuple[str | None, list[int], list[int]]:
-    """Return the text of a prompt, None if it has none, its token ids, and their types if given.
+    """Return the text of a prompt or None, its token ids, and the types of its tokens, [] if not
+    given.
 
     Args:
-        prompt: a text, {"prompt": text} or {"prompt_token_ids": integers}; of both the integers.
-            With token ids may come {"token_type_ids": integers}.
+        prompt: a text, {"prompt": text} or {"prompt_token_ids": integers}; of both the integers
+            count. Beside token ids there may be {"token_type_ids": integers}.
         tokenizer: the tokenizer of the model; None if its directory holds none.
 
     Raises:
-        RequestError: the prompt is none of these.
+        RequestError: the prompt is none of these, or a text where there is no tokenizer.
     """
     text, ids, types = prompt, None, list[int]()
     if isinstance(prompt, Mapping):
@@ -67,7 +68,12 @@ def listed(name: str, values: object) -> list[Any]:
 
 
 def _integers(ids: object) -> list[int]:
-    """Return Python integers, whatever sequence of whatever integers (numpy, torch) these are."""
+    """Return a list of Python integers from any ordered iterable of integers (numpy's, torch's
+    ...).
+
+    Raises:
+        RequestError: the argument is no such iterable, or holds something else or a bool.
+    """
     if isinstance(ids, (str, bytes, bytearray, Mapping, Set)):  # of no order, or no ids
         raise RequestError(f"prompt token ids must be a list, got {type(ids).__name__}")
     try:

@@ -50,14 +50,15 @@ class Purpose:
 
     Attributes:
         name: the class that config.json names.
-        tasks: the ones of "generate", "embed", "score" and "classify" that it can do.
+        tasks: tasks of the model: some of "generate", "embed", "score" and "classify".
         is_encoder: True if each token sees the tokens before and after it.
         pooling: the way in which states become a vector, where a request says none.
-        stages: the layers on that vector.
+        stages: the layers that are applied to the pooled vector, in order.
         labels: the names of what a classifier tells apart; empty without one.
         activation: the function of a classifier's logits: "sigmoid", "softmax" or "identity".
         prompts: the texts that are put before a text, by name.
-        default_prompt: the name of the one that is put there if none is named; None for none.
+        default_prompt: the name of the prompt that is put there if a request names none; None for
+            none.
         pair_template: the text of a pair, with {query} and {document}; None joins the two as the
             tokenizer does.
         dimensions: the sizes to which vectors may be cut: None for none, () for any.
@@ -106,7 +107,7 @@ class Purpose:
 
     @property
     def compares_vectors(self) -> bool:
-        """Whether the score of a pair is that of two vectors."""
+        """Whether the score of a pair of texts is the similarity of their two embeddings."""
         return "embed" in self.tasks
 
     def check_pooling(self, pooling: str | None) -> str:
@@ -122,10 +123,11 @@ class Purpose:
         return pooling
 
     def cut_to(self, dimensions: int | None, size: int) -> int:
-        """Return to how many numbers a vector of `size` is cut; None is all.
+        """Return the length to which vectors of `size` numbers are cut: `dimensions`, or `size` for
+        None.
 
         Raises:
-            RequestError: the model's vectors are not made to be cut so.
+            RequestError: the model's vectors are not made to be cut to this length.
         """
         if dimensions is None or dimensions == size:
             return size
@@ -140,15 +142,18 @@ class Purpose:
         return dimensions
 
     def size(self, hidden_size: int) -> int:
-        """Return how many numbers a vector has, for a model of this width."""
+        """Return the length of a finished vector: of the last layer that changes it, else
+        hidden_size."""
         sizes = [stage.size for stage in self.stages if stage.size is not None]
         return sizes[-1] if sizes else hidden_size
 
     def with_prompt(self, text: str, name: str | None) -> str:
-        """Return a text behind the prompt of this name.
+        """Return a text with a named prompt put before it, in lower case if the model's texts are.
+
+        A name of None is the default prompt; without one nothing is put before the text.
 
         Raises:
-            RequestError: there is no such prompt.
+            RequestError: there is no prompt of this name.
         """
         name = self.default_prompt if name is None else name
         if self.is_lower:
@@ -229,12 +234,21 @@ def read_purpose(
 
 
 def _is_unknown_encoder(config: Json, causal: str) -> bool:
-    """Whether a class that no decoder here is made of is an encoder of transformers."""
+    """Return whether a model without a decoder here is one that transformers can run as an encoder.
+
+    Args:
+        config: the fields of config.json.
+        causal: the name of the class of the model as a decoder.
+    """
     return causal not in FAMILIES and why_no_encoder(config) is None
 
 
 def _score_ids(told: str | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids of the tokens in a text with commas between them."""
+    """Return the ids of the one or two tokens in a text with a comma between them; () for None.
+
+    Raises:
+        ValueError: a part is not one token, there are more than two, or there is no tokenizer.
+    """
     if told is None:
         return ()
     texts = told.split(",")
@@ -250,7 +264,8 @@ def _score_ids(told: str | None, tokenizer: Tokenizer | None) -> tuple[int, ...]
 
 
 def _classifier(config: Json, is_encoder: bool) -> dict[str, Any]:
-    """Return the fields of a checkpoint with a classifier."""
+    """Return the arguments of `Purpose` that a checkpoint with a classifier decides: tasks,
+    pooling, stages, labels and activation."""
     labels = _labels(config)
     score = Stage("linear", "score.weight", None, len(labels))
     read = Classifier("last", (score,))
@@ -269,7 +284,14 @@ def _classifier(config: Json, is_encoder: bool) -> dict[str, Any]:
 
 
 def _labels(config: Json) -> tuple[str, ...]:
-    """Return the names of the labels; transformers has two where a file says nothing."""
+    """Return the names of a classifier's labels, by id2label, or LABEL_0, LABEL_1 ... by
+    num_labels.
+
+    Where the file says nothing there are two, as in transformers.
+
+    Raises:
+        CheckpointError: a label is no text, or the number is wrong.
+    """
     told = object_of(config, "id2label")
     if told:
         found = tuple(told.get(str(i)) for i in range(len(told)))
@@ -285,7 +307,14 @@ def _labels(config: Json) -> tuple[str, ...]:
 
 
 def _activation(config: Json, num_labels: int) -> str:
-    """Return the function of the logits: that of sentence-transformers, or of transformers."""
+    """Return the function of a classifier's logits: "identity", "sigmoid" or "softmax".
+
+    The fields of sentence-transformers decide first. Else one label has "sigmoid", and more what
+    problem_type says, "softmax" by default, as in transformers.
+
+    Raises:
+        CheckpointError: the field of sentence-transformers names another function.
+    """
     told = object_of(config, "sentence_transformers").get("activation_fn")
     field_name = "activation_fn of sentence_transformers"
     if told is None:

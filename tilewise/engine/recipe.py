@@ -63,11 +63,11 @@ class Verdict:
     """The result of a second computation of an answer.
 
     Attributes:
-        is_equal: True if all tokens, log-probabilities and reasons are those of the recipe.
-        num_tokens: the number of tokens that were compared.
+        is_equal: True if all tokens and log-probabilities are those of the recipe.
+        num_tokens: the number of tokens that were found equal.
         sample, position: the place of the first token that differs; -1 where none does.
-        recorded, found: the tokens there; None where an answer is shorter.
-        difference: |log-probability - recorded one| there; 0 where tokens differ.
+        recorded, found: the token ids at that place; None where an answer is shorter.
+        difference: |log-probability - recorded one| at that place; 0 where tokens differ.
     """
 
     is_equal: bool
@@ -79,7 +79,8 @@ class Verdict:
     difference: float = 0.0
 
     def __str__(self) -> str:
-        """Return one sentence."""
+        """Return one sentence that says that all is equal, or where and how the answers differ
+        first."""
         if self.is_equal:
             return f"equal: all of {self.num_tokens} tokens and log-probabilities, to the bit"
         place = f"sample {self.sample}, token {self.position}"
@@ -146,7 +147,7 @@ def _answer(each: CompletionOutput) -> dict[str, Any]:
 
 
 def _told(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the fields that differ from the defaults, as JSON."""
+    """Return the sampling parameters that differ from their defaults, by name, of JSON's types."""
     default, told = SamplingParams(), dict[str, Any]()
     for each in fields(sampling):
         value = getattr(sampling, each.name)
@@ -166,7 +167,8 @@ def sampling_of(recipe: Recipe) -> SamplingParams:
     """Return the sampling parameters of a recipe.
 
     Raises:
-        RequestError: a field is unknown, or out of its range.
+        RequestError: a field is unknown or out of its range, or the parameters do not fix the
+            answer, see `why_no_recipe`.
     """
     told = dict(recipe["sampling"])
     try:
@@ -184,7 +186,10 @@ def sampling_of(recipe: Recipe) -> SamplingParams:
 
 
 def options_of_recipe(recipe: object) -> dict[str, Any]:
-    """Return the options with which an engine is of the class of a recipe, where it can be.
+    """Return the keywords of `LLM` with which an engine can compute a recipe's answers to the bit.
+
+    They are dtypes, block_size and max_num_seqs, as far as the recipe has them. Whether weights,
+    versions and device agree, `check_recipe` says.
 
     Raises:
         RequestError: the argument is no recipe.
@@ -270,7 +275,8 @@ def _check_answers(recipe: Recipe) -> None:
 
 
 def verdict_of(recipe: Recipe, output: RequestOutput) -> Verdict:
-    """Return the verdict on a recipe: whether a second computation gave the same tokens and bits.
+    """Return the verdict on a recipe: whether a second computation gave the same tokens and the
+    same bits of log-probabilities.
 
     Args:
         recipe: the recorded request and its answers.
@@ -297,7 +303,11 @@ def verdict_of(recipe: Recipe, output: RequestOutput) -> Verdict:
 
 
 def pinned(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """Return sampling parameters with what a recipe needs: a seed, and log-probabilities."""
+    """Return sampling parameters with the seed and logprobs that a recipe needs.
+
+    `seed` is used only where a sampling that is not greedy has none. Parameters of another class,
+    such as of a beam search, are returned as they are.
+    """
     if type(sampling) is not SamplingParams:
         return sampling
     changes: dict[str, Any] = {}
@@ -309,7 +319,8 @@ def pinned(sampling: SamplingParams, seed: int) -> SamplingParams:
 
 
 def _digest(answers: Iterable[Mapping[str, Any]]) -> str:
-    """Return a digest over tokens, log-probabilities (as float32) and reasons."""
+    """Return the SHA-256 digest of the answers' tokens, log-probabilities (as float32) and reasons,
+    in hexadecimal."""
     digest = hashlib.sha256()
     for answer in answers:
         tokens, scores = answer["token_ids"], answer["logprobs"]

@@ -38,14 +38,15 @@ class Rerun(NamedTuple):
 
 
 def run_again(runner: Runner, scheduler: Scheduler, batch: Batch, error: Exception | None) -> Rerun:
-    """Run the oldest unfinished step again, in halves where it fails.
+    """Run the oldest unfinished step again, in halves where it fails, and return the results.
 
-    One request that breaks a step of n sequences is found in at most 2 log2(n) attempts. At most
-    2 log2(n) + 2 times a part is halved: after that it ends as a whole.
+    One request that breaks a step of n sequences is found in at most 2 log2(n) attempts. At most 2
+    log2(n) + 2 times a part is halved: after that it ends as a whole.
 
     Args:
-        runner: no step that it was given is unfinished.
-        scheduler: all older steps have been taken by it, so that every token is known.
+        runner: the runner; no step that it was given is unfinished.
+        scheduler: the scheduler; it has taken the results of all older steps, so that every token
+            is known.
         batch: the step that failed.
         error: the exception that the whole step raised; None if the whole step was not tried after
             all steps before it had finished.
@@ -92,9 +93,10 @@ def run_again(runner: Runner, scheduler: Scheduler, batch: Batch, error: Excepti
 
 
 def _known(scheduler: Scheduler, run: ScheduledSequence) -> ScheduledSequence | None:
-    """Return a run with all its tokens and its whole block table, to be computed once more.
+    """Return a run changed so that it can be computed once more: its token known, its block tables
+    told whole.
 
-    None if its sequence has ended, or has lost its blocks: it then has another list of them.
+    None if its sequence has ended, or has lost its blocks and so has another table.
     """
     seq = scheduler.roster.live.get(run.seq_id)
     if seq is None or seq.block_ids is not run.block_ids:

@@ -33,7 +33,8 @@ def stats_line(stats: EngineStats) -> str:
 
 
 def stats_record(stats: EngineStats) -> dict[str, Any]:
-    """Return the same as a JSON object, with the counts behind it."""
+    """Return an engine's statistics as a dict of JSON's types: the fields of `EngineStats`, the
+    rates, and the peak share of empty slots."""
     return {
         **asdict(stats),
         "prefill_tokens_per_second": stats.prefill_rate,

@@ -200,7 +200,12 @@ class SamplingParams:
         self._check_stops()
 
     def _check_options(self) -> None:
-        """Check penalties, lengths, biases, allowed tokens, bad words and structured outputs."""
+        """Check penalties, lengths, biases, allowed tokens, bad words and structured outputs.
+
+        Raises:
+            TypeError: a value is of another type.
+            ValueError: a value is out of its range.
+        """
         check_penalties(self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         check_lengths(self.min_tokens, self.max_tokens)
         for name in ("include_stop_str_in_output", "skip_special_tokens"):
@@ -247,14 +252,14 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Token streams of a request: best_of, or n."""
+        """The number of samples that are drawn for a request: best_of, or n without it."""
         return self.n if self.best_of is None else self.best_of
 
     def for_rows(self, end_ids: frozenset[int]) -> SamplingParams:
         """Return the parameters that a runner gets for each row of logits.
 
-        They are these ones, with the log-probability of each token where the best of several
-        samples is chosen by them.
+        They are `self`, but with logprobs of 0, so that log-probabilities are computed, where the
+        best of several samples are chosen by them.
 
         Args:
             end_ids: tokens that end a sample of the request.
@@ -272,14 +277,14 @@ class SamplingParams:
     def float32_rule(self) -> tuple[float, float, float]:
         """Temperature, top_p and min_p as ops take them, in float32.
 
-        There a top_p below all its numbers would keep no token, and a temperature above them would
-        be an infinity.
+        They are kept in float32's range: a smaller top_p would keep no token, and a larger
+        temperature would be an infinity.
         """
         return min(self.temperature, LARGEST), max(self.top_p, SMALLEST), self.min_p
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a logit depends on which tokens the text has."""
+        """Whether a presence, frequency or repetition penalty changes logits."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
@@ -291,21 +296,26 @@ class SamplingParams:
 
 
 class Adapted(Protocol):
-    """The adapter of a request, see `engine.adapters.LoadedAdapter`; it lives as long as one."""
+    """An adapter that a request uses, such as `engine.adapters.LoadedAdapter`.
+
+    The request's reference keeps the adapter in main memory.
+    """
 
     @property
     def number(self) -> int:
-        """The number of its loading, at least 1."""
+        """The number of this loading of the adapter, at least 1; no other adapter of the process
+        has it."""
         ...
 
     @property
     def weights(self) -> Any:
-        """The tensors of the adapter, for a runner."""
+        """The tensors of the adapter, of a type that the runner knows."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """A name that adapters which add something else have not."""
+        """The digest of the adapter: adapters that change a model differently have different
+        digests."""
         ...
 
 
@@ -413,7 +423,7 @@ class Sequence:
         num_prompt_tokens: the number of token_ids that are the prompt.
         num_computed_tokens: the number of tokens with keys and values in the cache, by finished
             steps.
-        num_scheduled_tokens: the same when the unfinished steps are done, too.
+        num_scheduled_tokens: the same number when the unfinished steps are done, too.
         num_pending: tokens that unfinished steps draw for it.
         max_len: tokens, prompt and generated, at which it ends.
         shares_tail: True if samples of its request may hold its last block, too, though it is not
@@ -428,8 +438,8 @@ class Sequence:
         ended: samples of its request that have ended before it forks, and why.
         num_cached_tokens: prompt tokens that the prefix cache had at first admission, or that an
             older request computed just before this one would have.
-        num_preemptions: the number of times that its blocks were taken away.
-        finish_reason: None while it lives.
+        num_preemptions: the number of times that the sequence's blocks were taken away.
+        finish_reason: the reason why the sequence ended; None while it lives.
         stop_reason: the stop token id or stop string that ended it, when one did.
         seed: the seed of this sample's random numbers.
         rank: the place in the order of sequences, see `engine.scheduling.order`.
@@ -492,5 +502,5 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The generated tokens."""
+        """The generated tokens, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]

@@ -52,8 +52,9 @@ def sampling_defaults(directory: Path) -> dict[str, Any]:
     """Return the arguments of SamplingParams that a checkpoint's generation_config.json gives.
 
     They are temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens (max_tokens),
-    as vLLM takes them; do_sample false is a temperature of 0. Fields that say otherwise how to draw
-    are named in a warning. End tokens are `read_config`'s.
+    as vLLM takes them; do_sample false is a temperature of 0. Other fields that would change how
+    tokens are drawn are named in a warning. End tokens are read by `read_config`. Without the file
+    the result is {}.
 
     Raises:
         CheckpointError: the file is no JSON object, or a value is out of its range.

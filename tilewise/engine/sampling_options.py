@@ -115,25 +115,26 @@ class StructuredOutputs:
 
 
 class Matcher(Protocol):
-    """The state of one sample's grammar. A method that raises ends its request."""
+    """The state of one sample's grammar; if one of the methods raises, the request ends."""
 
     def accept(self, token_id: int) -> None:
-        """Go on by one token, which the last mask allowed."""
+        """Advance the state by one token, which the last mask allowed."""
         ...
 
     def fill_mask(self, words: NDArray[np.int32]) -> None:
-        """Write which tokens may come next: bit t % 32 of word t // 32 for token t."""
+        """Write into `words` which tokens may come next: bit t % 32 of word t // 32 is 1 if token t
+        may."""
         ...
 
     def end_within(self, words: NDArray[np.int32], left: int) -> None:
-        """Narrow a mask near the limit so that a text can be whole within `left` tokens.
+        """Narrow a mask in place, near the limit, so that a text can be whole within `left` tokens.
 
-        The next token counts. The mask stays as it is if no way to close the text is found.
+        The next token is one of them. The mask stays as it is if no way to close the text is found.
         """
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
+        """Undo the last `num_tokens` calls of `accept`."""
         ...
 
 

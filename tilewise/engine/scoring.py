@@ -33,8 +33,9 @@ class ScoreOutput:
     """How well two texts match.
 
     Attributes:
-        score: the logit after the model's activation, or the cosine of the texts' vectors.
-        num_prompt_tokens: the tokens of the pair.
+        score: the logit after the model's activation; of a model that embeds, the similarity of the
+            texts' vectors, mostly their cosine. Higher is a better match.
+        num_prompt_tokens: the number of tokens of both texts together.
     """
 
     score: float
@@ -43,13 +44,13 @@ class ScoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class RerankOutput:
-    """A document in the order of a query.
+    """A document with the score of how well it matches a query.
 
     Attributes:
         index: the document's place in the given list.
         document: the text of the document.
         score: see `ScoreOutput`.
-        num_prompt_tokens: the tokens of the pair.
+        num_prompt_tokens: the number of tokens of query and document together.
     """
 
     index: int
@@ -63,9 +64,9 @@ class ClassifyOutput:
     """A text with the probabilities of the model's labels.
 
     Attributes:
-        label: the most probable one.
-        probs: a number for each label.
-        num_prompt_tokens: the tokens of the text.
+        label: the name of the most probable label.
+        probs: the values of all labels, in the model's order: the logits after its activation.
+        num_prompt_tokens: the number of tokens of the text.
     """
 
     label: str
@@ -100,13 +101,18 @@ def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[t
 def pair_prompt(
     purpose: Purpose, tokenizer: Tokenizer | None, pair: tuple[str, str], most: int | None
 ) -> dict[str, list[int]]:
-    """Return a pair as token ids, and their types where they are not all 0.
+    """Return a pair as a prompt of token ids, with their types where not all are 0.
+
+    The model's pair_template joins the texts; without one, the tokenizer does.
 
     Args:
-        most: the tokens beyond which the second text is cut; None cuts nothing.
+        purpose: the purpose of the model.
+        tokenizer: the tokenizer of the model, or None.
+        pair: the two texts, or query and document.
+        most: the largest number of tokens, to which the second text is cut; None cuts nothing.
 
     Raises:
-        RequestError: the model has no tokenizer, or the first text alone is longer than that.
+        RequestError: the model has no tokenizer, or all but the second text is longer than `most`.
     """
     if tokenizer is None:
         raise RequestError("pairs must be of a model with tokenizer.json, got one without")
@@ -118,7 +124,7 @@ def pair_prompt(
 
 
 def activated(logits: Sequence[float], activation: str) -> tuple[float, ...]:
-    """Return the values of a classifier's logits."""
+    """Return a classifier's logits after an activation: "softmax", "sigmoid", else unchanged."""
     if activation == "softmax":
         most = max(logits)
         powers = [math.exp(x - most) for x in logits]
@@ -152,7 +158,7 @@ _SIMILARITIES: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = 
 
 
 def compared(purpose: Purpose, a: EmbeddingOutput, b: EmbeddingOutput) -> ScoreOutput:
-    """Return the score of two texts by their vectors."""
+    """Return the score of two texts: the similarity of their vectors that the purpose names."""
     num_tokens = len(a.prompt_token_ids) + len(b.prompt_token_ids)
     score = _SIMILARITIES[purpose.similarity](a.embedding, b.embedding)
     return ScoreOutput(score, num_tokens)

@@ -35,11 +35,12 @@ class SentenceFiles:
     """The settings in the files that sentence-transformers writes.
 
     Attributes:
-        pooling: the way to pool; None if no file says one.
-        stages: the layers on the pooled vector.
+        pooling: the way in which hidden states are pooled; None if no file says one.
+        stages: the layers that are applied to the pooled vector, in order.
         score_ids: the tokens whose logits score a pair, the one for "yes" first; empty for none.
         prompts: the texts that are put before a text, by name.
-        default_prompt: the name of the one that is put there if none is named; None for none.
+        default_prompt: the name of the prompt that is put there if a request names none; None for
+            none.
         similarity: the way in which two vectors are compared.
         max_length: the tokens to which texts are cut there; None for no bound of its own.
         is_lower: True if texts are made lower case.
@@ -93,9 +94,12 @@ def read_sentence_files(directory: Path) -> SentenceFiles:
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:
-    """Return the kind and the folder of each module of a sentence-transformers checkpoint.
+    """Return (kind, folder) of each module of a sentence-transformers checkpoint, in order.
 
-    Without a list of modules it has one, the pooling in 1_Pooling.
+    Without modules.json the only one is ("Pooling", "1_Pooling").
+
+    Raises:
+        CheckpointError: modules.json is no such list, or names a folder outside the checkpoint.
     """
     path = directory / _MODULES
     if not path.is_file():
@@ -156,7 +160,13 @@ def _score_ids(path: Path) -> tuple[int, ...]:
 
 
 def _settings(directory: Path) -> tuple[dict[str, str], str | None, str]:
-    """Return the prompts by name, the name of the default one, and how vectors are compared."""
+    """Return the prompts by name, the default prompt's name or None, and the similarity's name.
+
+    They are {}, None and "cosine" without config_sentence_transformers.json.
+
+    Raises:
+        CheckpointError: a value of the file is wrong.
+    """
     path = directory / "config_sentence_transformers.json"
     if not path.is_file():
         return {}, None, "cosine"

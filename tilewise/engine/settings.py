@@ -87,12 +87,13 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps are CUDA graphs that follow one another without a word from the host."""
+        """Whether steps are CUDA graphs whose inputs stay on the device: graphs are on, without
+        speculation."""
         return self.graphs != "off" and self.speculative is None
 
     @property
     def has_verifying_graphs(self) -> bool:
-        """Whether the passes of the model that verify guesses are CUDA graphs."""
+        """Whether guesses are verified by CUDA graphs: graphs are on, with speculation."""
         return self.graphs != "off" and self.speculative is not None
 
     @property
@@ -108,18 +109,21 @@ class ResolvedConfig(EngineConfig):
 
 
 def runs_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Whether steps on a device are CUDA graphs."""
+    """Whether steps are CUDA graphs: the device is a GPU, and the config's graphs are not "off"."""
     return device.type == "cuda" and config.graphs != "off"
 
 
 def is_invariant(config: EngineConfig, device: torch.device) -> bool:
-    """Whether the bits of a request must not depend on other requests: as configured, or on a
-    CPU."""
+    """Return whether a request's bits must not depend on other requests: as configured, or by
+    default only on a CPU."""
     return device.type == "cpu" if config.batch_invariant is None else config.batch_invariant
 
 
 def plain(config: ResolvedConfig) -> dict[str, Any]:
-    """Return a config as numbers and texts, for another process; see `of_plain`."""
+    """Return the fields of a config for another process, with devices, dtypes and paths as texts.
+
+    `of_plain` makes the config again.
+    """
     given = {field.name: getattr(config, field.name) for field in fields(config)}
     return {
         name: str(value).removeprefix("torch.") if isinstance(value, _TOLD_BY_NAME) else value
@@ -128,7 +132,7 @@ def plain(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def of_plain(told: Mapping[str, Any]) -> ResolvedConfig:
-    """Return the config of plain values that `plain` has made of it in another process."""
+    """Return the config whose fields `plain` has returned in another process."""
     dtypes = {name: getattr(torch, told[name]) for name in ("dtype", "kv_cache_dtype")}
     return ResolvedConfig(**{**told, **dtypes, "device": torch.device(told["device"])})
 
@@ -148,8 +152,8 @@ def resolve(
         dtype: the dtype of its parameters.
 
     Raises:
-        ValueError: the model has fewer positions, or no such cache, or bits that depend on the
-            batch.
+        ValueError: the model has fewer positions or not this cache, or an option does not go with a
+            model of transformers, bits that depend on the batch, or several processes.
     """
     if config.batch_invariant and not model.is_native:
         raise ValueError(
@@ -215,14 +219,20 @@ def cache_spec(
     *,
     token_dtype: torch.dtype | None = None,
 ) -> CacheSpec:
-    """Return the cache that a model needs: a group of layers for each window, and states.
+    """Return the spec of the cache that a model needs: a group of layers for each window, and
+    states.
 
     Args:
+        config: the configuration of the model.
+        block_size: the tokens of a block.
         dtype: the dtype of keys and values.
+        max_model_len: tokens of a sequence; a window at least as large counts as no window. None is
+            the model's own limit.
         token_dtype: the dtype of the parameters, and so of what states keep of tokens; None for
             `dtype`.
-        max_model_len: tokens of a sequence; a window that none outgrows is none. None is the
-            model's own limit.
+
+    Raises:
+        ValueError: the cache has 4 bits and the model latents.
     """
     longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
@@ -242,7 +252,8 @@ def cache_spec(
 
 
 def spec_of(model: ModelConfig, config: ResolvedConfig) -> CacheSpec:
-    """Return the cache of a model, or of a shard of it, in an engine."""
+    """Return the spec of the cache of a model, or of a shard of it, in an engine with this
+    config."""
     return cache_spec(
         model,
         config.block_size,
@@ -319,10 +330,10 @@ def cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtyp
 
 
 def check_weights(config: EngineConfig, device: torch.device) -> None:
-    """Refuse weights in 8 bits where no kernel multiplies them.
+    """Refuse weight_dtype "int8" on a GPU, where no kernel multiplies such weights.
 
     Raises:
-        ValueError: the weights would be on a GPU.
+        ValueError: this is the case.
     """
     if config.weight_dtype == "int8" and device.type != "cpu":
         raise ValueError(
@@ -332,9 +343,10 @@ def check_weights(config: EngineConfig, device: torch.device) -> None:
 
 
 def end_tokens(config: ModelConfig | EncoderShape, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: the model's, and those that its tokenizer names.
+    """Return the ids of the tokens that end a text: the model's, then those that its tokenizer
+    names.
 
-    A tokenizer's files may declare tokens beyond the vocabulary, which no model draws.
+    Ids beyond the vocabulary, which a tokenizer's files may declare, are left out.
     """
     named = () if tokenizer is None else tokenizer.end_ids
     ends = dict.fromkeys((*config.eos_token_ids, *named))

@@ -79,17 +79,17 @@ class StateMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one running sequence."""
+        """The bytes of one slot: the states of one running sequence in all layers."""
         each = (s.slot_bytes(keeps_tokens=self.keeps_tokens) for _, s in self.spec.states)
         return sum(each)
 
     @property
     def tokens_apart(self) -> int:
-        """Tokens between two checkpoints, whose keys and values take twice the bytes of a
-        checkpoint.
+        """The number of tokens between two checkpoints: `interval`, if that is set.
 
-        The number is doubled from LEAST_INTERVAL up to MOST_INTERVAL; LEAST_INTERVAL for a model
-        without keys and values, or `interval` if that is set.
+        Else the number is doubled from LEAST_INTERVAL, up to MOST_INTERVAL, until the keys and
+        values of that number of tokens take at least twice the bytes of a checkpoint. For a model
+        without keys and values it is LEAST_INTERVAL.
         """
         if self.interval is not None:
             return self.interval
@@ -99,7 +99,8 @@ class StateMemory:
         return tokens
 
     def num_slots(self, budget_bytes: int) -> int:
-        """Return how many sequences may run at once: at most num_seqs, at least one.
+        """Return the number of slots, and so of sequences that run at once: at most num_seqs, at
+        least one.
 
         Args:
             budget_bytes: the memory of the whole cache, of which slots take at most SLOT_FRACTION.
@@ -130,7 +131,7 @@ class StateMemory:
 def split_blocks(
     spec: CacheSpec, budget_bytes: int, max_model_len: int, max_run: int | None = None
 ) -> Blocks:
-    """Split memory for the cache over the groups of layers.
+    """Return how many blocks each group of layers gets of the memory for the cache.
 
     Short sequences want as many blocks of each group. The longest want most of the groups without a
     window. A group gets blocks in proportion to the larger of the two shares of the memory that it
@@ -144,7 +145,9 @@ def split_blocks(
         max_run: tokens of one sequence in a step; None is max_model_len.
 
     Returns:
-        The blocks, of each group where there are several.
+        The number of blocks, as a tuple where there are several groups. Blocks that take no memory,
+        of a model without keys and values, count tokens: there are as many as 1,024 full contexts
+        need.
 
     Raises:
         ValueError: not even one block of each group fits.
@@ -170,9 +173,12 @@ def allocate(
     num_slots: int = 1,
     num_checkpoints: int = 0,
 ) -> KVStorage:
-    """Return the cache.
+    """Allocate the cache on a device, and return it.
 
     Args:
+        spec: the spec of the cache.
+        num_blocks: the blocks of each group of layers.
+        device: the device that holds the cache.
         num_slots, num_checkpoints: see `KVStorage`.
 
     Raises:
@@ -195,7 +201,8 @@ def allocate(
 
 
 def cpu_budget() -> int:
-    """Return the bytes of main memory for a cache whose size the user did not choose."""
+    """Return the bytes for a cache whose size the user did not choose: a quarter of the free main
+    memory."""
     return int(available_memory() * CPU_FRACTION)
 
 
@@ -249,19 +256,20 @@ def blocks_on_cuda(
     states: StateMemory | None = None,
     beside: CacheSpec | None = None,
 ) -> Blocks:
-    """Return blocks for what the weights, the widest step and the graphs leave of the memory.
+    """Return how many cache blocks fit the memory that weights, widest step and graphs leave of a
+    GPU.
 
     The step is run once, and its temporaries stay with torch's allocator meanwhile; the two largest
-    graphs of each kind are captured, and tell what the others will take, see `_graph_bytes`.
-    What the driver then reports as free is what is left, other processes included.
+    graphs of each kind are captured, and tell what the others will take, see `_graph_bytes`. What
+    the driver then reports as free is what is left, other processes included.
 
     Args:
         captures_prompts: True if steps with prompts are captured, too, where graphs are used and
             the model allows it.
         adapters: the slots of adapters, which are there already.
         states: the memory that states take of what is left; None for a model without.
-        beside: the cache of what guesses, with as many blocks as the first group of layers; None
-            without one.
+        beside: the spec of the cache of the draft model or head, which has as many blocks as the
+            first group of layers; None without one.
 
     Raises:
         ValueError: not even one block of each group fits, or not even the step; the message has the
@@ -322,7 +330,13 @@ def blocks_on_cuda(
 
 
 class _Memory(NamedTuple):
-    """Bytes of a device: used by all processes, reserved by torch of these, given out of these."""
+    """The memory of a GPU in use now, in bytes.
+
+    Attributes:
+        used: the bytes that all processes and the driver use.
+        reserved: the bytes of these that torch of this process has reserved.
+        allocated: the bytes of the reserved ones that tensors have.
+    """
 
     used: int
     reserved: int
@@ -337,14 +351,18 @@ def _memory(device: torch.device) -> _Memory:
 
 
 def _graph_bytes(trial: DeviceRunner, before: int) -> int:
-    """Capture the two largest steps of each kind and return what all of them will take.
+    """Capture the two largest graphs of each kind; return the bytes that the graphs of all sizes
+    take.
 
     The largest finds room in the pool for what is needed while it runs; all others do with that.
-    What the second takes beyond it each takes: tensors that it keeps, by its rows or tokens, and
-    the driver's nodes, of which every size has as many.
-
+    The additional memory of the second is what each other takes: tensors that it keeps, in
+    proportion to its rows or tokens, and the driver's nodes, of which every size has as many.
     Decode steps in two halves are captured when they first run, as are those whose rows share
     prefixes, whole or in halves: all of them count.
+
+    Args:
+        trial: the runner, which has run the widest step.
+        before: the used bytes of the device before any graph was captured.
     """
     decodes = 1 if trial.sharing_tokens is None else 2
     kinds: list[tuple[list[int], Callable[[int], None], int]] = [
@@ -378,10 +396,11 @@ def _graph_bytes(trial: DeviceRunner, before: int) -> int:
 
 
 def bytes_to_come(sizes: Sequence[int], kept: int, nodes: int, *, count: int = 1) -> int:
-    """Return the bytes of the graphs of `sizes` but for the two largest, which are there.
+    """Return the bytes of the graphs that are still to be captured: all but one of each of the two
+    largest sizes.
 
     Args:
-        sizes: ascending, two at least.
+        sizes: rows or tokens of the graphs, ascending, two at least.
         kept: bytes of tensors that the graph of the second largest keeps; the others' by size.
         nodes: bytes of the driver for each graph.
         count: graphs of each size that there will be.
@@ -425,7 +444,8 @@ def run_once(
     *,
     batch_invariant: bool = False,
 ) -> None:
-    """Run one step over a cache that is thrown away."""
+    """Run one step over a new cache of just the blocks that the batch names, and drop the
+    results."""
     storage = KVStorage(spec, _blocks_of(batch), device)
     ModelRunner(model, storage, batch_invariant=batch_invariant).submit(batch)
 

@@ -12,7 +12,8 @@ __all__ = ["SchedulerStats"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A snapshot; counts since the start unless it says now.
+    """A snapshot of the scheduler; values are counts since the start, or of the present where the
+    text says now.
 
     Attributes:
         num_running: the sequences that hold blocks, now.
@@ -22,16 +23,16 @@ class SchedulerStats:
         blocks_used: the blocks with an owner, now.
         blocks_peak: the largest blocks_used so far.
         slots_used: the slots of used blocks that hold a token, now; shared blocks count once.
-        slots_peak: the same in the first step that reached blocks_peak.
+        slots_peak: the value of slots_used in the first step that reached blocks_peak.
         prefix_query_tokens: the tokens of the sequences admitted, once per admission.
         prefix_hit_tokens: the number of them found in the prefix cache.
         num_preemptions: the number of times that a sequence that had run lost its blocks.
-        num_swapped: the number of these that were swapped out.
+        num_swapped: the number of preemptions in which the blocks were swapped out.
         swap_blocks_used: the blocks of main memory of waiting sequences, or in transfer, now.
         swap_blocks_cold: the blocks of main memory that hold a prefix, now.
         num_recalled_tokens: the tokens of prefixes that came back from main memory or files.
         num_drafts: the drafts that were verified.
-        num_accepted_drafts: the number of them that were right.
+        num_accepted_drafts: the number of drafts that were right.
         waiting_by_reason: the number of waiting sequences by reason, now. "swapped" and "preempted"
             ones have run before; of the others the first in line waits for "seats", "adapters",
             "blocks" or the token "budget", the rest are "behind" it.
@@ -84,7 +85,7 @@ class SchedulerStats:
 
     @property
     def peak_wasted_fraction(self) -> float:
-        """The same in the first step that reached blocks_peak."""
+        """The wasted_fraction of the first step that reached blocks_peak."""
         return self._wasted(self.slots_peak, self.blocks_peak)
 
     def _wasted(self, slots: int, blocks: int) -> float:

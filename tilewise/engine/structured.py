@@ -43,12 +43,13 @@ class GrammarMatcher:
         self._state, self._closers = state, closers
 
     def accept(self, token_id: int) -> None:
-        """Go on by one token, which the last mask allowed."""
+        """Advance the state by one token, which the last mask allowed."""
         self._state.consume_token(token_id)
         self._check("a token")
 
     def fill_mask(self, words: NDArray[np.int32]) -> None:
-        """Write which tokens may come next: bit t % 32 of word t // 32 for token t."""
+        """Write into `words` which tokens may come next: bit t % 32 of word t // 32 is 1 if token t
+        may."""
         mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
         if self._state.is_error():
             # It compiles lazily: one without an end, or too large, is found out here.
@@ -68,7 +69,7 @@ class GrammarMatcher:
         self._closers.narrow(self._state, words, left)
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
+        """Undo the last `num_tokens` calls of `accept`."""
         self._state.rollback(num_tokens)
         self._check("a rollback")
 
@@ -100,7 +101,7 @@ class Grammars:
 
     Args:
         tokenizer_json: the tokenizer, as the `tokenizers` library writes it.
-        vocab_size: columns of the logits.
+        vocab_size: the number of tokens that a mask has bits for.
         end_ids: tokens that end a text; at least one.
 
     Raises:

@@ -131,7 +131,8 @@ class Detokenizer:
 
 
 def _unfinished(text: str) -> int:
-    """Count the replacement characters at the end that further bytes may still turn into one."""
+    """Return how many replacement characters at the end later bytes may still turn into a
+    character: 3 at most."""
     return min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_UNFINISHED)
 
 
@@ -145,10 +146,10 @@ class StopAutomaton:
     Source: Aho and Corasick, "Efficient string matching", CACM 1975.
 
     Attributes:
-        next_of: the states that each character leads to, by state.
-        fallback: the longest proper end of each state that is a state, by state.
-        depth: characters of each state.
-        stop: the longest stop string that each state ends with, None without.
+        next_of: the states to which each state leads, by state and character.
+        fallback: the longest proper end of each state's text that is a state, by state.
+        depth: the number of characters of each state, by state.
+        stop: the longest stop string with which each state's text ends, by state; None without.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -176,7 +177,7 @@ class StopAutomaton:
                 waiting.append(longer)
 
     def step(self, state: int, char: str) -> int:
-        """Return the state after one more character."""
+        """Return the state after one more character; 0 is the state before any."""
         while state and char not in self.next_of[state]:
             state = self.fallback[state]
         return self.next_of[state].get(char, 0)
@@ -202,7 +203,11 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text; return the part that may be shown and the stop string it ran into."""
+        """Take more text; return the part that is now certain, and the stop string that is whole or
+        None.
+
+        After a stop string no more text may be pushed.
+        """
         pending, automaton, state = self._held + text, self._automaton, self._state
         if len(automaton.next_of) == 1:
             return pending, None
@@ -225,11 +230,13 @@ class StopMatcher:
 
 
 class _Reasoning:
-    """Tells where an answer begins: behind a mark, if its text begins with another one.
+    """Finds where the answer begins in the text of a sample that may reason first.
+
+    A text reasons if it begins with the opening mark; the answer begins behind the closing mark.
 
     Args:
-        opening: the string with which the text begins, behind white space, where reasoning comes
-            first; "" where it always comes first.
+        opening: the string with which a text that reasons begins, behind white space; "" if every
+            text reasons.
         closing: the string that ends the reasoning.
     """
 
@@ -266,8 +273,8 @@ class _Reasoning:
         return text[:end], text[end:]
 
     def flush(self) -> str:
-        """Return the text that is left when an answer ends before it is known to be reasoning or
-        not."""
+        """Return the held text of a sample that ended before the opening mark was whole or ruled
+        out."""
         return "" if self._is_open else self._tail
 
 
@@ -279,12 +286,12 @@ class TextStream:
         stops: strings that end the text, or an automaton of them.
         includes_stop: True if the text keeps the string that ended it.
         min_tokens: the first tokens, in whose text no stop string is looked for.
-        reasoning: the strings that open and close reasoning, in which nothing is looked for; None
-            where there is no reasoning.
+        reasoning: the strings that open and close reasoning, in which no stop string is looked for;
+            None where there is no reasoning.
 
     Attributes:
-        text: everything returned so far.
-        stop: the stop string that ended it, None before.
+        text: all text that was returned so far.
+        stop: the stop string that ended the text; None before.
     """
 
     def __init__(
@@ -305,13 +312,14 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """Everything returned so far."""
+        """All text that push() and finish() have returned so far."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
     def push(self, token_id: int) -> str:
-        """Take one token and return the text that it makes certain."""
+        """Take one token and return the new text that later tokens cannot change; "" after a stop
+        string."""
         text = self._detokenizer.push(token_id)
         is_free = self._num_free > 0
         if is_free:
@@ -319,7 +327,10 @@ class TextStream:
         return self._pass(text, is_free)
 
     def finish(self) -> str:
-        """Say that no token follows and return the text that was held back."""
+        """Return the text that was held back, as no token follows; "" after a stop string.
+
+        A stop string may still be found in it.
+        """
         delta = self._pass(self._detokenizer.flush())
         if self.stop is None and self._reasoning is not None:
             told, self._reasoning = self._reasoning.flush(), None

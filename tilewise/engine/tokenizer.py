@@ -120,7 +120,11 @@ class Tokenizer:
         return ids[:cut] + ids[cut + surplus :]
 
     def _cut(self, texts: list[str], most: int) -> tokenizers.Encoding:
-        """Return one or two texts as one encoding of at most `most` ids; the last one is cut."""
+        """Return one or two texts as one encoding of at most `most` ids; the last text is cut.
+
+        Raises:
+            RequestError: the special tokens and the first of two texts are more than `most`.
+        """
         parts = self._library.encode_batch(texts, add_special_tokens=False)
         *others, last = parts
         taken = self._library.num_special_tokens_to_add(bool(others)) + sum(map(len, others))
@@ -148,14 +152,17 @@ class Tokenizer:
         return _tidy(text) if self._tidies else text
 
     def special_id(self, text: str) -> int | None:
-        """Return the special token that is written so; None if there is none."""
+        """Return the id of the special token that is written as `text`; None if there is none."""
         found: int | None = self._library.token_to_id(text)
         return found if found in self.special_ids else None
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids of end tokens that the tokenizer has, whether or not the model's config names
-        them."""
+        """The ids of the tokenizer's end tokens, whether or not the model's config names them.
+
+        They are the eos token and, in vocabularies with channels (gpt-oss), <|return|> and
+        <|call|>.
+        """
         names = () if self.special_id(_CHANNEL) is None else _CHANNEL_ENDS
         ids = (self.eos_token_id, *map(self.special_id, names))
         return tuple(dict.fromkeys(i for i in ids if i is not None))
@@ -215,7 +222,11 @@ def _too_few(most: int, least: int) -> RequestError:
 
 
 def _piece_decoder(library: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """Return how an entry of the vocabulary is written in bytes, by the library's decoder."""
+    """Return a function from an entry of the vocabulary to its bytes, by the library's decoder.
+
+    An entry of GPT-2's byte alphabet, or of SentencePiece, is turned into the bytes for which it
+    stands.
+    """
     state = library.decoder.__getstate__() if library.decoder is not None else b""
     if b"ByteLevel" in (state if isinstance(state, bytes) else str(state).encode()):
         # GPT-2's alphabet: printable bytes stand for themselves, the others for 256, 257 ...
@@ -245,14 +256,16 @@ _TIDIED_TWICE = " n ' t"
 
 
 def _tidy(text: str) -> str:
-    """Take spaces out before punctuation, as tokenizers of words put them everywhere."""
+    """Return a text without the spaces before punctuation and contractions that tokenizers of words
+    put."""
     for spaced in _TIDIED:
         text = text.replace(spaced, spaced.strip())
     return text
 
 
 def _open_end(text: str) -> int:
-    """Count the characters at the end of a text that may be tidied once more text follows."""
+    """Return how many characters at the end of a text `_tidy` may still change once more text
+    follows."""
     whole = (*_TIDIED, _TIDIED_TWICE)
     ends = (text[-size:] for size in range(min(len(_TIDIED_TWICE) - 1, len(text)), 0, -1))
     return next((len(end) for end in ends if any(t.startswith(end) for t in whole)), 0)

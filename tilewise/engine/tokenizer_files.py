@@ -160,7 +160,13 @@ def _from_vocabulary(directory: Path, config: Mapping[str, Any], kind: str) -> t
 
 
 def _class_of(directory: Path, config: Mapping[str, Any]) -> str:
-    """Return which of the two classes reads vocab.json and merges.txt."""
+    """Return the class that reads vocab.json and merges.txt: "GPT2Tokenizer" or "Qwen2Tokenizer".
+
+    The files' tokenizer_class decides; for Qwen2, or where none is named, the model_type.
+
+    Raises:
+        CheckpointError: another class is named; the message says how to write tokenizer.json.
+    """
     model = _object(directory / "config.json")
     model_type = text_or_none(model, "model_type")
     named = text_or_none(config, "tokenizer_class") or text_or_none(model, "tokenizer_class")
@@ -212,12 +218,18 @@ class _Declared(NamedTuple):
 def _declared(
     directory: Path, config: Mapping[str, Any], library: tokenizers.Tokenizer, *, is_whole: bool
 ) -> _Declared:
-    """Return the tokens and settings that the tokenizer's files declare.
+    """Return the tokens that the tokenizer's files declare besides the vocabulary, as transformers
+    does.
 
     Args:
+        directory: the folder of the files, of which older ones are read here.
         config: the object of tokenizer_config.json.
         library: the tokenizer of the `tokenizers` library.
-        is_whole: True if that was read from tokenizer.json, and is asked for its tokens.
+        is_whole: True if the library's tokenizer was read from tokenizer.json, and is asked for its
+            added tokens.
+
+    Raises:
+        CheckpointError: a token or an id is of another form.
     """
     import tokenizers
 
@@ -283,6 +295,9 @@ def _add(library: tokenizers.Tokenizer, declared: _Declared) -> None:
     lacks.
 
     A token that is declared twice in different ways is added twice, and the last way counts.
+
+    Raises:
+        CheckpointError: a token would get another id than is declared.
     """
     import tokenizers
 
@@ -333,7 +348,8 @@ def _put_around(
 
 
 def _text(value: object) -> str | None:
-    """Return the text of a token, which files give as a string or as an object."""
+    """Return the text of a token, which files give as a string or as an object with content; else
+    None."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -344,7 +360,12 @@ def _text_of(token: tokenizers.AddedToken | str) -> str:
 
 
 def _token(name: str, value: object) -> tokenizers.AddedToken | str:
-    """Return a token as it is declared: a text, or an object, which is special unless it says."""
+    """Return a declared token: a text as it is, or an object, which is special unless it says
+    otherwise.
+
+    Raises:
+        CheckpointError: the value, of the field `name`, is neither.
+    """
     text = _text(value)
     if text is None:
         raise CheckpointError(
@@ -354,7 +375,7 @@ def _token(name: str, value: object) -> tokenizers.AddedToken | str:
 
 
 def _added_token(value: Mapping[str, Any], is_special: bool) -> tokenizers.AddedToken:
-    """Return a token that is declared as an object."""
+    """Return the AddedToken of an object with a content; `is_special` counts if it does not say."""
     import tokenizers
 
     special = flag(value, "special", is_special)

@@ -96,7 +96,8 @@ def _plain_grammar(library: Any, kind: str, description: str) -> str:
 
 
 def refusal_of(kind: str, reason: str) -> RequestError:
-    """Return the refusal of a description; a reason may show all of it, so it is cut."""
+    """Return the RequestError for a description that does not compile, with at most 1,000
+    characters of the reason."""
     return RequestError(f"{kind} must compile, got an error: {reason[:LONGEST_ERROR]}")
 
 
@@ -106,7 +107,9 @@ def limits_of(library: Any) -> Any:
 
 
 class Trials:
-    """Compiles descriptions for a trial; threads may share it.
+    """Compiles descriptions of texts in other processes, to refuse those that cost too much.
+
+    Threads may share it.
 
     Args:
         tokenizer_json, vocab_size, end_ids: see `structured.Grammars`.
@@ -127,15 +130,21 @@ class Trials:
     def passed(
         self, kind: str, description: str, user: str, lead: str | None = None
     ) -> Iterator[None]:
-        """Try a description, and hold the turn while it is compiled where it is needed.
+        """Compile a description in another process; in the `with` block the caller compiles it
+        here.
+
+        The turn is held until the block ends. A description that used up its time of a processor or
+        its memory is remembered, and later refused without a trial.
 
         Args:
+            kind: the form of the description: "json", "regex", "choice" or "grammar".
+            description: the description as text, see `StructuredOutputs.description`.
             user: the user who asks; "" is no particular user, whose trials share no bound.
             lead: see `grammar_of`.
 
         Raises:
             RequestError: the description is wrong, or takes too much time or memory.
-            QueueFullError: its turn has not come for long, or its user has had his time.
+            QueueFullError: the turn has not come for long, or the user has had his time.
             RuntimeError: the processes were ended from outside, twice.
         """
         with self._turn(user):
@@ -152,7 +161,7 @@ class Trials:
 
     @contextmanager
     def _turn(self, user: str) -> Iterator[None]:
-        """Wait for a turn to compile, and hold it during the block.
+        """Wait for a turn to compile, and hold it during the `with` block.
 
         The next turn goes to the waiting user who holds the fewest. One process is left for others.
 
@@ -215,7 +224,13 @@ class Trials:
             self._spent.pop(user, None)
 
     def _tried(self, asked: Asked, user: str) -> dict[str, Any] | None:
-        """Return a process's answer; None if it ended for another reason than the description."""
+        """Return a process's answer: its "seconds" and, if the description is wrong, the "error".
+
+        None if the process was ended from outside. The seconds count for the user.
+
+        Raises:
+            RequestError: the description took too much time or memory, which ended the process.
+        """
         worker = self._taken()
         found: dict[str, Any] | None = None
         why = f"within {CPU_SECONDS} s of a processor"
@@ -254,7 +269,11 @@ class Trials:
         return found
 
     def _taken(self) -> subprocess.Popen[bytes]:
-        """Return an idle process, a new one where there is none."""
+        """Return an idle process; if there is none, start one and give it the tokenizer.
+
+        Raises:
+            RuntimeError: the process did not start.
+        """
         with self._changed:
             while self._idle:
                 worker = self._idle.pop()
@@ -290,7 +309,10 @@ def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def work() -> None:
-    """Be the process: answer lines of standard input until it ends."""
+    """Run as the process of trials: answer each description on standard input until the input ends.
+
+    The first line is the tokenizer. Memory is limited once, and the time of a processor for each.
+    """
     import resource
 
     import llguidance

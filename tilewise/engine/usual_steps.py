@@ -52,11 +52,12 @@ def warm_up(llm: LLM) -> None:
 
 
 def usual_steps(limits: Limits, width: int) -> list[Batch]:
-    """Return the steps; their sequences share blocks, which no real step does, and then leave.
+    """Return the two steps that `warm_up` runs, with sequences that share blocks, as no real step
+    does.
 
-    The first one has prompts whose attention is an op of its own, if the limits allow such a step,
-    beside a decode, and copies a block. The runner's cache may hold nothing yet, and is to be reset
-    after them.
+    The first step has prompts whose attention is an op of its own, if the limits allow such a step,
+    beside a decode, and copies a block. In the second one its sequences have left. The runner's
+    cache must be empty before, and reset afterwards.
 
     Args:
         limits: the limits of the scheduler.

@@ -8,7 +8,7 @@ __all__ = ["new_version", "unversioned", "versioned"]
 
 
 def new_version() -> str:
-    """Return a name for weights that no others have, in this process or any other."""
+    """Return a random name for new weights, which no others have, in this process or any other."""
     return secrets.token_hex(8)
 
 
@@ -22,5 +22,5 @@ def versioned(salt: str, version: str) -> str:
 
 
 def unversioned(salt: str, version: str) -> str:
-    """Return the salt of a namespace."""
+    """Return the salt of which `versioned` made a namespace for this version."""
     return salt.removeprefix(versioned("", version)) if version else salt

@@ -31,7 +31,7 @@ SAMPLED_STEPS = 16  # the memory is looked at once in so many steps
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request and when it comes, in seconds from the start."""
+    """A request with the time at which it comes, in seconds from the start."""
 
     seconds: float
     request: Request
@@ -42,13 +42,17 @@ class Timing:
     """The times of one request, in seconds from the start, and its end.
 
     Attributes:
-        arrival: the time at which it came.
-        admitted: the time at which the first step with any of its tokens was scheduled.
-        first_token, last_token: the times at which these could be read.
-        prompt_tokens, output_tokens: the numbers of tokens of all samples together.
+        arrival: the time at which the request came.
+        admitted: the time at which the first step with any of its tokens was scheduled; -1 before.
+        first_token, last_token: the times at which the first and the last token could be read; -1
+            before.
+        prompt_tokens, output_tokens: the number of tokens of the prompt, and that of all samples
+            together.
         cached_tokens: the number of prompt tokens that were found in the prefix cache.
-        reason: why it ended, "length" unless something ended it early; "" while it runs.
-        refusal: why it was never accepted; then no time but the arrival counts.
+        reason: the reason for which it ended, "length" unless something ended it early; "" while it
+            runs.
+        refusal: the message with which it was refused, after which no time but the arrival counts;
+            "" if it was accepted.
     """
 
     request_id: str
@@ -78,12 +82,13 @@ class Steps:
     Attributes:
         ended: the time at which the engine took in the step's tokens.
         tokens, sequences: the numbers of tokens and sequences of the step.
-        waiting: sequences that waited when it had been scheduled.
-        device: seconds of the device.
-        computed, again: tokens computed, and those of them that had been computed before.
+        waiting: the number of sequences that waited when the step had been scheduled.
+        device: the seconds of the device for the step.
+        computed, again: the numbers of tokens that all steps computed, and of those of them that
+            had been computed before.
         copied: the number of copied blocks.
         swapped: tokens in blocks that were moved over the link.
-        memory: (when, slots that hold a token, slots that sequences have) of some steps.
+        memory: (time, slots that hold a token, slots that have an owner) of every 16th step.
     """
 
     ended: list[float] = field(default_factory=list)
@@ -102,7 +107,9 @@ def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepW
     """Return the counts of a batch from which the cost model predicts a step's time.
 
     Args:
-        before: the batch of the step before; None if it had other sequences.
+        batch: the batch of the step.
+        block_size: the tokens of a cache block.
+        before: the batch of the step before; None for the first step.
     """
     runs = batch.sequences
     tokens = logits = samples = keys = pairs = prompts = 0
@@ -142,7 +149,7 @@ def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepW
 
 
 def _goes_on(batch: Batch, before: Batch) -> bool:
-    """Return whether the sequences are those of the batch before."""
+    """Return whether two batches have the same sequences in the same order."""
     runs, earlier = first_of(batch.sequences)[0], first_of(before.sequences)[0]
     if runs is earlier:
         return True
@@ -176,10 +183,10 @@ class _Tokens:
 
 
 class VirtualEngine:
-    """Runs a scheduler's steps without a model, and says when each would have ended.
+    """Runs a scheduler's steps without a model, and computes when each would have ended.
 
     Args:
-        scheduler: a new one; it may have tables of another kind.
+        scheduler: a new scheduler; it may have tables of another kind.
         clock: a function from the work of a step to its seconds; `cost.StepCost` is one.
         overlap: True to submit a step before the result of the one before is known.
         watch: a function that is called with each batch when it has been scheduled.
@@ -187,9 +194,9 @@ class VirtualEngine:
             the tables' allocator.
 
     Attributes:
-        timings: the timing of every request, in the order of arrival.
-        steps: see Steps.
-        now: the host's time.
+        timings: the timing of every request, by its id, in the order of arrival.
+        steps: the record of all steps.
+        now: the host's time, in seconds from the start.
         tell: a function that is called with the events of a step and the time at which it ended;
             None calls nothing.
 
@@ -226,11 +233,11 @@ class VirtualEngine:
         """Serve requests until all have ended.
 
         Args:
-            arrivals: in order of time; each is taken from the iterator when its time has come, so
-                that a long trace need not be in memory.
+            arrivals: the requests in order of time; each is taken from the iterator when the one
+                before has come, so that a long trace need not be in memory.
 
         Returns:
-            What became of each, in order of arrival. One that the scheduler refuses has the reason.
+            The timings of the requests, in order of arrival; that of a refused one has the reason.
 
         Raises:
             ValueError: arrivals are out of order.
@@ -260,7 +267,11 @@ class VirtualEngine:
         return following
 
     def add(self, arrival: Arrival) -> None:
-        """Add a request between two steps, and set the host's time to its arrival or later."""
+        """Add a request between two steps, and move the host's time on to its arrival if that is
+        later.
+
+        A request that the scheduler refuses gets a timing with the reason.
+        """
         self.now = max(self.now, arrival.seconds)
         request = arrival.request
         timing = Timing.of(arrival)
@@ -271,7 +282,11 @@ class VirtualEngine:
         self.timings[request.request_id] = timing
 
     def step(self) -> bool:
-        """Run a step and return whether there was one."""
+        """Schedule what may be, finish the oldest unfinished step, and return whether there was
+        one.
+
+        The host's time moves on to when the step's tokens are taken in.
+        """
         self._submit()
         if not self._unfinished:
             return False
@@ -290,7 +305,8 @@ class VirtualEngine:
         return True
 
     def _submit(self) -> None:
-        """Begin as many steps as may be unfinished."""
+        """Schedule steps until one is unfinished, two with overlap, or none can run; compute their
+        ends."""
         scheduler, steps = self.scheduler, self.steps
         while len(self._unfinished) < scheduler.max_in_flight:
             batch = scheduler.schedule()
@@ -343,7 +359,8 @@ class VirtualEngine:
             reached[seq_id] = end
 
     def _slots(self) -> tuple[int, int]:
-        """Return the slots that hold a token once the steps begun have ended, and those in use."""
+        """Return the slots that hold a token once the steps begun have ended, and those that have
+        an owner."""
         tables, running = self.scheduler.tables, self.scheduler.roster.running
         held = tables.slots_used({s: s.num_scheduled_tokens for s in running})
         return held, self.slots_taken()

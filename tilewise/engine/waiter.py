@@ -12,7 +12,10 @@ __all__ = ["Waiter", "progress_text", "raise_first", "share_done"]
 
 
 class Waiter:
-    """Wakes one thread when all of its requests have ended, or one of them has failed."""
+    """Wakes one thread when all of its requests have ended, or one of them has failed.
+
+    It sets their on_end. `is_over` is True once one of the two has happened.
+    """
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
@@ -23,12 +26,12 @@ class Waiter:
             generation.on_end = functools.partial(self._one_ended, generation)
 
     def notice_changes(self) -> None:
-        """Wake the thread after each step that changes one of the requests, too."""
+        """Wake the thread also after each step that changes one of the requests."""
         for generation in self._generations:
             generation.on_change = self._event.set
 
     def wait(self) -> None:
-        """Sleep until something has happened since the last call."""
+        """Sleep until a request has changed or ended, as asked for, since the last call."""
         self._event.wait()
         self._event.clear()
 
@@ -40,7 +43,10 @@ class Waiter:
 
 
 def raise_first(generations: Sequence[Generation]) -> None:
-    """Raise the error of the first that has failed, if one has."""
+    """Raise the error of the first request in the list that has failed, if one has.
+
+    Where there are several requests, a note on the error tells its place in the list.
+    """
     for place, generation in enumerate(generations):
         if generation.error is not None:
             if len(generations) > 1:
@@ -56,5 +62,5 @@ def progress_text(generations: Sequence[Generation]) -> str:
 
 
 def share_done(generations: Sequence[Generation]) -> float:
-    """Return the part of the prompts that are finished, 0 ... 1."""
+    """Return the share of the prompts that are finished, 0 ... 1."""
     return sum(g.output.finished for g in generations) / max(1, len(generations))

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Weights(Protocol):
-    """New weights for an engine."""
+    """A source of new weights for an engine, which has the whole parameters of its decoder."""
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
         """Refuse weights that are not those of the engine's model.
@@ -46,7 +46,7 @@ class Weights(Protocol):
         ...
 
     def held(self, name: str) -> Tensor:
-        """Return a parameter by its name."""
+        """Return the new value of a parameter, by its name in the model before it was packed."""
         ...
 
 
@@ -75,7 +75,18 @@ class LiveWeights:
         return found
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """See `Weights`; the dtype of a model may be another than the engine's."""
+        """Refuse a model in this process whose parameters differ from the engine's in name or
+        shape, or are not finite.
+
+        The dtype may be another than the engine's.
+
+        Args:
+            wanted: see `Weights.check`.
+
+        Raises:
+            AttributeError: a parameter is missing.
+            CheckpointError: a shape is another, or a number is not finite.
+        """
         with torch.no_grad():
             found = {name: self.held(name).detach() for name in wanted}
         for name, shape in wanted.items():
@@ -83,7 +94,7 @@ class LiveWeights:
         check_finite(found)
 
     def note(self) -> None:
-        """Remember the versions of the parameters: an engine has the weights as they are now."""
+        """Remember the versions of the parameters: the engine now has their present values."""
         self._versions = self._now()
 
     @property
@@ -148,7 +159,15 @@ class NamedWeights:
         self._table = {weight.name: weight for weight in self._meta.weight_table()}
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """Raise unless these weights are those of the engine's model, by names and shapes."""
+        """Refuse tensors that are not just those of the engine's model.
+
+        Args:
+            wanted: see `Weights.check`.
+
+        Raises:
+            CheckpointError: a name is missing or unknown, or a tensor has another shape or dtype,
+                is not finite, or shares its memory with another; the message names it.
+        """
         model, known = self._meta, set[str]()
         for weight in self._table.values():
             for source, part in weight.parts(wanted[weight.name]):
@@ -181,7 +200,8 @@ class NamedWeights:
         check_finite({name: self._given[name] for name in known & self._given.keys()})
 
     def held(self, name: str) -> Tensor:
-        """Return a parameter, put together from the tensors of the checkpoint."""
+        """Return a parameter as a new tensor, put together from the checkpoint's tensors that it is
+        made of."""
         weight, shape = self._table[name], self._meta.get_parameter(name)
         sources = [self._given[self._name_of(source)] for source in weight.sources]
         whole = torch.empty_like(shape, device=sources[0].device)
@@ -196,7 +216,11 @@ class NamedWeights:
         return whole
 
     def _name_of(self, source: str) -> str:
-        """Return the name of a source among the given ones, which may lack the model's prefix."""
+        """Return the name by which a checkpoint's tensor was given.
+
+        It may lack the model's prefix, and a tied embedding may come as "lm_head.weight". A tensor
+        that was not given keeps its name.
+        """
         if source in self._given:
             return source
         bare = source.removeprefix(self._meta.weight_prefix)

@@ -15,8 +15,9 @@ __all__ = ["register"]
 def register(name: str = "tilewise") -> None:
     """Let diffusers know a backend, for `model.set_attention_backend(name)`.
 
-    It takes what diffusers' "native" backend takes, with the same results: masks of four dims, or
-    (batch, keys), bool or float, dropout, scales, grouped heads. Calling it again changes nothing.
+    The backend takes what diffusers' "native" backend takes, with the same results: masks of four
+    dims, or (batch, keys), bool or float, dropout, scales, grouped heads. A second call with the
+    same name changes nothing.
 
     Args:
         name: the backend's name, of lower case letters, digits and underscores.
@@ -65,7 +66,10 @@ def _attend(
     return_lse: bool = False,
     _parallel_config: object = None,
 ) -> Tensor:
-    """Attend as diffusers' "native" backend: (B, S, H, D) in and out."""
+    """Attend as diffusers' "native" backend does: (B, S, H, D) in and out, a new tensor.
+
+    Raises UnsupportedError if return_lse or a parallel config is set.
+    """
     if return_lse:
         raise UnsupportedError("return_lse must be False, as with diffusers' native backend")
     if _parallel_config is not None:

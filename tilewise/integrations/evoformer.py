@@ -88,8 +88,9 @@ def triangle_attention(
     """Attend as cuequivariance_torch.triangle_attention does.
 
     o = softmax(scale * q k^T + bias) v over the keys that `mask` shows. Gradients of q, k, v and
-    bias are exact. Where the answers differ: a row that sees no key attends as if it saw all, where
-    cuEquivariance gives the mean of v; with kv_lengths of 0 it gives 0.
+    bias are exact. Results differ in one case: where `mask` hides all keys of a row, the row
+    attends here as if it saw all, and cuEquivariance gives the mean of v. A row with kv_lengths of
+    0 gets 0 here.
 
     Args:
         q: (B, N, H, Q, D), or (N, H, Q, D) for one batch; any float dtype of `attention`.
@@ -140,7 +141,7 @@ def triangle_attention(
 
 
 def _with_batch(x: Tensor, dims: int) -> Tensor:
-    """Return a tensor with a batch of one before its `dims` dims."""
+    """Return x with a leading dim of size 1 if it has `dims` dims; otherwise x itself."""
     return x.unsqueeze(0) if x.dim() == dims else x
 
 
@@ -189,8 +190,9 @@ def _rows(
 def _with_key_bias(q: Tensor, k: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return q and k with channels whose product is keys / scale, so that it is added to logits.
 
-    Those of q are a power of two; those of k are the bias, in three parts where the dtype of k has
-    fewer bits than float32, and zeros.
+    The added channels of q are a power of two. Those of k are the bias, in three parts where the
+    dtype of k has fewer bits than float32, then zeros; of a bool `keys`, 0 for a visible key and
+    -61,440 for others.
 
     Args:
         q, k: (N, Sq, H, D) and (N, Sk, H, D).
@@ -209,7 +211,8 @@ def _with_key_bias(q: Tensor, k: Tensor, keys: Tensor, scale: float) -> tuple[Te
 
 
 class _Channels(torch.autograd.Function):
-    """A tensor with more channels behind its own; gradients are views of that of the result.
+    """x (..., D) with the channels of `added` (broadcast) behind its own; the gradient of x is a
+    view.
 
     torch's own `cat` and `pad` would copy the tensor twice, and the gradients once more.
     """
@@ -233,13 +236,17 @@ class _Channels(torch.autograd.Function):
 
 
 def _with_channels(x: Tensor, added: Tensor) -> Tensor:
-    """Return (N, S, H, D + C): x (N, S, H, D), and channels that broadcast to (N, S, H, C)."""
+    """Return (N, S, H, D + C): x (N, S, H, D) followed by the channels of `added`, broadcast to (N,
+    S, H, C)."""
     whole: Tensor = _Channels.apply(x, added)  # type: ignore[no-untyped-call, unused-ignore]
     return whole
 
 
 def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of `dtype` whose sum is x: x itself, or three of them of a wider x."""
+    """Return tensors of `dtype` whose sum is x: one, if x has that dtype, else three for a wider x.
+
+    The gradient of x flows through the first tensor alone.
+    """
     first = x.to(dtype)
     if x.dtype == dtype:
         return [first]

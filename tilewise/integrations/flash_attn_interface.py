@@ -69,8 +69,8 @@ def flash_attn_func(
     Args:
         q: (B, Sq, Hq, D); k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk; or all
             three float8_e4m3fn, of which a backward pass is refused.
-        q_descale, k_descale, v_descale: float32 (B, Hk), what 8-bit numbers are multiplied by, for
-            queries by the head of their keys; 1 when None; only with 8-bit tensors.
+        q_descale, k_descale, v_descale: float32 (B, Hk), the factors of 8-bit numbers; a query head
+            has the factor of its key head; 1 when None; only with 8-bit tensors.
         softmax_scale, causal, window_size, softcap, deterministic: as in
             `tilewise.integrations.flash_attn.flash_attn_func`.
         qv: refused unless None.
@@ -220,9 +220,10 @@ def flash_attn_varlen_func(
             backward pass is refused.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens.
-        seqused_q, seqused_k: (B,) int32, at most all, looked at on a CPU only; sequence b has only
-            the first of its rows, or keys, as many as these say, and is aligned to the last of
-            them. Its other rows give out = 0 and softmax_lse = -inf.
+        seqused_q, seqused_k: (B,) int32, the numbers of rows, and of keys, of each sequence that
+            are used, the first ones; None for all. The diagonal is aligned to the last used row and
+            key. Unused rows give out = 0 and softmax_lse = -inf. Values above a sequence's length
+            are refused on a CPU only.
         qv, q_descale, k_descale, v_descale, softmax_scale, causal, window_size, attention_chunk,
             softcap, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs: as in
             `flash_attn_func`, in each sequence's own rows and keys.
@@ -333,17 +334,18 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (Bc, S, Hk, D) and (Bc, S, Hk, Dv), or with page_table the pages
             (num_blocks, block_size, Hk, D) and (..., Dv), of any block_size; in q's dtype, or
             float8_e4m3fn, without k and v.
-        cache_batch_idx: (B,) int32, the row of the cache, or of the page_table, of each sequence.
+        cache_batch_idx: (B,) int32, the row of the cache, or of the page_table, that each sequence
+            has.
         page_table: (B, max_blocks) int32; more rows with cache_batch_idx.
         cu_seqlens_q: (B + 1,) int32, start at 0, never decrease; max_seqlen_q comes with it.
-        q_descale, k_descale, v_descale: float32 (B, Hk), what 8-bit numbers are multiplied by; 1
-            when None; k_descale and v_descale only with an 8-bit cache, q_descale with 8-bit q.
+        q_descale, k_descale, v_descale: float32 (B, Hk), the factors of 8-bit numbers; 1 when None;
+            k_descale and v_descale only with an 8-bit cache, q_descale with 8-bit q.
         k, v, rotary_cos, rotary_sin, cache_seqlens, cache_leftpad, softmax_scale, causal,
             window_size, softcap, rotary_interleaved, num_splits: as in
             `tilewise.integrations.flash_attn.flash_attn_with_kvcache`; cache_leftpad with a
             page_table, too.
-        rotary_seqlens: (B,) int32, where k and q are turned as if they began there, and not at
-            cache_seqlens.
+        rotary_seqlens: (B,) int32, the position of the first new token in the rotary tables;
+            cache_seqlens when None.
         attention_chunk: as in `flash_attn_func`; positions count from where a sequence starts.
         qv, cu_seqlens_k_new: refused unless None.
         scheduler_metadata, pack_gqa, sm_margin: arguments without effect.
@@ -356,8 +358,9 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
-        UnsupportedError: packed or 8-bit queries with several of a sequence that are not causal, or
-            with head dims that `tilewise.paged_attention` does not take; and as there.
+        UnsupportedError: packed queries or an 8-bit cache, if a sequence has several queries that
+            are not causal, or with head dims that `tilewise.paged_attention` does not take; k, v or
+            rotary tables with these; or as in `tilewise.paged_attention`.
 
     Source: the interface of FlashAttention-3 (hopper/flash_attn_interface.py).
 
@@ -432,11 +435,12 @@ def flash_attn_combine(
     Args:
         out_partial: (splits, B, S, H, D) or packed (splits, T, H, D), float32 or 16 bits.
         lse_partial: (splits, B, S, H) or (splits, T, H), float32; -inf where a part saw nothing.
-        out: the tensor for the result, None for a new one.
+        out: the tensor into which the result is written and which is returned; None for a new one.
         out_dtype: the dtype of a new tensor; that of out_partial when None.
 
     Returns:
-        out (B, S, H, D) or (T, H, D), and softmax_lse (B, S, H) or (T, H), float32.
+        out (B, S, H, D) or (T, H, D), and softmax_lse (B, S, H) or (T, H), float32; 0 and -inf
+        where no part saw a key.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
@@ -475,7 +479,8 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
 
 
 def _taken(x: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows of x; 8-bit ones are indexed as bytes, since index kernels lack float8."""
+    """Return x[rows]; float8 tensors are indexed as bytes, since torch's index kernels lack
+    float8."""
     return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype == E4M3 else x[rows]
 
 
@@ -495,7 +500,11 @@ def _attend_in_place(
     *,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to a cache without a copy: packed queries, or an 8-bit cache."""
+    """Attend with packed queries, or to an 8-bit cache, which is not copied; return out and lse.
+
+    The arguments are those of `flash_attn_with_kvcache`, checked here. Nothing is written. Raises
+    UnsupportedError where `paged_attention` cannot run the call.
+    """
     packed = cu_seqlens_q is not None
     checks.check_dims("q", q, "(T, Hq, D)" if packed else "(B, Sq, Hq, D)")
     if cu_seqlens_q is None:

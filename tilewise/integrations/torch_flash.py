@@ -28,10 +28,10 @@ _Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def register_flash_attention(name: str = "tilewise") -> None:
     """Offer tilewise to torch.nn.attention.activate_flash_attention_impl under `name`.
 
-    Nothing changes until it is activated; torch.nn.attention.restore_flash_attention_impl undoes
-    it. torch decides which calls reach it: CUDA, float16 or bfloat16, no mask, and whatever
-    torch.nn.attention.sdpa_kernel allows. Others are not changed; `torch_sdpa.replace_sdpa`
-    replaces all calls.
+    Nothing changes until the name is activated; torch.nn.attention.restore_flash_attention_impl
+    undoes the activation. torch decides which calls run here: CUDA, float16 or bfloat16, no mask,
+    and as torch.nn.attention.sdpa_kernel allows. Other calls are not changed;
+    `torch_sdpa.replace_sdpa` replaces all calls.
 
     Args:
         name: the name to activate.
@@ -54,7 +54,10 @@ def register_flash_attention(name: str = "tilewise") -> None:
 
 
 class _Activation:
-    """The replacement of torch's operators by the functions below, while this object exists."""
+    """The replacement of torch's five flash attention operators by the functions of this module.
+
+    It begins with the object and ends with `remove()` or the object.
+    """
 
     def __init__(self, device_type: str = "CUDA") -> None:
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
@@ -77,8 +80,11 @@ class _Activation:
 
 
 class Registration:
-    """The replacement of torch's flash attention operators, until `remove()` or in a `with`
-    block."""
+    """The replacement of torch's flash attention operators on some types of device, as `register`
+    makes it.
+
+    It begins with the object and ends with `remove()`, or with the `with` block of the object.
+    """
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self._activations = [_Activation(device.upper()) for device in device_types]
@@ -136,7 +142,12 @@ def _sdpa_on_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute aten.scaled_dot_product_attention by the operators that torch uses on a GPU."""
+    """Compute aten.scaled_dot_product_attention on a CPU by the flash operators, which run
+    tilewise.
+
+    Calls with a mask, with fewer than four dims, or causal with unequal lengths run torch's own
+    decomposition.
+    """
     aten = torch.ops.aten
     heads = {t.shape[1] for t in (query, key, value)} if query.dim() == 4 else set()
     is_square = not is_causal or query.shape[-2] == key.shape[-2]  # torch aligns at the top left
@@ -173,8 +184,9 @@ def flash_forward(
 ) -> _Forward:
     """Compute aten._flash_attention_forward: o, lse, the dropout seed and two unused tensors.
 
-    (B, S, H, D) or, with cum_seq_q, (T, H, D); causal and windows are aligned to the bottom right.
-    With block_table, key and value are (pages, page size, H, D) of a paged cache.
+    Tensors are (B, S, H, D) or, with cum_seq_q, (T, H, D); causal and windows are aligned to the
+    bottom right. With block_table, key and value are (pages, page size, H, D) of a paged cache, and
+    cum_seq_q and seqused_k must be given. Raises UnsupportedError for what the kernels lack.
     """
     if return_debug_mask:
         raise UnsupportedError("return_debug_mask must be False, got True")
@@ -283,7 +295,12 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute aten._flash_attention_backward: the gradients of query, key and value."""
+    """Compute aten._flash_attention_backward: the gradients of query, key and value, each shaped as
+    its tensor.
+
+    The arguments are as in `flash_forward`, with its results `out`, `logsumexp` and the seed
+    `rng_state`.
+    """
     q, k, v, o, do = _last_dim_contiguous(query, key, value, out, grad_out)
     if dropout_p > 0.0:
         wide = scaled_as_given(torch.ones((), dtype=torch.float64), dropout_p).item()
@@ -313,7 +330,11 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]:
-    """Compute aten._scaled_dot_product_flash_attention, whose tensors are (B, H, S, D)."""
+    """Compute aten._scaled_dot_product_flash_attention, whose tensors are (B, H, S, D).
+
+    Returns torch's nine results: o (B, H, Sq, Dv), lse, None twice, both lengths, the seed, and two
+    that are not used.
+    """
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     o, lse, seed, unused, debug_mask = flash_forward(
         query.transpose(1, 2),
@@ -349,7 +370,8 @@ def sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute aten._scaled_dot_product_flash_attention_backward."""
+    """Compute aten._scaled_dot_product_flash_attention_backward: the gradients of query, key and
+    value, (B, H, S, D)."""
     do, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     dq, dk, dv = flash_backward(
         do,
@@ -376,7 +398,11 @@ def _last_dim_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _like(result: Tensor, original: Tensor) -> Tensor:
-    """Give the result the memory layout of the tensor it belongs to, as compiled graphs expect."""
+    """Return `result` in the memory layout of `original`, as compiled graphs expect; a copy if
+    needed.
+
+    A result of another shape is returned as it is.
+    """
     if result.shape != original.shape:  # o with a head dim of its own
         return result
     laid_out = torch.empty_like(original)

@@ -103,7 +103,8 @@ _CHANNELS = 8  # channels of zeros that replace a head dim of 0; every kernel su
 
 
 def _empty(shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
-    """Return a result without elements, in the dtype of the first, with zero gradients for all."""
+    """Return zeros of `shape`, which has no elements, in the first input's dtype; all inputs get
+    zero gradients."""
     given = [x for x in inputs if x is not None]
     zero = given[0].new_zeros(shape)
     return sum((0 * x.sum().to(zero.dtype) for x in given), start=zero)
@@ -114,7 +115,11 @@ _LAYOUT_KEPT = (3, 4) if TorchVersion(torch.__version__) >= "2.14" else (4,)
 
 
 def _laid_out_as(query: Tensor, o: Tensor) -> Tensor:
-    """Return o with query's order of dimensions in memory, if their shapes are equal."""
+    """Return o with query's order of dimensions in memory, if the shapes are equal, else
+    contiguous.
+
+    The order is kept for four dims (from torch 2.14 on also three), as torch does.
+    """
     strides = query.stride()
     dims = list(range(o.dim()))
     is_kept = o.dim() in _LAYOUT_KEPT and o.shape == query.shape
@@ -125,7 +130,8 @@ def _laid_out_as(query: Tensor, o: Tensor) -> Tensor:
 
 
 class _Rule(NamedTuple):
-    """The visible keys of a query, in the terms of `attention`."""
+    """The mask of a call in the terms of `attention`: `num_keys` leading keys, `causal` aligned to
+    the bottom right, `right` keys beyond the diagonal (None is all), and an additive `bias`."""
 
     num_keys: int
     causal: bool = False
@@ -167,7 +173,11 @@ def _rule(attn_mask: Any, is_causal: bool, full: tuple[int, ...], like: Tensor) 
 
 
 def _bias(attn_mask: Tensor, full: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return the mask as a float that broadcasts to (B, Hq, L, S)."""
+    """Return attn_mask as a float bias that broadcasts to (B, Hq, L, S); False becomes -inf.
+
+    `full` is the shape of the logits with all batch dims; `like` is the query. Raises RuntimeError
+    if the mask does not fit.
+    """
     if attn_mask.device != like.device:
         raise RuntimeError(f"attn_mask must be on {like.device}, got {attn_mask.device}")
     if torch.is_autocast_enabled(like.device.type) and attn_mask.dtype in _HALF:
@@ -229,7 +239,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _broadcast(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand all three to the same batch dims, and query to all heads.
+    """Return query, key and value expanded to the same batch dims, and query to all heads.
 
     key and value get one number of heads, which divides that of query. With enable_gqa they may
     have any such numbers, otherwise 1 or that of query.
@@ -269,14 +279,20 @@ def _broadcast(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """(..., H, S, D) -> (B, S, H, D), with the last dim contiguous."""
+    """Return x (..., H, S, D) as (B, S, H, D), all batch dims in one, with the last dim
+    contiguous."""
     x = x.reshape(x.shape[:-3].numel(), *x.shape[-3:]).transpose(1, 2)
     return checks.with_packed_rows(x)
 
 
 @functools.cache
 def _let_scripts_call() -> torch.library.Library | None:
-    """Register the function, which TorchScript cannot compile, as an operator that it can call."""
+    """Register `scaled_dot_product_attention` of this module as an operator that TorchScript can
+    call.
+
+    Returns the library, which must stay alive; None in a torch without TorchScript's table of
+    builtins. It runs once in a process.
+    """
     register = getattr(torch.jit._builtins, "_register_builtin", None)
     if register is None:
         return None
@@ -301,13 +317,13 @@ _saved: tuple[Any, bool] = (None, True)
 def replace_sdpa() -> Iterator[None]:
     """Replace torch.nn.functional.scaled_dot_product_attention by tilewise's inside the block.
 
-    It affects all callers that look the name up when they call: F.scaled_dot_product_attention(),
-    torch.nn.MultiheadAttention (with need_weights=False) and the layers of torch.nn.Transformer,
-    whose own fused inference path is disabled inside. Functions that torch.compile has compiled
-    outside are compiled again; functions that torch.jit.script compiles inside call tilewise for
-    ever. It does not affect a module that did `from torch.nn.functional import
-    scaled_dot_product_attention` before, nor a direct call of torch.ops.aten; see
-    `torch_flash.register_flash_attention` then.
+    The replacement affects all callers that look the name up when they call:
+    F.scaled_dot_product_attention(), torch.nn.MultiheadAttention (with need_weights=False) and the
+    layers of torch.nn.Transformer, whose own fused inference path is disabled inside. Functions
+    that torch.compile has compiled outside are compiled again; functions that torch.jit.script
+    compiles inside call tilewise for ever. A module that did `from torch.nn.functional import
+    scaled_dot_product_attention` before, and direct calls of torch.ops.aten, are not affected;
+    `torch_flash.register_flash_attention` reaches those.
 
     The name belongs to the process, so every thread sees the replacement while any thread is inside
     a block. Blocks may be nested, and may overlap between threads: the last one to end restores

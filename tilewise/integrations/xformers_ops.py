@@ -29,14 +29,15 @@ __all__ = [
 
 
 class AttentionBias:
-    """A mask that is a rule, not a tensor."""
+    """The base of masks that are rules, not tensors, as `memory_efficient_attention` takes them."""
 
 
 class LowerTriangularMask(AttentionBias):
     """A mask by which query i sees keys 0 ... i, whatever the lengths."""
 
     def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
-        """Return the same with a tensor that is added to the logits."""
+        """Return a causal mask like this one with a tensor (B, H, Mq, Mk) that is added to the
+        logits."""
         return LowerTriangularMaskWithTensorBias(bias)
 
 
@@ -48,25 +49,29 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
 
 
 class LowerTriangularFromBottomRightMask(AttentionBias):
-    """A causal mask whose last query is at the last key."""
+    """A causal mask aligned to the bottom right: the last query is at the position of the last
+    key."""
 
     def make_local_attention(
         self, window_size: int
     ) -> LowerTriangularFromBottomRightLocalAttentionMask:
-        """Return the same for the last `window_size` keys of each query."""
+        """Return a causal mask like this one by which a query sees only the last `window_size` keys
+        up to its own."""
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
 @dataclass(frozen=True)
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
-    """A causal mask of the last `_window_size` keys, the query's own included."""
+    """A causal mask, aligned to the bottom right, by which a query sees only the last
+    `_window_size` keys, its own included."""
 
     _window_size: int
 
 
 @dataclass(frozen=True)
 class LocalAttentionFromBottomRightMask(AttentionBias):
-    """A mask of window_left and window_right keys beside the query, aligned to the bottom right."""
+    """A mask by which a query sees window_left keys before and window_right keys after its own
+    position, aligned to the bottom right."""
 
     window_left: int
     window_right: int
@@ -77,10 +82,11 @@ class _Lengths:
     """The lengths of packed sequences.
 
     Attributes:
-        seqstart: int32 (n + 1,), where each sequence begins.
-        max_seqlen: the longest of them.
-        seqstart_py: the values of seqstart.
-        seqlen: int32 (n,), the keys in use of each where they are padded, None otherwise.
+        seqstart: int32 (n + 1,), the first row of each sequence, and the end of the last.
+        max_seqlen: the length of the longest sequence, padding included.
+        seqstart_py: the values of seqstart as a list.
+        seqlen: int32 (n,), the numbers of valid keys of sequences padded to one length; None
+            without padding.
     """
 
     seqstart: Tensor
@@ -99,7 +105,7 @@ class _Lengths:
 
 @dataclass
 class BlockDiagonalMask(AttentionBias):
-    """A mask of packed sequences: a query sees the keys of its own one."""
+    """A mask of packed sequences: a query sees all keys of its own sequence."""
 
     q_seqinfo: _Lengths
     k_seqinfo: _Lengths
@@ -113,7 +119,11 @@ class BlockDiagonalMask(AttentionBias):
         *,
         device: torch.device | str | None = None,
     ) -> BlockDiagonalMask:
-        """Make a mask of sequences of these lengths; keys are as many as queries by default."""
+        """Return a mask of sequences with q_seqlen queries and kv_seqlen keys, as many as queries
+        when None.
+
+        Raises ValueError if the lists have different lengths.
+        """
         if kv_seqlen is not None and len(kv_seqlen) != len(q_seqlen):
             raise ValueError(f"kv_seqlen must have {len(q_seqlen)} lengths, got {len(kv_seqlen)}")
         queries = _Lengths.of(q_seqlen, device)
@@ -121,15 +131,17 @@ class BlockDiagonalMask(AttentionBias):
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[BlockDiagonalMask, Tensor]:
-        """Pack tensors (B_i, M_i, ...) into one (1, T, ...), and make its mask."""
+        """Pack tensors (B_i, M_i, ...) into one (1, T, ...); return the mask of their sequences,
+        and the tensor."""
         lengths = [x.shape[1] for x in tensors for _ in range(x.shape[0])]
         mask = cls.from_seqlens(lengths, device=tensors[0].device)
         mask._batch_sizes = [x.shape[0] for x in tensors]
         return mask, torch.cat([x.flatten(0, 1) for x in tensors]).unsqueeze(0)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Cut a packed result (1, M, ...) into the results of the packed tensors, (B_i, M_i, ...)
-        each."""
+        """Cut a packed result (1, M, ...) into the results of the tensors given to
+        `from_tensor_list`, (B_i, M_i, ...) each; of a mask made otherwise, into (1, M_i, ...) for
+        each sequence."""
         edges = self.q_seqinfo.seqstart_py
         sizes = self._batch_sizes or [1] * (len(edges) - 1)
         found, at = [], 0
@@ -140,18 +152,21 @@ class BlockDiagonalMask(AttentionBias):
         return found
 
     def make_causal(self) -> BlockDiagonalCausalMask:
-        """Return the same, causal."""
+        """Return a mask of the same sequences that is causal, each sequence aligned to the top
+        left."""
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
-        """Return the same, causal, with each sequence's last query at its last key."""
+        """Return a mask of the same sequences that is causal, with each sequence's last query at
+        its last key."""
         return BlockDiagonalCausalFromBottomRightMask(
             self.q_seqinfo, self.k_seqinfo, self._batch_sizes
         )
 
 
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    """A causal mask of packed sequences, each aligned to the top left."""
+    """A causal mask of packed sequences, each aligned to the top left; here each must have as many
+    keys as queries."""
 
 
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
@@ -160,7 +175,10 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
 
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(AttentionBias):
-    """A causal mask of packed queries over keys that are padded to one length, as in a cache."""
+    """A causal mask of packed queries over keys that are padded to one length, as in a cache.
+
+    Each sequence's last query is at its last valid key.
+    """
 
     q_seqinfo: _Lengths
     k_seqinfo: _Lengths
@@ -175,8 +193,11 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(AttentionBias):
         *,
         device: torch.device | str | None = None,
     ) -> BlockDiagonalCausalWithOffsetPaddedKeysMask:
-        """Make a mask of sequences with q_seqlen queries and kv_seqlen keys, padded to
-        kv_padding keys each."""
+        """Return a mask of sequences with q_seqlen queries and kv_seqlen keys, padded to kv_padding
+        keys each.
+
+        Raises ValueError if a sequence has more keys than kv_padding.
+        """
         if causal_diagonal is not None:
             raise UnsupportedError("causal_diagonal must be None")
         if max(kv_seqlen, default=0) > kv_padding:
@@ -208,7 +229,7 @@ def memory_efficient_attention(
             module or of xformers, known by its class's name. Packed sequences have B = 1.
         p: the probability of dropping a weight.
         scale: the factor of query . key; K ** -0.5 when None.
-        op: the kernel in xformers; nothing here, as it changes no result.
+        op: the choice of a kernel in xformers; not read here.
         output_dtype: the dtype of the result; that of query when None.
 
     Returns:
@@ -247,7 +268,8 @@ class _Options(TypedDict):
 
 
 def _grouped(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values (B, Mk, G, H, K) with a head for each group, if H is expanded."""
+    """Return keys and values (B, Mk, G, H, K) as (B, Mk, G, K) if H is expanded or 1 in both, else
+    as (B, Mk, G H, K)."""
     if all(x.stride(3) == 0 or x.shape[3] == 1 for x in (key, value)):
         return key.select(3, 0), value.select(3, 0)
     return key.flatten(2, 3), value.flatten(2, 3)
@@ -256,7 +278,11 @@ def _grouped(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, dropout_p: float, scale: float | None
 ) -> Tensor:
-    """Translate a mask; q, k and v have four dims."""
+    """Attend with a mask of xformers, translated to the arguments of `attention`; return (B, Mq, H,
+    Kv).
+
+    q, k and v have four dims. Raises UnsupportedError for a mask that is not known.
+    """
     options = _Options(softmax_scale=scale, dropout_p=dropout_p)
     if bias is None or isinstance(bias, Tensor):
         return attention(q, k, v, bias=bias, **options)
@@ -318,7 +344,10 @@ def _check_packed(x: Tensor, lengths: Any) -> None:
 def _over_padded_keys(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, dropout_p: float, scale: float | None
 ) -> Tensor:
-    """Attend to padded keys: a paged cache with a block for each sequence. No gradient flows."""
+    """Attend causally to padded keys, as to a paged cache with one block for each sequence.
+
+    No gradient flows. Raises UnsupportedError with dropout.
+    """
     if dropout_p > 0:
         raise UnsupportedError(f"p must be 0 over padded keys, got {dropout_p}")
     queries, keys = bias.q_seqinfo, bias.k_seqinfo

@@ -57,7 +57,7 @@ class AdapterSite(NamedTuple):
         module: the name of the model's own module, which may be the product of several layers.
         spans: (first, end) of the rows of the checkpoint's layer, in the order in which the module
             has them.
-        first: the row of the module that the first of them is.
+        first: the row of the module at which the layer's rows begin.
         in_features, out_features: the sizes of the layer.
     """
 
@@ -69,7 +69,7 @@ class AdapterSite(NamedTuple):
 
 
 class AdapterPart(NamedTuple):
-    """The terms of an adapter for outputs first ... first + out - 1 of a module.
+    """The matrices of an adapter for outputs first ... first + out - 1 of a module.
 
     Attributes:
         first: the first row.
@@ -317,11 +317,12 @@ class _Terms:
         return any(match is not None and int(match[1]) in self.layers for match in found)
 
     def rank(self, name: str) -> int:
-        """Return the rank of a layer."""
+        """Return the rank of the adapter of a layer, by its name."""
         return next((v for k, v in self.ranks.items() if _ends(k, name)), self.r)
 
     def scale(self, name: str) -> float:
-        """Return the factor of a layer's product."""
+        """Return the factor of a layer's product: alpha / rank, or alpha / sqrt(rank) for
+        rsLoRA."""
         alpha = next((v for k, v in self.alphas.items() if _ends(k, name)), self.alpha)
         rank = self.rank(name)
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
@@ -337,7 +338,8 @@ def _patterns(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]
 
 
 def _names(name: str, value: Any) -> re.Pattern[str] | tuple[str, ...]:
-    """Return the layers that a field selects: a pattern of whole names, or ends of names."""
+    """Return the layers that a field selects: a pattern of whole names for a text, or ends of names
+    for a list."""
     if isinstance(value, str):
         return _compiled(name, value)
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -393,7 +395,11 @@ def _copies(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _split(name: str, sites: Mapping[str, AdapterSite]) -> tuple[str, str]:
-    """Return the layer of a tensor and "A" or "B"."""
+    """Return the layer's name and "A" or "B" of the name of an adapter's tensor.
+
+    Raises:
+        CheckpointError: the name is of another form, or of no layer that may have an adapter.
+    """
     found = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
     if found is None:
         raise CheckpointError(

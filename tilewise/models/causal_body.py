@@ -17,12 +17,12 @@ _KINDS = {"ForSequenceClassification": "classify", "Model": "embed"}
 
 
 def kind_of_decoder(config: Json) -> tuple[str, str]:
-    """Return the class of a decoder with an output head, and what its checkpoint has behind it.
+    """Return the class of a decoder with an output head, and the kind of a checkpoint's last layer.
 
     Returns:
-        The class that config.json names, or for a bare or a classifying model the class of the
-        decoder with a head; "generate" for such a head, "embed" for none, "classify" for a
-        classifier.
+        The class that config.json names, or for a bare or a classifying model the class of the same
+        decoder with an output head; and "generate" for an output head, "embed" for none, "classify"
+        for a classifier.
     """
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -36,10 +36,11 @@ def kind_of_decoder(config: Json) -> tuple[str, str]:
 
 
 def as_causal(config: Json) -> Json:
-    """Return the config.json of a decoder that has an output head, tied if the file has none.
+    """Return a config.json as that of a decoder with an output head, tied if the checkpoint has
+    none.
 
     Raises:
-        CheckpointError: its tokens see both sides.
+        CheckpointError: the checkpoint has no head, and its tokens see those after them.
     """
     name, kind = kind_of_decoder(config)
     if kind == "generate":

@@ -54,10 +54,10 @@ class ModelConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Translate the contents of a Hugging Face config.json.
+        """Return the configuration that the contents of a Hugging Face config.json describe.
 
         Both spellings of the rotary settings are read: `rope_parameters` (transformers 5) and
-        `rope_theta` with `rope_scaling` (before).
+        `rope_theta` with `rope_scaling` (before). Unknown fields are named in a warning.
 
         Raises:
             CheckpointError: the architecture or a setting is not supported, or a field is missing.
@@ -67,7 +67,7 @@ class ModelConfig(DecoderConfig):
     def to_hf(self) -> dict[str, Any]:
         """Return a config.json that transformers, and `from_hf`, read as this model.
 
-        What the family has no writer for is the file that this was read from.
+        Where the family has no writer for this model, it is the file that this was read from.
 
         Raises:
             CheckpointError: no config.json of the architecture says what this model is.
@@ -98,9 +98,10 @@ class ModelConfig(DecoderConfig):
         }
 
     def _is_as_read(self) -> bool:
-        """Whether there is a source that still says what this model is.
+        """Return whether the config.json that this was read from still describes this model.
 
-        Files of models with a block that layers share hold its weights under other names.
+        It never does for models with a block that layers share: their files have other names for
+        its weights. The dtype and the tokens that begin and end a text do not count.
         """
         if self.source is None or any(layer.shared is not None for layer in self.layers):
             return False
@@ -112,10 +113,12 @@ class ModelConfig(DecoderConfig):
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """Read a checkpoint's config.json, and the further end tokens of generation_config.json.
+    """Return the configuration in a checkpoint's config.json, with the end tokens of
+    generation_config.json, too.
 
     Raises:
-        CheckpointError: the file is missing or no JSON object, or see `ModelConfig.from_hf`.
+        CheckpointError: the file is missing or no JSON object, or the quantised format is not
+            served, or see `ModelConfig.from_hf`.
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():
@@ -131,7 +134,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def _read(config: Json) -> dict[str, Any]:
-    """Return the keyword arguments of `ModelConfig` for a config.json."""
+    """Return the keyword arguments of `ModelConfig` for a config.json, or for its text part."""
     source = text_part(as_causal(config))
     fields = ReadFields(source)
     family = _family(fields)
@@ -157,7 +160,11 @@ def _read(config: Json) -> dict[str, Any]:
 
 
 def _check_format(config: Json, family: Family) -> None:
-    """Refuse quantised formats that are not served."""
+    """Refuse quantised formats that are not served, and warn of unknown fields of those that are.
+
+    Raises:
+        CheckpointError: the format is not served.
+    """
     fields = ReadFields(object_of(config, "quantization_config"))
     must_be(config, "compression_config")
     if not fields:
@@ -185,7 +192,10 @@ def _family(config: Json) -> Family:
 
 
 def _check_type(config: Json, family: Family) -> None:
-    """Refuse a file whose `architectures` and `model_type` name different models."""
+    """Refuse a file whose `architectures` and `model_type` name different models.
+
+    An unknown `model_type` is named in a warning.
+    """
     model_type = text_or_none(config, "model_type")
     if model_type not in (None, family.model_type, *family.other_types):
         if any(model_type == other.model_type for other in FAMILIES.values()):

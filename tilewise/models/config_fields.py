@@ -22,8 +22,10 @@ class UnknownModelError(CheckpointError):
 
 
 def with_fields(config: Json, **fields: Any) -> Json:
-    """Return a configuration with some fields replaced; fields read from it count as read in
-    `config`."""
+    """Return a view of a configuration with some fields replaced.
+
+    Reading another field from the view counts as reading it from `config` (`ReadFields`).
+    """
     return ChainMap(fields, cast(Any, config))
 
 
@@ -43,7 +45,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def count(config: Json, name: str, most: int = MOST) -> int:
-    """Return a positive integer; the field is required."""
+    """Return the field `name`, a positive integer of at most `most`.
+
+    Raises:
+        CheckpointError: the field is missing, null or no such integer.
+    """
     value = config.get(name)
     if value is None:
         raise CheckpointError(f"config.json must hold {name}, got none")
@@ -55,12 +61,14 @@ def count(config: Json, name: str, most: int = MOST) -> int:
 
 
 def count_or(config: Json, name: str, default: int) -> int:
-    """Return a positive integer, the default when it is absent or null."""
+    """Return a positive integer, the default when the field is absent or null; else raise
+    CheckpointError."""
     return default if config.get(name) is None else count(config, name)
 
 
 def whole(config: Json, name: str, default: int) -> int:
-    """Return an integer of 0 or more, the default when it is absent or null."""
+    """Return an integer of 0 or more, the default when the field is absent or null; else raise
+    CheckpointError."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or value < 0:
@@ -71,12 +79,13 @@ def whole(config: Json, name: str, default: int) -> int:
 
 
 def num_layers_of(config: Json, name: str) -> int:
-    """Return the number of layers."""
+    """Return the field `name`, a number of layers from 1 to 10,000; else raise CheckpointError."""
     return count(config, name, _MOST_LAYERS)
 
 
 def number(config: Json, name: str, default: float) -> float:
-    """Return a finite number, the default when it is absent or null."""
+    """Return a finite number, the default when the field is absent or null; else raise
+    CheckpointError."""
     value = config.get(name)
     if value is None:
         return default
@@ -92,7 +101,8 @@ def number(config: Json, name: str, default: float) -> float:
 
 
 def positive(config: Json, name: str, default: float) -> float:
-    """Return a number above 0, the default when it is absent or null."""
+    """Return a number above 0, the default when the field is absent or null; else raise
+    CheckpointError."""
     value = number(config, name, default)
     if value <= 0:
         raise CheckpointError(f"{name} must be positive, got {value!r}")
@@ -100,7 +110,8 @@ def positive(config: Json, name: str, default: float) -> float:
 
 
 def flag(config: Json, name: str, default: bool) -> bool:
-    """Return true or false, the default when it is absent or null."""
+    """Return True or False, the default when the field is absent or null; else raise
+    CheckpointError."""
     value = config.get(name)
     if value is None:
         return default
@@ -110,7 +121,8 @@ def flag(config: Json, name: str, default: bool) -> bool:
 
 
 def text_or_none(config: Json, name: str) -> str | None:
-    """Return a text, None when it is absent or null."""
+    """Return a text, None when the field is absent or null; raise CheckpointError for anything
+    else."""
     value = config.get(name)
     if value is not None and not isinstance(value, str):
         raise CheckpointError(f"{name} must be a text, got {value!r}")
@@ -118,7 +130,8 @@ def text_or_none(config: Json, name: str) -> str | None:
 
 
 def object_of(config: Json, name: str) -> Json:
-    """Return a JSON object inside the configuration, {} when there is none."""
+    """Return a JSON object in the field `name`, {} when it is absent or null; raise CheckpointError
+    for anything else."""
     value = config.get(name)
     if value is None:
         return {}
@@ -128,7 +141,8 @@ def object_of(config: Json, name: str) -> Json:
 
 
 def token_id(config: Json, name: str) -> int | None:
-    """Return a token id, None when it is absent or null."""
+    """Return a token id, None when the field is absent or null; raise CheckpointError for no
+    integer."""
     value = config.get(name)
     if value is not None and type(value) is not int:
         raise CheckpointError(f"{name} must be a token id, got {value!r}")
@@ -136,7 +150,12 @@ def token_id(config: Json, name: str) -> int | None:
 
 
 def eos_token_ids(config: Json) -> tuple[int, ...]:
-    """Return the end tokens of a config.json or generation_config.json: none, one or many."""
+    """Return the end tokens of a config.json or generation_config.json, from a number, a list or
+    null.
+
+    Raises:
+        CheckpointError: an entry is no integer.
+    """
     value = config.get("eos_token_id")
     if value is None:
         return ()

@@ -89,7 +89,11 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def dense_length(self, ids: Tensor, ctx: AttentionContext | None) -> int:
-        """Return S of a dense batch without positions; packed rows require positions."""
+        """Return S of a dense batch that comes without positions.
+
+        Raises:
+            ValueError: `ctx` is given: packed rows need positions.
+        """
         if ctx is not None:
             raise ValueError("positions must be given with ctx, got None")
         return ids.shape[-1]
@@ -126,9 +130,10 @@ class Decoder(nn.Module):
         Args:
             caches: the keys and values or the latents of each layer with attention, which the list
                 writes and reads.
-            states: the slots of each layer with a state, by its number in the model; likewise.
-            batch_invariant: whether the bits of a row depend neither on its place in the step nor
-                on the rows beside it.
+            states: the slots of each layer with a state, by its number in the model; the list reads
+                and writes them, too.
+            batch_invariant: True if the bits of a row must depend neither on its place in the step
+                nor on the rows beside it.
         """
         raise NotImplementedError
 
@@ -184,8 +189,12 @@ class Decoder(nn.Module):
             self.embed_tokens = PackedEmbedding(self.packed_head)
 
     def place_on_gpu(self) -> None:
-        """Lay weights of few bits, which are parameters until then, as this GPU's kernels read
-        them; others stay as they are."""
+        """Rearrange quantised weights, in place, into the order in which this GPU's kernels read
+        them.
+
+        They are no parameters afterwards. Decoders without quantised weights change nothing, as
+        here.
+        """
 
     def use_invariant_linears(self) -> None:
         """Compute all projections in tiles of one size, so that a row's bits do not depend on
@@ -216,7 +225,8 @@ class Decoder(nn.Module):
         self.has_inference_bits = True
 
     def _check_int8(self) -> None:
-        """Raise ValueError if a projection cannot be packed or rounded."""
+        """Raise ValueError, which names the weight, if a projection or a tied embedding cannot be
+        packed as int8."""
         weights = {f"{n}.weight": m.weight for n, m in self.named_modules() if type(m) is nn.Linear}
         table = getattr(self, "embed_tokens", None)
         if self.lm_head is None and isinstance(table, nn.Embedding):
@@ -230,7 +240,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Draw random weights for training: normal(0, std), norms 1, biases 0.
+        """Fill the parameters for training: matrices from normal(0, std), norms with 1, biases with
+        0.
 
         Projections onto the residual stream are drawn with std / sqrt(2 * layers), so that its
         variance does not grow with depth. Source: Radford et al., 2019 (GPT-2), section 2.3.

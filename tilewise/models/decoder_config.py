@@ -111,7 +111,11 @@ class DecoderConfig:
         return any(layer.mixer is not None for layer in self.layers)
 
     def states(self, dtype: torch.dtype) -> tuple[tuple[int, StateSpec], ...]:
-        """Return the layers with a state, and what each keeps of tokens of this dtype."""
+        """Return (number of the layer, spec of the state) of each layer that keeps a state.
+
+        Args:
+            dtype: the dtype of what a state keeps of tokens.
+        """
         mixers = ((i, layer.mixer) for i, layer in enumerate(self.layers))
         return tuple((i, mixer.state(dtype)) for i, mixer in mixers if mixer is not None)
 
@@ -153,8 +157,11 @@ class DecoderConfig:
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
-        """The layer whose keys and values each layer with attention reads, counted among those;
-        empty if each has its own."""
+        """The layer whose keys and values each layer with attention reads; empty if each has its
+        own.
+
+        Both are counted among the layers with attention.
+        """
         if all(attention.kv_layer is None for attention in self.attentions):
             return ()
         return tuple(
@@ -193,15 +200,16 @@ class DecoderConfig:
         return min([max(self.max_position_embeddings, stretched), *bounds])
 
     def with_windows(self, windows: tuple[int | None, ...]) -> Self:
-        """Return the configuration with other windows of the layers."""
+        """Return the configuration with other windows, one for each layer with attention; None for
+        all keys."""
         return self._with_attentions(
             replace(attention, window=window)
             for attention, window in zip(self.attentions, windows, strict=True)
         )
 
     def with_kv_heads(self, num_kv_heads: int | Sequence[int]) -> Self:
-        """Return the configuration with other numbers of key heads: one of all layers, or each
-        layer's."""
+        """Return the configuration with other numbers of key heads: one for all layers with
+        attention, or one for each of them."""
         counts = num_kv_heads
         if isinstance(counts, int):
             counts = (counts,) * len(self.attentions)

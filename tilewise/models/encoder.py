@@ -151,7 +151,8 @@ def _norm(config: EncoderConfig, size: int | None = None) -> nn.Module:
 
 
 class EncoderAttention(nn.Module):
-    """Project to heads, rotate, attend to both sides within each text, project back."""
+    """The attention of an encoder layer: heads, rotation, attention to both sides of a text,
+    projection."""
 
     def __init__(self, config: EncoderConfig, window: int | None) -> None:
         super().__init__()
@@ -170,7 +171,14 @@ class EncoderAttention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, packed: Packed, bias: Tensor | None
     ) -> Tensor:
-        """Map x (T, E) to (T, E); `bias` (1, Hq, S, S) is added to the logits."""
+        """Return the attention's output (T, E) for the input x (T, E).
+
+        Args:
+            x: the input, of texts packed end to end.
+            rope: the cosines and sines of the tokens' positions; None for no rotation.
+            packed: the edges of the texts.
+            bias: a term (1, Hq, S, S) that is added to the logits, or None.
+        """
         heads = self.qkv_proj(x).unflatten(-1, (sum(self.heads), self.head_dim))
         q, k, v = heads.split_with_sizes(self.heads, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -194,7 +202,10 @@ class EncoderAttention(nn.Module):
 
 
 class EncoderMLP(nn.Module):
-    """Compute down(act(up(x))), or down(act(gate(x)) * up(x)) with the gate's rows first."""
+    """The feed-forward of an encoder layer: down(act(up(x))), or gated down(act(gate(x)) * up(x)).
+
+    With a gate up_proj has the gate's rows first.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -207,7 +218,7 @@ class EncoderMLP(nn.Module):
         self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (T, E) to (T, E)."""
+        """Return the block's output (T, E) for the input x (T, E)."""
         x = self.up_proj(x)
         if self.is_gated:
             gate, up = x.chunk(2, dim=-1)
@@ -219,7 +230,11 @@ class EncoderMLP(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, with norms before them, behind their sums, or on both sides."""
+    """A layer of an encoder: attention and feed-forward, with norms in one of three orders.
+
+    The norms are before the blocks, behind the sums of blocks and stream, or before and behind the
+    blocks; see `EncoderConfig.order`.
+    """
 
     def __init__(self, config: EncoderConfig, layer: int) -> None:
         super().__init__()
@@ -240,9 +255,9 @@ class EncoderLayer(nn.Module):
 
         Args:
             x: the residual stream (T, E).
-            rope: cosines and sines, None for no rotation.
+            rope: the cosines and sines of the tokens' positions; None for no rotation.
             packed: the edges of the sequences.
-            bias: an additive bias of the logits, or None.
+            bias: an additive bias of the logits, (1, Hq, S, S), or None.
         """
         y: Tensor
         if self.is_post_norm:
@@ -328,9 +343,9 @@ class Encoder(nn.Module):
     def _bias(self, length: int, like: Tensor) -> Tensor | None:
         """Return the relative-position bias of T5, (1, Hq, S, S); None without one.
 
-        Half of the buckets are for keys behind the query. Of each half the first half counts
-        distances one by one, and the rest grows as the logarithm, up to 128. Source: Raffel et al.,
-        2020 (T5).
+        Half of the buckets are for keys that come after the query. The first half of either half
+        counts distances one by one; the rest grows as the logarithm, up to 128. Source: Raffel et
+        al., 2020 (T5).
         """
         if self.distances is None:
             return None
@@ -373,7 +388,8 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Draw random weights: normal(0, std), norms that multiply by 1, biases 0."""
+        """Fill the parameters: matrices from normal(0, std), norms so that they multiply by 1,
+        biases with 0."""
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0.0, std, generator=generator)

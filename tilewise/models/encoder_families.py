@@ -43,14 +43,15 @@ class Classifier:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """A family of encoders.
+    """A family of encoders: how its config.json is read, and how its tensors are named.
 
     Attributes:
         prefix: the prefix of tensor names in a checkpoint with a head.
-        read: the reader of its config.json, which returns arguments of `EncoderConfig`.
+        read: the reader of the family's config.json, which returns arguments of `EncoderConfig`.
         names: the modules in a checkpoint of each module of `Encoder`.
-        classify: the reader of its classifier, for a number of labels.
-        heads: regular expressions of the tensors of its heads.
+        classify: a function of a config.json and a number of labels, which returns the
+            `Classifier`.
+        heads: regular expressions of the tensors of the family's heads, which are not read here.
     """
 
     prefix: str
@@ -65,8 +66,10 @@ _KINDS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
 
 
 def encoder_family(config: Json) -> tuple[str, str] | None:
-    """Return the family of a config.json and the kind of its class; None if it is not an
-    encoder."""
+    """Return (family, kind) of the class that a config.json names, such as ("Bert", "ForMaskedLM").
+
+    The kind is an entry of _KINDS. None if the class is no encoder that is built.
+    """
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if name is None:
@@ -86,10 +89,13 @@ def encoder_family(config: Json) -> tuple[str, str] | None:
 
 
 def read_encoder(config: Json) -> EncoderConfig:
-    """Translate the contents of a config.json.
+    """Return the configuration of an encoder from the contents of a config.json.
+
+    Unknown fields are named in a warning.
 
     Raises:
-        CheckpointError: a setting is not supported, or a field is missing.
+        CheckpointError: a setting is not supported, or a field is missing; UnknownModelError if the
+            class is no encoder that is built.
     """
     fields = ReadFields(config)
     found, names = encoder_family(fields), fields.get("architectures")
@@ -125,10 +131,10 @@ def build_encoder(config: EncoderConfig) -> Encoder:
 
 
 def read_classifier(config: Json, num_labels: int) -> Classifier:
-    """Return how the classifier of an encoder's checkpoint reads its states.
+    """Return how the classifier of an encoder's checkpoint makes logits of the hidden states.
 
     Raises:
-        CheckpointError: its class has none that is built.
+        CheckpointError: the classifier has settings that are not supported.
     """
     found = encoder_family(config)
     assert found is not None, "the checkpoint is one of an encoder"
@@ -148,9 +154,10 @@ def _even(config: Json, size: int, num_heads: int) -> int:
 
 
 def _read_bert(config: Json, *, is_offset: bool = False) -> dict[str, Any]:
-    """Return the fields of BERT and its kin.
+    """Return the arguments of `EncoderConfig` for BERT, RoBERTa and MPNet.
 
     Args:
+        config: the contents of config.json.
         is_offset: True if positions begin behind the padding token's id, as RoBERTa's.
     """
     must_be(config, "position_embedding_type", "absolute")
@@ -191,7 +198,7 @@ def _read_bert(config: Json, *, is_offset: bool = False) -> dict[str, Any]:
 
 
 def _read_distilbert(config: Json) -> dict[str, Any]:
-    """Return the fields of DistilBERT."""
+    """Return the arguments of `EncoderConfig` for DistilBERT."""
     size, num_layers = count(config, "dim"), num_layers_of(config, "n_layers")
     num_heads = count(config, "n_heads")
     positions = count_or(config, "max_position_embeddings", 512)
@@ -247,7 +254,8 @@ def _by_type(
 
 
 def _read_modernbert(config: Json) -> dict[str, Any]:
-    """Return the fields of ModernBERT; absent ones default as in its configuration class."""
+    """Return the arguments of `EncoderConfig` for ModernBERT; absent fields default as in
+    transformers' configuration class."""
     size, num_layers = count(config, "hidden_size"), num_layers_of(config, "num_hidden_layers")
     num_heads = count(config, "num_attention_heads")
     head_dim = _even(config, size, num_heads)
@@ -284,7 +292,8 @@ def _read_modernbert(config: Json) -> dict[str, Any]:
 
 
 def _read_nomic(config: Json) -> dict[str, Any]:
-    """Return the fields of NomicBert, under transformers' names or those of its first files."""
+    """Return the arguments of `EncoderConfig` for NomicBert, whose fields have transformers' names
+    or those of its first files."""
     old = config.get("n_embd") is not None
     for name, allowed in {
         "prenorm": False,
@@ -332,7 +341,7 @@ def _read_nomic(config: Json) -> dict[str, Any]:
 
 
 def _read_eurobert(config: Json) -> dict[str, Any]:
-    """Return the fields of EuroBERT: Llama's, with attention to both sides."""
+    """Return the arguments of `EncoderConfig` for EuroBERT: Llama with attention to both sides."""
     size, num_layers = count(config, "hidden_size"), num_layers_of(config, "num_hidden_layers")
     num_heads = count(config, "num_attention_heads")
     head_dim = count_or(config, "head_dim", _even(config, size, num_heads))
@@ -362,7 +371,8 @@ def _read_eurobert(config: Json) -> dict[str, Any]:
 
 
 def _read_gemma3(config: Json) -> dict[str, Any]:
-    """Return the fields of EmbeddingGemma: Gemma 3's, with attention to both sides."""
+    """Return the arguments of `EncoderConfig` for EmbeddingGemma: Gemma 3 with attention to both
+    sides."""
     must_be(config, "use_bidirectional_attention", True)
     must_be(config, "attn_logit_softcapping")
     size, num_layers = count(config, "hidden_size"), num_layers_of(config, "num_hidden_layers")
@@ -404,12 +414,13 @@ def _read_gemma3(config: Json) -> dict[str, Any]:
 
 
 def _pooled(config: Json, num_labels: int, *, pooler: str) -> Classifier:
-    """Return the classifier of BERT: behind the pooler of the first token's state."""
+    """Return BERT's classifier: the first token's state, the pooler (a layer with tanh), a linear
+    layer."""
     return Classifier("cls", (_linear(pooler, None, "tanh"), _linear("classifier", num_labels)))
 
 
 def _first_state(config: Json, num_labels: int) -> Classifier:
-    """Return the classifier of RoBERTa, of two layers."""
+    """Return RoBERTa's classifier: the first token's state, a layer with tanh, a linear layer."""
     stages = _linear("classifier.dense", None, "tanh"), _linear("classifier.out_proj", num_labels)
     return Classifier("cls", stages)
 
@@ -442,14 +453,16 @@ def _euro(config: Json, num_labels: int) -> Classifier:
 
 
 def _scored(config: Json, num_labels: int) -> Classifier:
-    """Return the classifier of decoders, one product with the last token's state."""
+    """Return the classifier of decoders: the last token's state and one linear layer without
+    bias."""
     return Classifier("last", (Stage("linear", "score.weight", None, num_labels),))
 
 
 def _bert_names(
     layer: str, q: str, o: str, attention_norm: str, up: str, down: str, mlp_norm: str
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of the weights of a family with BERT's embeddings.
+    """Return the checkpoint's modules of each module of `Encoder`, in a family with BERT's
+    embeddings.
 
     Args:
         layer: the prefix of a layer.

@@ -60,7 +60,7 @@ def read_rope(
     interleaved: bool = False,
     part: float | None = None,
 ) -> RopeConfig:
-    """Return the rotary settings of all layers.
+    """Return the rotary settings of a model that has the same for all layers.
 
     Args:
         config: the config.json of a model with one rule for all of its layers.
@@ -68,9 +68,13 @@ def read_rope(
         positions: max_position_embeddings of the model.
         theta: the default of rope_theta.
         absent: the settings of a file without any; None for the unscaled default.
-        interleaved: whether the family pairs channels as (2i, 2i + 1).
+        interleaved: True if the family pairs channels as (2i, 2i + 1).
         part: the default of partial_rotary_factor of a family that rotates the first channels of a
             head alone; None for one that rotates all.
+
+    Raises:
+        CheckpointError: a setting is wrong, or two of them differ; UnknownModelError for an unknown
+            rope_type.
     """
     # Read every field, so that one overruled by another is not reported as unknown.
     outer = config.get("original_max_position_embeddings")
@@ -126,7 +130,8 @@ def read_gemma_rope(
 
 
 def _share(settings: Json, default: float) -> float:
-    """Return the part of a head's channels that is rotated."""
+    """Return the part of a head's channels that is rotated, in [0, 1]; else raise
+    CheckpointError."""
     share = number(settings, "partial_rotary_factor", default)
     if not 0 <= share <= 1:
         raise CheckpointError(f"partial_rotary_factor must lie in [0, 1], got {share:g}")
@@ -134,9 +139,13 @@ def _share(settings: Json, default: float) -> float:
 
 
 def _settings(config: Json, theta: float) -> dict[str, Any]:
-    """Return the settings, {} when there are none; of two spellings the older one is used.
+    """Return the rotary settings of a config.json, {} when there are none.
 
-    transformers does the same: users who follow a model card add rope_scaling to a newer file.
+    rope_scaling of older files counts for more than rope_parameters. transformers does the same:
+    users who follow a model card add rope_scaling to a newer file.
+
+    Raises:
+        CheckpointError: this would lose a rope_theta that only rope_parameters has.
     """
     parameters = _one_of("rope_parameters", object_of(config, "rope_parameters"))
     scaling = _one_of("rope_scaling", object_of(config, "rope_scaling"))
@@ -153,9 +162,12 @@ def _settings(config: Json, theta: float) -> dict[str, Any]:
 
 
 def _one_of(name: str, settings: Json) -> dict[str, Any]:
-    """Return the settings of rope for all layers.
+    """Return the rotary settings in a field as those of all layers.
 
     Settings by layer type are accepted if all types have the same.
+
+    Raises:
+        CheckpointError: the types differ, or only some entries are settings of a type.
     """
     by_type = [value for value in settings.values() if isinstance(value, dict)]
     if not by_type:
@@ -245,7 +257,12 @@ def _numbers(settings: Json, name: str) -> tuple[float, ...]:
 
 
 def write_rope(rope: RopeConfig, head_dim: int, positions: int) -> dict[str, Any]:
-    """Return the settings that `read_rope` reads as `rope`, for the same channels and positions."""
+    """Return the settings that `read_rope` reads as `rope`, for the same channels and positions.
+
+    Raises:
+        CheckpointError: a config.json cannot say them: not all channels are rotated, or the
+            rope_type is longrope or dynamic.
+    """
     # config.json has no field for this that transformers would follow
     if rope.rotary_dim != head_dim:
         raise CheckpointError(f"rotary_dim must be {head_dim}, got {rope.rotary_dim}")

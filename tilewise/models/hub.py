@@ -101,8 +101,8 @@ def hub_name(given: str | Path) -> HubName | None:
 def checkpoint_folder(given: str | Path) -> Path:
     """Return the local folder of a checkpoint; a name on the hub is downloaded if need be.
 
-    For a GGUF file, or a folder with one and no config.json, return the folder that `gguf_folder`
-    makes of it.
+    For a GGUF file, or a folder with one and no config.json, it is the folder that `gguf_folder`
+    makes of the file; for Mistral's own files that of `mistral_folder`. A path need not exist.
 
     Raises:
         CheckpointError: the download fails, a file is damaged, or a folder has several GGUF files.
@@ -211,16 +211,18 @@ def _downloaded(kind: str, name: HubName, choose: Callable[[list[str]], list[str
 
 
 def _bars(show: Show, what: str, total: int) -> type[Any]:
-    """Return a class of progress bars for huggingface_hub that only report bytes to `show`.
+    """Return a class of progress bars for huggingface_hub that draw nothing and report bytes to
+    `show`.
 
     Args:
-        show: a function that takes lines of progress.
+        show: a function that takes a line of progress and the share that is done.
         what: the words before the sizes.
         total: bytes that are downloaded in all, including those in the cache already.
     """
 
     class Bar(tqdm):  # type: ignore[misc]
-        """One of several: files, bytes that came and bytes that were written."""
+        """A progress bar that draws nothing; of those that count files or bytes only the latter
+        report."""
 
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, **options | {"file": io.StringIO(), "mininterval": 0.0})
@@ -234,7 +236,7 @@ def _bars(show: Show, what: str, total: int) -> type[Any]:
 
 
 def _only(where: str, choices: list[str], before: str) -> str:
-    """Return the only one of several GGUF files, or ask the user to choose.
+    """Return the only entry of a list of GGUF files; where there are several, refuse to choose.
 
     Args:
         where: the checkpoint, for the message.
@@ -278,7 +280,8 @@ def _gguf_of(name: HubName, files: list[str]) -> str | None:
 
 
 def _parts(gguf: str, files: list[str]) -> list[str]:
-    """Return all files of a split GGUF file."""
+    """Return the names of all parts of a split GGUF file among `files`, sorted; [gguf] if it is
+    whole."""
     split = _SPLIT.search(gguf)
     if split is None:
         return [gguf]
@@ -287,7 +290,8 @@ def _parts(gguf: str, files: list[str]) -> list[str]:
 
 
 def _cached(name: HubName) -> Path | None:
-    """Return the folder or the GGUF file of a model in the cache, if all that is read is there."""
+    """Return the folder or the GGUF file of a model in the hub's cache; None if a file is missing
+    there."""
     if name.part:
         return _cached_gguf(name)
     file = hub.try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
@@ -298,8 +302,8 @@ def _cached(name: HubName) -> Path | None:
 
 
 def _cached_gguf(name: HubName) -> Path | None:
-    """Return the GGUF file in the cache to which a name refers, if exactly one matches and is
-    complete."""
+    """Return the GGUF file in the cache to which a name refers; None unless exactly one matches and
+    all of its parts are there."""
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
     revision = name.revision or "main"
     named = repo / "refs" / revision
@@ -315,7 +319,8 @@ def _cached_gguf(name: HubName) -> Path | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether a folder has every file of weights."""
+    """Return whether a folder has all files of weights that its index names; without an index, any
+    file of weights."""
     kind = _WEIGHTS if any(folder.glob(f"{_WEIGHTS}*")) else _PICKLED
     indices = list(folder.glob(f"{kind}.index.json"))
     if not indices:
@@ -330,7 +335,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _wanted(name: HubName, files: Iterable[str]) -> list[str]:
-    """Return the files of a repository that are read.
+    """Return the names of a repository's files that are downloaded: weights, settings and
+    tokenizer.
 
     Raises:
         CheckpointError: there is no checkpoint among them.
@@ -371,7 +377,7 @@ def _check_disk(name: HubName, wanted: int) -> None:
 
 
 def _reason(name: HubName, error: Exception) -> str:
-    """Say why a model was not downloaded, and what to do."""
+    """Return a message that says why a model was not downloaded, and what the user can do."""
     given, where = f"checkpoint {str(name)!r}", constants.ENDPOINT
     if isinstance(error, errors.GatedRepoError):
         return (

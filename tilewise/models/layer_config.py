@@ -48,8 +48,9 @@ class NormConfig:
     Attributes:
         kind: one of NORM_KINDS: a root mean square or a mean and a variance, with a weight that is
             a factor or, shifted, its excess over 1.
-        eps: the number that is added to the mean square.
-        has_weight, has_bias: whether the result is multiplied and added to.
+        eps: the number that is added to the mean square or the variance.
+        has_weight, has_bias: whether the normalised channels are multiplied by a learned weight,
+            and whether a bias is added.
     """
 
     kind: str = "rms"
@@ -113,8 +114,8 @@ class AttentionConfig:
         v_norm: True if values are divided by the root mean square of their head, with the eps of
             `qk_norm`.
         v_is_k: True if the projection of the keys, before their norm and rotation, is the values'.
-        kv_layer: the layer before this one whose keys and values it reads in place of own ones;
-            None for own ones.
+        kv_layer: the number of the earlier layer whose keys and values this layer reads; None if it
+            has its own.
         is_chunked: True if the window begins anew at each multiple of its size: a query sees the
             keys of its own chunk up to its own.
         query_growth: the growth of queries with their position; None for none.
@@ -172,12 +173,13 @@ class AttentionConfig:
 
     @property
     def heads(self) -> tuple[range, range]:
-        """The query heads and the key heads."""
+        """The numbers of the query heads and of the key heads, as ranges from 0."""
         return range(self.num_q_heads), range(self.num_kv_heads)
 
     @property
     def kv_parts(self) -> int:
-        """How many projections to key heads the layer has: of keys and of values, of keys, none."""
+        """The number of projections to key heads: 2 for keys and values, 1 where values are keys, 0
+        where another layer's are read."""
         return 0 if self.kv_layer is not None else 1 if self.v_is_k else 2
 
     @property
@@ -219,7 +221,7 @@ class SharedBlockConfig:
     """The place of a layer among those that share their attention and feed-forward block.
 
     Attributes:
-        index: the number of the shared block, of all that the model has.
+        index: the number of the shared block that the layer uses, among those of the model.
         rank: the rank of the layer's own adapters.
         has_attention_adapters: whether queries, keys and values have adapters, too.
     """

@@ -38,7 +38,7 @@ _Mixer = TypeVar("_Mixer", bound=MixerConfig)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that all decoders have.
+    """The sizes that all decoders have, as read from a config.json.
 
     Attributes:
         positions: max_position_embeddings, in tokens.
@@ -67,7 +67,7 @@ class Sizes:
         eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
         activation: tuple[str, str] = ("hidden_act", "silu"),
     ) -> Sizes:
-        """Read the usual names of the sizes.
+        """Return the sizes of a config.json that has the usual names for them.
 
         Args:
             config: the contents of config.json.
@@ -75,6 +75,9 @@ class Sizes:
             num_kv_heads: the default of num_key_value_heads; None for all query heads.
             positions: the default of max_position_embeddings; None requires the field.
             eps, activation: the field's name, and its default.
+
+        Raises:
+            CheckpointError: a size is missing, or no positive integer.
         """
         hidden_size = count(config, "hidden_size")
         num_layers = num_layers_of(config, "num_hidden_layers")
@@ -155,10 +158,10 @@ class Sizes:
 
 
 def mixer_of(kind: type[_Mixer], *sizes: Any, **options: Any) -> _Mixer:
-    """Return the configuration of a block that remembers by a state.
+    """Return kind(*sizes, **options), the configuration of a block that remembers by a state.
 
     Raises:
-        CheckpointError: a size breaks a rule of it.
+        CheckpointError: a size breaks a rule of the class.
     """
     try:
         return kind(*sizes, **options)
@@ -186,13 +189,16 @@ def layer_types(config: Json, num_layers: int, default: list[str] | None = None)
 def layers_that_attend(
     config: Json, num_layers: int, usual: Sequence[bool], name: str = "layer_types"
 ) -> list[bool]:
-    """Return whether each layer has attention; the others remember by a state.
+    """Return for each layer whether it has attention; the others remember by a state.
 
     Args:
         config: the contents of config.json.
         num_layers: the number of layers.
         usual: whether the layers have attention in a file that does not say so.
-        name: the field with their kinds.
+        name: the field with the layers' kinds.
+
+    Raises:
+        CheckpointError: the field has another number of layers, or an unknown kind.
     """
     kinds = ("linear_attention", "full_attention")
     default = [kinds[attends] for attends in usual]
@@ -205,8 +211,11 @@ def layers_that_attend(
 
 
 def windows_of_types(types: list[Any], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer: `window` for "sliding_attention", None for
-    "full_attention"."""
+    """Return the window of each layer: `window` for "sliding_attention", None for "full_attention".
+
+    Raises:
+        CheckpointError: a type is another, or a layer needs a window and there is none.
+    """
     known = {"full_attention": None, "sliding_attention": window}
     unknown = [name for name in types if not isinstance(name, str) or name not in known]
     if unknown:
@@ -220,7 +229,10 @@ def windows_of_types(types: list[Any], window: int | None) -> tuple[int | None, 
 
 
 def types_of_windows(windows: tuple[int | None, ...]) -> dict[str, Any]:
-    """Return the fields sliding_window and layer_types of windows; the former null without any."""
+    """Return the fields sliding_window and layer_types of config.json that say these windows.
+
+    All windows must be equal; sliding_window is None if there are none.
+    """
     return {
         "sliding_window": next((window for window in windows if window is not None), None),
         "layer_types": [

@@ -60,13 +60,15 @@ _HARMLESS = ("model_type", "use_biases", "causal")
 
 
 def has_mistral_files(folder: Path) -> bool:
-    """Return whether a folder holds Mistral's files and no others."""
+    """Return whether a folder holds params.json and consolidated safetensors, and no
+    config.json."""
     has_own = (folder / _PARAMS).is_file() and any(folder.glob(_WEIGHTS))
     return has_own and not (folder / "config.json").is_file()
 
 
 def mistral_folder(folder: Path) -> Path:
-    """Return the checkpoint folder that Mistral's files stand for, written if it is not there.
+    """Return the checkpoint folder that Mistral's files stand for, written to the user's cache if
+    need be.
 
     Raises:
         CheckpointError: params.json lacks a field, or has one that is not served.
@@ -85,7 +87,11 @@ def mistral_folder(folder: Path) -> Path:
 
 
 def _config(params: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json's fields."""
+    """Return the fields of config.json that mean the same as those of params.json.
+
+    Raises:
+        CheckpointError: a field is missing, or describes another kind of model.
+    """
     missing = [name for name in _NEEDED if params.get(name) is None]
     if missing:
         raise CheckpointError(f"{_PARAMS} must hold {missing[0]}, got none")
@@ -141,11 +147,12 @@ class MistralTensors:
                 )
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors."""
+        """Return Hugging Face's names of the file's tensors."""
         return list(self._sources)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor."""
+        """Return a tensor by Hugging Face's name, with the rows of q and k in Hugging Face's
+        order."""
         source, heads = self._sources[name]
         tensor: Tensor = self._reader.get_tensor(source)
         if not heads:
@@ -161,13 +168,14 @@ class MistralTensors:
 
 
 class _Reordered:
-    """A tensor whose rows are put in order before it is cut."""
+    """A lazy tensor of q or k rows: it is read whole and put in Hugging Face's order before it is
+    cut."""
 
     def __init__(self, tensors: MistralTensors, name: str, stored: Any) -> None:
         self._tensors, self._name, self._stored = tensors, name, stored
 
     def get_shape(self) -> list[int]:
-        """Return the shape."""
+        """Return the shape of the tensor, which the order of rows does not change."""
         return list(self._stored.get_shape())
 
     def get_dtype(self) -> str:
@@ -176,5 +184,5 @@ class _Reordered:
         return name
 
     def __getitem__(self, at: Any) -> Tensor:
-        """Return a part."""
+        """Return the part of the reordered tensor at an index or slices."""
         return self._tensors.get_tensor(self._name)[at]

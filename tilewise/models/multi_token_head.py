@@ -40,7 +40,7 @@ class HeadNames:
     Attributes:
         own: the tensors of parameters outside of the layer, with {} for the number of the model's
             layers.
-        layer: the beginning of the names of the layer's tensors, likewise.
+        layer: the beginning of the names of the layer's tensors, also with {} for that number.
         ignored: regular expressions of tensors that may be in the file besides.
     """
 
@@ -108,7 +108,7 @@ class MultiTokenHead(Decoder):
         self.norm = new_norm(config.norm, width)
 
     def share(self, model: Decoder) -> None:
-        """Embed tokens and give logits as `model` does."""
+        """Use the embedding and the output head of `model`, which forward() and logits need."""
         self.embed_tokens = model.embed_tokens
         self.lm_head, self.packed_head = model.lm_head, model.packed_head
 

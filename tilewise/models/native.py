@@ -77,7 +77,7 @@ def new_norm(config: NormConfig, dim: int) -> Norm:
 
 
 class NativeLayer(nn.Module):
-    """A layer that adds attention and a feed-forward block to the residual stream.
+    """A layer of a decoder: attention, a block with a state or both, and a feed-forward block.
 
     The residual stream is passed as two terms, the last block's output and the sum of all before
     it, so that their addition and the next norm are one kernel.
@@ -85,20 +85,22 @@ class NativeLayer(nn.Module):
     Args:
         config: the configuration of the model.
         layer: the index of the layer.
+        shared: the attention and feed-forward block that the layer shares with others; None
+            without.
 
     Attributes:
         attention, mlp: the two blocks.
-        attention_norm, attention_out_norm, mlp_norm, mlp_out_norm: the norms before and after
-            them; None for those that the layer has not.
+        attention_norm, attention_out_norm, mlp_norm, mlp_out_norm: the norms before and after them;
+            None for those that the layer has not.
         experts, experts_norm, experts_out_norm, dense_out_norm: the mixture beside `mlp`, the norms
             before and after it, and the one after `mlp`; None without.
-        token_gate, token_proj, token_norm: the projection to the gate of the token's embedding,
-            the one back, and the norm of what it adds; None without.
+        token_gate, token_proj, token_norm: the projection to the gate of the token's embedding, the
+            one back, and the norm of what it adds; None without.
         scale: (1,), the factor of the residual stream behind the layer; None without.
         mixer: the block that remembers by a state, beside attention or in place of it; None
             without.
-        shared, turn: attention and feed-forward block of several layers, and what this one has of
-            its own beside them; None without.
+        shared, turn: the attention and feed-forward block of several layers, and the modules of
+            this layer's own beside them; None without.
     """
 
     attention: Attention | MultiheadLatentAttention | None
@@ -258,7 +260,12 @@ class NativeLayer(nn.Module):
         embedded: Tensor | None,
         read: KeysAndValues | None,
     ) -> tuple[Tensor | Parts | RankPart, Tensor]:
-        """Do as `forward` where the mixer reads what a shared block gives besides the stream."""
+        """Compute `forward` of a layer with a shared block, whose output the mixer reads besides
+        the stream.
+
+        Returns:
+            The mixer's output, which is still to be added, and the residual stream.
+        """
         assert self.shared is not None
         assert self.turn is not None
         assert self.attention_norm is not None
@@ -314,7 +321,11 @@ class NativeLayer(nn.Module):
         return o if mixed is None else mixed + o
 
     def _fed(self, h: Tensor, ctx: AttentionContext | None) -> Tensor | Parts | RankPart:
-        """Return the output of the feed-forward block; experts have no adapters."""
+        """Return the output of the feed-forward block or mixture for its normalised input h, with
+        its factor.
+
+        Adapters of requests are added, except to a mixture of experts.
+        """
         fed: Tensor | Parts | RankPart
         assert self.mlp is not None
         if ctx is None or ctx.adapters is None or isinstance(self.mlp, Experts):
@@ -397,8 +408,10 @@ class NativeLayer(nn.Module):
 def _read_stream(
     norm: Norm | None, x: Tensor | Parts | RankPart, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream; return the norm of the sum, which a block reads, and the
-    sum."""
+    """Add x to the residual stream; return the norm of the sum, which a block reads, and the sum.
+
+    Without a norm both are the sum; without a residual the sum is x.
+    """
     if residual is not None and norm is not None:
         return norm.add(x, residual)
     assert isinstance(x, Tensor)
@@ -407,7 +420,7 @@ def _read_stream(
 
 
 def new_mixer(hidden_size: int, config: MixerConfig) -> StateLayer:
-    """Return the block that a configuration describes."""
+    """Return a new module for the recurrent block that a configuration describes."""
     if isinstance(config, GatedDeltaConfig):
         return GatedDeltaNet(hidden_size, config)
     if isinstance(config, KimiDeltaConfig):
@@ -489,7 +502,7 @@ def _feed_forward(config: ModelConfig, own: LayerConfig) -> GatedMLP | MLP | Exp
 
 
 def _shared_blocks(config: ModelConfig) -> dict[int, SharedBlock]:
-    """Return the blocks that layers share, by their numbers."""
+    """Return a new module for each block that layers share, by its number."""
     found = {}
     for layer in config.layers:
         if layer.shared is not None and layer.shared.index not in found:
@@ -502,7 +515,8 @@ def _shared_blocks(config: ModelConfig) -> dict[int, SharedBlock]:
 
 
 class NativeDecoder(Decoder):
-    """Embedded tokens through the layers of a `ModelConfig`, and a last norm."""
+    """The decoder of this package: embedding, the layers that a `ModelConfig` describes, and a last
+    norm."""
 
     residual_projections = ("o_proj.weight", "down_proj.weight", "mlp.down")
 
@@ -553,20 +567,27 @@ class NativeDecoder(Decoder):
 
     @property
     def rotary(self) -> RotaryEmbedding:
-        """The rotary embedding of a model that has one for all of its layers."""
+        """The rotary embedding of a model with the same rotary settings in all layers; ValueError
+        for others."""
         (only,) = self.rotaries
         assert isinstance(only, RotaryEmbedding)
         return only
 
     def place_of(self, layer: int) -> int:
-        """Return the place of a layer with attention among those."""
+        """Return the place of a layer with attention, by its number, among the layers with
+        attention."""
         place = self._place_of[layer]
         assert place is not None
         return place
 
     @property
     def begins_with_look_ups(self) -> bool:
-        """Whether `through_layers` takes rows of the embedding and of one table of angles."""
+        """Whether `forward` before the layers only looks up rows of the embedding and of one table
+        of angles.
+
+        So it is without learned positions, a factor or norm of the embedding, inputs of tokens,
+        growing queries, and with the same rotary settings in all layers.
+        """
         config = self.config
         ropes = {attention.rope for attention in config.attentions} or {None}
         is_plain = config.learned_positions is None and config.embedding_scale == 1
@@ -760,7 +781,8 @@ class NativeDecoder(Decoder):
 
     @torch.no_grad()
     def place_on_gpu(self) -> None:
-        """Lay the weights of experts as this GPU's kernels read them; see `Decoder`."""
+        """Rearrange the weights of experts, in place, into the order that this GPU's kernels read;
+        see `Decoder`."""
         for module in self.modules():
             if isinstance(module, Experts):
                 module.place_on_gpu()
@@ -816,7 +838,11 @@ class NativeDecoder(Decoder):
         return self.names.weight(name, self._rows_of(name, shape), self._sources_of(name))
 
     def _sources_of(self, name: str) -> int | None:
-        """Return how many of a parameter's sources there are: fewer, where keys are values."""
+        """Return the number of checkpoint tensors of which a qkv projection is made; None for other
+        parameters.
+
+        They are 3, or fewer where keys are values or another layer's are read.
+        """
         if ".attention.qkv_proj." not in name:
             return None
         attention = self.config.layers[int(name.split(".")[1])].attention
@@ -824,7 +850,8 @@ class NativeDecoder(Decoder):
         return 1 + attention.kv_parts
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:
-        """Return a function of a number of sources: the rows of each in a parameter."""
+        """Return the function of `rows_of_sources` for a parameter of this model, by its name and
+        shape."""
         layer = self.config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
         return rows_of_sources(layer, name, shape)
 
@@ -852,7 +879,8 @@ class NativeDecoder(Decoder):
 def rows_of_sources(
     layer: LayerConfig | None, name: str, shape: tuple[int, ...]
 ) -> Callable[[int], tuple[int, ...]]:
-    """Return a function of a number of sources: the rows of each in a parameter.
+    """Return a function of a number of checkpoint tensors, which returns how many rows of a
+    parameter each of them fills, in order.
 
     Args:
         layer: the layer of the parameter; None for one outside of the layers.
@@ -880,7 +908,8 @@ def rows_of_sources(
 
 
 def for_device(config: ModelConfig, device: torch.device) -> ModelConfig:
-    """Return the configuration for loading a model on a device: experts are unpacked on a CPU."""
+    """Return the configuration for loading a model on a device: no packed experts unless it is a
+    GPU."""
     if config.experts is None or not config.experts.is_packed or device.type == "cuda":
         return config
     layers = []

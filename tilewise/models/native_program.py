@@ -46,7 +46,10 @@ __all__ = ["program_of", "why_no_program"]
 
 
 def why_no_program(model: Any) -> str | None:
-    """Say why there is no program of a `NativeDecoder`, or return None where there is one."""
+    """Say why there is no program of a `NativeDecoder`, or return None where there is one.
+
+    Its weights must be packed, and each layer one that `_Writer` can write.
+    """
     for layer in model.config.layers:
         reason = _why_not_layer(model.config, layer)
         if reason is not None:
@@ -138,7 +141,10 @@ def program_of(
 
 
 class _Writer:
-    """Writes the operations of a decoder, layer by layer."""
+    """Appends the operations of a decoder's step to a program over fixed buffers, layer by layer.
+
+    Buffer x holds the residual stream.
+    """
 
     def __init__(
         self,
@@ -178,7 +184,8 @@ class _Writer:
         self.attention = list[CpuAttention]()
 
     def write(self) -> CpuProgram:
-        """Return the whole program."""
+        """Append the operations of the whole decoder, from the embedding to the logits; return the
+        program."""
         model, config, program = self.model, self.model.config, self.program
         table = model.embed_tokens
         assert isinstance(table, nn.Embedding | PackedEmbedding)
@@ -211,7 +218,8 @@ class _Writer:
         return CpuProgram(program, self.attention, self.reserve_angles)
 
     def _token_inputs(self) -> None:
-        """Write the embeddings of tokens for each layer, side by side in a row."""
+        """Append the operations that fill the buffer `token_inputs`: the embeddings of tokens for
+        the layers, side by side."""
         model, config, program = self.model, self.model.config, self.program
         size, columns = self.token_size, sum(layer.token_input_size for layer in config.layers)
         # A product that reads the last layer's reads a whole group of columns.
@@ -225,7 +233,12 @@ class _Writer:
         program.norm(seen, inputs, norm, adds=True, parts=columns // size, scale=lambda: root)
 
     def _layer(self, layer: Any, config: LayerConfig, index: int) -> None:
-        """Write one layer."""
+        """Append the operations of one layer, which read the residual stream x and add to it.
+
+        Args:
+            layer, config: the layer and its config.
+            index: the number of the layer.
+        """
         reads_h = layer.is_parallel and layer.mlp_norm is None
         h = self.x
         if layer.attention is not None or layer.mixer is not None:
@@ -276,7 +289,14 @@ class _Writer:
         self._add_normalised(both, layer.mlp_out_norm, scale=scale)
 
     def _token_block(self, layer: Any, index: int, scale: step.Held | None) -> None:
-        """Write the block that adds a projection of the token's own embedding for this layer."""
+        """Append the operations that add a projection of the token's own embedding for this layer
+        to the residual stream.
+
+        Args:
+            layer: the layer; one without a token_gate gets none.
+            index: the number of the layer.
+            scale: a function that returns the factor of the stream afterwards; None for 1.
+        """
         if layer.token_gate is None:
             return
         program, size = self.program, self.token_size
@@ -295,7 +315,8 @@ class _Writer:
         self._add_normalised(self.y, layer.token_norm, scale=scale)
 
     def _mixed(self, layer: Any, config: LayerConfig, h: step.Buffer, index: int) -> None:
-        """Write attention, the recurrent mixer or both, and the addition of their outputs.
+        """Append the operations of attention, the recurrent mixer or both, and of adding their
+        outputs.
 
         Args:
             layer, config: the layer and its config.
@@ -334,7 +355,8 @@ class _Writer:
             self._add(self.o, o_proj, layer.attention_out_norm, behind)
 
     def _normalised(self, norm: nn.Module | None, *, is_shared: bool) -> step.Buffer:
-        """Write a norm of the residual stream, and return the buffer with its result."""
+        """Append a norm of the residual stream; return the buffer with its result: h, or x without
+        a norm."""
         if norm is None:
             return self.x
         self.program.norm(self.x, self.h, _norm_of(norm, self.model.dtype), is_shared=is_shared)
@@ -349,11 +371,12 @@ class _Writer:
         *,
         scale: step.Held | None = None,
     ) -> None:
-        """Write the last product of a block, whose result is added to the residual stream.
+        """Append a block's last product, and the addition of its result to the residual stream.
 
         Args:
-            factor: the factor of the result, 1 where there is another or a norm.
-            scale: a function that returns the factor of the stream behind the norm, or None.
+            factor: the factor of the result; with a norm it is not used.
+            scale: a function that returns the factor of the stream after the addition, or None;
+                without a norm it is not used.
         """
         if norm is None:
             factor *= self.model.config.residual_scale
@@ -365,7 +388,8 @@ class _Writer:
     def _add_normalised(
         self, source: step.Buffer, norm: nn.Module, *, scale: step.Held | None = None
     ) -> None:
-        """Write: normalise a block's output, add it to the residual stream, and scale the sum.
+        """Append the operation that normalises a block's output, adds it to the residual stream,
+        and scales the sum.
 
         Args:
             scale: a function that returns the factor of the sum; None leaves the sum as it is.
@@ -374,7 +398,8 @@ class _Writer:
         self.program.norm(source, self.x, norm_of, adds=True, factor=factor, scale=scale)
 
     def _fill_act(self, block: nn.Module, h: step.Buffer) -> None:
-        """Write the products of a feed-forward block but for the last one."""
+        """Append the products of a feed-forward block but for the last one; they read h and fill
+        `act`."""
         assert isinstance(block, GatedMLP | MLP)
         function = name_of(block.activation)
         if isinstance(block, GatedMLP):
@@ -394,11 +419,11 @@ class _Writer:
         into: step.Buffer | None = None,
         scale: step.Held | None = None,
     ) -> None:
-        """Write a mixture of experts, which adds to the residual stream.
+        """Append the operations of a mixture of experts, which add to the residual stream.
 
         Args:
             chosen_by: the rows that the router reads; None for h.
-            into: the rows that it adds to behind its norm; None for the residual stream.
+            into: the rows to which the normalised result is added; None for the residual stream.
             scale: a function that returns the factor of the stream behind the norm, or None.
         """
         program, dtype = self.program, self.model.dtype
@@ -455,7 +480,14 @@ class _Writer:
     def _heads(
         self, attention: Attention, own: AttentionConfig, h: step.Buffer, index: int
     ) -> None:
-        """Write attention of heads, up to their outputs."""
+        """Append the operations of attention from its input h to the heads' outputs in `o`; note
+        them in `attention`.
+
+        Args:
+            attention, own: the layer's attention module, and its configuration.
+            h: the normalised input.
+            index: the place of the layer's cache.
+        """
         program, kv = self.program, self.caches[index]
         dtype, rope = self.model.dtype, own.rope
         num_q, num_kv, dim = attention.num_q_heads, attention.num_kv_heads, attention.head_dim
@@ -541,7 +573,8 @@ class _Writer:
             program.multiply(self.o, self.o, num_q * v_dim, other=self.qkv, function="sigmoid")
 
     def _mix(self, mixer: StateLayer, h: step.Buffer, states: LayerStates) -> step.Buffer:
-        """Write a recurrent layer up to its last projection; return that projection's input."""
+        """Append the operations of a recurrent layer up to its last projection; return that
+        projection's input."""
         if isinstance(mixer, GatedDeltaNet):
             return self._gated_delta(mixer, h, states)
         if isinstance(mixer, KimiDeltaAttention):
@@ -680,7 +713,10 @@ class _Writer:
         )
 
     def _to_unit_length(self, rows: step.Buffer, num_heads: int, dim: int) -> None:
-        """Write the division of heads by their length: a norm whose weight is dim ** -0.5."""
+        """Append the operation that divides each head of the first columns by its length, in place.
+
+        It is a norm whose weight is dim ** -0.5.
+        """
         zeros = torch.zeros(dim, dtype=self.model.dtype)
         norm = step.Norm(lambda: zeros, UNIT_EPS / dim, shift=dim**-0.5)
         self.program.norm(rows, rows, norm, parts=num_heads)
@@ -707,7 +743,7 @@ class _Writer:
         columns: int,
         **skip: Any,
     ) -> None:
-        """Write the gated norm of a recurrence's output `o`, in place.
+        """Append the gated norm of a recurrence's output `o`, in place.
 
         Args:
             norm: the norm; None multiplies by silu(gates) only.
@@ -733,7 +769,15 @@ class _Writer:
     def _latents(
         self, attention: MultiheadLatentAttention, h: step.Buffer, index: int, place: int
     ) -> None:
-        """Write attention over latents, up to the outputs of heads."""
+        """Append the operations of attention over latents from its input h to the heads' outputs in
+        `o`; note them in `attention`.
+
+        Args:
+            attention: the layer's attention module.
+            h: the normalised input.
+            index: the number of the layer.
+            place: the place of the layer's cache.
+        """
         program, dtype, kv = self.program, self.model.dtype, self.caches[place]
         rank, num_heads = attention.kv_rank, attention.num_heads
         nope, rotated, v_dim = attention.nope_dim, attention.rope_dim, attention.v_head_dim
@@ -837,7 +881,8 @@ def _parts_of(cache: CacheLayer) -> tuple[Tensor, ...]:
 def _angles_of(
     rotaries: Sequence[RotaryEmbedding], count: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of at least `count` positions, of all settings side by side."""
+    """Return the cosines and sines of at least `count` positions, (positions, columns), side by
+    side for all rotary settings."""
     if not rotaries:
         nothing = torch.empty((count, 0))
         return nothing, nothing

@@ -122,7 +122,14 @@ class SharedBlockTurn(nn.Module):
             )
 
     def of_heads(self, x: Tensor) -> Tensor | None:
-        """Return the sum (..., (Hq + 2 Hk) D) that queries, keys and values get; None for none."""
+        """Return the term (..., (Hq + 2 Hk) D) that the layer's adapters add to queries, keys and
+        values.
+
+        None if the layer has no such adapters.
+
+        Args:
+            x: the block's normalised input, (..., 2 E).
+        """
         if self.qkv_down is None:
             return None
         q, k, v = project(self.qkv_down, x).split_with_sizes((self.rank,) * 3, -1)
@@ -130,5 +137,9 @@ class SharedBlockTurn(nn.Module):
         return torch.cat([project(linear, part.contiguous()) for linear, part in up], dim=-1)
 
     def of_gate_up(self, h: Tensor) -> Tensor:
-        """Return the sum (..., 2 I) that gate and up get."""
+        """Return the term (..., 2 I) that the layer's adapter adds to gate and up.
+
+        Args:
+            h: the normalised input of the feed-forward block, (..., E).
+        """
         return project(self.gate_up_up, project(self.gate_up_down, h))

@@ -75,7 +75,8 @@ def sharing(
 
 
 def move(model: Decoder, device: torch.device) -> None:
-    """Move the weights of a decoder; those that share memory still do afterwards."""
+    """Move the weights of a decoder to a device, in place; those that share memory still do
+    afterwards."""
     moved: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Tensor] = {}
 
     def fn(tensor: Tensor) -> Tensor:

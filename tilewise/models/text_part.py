@@ -55,7 +55,10 @@ _OTHERS = ("audio_config", "vision_config")
 
 
 def text_architecture(config: Json) -> str | None:
-    """Return the class of the text part of a checkpoint with other inputs; None for all others."""
+    """Return the class that runs the text part of a checkpoint with other inputs.
+
+    None for a checkpoint of text alone, or with a text part that is not known.
+    """
     names = config.get("architectures")
     whole = names[0] if isinstance(names, list) and names else None
     if not isinstance(whole, str) or not whole.endswith("ForConditionalGeneration"):
@@ -69,10 +72,11 @@ def _text_of(config: Json) -> Json:
 
 
 def text_part(config: Json) -> Json:
-    """Return the config.json of a checkpoint's text part; of a model of text alone, its own.
+    """Return the config.json of a checkpoint's text part, and warn that the rest is left out.
 
-    Fields that place a picture's rows are dropped: rows of text have one position in all of the
-    sections of such rotary embeddings, which is the ordinary rotation.
+    A checkpoint of text alone gives its own config.json. Fields that place a picture's rows are
+    dropped: rows of text have one position in all of the sections of such rotary embeddings, which
+    is the ordinary rotation.
     """
     architecture = text_architecture(config)
     if architecture is None:
@@ -111,7 +115,7 @@ def _in_one_section(rope: Json) -> Json:
 
 
 def renamed(names: Iterable[str]) -> dict[str, str]:
-    """Return, for each tensor of a file's text part, its name in a model that has no other part.
+    """Return a dict from names in a model of text alone to the names of a file's tensors.
 
     Names of tensors of other parts, such as those for images, are left out.
     """

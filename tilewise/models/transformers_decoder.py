@@ -132,7 +132,8 @@ class _Step:
     def running(
         self, ctx: AttentionContext | None, kv: Sequence[CacheLayer] | None
     ) -> Iterator[None]:
-        """Let calls of the attention function belong to this step."""
+        """Let calls of the attention function belong to this step, from its first call on, in a
+        `with` block."""
         self.ctx, self.kv, self.next = ctx, kv, 0
         try:
             yield
@@ -140,7 +141,11 @@ class _Step:
             self.ctx = self.kv = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """Compute the next call: (B, H, S, D) heads to o (B, S, Hq, Dv)."""
+        """Compute the attention of the next call, from heads (B, H, S, D) to o (B, S, Hq, Dv).
+
+        With a cache, the new keys and values are written to it first, B is 1, and keys are read
+        from it.
+        """
         number, self.next = self.next, self.next + 1
         call = self.calls[number]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -175,7 +180,10 @@ class _Step:
 def _paged(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention in a step; registered in transformers' AttentionInterface."""
+    """Return the attention of a layer's next call, (B, S, Hq, Dv), and None for its probabilities.
+
+    It is registered in transformers' AttentionInterface; the module's `paged_step` computes it.
+    """
     sinks = options.get("s_aux")
     step: Any = module.paged_step
     return step.attend(query, key, value, None if sinks is None else sinks.reshape(-1)), None
@@ -220,8 +228,7 @@ class TransformersDecoder(Decoder):
 
     @property
     def hands_attention_over(self) -> bool:  # type: ignore[override]
-        """Return whether each layer calls attention once, so that outputs can be written in
-        place."""
+        """Whether each layer calls attention once, so that outputs can be written in place."""
         return len({call.module for call in self.calls}) == len(self.calls)
 
     @property
@@ -260,7 +267,8 @@ class TransformersDecoder(Decoder):
 
     @functools.cached_property
     def _head(self) -> Any:
-        """The model without its layers: hidden states come in as embeddings and pass through."""
+        """A copy of the model without its layers, made once: hidden states given as embeddings pass
+        through to the output head."""
         inner: Any = self.inner
         head = copy.copy(inner)
         prefix = inner.base_model_prefix
@@ -270,7 +278,13 @@ class TransformersDecoder(Decoder):
         return head
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
-        """Lay projections out as this CPU reads them fastest, see `Decoder.pack_for_inference`."""
+        """Pack the projections as this CPU reads them fastest, see `Decoder.pack_for_inference`.
+
+        Nothing is done if a module reads a projection's weight other than by calling it.
+
+        Raises:
+            ValueError: `is_int8` in that case, or where a weight cannot be packed.
+        """
         if is_int8:
             if not self._can_pack:
                 raise ValueError(
@@ -282,13 +296,14 @@ class TransformersDecoder(Decoder):
             pack_linears(self.inner, is_int8=is_int8)
 
     def use_invariant_linears(self) -> None:
-        """Refuse: bits of transformers' modules depend on the batch."""
+        """Raise UnsupportedError: bits of transformers' modules depend on the batch."""
         raise UnsupportedError(
             "batch_invariant must be False for a model that runs through transformers, got True"
         )
 
     def use_inference_bits(self) -> None:
-        """Refuse: see `use_invariant_linears`."""
+        """Raise UnsupportedError: only decoders of this package can return the bits of
+        inference."""
         raise UnsupportedError(
             "use_inference_bits needs a native decoder, got "
             f"{type(self.inner).__name__} through transformers"
@@ -296,7 +311,8 @@ class TransformersDecoder(Decoder):
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Do nothing: `load_through_transformers` draws them by transformers' own rules."""
+        """Do nothing: `load_through_transformers` has drawn the weights by transformers' own
+        rules."""
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -351,7 +367,10 @@ class TransformersDecoder(Decoder):
             use_our_experts(self.inner)
 
     def cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
-        """Return the cache of the model's calls, for texts of any length."""
+        """Return the spec of the cache: one layer for each attention call of a pass, in order.
+
+        Calls with the same window are one group of layers.
+        """
         kinds = [KVSpec(c.num_kv_heads, c.head_dim, c.v_head_dim, dtype) for c in self.calls]
         return CacheSpec.of_layers(block_size, kinds, [call.window for call in self.calls])
 
@@ -365,12 +384,13 @@ class _PassedThrough:
 
     @property
     def decoder(self) -> _PassedThrough:
-        """A few heads ask the decoder within their model."""
+        """This object itself: the output heads of a few classes call the decoder within their
+        model."""
         return self
 
 
 class _Output:
-    """The output of a model's layers: their last hidden states only."""
+    """The output of a model's layers: the last hidden states; other attributes are None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -384,7 +404,10 @@ class _Output:
 
 
 def _hidden(inner: Any, rows: Tensor, places: Tensor) -> Tensor:
-    """Return the last hidden states (1, T, E) of a packed batch of one, or (B, S, E)."""
+    """Return the last hidden states (B, S, E) of token ids (B, S) at positions `places`.
+
+    A packed batch of T rows has B of 1 and S of T.
+    """
     options: dict[str, Any] = {"use_cache": False, "return_dict": True}
     output = inner.base_model(input_ids=rows, position_ids=places, **options)
     hidden: Tensor = output.last_hidden_state
@@ -392,7 +415,11 @@ def _hidden(inner: Any, rows: Tensor, places: Tensor) -> Tensor:
 
 
 def _use(inner: Any, name: str) -> None:
-    """Let all attention modules of a model call the function of this name."""
+    """Let all attention modules of a model call the attention function registered under `name`.
+
+    Raises:
+        UnsupportedError: the model's layers call no attention function.
+    """
     try:
         inner.set_attn_implementation(name)
     except ValueError as error:
@@ -403,22 +430,26 @@ def _use(inner: Any, name: str) -> None:
 
 
 class _Weightless(nn.Module):
-    """A projection of the right shape with a weight that cannot be read."""
+    """A projection of the right shape without a weight: reading it raises AttributeError."""
 
     def __init__(self, like: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = like.in_features, like.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the projection's shape."""
+        """Return an uninitialised tensor of the shape of the projection's result."""
         return x.new_empty((*x.shape[:-1], self.out_features))
 
 
 def survey(make: Any) -> tuple[tuple[AttentionCall, ...], bool]:
-    """Find the attention calls of a model, and whether its projections can be packed.
+    """Find the attention calls of a model in one pass, and whether its projections can be packed.
 
     Args:
         make: a function that returns the model, without memory, on the device "meta".
+
+    Returns:
+        The calls in order; and True unless a module reads a projection's weight other than by
+        calling it.
 
     Raises:
         UnsupportedError: a layer cannot run over a paged cache; the message names it.
@@ -434,7 +465,7 @@ class _FromHost(TorchDispatchMode):
     """A mode that notes whether a tensor of the host is copied to the device of the model.
 
     Attributes:
-        found: True once one was.
+        found: True once such a copy was made.
     """
 
     def __init__(self) -> None:
@@ -471,7 +502,10 @@ def copies_from_host(inner: Any) -> bool:
 
 
 def _pass_over(inner: Any, attend: Any) -> None:
-    """Compute a few rows of a model whose layers call `attend` for their attention."""
+    """Run a pass of a few rows through a model whose attention modules then call `attend`.
+
+    The model stays in this setting, and in eval mode.
+    """
     _register(_SURVEYED, attend, _described_mask)
     _use(inner, _SURVEYED)
     device = next(inner.parameters()).device
@@ -566,7 +600,13 @@ def _survey(inner: Any) -> tuple[AttentionCall, ...]:
 
 
 def _window(name: str, pattern: Pattern | None) -> int | None:
-    """Return the window of a causal mask; None sees all keys before a query."""
+    """Return the window of a causal mask, the query's own key included; None for all keys before
+    it.
+
+    Raises:
+        UnsupportedError: the mask is unknown, not causal, or in chunks; the message begins with
+            `name`.
+    """
     if pattern is None:
         raise UnsupportedError(f"{name} cannot run over a paged cache: its mask is one of its own")
     if pattern.right != 0:
@@ -647,8 +687,10 @@ def load_through_transformers(
         device, random_weights, before: see `models.load_model`.
 
     Raises:
-        CheckpointError: the checkpoint lacks tensors, or they have other shapes.
-        UnsupportedError: a layer cannot run over a paged cache.
+        CheckpointError: config.json is wrong, the weights are quantised, or tensors are missing or
+            of another shape.
+        UnsupportedError: a layer cannot run over a paged cache, or `TransformersDecoder.check`
+            fails.
     """
     import transformers
 
@@ -705,7 +747,11 @@ def _inner(
     Args:
         path: the checkpoint's folder.
         kind, theirs: the class and config of transformers.
+        dtype, device: the dtype and the device of the parameters.
         random_weights: True to draw weights instead of reading them.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a tensor, or one has another shape.
     """
     if random_weights:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
@@ -730,7 +776,7 @@ def _inner(
 
 @contextmanager
 def _progress_on_terminals() -> Iterator[None]:
-    """Let transformers draw no progress bar into a file or a pipe."""
+    """Let transformers draw no progress bar during a `with` block, unless stderr is a terminal."""
     from transformers.utils import logging
 
     hides = logging.is_progress_bar_enabled() and not sys.stderr.isatty()

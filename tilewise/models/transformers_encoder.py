@@ -47,7 +47,7 @@ def why_no_encoder(config: Json) -> str | None:
 
 
 class TransformersEncoder(nn.Module):
-    """An encoder of transformers.
+    """An encoder of transformers behind the interface of `Encoder`.
 
     Args:
         inner: the model; a classifier with its head, or a bare model.
@@ -55,8 +55,9 @@ class TransformersEncoder(nn.Module):
 
     Attributes:
         head: None: a classifier's is inside.
-        gives_vectors: True if `forward` returns a row for each text, of a classifier's logits.
-        embedding_source, lm_head: as of `Encoder`.
+        gives_vectors: True if `forward` returns a row of a classifier's logits for each text, False
+            if it returns a row for each token.
+        embedding_source, lm_head: placeholders with the meaning that they have in `Encoder`.
     """
 
     lm_head: None = None
@@ -106,7 +107,10 @@ class TransformersEncoder(nn.Module):
 
 
 def _alike(lengths: list[int]) -> Iterator[list[int]]:
-    """Yield the places of texts whose lengths are near enough for one batch."""
+    """Yield batches of places in `lengths`, the longest texts first.
+
+    In a batch no text is shorter than three quarters of the longest.
+    """
     batch = list[int]()
     for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if batch and lengths[place] < _LEAST_FILLED * lengths[batch[0]]:

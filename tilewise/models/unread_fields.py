@@ -18,7 +18,7 @@ __all__ = ["ReadFields", "must_be", "tell_unread"]
 
 
 def _words(names: str) -> tuple[str, ...]:
-    """Return the words of a text."""
+    """Return the words of a text that white space separates."""
     return tuple(names.split())
 
 
@@ -154,7 +154,7 @@ HARMLESS: dict[str, frozenset[str]] = {
 
 
 class ReadFields(Mapping[str, Any]):
-    """A JSON object that records which of its fields are read."""
+    """A JSON object that records the names of the fields that are read from it, in `names`."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -171,8 +171,10 @@ class ReadFields(Mapping[str, Any]):
         return len(self._fields)
 
     def unread(self, *places: str) -> list[str]:
-        """Return the fields that have a value, were not read, and are not listed for any of
-        `places`."""
+        """Return the names of the fields that have a value, were not read, and are not harmless.
+
+        `places` are the keys of HARMLESS whose lists count.
+        """
         known = self.names.union(*(HARMLESS.get(place, ()) for place in places))
         return [
             name for name, value in self._fields.items() if name not in known and value is not None
@@ -180,7 +182,8 @@ class ReadFields(Mapping[str, Any]):
 
 
 def tell_unread(file: str, names: Iterable[str]) -> None:
-    """Warn that these fields of a file are not known, and so have no effect."""
+    """Warn, if there are any names, that these fields of a file are not known, and so have no
+    effect."""
     listed = ", ".join(map(shown, names))
     if listed:
         warnings.warn(

@@ -59,7 +59,7 @@ class Stage:
         weight: the tensor's name in the checkpoint; "" for "unit".
         bias: the name of its bias; None for none.
         size: the channels of the result; None if the tensor says it.
-        activation: a function of the result of "linear".
+        activation: the name of the function of the result of "linear".
         eps: the epsilon of "norm".
         rows: the rows of the tensor that are read; None for all.
         folder: a folder of the checkpoint whose model.safetensors holds the tensors; "" for the
@@ -154,7 +154,12 @@ class VectorHead(nn.Module):
 def _tensors(
     stage: Stage, size: int, read: ReadTensor | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and the bias of a stage, float32."""
+    """Return the weight and the bias, or None, of a stage in float32; random ones without `read`.
+
+    Raises:
+        CheckpointError: the bias has another number of rows than the weight, or a tensor is
+            missing.
+    """
     if read is None:
         read = partial(_random, stage, size, generator)
     weight = read(stage.folder, stage.weight, stage.rows).float()

@@ -50,9 +50,9 @@ _SHOWN = 3  # names listed in a message before "..."
 def weight_files(directory: Path) -> list[Path]:
     """Return the files that hold a checkpoint's weights.
 
-    The first there is of: model.safetensors, as transformers prefers; the shards of its index;
-    other safetensors, each by its own; Mistral's consolidated files; pytorch_model.bin, the shards
-    of its index, or its shards alone. Files of safetensors come first, as pickles may be large.
+    They are the first of these that exist: model.safetensors, as transformers prefers; the shards
+    of its index; all other safetensors; Mistral's consolidated files; pytorch_model.bin, the shards
+    of its index, or its shards alone.
 
     Raises:
         CheckpointError: the folder has no such file, or a shard is missing.
@@ -133,16 +133,16 @@ class PickledTensors:
         return self._held.keys()
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor."""
+        """Return the tensor of a name, on the CPU."""
         return self._held[name]
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Return a tensor whose rows and columns can be read by slicing."""
+        """Return the tensor of a name as a `TensorSlice`, of which rows and columns can be cut."""
         return TensorSlice(self._held[name])
 
 
 class TensorSlice:
-    """A tensor in memory to cut from, as safetensors has it.
+    """A tensor in memory with the interface of safetensors' slices.
 
     Args:
         tensor: the tensor to cut from, of any dtype.
@@ -152,15 +152,15 @@ class TensorSlice:
         self._tensor = tensor
 
     def get_shape(self) -> list[int]:
-        """Return the shape."""
+        """Return the shape of the tensor."""
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
+        """Return safetensors' name of the tensor's dtype, such as "BF16"."""
         return _NAMES[self._tensor.dtype]
 
     def __getitem__(self, at: Any) -> Tensor:
-        """Return a part."""
+        """Return the part of the tensor at an index or slices, a view."""
         part: Tensor = self._tensor[at]
         return part
 
@@ -194,7 +194,12 @@ def _check_all(files: list[Path]) -> None:
 
 
 def _of_index(index: Path) -> list[Path]:
-    """Return the shards that an index names."""
+    """Return the paths of the shards that an index names, sorted.
+
+    Raises:
+        CheckpointError: the index is no such JSON, names a file outside its folder, or a shard is
+            missing.
+    """
     try:
         shards = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
         names = sorted(set(shards.values()))
@@ -224,6 +229,6 @@ def _is_pointer(file: Path) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """Return some names for a message."""
+    """Return the first three of a list of names for a message, with the number of further ones."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -28,7 +28,8 @@ class Weight:
         rows: the size of dim 0 of each source; None when there is one source.
         transposed: True if the checkpoint stores (..., in, out), as GPT-2's Conv1D does; MXFP4
             never does.
-        order: the places of heads in the first source; None for one after another.
+        order: a function that returns the rows of the first source, where heads or parts are mixed,
+            in the order of the parameter; None where they are in that order.
         either: True if `transposed` holds of some checkpoints, as the shape of the tensor tells.
         unit_dims: the dims of size 1, ascending, that the checkpoint's tensor has besides.
         is_cut_anywhere: True if some files cut the parameter into sources at other rows.
@@ -61,7 +62,12 @@ class Weight:
             yield source, part.mT if self.transposed else part
 
     def rows_in_order(self, layer: LayerConfig) -> tuple[tuple[int, int], ...]:
-        """Return the rows of a fused source, of all heads, in the order of the parameter."""
+        """Return the (first, end) ranges of rows of the first source, of all heads, in the order of
+        the parameter.
+
+        Args:
+            layer: the layer of the parameter. The weight must have an `order`.
+        """
         block = layer.mixer if ".mixer." in self.name else layer.attention
         assert self.order is not None
         assert isinstance(block, AttentionConfig | GatedDeltaConfig)

@@ -92,7 +92,8 @@ def has_own_head(directory: str | Path, names: Names) -> bool:
 def check_weights(
     model: Decoder | Encoder, directory: str | Path, *, part: CutOf | None = None
 ) -> None:
-    """Refuse a checkpoint whose tensors are not those of `model`; no memory is allocated.
+    """Refuse a checkpoint whose tensors are not those of `model`, by names and shapes; none is
+    read.
 
     Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
     """
@@ -209,7 +210,9 @@ def read_tensor(
     """Return one tensor of a checkpoint, or some of its rows, in the dtype of the file.
 
     Args:
-        names: the names that it may have.
+        directory: the directory of the checkpoint.
+        names: the names that the tensor may have; the first one in the checkpoint counts.
+        rows: the indices of the rows to return; None returns all.
 
     Raises:
         CheckpointError: the tensor is missing, or the file cannot be read.
@@ -229,7 +232,11 @@ def read_tensor(
 
 
 def _modules(model: Decoder | Encoder, directory: str | Path, found: Found) -> QuantisedModules:
-    """Return the quantised modules of an open checkpoint."""
+    """Return the quantised modules of an open checkpoint, by its GGUF file or the format in its
+    JSON files.
+
+    Encoders have none of the latter.
+    """
     reader = next((reader for _, reader in found.values()), None)
     if isinstance(reader, GgufCheckpoint):
         return GgufModules(reader)
@@ -238,7 +245,8 @@ def _modules(model: Decoder | Encoder, directory: str | Path, found: Found) -> Q
 
 
 def _narrow_table(model: Decoder, weight: Weight, found: Found, modules: QuantisedModules) -> None:
-    """Replace a tied embedding by a quantised one, if the checkpoint stores it quantised."""
+    """Replace a tied embedding and its head by quantised ones, if the checkpoint stores it
+    quantised, with the table's shape."""
     (source,) = _names_of(model, weight, found)
     if not modules.has(source):
         return
@@ -291,8 +299,8 @@ def _narrow_experts(
 
 
 def _narrow_linears(model: nn.Module) -> list[tuple[str, QuantisedLinear]]:
-    """Return the quantised linear layers of a model with their names; a tied head has the
-    embedding's."""
+    """Return the quantised linear layers of a model with their names; a tied head has
+    "embed_tokens"."""
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantisedLinear)]
     return [("embed_tokens" if n == "packed_head" else n, m) for n, m in linears]
 
@@ -390,7 +398,8 @@ def _targets(
 
 
 def _rows_in_file(weight: Weight, prefix: str, found: Found) -> tuple[int, ...]:
-    """Return the number of rows of each source of a weight in the file, or the expected ones."""
+    """Return the number of rows in the files of each source of a weight; the usual ones if a source
+    is missing."""
     assert weight.rows is not None
     rows = []
     for source in weight.sources:
@@ -414,7 +423,8 @@ def _part_of_rows(part: CutOf, rows: tuple[int, ...]) -> CutOf:
 
 
 def _rows_held(weight: Weight, part: CutOf) -> tuple[int, ...] | None:
-    """Return the rows of each source that a part holds."""
+    """Return the number of rows of each source that a part holds; the usual ones if one is held
+    whole."""
     cuts = [part(weight, place) for place in range(len(weight.sources))]
     if any(cut is None for cut in cuts):
         return weight.rows
@@ -422,7 +432,12 @@ def _rows_held(weight: Weight, part: CutOf) -> tuple[int, ...] | None:
 
 
 def _transposed(cut: Part, target: Tensor) -> Part:
-    """Return a cut of the transposed matrices, of which there may be several."""
+    """Return a cut of matrices as the cut of the transposed matrices.
+
+    Args:
+        cut: rows or columns, of a matrix or of several one after another.
+        target: a tensor with the dimensions of the parameter, 2 or 3.
+    """
     return cut._replace(dim=2 * target.dim() - 3 - cut.dim)
 
 
@@ -435,7 +450,13 @@ def _wanted(target: Tensor, cut: Part | None) -> list[int]:
 
 
 def _in_order(model: Decoder | Encoder, weight: Weight, rows: int) -> Part:
-    """Return all rows of a fused source, in the order of the parameter."""
+    """Return, as a Part, all rows of a fused source in the order of the parameter.
+
+    Args:
+        model: the decoder, whose config says the heads.
+        weight: the parameter with its sources.
+        rows: the number of rows of the source.
+    """
     assert isinstance(model, Decoder)
     return Part(0, rows, weight.rows_in_order(model.config.layers[weight.layer]))
 
@@ -443,7 +464,17 @@ def _in_order(model: Decoder | Encoder, weight: Weight, rows: int) -> Part:
 def _check(
     model: Decoder | Encoder, found: Found, part: CutOf | None, modules: QuantisedModules
 ) -> None:
-    """Compare names and shapes, which are in the files' headers."""
+    """Refuse a checkpoint whose tensors' names or shapes, from the files' headers, are not the
+    model's.
+
+    Args:
+        model, part: as of `load_weights`.
+        found: the tensors of the checkpoint.
+        modules: the quantised modules of the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is not the model's.
+    """
     known: set[str] = set()
     for name, linear in _narrow_linears(model):
         assert isinstance(model, Decoder)
@@ -553,12 +584,12 @@ def _unpack(name: str, found: Found, target: Tensor, part: Part | None) -> None:
 
 
 def _cut(source: Any, part: Part, *before: int) -> Tensor:
-    """Read a part of a file's tensor without the rest.
+    """Return a part of a file's tensor, of which the rest is not read.
 
     Args:
         source: the tensor in the file.
         part: the rows or columns.
-        before: indices into its first dimensions.
+        before: indices into the tensor's first dimensions.
     """
     index = (*before, *(slice(None),) * (part.dim - len(before)))
     spans = [source[*index, a:b] for a, b in part.spans]
@@ -568,11 +599,14 @@ def _cut(source: Any, part: Part, *before: int) -> Tensor:
 def _open_checkpoint(
     directory: Path, stack: ExitStack, renames: Sequence[tuple[str, str]] = ()
 ) -> Found:
-    """Map each tensor's name to its file and the open reader of that file.
+    """Return a dict from each tensor's name to its file and the open reader of that file.
 
     Args:
         stack: the stack that closes the files.
         renames: pairs of a regular expression and its replacement, for tensors' names.
+
+    Raises:
+        CheckpointError: a file is missing or torn, or a name comes twice.
     """
     found = _open_files(directory, stack)
     for rule, to in renames:
@@ -585,7 +619,14 @@ def _open_checkpoint(
 
 
 def _open_files(directory: Path, stack: ExitStack) -> Found:
-    """Map each tensor name to its file and the open reader of that file."""
+    """Return a dict from each tensor's name to its file and the open reader of that file.
+
+    Of a checkpoint with other inputs only the tensors of its text part are in it, by the names of a
+    model of text alone.
+
+    Raises:
+        CheckpointError: a file is missing or torn, or a tensor is in two files.
+    """
     found: Found = {}
     gguf = gguf_in(directory)
     if gguf is not None and not any((directory / name).is_file() for name in (SINGLE, INDEX)):
@@ -610,7 +651,8 @@ def _open_files(directory: Path, stack: ExitStack) -> Found:
 
 
 def _renamed_norm(name: str) -> str:
-    """Return a tensor's name, where the first BERTs name the weight and the bias of a norm so."""
+    """Return a tensor's name with "weight" and "bias" for "gamma" and "beta" of a norm, as the
+    first BERT files have it."""
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -618,7 +660,7 @@ def _renamed_norm(name: str) -> str:
 
 
 class _Renamed:
-    """One tensor of an open file, whatever name it is asked for by."""
+    """One tensor of an open file, returned whatever name is asked for."""
 
     def __init__(self, reader: Any, name: str) -> None:
         self._reader, self._name = reader, name

@@ -15,18 +15,23 @@ __all__ = ["StepAdapters"]
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """The adapters of the rows of one step.
+    """The low-rank adapters (LoRA) that the rows of one engine step use; layers get them in the
+    context.
 
     Attributes:
-        weights: the adapters of each linear layer that may have some, to whose product they add.
-        tiles: the rows of the step that use adapters.
+        weights: the adapter slots of each linear layer that may have some; a layer without an entry
+            has none.
+        tiles: the rows of the step that use adapters, in tiles of one slot each.
     """
 
     weights: Mapping[nn.Module, LowRank]
     tiles: RowTiles
 
     def add(self, linear: nn.Module, x: Tensor, y: Tensor) -> None:
-        """Add to y (..., N), the product of `linear` and x (..., K) or a part of it, in place."""
+        """Add the adapters' terms for the input x (..., K) of `linear` to y (..., N), in place.
+
+        y is the layer's product or a partial sum of it. A layer without adapters leaves y as it is.
+        """
         own = self.weights.get(linear)
         if own is not None:
             ops.add_low_rank(y, x, own, self.tiles)

@@ -22,13 +22,17 @@ __all__ = ["AdaptedLinear", "LowRankWeights"]
 
 
 class LowRankWeights(nn.Module):
-    """The adapter of a linear layer (N, K) of P parts: A drawn, B zero.
+    """The trainable low-rank adapter of a linear layer (N, K) of P parts (q, k and v, or gate and
+    up).
+
+    A starts with normal random numbers over sqrt(K), B with zeros: at first the adapter adds
+    nothing.
 
     Args:
         in_features: the inputs K of the layer.
         edges: 0, the ends of the parts among the outputs, and N at last.
         rank: the rank R of all parts, a multiple of 16.
-        scale: the factor of the products.
+        scale: the factor of the adapter's products.
         dtype, device: the dtype and device of the parameters.
 
     Attributes:
@@ -59,7 +63,8 @@ class LowRankWeights(nn.Module):
         return self.b.shape[0]
 
     def slot(self, a: Tensor, b: Tensor) -> LowRank:
-        """Return a and b, of the shapes of the parameters, as the only slot of a layer."""
+        """Return a `LowRank` of one slot that holds views of a (P, R, K) and b (R, N), as
+        `ops.add_low_rank` takes it."""
         parts, rank, channels = a.shape
         return LowRank(
             a.view(1, parts * rank, channels),
@@ -71,16 +76,17 @@ class LowRankWeights(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer that stays, and the adapter that is trained beside it.
+    """A linear layer, as a rule frozen, whose output has the term of a trained adapter added to it.
 
     Attributes:
-        adapter: the adapter; of the dtype of the inputs, or cast to it.
+        adapter: the adapter, set after construction; its parameters are cast to the dtype of the
+            input.
     """
 
     adapter: LowRankWeights
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map input (..., K) to (..., N)."""
+        """Map input (..., K) to (..., N): the layer's product plus the adapter's term."""
         own, y = self.adapter, self.multiply(input)
         added: Tensor = _Added.apply(  # type: ignore[no-untyped-call, unused-ignore]
             y, input, own.a.to(input.dtype), own.b.to(input.dtype), own
@@ -88,12 +94,13 @@ class AdaptedLinear(nn.Linear):
         return added
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return the product without the adapter."""
+        """Return x @ weight.T + bias, without the adapter's term."""
         return F.linear(x, self.weight, self.bias)
 
 
 class _Added(torch.autograd.Function):
-    """y + scale (x A^T) B by the kernel of inference, with gradients by torch's products."""
+    """The function y + scale (x A^T) B, part by part, by the kernel of inference, with gradients of
+    y, x, A and B by torch's products; y is not changed."""
 
     @staticmethod
     def forward(
@@ -131,7 +138,7 @@ class _Added(torch.autograd.Function):
 
 
 def _all_rows(x: Tensor) -> RowTiles:
-    """Return tiles of all rows of x (..., K), of slot 0."""
+    """Return tiles that let all rows of x (..., K) use slot 0; -1 fills the last tile."""
     count = x.numel() // x.shape[-1]
     rows = torch.arange(-(-count // TILE) * TILE, dtype=torch.int32, device=x.device)
     rows[count:] = -1

@@ -61,7 +61,9 @@ class Attention(nn.Module):
             True, of the channels of all heads at once (OLMo 2); None for none.
         norms_after_rope: True if the norms follow the rotation.
         v_norm: the norm of the values of a head; None for none.
-        layer: the number of this layer.
+        leaves_parts: True if `forward` may return partial sums for `RMSNorm.add`, see
+            `project_in_parts`.
+        layer: the number of this layer in the model, from 0.
         kv_layer: the number of the layer whose keys and values are read instead of own ones, or
             None.
         is_read: True if another layer reads this one's keys and values.
@@ -145,13 +147,14 @@ class Attention(nn.Module):
             on_max_logits: a function that is called with the largest logit of each query head of a
                 dense batch, float32 (Hq,), as QK-clip needs it, see docs/guide/training.md.
             growth: the factors of the rows' queries, float32 (..., 1, 1); None for none.
-            read: the keys and values of a dense batch by layer, which a layer whose own are read
-                adds to; None if all layers read their own.
-            added: (..., (Hq + 2 Hk) D), the sum that queries, keys and values of rows get as
-                they are projected; None for none.
+            read: k and v of a dense batch by layer number. A layer with `is_read` writes its own
+                into the dict, a layer with `kv_layer` reads them; None if every layer uses its own.
+            added: (..., (Hq + 2 Hk) D), a term that is added to the projections q, k and v before
+                norms and rotation; None for none.
 
         Returns:
-            Same shape as x; with `leaves_parts` its parts, where they are best added by a norm.
+            Same shape as x; with `leaves_parts` perhaps `Parts` or a `RankPart`, partial sums that
+            `RMSNorm.add` adds.
 
         Raises:
             ValueError: only one of ctx and kv is given, or on_max_logits with a cache.
@@ -179,7 +182,10 @@ class Attention(nn.Module):
     def attend(
         self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None, ctx: AttentionContext, kv: KVLayer
     ) -> Tensor:
-        """Attend over a paged cache from projections qkv (T, (Hq + 2 Hk) D); return o (T, Hq D)."""
+        """Attend over a paged cache from projections qkv (T, (Hq + 2 Hk) D); return o (T, Hq D).
+
+        The new keys and values are written to the cache first; o is not yet projected by o_proj.
+        """
         num_heads = self.num_q_heads + self.kv_parts * self.num_kv_heads
         heads = qkv.unflatten(-1, (num_heads, self.head_dim))
         return self._attend_cache(heads, rope, ctx, kv).flatten(-2)
@@ -197,7 +203,8 @@ class Attention(nn.Module):
         Args:
             heads: (B, S, Hq + 2 Hk, D), the projections to queries, keys and values.
             rope: cosines and sines, None for no rotation.
-            on_max_logits: a function that is given the largest logit of each head; None for none.
+            on_max_logits: a function that is called with the largest logit of each query head,
+                (Hq,) float32; None for none.
             growth: factors of the queries, broadcastable to them; None for 1.
             read: keys and values by layer, from which a layer without own ones reads, and to which
                 a layer that others read writes.
@@ -226,8 +233,12 @@ class Attention(nn.Module):
     def _attend_as_cached(
         self, heads: Tensor, rope: tuple[Tensor, Tensor] | None, on_max_logits: OnMaxLogits | None
     ) -> Tensor:
-        """Attend as `_attend_dense` does, but return the bits that an engine computes over a
-        cache."""
+        """Return o (B, S, Hq, D) of a dense batch with the bits that an engine computes over a
+        paged cache.
+
+        A temporary cache holds k and v. Gradients, if needed, and `on_max_logits` come from a
+        second pass by `_attend_dense`.
+        """
         batch, length = heads.shape[:2]
         ctx = dense_context(batch, length, heads.device)
         rows, blocks = heads.detach().flatten(0, 1), ctx.block_table.numel()
@@ -243,7 +254,8 @@ class Attention(nn.Module):
         return valued(dense, value) if learns else value
 
     def _slopes_on(self, device: torch.device) -> Tensor | None:
-        """Return the slopes of ALiBi on a device, (Hq,) float32; None for a layer without ALiBi."""
+        """Return the slopes of ALiBi on a device, (Hq,) float32, kept for later calls; None for a
+        layer without ALiBi."""
         if self.alibi_slopes and (self._slopes is None or self._slopes.device != device):
             with torch.inference_mode(False):
                 self._slopes = torch.tensor(self.alibi_slopes, device=device)
@@ -257,7 +269,11 @@ class Attention(nn.Module):
 
     @property
     def norms_fuse(self) -> bool:
-        """Whether one kernel normalises and rotates q and k and writes the cache."""
+        """Whether one kernel can normalise and rotate q and k and write the cache.
+
+        True without norms; else the norms must be `RMSNorm`s of single heads before the rotation,
+        in a layer with keys of its own.
+        """
         if self.q_norm is None:
             return True
         if self.kv_layer is not None:
@@ -273,7 +289,11 @@ class Attention(nn.Module):
         kv: KVLayer,
         growth: Tensor | None = None,
     ) -> Tensor:
-        """Write new keys and values to the paged cache, and attend over it; return o (T, Hq, D).
+        """Write the rows' keys and values to the paged cache, and attend over the cache; return o
+        (T, Hq, D).
+
+        A layer with `kv_layer` writes nothing: `heads` are queries only, and `kv` is the other
+        layer's cache.
 
         Args:
             heads: (T, Hq + 2 Hk, D), the projections to queries, keys and values.
@@ -319,8 +339,8 @@ class Attention(nn.Module):
         return ctx.attended(self._over(kv), q, self.head_dim)
 
     def _over(self, kv: KVLayer) -> Attend:
-        """Return a function that computes the attention of rotated queries to this layer's
-        cache."""
+        """Return `attention_over` of the cache `kv` with this layer's window, scale, softcap, sinks
+        and slopes."""
         return attention_over(
             kv,
             window=self.window,
@@ -332,7 +352,11 @@ class Attention(nn.Module):
         )
 
     def _heads(self, x: Tensor, adapters: StepAdapters | None) -> tuple[Tensor, Tensor | None]:
-        """Return (..., Hq + 2 Hk, D), query, key and value heads, and the gate (..., Hq D)."""
+        """Project x; return the query, key and value heads (..., Hq + 2 Hk, D), and the gate (...,
+        Hq D).
+
+        The gate is None without `has_gate`; fewer key and value heads come with fewer `kv_parts`.
+        """
         num_heads = self.num_q_heads + self.kv_parts * self.num_kv_heads
         qkv, gate = project(self.qkv_proj, x, adapters), None
         if self.has_gate:
@@ -353,7 +377,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def _rotated_queries(self, heads: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Return the queries of a layer without keys of its own, normalised and rotated."""
+        """Return the queries (..., Hq, D) of a layer without keys of its own, normalised and
+        rotated."""
         q = heads
         if self.q_norm is not None and not self.norms_after_rope:
             q = self._normalised(q, self.q_norm)
@@ -366,7 +391,12 @@ class Attention(nn.Module):
     def _rotated(
         self, heads: Tensor, rope: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (..., Hq, D), k and v (..., Hk, D), normalised and rotated."""
+        """Split `heads` into q (..., Hq, D), k and v (..., Hk, D); normalise and rotate q and k,
+        return all.
+
+        The values get `v_norm`, if there is one, but no rotation; with one `kv_parts` they are k
+        before norm and rotation.
+        """
         hq, hk = self.num_q_heads, self.num_kv_heads
         if self.q_norm is None and self.kv_parts == 2:
             qk, v = heads.split_with_sizes((hq + hk, hk), dim=-2)
@@ -385,7 +415,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def _normalised(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Return q or k (..., H, D) behind its norm."""
+        """Return x, q or k (..., H, D), normalised by `norm`: by head, or all heads at once with
+        norms_all_heads."""
         assert norm is not None
         if self.norms_all_heads:
             y: Tensor = norm(x.flatten(-2)).unflatten(-1, x.shape[-2:])
@@ -404,10 +435,15 @@ def attention_over(
     alibi_slopes: Tensor | None = None,
     is_chunked: bool = False,
 ) -> Attend:
-    """Return the attention of a layer over its paged cache.
+    """Return a function `attend(q, ctx, out=None)` that computes a layer's attention over its paged
+    cache.
+
+    The function maps rotated queries q (T, Hq, D) to o (T, Hq, Dv) by `ops.paged_attention`, with
+    the plan of `ctx.plans` if there is one. It writes nothing to the cache.
 
     Args:
-        kv: the caches of the layer, see `Attention.forward`.
+        kv: the cache tensors of the layer, and its scales if they are 8-bit, see
+            `Attention.forward`.
         window, softmax_scale, softcap, sinks, alibi_slopes: options of the layer, as
             `ops.paged_attention` takes them.
         is_chunked: True if the window begins anew at each multiple of its size.
@@ -446,23 +482,26 @@ def attention_over(
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """Return a dense batch (B, S, H, D) as one of chunks (B ceil(S / size), size, H, D)."""
+    """Cut x (B, S, H, D) into chunks of `size` tokens, zeros at the end: (B ceil(S / size), size,
+    H, D)."""
     padded: Tensor = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
     return padded.view(-1, size, *x.shape[2:])
 
 
 def _from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
-    """Join chunks of a window's length to the dense batch (B, S, H, D), without the padding at
-    its end."""
+    """Undo `_in_chunks`: join chunks x to (batch, length, H, D), and drop the padding at the
+    end."""
     whole: Tensor = x.reshape(batch, -1, *x.shape[2:])
     return whole[:, :length]
 
 
 def attend_as_steps(module: nn.Module) -> None:
-    """Let attention below `module` over a dense batch have the bits of a step on a CPU.
+    """Set `attends_as_cached` below `module` where a dense batch would lack the bits of a step on a
+    CPU.
 
-    It has them anyway, but for heads that are normalised: a step rotates them before they are
-    rounded to 16 bits, and `ops.apply_rope` after.
+    Only layers with norms of q and k need it: a step rotates normalised heads before they are
+    rounded to 16 bits, `ops.apply_rope` after. Layers with `is_read`, a `v_norm` or other than two
+    `kv_parts` are left.
     """
     for child in module.modules():
         if not isinstance(child, Attention) or child.q_norm is None or not child.norms_fuse:

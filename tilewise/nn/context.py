@@ -18,7 +18,8 @@ __all__ = ["Attend", "AttentionContext", "StepPlans", "StepStates"]
 
 
 class StepPlans:
-    """The plans of a step's attention: one for each shape and window, made by the first such layer.
+    """The plans of a step's attention: one for each shape, dtype and window, made by the first such
+    layer.
 
     A plan is for the lengths of the step. A step that runs again with other lengths in the same
     tensors, as a captured CUDA graph does, calls `update` before its layers run, and makes its
@@ -30,7 +31,8 @@ class StepPlans:
 
     @classmethod
     def on(cls, device: torch.device) -> StepPlans | None:
-        """Return a step's plans on a GPU, and None on a CPU, which has no use for them."""
+        """Return an empty StepPlans for a CUDA device, and None for other devices, which have no
+        use for it."""
         return cls() if device.type == "cuda" else None
 
     def __len__(self) -> int:
@@ -39,7 +41,10 @@ class StepPlans:
     def plan(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, window: int | None, **options: Any
     ) -> PagedPlan:
-        """Return the plan of a layer's call of `paged_attention` with these arguments."""
+        """Return the plan of a layer's call of `paged_attention` with these arguments.
+
+        The first call with these shapes, dtypes and window makes the plan; later ones get the same.
+        """
         kind = (q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, window)
         plan = self._plans.get(kind)
         if plan is None:
@@ -56,12 +61,13 @@ class StepPlans:
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """Where the sequences of a step have their states, for layers that keep one.
+    """The places of the recurrent states of a step's B sequences, for layers with states
+    (`StateLayer`).
 
     Attributes:
         slots: (B,) int64, the slot of each sequence; -1 for one without.
-        starts: (B,) int64, the tokens of each that came before the step.
-        layers: the slots of each layer with a state, by its number in the model.
+        starts: (B,) int64, the number of tokens of each sequence that came before the step.
+        layers: the state tensors of each such layer, by the layer's number in the model.
     """
 
     slots: Tensor
@@ -80,17 +86,18 @@ class AttentionContext:
         block_table: (B, max_blocks) int32 cache block ids, in order of position.
         slot_mapping: (T,) int64, block * block_size + offset of each row; -1 is not written.
         batch_invariant: True if a row's bits must not depend on its neighbours, of any sequence.
-        shared: leading blocks that layers without a window read once for several sequences.
+        shared: the leading blocks that several sequences have in common; layers without a window
+            read them once for all. None for no such reads.
         tree_mask: (T, at least max_seqlen_q) bool, which new rows of its sequence each row sees, in
             place of causality among them; see `ops.paged_attention`.
-        plans: the plans of the layers' attention; None lets every call find out for itself what a
-            plan would tell it.
-        attend: calls a layer's attention in its place, `attend(function, q, v_dim)`: a step whose
-            attention stands between CUDA graphs. `function` is an `Attend`.
+        plans: the plans of the layers' attention; None lets every call choose its kernel by itself.
+        attend: a function that is called in place of a layer's attention, `attend(function, q,
+            v_dim)`, and returns o; `function` is the layer's `Attend`. A step whose attention runs
+            between CUDA graphs sets it. None calls the layer's attention directly.
         group_of: the number of the group of each layer of the model; empty where all layers are one
             group.
-        others: the contexts of groups 1, 2, ..., whose tables and slots are others; the first
-            group's are here.
+        others: the contexts of groups 1, 2, ..., with their own block tables and slots; this
+            context has those of group 0.
         adapters: the adapters of the step's rows; None if no row uses one.
         states: the states of the step's sequences; None in a model without layers that keep one.
     """
@@ -111,7 +118,7 @@ class AttentionContext:
     states: StepStates | None = None
 
     def with_adapters(self, adapters: StepAdapters) -> AttentionContext:
-        """Return the context of a step some of whose rows use adapters."""
+        """Return a copy of this context, and of those in `others`, with these adapters."""
         others = tuple(replace(other, adapters=adapters) for other in self.others)
         return replace(self, others=others, adapters=adapters)
 
@@ -122,8 +129,11 @@ class AttentionContext:
         return self.others[group - 1] if group else self
 
     def in_chunks(self, size: int, block_size: int) -> AttentionContext:
-        """Return the context of attention in chunks: of each sequence, a sequence for each chunk
-        that has new rows, whose keys begin with the chunk.
+        """Return the context of attention in chunks: each sequence becomes one sequence for each
+        chunk in which it has new rows, and whose keys begin with the chunk.
+
+        Returns self if the block table holds no more than one chunk. The new context has neither
+        plans nor shared blocks.
 
         Nothing waits for a device: there are as many chunks as the longest run may touch, of which
         some are empty.
@@ -164,15 +174,17 @@ class AttentionContext:
         )
 
     def attended(self, attend: Attend, q: Tensor, v_dim: int) -> Tensor:
-        """Return o (T, Hq, v_dim) of a layer's attention, called here or by the step's `attend`."""
+        """Return o (T, Hq, v_dim): call `attend(q, self)`, or hand it to the step's own `attend` if
+        it has one."""
         return attend(q, self) if self.attend is None else self.attend(attend, q, v_dim)
 
 
 class Attend(Protocol):
-    """A layer's attention: queries (T, Hq, D) and where they belong, to o (T, Hq, Dv).
+    """The type of a function that computes a layer's attention over its cache.
 
-    o is written to `out` and that is returned, or it is another tensor.
+    It maps rotated queries q (T, Hq, D) and their context to o (T, Hq, Dv). It returns o in `out`,
+    if one is given and it can write there, or in a new tensor.
     """
 
     def __call__(self, q: Tensor, ctx: AttentionContext, out: Tensor | None = None, /) -> Tensor:
-        """Compute o."""
+        """Return o (T, Hq, Dv) of q (T, Hq, D), in `out` or in a new tensor."""

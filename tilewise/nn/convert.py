@@ -52,7 +52,7 @@ def to_gqa(
             `with_kv_heads`, is changed too), or a state dict with `qkv_proj` parameters as
             `nn.Attention` names them, or with `k_proj` and `v_proj` ones.
         num_kv_heads: Hk of the result; it must divide that of every layer.
-        num_q_heads: Hq, needed to split the rows of qkv_proj in a state dict.
+        num_q_heads: Hq, needed to split the rows of qkv_proj in a state dict; not read otherwise.
         head_dim: D, needed for a state dict.
 
     Returns:
@@ -103,8 +103,8 @@ def _attention_at(model: nn.Module, name: str) -> Attention:
 
 
 def _convert(attention: Attention, num_kv_heads: int) -> Attention:
-    """Return a copy of an attention layer with num_kv_heads key and value heads, means of the
-    old ones."""
+    """Return a copy of an attention layer with num_kv_heads key and value heads, each the mean of a
+    group of neighbouring old ones."""
     result = copy.deepcopy(attention)
     old, new = attention.qkv_proj, result.qkv_proj
     heads, dim = (attention.num_q_heads, attention.num_kv_heads), attention.head_dim
@@ -135,14 +135,20 @@ def _convert_entry(
 def _pool_fused(
     rows: Tensor, num_q_heads: int, old_kv_heads: int, num_kv_heads: int, head_dim: int
 ) -> Tensor:
-    """Pool the k and v rows of [q, k, v] rows."""
+    """Return the rows [q, k, v] of a fused projection with k and v pooled to num_kv_heads each by
+    `_pool`."""
     kv = old_kv_heads * head_dim
     q, k, v = rows.split([num_q_heads * head_dim, kv, kv])
     return torch.cat([q, _pool(k, num_kv_heads, head_dim), _pool(v, num_kv_heads, head_dim)])
 
 
 def _pool(rows: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
-    """Average each group of neighbouring heads, head_dim rows each, in float32 at least."""
+    """Return the rows of num_kv_heads heads, each the mean of a group of neighbouring heads of
+    `rows`.
+
+    A head has head_dim rows. Means are computed in float32 at least, and returned in the dtype of
+    `rows`. Raises ValueError if num_kv_heads does not divide the heads.
+    """
     old = rows.shape[0] // head_dim
     if num_kv_heads < 1 or old % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide the {old} there are, got {num_kv_heads}")

@@ -19,7 +19,8 @@ BLOCK_SIZE = 16
 
 
 def dense_context(batch: int, length: int, device: torch.device) -> AttentionContext:
-    """Return the context of a dense batch's rows: sequence b has the b-th run of blocks.
+    """Return the batch-invariant context of a dense batch's rows: sequence b has the b-th ceil(S /
+    16) blocks.
 
     Args:
         batch: B, the number of sequences.
@@ -44,7 +45,8 @@ def dense_context(batch: int, length: int, device: torch.device) -> AttentionCon
 
 
 def packed_rope(rope: tuple[Tensor, Tensor] | None, batch: int) -> tuple[Tensor, Tensor] | None:
-    """Expand cos and sin of a dense batch, (S, R / 2) or (B, S, R / 2), to (B S, R / 2)."""
+    """Expand cos and sin of a dense batch, (S, R / 2) or (B, S, R / 2), to (B S, R / 2); None stays
+    None."""
     if rope is None:
         return None
     cos, sin = (x if x.dim() == 3 else x.expand(batch, *x.shape) for x in rope)

@@ -46,6 +46,7 @@ class ExpertsConfig:
         activation: the function of the gate, one of `nn.layers.ACTIVATIONS` that `ops.expert_mlp`
             computes, or "clamped": (b + 1) g sigmoid(alpha g) with g = min(a, limit) of the gate's
             output a and b of the other, clamped to [-limit, limit].
+        limit, alpha: the constants of the activation "clamped".
         has_bias: True if the products of the experts have biases.
         is_interleaved: True if the rows of gate and up alternate; False if the gate's come first.
         is_packed: True if the experts' weights are MXFP4, 4.25 bits an element.
@@ -217,8 +218,12 @@ class Experts(nn.Module):
         self.packed: cpu_step.Mixture | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
-        """Apply `fn` to all tensors as Module._apply does, but leave those that must stay
-        float32."""
+        """Apply `fn` to all tensors as Module._apply does, but keep two in float32 if `fn` would
+        narrow them.
+
+        They are correction_bias, and the router's weight and bias with `routes_in_float32`; they
+        only move to the new device.
+        """
         held: list[Tensor | None] = [self.correction_bias]
         if self.config.routes_in_float32 and isinstance(self.router, nn.Linear):
             held += [self.router.weight, self.router.bias]
@@ -230,7 +235,11 @@ class Experts(nn.Module):
         return self
 
     def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """Map x (..., E) to (..., E); experts are chosen by `router_input`, or by x if None."""
+        """Map x (..., E) to (..., E): the sum of each token's experts, and of the shared block if
+        there is one.
+
+        Experts are chosen by `router_input`, of the shape of x, or by x if None.
+        """
         tokens = rows = x.reshape(-1, x.shape[-1])
         logits = self._logits(rows if router_input is None else router_input.reshape(rows.shape))
         if self.latent_proj is not None:
@@ -260,11 +269,15 @@ class Experts(nn.Module):
         return y.view(x.shape)
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
-        """Replace the weights by the layout that this CPU reads fastest, if possible.
+        """Replace the experts' weights and the router by the layout that this CPU reads fastest.
+
+        Nothing changes if the weights cannot be packed or are quantised. Otherwise the parameters
+        of the experts are deleted, and the module is for inference only. The shared block is left
+        as it is.
 
         Args:
-            is_int8: True to store the experts' as int8 with a scale for every 64 inputs; the router
-                stays as it is.
+            is_int8: True to store the experts' weights as int8 with a scale for every 64 inputs;
+                the router keeps its dtype.
 
         Raises:
             ValueError: `is_int8` with a weight that is not finite.
@@ -282,12 +295,11 @@ class Experts(nn.Module):
             self.router = PackedLinear(self.router.weight, self.router.bias)  # type: ignore[assignment]
 
     def hold(self, up: QuantisedWeight, down: QuantisedWeight, dtype: torch.dtype) -> None:
-        """Take the weights of all experts in the place of the parameters `up` and `down`, as narrow
-        as a checkpoint stores them.
+        """Replace the parameters `up` and `down`, in place, by quantised weights of all experts.
 
         Args:
-            up, down: (N 2 I, E), or (N I, E) without gates, and (N E, I), perhaps on "meta";
-                columns of zeros may follow.
+            up, down: (N 2 I, E), or (N I, E) without gates, and (N E, I), all experts one below
+                another, perhaps on "meta"; columns of zeros may follow.
             dtype: the dtype of the model.
         """
         for name, weight in (("up", up), ("down", down)):
@@ -296,8 +308,11 @@ class Experts(nn.Module):
             setattr(self, name, QuantisedLinear([weight], None, dtype))
 
     def place_on_gpu(self) -> None:
-        """Rearrange MXFP4 weights as the kernels of this GPU read them; without such kernels do
-        nothing."""
+        """Replace MXFP4 weights, in place, by a copy in the order that kernels of this GPU read.
+
+        Other weights, quantised ones that were rearranged already, and GPUs without such kernels
+        are left.
+        """
         if not self.config.is_packed or isinstance(self.up, QuantisedLinear):
             return
         assert self.up_scale is not None
@@ -310,8 +325,13 @@ class Experts(nn.Module):
             self.hold(*placed, dtype)
 
     def refill(self, given: Mapping[str, Tensor]) -> None:
-        """Write other weights, by the names of the parameters before `pack_for_inference`, where
-        the packed ones lie."""
+        """Write other weights of the experts into the packed panels, in place; for panels that are
+        not int8.
+
+        `given` maps the names that the parameters had before `pack_for_inference` to tensors: up
+        and down, their biases and scales, correction_bias and expert_scale. Router and shared block
+        are not written.
+        """
         packed = self.packed
         assert packed is not None
         with torch.device("meta"):
@@ -328,14 +348,16 @@ class Experts(nn.Module):
 
     @property
     def num_active_weights(self) -> int:
-        """The packed weights of the experts of one token, padding included; 0 before packing."""
+        """The number of packed weights in the experts of one token, padding included; 0 before
+        packing."""
         packed = self.packed
         if packed is None:
             return 0
         return packed.num_active * (packed.up[0].num_weights + packed.down[0].num_weights)
 
     def _packed(self, *, is_int8: bool = False) -> cpu_step.Mixture:
-        """Return the mixture as a compiled step takes it, its weights in panels."""
+        """Return a new `cpu_step.Mixture`, as a compiled CPU step takes it: all experts packed into
+        panels."""
         config = self.config
         panels_of = functools.partial(self._panels_of, is_int8=is_int8)
         is_clamped = config.activation == _CLAMPED
@@ -364,9 +386,11 @@ class Experts(nn.Module):
     def _panels_of(
         self, name: str, e: int, *, is_int8: bool, into: panels.Panels | None = None
     ) -> panels.Panels:
-        """Pack weight `name` of expert `e` into panels.
+        """Pack weight `name` ("up" or "down") and its bias of expert `e` into panels, and return
+        them.
 
-        `into` is panels whose memory it overwrites; None makes new ones.
+        Rows of gate and up are put in the order of the panels. `into`: panels to overwrite; None
+        makes new ones.
         """
         held = getattr(self, f"{name}_bias")
         weight = self._plain(name, e).detach()
@@ -382,11 +406,13 @@ class Experts(nn.Module):
         return panels.pack(weight, bias, into=into)
 
     def _held(self, name: str) -> cpu_step.Held | None:
-        """Return a function that returns a parameter as it is then, or None if there is none."""
+        """Return a function that looks up parameter `name` at each call; None if the module has no
+        such one."""
         return None if getattr(self, name) is None else lambda: cast(Tensor, getattr(self, name))
 
     def _logits(self, rows: Tensor) -> Tensor:
-        """Return the logits (T, N) of the experts, without their factor."""
+        """Return the router's logits (T, N) of rows (T, E), normalised first by router_norm;
+        logit_scale is not applied."""
         config = self.config
         if self.router_norm is not None:
             rows = self.router_norm(rows)
@@ -395,12 +421,16 @@ class Experts(nn.Module):
         return project(self.router, rows)
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """Return the logits times their factor."""
+        """Return logits * logit_scale, in float32 unless the factor is 1."""
         scale = self.config.logit_scale
         return logits if scale == 1.0 else logits.float() * scale
 
     def _in_one(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Return the sum of a token's experts by the ops of inference."""
+        """Return (T, E), each token's weighted sum of its chosen experts, by the ops of inference
+        on a GPU.
+
+        Nothing is differentiable. `logits` (T, N) are those of the router, before logit_scale.
+        """
         config = self.config
         chosen, weights = ops.choose_experts(
             self._scaled(logits),
@@ -448,7 +478,10 @@ class Experts(nn.Module):
         )
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts and their weights, (T, k); see `ops.choose_experts`."""
+        """Return the chosen experts and their weights, each (T, k), by torch's operations.
+
+        The rule is that of `ops.choose_experts`; the weights are differentiable.
+        """
         config, logits = self.config, self._scaled(logits)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         if config.scores == "sparse_mixer":
@@ -475,7 +508,11 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def _best(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return the experts (T, k) with the best scores, of equal ones the first."""
+        """Return the indices (T, k) of the experts with the best scores, in descending order.
+
+        correction_bias is added first, and with groups only the best groups' experts count. Of
+        equal scores the first expert wins.
+        """
         config = self.config
         is_plain = config.num_groups == 1 or config.best_in_group == 1
         if config.scores == "softmax" and self.correction_bias is None and is_plain:
@@ -491,7 +528,11 @@ class Experts(nn.Module):
         return scores.argsort(dim=1, descending=True, stable=True)[:, : config.num_active]
 
     def _by_expert(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute y (T, E) expert by expert; a token's results are added in the order of choice.
+        """Return y (T, E), each token's weighted sum of its experts, computed expert by expert,
+        differentiably.
+
+        A token's results are added in the order of choice. The host waits for the number of rows of
+        each expert.
 
         Args:
             x: (T, E).
@@ -519,7 +560,8 @@ class Experts(nn.Module):
         return y.to(x.dtype)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
-        """Return the output of one expert for its rows (T, E)."""
+        """Return the output of expert `e` for its rows x (T, E): up, activation and down, not yet
+        weighted."""
         up_bias, down_bias = (
             None if bias is None else bias[e] for bias in (self.up_bias, self.down_bias)
         )
@@ -544,7 +586,8 @@ class Experts(nn.Module):
         return y
 
     def _shared(self, x: Tensor) -> Tensor:
-        """Return the output (T, E) of the shared expert, gated if it has a gate."""
+        """Return the output (T, E) of the shared block, times sigmoid(shared_gate(x)) if it has a
+        gate."""
         assert self.shared is not None
         y: Any = self.shared(x)
         if self.shared_gate is None:
@@ -552,7 +595,8 @@ class Experts(nn.Module):
         return self._sigmoid(project(self.shared_gate, x)) * cast(Tensor, y)
 
     def _plain(self, name: str, e: int) -> Tensor:
-        """Return the unpacked weight of an expert, (rows, columns)."""
+        """Return weight `name` ("up" or "down") of expert `e` as floats (rows, columns),
+        dequantised if needed."""
         held = getattr(self, name)
         if isinstance(held, QuantisedLinear):
             rows, columns = held.out_features // self.config.num_experts, held.in_features
@@ -567,7 +611,10 @@ class Experts(nn.Module):
 
 
 def _mixed(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Return the two experts and weights (T, 2) of the scores "sparse_mixer"."""
+    """Return the two chosen experts and their weights, each (T, 2), by the rule "sparse_mixer".
+
+    See `ops.choose_experts` for the rule; weights are differentiable.
+    """
     size, left = logits.abs(), logits
     chosen, weights = [], []
     for _ in range(2):

@@ -51,17 +51,19 @@ class GatedDeltaConfig:
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """The channels of q, of k, of v and of the gate."""
+        """The numbers of channels of q, k, v and the gate, all heads together: (Hk K, Hk K, H V, H
+        V)."""
         keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
         return keys, keys, values, values
 
     @property
     def heads(self) -> tuple[range, range]:
-        """The key heads and the value heads."""
+        """The indices of the key heads and of the value heads, as two ranges from 0."""
         return range(self.num_key_heads), range(self.num_value_heads)
 
     def rows(self, name: str) -> tuple[int, ...] | None:
-        """Return the rows of each part stacked in parameter `name`; None if all have as many."""
+        """Return the number of rows of each tensor that is stacked into parameter `name`; None if
+        all are equal."""
         return {"qkvz_proj": self.parts, "conv": self.parts[:3]}.get(name)
 
     def state(self, dtype: torch.dtype) -> StateSpec:
@@ -112,7 +114,11 @@ class GatedDeltaNet(StateLayer):
         self.o_proj = nn.Linear(config.parts[2], hidden_size, bias=False)
 
     def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
-        """Return the rows of x (..., E) mixed with those before them."""
+        """Return the layer's output for x (..., E), same shape: each row sees earlier rows of its
+        sequence.
+
+        The slots of `memory`, if it has some, are updated in place.
+        """
         config, (*channels, gate) = self.config, self.config.parts
         qkvz = project(self.qkvz_proj, x, adapters)
         mixed, z = qkvz.split_with_sizes((sum(channels), gate), -1)
@@ -129,7 +135,11 @@ class GatedDeltaNet(StateLayer):
         return adapted(self.o_proj, self.norm(o, z).flatten(-2), adapters)
 
     def fused_inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
-        """Return q and k of unit length, g and beta, by one kernel."""
+        """Return q and k (..., Hk, K) of unit length, g and beta (..., H), by one kernel for
+        inference.
+
+        `mixed` is the output of the convolution, `ba` the projection to b and a.
+        """
         config, rows = self.config, mixed.shape[:-1]
         found = ops.delta_inputs(
             mixed.reshape(-1, mixed.shape[-1]),
@@ -144,7 +154,11 @@ class GatedDeltaNet(StateLayer):
         return tuple(x.view(*rows, *x.shape[1:]) for x in found)
 
     def inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
-        """Return q and k of unit length, g and beta, by operations that are differentiable."""
+        """Return q and k (..., Hk, K) of unit length, g and beta (..., H), by differentiable
+        operations.
+
+        Arguments and values are those of `fused_inputs`.
+        """
         config, channels = self.config, self.config.parts[:2]
         q, k = mixed[..., : sum(channels)].split_with_sizes(channels, -1)
         q, k = (unit_length(part.unflatten(-1, (-1, config.key_dim))) for part in (q, k))

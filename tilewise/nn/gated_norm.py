@@ -21,7 +21,8 @@ UNIT_EPS = 1e-6  # of Flash Linear Attention, with which models are trained
 def _normalised(x: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) of float32 or float64 rows.
 
-    On a CPU a row has the bits of inference, wherever it lies, and torch's gradient.
+    On a CPU the value is that of `ops.rms_norm`, which does not depend on a row's place, with
+    torch's gradient.
     """
     smooth: Tensor
     dim = x.shape[-1]
@@ -50,14 +51,15 @@ def unit_length(x: Tensor) -> Tensor:
 class GatedRMSNorm(nn.Module):
     """Scale rows to unit root mean square, and multiply them by a weight and a function of a gate.
 
-    y = round(x / rms(x)) * weight * f(gate), or, gate first, y = round(z / rms(z)) * weight of
-    z = x f(gate). All is float32 (float64 for float64), but for the first rounding. Sources: Dao
-    and Gu, 2024 (Mamba-2, the gate first); Yang et al., 2024 (gated delta nets).
+    y = round(x / rms(x)) * weight * f(gate), or, gate first, y = round(z / rms(z)) * weight of z =
+    x f(gate). All is float32 (float64 for float64), but for the first rounding. Sources: Dao and
+    Gu, 2024 (Mamba-2, the gate first); Yang et al., 2024 (gated delta nets).
 
     Args:
         dim: the channels of the weight.
         eps: the number that is added to the mean square.
-        group_size: the channels that are averaged; all when None.
+        group_size: the channels over which each mean square is taken, a divisor of dim; None is
+            all.
         activation: f, "silu" or "sigmoid".
         gate_first: True to multiply by the gate before the norm.
         rounds_first: False to round only once, after the gate.
@@ -82,7 +84,8 @@ class GatedRMSNorm(nn.Module):
             raise ValueError(f"group_size must divide {dim} channels, got {group_size}")
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map x (..., dim), whose gate has its shape, to the same shape and dtype."""
+        """Normalise x (..., dim) with a gate of the same shape; return a tensor of the shape and
+        dtype of x."""
         if x.dim() > 1 and x.is_contiguous() and fuses(x, gate, self.weight):
             dims = x.shape[-2:]  # rows of a packed batch, and heads
             lies = x.dim() < 4

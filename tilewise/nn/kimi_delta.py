@@ -39,7 +39,8 @@ class KimiDeltaConfig:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
     def rows(self, name: str) -> tuple[int, ...] | None:
-        """Return the rows of each part stacked in parameter `name`; None if all have as many."""
+        """Return the number of rows of each tensor that is stacked into parameter `name`; None if
+        all are equal."""
         heads, dim = self.num_heads, self.head_dim
         return (heads, dim, dim) if name == "a_proj" else None
 
@@ -87,7 +88,11 @@ class KimiDeltaAttention(StateLayer):
         self.o_proj = nn.Linear(width, hidden_size, bias=False)
 
     def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
-        """Return the rows of x (..., E) mixed with those before them."""
+        """Return the layer's output for x (..., E), same shape: each row sees earlier rows of its
+        sequence.
+
+        The slots of `memory`, if it has some, are updated in place.
+        """
         heads, dim = self.config.num_heads, self.config.head_dim
         qkv = project(self.qkv_proj, x, adapters)
         mixed = memory.convolve(qkv, self.conv, None, "silu")

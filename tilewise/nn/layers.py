@@ -78,14 +78,21 @@ FUSED_ON = ("cuda",)
 
 
 def fuse_on_cpu(module: nn.Module) -> None:
-    """Make norms and activations below `module` round as a compiled step does, in inference."""
+    """Set `fuses_on_cpu` on all norms and feed-forward blocks at and below `module`.
+
+    In inference on a CPU they then use the kernels of a compiled step and give its bits.
+    """
     for child in module.modules():
         if isinstance(child, FUSED_MODULES):
             child.fuses_on_cpu = True
 
 
 def name_of(function: Callable[[Tensor], Tensor]) -> str:
-    """Return the name in a compiled step of one of ACTIVATIONS."""
+    """Return the name by which a compiled CPU step knows an elementwise function, e.g. "silu".
+
+    `function` is one of the values of ACTIVATIONS or of those that `activate` takes; KeyError for
+    others.
+    """
     return _NAMES[function]
 
 
@@ -96,7 +103,9 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -
         function: one of ACTIVATIONS, torch.sigmoid, torch.tanh, F.softplus or torch.exp; its
             gradient is torch's.
         x: (..., E), contiguous in the last dim.
-        on_cpu: True to return the values of `ops.activate` on a CPU.
+        on_cpu: True to return the values of `ops.activate` on a CPU; False for torch's. Other
+            devices, float64, compiled code and other functions than those of `ops.activate` always
+            get torch's.
     """
     if not on_cpu or x.device.type != "cpu" or torch.compiler.is_compiling():
         return function(x)
@@ -109,10 +118,12 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -
 
 
 def fuses(x: Tensor, *parameters: Tensor, on_cpu: bool = False) -> bool:
-    """Return whether a kernel of `tilewise.ops` replaces torch's operations: in inference, on a
-    GPU.
+    """Return whether a kernel of `tilewise.ops` shall replace torch's operations on x and
+    `parameters`.
 
-    The kernels are not differentiable, and torch.compile fuses torch's operations itself.
+    True in inference on a GPU, with `on_cpu` also on a CPU, for tensors of one dtype, not float64,
+    that are not empty and contiguous in the last dim. The kernels are not differentiable, and
+    torch.compile fuses torch's operations itself.
     """
     if torch.compiler.is_compiling() or (x.device.type not in FUSED_ON and not on_cpu):
         return False
@@ -122,13 +133,16 @@ def fuses(x: Tensor, *parameters: Tensor, on_cpu: bool = False) -> bool:
 
 
 def _is_plain(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
-    """Return whether all tensors have one dtype and a layout that the kernels read."""
+    """Return whether x and `parameters` have one dtype and are all contiguous in the last dim."""
     return all(t.stride(-1) == 1 and t.dtype == x.dtype for t in (x, *parameters))
 
 
 def project(linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-    """Return linear(x) plus the outputs of its adapters; `ops.linear` computes it where it is
-    faster."""
+    """Return linear(x), plus the terms that `adapters` add for this layer.
+
+    In inference on a GPU `ops.linear` computes the product of a few rows where it is faster than
+    torch.
+    """
     if adapters is None:
         return _product(linear, x)
     if hasattr(linear, "leave_sum"):
@@ -155,7 +169,9 @@ def project_in_parts(
     """Return linear(x) for `RMSNorm.add`: as partial sums where it is faster that the norm adds
     them.
 
-    The terms of adapters are in the first part; the other parts are those of a step without.
+    The result is `Parts` of a product that several programs compute, a `RankPart` of one that
+    several devices share, else a tensor as from `project`. The terms of adapters are added to the
+    first part, the other parts are as without adapters.
     """
     leave_sum = getattr(linear, "leave_sum", None)
     if leave_sum is not None:
@@ -187,7 +203,7 @@ def _product_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts:
 
 
 def adapted(linear: nn.Module, x: Tensor, adapters: StepAdapters | None) -> Tensor:
-    """Return linear(x), and what adapters add."""
+    """Return linear(x) plus the terms that `adapters` add for this layer; None adds nothing."""
     y: Tensor
     if adapters is not None and hasattr(linear, "leave_sum"):  # of a rank: added before the sum
         y = linear(x, adapters)
@@ -199,7 +215,7 @@ def adapted(linear: nn.Module, x: Tensor, adapters: StepAdapters | None) -> Tens
 
 
 class Parts(NamedTuple):
-    """A product as partial sums that are not yet added.
+    """A product as P partial sums that are not yet added, as `RMSNorm.add` takes it.
 
     Attributes:
         sums: (P, ..., E) float32, the result of `ops.linear_parts`.
@@ -216,8 +232,9 @@ class _Adder(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Add x over all devices, then the residual; return the RMS norm of that sum, and the sum.
 
-        The second result may have only the rows that this device adds up: pass it to the next such
-        sum.
+        x is this device's tensor, or `parts` partial sums (parts, ..., E) if parts is not 0. The
+        second result may hold valid values only in the rows that this device adds up: use it only
+        as the residual of the next call.
         """
         ...
 
@@ -227,8 +244,9 @@ class RankPart(NamedTuple):
 
     Attributes:
         sums: (..., E), or (parts, ..., E) float32.
-        parts: the number of partial sums in `sums`; None if it is one tensor.
-        group: the devices, which add up.
+        parts: the number of partial sums in the first dim of `sums`; 0 if it is one tensor without
+            that dim.
+        group: the group of devices that adds the parts of all.
     """
 
     sums: Tensor
@@ -239,9 +257,13 @@ class RankPart(NamedTuple):
 class RMSNorm(nn.Module):
     """Scale each row to unit root mean square: y = round(x / sqrt(mean(x^2) + eps)) * weight.
 
-    The statistics are float32 (float64 for float64 input) and the quotient is rounded to the
-    dtype of x before the weight multiplies it, which is the order that Hugging Face's Llama was
-    trained with. Source: Zhang and Sennrich, 2019.
+    The statistics are float32 (float64 for float64 input) and the quotient is rounded to the dtype
+    of x before the weight multiplies it, which is the order that Hugging Face's Llama was trained
+    with. Source: Zhang and Sennrich, 2019.
+
+    Attributes:
+        fuses_on_cpu: True if inference on a CPU uses the kernels, and gives the bits, of a compiled
+            step.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -251,7 +273,7 @@ class RMSNorm(nn.Module):
         self.fuses_on_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of x (..., dim)."""
+        """Return x (..., dim) normalised over its last dim, in the same shape."""
         if fuses(x, self.weight, on_cpu=self.fuses_on_cpu):
             if self.fuses_on_cpu and x.dtype == torch.float32:
                 # A compiled step rounds the quotient before it is multiplied by the weight, in
@@ -261,7 +283,12 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim).
+
+        x may be the partial sums of a product, which are added first; of a `RankPart` the parts of
+        all devices are added, and the returned sum is for the next call only, see
+        `_Adder.add_rms_norm`.
+        """
         if isinstance(x, RankPart):
             return x.group.add_rms_norm(x.sums, residual, self.weight, self.eps, parts=x.parts)
         if isinstance(x, Parts):
@@ -290,14 +317,15 @@ class UnitRMSNorm(nn.Module):
         self.dim, self.eps, self.fuses_on_cpu = dim, eps, False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of x (..., dim)."""
+        """Return x (..., dim) normalised over its last dim, in the same shape."""
         if self.fuses_on_cpu and fuses(x, on_cpu=True):
             ones = torch.ones(self.dim, dtype=x.dtype)
             return cpu_step.normalise(x, ones, None, self.eps, 0.0, centres=False)
         return F.rms_norm(x, (self.dim,), None, self.eps)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim); x must be a tensor, not
+        parts."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
         total = residual + x
         return self(total), total
@@ -321,7 +349,7 @@ class ShiftedRMSNorm(nn.Module):
         self.fuses_on_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of x (..., dim)."""
+        """Return x (..., dim) normalised over its last dim, in the same shape and dtype."""
         if self.fuses_on_cpu and fuses(x, self.weight, on_cpu=True):
             return cpu_step.normalise(x, self.weight, None, self.eps, 1.0, centres=False)
         if fuses(x, self.weight):
@@ -331,7 +359,8 @@ class ShiftedRMSNorm(nn.Module):
         return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim); x must be a tensor, not
+        parts."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
         if fuses(x, residual, self.weight):
             return ops.add_shifted_rms_norm(x, residual, self.weight, self.eps)
@@ -344,13 +373,15 @@ class ShiftedRMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's layer norm, which adds the residual stream, too.
+    """torch's layer norm with a method `add` that adds the residual stream first, as the other
+    norms have.
 
     Args:
         dim: the number of channels.
         eps: the number that is added to the variance.
-        has_weight, has_bias: whether the result is multiplied and added to.
-        is_shifted: True if the weight is stored as its excess over 1.
+        has_weight, has_bias: whether a learnt weight multiplies the result, and whether a learnt
+            bias is added to it.
+        is_shifted: True if the factor is 1 + weight; the weight is then 0 at first.
     """
 
     def __init__(
@@ -368,7 +399,7 @@ class LayerNorm(nn.LayerNorm):
             nn.init.zeros_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last dim of input (..., dim)."""
+        """Return input (..., dim) normalised over its last dim, in the same shape."""
         if self.fuses_on_cpu and fuses(input, *self.parameters(), on_cpu=True):
             ones = torch.ones(self.normalized_shape, dtype=input.dtype)
             return cpu_step.normalise(
@@ -383,7 +414,8 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, weight, self.bias, self.eps)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim); x must be a tensor, not
+        parts."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
         total = residual + x
         return self(total), total
@@ -396,6 +428,9 @@ class GatedMLP(nn.Module):
 
     Attributes:
         gate_scale: the factor of the gate, before its activation.
+        leaves_parts: True if `forward` may return partial sums for `RMSNorm.add`, see
+            `project_in_parts`.
+        fuses_on_cpu: True if inference on a CPU gives the bits of a compiled step.
     """
 
     def __init__(
@@ -412,12 +447,13 @@ class GatedMLP(nn.Module):
     def forward(
         self, x: Tensor, adapters: StepAdapters | None = None, added: Tensor | None = None
     ) -> Tensor | Parts | RankPart:
-        """Map x (..., E) to (..., E).
+        """Map x (..., E) to (..., E); with `leaves_parts` perhaps as partial sums.
 
         Args:
             x: the rows of the batch.
-            adapters: the adapters of requests, which add to the products.
-            added: (..., 2 I), the sum that gate and up get as they are projected; None for none.
+            adapters: the adapters of the step's rows, whose terms are added to both products; None
+                for none.
+            added: (..., 2 I), a term that is added to the projection to gate and up; None for none.
         """
         gate_up = project(self.gate_up_proj, x, adapters)
         if added is not None:
@@ -446,7 +482,7 @@ class MLP(nn.Module):
         self.fuses_on_cpu = False
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        """Map x (..., E) to (..., E)."""
+        """Map x (..., E) to (..., E); `adapters` add their terms to both products."""
         up = adapted(self.up_proj, x, adapters)
         y = activate(self.activation, up, on_cpu=self.fuses_on_cpu)
         return adapted(self.down_proj, y, adapters)

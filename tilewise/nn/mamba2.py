@@ -28,14 +28,16 @@ class Mamba2Config:
         state_dim: N, the channels of b and c.
         conv_width: W, the tokens that the convolution reads.
         norm_eps: the epsilon of the norm behind the recurrence.
-        norm_groups: the groups of channels that it averages; 0 for no norm (Falcon-H1).
+        norm_groups: the number of groups of channels that the norm averages; 0 for no norm
+            (Falcon-H1).
         gate_first: True if the gate multiplies before the norm, as in Mamba-2.
-        rounds_first: True if that norm is rounded before its weight multiplies it.
+        rounds_first: True if the norm's result is rounded before the weight multiplies it.
         has_conv_bias, has_in_bias, has_out_bias: whether the convolution and the projections add a
             bias.
         dt_limits: the least and the largest time step.
-        input_scale, output_scale: factors of x and of the result.
-        part_scales: factors of the gate, of x, b, c and dt behind their projection (Falcon-H1).
+        input_scale, output_scale: factors of the layer's input and of its output.
+        part_scales: five factors, of the gate, x, b, c and dt, applied to the result of in_proj
+            (Falcon-H1).
     """
 
     num_heads: int
@@ -73,12 +75,12 @@ class Mamba2Config:
 
     @property
     def parts(self) -> tuple[int, int, int, int, int]:
-        """The channels of the gate, of x, b, c and dt."""
+        """The numbers of channels of the gate, x, b, c and dt: (H P, H P, G N, G N, H)."""
         width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_dim
         return width, width, groups, groups, self.num_heads
 
     def rows(self, name: str) -> tuple[int, ...] | None:
-        """Return the rows of each part stacked in parameter `name`; None if all have as many."""
+        """Return None: no parameter is stacked from tensors with different numbers of rows."""
         return None
 
     def state(self, dtype: torch.dtype) -> StateSpec:
@@ -100,8 +102,7 @@ class Mamba2(StateLayer):
 
     (z, x, b, c, dt) = u W_in; (x, b, c) = silu(conv(x, b, c)); dt = softplus(dt + dt_bias), within
     its limits; y of `ops.ssd` with a = -exp(a_log); y = norm(y silu(z)) W_o. Rows of in_proj are
-    the five parts, one after another.
-    Source: Dao and Gu, 2024, "Transformers are SSMs", section 7.
+    the five parts, one after another. Source: Dao and Gu, 2024, "Transformers are SSMs", section 7.
 
     Args:
         hidden_size: the width E of u.
@@ -110,7 +111,7 @@ class Mamba2(StateLayer):
     Attributes:
         conv, conv_bias: (H P + 2 G N, W) and (H P + 2 G N,), or None.
         a_log, dt_bias, d: (H,) float32.
-        norm: the norm of the H P channels, or None.
+        norm: the gated norm of the H P channels; None for none: y is then (y silu(z)) W_o.
     """
 
     config: Mamba2Config
@@ -142,7 +143,11 @@ class Mamba2(StateLayer):
         self.o_proj = nn.Linear(width, hidden_size, bias=config.has_out_bias)
 
     def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
-        """Return the rows of x (..., E) mixed with those before them."""
+        """Return the layer's output for x (..., E), same shape: each row sees earlier rows of its
+        sequence.
+
+        The slots of `memory`, if it has some, are updated in place.
+        """
         config, (gate, *channels, steps) = self.config, self.config.parts
         if config.input_scale != 1:
             x = x * config.input_scale
@@ -168,7 +173,11 @@ class Mamba2(StateLayer):
         return out if config.output_scale == 1 else out * config.output_scale
 
     def factors_like(self, parts: Tensor) -> Tensor:
-        """Return the factor of each channel of the projection."""
+        """Return config.part_scales repeated for each channel of in_proj, in the dtype and device
+        of `parts`.
+
+        The tensor (sum(config.parts),) is kept for the next call.
+        """
         found = self._factors
         if found is None or found.device != parts.device or found.dtype != parts.dtype:
             with torch.inference_mode(False):

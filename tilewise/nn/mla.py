@@ -140,8 +140,8 @@ class MultiheadLatentAttention(nn.Module):
             Same shape as x.
 
         Raises:
-            ValueError: only one of ctx and kv is given, the new tokens are a tree, or attention is
-                handed over after `absorb`.
+            ValueError: only one of ctx and kv is given, ctx has a tree_mask, or ctx has `attend` or
+                adapters after `absorb` has made E or F.
         """
         if (ctx is None) != (kv is None):
             raise ValueError(
@@ -188,8 +188,8 @@ class MultiheadLatentAttention(nn.Module):
 
     @property
     def expanding_run(self) -> int:
-        """Number of new tokens from which expanding the cache costs fewer FLOPs than attending
-        absorbed.
+        """The number of new tokens of a sequence from which expanding its cached latents costs no
+        more FLOPs than attending absorbed.
 
         A cached token costs R (Dn + Dv) multiply-adds a head to expand and then Dn + Dr + Dv for
         each new token, or 2 R + Dr for each absorbed: equal at R (Dn + Dv) / (2 R - Dn - Dv).
@@ -212,6 +212,9 @@ class MultiheadLatentAttention(nn.Module):
 
         Args:
             folds_q, folds_o: True to make E and F; None decides as above.
+
+        Raises:
+            ValueError: E or F is asked for, but the query or the output projection has a bias.
 
         Source: Stratos, "Efficient Attention", section 3.2.
         """
@@ -238,7 +241,8 @@ class MultiheadLatentAttention(nn.Module):
         inference only.
 
         Their products then depend on no other rows, as those of `PackedLinear`, and cached steps
-        are always absorbed. If packing gains nothing, nothing changes.
+        are always absorbed. Attention over a dense batch raises ValueError from then on. If the
+        weights cannot be packed, nothing changes.
         """
         assert self.kv_b_proj is not None
         w_uk, w_uv = self._up_projections()
@@ -249,7 +253,8 @@ class MultiheadLatentAttention(nn.Module):
         self.kv_b_proj = None
 
     def refill_up_projections(self, weight: Tensor) -> None:
-        """Write another weight of kv_b_proj, (Hq (Dn + Dv), R), where W_uk and W_uv lie packed."""
+        """Overwrite the packed W_uk and W_uv with those of another weight of kv_b_proj, (Hq (Dn +
+        Dv), R)."""
         assert self.packed_uk is not None
         assert self.packed_uv is not None
         heads = weight.detach().unflatten(0, (self.num_heads, -1))
@@ -261,7 +266,10 @@ class MultiheadLatentAttention(nn.Module):
             value.refill(uv.contiguous())
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """Return w_uk (Hq, Dn, R) and w_uv (Hq, Dv, R), views of one weight."""
+        """Return w_uk (Hq, Dn, R) and w_uv (Hq, Dv, R), views of kv_b_proj.weight.
+
+        Raises ValueError after `pack_up_projections`, which drops that weight.
+        """
         if self.kv_b_proj is None:
             raise ValueError("dense attention must come before pack_up_projections, got it after")
         weight = self.kv_b_proj.weight
@@ -288,7 +296,8 @@ class MultiheadLatentAttention(nn.Module):
         return q_nope, self._turned(q_rope, rope)
 
     def _turned(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Return the rotary channels of heads (..., H, Dr), rotated where the layer does so."""
+        """Return x (..., H, Dr), the rotary channels, rotated by cos and sin of `rope`; None
+        returns x itself."""
         if rope is None:
             return x
         return ops.apply_rope(x, *rope, interleaved=self.rope_interleaved)
@@ -319,7 +328,11 @@ class MultiheadLatentAttention(nn.Module):
         ctx: AttentionContext,
         kv: LatentLayer,
     ) -> Tensor:
-        """Attend from (T, m) to the cached latents themselves."""
+        """Attend from latent queries c_q (T, m) to the cached latents themselves; return the output
+        (T, E).
+
+        E and F of `absorb` are used where they were made. m is q_rank, or E without one.
+        """
         is_invariant = ctx.batch_invariant
         if self.e is None:
             q_nope, q_rope = self._queries(c_q, rope)
@@ -345,7 +358,11 @@ class MultiheadLatentAttention(nn.Module):
     def attend_latents(
         self, q_latent: Tensor, q_rope: Tensor, ctx: AttentionContext, kv: LatentLayer
     ) -> Tensor:
-        """Attend from (T, Hq, R) and (T, Hq, Dr) to cached latents; return o (T, Hq, R)."""
+        """Attend from both parts of absorbed queries, (T, Hq, R) and (T, Hq, Dr), to the cached
+        latents.
+
+        Returns o (T, Hq, R), weighted sums of latents, to which W_uv is not yet applied.
+        """
         cache, scale = _with_scale(kv)
         o: Tensor = ops.mla_decode(
             q_latent.contiguous(),
@@ -385,14 +402,15 @@ class MultiheadLatentAttention(nn.Module):
         ctx: AttentionContext,
         kv: LatentLayer,
     ) -> Tensor:
-        """Attend from (T, m) to keys and values computed from the cached latents."""
+        """Attend from latent queries c_q (T, m) to keys and values of all heads, computed from the
+        cached latents; return the output (T, E)."""
         q = torch.cat(self._queries(c_q, rope), dim=-1)
         y: Tensor = self.o_proj(self._attend_expanded(q, ctx, kv).flatten(-2))
         return y
 
     def _attend_expanded(self, q: Tensor, ctx: AttentionContext, kv: LatentLayer) -> Tensor:
-        """Attend from queries (T, Hq, Dn + Dr) to keys and values computed from the cached
-        latents."""
+        """Attend from queries (T, Hq, Dn + Dr) to keys and values computed from the cached latents;
+        return o (T, Hq, Dv)."""
         w_uk, w_uv = self._up_projections()
         cache, scale = _with_scale(kv)
         o = ops.mla_prefill(
@@ -411,7 +429,13 @@ class MultiheadLatentAttention(nn.Module):
         return o
 
     def _expanded_sequences(self, ctx: AttentionContext) -> list[int] | None:
-        """Return which sequences attend expanded; with batch_invariant none does."""
+        """Return the indices of the step's sequences that attend expanded; None or an empty list if
+        none does.
+
+        These are the sequences of at least `expanding_run` new tokens; with batch_invariant or
+        packed up-projections none. Off the CPU the answer is all sequences, if their runs are
+        equally long, or none.
+        """
         num_seqs, longest = ctx.block_table.shape[0], ctx.max_seqlen_q
         num_tokens = ctx.slot_mapping.shape[0]
         if ctx.batch_invariant or self.packed_uk is not None or longest < self.expanding_run:
@@ -423,7 +447,8 @@ class MultiheadLatentAttention(nn.Module):
 
 
 def _with_scale(kv: LatentLayer) -> tuple[Tensor, Tensor | None]:
-    """Return latent_cache and latent_scale, the latter None without 8 bits."""
+    """Return the latent cache of a layer and its scales; the scales are None if the cache is not
+    8-bit."""
     return kv if isinstance(kv, tuple) else (kv, None)
 
 
@@ -442,7 +467,8 @@ def _both_kinds(
 
 
 def _subset(ctx: AttentionContext, chosen: Tensor) -> tuple[Tensor, AttentionContext]:
-    """Return the rows of the chosen sequences (B,), bool, on a CPU, and a context of them alone."""
+    """Return the indices of the rows of the sequences for which `chosen` (B,) is True, and a
+    context of those sequences alone; `chosen` is bool, on a CPU."""
     runs = ctx.cu_seqlens_q.diff()
     owner = torch.repeat_interleave(torch.arange(len(runs)), runs.long())
     rows = chosen[owner].nonzero().squeeze(1)

@@ -81,10 +81,11 @@ class PackedLinear(nn.Module):
             self.panels = panels.pack(weight, bias)
 
     def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Write another weight and bias, of the shapes and the dtype of the first, where they lie.
+        """Overwrite the panels with another weight and bias of the shapes and the dtype of the
+        first ones.
 
         Raises:
-            ValueError: the first was quantised before it came here.
+            ValueError: the first weight was given as quantised weights.
         """
         if self.panels.is_narrow and not self.is_int8:
             raise ValueError("weights must not be quantised to be written anew, got narrow ones")
@@ -96,7 +97,8 @@ class PackedLinear(nn.Module):
             panels.pack(weight, bias, into=self.panels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., in) to (..., out), in the dtype of the weight it was made from."""
+        """Map x (..., in) to (..., out), in `dtype`, that of the float weight the layer was made
+        from."""
         y = panels.multiply(x, self.panels)
         if not self.is_gated:
             return y
@@ -112,9 +114,10 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Look rows up in the panels of an output head that is tied to the embedding.
+    """An embedding that looks its rows up in the panels of a tied output head, without a copy of
+    its own.
 
-    A row of narrow panels has the values that the head multiplies by: the two stay tied.
+    Rows of int8 or other narrow panels are dequantised to the values by which the head multiplies.
     """
 
     def __init__(self, head: PackedLinear) -> None:
@@ -124,12 +127,15 @@ class PackedEmbedding(nn.Module):
         self.panels = head.panels
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map ids (...,) to (..., E)."""
+        """Map token ids (...,) to their rows (..., E) of the head's weight."""
         return panels.rows_of(self.panels, ids)
 
 
 def pack_linears(module: nn.Module, *, is_int8: bool = False) -> None:
-    """Replace every linear layer below `module` that can be packed, and thereby its parameters.
+    """Replace every linear layer below `module` that can be packed by a `PackedLinear`, in place.
+
+    The parameters of such layers go; the layers are for inference only. `is_int8` stores weights
+    that are not quantised yet as int8.
 
     Quantised weights stay as narrow as they are where the CPU's kernels read them; a warning names
     the first of the others, which are dequantised.
@@ -180,8 +186,8 @@ def why_not_narrow(parts: Sequence[QuantisedWeight], *, is_gated: bool) -> str |
 def quantisation_error(model: nn.Module) -> dict[str, float]:
     """Return the relative RMS error of each int8 projection of `model`, by name.
 
-    It is measured when the weights are packed, against the original ones; see `PackedLinear`. A
-    model without int8 weights gives an empty dict.
+    Keys are the names of modules. The error is measured when a weight is packed, against the
+    original weight; see `PackedLinear`. A model without int8 weights gives an empty dict.
     """
     return {
         name: module.error

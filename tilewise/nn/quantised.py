@@ -18,14 +18,15 @@ class QuantisedLinear(nn.Module):
     """Compute x @ W.T + bias from a quantised W: inference only.
 
     Args:
-        parts: weights one below another: one, or several of unlike formats, as a fused projection
-            has whose sources are quantised in different ways. Alike neighbours become one.
+        parts: the weights whose rows are stacked to W, the first on top: one, or several of
+            different formats, if the sources of a fused projection are quantised in different ways.
+            Neighbours of one format are joined.
         bias: (out,) or None, in the dtype of the model.
-        dtype: the dtype of the rows and of the results; also of the weight seen as a float one.
+        dtype: the dtype of x, of the results and of the dequantised weight.
 
     Attributes:
-        parts: the weights; they follow the module to a device, whose products' order of codes they
-            take, but are never cast.
+        parts: the weights. A move of the module moves them and puts their codes in the order that
+            the device's kernels read; a cast leaves them as they are.
         device: the device of the module.
         is_invariant: True if a row's bits must not depend on the number of others.
     """
@@ -66,7 +67,11 @@ class QuantisedLinear(nn.Module):
         return torch.cat([part.dequantise().to(self.dtype) for part in self.parts])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantisedLinear:
-        """Move all tensors, but cast none of the weight."""
+        """Move the module as Module._apply does, but never cast the quantised weight.
+
+        If `fn` casts, only `dtype`, that of rows and results, and the bias change. On "meta" the
+        weight stays there.
+        """
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         self.device, self.dtype = probe.device, probe.dtype
@@ -75,10 +80,10 @@ class QuantisedLinear(nn.Module):
         return self
 
     def hold(self, parts: Sequence[QuantisedWeight]) -> None:
-        """Take other weights of the same shape, and move them to the module's device.
+        """Replace the weights by others of the same shape in total, moved to the module's device.
 
         Raises:
-            ValueError: the shape is another.
+            ValueError: the shape of the new weights is not (out, in).
         """
         joined = joined_parts(parts)
         found = sum(part.shape[0] for part in joined), joined[0].shape[1]
@@ -89,7 +94,8 @@ class QuantisedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight, whose tensors may be on "meta"."""
+        """The number of bytes of the quantised weights, without the bias; also for tensors on
+        "meta"."""
         return sum(part.nbytes for part in self.parts)
 
     def extra_repr(self) -> str:
@@ -102,9 +108,9 @@ class QuantisedEmbedding(nn.Module):
     """Look up rows of a quantised table.
 
     Args:
-        parts: the table (num_embeddings, embedding_dim), as `QuantisedLinear` has it; the two may
-            share it where an embedding is tied to the output head.
-        dtype: the dtype of the rows.
+        parts: the weights whose rows are stacked to the table (num_embeddings, embedding_dim), of
+            one format. An output head that is tied to the embedding may share their tensors.
+        dtype: the dtype of the rows that are looked up.
     """
 
     def __init__(self, parts: Sequence[QuantisedWeight], dtype: torch.dtype) -> None:
@@ -126,11 +132,12 @@ class QuantisedEmbedding(nn.Module):
         self.table = joined[0]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map ids (...,) to (..., E)."""
+        """Map token ids (...,) to their dequantised rows (..., E), in `dtype`."""
         return self.table.rows_of(ids.long()).to(self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantisedEmbedding:
-        """Move all tensors, but cast none."""
+        """Move the table as Module._apply does, but never cast it; a cast changes only `dtype`,
+        that of rows."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.table.device))
         self.dtype = probe.dtype

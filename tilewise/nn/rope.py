@@ -16,22 +16,28 @@ _FIRST_TABLE_ROWS = 2048  # doubled as positions grow; 1 MiB of float32 for 128 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The angles by which channels rotate, per position.
+    """The settings of a rotary position embedding: which channels rotate, and by what angle per
+    position.
 
     Attributes:
         rotary_dim: R, the channels that rotate (even, at most the head dim); the rest are
             unchanged.
         theta: the base of the geometric series of wavelengths.
-        rope_type: a key of ROPE_TYPES.
+        rope_type: the rule of the frequencies, a key of ROPE_TYPES; fields below name the rules
+            that read them.
         max_positions: the longest sequence the model was made for, in tokens.
-        original_max_positions: the longest sequence before the context was extended (llama3, yarn).
-        factor: the ratio by which the context was extended (linear, llama3, yarn).
+        original_max_positions: the longest sequence before the context was extended (llama3, yarn,
+            longrope); None is max_positions.
+        factor: the ratio by which the context was extended (linear, llama3, yarn, longrope,
+            proportional).
         low_freq_factor, high_freq_factor: llama3; original_max_positions over these are the
             wavelengths beyond which a channel is scaled fully, and below which it is not scaled.
         beta_fast, beta_slow: yarn; rotations over the original context above which a channel is not
             scaled, and below which it is scaled fully.
-        attention_factor: yarn; the factor of cos and sin. None is the paper's 0.1 ln(factor) + 1.
-        mscale, mscale_all_dim: yarn; replace that default by a ratio when both are non-zero.
+        attention_factor: yarn and longrope; the factor of cos and sin. None is the paper's: 0.1
+            ln(factor) + 1 for yarn, sqrt(1 + ln(factor) / ln(original_max_positions)) for longrope.
+        mscale, mscale_all_dim: yarn; two numbers that replace its default attention_factor by a
+            ratio, see `temperature`, when both are non-zero.
         truncate: yarn; True to round the bounds between scaled and unscaled to whole channels.
         interleaved: True to rotate channels in pairs (2i, 2i + 1), False for (i, i + R / 2).
         num_turning: proportional; the channel pairs that rotate, the first ones of all.
@@ -99,14 +105,18 @@ def _default(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _linear(config: RopeConfig) -> tuple[Tensor, float]:
-    """Position interpolation (Chen et al., 2023): every angle is divided by the factor."""
+    """Return inverse frequencies and 1.0 by position interpolation (Chen et al., 2023).
+
+    Every angle is divided by the factor. The result is that of `inverse_frequencies`.
+    """
     return 1.0 / _wavelength_series(config) / config.factor, 1.0
 
 
 def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
-    """Llama 3.1: divide the frequencies of long wavelengths by the factor, and keep short ones.
+    """Return inverse frequencies and 1.0 by Llama 3.1's rule.
 
-    Those in between are blended.
+    Frequencies of long wavelengths are divided by the factor, those of short ones are kept, and
+    those in between are a linear blend of both.
     """
     inv_freq = 1.0 / _wavelength_series(config)
     original = config.original_max_positions or config.max_positions
@@ -117,13 +127,18 @@ def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
-    """YaRN (Peng et al., 2023, section 3.2 and 3.4): a ramp over channels, and a temperature."""
+    """Return inverse frequencies and the factor of cos and sin by YaRN (Peng et al., 2023, 3.2 and
+    3.4).
+
+    Over the channel pairs a linear ramp leads from unscaled frequencies to those divided by the
+    factor.
+    """
     series, dim = _wavelength_series(config), config.rotary_dim
     original = config.original_max_positions or config.max_positions
 
     def channel_of(turns: float) -> float:
         """Return the fractional index of the channel pair that rotates `turns` times over the
-        context."""
+        original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = channel_of(config.beta_fast), channel_of(config.beta_slow)
@@ -138,10 +153,11 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al., 2024): each pair has its own divisor, and cos and sin a factor.
+    """Return inverse frequencies and the factor of cos and sin by LongRoPE (Ding et al., 2024).
 
-    Longer texts than the original context have other divisors for all of their tokens, so that keys
-    in a cache would be wrong: `max_positions` is that context.
+    Each channel pair has its own divisor, `short_factor`. Texts beyond the original context would
+    need other divisors for all tokens, and keys in a cache would be wrong; so `max_positions` must
+    be the original context.
     """
     inv_freq = 1.0 / _wavelength_series(config)
     divisors = torch.tensor(config.short_factor, dtype=torch.float32, device="cpu")
@@ -154,7 +170,11 @@ def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _proportional(config: RopeConfig) -> tuple[Tensor, float]:
-    """Gemma 4: the first pairs rotate as if all did, the others stand still."""
+    """Return inverse frequencies and 1.0 by Gemma 4's rule.
+
+    The first `num_turning` channel pairs rotate as with "linear"; the inverse frequencies of the
+    others are 0.
+    """
     inv_freq = 1.0 / _wavelength_series(config) / config.factor
     inv_freq[config.num_turning :] = 0.0
     return inv_freq, 1.0
@@ -203,8 +223,9 @@ class RotaryEmbedding(nn.Module):
 
     Checkpoints are trained with float32 angles, whatever the dtype of the model, so the tables are
     no buffers: `module.to(dtype)` must not round them. They are computed once per device and grow
-    when a CPU caller asks for a position beyond them. If reading a position would wait for a device
-    or break a compiled graph, they cover `config.max_positions`.
+    when a CPU caller asks for a position beyond them. On a GPU and in compiled code, where no
+    position can be read on the host, they cover `config.max_positions`, and positions must lie
+    below it.
     """
 
     def __init__(self, config: RopeConfig) -> None:
@@ -216,7 +237,11 @@ class RotaryEmbedding(nn.Module):
         self._both: Tensor | None = None
 
     def reserve(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Make the tables cover positions 0 ... num_positions - 1 on `device`; return them."""
+        """Make the tables cover positions 0 ... num_positions - 1 on `device`; return cos and sin.
+
+        Each is (rows, R/2) float32; rows is a power of two, at least 2048, and may exceed
+        num_positions. Tables of another device are replaced.
+        """
         cos, sin = self._cos, self._sin
         if cos is None or sin is None or cos.device != device or cos.shape[0] < num_positions:
             rows = max(num_positions, _FIRST_TABLE_ROWS)
@@ -232,7 +257,11 @@ class RotaryEmbedding(nn.Module):
         return cos[:seqlen], sin[:seqlen]
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (*positions.shape, R/2) float32, of int64 positions >= 0."""
+        """Return cos and sin, each (*positions.shape, R/2) float32, of int64 positions >= 0.
+
+        On a CPU, outside of compiled code, the tables grow if needed; elsewhere positions must be
+        below config.max_positions.
+        """
         needed = self.config.max_positions
         if positions.device.type == "cpu" and not torch.compiler.is_compiling():
             needed = int(positions.max()) + 1 if positions.numel() else 0
@@ -242,7 +271,10 @@ class RotaryEmbedding(nn.Module):
         return self.halves(self.table(positions.device)[positions])
 
     def table(self, device: torch.device) -> Tensor:
-        """Return cos and sin of all positions side by side, (positions, R) float32, on `device`."""
+        """Return cos and sin of all positions side by side, (rows, R) float32, on `device`.
+
+        There are at least config.max_positions rows; the tensor is kept.
+        """
         cos, sin = self.reserve(self.config.max_positions, device)
         if self._both is None:
             with torch.inference_mode(False):
@@ -251,7 +283,7 @@ class RotaryEmbedding(nn.Module):
 
     @staticmethod
     def halves(found: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (..., R/2), of rows of `table`."""
+        """Split rows (..., R) of `table` into cos and sin, each (..., R/2)."""
         half = found.shape[-1] // 2
         return found[..., :half], found[..., half:]
 

@@ -45,7 +45,8 @@ __all__ = ["product", "use_inference_bits"]
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T + bias by the product of inference, with gradients by torch's products."""
+    """The function x @ weight.T + bias by the product of inference, with gradients by torch's
+    products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,7 +68,11 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x (..., in) @ weight (out, in).T + bias (out,), as an engine computes it."""
+    """Return x (..., in) @ weight (out, in).T + bias (out,) with the bits of a batch-invariant
+    engine.
+
+    Gradients of all three are computed by torch's products.
+    """
     y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call, unused-ignore]
     return y
 
@@ -80,15 +85,17 @@ class _Linear(nn.Linear):
 
 class _AdaptedLinear(AdaptedLinear):
     def multiply(self, x: Tensor) -> Tensor:
-        """Return the product without the adapter."""
+        """Return x @ weight.T + bias by the product of inference, without the adapter's term."""
         return product(x, self.weight, self.bias)
 
 
 class _Valued(nn.Module):
-    """The layer behind it among its bases, with the value of inference and torch's gradient."""
+    """A mixin before a layer class: the layer's result is computed twice, with the value of
+    inference and the gradient of torch's operations."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the layer for its arguments."""
+        """Return the layer's value, computed without gradients, with the gradient of a second,
+        differentiable pass."""
         with torch.no_grad():
             value = super().forward(*args, **kwargs)
         return valued(super().forward(*args, **kwargs), value)
@@ -96,11 +103,13 @@ class _Valued(nn.Module):
 
 class _RMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of x (..., dim)."""
+        """Return x (..., dim) normalised over its last dim, with the value of inference and torch's
+        gradient."""
         return self._valued(x)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim), by the bits of inference;
+        x is a tensor."""
         assert isinstance(x, Tensor)  # products on a CPU leave no parts
         total = residual + x
         return self._valued(total), total
@@ -114,7 +123,8 @@ class _RMSNorm(RMSNorm):
 
 
 class _SiluMul(torch.autograd.Function):
-    """silu(gate) * up by the kernel of inference, with torch's gradient."""
+    """The function silu(gate) * up of gate_up (..., 2 I) by the kernel of inference, with torch's
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -136,7 +146,11 @@ class _GatedMLP(GatedMLP):
     def forward(
         self, x: Tensor, adapters: StepAdapters | None = None, added: Tensor | None = None
     ) -> Tensor:
-        """Map x (..., E) to (..., E), see `GatedMLP.forward`."""
+        """Map x (..., E) to (..., E) as `GatedMLP.forward` does, with the bits of inference,
+        differentiably.
+
+        `adapters` must be None: adapters in training are part of the projections.
+        """
         assert adapters is None  # those that are trained are part of the products
         gate_up = self.gate_up_proj(x)
         if added is not None:
@@ -153,7 +167,8 @@ class _GatedMLP(GatedMLP):
 
 class _ShiftedRMSNorm(_Valued, ShiftedRMSNorm):
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim), by the bits of inference;
+        x is a tensor."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
         total = residual + x
         return self(total), total
@@ -170,7 +185,8 @@ class _LayerNorm(_Valued, LayerNorm): ...
 
 class _GatedDeltaNet(GatedDeltaNet):
     def inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
-        """Return q and k of unit length, g and beta, with the values of their kernel."""
+        """Return q, k, g and beta with the values of `fused_inputs` and the gradients of
+        `GatedDeltaNet.inputs`."""
         with torch.no_grad():
             values = self.fused_inputs(mixed, ba)
         return tuple(map(valued, super().inputs(mixed, ba), values))
@@ -198,15 +214,17 @@ _VALUED_ON_CPU: dict[type[nn.Module], type[nn.Module]] = {
 def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
     """Make the layers below `model` return the values of a batch-invariant engine on their device.
 
-    All stay trainable. On a GPU a dense batch attends as described in `nn.dense_cache`.
+    The classes of layers are changed in place; all stay trainable. On a GPU a dense batch attends
+    as described in `nn.dense_cache`.
 
     Args:
         model: the model, whose parameters keep their names and identity.
         weights: the weights of products that no layer below computes, to be checked as well.
 
     Raises:
-        UnsupportedError: an engine on a CPU would not pack one of the weights, or the model keeps
-            latents, which training expands to keys and an engine does not; it is unchanged then.
+        UnsupportedError: an engine would not pack one of the weights on a CPU, or not multiply it
+            on a GPU, for its dtype or shape; or the model has latent attention. The model is
+            unchanged then.
     """
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     is_on_gpu = all(weight.is_cuda for weight in (*linears, *weights))

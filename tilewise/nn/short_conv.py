@@ -20,8 +20,8 @@ class ShortConvConfig:
     """The sizes of a short convolution.
 
     Attributes:
-        width: C, its channels.
-        conv_width: W, the tokens that it reads, at least 2.
+        width: C, the channels of the convolution.
+        conv_width: W, the tokens that the convolution reads, at least 2.
         has_bias: whether the convolution and the projections add a bias.
     """
 
@@ -50,11 +50,12 @@ class ShortConv(StateLayer):
     Source: Liquid AI, 2025, "LFM2 technical report", section 2.
 
     Args:
-        hidden_size: the width E of its input.
+        hidden_size: the width E of the layer's input and output.
         config: the sizes of the layer.
 
     Attributes:
-        conv, conv_bias: (C, W) and (C,), or None.
+        conv, conv_bias: the weight (C, W) and the bias (C,) of the convolution; conv_bias is None
+            without has_bias.
     """
 
     config: ShortConvConfig
@@ -70,7 +71,11 @@ class ShortConv(StateLayer):
         self.o_proj = nn.Linear(width, hidden_size, bias=has_bias)
 
     def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
-        """Return the rows of x (..., E) mixed with those before them."""
+        """Return the layer's output for x (..., E), same shape: each row sees the last W - 1 rows
+        before it.
+
+        The slots of `memory`, if it has some, are updated in place.
+        """
         b, c, u = project(self.in_proj, x, adapters).chunk(3, -1)
         y = c * memory.convolve(b * u, self.conv, self.conv_bias, None)
         return adapted(self.o_proj, y, adapters)

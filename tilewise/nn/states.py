@@ -17,11 +17,12 @@ __all__ = ["LayerStates", "Memory", "StateLayer"]
 
 
 class LayerStates(NamedTuple):
-    """The slots of one layer, one for each running sequence.
+    """The state tensors of one layer with a slot for each running sequence; `StateLayer.allocate`
+    makes them.
 
     Attributes:
-        recurrence: the states of its recurrence, see `ops.recurrent_states`; None for a layer
-            without one.
+        recurrence: the states of the layer's recurrence, see `ops.recurrent_states`; None for a
+            layer without one.
         convolution: (slots, R, C), the dtype of the tokens: the last R >= W - 1 inputs of the
             convolution, see `ops.causal_conv1d_step`; None for a layer without one.
     """
@@ -31,14 +32,17 @@ class LayerStates(NamedTuple):
 
 
 class StateConfig(Protocol):
-    """The sizes of a layer with a state."""
+    """The interface of a `StateLayer`'s config: it gives the shapes of the layer's state."""
 
     def state(self, dtype: torch.dtype) -> StateSpec:
         """Return the spec of the state of one sequence in a layer whose tokens have this dtype."""
 
 
 class Memory:
-    """The tokens that came before those of a call, by which a recurrent layer continues.
+    """The arguments of one call of a `StateLayer` that say where its sequences start and continue.
+
+    A layer calls the methods in place of the ops: they compute whole sequences if `states` is None,
+    or else continue the sequences in slots, which are updated in place.
 
     Args:
         cu_seqlens: int32 (N + 1,), the edges of packed sequences; None for a dense batch.
@@ -59,7 +63,16 @@ class Memory:
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor:
-        """Return `ops.causal_conv1d` of x (..., C)."""
+        """Return the causal convolution of x (..., C) along each sequence, in the same shape.
+
+        Whole sequences go to `ops.causal_conv1d`, those in slots to `ops.causal_conv1d_step`, which
+        updates the slots.
+
+        Args:
+            x: (..., C), the rows of the call.
+            weight, bias: (C, W) and (C,) or None.
+            activation: the function of the result, "silu"; None for none.
+        """
         states, slots, starts = self.states, self.slots, self.starts
         if states is None or slots is None or starts is None:
             y = ops.causal_conv1d(
@@ -83,8 +96,8 @@ class Memory:
         return stepped
 
     def gated_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Compute `ops.gated_delta` of whole sequences, or `ops.gated_delta_step` of those with
-        states."""
+        """Return o of the gated delta rule for q, k, v, g, beta: `ops.gated_delta` for whole
+        sequences, `ops.gated_delta_step` for those in slots, whose states are updated in place."""
         if self.states is None or self.slots is None or self.starts is None:
             o = ops.gated_delta(q, k, v, g, beta, cu_seqlens=self.cu_seqlens)
             assert isinstance(o, Tensor)  # states are not asked for
@@ -105,7 +118,8 @@ class Memory:
         return stepped
 
     def ssd(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-        """Compute `ops.ssd` of whole sequences, or `ops.ssd_step` of those with states."""
+        """Return y of the state space dual for x, dt, a, b, c, d: `ops.ssd` for whole sequences,
+        `ops.ssd_step` for those in slots, whose states are updated in place."""
         if self.states is None or self.slots is None or self.starts is None:
             y = ops.ssd(x, dt, a, b, c, d=d, cu_seqlens=self.cu_seqlens)
             assert isinstance(y, Tensor)  # states are not asked for
@@ -128,7 +142,8 @@ class Memory:
 
 
 class StateLayer(nn.Module):
-    """A layer whose memory is a state of fixed size.
+    """The base of layers that remember a sequence in a state of fixed size instead of keys and
+    values.
 
     `forward` computes whole sequences and is differentiable. `step` computes the next tokens of
     running sequences, whose states lie in slots, with the same bits however a sequence is cut:
@@ -138,8 +153,8 @@ class StateLayer(nn.Module):
 
     Attributes:
         config: the sizes of the layer.
-        wide: the names of its parameters that are float32 in a model of 16 bits, as they decide
-            how fast a state decays.
+        wide: the names of parameters that stay float32 in a model of 16 bits, as they decide how
+            fast a state decays.
     """
 
     config: StateConfig
@@ -155,13 +170,14 @@ class StateLayer(nn.Module):
     ) -> LayerStates:
         """Allocate slots for running sequences; on "meta" they have shapes and dtypes alone.
 
-        Nothing needs to be set: what a slot holds is not read at the start of a sequence.
+        The memory is not initialised: a slot is not read at the start of a sequence.
 
         Args:
             num_slots: the number of slots.
             dtype: the dtype of the layer's tokens; its states are float32 (float64 for float64).
             device: the device of the slots.
-            keeps: see `ops.recurrent_states`; None chooses by the device.
+            keeps: "updates" or "tokens", the contents of a slot, see `ops.recurrent_states`; None
+                chooses by the device.
 
         Raises:
             TypeError, ValueError: `dtype` is no float dtype, or an argument is out of range.
@@ -187,7 +203,7 @@ class StateLayer(nn.Module):
         return LayerStates(recurrence, convolution)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Compute whole sequences.
+        """Return the layer's output for whole sequences, which start from an empty state.
 
         Args:
             x: (B, S, E) dense, or (T, E) packed with cu_seqlens.
@@ -217,8 +233,9 @@ class StateLayer(nn.Module):
         Args:
             x: (T, E), packed rows.
             states: this layer's slots, which are updated in place.
-            slots: int64 or int32 (N,), the slot of each sequence; -1 for one without.
-            starts: int64 or int32 (N,), the tokens of each that came before this call.
+            slots: int64 or int32 (N,), the slot of each sequence; -1 for a sequence without one.
+            starts: int64 or int32 (N,), the number of tokens of each sequence that came before this
+                call.
             cu_seqlens: int32 (N + 1,), the first row of each sequence, and the end of the last;
                 None where each row is a sequence.
             adapters: the adapters of the step's rows; None if no row uses one.
@@ -233,12 +250,21 @@ class StateLayer(nn.Module):
         return self.mix(x, Memory(cu_seqlens, states, slots, starts), adapters)
 
     def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
-        """Return the rows of x (..., E) mixed with those before them."""
+        """Return the layer's output for x (..., E), same shape: each row sees earlier rows of its
+        sequence.
+
+        Subclasses implement it, and `forward` and `step` call it. The slots of `memory`, if it has
+        some, are updated in place.
+        """
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StateLayer:
-        """Apply `fn` to all tensors as Module._apply does, but leave those that must stay
-        float32."""
+        """Apply `fn` to all tensors as Module._apply does, but do not narrow the parameters named
+        in `wide`.
+
+        They keep their dtype if `fn` would cast them to fewer than 32 bits, and only move to the
+        new device.
+        """
         before = {name: self.get_parameter(name).data for name in self.wide}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, data in before.items():

@@ -28,7 +28,8 @@ _LOW = 0xFFFFFFFF
 def dropout_threshold(dropout_p: float) -> int:
     """Return how many of the 256 values of a random byte mean that a probability is dropped.
 
-    It is the nearest number, except that 0 and 256 are used for dropout_p of 0 and 1 alone.
+    The result is round(256 dropout_p), except that 0 and 256 are used for dropout_p of 0 and 1
+    alone.
     """
     if dropout_p in (0, 1):
         return int(dropout_p) * STEPS
@@ -41,7 +42,10 @@ def dropout_rate(dropout_p: float) -> float:
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Encrypt four broadcastable int64 tensors of 32-bit words with two key words."""
+    """Return four int64 tensors of 32-bit words, `counter` encrypted with `key` by Philox4x32-7.
+
+    The words of `counter` and `key` are int64 tensors that broadcast together.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

@@ -82,7 +82,7 @@ def quantize_heads(
     seqlens: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (x8, scale) with x ~ x8 * scale.
+    """Return (x8, scale) with x ~ x8 * scale and one scale for each sequence and head.
 
     Args:
         x: (B, S, H, D) float, or (T, H, D) with cu_seqlens.
@@ -144,8 +144,8 @@ def _scale_of(amax: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, amax: Tensor) -> Tensor:
-    """Return x (B, S, H, D) in e4m3, scaled so that amax (B, S or 1, H) becomes the largest
-    number."""
+    """Return x (..., H, D) in e4m3, scaled so that amax, which broadcasts to (..., H), becomes
+    448."""
     inverse = torch.where(amax < TINIEST_AMAX, 1.0, torch.full_like(amax, E4M3_MAX) / amax)
     # Rounding the product may exceed 448 by an ulp, and e4m3 has no infinity.
     return (x * inverse.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
@@ -197,11 +197,12 @@ def attention(
 
 
 def probability_bound(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest and the root mean square change of o = p v by rounding P to e4m3.
+    """Return bounds of the change of o = p v by rounding P to e4m3: the largest, and the root mean
+    square; both (..., Sq, Dv).
 
-    With r_ij = p_ij / max_j p_ij, the kernel rounds 256 r_ij, so p_ij moves by at most
-    2 ** -4 p_ij + 2 ** -10 / 256 max_j p_ij. Were the roundings independent and uniform, o would
-    move by the root of the sum of their squares over sqrt(3).
+    With r_ij = p_ij / max_j p_ij, the kernel rounds 256 r_ij, so p_ij moves by at most 2 ** -4 p_ij
+    + 2 ** -10 / 256 max_j p_ij. Were the roundings independent and uniform, o would move by the
+    root of the sum of their squares over sqrt(3).
 
     Args:
         p: (..., Sq, Sk) normalised probabilities in float64; v: (..., Sk, Dv).

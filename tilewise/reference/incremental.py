@@ -50,7 +50,8 @@ class Forward2(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Output of `flash_backward`."""
+    """Output of `flash_backward`: gradients in the shapes of q, k and v, and the counting
+    memory."""
 
     dq: Tensor
     dk: Tensor
@@ -59,12 +60,14 @@ class Backward(NamedTuple):
 
 
 def _finite(m: Tensor) -> Tensor:
-    """Replace the maximum of an empty row, so that -inf - m is -inf and not NaN."""
+    """Return m with -inf, the maximum of an empty row, replaced by 0, so that -inf - m is -inf and
+    not NaN."""
     return torch.where(m == -math.inf, 0.0, m)
 
 
 def _nonzero(total: Tensor) -> Tensor:
-    """Replace the sum of an empty row, so that 0 / l is 0 and not NaN."""
+    """Return `total` with 0, the sum of an empty row, replaced by 1, so that 0 / l is 0 and not
+    NaN."""
     return torch.where(total == 0, 1.0, total)
 
 

@@ -40,11 +40,12 @@ class Memory:
 
     @property
     def accesses(self) -> int:
-        """Elements moved in either direction, which the IO theorems bound."""
+        """The number of elements moved in either direction, which the IO theorems bound."""
         return self.loads + self.stores
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a matrix in HBM without counting, for the caller of the algorithm."""
+        """Return the matrix `name` in HBM, not a copy, without counting; for the caller of the
+        algorithm."""
         return self._hbm[name]
 
     def alloc(
@@ -66,25 +67,28 @@ class Memory:
             self.stores += math.prod(shape)
 
     def load(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """Copy part of a matrix from HBM into the SRAM tile of the same name."""
+        """Copy part of a matrix from HBM into the SRAM tile of the same name; count and return
+        it."""
         tile = self._hbm[name][rows, columns].clone()
         self.loads += tile.numel()
         return self.keep(name, tile)
 
     def store(self, name: str, value: Tensor, rows: slice = ALL, columns: slice = ALL) -> None:
-        """Copy a tile from SRAM over part of a matrix in HBM."""
+        """Copy `value` from SRAM over part of a matrix in HBM, and count it; the shapes must be
+        equal."""
         target = self._hbm[name][rows, columns]
         assert target.shape == value.shape, (name, target.shape, value.shape)
         target.copy_(value)
         self.stores += value.numel()
 
     def keep(self, name: str, tile: Tensor) -> Tensor:
-        """Put a tile into SRAM, replacing one of the same name; return it."""
+        """Count `tile` as held in SRAM under `name`, in place of an older tile of that name; return
+        it."""
         self._sram[name] = tile.numel()
         self.peak_sram = max(self.peak_sram, sum(self._sram.values()))
         return tile
 
     def drop(self, *names: str) -> None:
-        """Free tiles in SRAM."""
+        """Free the SRAM tiles of these names; KeyError if one is not there."""
         for name in names:
             del self._sram[name]

@@ -21,20 +21,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return rms_norm(r) and r = round(x + residual)."""
+    """Return rms_norm(r, weight, eps) and r = x + residual, rounded to the dtype of x."""
     total = (x.double() + residual.double()).to(x.dtype)
     return rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return round(gate / (1 + exp(-gate))) * up for gate_up (..., 2 I), in float64."""
+    """Return round(gate / (1 + exp(-gate))) * up (..., I) for gate_up (..., 2 I), gate first.
+
+    Computed in float64; the activation and the product are each rounded to the dtype of gate_up.
+    """
     gate, up = gate_up.double().chunk(2, dim=-1)
     activated = (gate * torch.sigmoid(gate)).to(gate_up.dtype).double()
     return (activated * up).to(gate_up.dtype)
 
 
 def activate(x: Tensor, function: str) -> Tensor:
-    """Apply a function to every element of x, see `ops.activate`, in float64, rounded once."""
+    """Apply "gelu", "gelu_tanh", "tanh", "softplus", "exp", "silu" or "sigmoid" to every element of
+    x.
+
+    Computed in float64, and rounded once to the dtype of x. See `ops.activate`.
+    """
     wide = x.double()
     if function == "gelu":  # erfc avoids cancellation
         y = wide * 0.5 * torch.erfc(wide * -math.sqrt(0.5))

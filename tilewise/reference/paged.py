@@ -46,7 +46,8 @@ def gather_sequence(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
 def _gather_values(
     cache: Tensor, scale: Tensor | None, blocks: Tensor, length: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the values (length, Hk, D) of a cache, dequantised."""
+    """Return the first `length` cached rows (length, Hk, D) of a sequence, dequantised to
+    `dtype`."""
     stored = gather_sequence(cache, blocks, length)
     if scale is None:
         return stored.to(dtype)
@@ -129,7 +130,8 @@ def paged_attention(
 
 
 def _left_of(window: Window) -> Window:
-    """Return a window's left edge alone; the tree mask decides what is visible to the right."""
+    """Return (left, None), a window's left side alone, or None; the tree mask decides what is
+    visible to the right."""
     return None if window is None else (resolve_window(True, window)[0], None)
 
 
@@ -201,7 +203,7 @@ def rope_write_kv_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Normalise and rotate q and k, write k and v into the cache, and return q.
+    """Normalise and rotate q and k, write k and v into the cache, in place, and return the new q.
 
     Args:
         q: (T, Hq, D); the other tensors as for `write_kv_cache` and `rope.apply_rope`.

@@ -29,8 +29,8 @@ SMALLEST_SCALE = 2.0**-126
 def row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale (...) float32 of each row of x (..., D): amax / limit.
 
-    It is 0 for a row of zeros (or if amax / limit is subnormal), NaN for one with an infinity or
-    NaN.
+    The scale is 0 for a row of zeros (or if amax / limit is subnormal), NaN for one with an
+    infinity or NaN.
     """
     rows = x.float()
     scale = rows.abs().amax(-1) * torch.tensor(1.0 / LIMITS[dtype], dtype=torch.float32)

@@ -23,8 +23,8 @@ def target_distribution(
     softmax(logits / temperature), then in this order, renormalised after each step:
 
     1. top_k: keep a token when fewer than k tokens are strictly more likely;
-    2. top_p: keep it when the tokens strictly more likely have less than top_p in total;
-    3. min_p: keep it when it is at least min_p times as likely as the most likely one.
+    2. top_p: keep a token when the tokens strictly more likely have less than top_p in total;
+    3. min_p: keep a token when it is at least min_p times as likely as the most likely one.
 
     Tied tokens are kept or dropped together, so the result does not depend on the vocabulary's
     order.
@@ -76,9 +76,12 @@ def sample_tokens(
     seeds: Tensor | None,
     counters: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the token of each row of (R, V), row by row, and whether its largest logit is finite.
+    """Return a token for each row of logits (R, V), int64 (R,), and whether the row's largest logit
+    is finite.
 
-    The token is the first whose cumulative probability exceeds the row's uniform number.
+    The token is the first whose cumulative probability under `target_distribution` exceeds number
+    `counters[row]` of stream `seeds[row]`. With temperature 0, or logits that are not finite, it is
+    the argmax. The other arguments are (R,) or None.
     """
     is_finite = logits.amax(-1).isfinite()
     tokens = []
@@ -107,8 +110,11 @@ def sample_tokens(
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log_softmax of one token a row (R,), and the `count` largest (R, count): ids,
-    values."""
+    """Return the log_softmax of one token a row, and the ids and values of each row's `count`
+    largest.
+
+    `token_ids` is (R,); the results are float32 (R,), int64 (R, count) and float32 (R, count).
+    """
     logprobs = logits.double().log_softmax(-1)
     own = logprobs.gather(-1, token_ids[:, None])[:, 0]
     values, ids = logprobs.sort(dim=-1, descending=True, stable=True)

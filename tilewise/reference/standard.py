@@ -273,7 +273,8 @@ _OF_PAIRS = ("bias", "mask", "keep_mask")  # arguments of (query, key) pairs
 
 
 def _crop(tensor: Tensor | None, row: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
-    """Cut sequence `row` out of a tensor broadcastable to (B, Hq, max Sq, max Sk)."""
+    """Cut sequence `row`, of seqlen_q rows and seqlen_k keys, out of a tensor broadcastable to (B,
+    Hq, max Sq, max Sk). Dims of size 1 stay; None stays None."""
     if tensor is None:
         return None
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

@@ -20,7 +20,7 @@ Predicate = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tile sizes of a score matrix and what happens to each tile.
+    """The tile sizes of a score matrix, and the mask and dropout that apply to each tile.
 
     Attributes:
         tile_q, tile_k: the rows and columns of a tile, Br and Bc.
@@ -41,7 +41,7 @@ class Tiling:
     softmax_scale: float | None = None
 
     def keeps_tile(self, row: int, column: int) -> bool:
-        """Return whether the layout contains tile (row, column)."""
+        """Return whether tile (row, column) is computed: True unless the layout has False there."""
         return self.layout is None or bool(self.layout[row, column])
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -51,7 +51,8 @@ class Tiling:
         return s if self.mask is None else s.where(self.mask(*_positions(rows, columns)), -math.inf)
 
     def dropped(self, p: Tensor, rows: slice, columns: slice) -> Tensor:
-        """Return the tile after dropout."""
+        """Return tile p at these rows and columns after dropout: dropped entries 0, others / (1 -
+        dropout_p)."""
         if self.keep is None:
             return p
         kept = self.keep(*_positions(rows, columns))

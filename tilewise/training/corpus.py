@@ -42,10 +42,11 @@ _MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token ids of documents that lie one after the other.
+    """The token ids of a text's documents, one after another; `prepare` makes one, `open` maps it.
 
     Attributes:
-        tokens: (N + 1,) ids, mapped from disk; the last one ends the last document.
+        tokens: (N + 1,) ids, mapped from disk as a rule; the last one is the end (or padding) token
+            after the last document.
         starts: int64 (D + 1,); document d is tokens[starts[d]:starts[d + 1]].
         words: the size of the vocabulary.
         special: ids of the special tokens, by their text.
@@ -58,10 +59,11 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
-        """Map the files that `prepare` has written.
+        """Return the corpus in `folder`, whose files `prepare` has written; tokens are mapped, not
+        read.
 
         Raises:
-            ValueError: files are shorter or longer than they were written.
+            ValueError: tokens.bin is shorter or longer than it was written.
         """
         folder = Path(folder)
         facts = json.loads((folder / "corpus.json").read_text())
@@ -80,7 +82,8 @@ class Corpus:
     def of_ids(cls, documents: Iterable[Iterable[int]], words: int, end: int) -> Corpus:
         """Return a corpus in memory from token ids.
 
-        An end token precedes each document, and one follows the last.
+        The token `end` precedes each document, and one follows the last; `words` is the size of the
+        vocabulary.
         """
         parts = [np.array([end, *ids], dtype=np.uint32) for ids in documents]
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
@@ -90,9 +93,10 @@ class Corpus:
         return len(self.starts) - 1
 
     def split(self, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the documents to train on and those held out, every 1/share-th of them.
+        """Return the indices of the documents to train on, and of those held out, about every (1 /
+        share)-th.
 
-        A corpus of one document, and a share of 0, hold none out.
+        With one document, or a share of 0, none is held out.
 
         Raises:
             ValueError: share lies outside of [0, 0.5].
@@ -110,8 +114,10 @@ class Corpus:
 def read_documents(root: str | Path) -> Iterator[str]:
     """Yield the documents of a text file, or of all .txt files below a folder, in order of name.
 
-    A byte order mark says how a file is encoded and is no part of its text; without one it is
-    UTF-8. Bytes that are not become U+FFFD, with a warning that names the file.
+    Lines `<|endoftext|>` part the documents of a file; white space around a document is stripped,
+    empty ones are left out. A byte order mark says how a file is encoded and is no part of its
+    text; without one it is UTF-8. Bytes that cannot be decoded become U+FFFD, with a warning that
+    names the file.
 
     Raises:
         ValueError: no document is found.
@@ -143,12 +149,13 @@ def _read(file: Path) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], words: int, *, is_masked: bool = False) -> Tokenizer:
-    """Train a byte-level BPE whose first tokens are the special ones.
+    """Return a byte-level BPE tokenizer trained on `texts`, whose first ids are the special tokens.
 
     Args:
         words: the largest size of the vocabulary.
         is_masked: True if the special tokens are BERT's, [CLS] before a text and [SEP] after it;
-            else the end token, which also stands before a text.
+            else the end token, which stands before a text. ValueError if `words` has no room for
+            these and all bytes.
     """
     special = list(MASKED) if is_masked else [END]
     fewest = len(special) + 256  # bytes
@@ -177,15 +184,15 @@ def train_tokenizer(texts: Iterable[str], words: int, *, is_masked: bool = False
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load tokenizer.json, or a byte-level BPE of a vocabulary and merges, as GPT-2's is stored.
 
-    Truncation and padding that a tokenizer.json carries are left out: they are settings of the
-    training that wrote it, and would cut each document or fill it up.
+    Truncation and padding that a tokenizer.json carries are switched off: they would cut each
+    document or fill it up.
 
     Args:
         path: the file, or a folder that holds tokenizer.json, or vocab.json or encoder.json beside
             merges.txt or vocab.bpe.
 
     Raises:
-        ValueError: the folder has neither.
+        ValueError: the folder has neither tokenizer.json nor a vocabulary with merges.
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -225,17 +232,18 @@ def prepare(
 ) -> Corpus:
     """Tokenise `text` into `folder`, or open what is there already, made with the same arguments.
 
-    Tokens that are opened are said to be, on standard error, with their age and whether the text or
-    the tokenizer has changed since.
+    If tokens are opened, a line on standard error gives their age, and whether the text or the
+    tokenizer has changed since.
 
     Args:
         text: a .txt file, or a folder of them.
         tokenizer: see `load_tokenizer`; None trains one on the text.
         words: the largest size of a trained tokenizer's vocabulary.
-        longest: the number of tokens, [CLS] and [SEP] among them, of the texts into which documents
-            are cut for a masked model. None is for a decoder: the end token stands before each
-            document.
-        fresh: tokenise anew even so, if the text is still there.
+        longest: the largest number of tokens, [CLS] and [SEP] included, of the texts into which
+            documents are cut for a masked model. None is for a decoder: the end token stands before
+            each document.
+        fresh: True to tokenise anew although the folder has tokens; without the text they are
+            opened all the same.
 
     Raises:
         ValueError: there is no text, the tokenizer has not got the special tokens, or the folder
@@ -305,7 +313,8 @@ def prepare(
 
 
 def _stamps(text: str | Path, tokenizer: str | Path | None) -> dict[str, list[int]]:
-    """Return how many files the text and the tokenizer are, their bytes and the newest's time."""
+    """Return, for "text" and "tokenizer" (if given), [number of files, their bytes, newest mtime in
+    ns]."""
     given = {"text": _text_files(Path(text))}
     if tokenizer is not None:
         path = Path(tokenizer)
@@ -319,7 +328,11 @@ def _stamps(text: str | Path, tokenizer: str | Path | None) -> dict[str, list[in
 
 
 def _age(facts: dict[str, Any], file: Path, text: str | Path, tokenizer: str | Path | None) -> str:
-    """Say when tokens were made and what has changed since."""
+    """Return a text that says when tokens were made, and whether text or tokenizer has changed
+    since.
+
+    `facts` is the content of corpus.json, `file` its path.
+    """
     made = facts.get("made", file.stat().st_mtime)
     minutes = max(0, int(time.time() - made) // 60)
     units = ((60 * 24, "days"), (60, "hours"), (1, "minutes"))
@@ -339,7 +352,8 @@ def _age(facts: dict[str, Any], file: Path, text: str | Path, tokenizer: str | P
 
 
 def _check_source(folder: Path, wanted: dict[str, Any]) -> None:
-    """Refuse tokens of another text, or made otherwise: they would be trained on unnoticed."""
+    """Raise ValueError if the tokens in `folder` were made from other sources or arguments than
+    `wanted`."""
     saved = json.loads((folder / "corpus.json").read_text()).get("source", {})
     for name, value in wanted.items():
         if name not in saved or saved[name] != value:
@@ -351,7 +365,8 @@ def _check_source(folder: Path, wanted: dict[str, Any]) -> None:
 
 
 def _check_whole(folder: Path) -> None:
-    """Refuse tokens of a tokenizer that cut or filled documents, as versions before 2026-12 let."""
+    """Raise ValueError if the tokens in `folder` were made by a tokenizer with truncation or
+    padding, which versions before 2026-12 left on."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     for name in ("truncation", "padding"):
         if tokenizer.get(name) is not None:
@@ -362,7 +377,11 @@ def _check_whole(folder: Path) -> None:
 
 
 def _pieces(ids: list[int], special: dict[str, int], longest: int | None) -> Iterator[list[int]]:
-    """A decoder's document as it is; a masked model's cut into texts."""
+    """Yield the token ids of one document as training sees them.
+
+    For a decoder (`longest` None) the document whole, behind the end token; for a masked model
+    texts of at most `longest` tokens, each between [CLS] and [SEP].
+    """
     if longest is None:
         yield [special[END], *ids]
         return

@@ -28,12 +28,12 @@ __all__ = ["Documents", "attend", "hidden_states", "layer_norm", "linear"]
 
 
 class Documents(NamedTuple):
-    """Where the documents of a packed batch begin and end.
+    """The edges of the documents of a packed batch.
 
     Attributes:
         cu_seqlens: (B + 1,) int32; document b is rows cu_seqlens[b]:cu_seqlens[b + 1]. Empty ones
             may follow the last, so that all batches have one shape.
-        max_seqlen: host int, no document is longer.
+        max_seqlen: host int, an upper bound of the tokens of a document.
     """
 
     cu_seqlens: Tensor
@@ -64,7 +64,8 @@ def hidden_states(
 
     Raises:
         ValueError: packed ids come without positions, or rows with them.
-        TypeError: the model computes something else than a GPT-2, a Llama or a Qwen3.5.
+        TypeError: the model has a part that this forward pass does not compute; the message names
+            it.
     """
     if (documents is None) != (positions is None):
         raise ValueError("positions and documents must come together, got one of them")
@@ -81,7 +82,8 @@ def hidden_states(
 
 
 def _why_not(config: ModelConfig) -> str | None:
-    """Return a message that names what these forward passes lack for a model; None if nothing."""
+    """Return a text that names the setting of `config` that these forward passes lack; None if they
+    compute the model."""
     is_layer_norm = config.norm.kind == "layer"
     facts: list[tuple[str, object, object]] = [
         ("learned_positions", config.learned_positions is not None, is_layer_norm),
@@ -187,7 +189,7 @@ def _llama_layer(
     documents: Documents | None,
     deterministic: bool,
 ) -> Tensor:
-    """Return the residual stream after a layer."""
+    """Return the residual stream (..., E) after a layer, given that before it, x."""
     mlp, first, second = layer.mlp, layer.attention_norm, layer.mlp_norm
     assert isinstance(mlp, GatedMLP)
     h = _rms_norm(x, first)
@@ -208,7 +210,8 @@ def _rotated_attention(
     documents: Documents | None,
     deterministic: bool,
 ) -> Tensor:
-    """Return the output of an attention layer with rotation, to be added to the residual stream."""
+    """Return the output (..., E) of attention with rotation for h, the normalised residual stream;
+    norms of q and k and an output gate included where the layer has them."""
     qkv, gate = linear(h, attention.qkv_proj), None
     if attention.has_gate:
         width = attention.num_q_heads * attention.head_dim
@@ -231,7 +234,8 @@ def _rotated_attention(
 
 
 def _gated_delta_net(net: GatedDeltaNet, h: Tensor, documents: Documents | None) -> Tensor:
-    """Return the output of a `nn.GatedDeltaNet`, with products in the dtype of h."""
+    """Return the output (..., E) of a `nn.GatedDeltaNet` for h, with products in the dtype of h;
+    differentiable."""
     config, (*channels, width) = net.config, net.config.parts
     edges = None if documents is None else documents.cu_seqlens
     mixed, z = linear(h, net.qkvz_proj).split([sum(channels), width], dim=-1)
@@ -265,6 +269,7 @@ def attend(
         documents: cu_seqlens and the longest length, in tokens; None for a batch of equal rows.
         softmax_scale: the factor of q . k; None is D ** -0.5.
         window: the number of keys that a query sees, its own included; None is no bound.
+        causal: True if a query sees no later key.
         deterministic: True for gradients with the same bits in each run.
     """
     if documents is None:
@@ -302,7 +307,8 @@ def linear(x: Tensor, module: nn.Linear) -> Tensor:
 
 
 def layer_norm(x: Tensor, module: nn.LayerNorm) -> Tensor:
-    """Normalise x in its own dtype; torch's statistics are float32."""
+    """Return x normalised by `module`, whose parameters are cast to the dtype of x; statistics are
+    float32."""
     shape = list(module.normalized_shape)
     return F.layer_norm(x, shape, module.weight.to(x.dtype), module.bias.to(x.dtype), module.eps)
 
@@ -317,7 +323,7 @@ def _rms_norm(x: Tensor, module: nn.Module | None) -> Tensor:
 
 
 def _split(attention: Attention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., (Hq + 2 Hk) D) -> views q (..., Hq, D), k and v (..., Hk, D)."""
+    """Split qkv (..., (Hq + 2 Hk) D) into views q (..., Hq, D), k and v (..., Hk, D)."""
     hq, hk = attention.num_q_heads, attention.num_kv_heads
     q, k, v = qkv.unflatten(-1, (hq + 2 * hk, attention.head_dim)).split([hq, hk, hk], dim=-2)
     return q, k, v

@@ -44,7 +44,7 @@ class BertShape:
             )
 
     def to_hf(self, *, pad_token_id: int = 0) -> dict[str, Any]:
-        """Return the config.json that transformers reads as this model."""
+        """Return, as a dict, the config.json by which transformers reads this model."""
         return {
             "architectures": ["BertForMaskedLM"],
             "model_type": "bert",
@@ -65,7 +65,8 @@ class BertShape:
 
 
 class BertLayer(nn.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x))."""
+    """A layer of BERT: x = norm(x + attention(x)), then norm(x + mlp(x)); attention sees all of a
+    text."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class BertLayer(nn.Module):
         self.num_heads = shape.num_heads
 
     def forward(self, x: Tensor, documents: Documents | None, deterministic: bool) -> Tensor:
-        """Map x (T, E) to itself."""
+        """Map x (T, E) to the layer's output (T, E); attention stays within each of `documents`."""
         heads = linear(x, self.qkv_proj).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = heads.unbind(-3)
         o = attend(q, k, v, documents, None, causal=False, deterministic=deterministic)
@@ -89,7 +90,9 @@ class BertLayer(nn.Module):
 
 
 class Bert(nn.Module):
-    """A masked language model over packed texts.
+    """BERT as a masked language model over packed texts: encoder, and the head's transform.
+
+    The output projection is embed_tokens.weight with head_bias; the loss applies it.
 
     Args:
         shape: the sizes of the model.
@@ -121,10 +124,11 @@ class Bert(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         deterministic: bool = False,
     ) -> Tensor:
-        """Return the hidden states at `places` after the head's dense layer, activation and norm.
+        """Return the hidden states at `places`, after the head's dense layer, activation and norm.
 
         Args:
-            ids: int64 (T,), masked already; positions: int64 (T,), each text's own.
+            ids: int64 (T,), masked already; positions: int64 (T,), counted in each text.
+            documents: the edges of the texts.
             places: int64 (K,), the rows that are predicted.
 
         Returns:
@@ -138,7 +142,8 @@ class Bert(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Draw random weights: normal(0, std), norms 1, biases 0. Source: Devlin et al., 2019."""
+        """Draw random weights in place: matrices normal(0, std), norms 1, biases 0. Source: Devlin
+        et al., 2019."""
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0.0, std, generator=generator)
@@ -146,7 +151,7 @@ class Bert(nn.Module):
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def weight_table(self) -> tuple[Weight, ...]:
-        """Return where each parameter is in transformers' BertForMaskedLM."""
+        """Return, for each parameter, the names of its tensors in transformers' BertForMaskedLM."""
         size = self.shape.hidden_size
         modules = [
             ("embed_tokens", "bert.embeddings.word_embeddings", False),

@@ -21,7 +21,8 @@ PEAKS = {
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Return the peak of a device, None where it is not known (a CPU)."""
+    """Return the peak bfloat16 FLOP/s of a device by its name, see PEAKS; None for a CPU or an
+    unknown GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -29,16 +30,17 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def product_flops(parameters: int) -> int:
-    """FLOPs a token of products with the given number of weights: 2 forward and 4 backward each.
+    """Return the training FLOPs per token of products with `parameters` weights: 2 forward, 4
+    backward each.
 
-    An embedding that is only looked up does not count; one that is the output head too does.
-    Source: Kaplan et al., 2020, section 2.1.
+    The number should leave out an embedding that is only looked up, and count one that is the
+    output head, too. Source: Kaplan et al., 2020, section 2.1.
     """
     return 6 * parameters
 
 
 def attention_flops(pairs: float, *, num_layers: int, channels: int, causal: bool) -> float:
-    """FLOPs of attention, forward and backward, all layers.
+    """Return the FLOPs of attention, forward and backward, in all layers.
 
     Two products forward, four backward (the recomputed logits do not count), 2 FLOPs each; causal
     attention sees half of the pairs.

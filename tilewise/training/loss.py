@@ -25,13 +25,17 @@ CHUNK_ELEMENTS = 8192 * 50_304
 
 
 def _chunk_rows(rows: int, columns: int) -> int:
-    """Rows of a chunk: all of one size, since each size is a shape of its own to a compiler."""
+    """Return the rows of a chunk, so that its logits have at most about CHUNK_ELEMENTS elements.
+
+    All chunks (but the last) have this size, since each size is a shape of its own to a compiler.
+    """
     count = max(1, -(-rows * columns // CHUNK_ELEMENTS))
     return -(-rows // count)
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Mean loss of the rows with a target; the gradients come with it."""
+    """The function of `chunked_loss`, whose forward pass computes the gradients of x, weight and
+    bias, too."""
 
     @staticmethod
     def forward(
@@ -77,7 +81,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """Return float32 logits; those of a padded vocabulary's columns are -inf."""
+    """Return the logits (rows, V) in float32 (float64 for float64); columns from `columns` on are
+    -inf."""
     logits = F.linear(rows, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if bias is not None:
@@ -121,7 +126,8 @@ def chunked_loss(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log_softmax of one column a row, of which only the logits are kept: d = dy (onehot - p)."""
+    """The function of `token_logprobs`; it keeps the logits alone, and its gradient is dy (onehot -
+    p)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -141,8 +147,8 @@ class _TokenLogprobs(torch.autograd.Function):
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Return log_softmax(logits) of one token a row: the bits of an engine, torch's gradient.
 
-    With the logits of a model after `use_inference_bits` they are those that a batch-invariant
-    engine returned with the tokens.
+    With the logits of a model after `use_inference_bits` the values are those that a
+    batch-invariant engine returned with the tokens.
 
     Args:
         logits: (R, V) float32.
@@ -162,7 +168,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
 def liger_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, columns: int | None = None
 ) -> Tensor:
-    """Compute the same by Liger-Kernel's fused linear cross-entropy, outside of compiled graphs.
+    """Return the loss of `chunked_loss`, computed by Liger-Kernel's fused linear cross-entropy; not
+    within compiled graphs.
 
     Raises:
         ImportError: liger-kernel is not installed.
@@ -188,7 +195,7 @@ LOSSES = {"chunked": chunked_loss, "liger": liger_loss}
 
 
 def find_loss(name: str) -> Any:
-    """Return the loss of this name.
+    """Return the loss function of this name, "chunked" or "liger".
 
     Raises:
         ValueError: no loss has that name.

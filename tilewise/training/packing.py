@@ -29,13 +29,15 @@ class Batch:
     """Tensors of one forward and backward pass, on the device.
 
     Attributes:
-        ids, targets: int64 (T,); of rows (B, S). A masked batch's targets are those of its places.
-        positions: int64 (T,), None of rows.
-        documents: None of rows.
-        places: int64 (K,), the rows that a masked model predicts; None of a decoder.
-        count: documents, pieces of them counted as such.
-        pairs: sum of their squared lengths, which attention's FLOPs follow.
-        state: the argument of `Packer.load_state` with which it goes on after this batch.
+        ids, targets: int64 (T,), or (B, S) for rows. A masked batch's targets are (K,), for its
+            places.
+        positions: int64 (T,), the position of each token in its piece; None for rows.
+        documents: the edges of the packed pieces; None for rows.
+        places: int64 (K,), the rows that a masked model predicts; None for a decoder.
+        count: the number of documents, each piece of one counted.
+        pairs: the sum of the squared lengths of the pieces, to which attention's FLOPs are
+            proportional.
+        state: the argument of `Packer.load_state` with which a packer continues after this batch.
     """
 
     ids: Tensor
@@ -48,7 +50,7 @@ class Batch:
     state: dict[str, int]
 
     def to(self, device: torch.device) -> Batch:
-        """Copy to `device`; from pinned memory the host does not wait."""
+        """Return a copy of the batch on `device`; from pinned memory the host does not wait."""
 
         def move(x: Tensor | None) -> Any:
             return None if x is None else x.to(device, non_blocking=True)
@@ -66,7 +68,7 @@ class Batch:
         )
 
     def pin(self) -> Batch:
-        """Copy to page-locked memory."""
+        """Return a copy of the batch in page-locked memory."""
         documents = self.documents
         if documents is not None:
             documents = Documents(documents.cu_seqlens.pin_memory(), documents.max_seqlen)
@@ -85,9 +87,9 @@ class Packer:
 
     Args:
         corpus: the corpus of the documents.
-        indices: the numbers of the documents that it packs.
-        tokens: T, of a batch.
-        context: tokens of the longest piece.
+        indices: the numbers of the documents that are packed.
+        tokens: T, the tokens of a batch.
+        context: the tokens of the longest piece.
         seed: the seed of the order; epoch e shuffles with seed and e.
         is_rows: True if batches are (T / context, context) rows cut from the joined documents,
             without boundaries, as GPT-2's own training and nanoGPT have them.
@@ -125,7 +127,8 @@ class Packer:
         self._order = self._shuffled()
 
     def state(self) -> dict[str, int]:
-        """The position of the next batch: epoch, document in its order, token in the document."""
+        """Return the place of the next batch, for `load_state`: epoch, document in the epoch's
+        order, token in that document, and the number of edges of a batch."""
         return {
             "epoch": self.epoch,
             "next": self.next,
@@ -134,7 +137,8 @@ class Packer:
         }
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken."""
+        """Continue at the place at which `state` was taken; the corpus and the seed must be the
+        same."""
         self.epoch, self.next, self.taken = state["epoch"], state["next"], state["taken"]
         self.capacity = state["capacity"]
         self._order = self._shuffled()
@@ -144,7 +148,8 @@ class Packer:
             yield self.batch()
 
     def batch(self) -> Batch:
-        """Return the next batch, on the CPU."""
+        """Return the next batch of T tokens, on the CPU; endless, as each epoch is shuffled
+        anew."""
         pieces = self._pieces()
         starts = np.array([start for start, _ in pieces], np.int64)
         sizes = np.array([size for _, size in pieces], np.int64)
@@ -171,7 +176,8 @@ class Packer:
         return Batch(ids, targets, where, documents, None, len(sizes), pairs, state)
 
     def _pieces(self) -> list[tuple[int, int]]:
-        """First token and size of each piece of the next batch; moves on."""
+        """Return the first token in the corpus and the size of each piece of the next batch;
+        advance the packer."""
         pieces: list[tuple[int, int]] = []
         room, longest = self.tokens, self.tokens if self.is_rows else self.context
         while room > 0:
@@ -198,17 +204,19 @@ class Packer:
 def mask_batch(
     batch: Batch, *, share: float, mask: int, words: int, special: frozenset[int], seed: int
 ) -> Batch:
-    """Choose the rows that a masked model predicts, and hide them: 80 % mask, 10 % any, 10 % as is.
+    """Return the batch with rows chosen for a masked model to predict, and hidden.
+
+    Of the chosen tokens 80 % become the mask token, 10 % a random word, and 10 % stay.
 
     The number of places depends on T alone, so that all batches have one shape. Special tokens are
-    chosen only where too few others are there, and have no target then.
+    chosen only if there are too few others; they then have no target (-100) and stay.
 
     Args:
-        share: the share of the rows that is masked.
+        share: the share of the rows that is chosen.
         mask: id of the mask token.
-        words: the size of the vocabulary; ids below it replace every tenth.
-        special: ids that are not predicted.
-        seed: with the batch's place in the corpus it decides what is drawn.
+        words: the size of the vocabulary, below which random ids are drawn.
+        special: the ids that are not predicted.
+        seed: a seed, which with the batch's place in the corpus decides all draws.
 
     Returns:
         A batch whose targets are (K,), for its `places`.
@@ -244,7 +252,8 @@ def prefetch(
     ahead: int = 4,
     change: Callable[[Batch], Batch] | None = None,
 ) -> Generator[Batch, None, None]:
-    """Yield batches on `device`, made by a thread while the device computes.
+    """Yield batches on `device`, made by a thread while the device computes; ends when `batches`
+    does.
 
     Args:
         batches: the batches, on the CPU.

@@ -27,7 +27,8 @@ def pad_vocabulary(words: int) -> int:
 
 @torch.no_grad()
 def load_parameters(model: Decoder | Bert, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `model` from tensors in Hugging Face's names; rows that pad a vocabulary become 0.
+    """Fill the parameters of `model`, in place, from tensors in Hugging Face's names; rows that pad
+    a vocabulary become 0.
 
     Raises:
         KeyError: a tensor is missing.
@@ -68,7 +69,7 @@ def export(
     dtype: torch.dtype = torch.bfloat16,
     pad_token_id: int = 0,
 ) -> None:
-    """Write a checkpoint in Hugging Face's layout: config.json and safetensors.
+    """Write a checkpoint in Hugging Face's layout to `directory`: config.json and safetensors.
 
     transformers loads it, and of a decoder `tilewise.LLM` too; a BERT has nothing to generate.
 

@@ -34,13 +34,16 @@ _INTERRUPTED = "the run ends after this step, with a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The settings of a run besides those of its steps.
+    """The settings of a training run besides the `Settings` of its steps.
 
     Attributes:
         accumulate: the number of batches of a step.
-        log_every, evaluate_every, save_every: steps; 0 is never. The end is logged and saved too.
-        evaluation_batches: the number of batches of the held-out text.
-        stop_after: steps after which the run ends early, as if interrupted; None does not.
+        log_every, evaluate_every, save_every: the numbers of steps between two log records,
+            evaluations and checkpoints; 0 is never. The first step is logged too, and the end
+            logged, evaluated and saved.
+        evaluation_batches: the number of held-out batches of an evaluation.
+        stop_after: the number of the step after which the run ends early, with a checkpoint; None
+            for no such end.
     """
 
     accumulate: int = 1
@@ -70,19 +73,21 @@ def run(
     change: Callable[[Batch], Batch] | None = None,
     resume: bool = True,
 ) -> list[dict[str, Any]]:
-    """Train until `trainer.settings.steps`; return the log.
+    """Train until `trainer.settings.steps`; return the records of the log.
+
+    Writes checkpoint.pt, log.jsonl and loss.png to `out`, and progress to standard error.
 
     Args:
         packer: the packer of the text to train on.
-        out: folder of the files; a checkpoint there is gone on from.
-        held_out: the packer of the text to evaluate on.
+        out: the folder of the run's files; a run with a checkpoint there continues from it.
+        held_out: the packer of the text to evaluate on; None for no evaluation.
         change: a function applied to each batch, masking for instance.
-        resume: False begins anew.
+        resume: False to begin anew even if there is a checkpoint.
 
     Raises:
         ValueError: the checkpoint was made with other settings, another packing or another text.
-        FloatingPointError: a loss, a gradient or a parameter was not finite; the last checkpoint
-            is left as it was.
+        FloatingPointError: a loss, a gradient or a parameter was not finite; the last checkpoint is
+            left as it was.
         KeyboardInterrupt, SystemExit: SIGINT or SIGTERM came; the checkpoint is of the step that
             was being made.
     """
@@ -164,7 +169,10 @@ def _is_due(every: int, step: int) -> bool:
 def _evaluate(
     trainer: Trainer, held_out: Packer, count: int, change: Callable[[Batch], Batch] | None
 ) -> float:
-    """Return the mean loss of the same batches each time."""
+    """Return the mean loss of `count` batches of `held_out`, whose place is then restored.
+
+    So each evaluation has the same batches. Raises FloatingPointError if the loss is not finite.
+    """
     begin = held_out.state()
     batches = (held_out.batch() for _ in range(count))
     changed = ((batch if change is None else change(batch)).to(trainer.device) for batch in batches)
@@ -178,7 +186,8 @@ def _evaluate(
 
 
 def _check_same(state: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose next step would not be the one it was saved before."""
+    """Raise ValueError if a value of `wanted` differs from that in the checkpoint `state`, so that
+    the run would not continue as it was."""
     for part, values in wanted.items():
         for name, value in values.items():
             if name == "corpus" and name not in state[part]:
@@ -192,7 +201,8 @@ def _check_same(state: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 class _Clock:
-    """Tokens, documents and FLOPs since the last reading, over the seconds since then."""
+    """A counter of tokens, documents and FLOPs since the last `read` or `restart`, and of the
+    seconds since then."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -211,7 +221,11 @@ class _Clock:
         self.flops += sum(trainer.flops(batch) for batch in batches)
 
     def read(self, peak: float | None) -> dict[str, float]:
-        """Return the rates and begin again; the caller has waited for the device."""
+        """Return tokens_per_s and documents_per_s, and begin again; the caller must have waited for
+        the device.
+
+        With `peak`, the device's FLOP/s, also mfu, and peak_gib of memory.
+        """
         seconds = time.perf_counter() - self.begin
         rates = {"tokens_per_s": self.tokens / seconds, "documents_per_s": self.documents / seconds}
         if peak is not None:
@@ -222,7 +236,8 @@ class _Clock:
 
 
 class _Log:
-    """Records in a file and in memory, short lines on standard error."""
+    """The log of a run: records in log.jsonl and in `records`, and a short line for each on
+    standard error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -230,7 +245,11 @@ class _Log:
         self._file: Any = None
 
     def keep(self, steps: int) -> None:
-        """Begin with the records of the first `steps` steps of an earlier part of the run."""
+        """Open the file with the records of the first `steps` steps that it has; others are
+        dropped. 0 empties it.
+
+        It must be called before `write`.
+        """
         old = read_log(self.path) if steps and self.path.is_file() else []
         self.records = [record for record in old if record["step"] <= steps and "loss" in record]
         kept = self.path.with_name(self.path.name + ".partial")  # a full disk leaves the old one
@@ -239,7 +258,8 @@ class _Log:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any], left: str = "") -> None:
-        """Keep a record, and say it with the time that is left."""
+        """Append a record to the file and to `records`; print one with a loss, with `left`, the
+        text of the time left, if given."""
         self.records.append(record)
         self._file.write(_line(record))
         self._file.flush()
@@ -265,13 +285,15 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read log.jsonl; a last line that a crash or a full disk cut short is left out."""
+    """Return the records of a log.jsonl; a last line that a crash or a full disk cut short is left
+    out."""
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> Path | None:
-    """Draw the losses over the steps; None where matplotlib is not installed."""
+    """Draw the losses of `records` over the steps to the picture `path`; return `path`, or None
+    without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

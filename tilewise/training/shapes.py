@@ -69,8 +69,8 @@ def decoder_config(
 
     Args:
         words: the size of the vocabulary; None is the shape's own.
-        context: tokens of the longest document; None is the shape's own.
-        end: id of the token that ends a text, which also begins one.
+        context: the tokens of the longest document; None is the shape's own.
+        end: the id of the token that ends a text and also begins one; None for none.
 
     Raises:
         ValueError: there is no such shape.

@@ -16,7 +16,8 @@ __all__ = ["Interrupts", "interrupts", "run_script"]
 
 
 def run_script(name: str, main: Callable[[], None]) -> None:
-    """Run a script's main; end with 1 and one sentence where it fails, with 130 at Ctrl-C."""
+    """Run a script's main; exit with 1 and one sentence if it raises FloatingPointError, ValueError
+    or OSError, with 130 at Ctrl-C."""
     try:
         main()
     except (FloatingPointError, ValueError, OSError) as error:
@@ -26,17 +27,18 @@ def run_script(name: str, main: Callable[[], None]) -> None:
 
 
 class Interrupts:
-    """Whether the process was asked to end.
+    """The request to end that `interrupts` has noted, if there was one.
 
     Attributes:
-        signal: the first signal that came, None before.
+        signal: the signal, SIGINT or SIGTERM; None before one has come.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
     def end(self) -> None:
-        """End as the signal would have, if one came: the files are written.
+        """End as the noted signal would have ended the process; without a signal do nothing. Called
+        once the files are written.
 
         Raises:
             KeyboardInterrupt: the signal was SIGINT, Ctrl-C.
@@ -50,13 +52,15 @@ class Interrupts:
 
 @contextmanager
 def interrupts(what: str) -> Iterator[Interrupts]:
-    """Note SIGINT and SIGTERM instead of ending in the middle of a step.
+    """During the block, note SIGINT and SIGTERM instead of ending in the middle of a step; yield
+    the notes.
 
-    A second signal acts as it did before. In threads other than the main one, which cannot catch
-    signals, and for signals that the process ignores, nothing changes.
+    The first signal prints a line, and the second acts as without this block. In threads other than
+    the main one, which cannot catch signals, and for signals that the process ignores, nothing
+    changes.
 
     Args:
-        what: is done before the process ends, for the line that the first signal prints.
+        what: words for the line that the first signal prints, on how the process will end.
     """
     noted = Interrupts()
     before: dict[int, Any] = {}

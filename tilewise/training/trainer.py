@@ -29,19 +29,19 @@ __all__ = ["Settings", "Trainer", "learning_rate", "model_flops"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a model is trained.
+    """The settings of a training run's steps.
 
     Attributes:
         lr: the highest learning rate.
-        final_lr: share of `lr` at the end of the cosine.
-        warm_up: steps until `lr` is reached.
+        final_lr: the share of `lr` at the end of the cosine.
+        warm_up: the number of steps until `lr` is reached.
         steps: the number of steps of the whole run; the cosine ends there.
-        decay: AdamW's weight decay, of matrices.
+        decay: AdamW's weight decay, of matrices only.
         betas, eps: the constants of AdamW.
         clip: the largest norm of all gradients together; 0 does not clip.
         dtype: the dtype of products and residual stream: "bfloat16" or "float32".
         loss: "chunked" or "liger", see `training.loss`.
-        compile: mode of torch.compile, "" does not compile.
+        compile: the mode of torch.compile; "" does not compile.
         deterministic: True for the same bits in each run on a machine, which is slower.
     """
 
@@ -70,7 +70,8 @@ class Settings:
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """Linear warm-up, then a cosine from lr to lr * final_lr at the last step."""
+    """Return the learning rate of a step, counted from 0: a linear warm-up, then a cosine from lr
+    to lr * final_lr at the end."""
     if step < settings.warm_up:
         return settings.lr * (step + 1) / settings.warm_up
     progress = (step - settings.warm_up) / max(1, settings.steps - settings.warm_up)
@@ -79,12 +80,13 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 
 def model_flops(model: Decoder | Bert, tokens: int, pairs: float) -> float:
-    """FLOPs of a forward and backward pass: products and visible attention; see `training.flops`.
+    """Return the FLOPs of a forward and backward pass: products and visible attention; see
+    `training.flops`.
 
     Args:
         model: the model, whose parameters may lie on the meta device.
         tokens: the number of tokens of all sequences.
-        pairs: sum of the sequences' squared lengths.
+        pairs: the sum of the sequences' squared lengths.
     """
     looked_up = ["embed_positions.weight"]
     if isinstance(model, Bert):
@@ -108,12 +110,12 @@ class Trainer:
     """A model, its optimizer and its compiled forward and backward pass.
 
     Args:
-        model: float32 parameters, on the device that trains.
+        model: the model with float32 parameters, on the device that trains.
         settings: the settings of training.
-        words: the size of the vocabulary; more rows of the embedding are its padding.
+        words: the size of the vocabulary; further rows of the embedding are padding.
 
     Attributes:
-        steps: the number of steps that were made.
+        steps: the number of steps made so far, those before a loaded checkpoint included.
     """
 
     def __init__(self, model: Decoder | Bert, settings: Settings, *, words: int) -> None:
@@ -146,18 +148,23 @@ class Trainer:
             )
 
     def flops(self, batch: Batch) -> float:
-        """FLOPs of a forward and backward pass over `batch`: products and visible attention."""
+        """Return the FLOPs of a forward and backward pass over `batch`: products and visible
+        attention."""
         return model_flops(self.model, batch.ids.numel(), batch.pairs)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the mean loss of a batch's targets, in nats, on the device."""
+        """Return the mean loss of a batch's targets, in nats, a differentiable scalar on the
+        device."""
         arguments = _inputs(batch)
         if self.settings.loss == "chunked" or not self.settings.compile:
             return self._compiled(*arguments, batch.targets)
         return self._loss(self._compiled(*arguments), batch.targets)
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
-        """Make one step over `batches`, which all count alike, as their sizes are equal.
+        """Make one optimizer step with the mean gradient of `batches`, which all count alike.
+
+        Gradients are clipped, the learning rate is set for the step, and gradients are zeroed after
+        it.
 
         Returns:
             The mean loss of the batches before the step, on the device.
@@ -181,14 +188,16 @@ class Trainer:
         return total
 
     def _note_failure(self, loss: Tensor, norm: Tensor) -> None:
-        """Keep on the device the first step whose loss or gradient was not finite."""
+        """Keep, on the device, the number, loss and gradient norm of the first step in which one
+        was not finite."""
         seen = torch.stack([loss, norm]).double()
         step = torch.full((1,), self.steps + 1, dtype=seen.dtype, device=self.device)
         is_first = ~seen.isfinite().all() & (self._failure[0] == 0)
         self._failure = torch.where(is_first, torch.cat([step, seen]), self._failure)
 
     def check_finite(self) -> None:
-        """Wait for the device and refuse a loss or a gradient norm that was not finite.
+        """Wait for the device, and raise if a loss or gradient norm of any step so far was not
+        finite.
 
         Raises:
             FloatingPointError: the loss or the norm of all gradients of a step was not finite.
@@ -200,12 +209,14 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], count: int) -> float:
-        """Return the mean loss of `count` batches."""
+        """Return the mean loss of the first `count` batches, as a float; without gradients and not
+        compiled."""
         losses = [self._plain_loss(batch) for _, batch in zip(range(count), batches, strict=False)]
         return float(torch.stack(losses).mean())
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `load_state` restores: steps, settings, model and optimizer."""
+        """Return the state that `load_state` restores: steps, settings, model and optimizer;
+        tensors are not copied."""
         return {
             "steps": self.steps,
             "settings": asdict(self.settings),
@@ -214,7 +225,8 @@ class Trainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state; the next step gives the bits that it gave there."""
+        """Restore what `state` returned; the next step then gives the bits that it gave in the
+        trainer that was saved."""
         self.model.load_state_dict(state["model"])
         rate = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
@@ -223,12 +235,15 @@ class Trainer:
         self.steps = state["steps"]
 
     def save(self, path: Path, **more: Any) -> None:
-        """Write a checkpoint whole, or leave the old one: the file is renamed at the end.
+        """Write a checkpoint of the trainer's state and `more` to `path`, whole: the file is
+        renamed at the end.
+
+        An error leaves the old checkpoint.
 
         Raises:
             FloatingPointError: a step failed (`check_finite`), or a parameter or a moment of
                 AdamW's is not finite.
-            OSError: there is no room.
+            OSError: the file cannot be written, for want of room for instance.
         """
         self.check_finite()
         state = self.state()
@@ -250,7 +265,8 @@ class Trainer:
         partial.replace(path)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Read a checkpoint, go on from it and return all that `save` was given.
+        """Read a checkpoint, restore the trainer's state from it, and return all that it holds,
+        `more` of `save` included.
 
         Raises:
             ValueError: the checkpoint is damaged, not finite, or of a model with other parameters.
@@ -316,7 +332,8 @@ class Trainer:
         longest: int,
         places: Tensor | None,
     ) -> Tensor:
-        """Return rows (R, E) that the output head multiplies."""
+        """Return the hidden states (R, E) that the output head multiplies: of all tokens, or of a
+        BERT's masked places."""
         documents = None if cu_seqlens is None else decoder.Documents(cu_seqlens, longest)
         model, deterministic = self.model, self.settings.deterministic
         if isinstance(model, Bert):
@@ -340,12 +357,14 @@ class Trainer:
         return loss
 
     def _plain_loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch without compiling anything for passes without gradients."""
+        """Return the loss of a batch by the plain forward pass, so that nothing is compiled for
+        evaluation."""
         return self._forward(*_inputs(batch), batch.targets)
 
 
 def _not_finite(state: dict[str, Any]) -> str | None:
-    """Name a parameter of a state, or a moment of one, that is not finite."""
+    """Return the name of the first parameter, or moment of AdamW, in `state` that is not finite;
+    None if all are."""
     tensors = dict(state["model"])
     for index, moments in state["optimizer"]["state"].items():
         tensors |= {f"{name} of parameter {index}": x for name, x in moments.items()}
@@ -360,7 +379,8 @@ _Inputs = tuple[Tensor, Tensor | None, Tensor | None, int, Tensor | None]
 
 
 def _inputs(batch: Batch) -> _Inputs:
-    """Return the inputs of the forward pass from a batch, in the order of its arguments."""
+    """Return ids, positions, cu_seqlens, max_seqlen and places of a batch, as the forward pass
+    takes them; max_seqlen is 0 for rows."""
     documents = batch.documents
     cu_seqlens = None if documents is None else documents.cu_seqlens
     longest = 0 if documents is None else documents.max_seqlen

@@ -115,7 +115,7 @@ class Changes:
             is written.
         set_whole: the arrays that take the place of `set_rows` where all rows of the batch are
             written, in its order: (4, n) of position, active, seed and counter, and (4, n) of
-            `SamplingWords`; None where `set_rows` says it.
+            `SamplingWords`; None where `set_rows` lists the rows.
         tokens: pairs (row, token id) of tokens that the host knows.
         active: pairs (row, 0 or 1) of rows that begin or cease to run.
         blocks: tuples (row, column, blocks) of cache blocks to be written into a row of the block
@@ -183,8 +183,7 @@ class _Steady:
     Attributes:
         first, number: the fields of the last step's `LaterRuns`; for a step with other runs, these
             runs and 0.
-        rows, index: the rows of the step's sequences in its order, as a list and as an index on the
-            device.
+        rows, index: the rows of the step's sequences in its order, as a list and as an array.
     """
 
     first: Sequence[ScheduledSequence]

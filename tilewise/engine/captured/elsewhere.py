@@ -55,7 +55,7 @@ class Task:
             none with a model.
         needs_backward: True to compile gradients of dense and packed attention, too.
         options: options of an engine, `model` among them, or nothing without a model.
-        sm_count: multiprocessors of the GPU.
+        sm_count: multiprocessors of the GPU; None for those of the largest card, see SM_COUNTS.
         workers: compiling processes; None takes one a core, at most 16.
     """
 

@@ -22,13 +22,13 @@ MOST_CELLS = 2**24  # blocks times moments: with more blocks, fewer moments are 
 
 
 class Pool:
-    """The blocks, after each event.
+    """The blocks of an engine's cache as they are after the events that were taken so far.
 
     Attributes:
         counts: the number of owners of each block.
-        tables: the blocks of each sequence, by seq_id.
+        tables: the blocks of each sequence, by seq_id; -1 where its window has passed.
         known: the blocks that the prefix cache finds.
-        request_of: the number of each sequence's request, in order of arrival.
+        request_of: the number of each sequence's request, in order of arrival, by seq_id.
         names: the id of each request, by number.
     """
 
@@ -143,7 +143,7 @@ class Pool:
         self.tables.pop(event["seq_id"], None)
 
     def owners(self) -> NDArray[np.int32]:
-        """Return the state of each block, (num_blocks,), see Timeline."""
+        """Return the state of each block, (num_blocks,) int32: one column of `Timeline.owners`."""
         found = [PENDING if count else NOBODY for count in self.counts]
         for block in self.known:
             self._grow(block)

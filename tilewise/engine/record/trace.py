@@ -80,7 +80,7 @@ class _Event(NamedTuple):
 
 @dataclass(slots=True)
 class Account:
-    """The history of one request; times are of the trace's clock.
+    """The history of one request; times are seconds of the trace's clock.
 
     Attributes:
         since: the time when it began to wait or run, or ended.
@@ -138,7 +138,12 @@ class Trace:
         self.note("pool", num_blocks, block_size)
 
     def note(self, kind: str, *values: Any) -> None:
-        """Add an event; lists of numbers are tuples."""
+        """Add an event with the present time; drop the oldest events if the ring is too full.
+
+        Args:
+            kind: a key of FIELDS.
+            values: the values of the fields of this kind, in order; lists of numbers are tuples.
+        """
         now = self.clock()
         self._events.append(_Event(now, kind, values))
         self.num_noted += 1
@@ -149,7 +154,8 @@ class Trace:
             self._size -= _size(self._events.popleft().values)
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """Return the events from `number` on that are still in the ring, as JSON objects."""
+        """Return the events from `number` on that are still in the ring, oldest first, as dicts of
+        JSON's types."""
         first = self.num_noted - len(self._events)
         skip = max(0, number - first)
         # Searched from the end: a follower asks often, for few events of a long ring.
@@ -165,7 +171,8 @@ class Trace:
         ]
 
     def follow(self, before: Trace) -> None:
-        """Continue the numbering of another trace, whose sequences have all ended."""
+        """Go on from another trace, whose sequences have all ended: take its events, counts and
+        accounts."""
         self._events = deque([*before._events, *self._events])
         self._size += before._size
         self.num_noted += before.num_noted
@@ -182,7 +189,8 @@ class Trace:
     # ---- called by one line each in scheduler and block tables
 
     def watch(self, allocator: BlockAllocator) -> None:
-        """Record evictions, before other listeners are called."""
+        """Let each eviction of an allocator be recorded, before the allocator's listener so far is
+        called."""
         tell = allocator.on_evict
 
         def on_evict(block: int) -> None:
@@ -193,7 +201,7 @@ class Trace:
         allocator.on_evict = on_evict
 
     def arrive(self, request: Request) -> None:
-        """Record that a request was accepted."""
+        """Record that a request was accepted, and begin its account."""
         count = request.sampling.num_samples
         num_tokens = len(request.prompt_token_ids)
         self.note("arrive", request.request_id, request.user, num_tokens, count)
@@ -203,7 +211,12 @@ class Trace:
         self._accounts[request.request_id] = Account(now, now, num_tokens, count)
 
     def admit(self, seq: Sequence, held: list[int]) -> None:
-        """Record that a sequence got blocks, some of which have contents that it needs."""
+        """Record that a sequence got blocks, and count its tokens that must be computed again.
+
+        Args:
+            seq: the admitted sequence.
+            held: the sequence's blocks that its window has not passed.
+        """
         request_id, found = seq.request.request_id, seq.num_registered_blocks
         blocks = (*(-1,) * (len(seq.block_ids) - len(held)), *held)
         self.note("admit", seq.seq_id, request_id, seq.index, blocks, found)
@@ -216,7 +229,7 @@ class Trace:
         self.num_lost += lost
 
     def schedule(self, batch: Batch) -> None:
-        """Record a step."""
+        """Record that a batch was scheduled as a step."""
         runs, total, prompts = batch.sequences, batch.num_tokens, list[int]()
         if total > len(runs):
             for run in runs:
@@ -225,7 +238,10 @@ class Trace:
         self.note("schedule", len(runs), total, tuple(prompts))
 
     def preempt(self, seq: Sequence) -> None:
-        """Record that a sequence loses its blocks."""
+        """Record that a sequence loses its blocks, and count that in its request's account.
+
+        It counts as a preemption only if a batch had named the blocks, so that something is lost.
+        """
         self.note("preempt", seq.seq_id, seq.num_computed_tokens)
         account = self._accounts[seq.request.request_id]
         account.num_preemptions += seq.num_told_blocks > 0  # otherwise it has lost nothing
@@ -235,7 +251,13 @@ class Trace:
         self._lost[seq.seq_id] = seq.num_computed_tokens
 
     def finish(self, seq: Sequence, is_last: bool) -> None:
-        """Record that a sequence has ended; dropped beams have no reason."""
+        """Record that a sequence has ended; dropped beams have no reason.
+
+        Args:
+            seq: the sequence that has ended.
+            is_last: True if its request has no other sequence left. The accounts of the last 1,024
+                ended requests are kept.
+        """
         reason = "" if seq.finish_reason is None else seq.finish_reason.value
         request_id = seq.request.request_id
         self.note("finish", seq.seq_id, request_id, seq.index, reason)

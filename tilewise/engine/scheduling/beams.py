@@ -440,10 +440,10 @@ class Beams:
         return search is not None and search.is_resting(seq)
 
     def who_makes_way(self, seq: Sequence, lacks_seat: bool) -> Sequence | None:
-        """Return the beam that must make way for a waiting one, if any.
+        """Return the beam that must make way for a waiting sequence; None if no beam can.
 
-        It is the last resting beam of the same search or of a later one; None if the missing blocks
-        become free by themselves.
+        It is the last resting beam of the same search or of a later one. None also if only blocks
+        are missing, not a seat, and some become free when an unfinished step has ended.
         """
         if self.tables.has_fenced and not lacks_seat:
             return None

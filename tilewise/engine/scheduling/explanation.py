@@ -17,16 +17,20 @@ def explain(scheduler: Scheduler, request_id: str) -> dict[str, Any]:
 
     Returns:
         request_id and "state": "unknown" (never seen, or ended long ago) has nothing more. Of
-        "waiting", "running" and "finished": waits_for: one sentence; None if it has finished.
-        since_s: seconds in this state. age_s: seconds since its arrival, until its end if it has
-        ended. behind, num_behind: the ids of the first requests before it in the queue, or of those
-        that run if it is the first in the queue; and the number of all of them. num_prompt_tokens,
-        num_cached_tokens, cached_share: the length of its prompt, and how much of it the prefix
-        cache had; 0 while it waits for the first time. num_generated_tokens: of all samples that
-        are unfinished. num_preemptions: of all samples. num_swapped_blocks: blocks of main memory
-        that keep what its samples had computed. swapped_s: seconds since it was last swapped out;
-        None if no such block is kept. num_tokens_lost: tokens that were computed, lost with their
-        blocks and not found later. finish_reasons: the reasons of the samples that have ended.
+        "waiting", "running" and "finished":
+            waits_for: one sentence; None if it has finished.
+            since_s: seconds in this state.
+            age_s: seconds since its arrival, until its end if it has ended.
+            behind, num_behind: the ids of the first requests before it in the queue, or of those
+                that run if it is the first in the queue; and the number of all of them.
+            num_prompt_tokens, num_cached_tokens, cached_share: the length of its prompt, and how
+                much of it the prefix cache had; 0 while it waits for the first time.
+            num_generated_tokens: of all samples that are unfinished.
+            num_preemptions: of all samples.
+            num_swapped_blocks: blocks of main memory that keep what its samples had computed.
+            swapped_s: seconds since it was last swapped out; None if no such block is kept.
+            num_tokens_lost: tokens that were computed, lost with their blocks and not found later.
+            finish_reasons: the reasons of the samples that have ended.
     """
     trace = scheduler.trace
     account = trace.account(request_id)

@@ -80,8 +80,11 @@ class GivingWay:
         return self._number
 
     def asked_by(self, user: str) -> int:
-        """Return the number of the step to stop because a user's request has arrived; 0 for
-        none."""
+        """Return the number of the step to stop because a user's request has arrived; 0 for none.
+
+        A step is stopped only for a user without running sequences, and only before it has taken
+        the earned time.
+        """
         number, users, until = self._now
         return number if number and user not in users and self._clock() < until else 0
 

@@ -177,7 +177,10 @@ class Insight:
         return list(dict.fromkeys(seq.request.request_id for seq in waiting))
 
     def explain(self, request_id: str) -> str:
-        """Return the state of a request in one line: how far it is computed, or why it waits."""
+        """Return the state of a request in one line: how far it is computed, or why it waits.
+
+        The line says "unknown or finished" for any other request.
+        """
         unfinished = self.roster.unfinished(request_id)
         if not unfinished:
             return "unknown or finished"

@@ -58,7 +58,7 @@ class Order:
     counts_tokens = False
 
     def rank(self, request: Request, arrival: int) -> Rank:
-        """Return the rank of a request's first sample."""
+        """Return the rank (0, arrival, 0) of a request's first sample; lower ranks come first."""
         return (0, arrival, 0)
 
     def arrive(self, seq: Sequence) -> None:
@@ -70,11 +70,15 @@ class Order:
         ended. Here nothing is recorded."""
 
     def admitted_rank(self, seq: Sequence) -> Rank:
-        """Return the rank of a sequence from its first admission on."""
+        """Return the rank of a sequence from its first admission on; here it stays the same."""
         return seq.rank
 
     def first(self, waiting: list[Sequence]) -> Sequence:
-        """Return which of at least one waiting sequence, in order of rank, is admitted next."""
+        """Return the waiting sequence to admit next: here the first of `waiting`, which is not
+        empty.
+
+        `waiting` is in the order of ranks.
+        """
         return waiting[0]
 
     def place(self, seq: Sequence, waiting: list[Sequence]) -> int:
@@ -91,17 +95,21 @@ class Order:
 
 
 class PriorityOrder(Order):
-    """Lower priorities first, equal ones by arrival."""
+    """The order by the requests' priorities, lower numbers first, and by arrival among equal
+    ones."""
 
     name = "priority"
 
     def rank(self, request: Request, arrival: int) -> Rank:
-        """Return the rank of a request's first sample."""
+        """Return the rank (priority, arrival, 0) of a request's first sample; lower ranks come
+        first."""
         return (request.priority, arrival, 0)
 
 
 class FairOrder(Order):
-    """Virtual token counters; see the head of this file.
+    """The order by fair shares: the user who was served least, by a virtual token counter, is next.
+
+    Sequences that were admitted once keep the order of their admissions.
 
     Args:
         weights: the weights of users, above 0; a user not named has 1. One of weight 2 gets twice
@@ -131,7 +139,8 @@ class FairOrder(Order):
         self._last_admitted: dict[str, int] = {}
 
     def rank(self, request: Request, arrival: int) -> Rank:
-        """Return the rank of a request's first sample: behind all sequences ever admitted."""
+        """Return the rank (1, arrival, 0) of a request's first sample: behind all sequences ever
+        admitted."""
         return (1, arrival, 0)
 
     def arrive(self, seq: Sequence) -> None:

@@ -100,7 +100,8 @@ def describe_all(
 
 
 def check_samples(batch: Batch, samples: Seq[Seq[SampledToken]]) -> None:
-    """Verify that there are as many samples as a step draws.
+    """Verify that each sequence of a step has as many samples as it draws, and at most one more for
+    each of its drafts.
 
     Raises:
         ValueError: the numbers differ.

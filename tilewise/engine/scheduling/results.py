@@ -26,7 +26,8 @@ class Results:
         roster: the unfinished sequences.
         tables: the block tables of the sequences.
         beams: the beam searches.
-        preemption: the record of preempted sequences; a sequence that ends is removed from it.
+        preemption: the record of sequences that lost their blocks, to which those that end are
+            added.
     """
 
     def __init__(

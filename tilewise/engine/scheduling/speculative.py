@@ -109,7 +109,8 @@ class Speculation:
         return is_plain and not isinstance(sampling, BeamSearchParams)
 
     def begin(self, num_sequences: int, max_chunk_tokens: int | None) -> None:
-        """Decide whether the step that is being scheduled has drafts.
+        """Decide whether the step that is being scheduled has drafts, and forget those of the step
+        before.
 
         Args:
             num_sequences: the number of running sequences.

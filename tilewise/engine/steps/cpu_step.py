@@ -130,9 +130,10 @@ class CompiledRunner(ModelRunner):
         self._logits = torch.empty(0), torch.empty(0), np.empty(0, np.float32)
 
     def _split(self) -> list[tuple[int, int, int]]:
-        """Return the parts of the list by groups of layers: first operation, end, group.
+        """Return the parts of the program, each (first operation, end, group of layers).
 
-        A part begins where a layer of another group writes its keys. One group is one part.
+        A part begins where a layer of another group writes its keys. A program of one group is one
+        part.
         """
         if not self._attention:
             return [(0, len(self.program), 0)]

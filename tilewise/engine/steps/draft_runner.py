@@ -59,7 +59,7 @@ def check_speculative(
         has_graphs: whether steps are CUDA graphs.
 
     Raises:
-        TypeError: speculative is of none of these classes.
+        TypeError: speculative is neither None nor an object of one of the three classes.
         ValueError: ranks share a model whose steps are CUDA graphs, a draft model would guess for
             several GPUs, or guesses are trees where a row's bits must not depend on them.
     """
@@ -100,8 +100,8 @@ def guesser_of(
     Args:
         speculative: the options of the draft model, from the config.
         num_blocks, block_size: the sizes of the cache of the target's first group of layers.
-        vocab_size, max_model_len: the sizes of the target model, which the draft model must have
-            too.
+        vocab_size: the target model's vocabulary, which the draft model must have too.
+        max_model_len: the most tokens of a sequence, for which the draft model must have positions.
         max_chunk: tokens of one sequence that the draft model computes at a time.
         window: the window of the target's first group of layers, in tokens; None is unlimited.
 
@@ -364,7 +364,7 @@ class DraftingRunner:
         return self.runner.num_compilations
 
     def count_compilations(self) -> None:
-        """Count from now on what is compiled."""
+        """Begin to count compiled kernels at 0, in the model's runner."""
         self.runner.count_compilations()
 
     @property

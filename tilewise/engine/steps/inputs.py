@@ -280,8 +280,10 @@ def tree_mask(
 def _logits_rows(
     sequences: Sequence[ScheduledSequence], ends: NDArray[np.int64], samples: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Return the rows (R,) from which tokens are drawn: each sequence's last, or with drafts the
-    row before the first draft and those of all drafts.
+    """Return the rows (R,) from which tokens are drawn, sequence by sequence.
+
+    A sequence that draws has its last row; with drafts the row before the first draft and those of
+    all drafts.
 
     Args:
         ends: the end of each sequence's rows.

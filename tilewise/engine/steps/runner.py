@@ -94,6 +94,8 @@ class StepHandle(Protocol):
     def result(self) -> Drawn:
         """Wait for the step and return num_samples tokens for each of its sequences; called once.
 
+        A plain step may give them as `PlainDraws`.
+
         A sequence with drafts has one token more for each draft that is right.
 
         Tokens of a sequence whose row of logits has NaN or no finite maximum are BROKEN. What a

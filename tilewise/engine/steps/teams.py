@@ -54,7 +54,9 @@ class Teams:
         return known.best if known.left > 0 else _tried_next(known, most)
 
     def record(self, kind: int, most: int, team: int, seconds: float) -> None:
-        """Note the seconds of a step on `team` threads.
+        """Note the seconds of a step on `team` threads, by which a trial is decided.
+
+        Between two trials it only counts the steps.
 
         Args:
             kind: the kind of the step.

@@ -282,7 +282,10 @@ class BlockFiles:
 
     def _write_all(self) -> None:
         """Write the waiting blocks to files, on a thread of its own, until asked to end or long
-        idle."""
+        idle.
+
+        After the first failure it warns, and further blocks are dropped.
+        """
         while (digest := self._next()) is not None:
             with self._lock:
                 waiting = self._waiting.get(digest)

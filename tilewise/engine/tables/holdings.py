@@ -186,8 +186,8 @@ class Holdings:
             self.trace.free(blocks)
 
     def forget_blocks(self, number: int, blocks: list[int]) -> None:
-        """Remove blocks of a group from the prefix cache, since their contents have not arrived,
-        and with them the blocks that follow in their prefixes."""
+        """Remove blocks of a group from the prefix cache, since their contents have not arrived. If
+        all groups see whole prefixes, blocks that follow them there are removed, too."""
         if self.prefix is not None:
             forgotten = [b for block in blocks for b in self.prefix.forget_block(number, block)]
             if number == 0 and forgotten:

@@ -118,7 +118,7 @@ class HostCache:
     def measure(self) -> float:
         """Return how many blocks of all groups move a second, one way; no block has an owner yet.
 
-        The first of some blocks are moved out and back, so nothing changes.
+        The first blocks, at most TRIAL_BLOCKS, are moved out and back, so their contents stay.
         """
         count = min(TRIAL_BLOCKS, *self.storage.counts, *self.blocks.counts)
         pairs = tuple((i, i) for i in range(count))

@@ -114,7 +114,7 @@ class StateTables:
         limits: the number, interval and chunk of checkpoints.
         num_slots: sequences that run at once.
         block_size: tokens of a block.
-        group: the number of checkpoints among the prefix cache's groups: the one behind all others.
+        group: the index of the checkpoints among the prefix cache's groups: that of the last one.
 
     Attributes:
         unit: the number of tokens, of whole chunks and blocks, between places where one may stand.

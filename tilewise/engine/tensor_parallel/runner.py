@@ -61,7 +61,9 @@ def check_tensor_parallel(
         batch_invariant, swap_space_gib: as `LLM` takes them.
 
     Raises:
-        ValueError: one of the rules is broken.
+        ValueError: size is below 1, above the number of GPUs or does not divide the model; a CPU
+            has a number; workers share a GPU without num_blocks; or the engine is to swap states,
+            or to be batch-invariant on GPUs.
     """
     if size < 1:
         raise ValueError(f"tensor_parallel_size must be at least 1, got {size}")

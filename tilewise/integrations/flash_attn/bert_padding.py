@@ -16,12 +16,13 @@ def unpad_input(
     Args:
         hidden_states: (B, S, ...).
         attention_mask: (B, S) bool or int, nonzero where a token is valid.
-        unused_mask: (B, S) bool or int, tokens that get a place without being valid.
+        unused_mask: (B, S) bool or int, tokens that are packed, too, without being counted as
+            valid.
 
     Returns:
-        rows (T, ...), differentiable; indices (T,) int64, their places among B * S; cu_seqlens
-        (B + 1,) int32; the longest sequence, int; the number of valid tokens of each sequence, (B,)
-        int32.
+        rows (T, ...), differentiable; indices (T,) int64, each row's index among the B * S tokens;
+        cu_seqlens (B + 1,) int32; the longest sequence, int; the number of valid tokens of each
+        sequence, (B,) int32.
 
     Source: the interface of flash-attn 2.8.
 
@@ -41,7 +42,8 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Move packed rows (T, ...) back to their places: (batch, seqlen, ...), 0 elsewhere.
+    """Return a padded batch (batch, seqlen, ...) with packed rows (T, ...) at `indices`, 0
+    elsewhere.
 
     Args:
         hidden_states: (T, ...).

@@ -15,13 +15,17 @@ Blocks = tuple[Tensor, Tensor, Tensor]  # k and v (num_blocks, block_size, H, D)
 
 
 class PagedCache:
-    """Pages k (num_blocks, block_size, Hk, D) and v, found through a block table (B, max_blocks).
+    """A cache of pages k (num_blocks, block_size, Hk, D) and v, found through a block table (B,
+    max_blocks).
+
+    One call of `flash_attn_with_kvcache` makes it; it has the methods of `RowCache`.
 
     Args:
-        leftpad: int32 (B,), the start of each sequence; 0 when None.
+        leftpad: int32 (B,), the number of slots before the first token of each sequence; 0 when
+            None.
 
     Attributes:
-        capacity: the largest number of tokens of a sequence.
+        capacity: the number of token slots of a sequence, padding included.
     """
 
     def __init__(
@@ -31,21 +35,31 @@ class PagedCache:
         self.capacity = k.shape[1] * block_table.shape[1]
 
     def writable(self) -> tuple[Tensor, Tensor]:
-        """Return the caches in whose blocks `places` counts."""
+        """Return k and v as blocks (num_blocks, block_size, Hk, D), to which the numbers of
+        `places` refer."""
         return self.k, self.v
 
     def places(self, positions: Tensor) -> Tensor:
-        """Return the places of positions (B, n), int64; each position must be below the
-        capacity."""
+        """Return block * block_size + offset of positions (B, n) in each sequence, int64 (B, n).
+
+        Each position must be below the capacity.
+        """
         size = self.k.shape[1]
         return self.block_table.gather(1, positions // size).long() * size + positions % size
 
     def lengths(self, seqlens: Tensor) -> Tensor:
-        """Return the number of keys of sequences that end at seqlens (B,), without the padding."""
+        """Return the numbers of keys (B,) of sequences that end at seqlens (B,): seqlens - leftpad,
+        at least 0."""
         return seqlens if self.leftpad is None else (seqlens - self.leftpad).clamp(min=0)
 
     def blocks(self, span: Span | None = None) -> Blocks | None:
-        """Return paged_attention's view of all keys or of a span; None if no block starts there."""
+        """Return k and v blocks and a block table, as `paged_attention` takes them, of all keys or
+        of a span.
+
+        The table is (B, n), or (P, n) for the P pieces of `span`; without one it covers all keys
+        after the leftpad. None if keys start inside of blocks and the memory cannot be viewed as
+        blocks of one token.
+        """
         span = self._span() if span is None else span
         if span is None:
             return self.k, self.v, self.block_table
@@ -63,7 +77,11 @@ class PagedCache:
         return tokens.k, tokens.v, (first + at % size).to(torch.int32)
 
     def dense(self, span: Span | None = None) -> tuple[Tensor, Tensor]:
-        """Return copies (B or P, n, Hk, D) of the keys and values, of all or of a span."""
+        """Return copies (B, n, Hk, D) of all keys and values after the leftpad, or (P, n, Hk, D) of
+        a span.
+
+        Rows after the end of a sequence or piece are arbitrary.
+        """
         span = self._span() if span is None else span
         if span is None:
             return gather_pages(self.k, self.block_table), gather_pages(self.v, self.block_table)
@@ -83,7 +101,9 @@ class PagedCache:
 
 
 class RowCache:
-    """Rows k (Bc, S, Hk, D) and v, one for each sequence.
+    """A cache of rows k (Bc, S, Hk, D) and v, one row for each sequence.
+
+    One call of `flash_attn_with_kvcache` makes it; it has the methods of `PagedCache`.
 
     Args:
         batch: B, the number of sequences.
@@ -106,21 +126,30 @@ class RowCache:
         self.view = RowBlocks(k, v, self.capacity) if sliced is None else sliced
 
     def writable(self) -> tuple[Tensor, Tensor]:
-        """Return the caches in whose blocks `places` counts."""
+        """Return k and v as blocks (num_blocks, block_size, Hk, D), to which the numbers of
+        `places` refer."""
         return self.view.k, self.view.v
 
     def places(self, positions: Tensor) -> Tensor:
-        """Return the places of positions (B, n) of the rows, int64; each must be below the
-        capacity."""
+        """Return block * block_size + offset of positions (B, n) in each sequence's row, int64 (B,
+        n).
+
+        Each position must be below the capacity.
+        """
         return self.rows.long().view(-1, 1) * self.view.period + positions
 
     def lengths(self, seqlens: Tensor) -> Tensor:
-        """Return the numbers of keys (B,) of sequences that end at seqlens (B,): seqlens -
-        leftpad."""
+        """Return the numbers of keys (B,) of sequences that end at seqlens (B,): seqlens - leftpad,
+        at least 0."""
         return seqlens if self.leftpad is None else (seqlens - self.leftpad).clamp(min=0)
 
     def blocks(self, span: Span | None = None) -> Blocks | None:
-        """Return paged_attention's view of all keys or of a span; None if no block starts there."""
+        """Return k and v blocks and a block table, as `paged_attention` takes them, of all keys or
+        of a span.
+
+        The blocks are views. The table is (B, n), or (P, n) for the P pieces of `span`. None if the
+        cache is empty or its strides allow no block that starts where the keys do.
+        """
         if not self.has_blocks:
             return None
         k, v, period = self.view
@@ -143,7 +172,12 @@ class RowCache:
         return k, v, first.view(-1, 1) + columns
 
     def dense(self, span: Span | None = None) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B or P, n, Hk, D), of all or of a span; copies if necessary."""
+        """Return all keys and values after the leftpad, (B, n, Hk, D), or those of a span, (P, n,
+        Hk, D).
+
+        They are views where nothing needs to be gathered, else copies. Rows after the end of a
+        sequence or piece are arbitrary.
+        """
         if span is not None:
             at = span.first.view(-1, 1) + torch.arange(span.most, device=self.k.device)
             at, rows = at.clamp(max=max(self.capacity - 1, 0)), self.rows[span.sequence].view(-1, 1)

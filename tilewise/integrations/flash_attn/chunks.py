@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class Cut(NamedTuple):
-    """Sequences cut at chunks, `count` pieces each, some of them empty.
+    """B packed sequences cut at the edges of chunks into `count` pieces each, some of them empty.
 
     Attributes:
-        cu_seqlens_q: (B * count + 1,), the edges of each piece's queries.
+        cu_seqlens_q: (B * count + 1,), the first query row of each piece, and the end of the last.
         starts, ends: (B, count), the range of each piece's keys, counted in their sequence.
     """
 
@@ -29,13 +29,13 @@ class Cut(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Keys of pieces of sequences in a cache.
+    """The ranges of keys in a cache to which P pieces of sequences attend.
 
     Attributes:
         sequence: (P,), the index of each piece's sequence.
-        first: (P,), the start of its keys, padding included.
+        first: (P,), the position of each piece's first key in its sequence, leftpad included.
         most: the largest number of keys of a piece.
-        step: a divisor of all starts.
+        step: a divisor of all of `first`, which tells whether they can be starts of blocks.
     """
 
     sequence: Tensor
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
 
 def check_chunk(attention_chunk: int) -> None:
-    """Raise ValueError unless it is the size of a chunk, or 0 for none."""
+    """Raise ValueError if attention_chunk is negative; 0 means that there are no chunks."""
     if attention_chunk < 0:
         raise ValueError(f"attention_chunk must be at least 0, got {attention_chunk}")
 
@@ -53,10 +53,11 @@ def check_chunk(attention_chunk: int) -> None:
 def cut_packed(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, size: int
 ) -> tuple[Tensor, Tensor, int, int, int]:
-    """Cut packed sequences; return both cu_seqlens, both maximal lengths, and the pieces per
-    sequence.
+    """Cut packed sequences into chunks of `size` keys, each piece a sequence of its own.
 
-    Nothing waits for the device: every sequence gets as many pieces as the longest one needs.
+    Returns cu_seqlens_q and cu_seqlens_k of the pieces, their largest numbers of queries and keys,
+    and the number of pieces of each sequence. Nothing waits for the device: every sequence gets as
+    many pieces as the longest may need.
     """
     before, behind = _up(max_seqlen_q, size), _up(max_seqlen_k, size)
     count = before + behind
@@ -74,8 +75,12 @@ def cut_cached(
     capacity: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Span]:
-    """Cut the queries of sequences in a cache; return cu_seqlens_q, the pieces' keys and their
-    span."""
+    """Cut the queries of sequences in a cache at chunks of `size` keys, each piece a sequence of
+    its own.
+
+    Returns cu_seqlens_q of the pieces, the number of keys of each piece (int32, 0 for a piece
+    without queries), and the `Span` of those keys. `capacity` is the cache's slots for a sequence.
+    """
     count = _up(max(max_seqlen_q - 1, 0), size) + 1
     first = (seqlens_k - cu_seqlens_q.diff()).div(size, rounding_mode="floor").view(-1, 1)
     cut = _cut(cu_seqlens_q, seqlens_k, size, first, count)
@@ -90,8 +95,12 @@ def cut_cached(
 def _cut(
     cu_seqlens_q: Tensor, seqlens_k: Tensor, size: int, first: int | Tensor, count: int
 ) -> Cut:
-    """Cut from chunk `first` on, which must not come after the chunk of a sequence's first
-    query."""
+    """Cut each sequence into `count` consecutive chunks of `size` keys, beginning with chunk
+    `first`.
+
+    `first`, an int or (B, 1), may be negative, and must not come after the chunk of the first
+    query.
+    """
     seqlens_q, seqlens_k = cu_seqlens_q.diff().view(-1, 1), seqlens_k.view(-1, 1)
     index = torch.arange(count, dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
     position = (first + index.view(1, -1)) * size

@@ -28,9 +28,16 @@ def attend_in_8_bits(
     pieces: int = 1,
     **lengths: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with e4m3 tensors, dense or with the lengths of packed sequences: (out, lse).
+    """Attend with e4m3 tensors by `ops.attention_fp8`; return out and lse.
 
-    pieces: the number of pieces into which each of `batch` sequences is cut.
+    The tensors are dense, or packed with cu_seqlens and maximal lengths in `lengths`. A backward
+    pass through the results raises UnsupportedError.
+
+    Args:
+        rule: the window, scale and softcap of the call.
+        descales: the scales of q, k and v by argument name, float32 (B, Hk); None is 1.
+        batch: the number of sequences before they were cut.
+        pieces: the number of pieces into which each of `batch` sequences is cut.
     """
     q_scale, k_scale, v_scale = (
         scale.repeat_interleave(pieces, 0)
@@ -56,8 +63,8 @@ def attend_in_8_bits(
 
 
 class _NoGradient(torch.autograd.Function):
-    """A function whose forward pass in 8 bits runs, as in FlashAttention-3, and whose gradient is
-    refused."""
+    """The identity on out and lse whose backward pass raises UnsupportedError: 8 bits have no
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +88,10 @@ def refuse_descales(q: Tensor, descales: dict[str, Tensor | None]) -> None:
 def descales_of(
     batch: int, num_kv_heads: int, device: torch.device, descales: dict[str, Tensor | None]
 ) -> list[Tensor]:
-    """Return the three scales (B, Hk), 1 for those not given."""
+    """Return the scales of `descales` in its order, each float32 (B, Hk), ones for None.
+
+    Raises if a scale has another dtype, shape or device.
+    """
     scales = []
     for name, scale in descales.items():
         if scale is None:

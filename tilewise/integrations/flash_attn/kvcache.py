@@ -116,9 +116,13 @@ def append_and_attend(
     attention_chunk: int = 0,
     pages_are_padded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of `flash_attn_with_kvcache`, with FlashAttention-3's additions.
+    """Append k and v to the cache and attend; return out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
+
+    The arguments are those of `flash_attn_with_kvcache`, with FlashAttention-3's additions. It
+    checks them, and runs without gradients.
 
     Args:
+        rule: the scale, window, softcap and slopes of the call.
         rotary_seqlens: (B,) int32, the position of the first new token in the rotary tables; L when
             None.
         attention_chunk: the number of keys of a chunk, see `chunks`; 0 is off.
@@ -180,7 +184,10 @@ def _attend_chunks(
     size: int,
     is_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from q (B, Sq, Hq, D) to the keys of each query's own chunk."""
+    """Attend from q (B, Sq, Hq, D) to the cached keys of each query's own chunk of `size` keys.
+
+    Returns out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
+    """
     batch, seqlen_q = q.shape[:2]
     edges = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
     edges, lengths, span = cut_cached(
@@ -215,7 +222,11 @@ def _attend_chunks(
 def _attend_dense(
     q: Tensor, keys: Tensor, values: Tensor, seqlens_k: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Run attention on q (B, Sq, Hq, D) and keys (B, n, Hk, D)."""
+    """Run `ops.attention` on q (B, Sq, Hq, D) and the first seqlens_k of n keys; return out and
+    lse.
+
+    keys and values are (B, n, Hk, D) and (B, n, Hk, Dv); out is (B, Sq, Hq, Dv), lse (B, Hq, Sq).
+    """
     out, lse = ops.attention(
         padded(q),
         padded(keys),
@@ -234,7 +245,8 @@ def _positions(seqlens: Tensor, count: int) -> Tensor:
 
 
 def _rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x (B, S, H, D) by the angles of positions (B, S), by none beyond the tables."""
+    """Return x (B, S, H, D) rotated by the angles of positions (B, S); not rotated beyond the
+    tables."""
     known = positions < cos.shape[0]
     at = torch.where(known, positions, 0)
     rows = (
@@ -246,7 +258,11 @@ def _rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 
 
 def _append(cache: PagedCache | RowCache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
-    """Write k and v (B, Sn, Hk, D) from position seqlens on; nothing beyond the capacity."""
+    """Write k and v (B, Sn, Hk, D) into the cache, in place, from position seqlens (B,) of each
+    sequence on.
+
+    Tokens beyond the capacity are not written.
+    """
     positions = _positions(seqlens, k.shape[1]).long()
     fits = positions < cache.capacity
     places = torch.where(fits, cache.places(torch.where(fits, positions, 0)), -1)

@@ -29,7 +29,7 @@ def check_call(
     *,
     pages_are_padded: bool = False,
 ) -> None:
-    """Raise ValueError or TypeError unless these arguments fit together."""
+    """Raise ValueError or TypeError unless these arguments of `append_and_attend` fit together."""
     checks.check_dims("q", q, "(B, Sq, Hq, D)")
     batch = q.shape[0]
     check_caches(q, k_cache, v_cache, q.dtype)
@@ -64,7 +64,8 @@ def check_call(
 
 
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless caches or pages of `dtype` fit the queries q (..., Hq, D)."""
+    """Raise ValueError or TypeError unless the caches or pages have 4 dims, `dtype` and the head
+    dim and device of q (..., Hq, D), and are contiguous in the last dim."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.check_dims(name, cache, "(Bc, S, Hk, D)")
         checks.check_same_dtype(name, cache, dtype)
@@ -80,7 +81,8 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype
 def check_rows(
     k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None
 ) -> None:
-    """Raise unless each of `batch` sequences has a row of a cache (Bc, S, ...) to start in."""
+    """Raise unless each of `batch` sequences has a row in k_cache (Bc, S, ...), with a valid index
+    and leftpad."""
     rows, capacity = k_cache.shape[:2]
     if cache_batch_idx is None and rows < batch:
         raise ValueError(f"k_cache must have a row for each of {batch} sequences, got {rows}")
@@ -93,7 +95,11 @@ def check_rows(
 def check_leftpad(
     cache_leftpad: Tensor | None, batch: int, capacity: int, device: torch.device
 ) -> None:
-    """Raise unless each of `batch` sequences starts inside of its row or its pages."""
+    """Raise unless cache_leftpad is None or int32 (batch,) on `device` with values of 0 ...
+    capacity.
+
+    Values are looked at on a CPU only.
+    """
     if cache_leftpad is not None:
         checks.check_int32("cache_leftpad", cache_leftpad, (batch,), device)
         values.check_lengths("cache_leftpad", cache_leftpad, capacity)
@@ -102,7 +108,11 @@ def check_leftpad(
 def _check_new(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
 ) -> int:
-    """Check k and v against q and the caches; return how many tokens they add."""
+    """Check the new k and v against q and the caches; return the number of new tokens, 0 without
+    both.
+
+    Raises ValueError or TypeError if only one is given, or shapes, dtypes or devices differ.
+    """
     if k is None and v is None:
         return 0
     if k is None or v is None:

@@ -169,7 +169,12 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _parts(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """Split a tensor along the dimension where `layout` has a number; gradients return stacked."""
+    """Return views of a tensor, split along the dim for which `layout`, e.g. "(T, 3, H, D)", has a
+    number.
+
+    Raises ValueError if the shape does not fit the layout. Gradients of the views arrive stacked in
+    `packed`.
+    """
     sizes = layout.strip("()").split(", ")
     dim, count = next((d, int(size)) for d, size in enumerate(sizes) if size.isdigit())
     if packed.dim() != len(sizes) or packed.shape[dim] != count:

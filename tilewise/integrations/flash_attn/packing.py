@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def edges_of(lengths: Tensor) -> Tensor:
-    """Return cu_seqlens (B + 1,) int32 of lengths (B,)."""
+    """Return cu_seqlens (B + 1,) int32, 0 and the running sums of lengths (B,)."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
@@ -26,13 +26,15 @@ def _sequence_of(edges: Tensor, num_rows: int) -> Tensor:
 
 
 def rows_of(per_sequence: Tensor, edges: Tensor, num_rows: int) -> Tensor:
-    """Repeat (B, H) for the rows of each sequence: (T, H)."""
+    """Return (num_rows, H): for each packed row the entry of per_sequence (B, H) of the row's
+    sequence."""
     return per_sequence[_sequence_of(edges, num_rows)]
 
 
 def rows_in(num_rows: int, edges: Tensor, others: Tensor) -> Tensor:
-    """Return the index of each row in another packing, whose sequences may be shorter; -1 if
-    absent."""
+    """Return the index of each of num_rows rows, packed by `edges`, in the packing of the same
+    sequences by `others`, int64; -1 for a row that is not in it, as its sequence is shorter
+    there."""
     if num_rows == 0 or edges.shape[0] < 2:
         return torch.full((num_rows,), -1, dtype=torch.int64, device=edges.device)
     sequence = _sequence_of(edges, num_rows)

@@ -25,8 +25,8 @@ class RowBlocks(NamedTuple):
 
     Attributes:
         k, v: views (num_blocks, block_size, Hk, D) and (..., Dv) of the caches.
-        period: the number of tokens from the start of a row to the start of the next, as blocks
-            count.
+        period: the number of token slots from the start of a row to the start of the next in the
+            views.
     """
 
     k: Tensor
@@ -38,6 +38,7 @@ def row_blocks(k_cache: Tensor, v_cache: Tensor, *, single: bool = False) -> Row
     """View caches (Bc, S, Hk, D) and (Bc, S, Hk, Dv) as blocks that slices of their rows fill.
 
     Args:
+        k_cache, v_cache: the caches, which are viewed and not copied.
         single: True for blocks of one token, so that a sequence may start anywhere; otherwise
             blocks are as large as S allows, up to MAX_BLOCK.
 
@@ -64,8 +65,10 @@ def row_blocks(k_cache: Tensor, v_cache: Tensor, *, single: bool = False) -> Row
 
 
 def _period(cache: Tensor) -> int | None:
-    """Return the tokens between the starts of two rows of `cache`, None if it is no whole
-    number."""
+    """Return the distance between the starts of two rows of `cache` (Bc, S, ...), in tokens.
+
+    None if the strides give no whole number of at least S.
+    """
     num_rows, capacity = cache.shape[:2]
     row, token = cache.stride()[:2]
     if num_rows <= 1 or capacity <= 1:
@@ -76,7 +79,8 @@ def _period(cache: Tensor) -> int | None:
 
 
 def check_block_table(block_table: Tensor, batch: int, k: Tensor, v: Tensor) -> None:
-    """Raise unless block_table is an int32 (B, max_blocks) for pages k and v."""
+    """Raise ValueError or TypeError unless block_table is int32 (batch, max_blocks) on k's device,
+    and k and v are pages (num_blocks, block_size, Hk, D) and (..., Dv)."""
     checks.check_dims("block_table", block_table, "(B, max_blocks)")
     checks.check_int32("block_table", block_table, (batch, block_table.shape[1]), k.device)
     for name, pages in (("k", k), ("v", v)):
@@ -85,7 +89,11 @@ def check_block_table(block_table: Tensor, batch: int, k: Tensor, v: Tensor) -> 
 
 
 def can_page(rule: Rule, k: Tensor, v: Tensor, max_seqlen_q: int) -> bool:
-    """Return whether paged_attention supports all that this call asks for."""
+    """Return whether `paged_attention` supports a call with this rule, these caches and run length.
+
+    It needs no dropout, slopes of a head, causality or one query, head dims that are multiples of 8
+    up to 256, and a contiguous last dim.
+    """
     widths = (k.shape[-1], v.shape[-1])
     return (
         rule.dropout_p == 0
@@ -110,7 +118,8 @@ def paged_options(rule: Rule) -> dict[str, Any]:
 def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     """Copy the pages of each sequence end to end: (B, max_blocks * block_size, Hk, D).
 
-    Entries after a sequence's blocks are arbitrary; their rows lie after the end of the keys.
+    Entries of the table after a sequence's blocks may be any number; they are clamped, and give
+    arbitrary rows after the end of the sequence.
     """
     return pages[block_table.clamp(0, pages.shape[0] - 1).long()].flatten(1, 2)
 

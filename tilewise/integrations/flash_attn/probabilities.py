@@ -28,12 +28,14 @@ def signed_probabilities(
     """Return flash-attn's S_dmask of a call with dropout: probabilities with a sign.
 
     Entry (i, j) is exp(s_ij - m_ij), negative where dropped, 0 where i does not see j; m_ij is the
-    largest logit of row i from the step of j to the last one (its kernel goes from right to left).
-    Times exp(m_ij - lse_i) it is the probability before dropout. A dropped entry that would round
-    to 0 becomes minus the smallest normal number, so that it always has a sign.
+    largest logit of row i from the step of j, a tile of keys, to the last one (flash-attn's kernel
+    goes from right to left). Times exp(m_ij - lse_i) it is the probability before dropout. A
+    dropped entry that would round to 0 becomes minus the smallest normal number, so that it always
+    has a sign.
 
     Args:
         q: (B, Sq, Hq, D); k: (B, Sk, Hk, D).
+        rule: the scale, window, softcap, slopes and dropout of the call.
         seed: int64 (2,), the seed of the call.
         lengths_q, lengths_k: (B,) int32, the rows and keys of each sequence; None means all.
 
@@ -96,7 +98,11 @@ def _keys_per_step(head_dim: int) -> int:
 
 
 def _maximum_so_far(s: Tensor, keys: int) -> Tensor:
-    """Return the maximum of each row from the step of a key to the last, finite, shaped like s."""
+    """Return for each key of s (..., Sk) the maximum of its row from the key's step to the end,
+    like s.
+
+    A step is `keys` consecutive keys. A maximum of -inf becomes 0.
+    """
     seqlen_k = s.shape[-1]
     steps = torch.nn.functional.pad(s, (0, -seqlen_k % keys), value=float("-inf"))
     largest = steps.unflatten(-1, (-1, keys)).amax(-1)

@@ -16,12 +16,12 @@ WindowSize = Sequence[int | None] | Tensor
 
 
 class Rule(NamedTuple):
-    """The weights and visibility of keys in a call, in tilewise's terms.
+    """The options of one flash-attn call, in the terms of `tilewise.attention`.
 
     Attributes:
         window: the keys to the left and right of the diagonal, -1 unlimited; causal is right 0.
         softcap: the bound of the logits; 0 is off.
-        alibi_slopes: (Hq,) or (B, Hq).
+        alibi_slopes: (Hq,) or (B, Hq); None for no ALiBi.
     """
 
     softmax_scale: float
@@ -43,7 +43,11 @@ class Rule(NamedTuple):
         dropout_p: float = 0.0,
         deterministic: bool = False,
     ) -> Rule:
-        """Return the rule of a call on q, whose head dim sets the default scale."""
+        """Return the rule of a call with flash-attn's arguments; q's head dim sets the default
+        scale.
+
+        Raises ValueError unless window_size has two values, (left, right).
+        """
         if len(window_size) != 2:
             raise ValueError(f"window_size must be (left, right), got {window_size!r}")
         left, right = (_bound(side) for side in window_size)
@@ -58,8 +62,8 @@ class Rule(NamedTuple):
 
 
 def _bound(side: int | Tensor | None) -> int:
-    """Return a bound of a window as an int, -1 for every negative one; it may be a tensor's
-    element."""
+    """Return one side of a window as an int, -1 for None and every negative number; a tensor is
+    read."""
     return -1 if side is None else max(int(side), -1)
 
 

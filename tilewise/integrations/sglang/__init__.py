@@ -39,7 +39,8 @@ def register() -> None:
 
 
 def _made(runner: Any) -> Any:
-    """Return the backend of a model: of latents where SGLang keeps those."""
+    """Return the attention backend of SGLang's model runner: a LatentBackend for MLA, else a
+    PagedBackend."""
     if runner.use_mla_backend:
         from tilewise.integrations.sglang.latent import LatentBackend
 

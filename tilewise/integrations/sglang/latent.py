@@ -18,7 +18,10 @@ __all__ = ["LatentBackend"]
 
 
 class LatentBackend(StepBackend):
-    """Attention of models with latents, in a pool of 16 or 32 bits."""
+    """SGLang's attention backend for models with latents (MLA); one for each model runner.
+
+    Raises UnsupportedError if the cache has 8 bits.
+    """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -36,7 +39,8 @@ class LatentBackend(StepBackend):
         forward_batch: Any,
         save_kv_cache: bool = True,
     ) -> Tensor:
-        """Attend from one new token of each sequence; as `forward_extend` over latents."""
+        """Attend from one new token of each sequence; arguments and result are those of
+        `forward_extend`."""
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_extend(
@@ -55,11 +59,11 @@ class LatentBackend(StepBackend):
             k: (T, 1, R + Dr), latents, written first, or expanded keys (T, Hq, Dn + Dr).
             v: the latents again, not read, or expanded values (T, Hq, Dv).
             layer: SGLang's RadixAttention; one key head says that its keys are latents.
-            forward_batch: the batch, whose metadata was made before.
+            forward_batch: SGLang's batch, for which `init_forward_metadata` has run.
             save_kv_cache: False writes nothing.
 
         Returns:
-            o (T, Hq * R) or (T, Hq * Dv); rows that pad the step are 0.
+            o (T, Hq * R) or (T, Hq * Dv), a new tensor; rows that pad the step are 0.
         """
         step = self.step_of(layer)
         if layer.logit_cap or layer.sliding_window_size > -1:
@@ -81,7 +85,8 @@ class LatentBackend(StepBackend):
         return whole.view(rows.shape[0], -1)
 
     def _expanded(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, step: Step) -> Tensor:
-        """Return o (T, Hq, Dv) of whole prompts, each attending to itself."""
+        """Return o (T, Hq, Dv) of packed whole prompts with expanded keys and values, each causal
+        in itself."""
         return attention_varlen(
             q,
             k,
@@ -95,7 +100,8 @@ class LatentBackend(StepBackend):
         )
 
     def _absorbed(self, q: Tensor, layer: Any, step: Step) -> Tensor:
-        """Return o (T, Hq, R) of absorbed queries over the pool's latents."""
+        """Return o (T, Hq, R) of absorbed queries q (T, Hq, R + Dr) over the latents in SGLang's
+        pool."""
         rank = layer.v_head_dim
         return mla_decode(
             q[..., :rank].contiguous(),

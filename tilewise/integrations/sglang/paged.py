@@ -15,7 +15,11 @@ __all__ = ["PagedBackend"]
 
 
 class PagedBackend(StepBackend):
-    """Attention of models with keys and values: SGLang's pool writes, the kernels read it."""
+    """SGLang's attention backend for models with keys and values; one for each model runner.
+
+    SGLang's pool writes keys and values, and `paged_attention` reads them. Raises UnsupportedError
+    for an 8-bit cache that is not e4m3.
+    """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -35,7 +39,7 @@ class PagedBackend(StepBackend):
         save_kv_cache: bool = True,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend from one new token of each sequence; the arguments are those of
+        """Attend from one new token of each sequence; arguments and result are those of
         `forward_extend`."""
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
@@ -49,15 +53,15 @@ class PagedBackend(StepBackend):
         save_kv_cache: bool = True,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend from new tokens to the pool.
+        """Attend from new tokens to the keys and values in SGLang's pool.
 
         Args:
             q: (T, Hq * D) or (T, Hq, D).
             k, v: (T, Hk, D) and (T, Hk, Dv), written first; None where another layer wrote them.
             layer: SGLang's RadixAttention, with heads, windows and scales.
-            forward_batch: the batch, whose metadata was made before.
+            forward_batch: SGLang's batch, for which `init_forward_metadata` has run.
             save_kv_cache: False writes nothing.
-            sinks: (Hq,), a logit of each head that has no value.
+            sinks: (Hq,), the sink logit of each head; None for none.
 
         Returns:
             o (T, Hq * Dv); rows that pad the step are 0.
@@ -103,7 +107,11 @@ class PagedBackend(StepBackend):
         return o.view(q.shape[0], -1)
 
     def _scales_of(self, layer: Any) -> tuple[Tensor, Tensor]:
-        """Return the scales of a layer's 8-bit cache, float32 (Hk,); made once."""
+        """Return k_scale and v_scale of a layer's 8-bit cache, float32 (Hk,) each; 1 where SGLang
+        has none.
+
+        They are made once for each layer and kept.
+        """
         if layer.layer_id not in self._scales:
             given = (layer.k_scale_float, layer.v_scale_float)
             heads = (layer.tp_k_head_num,)

@@ -21,16 +21,18 @@ __all__ = ["Step", "StepBackend"]
 
 @dataclass
 class Step:
-    """A batch as the kernels take it.
+    """One step of SGLang as the kernels take it; all attention layers of the step share it.
 
     Attributes:
-        num_tokens: rows of the step, without those that pad it.
+        num_tokens: the number of rows of the step, without those that pad it.
         max_query_len: the longest run of new tokens.
-        edges: int32 (B + 1,), where each sequence's rows begin.
+        edges: int32 (B + 1,), the first row of each sequence, and the end of the last.
         seq_lens: int32 (B,), tokens of each sequence with the new ones.
         block_table: int32 (B, max_blocks), pages of the pool.
-        window_table: the same in the pool of layers with windows, where that is one of its own.
-        window_slots: int64 (T,), where those layers write.
+        window_table: the block table in the pool of layers with windows; None if these have no pool
+            of their own.
+        window_slots: int64 (T,), the slots of new tokens in the pool of layers with windows; None
+            without such a pool.
         plans: the plans of the layers' attention, which the first layer makes; None on a CPU.
     """
 
@@ -45,7 +47,10 @@ class Step:
 
 
 class StepBackend(AttentionBackend):  # type: ignore[misc]
-    """The half of a backend that knows batches; layers are computed by its children.
+    """The base of both attention backends, which turns SGLang's batches into `Step`s.
+
+    Subclasses compute layers. Raises UnsupportedError for speculative decoding, encoders and
+    sequences cut over GPUs.
 
     A graph of a decode step reads its lengths, tables and plans from buffers that are filled before
     each replay; kernels read them on the device, so nothing waits.
@@ -73,7 +78,12 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         self._plans: dict[int, StepPlans | None] = {}  # of graphs, by their sequences
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Note a step that runs op by op, or whose pieces between attention are graphs."""
+        """Set `forward_metadata` to the `Step` of a batch whose attention is not in a CUDA graph;
+        SGLang calls it.
+
+        An idle batch sets None. Raises UnsupportedError for forward modes other than extend, mixed,
+        decode and idle.
+        """
         batch = forward_batch
         mode = batch.forward_mode
         if mode.is_idle():
@@ -107,7 +117,8 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Make the buffers that graphs of decode steps read."""
+        """Make the buffers that CUDA graphs of decode steps read, for max_bs sequences of one new
+        token."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -128,7 +139,12 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Fill the buffers of a graph, before it is captured and before each replay."""
+        """Fill the buffers of a decode step's CUDA graph, before it is captured and before each
+        replay.
+
+        It also sets `forward_metadata` and updates the plans of graphs of this batch size. Raises
+        UnsupportedError for other steps than decode, or without `init_cuda_graph_state`.
+        """
         batch, kept = forward_batch, self._graph
         if kept is None or not batch.forward_mode.is_decode_or_idle():
             raise UnsupportedError("a graph must be of decode steps, and its buffers made before")
@@ -156,7 +172,8 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         self.forward_metadata = step
 
     def _tables(self, batch: Any, all_blocks: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return the pages of each sequence, int32 (B, blocks of the longest), and the windows'.
+        """Return the block table of a batch, int32 (B, blocks of the longest sequence), and the
+        same for the window pool; the second is None without such a pool.
 
         Where SGLang keeps no lengths on the host, or with `all_blocks`, the tables are as wide as
         the longest context.
@@ -174,7 +191,7 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         return table, windows.div(self.block_size, rounding_mode="floor").int()
 
     def step_of(self, layer: Any) -> Step:
-        """Return the Step that `init_forward_metadata` noted for the current batch.
+        """Return the Step of the current batch, after a check that `layer` is supported.
 
         Raises:
             UnsupportedError: the layer is cross-attention or an encoder's, or scales logits by
@@ -188,7 +205,7 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         return self.forward_metadata
 
     def place(self, forward_batch: Any, step: Step) -> Any:
-        """Return SGLang's KVWriteLoc: the cache slots of the step's new tokens, also of the
+        """Return SGLang's KVWriteLoc: the slots of the step's new tokens in the pool and in the
         window pool."""
         return KVWriteLoc.for_batch(forward_batch, swa_loc=step.window_slots)
 

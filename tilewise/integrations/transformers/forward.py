@@ -49,7 +49,8 @@ INERT = frozenset(
 
 
 class Packing(NamedTuple):
-    """Sequences that lie end to end: their edges (n + 1,), and the longest."""
+    """n sequences that lie end to end: the edges (n + 1,) of their queries and keys, and the
+    numbers of queries and keys of the longest one."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -83,7 +84,12 @@ def attend(
     """Compute one layer's attention; registered in transformers' AttentionInterface.
 
     query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv) -> (B, Sq, Hq, Dv), None. If
-    there is a mask, is_causal and sliding_window are part of it and are not read.
+    there is a mask, is_causal and sliding_window are part of it and are not read. Dropout applies
+    only while `module` is training.
+
+    Raises UnsupportedError for an unknown argument that is not None, False or in `_inert`;
+    ValueError if no mask is given where one is needed, or a caller's own mask or a position_bias
+    comes with packed sequences.
     """
     _refuse_unknown(kwargs, _inert)
     q, k, v = (_rows(tensor) for tensor in (query, key, value))
@@ -144,14 +150,17 @@ def _refuse_unknown(kwargs: dict[str, Any], inert: frozenset[str]) -> None:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(B, H, S, D) -> (B, S, H, D), with the last dim contiguous."""
+    """Return tensor (B, H, S, D) as (B, S, H, D), with the last dim contiguous."""
     return checks.with_packed_rows(tensor.transpose(1, 2))
 
 
 def _without_mask(
     causal: bool, window: int | None, num_keys: int, lengths: tuple[int, int] | None
 ) -> Visible:
-    """Return the keys that queries see by the arguments alone, if there is no mask.
+    """Return the keys that queries see by the arguments alone, for a call without a mask.
+
+    Raises ValueError where the arguments do not say what is visible: a window that is not causal,
+    or several causal queries that are fewer than the keys.
 
     lengths: the numbers of queries and keys; None if packed sequences have lengths of their own.
     """
@@ -172,7 +181,11 @@ def _without_mask(
 
 
 def _with_mask(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Visible, Tensor | None]:
-    """Return the visible keys of a mask made here, or any other matrix as a bias."""
+    """Return the visible keys that a mask describes, and a bias or None.
+
+    A mask made by `attention_mask` gives its description, and a bias of keys if it has one. Any
+    other matrix makes all keys visible and is itself the bias.
+    """
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     visible = visible_of(mask)
     if visible is not None or isinstance(mask, AttentionMask):
@@ -218,7 +231,11 @@ def _packing(
 def _attend_packed(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, packing: Packing, options: dict[str, Any]
 ) -> Tensor:
-    """Attend within each of the sequences that lie end to end in the rows of the batch."""
+    """Attend within each of the packed sequences in q, k, v (B, S, H, D), whose batch and rows are
+    one dim.
+
+    Returns o (B, S, Hq, Dv).
+    """
     o: Tensor = attention_varlen(
         *(tensor.flatten(0, 1) for tensor in (q, k, v)),
         cu_seqlens_q=packing.cu_seqlens_q.to(torch.int32),

@@ -38,7 +38,11 @@ _told: set[str] = set()
 
 
 class AttentionMask(Tensor):
-    """A bool mask (B, 1, Sq, Sk) whose matrix is computed only when it is read."""
+    """A bool mask (B, 1, Sq, Sk) whose matrix is computed only when an operation of torch reads it.
+
+    `attention_mask` makes one for each kind of layers and forward pass; `attend` reads its
+    description `visible` instead of the matrix.
+    """
 
     visible: Visible | None
     why_dense: str
@@ -74,7 +78,7 @@ class AttentionMask(Tensor):
         return f"AttentionMask({tuple(self.shape)}, {self.visible})"
 
     def dense(self) -> Tensor:
-        """Return the matrix, which the first call computes."""
+        """Return the bool matrix (B, 1, Sq, Sk), which the first call computes and keeps."""
         if self._dense is None:
             self._dense = self._make_dense()
         return self._dense
@@ -82,7 +86,8 @@ class AttentionMask(Tensor):
     def bias(self, dtype: torch.dtype) -> Tensor:
         """Return the mask (B, 1 or H, S, T) as numbers: 0 for visible keys, -inf for others.
 
-        It is kept for each dtype, since all layers of a model use it, and must not be written to.
+        The tensor is kept for each dtype, since all layers of a model use it, and must not be
+        written to. Once views of the mask exist, it is computed anew at each call.
         """
         if self._is_shared:
             return as_bias(self.dense(), dtype)
@@ -91,7 +96,8 @@ class AttentionMask(Tensor):
         return self._biases[dtype]
 
     def _share(self) -> None:
-        """Drop the description, as views may write to the matrix from now on."""
+        """Drop the description `visible`, as views may write to the matrix from now on: the matrix
+        alone counts."""
         self.visible, self._is_shared = None, True
         self.why_dense = "the model takes views of it, or writes to it: no call can avoid that"
 
@@ -126,8 +132,10 @@ class AttentionMask(Tensor):
 
 
 def _changed(value: Any, change: Callable[[AttentionMask], Any]) -> Any:
-    """Return arguments of an op with each mask among them, in lists too, replaced by
-    change(mask)."""
+    """Return `value`, arguments of an op, with each AttentionMask in it replaced by change(mask).
+
+    Lists, tuples and dicts are searched as well.
+    """
     if isinstance(value, AttentionMask):
         return change(value)
     if isinstance(value, list | tuple):
@@ -138,19 +146,22 @@ def _changed(value: Any, change: Callable[[AttentionMask], Any]) -> Any:
 
 
 def visible_of(mask: Tensor) -> Visible | None:
-    """Return the description of a mask made here, None for any other matrix."""
+    """Return the description of a mask that `attention_mask` made; None for any other matrix.
+
+    A mask made there has None, too, if only its matrix says what is visible.
+    """
     visible: Visible | None = getattr(mask, _NOTE, None)
     return visible
 
 
 def made_here(mask: Tensor) -> bool:
-    """Return whether transformers' arguments made the mask, so that no caller wrote it as a
-    matrix."""
+    """Return whether `attention_mask` made the mask; False for a matrix that a caller gave."""
     return hasattr(mask, _NOTE)
 
 
 def tell_of_a_matrix(mask: Tensor) -> None:
-    """Warn, once for each reason, that a mask of many queries is computed as a matrix."""
+    """Warn, once for each reason, that a mask is computed as a matrix; not for one query or a small
+    mask."""
     if mask.shape[-2] < 2 or mask.shape[-2] * mask.shape[-1] < _FEW:
         return
     if isinstance(mask, AttentionMask):
@@ -295,7 +306,8 @@ def _is_capturing() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _require_interface(config_type: type) -> None:
-    """Refuse a model that would take a mask made here but not tilewise's attention.
+    """Raise UnsupportedError for a model that would take a mask made here but not tilewise's
+    attention.
 
     transformers accepts any registered name for such a model, though it refuses "sdpa". Models
     outside of transformers, whose class is not known here, are not checked.
@@ -310,7 +322,11 @@ def _require_interface(config_type: type) -> None:
 
 @functools.cache
 def _without_interface(config_type: type) -> str | None:
-    """Return the name of a configuration's model if it does not use the attention interface."""
+    """Return the name of the model class of `config_type` if it does not use the attention
+    interface.
+
+    None if it does, or if transformers does not know the class.
+    """
     from transformers import MODEL_MAPPING
 
     if config_type not in MODEL_MAPPING:

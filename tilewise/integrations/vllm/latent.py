@@ -24,13 +24,15 @@ __all__ = ["LatentBackend", "LatentBuilder", "LatentImpl"]
 
 
 class LatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """vLLM's own metadata; steps of one token a sequence may be captured."""
+    """vLLM's own builder of metadata for MLA, which allows CUDA graphs of steps of one token a
+    sequence."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 class LatentBackend(MLACommonBackend):  # type: ignore[misc]
-    """The place of the latent kernels in vLLM."""
+    """The backend class that vLLM asks for the dtypes, the builder and the layer class of the
+    latent kernels."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
@@ -57,7 +59,10 @@ class LatentBackend(MLACommonBackend):  # type: ignore[misc]
 
 
 class LatentImpl(MLACommonImpl):  # type: ignore[misc]
-    """One layer's attention over latents."""
+    """One layer's attention over latents, made by vLLM; only decode steps are computed here.
+
+    Raises UnsupportedError for slopes, windows, softcap or a layer that is no decoder's.
+    """
 
     can_return_lse_for_decode: bool = True
 
@@ -106,7 +111,7 @@ class LatentImpl(MLACommonImpl):  # type: ignore[misc]
             q: (B, Hq, R + Dr), or its parts (B, Hq, R) and (B, Hq, Dr).
             kv_c_and_k_pe_cache: (num_blocks, block_size, R + Dr).
             attn_metadata: vLLM's, whose `decode` has block tables and lengths.
-            layer: the layer of vLLM, not asked.
+            layer: the layer of vLLM, which is not read.
 
         Returns:
             o (B, Hq, R) and lse (B, Hq), natural log.

@@ -31,18 +31,19 @@ _FEWEST_SHARED, _FEWEST_SEQUENCES = 256, 8
 
 @dataclass
 class PagedMetadata:
-    """What all layers of a step need of its batch.
+    """The data of one step of vLLM that all of its attention layers share.
 
     Attributes:
-        num_actual_tokens: rows of the step, without those that pad a CUDA graph.
+        num_actual_tokens: the number of rows of the step, without those that pad a CUDA graph.
         max_query_len: the longest run of new tokens.
-        query_start_loc: int32 (B + 1,), where each sequence's rows begin.
+        query_start_loc: int32 (B + 1,), the first row of each sequence, and the end of the last.
         seq_lens: int32 (B,), tokens of each sequence with the new ones.
         block_table: int32 (B, max_blocks).
         slot_mapping: int64 (T,), where the new tokens are written; -1 is nowhere.
-        shared: the prefix that all sequences share, where reading it once pays.
-        plans: the plans of the layers' attention, which the first layer makes; None on a CPU. A
-            graph that is captured makes them again in each replay, from the lengths it finds.
+        shared: the prefix that all sequences share, if it is to be read once for all; else None.
+        plans: the plans of the layers' attention, which the first layer makes; None on a CPU. In a
+            captured graph, kernels make the plans again in each replay, from the lengths of that
+            step.
     """
 
     num_actual_tokens: int
@@ -56,7 +57,9 @@ class PagedMetadata:
 
 
 class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Make the metadata of a step; nothing is copied and nothing waits but for a shared prefix.
+    """The builder of a step's `PagedMetadata`; vLLM makes one for each group of layers.
+
+    It copies nothing and waits for no device, but for a shared prefix.
 
     A graph of a step replays over the same tensors with other lengths, which the kernels read on
     the device: any batch whose sequences have equally many new tokens may be captured.
@@ -73,7 +76,10 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> PagedMetadata:
-        """Return a step's metadata; its sequences share their first common_prefix_len keys."""
+        """Return the metadata of a step whose sequences share their first common_prefix_len keys.
+
+        Raises UnsupportedError for a step that is not causal. `fast_build` is not read.
+        """
         common = common_attn_metadata
         if common.causal is not True:
             raise UnsupportedError("a step must be causal over paged keys")
@@ -89,10 +95,11 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         )
 
     def _shared(self, length: int, common: Any) -> SharedPrefixes | None:
-        """Return the shared prefixes of a batch; its tables are copied to the host for this.
+        """Return the prefix blocks that a batch's sequences share; None if `length` is 0.
 
-        vLLM says that all share `length` keys only where `use_cascade_attention` agreed, and never
-        while a graph is captured or replayed.
+        The block tables and lengths are copied to the host. vLLM gives a `length` above 0 only
+        where `use_cascade_attention` returned True, and never while a graph is captured or
+        replayed.
         """
         if length == 0:
             return None
@@ -118,14 +125,18 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Return whether a step reads what all of its sequences share once."""
+        """Return whether a step shall read the keys that all of its sequences share only once.
+
+        True from 256 shared keys and 8 sequences on, without ALiBi, windows or context parallelism.
+        """
         rules = use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1
         is_long = common_prefix_len >= _FEWEST_SHARED
         return is_long and len(query_lens) >= _FEWEST_SEQUENCES and not rules
 
 
 class PagedBackend(AttentionBackend):  # type: ignore[misc]
-    """The place of these kernels in vLLM: what they take, and where their parts are."""
+    """The backend class that vLLM asks for the dtypes, shapes and features of the paged kernels,
+    and for their builder and layer class."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8]
@@ -183,7 +194,8 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
 
 
 class PagedImpl(AttentionImpl):  # type: ignore[misc]
-    """One layer's attention: writes the new keys and values, then attends."""
+    """One layer's attention, made by vLLM: writes the new keys and values to the cache, then
+    attends."""
 
     def __init__(
         self,
@@ -223,14 +235,16 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend from new tokens to the cache.
+        """Write the keys and values of new tokens to the cache, and attend from their queries to
+        the cache.
 
         Args:
             layer: the layer of vLLM, with the scales of an 8-bit cache.
             query: (T, Hq, D); key, value: (T, Hk, D), written unless another layer's cache is read.
             kv_cache: (num_blocks, 2, block_size, Hk, D); since vLLM 0.33 (num_blocks, Hk,
                 block_size, 2 D), the keys of a head beside its values.
-            attn_metadata: the step, None in a run that measures memory.
+            attn_metadata: the step's metadata; None in a run that measures memory, which gives
+                zeros.
             output: (T, Hq, D) or (T, Hq * D), written and returned.
             output_scale, output_block_scale: must be None; outputs are not quantised here.
         """
@@ -282,7 +296,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
 
 
 def _parts(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a cache, each (num_blocks, block_size, Hk, D)."""
+    """Return views of the keys and the values of a cache, each (num_blocks, block_size, Hk, D)."""
     if kv_cache.dim() == 5:
         k_cache, v_cache = kv_cache.unbind(1)
     else:

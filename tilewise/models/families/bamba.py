@@ -77,7 +77,8 @@ def _granite(config: Json) -> dict[str, Any]:
 
 
 def _block(config: Json, sizes: Sizes) -> FeedForwardConfig | ExpertsConfig:
-    """Return the mixture beside the block of all tokens, or that block alone."""
+    """Return the feed-forward of a Granite 4 layer: a mixture with shared experts, or without
+    experts a block."""
     shared = count_or(config, "shared_intermediate_size", 1024)
     if whole(config, "num_local_experts", 8) == 0:
         config.get("num_experts_per_tok")

@@ -53,7 +53,8 @@ class Names:
     cut_anywhere: frozenset[str] = frozenset()
 
     def but(self, inner: Mapping[str, Sources] | None = None, **changes: Any) -> Names:
-        """Return the names with other sources for some parts of a layer, and other attributes."""
+        """Return a copy with other sources for some of `inner`, and other values of further
+        attributes."""
         return replace(self, inner={**self.inner, **(inner or {})}, **changes)
 
     @property
@@ -102,12 +103,13 @@ def _each(sources: Sources) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Family:
-    """The checkpoints of one class of Hugging Face's.
+    """A kind of checkpoint: one class of Hugging Face's, how its config.json is read, and its
+    tensors' names.
 
     Attributes:
-        architecture, model_type: the class, and its name in config.json.
+        architecture, model_type: the name of the class, and the model_type in its config.json.
         own_fields: fields that other families refuse unless they ask for nothing, and `read` reads.
-        other_types: further names of it that published files have.
+        other_types: further values of model_type that published files have.
         read: a function of the contents of config.json, which returns keyword arguments of
             `DecoderConfig`: sizes and layers.
         names: the names of tensors, or a function of a `DecoderConfig` that returns them.

@@ -21,7 +21,8 @@ __all__ = ["FAMILIES", "GEMMA_NAMES"]
 
 
 def _read(config: Json) -> dict[str, Any]:
-    """Read the fields; absent ones default as in the configuration class."""
+    """Return the arguments of `ModelConfig` for Gemma 3; absent fields default as in transformers'
+    configuration class."""
     sizes = Sizes.of(
         config,
         head_dim=256,

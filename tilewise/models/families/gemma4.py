@@ -43,7 +43,14 @@ def _gemma4_unified(config: Json) -> dict[str, Any]:
 
 
 def _read(config: Json, *, positions: int, window: int, input_size: int) -> dict[str, Any]:
-    """Read the fields; absent ones default as in the configuration class."""
+    """Return the arguments of `DecoderConfig` for Gemma 4; absent fields default as in the
+    configuration class.
+
+    Args:
+        config: the contents of config.json.
+        positions, window, input_size: the defaults of max_position_embeddings, sliding_window and
+            hidden_size_per_layer_input.
+    """
     sizes = Sizes.of(
         config,
         head_dim=256,
@@ -124,7 +131,13 @@ def _read(config: Json, *, positions: int, window: int, input_size: int) -> dict
 def _heads_by_layer(
     config: Json, sizes: Sizes, types: list[str], k_is_v: bool
 ) -> list[tuple[int, int]]:
-    """Return the key heads and the channels of a head of each layer."""
+    """Return (key heads, channels of a head) for each layer.
+
+    Args:
+        config, sizes: the contents of config.json, and the sizes that were read from it.
+        types: the type of each layer: those with full attention have wider heads.
+        k_is_v: True if keys are the values in full layers, which then may have fewer key heads.
+    """
     wide = count_or(config, "global_head_dim", 512)
     few = count_or(config, "num_global_key_value_heads", sizes.num_kv_heads)
     full = (few if k_is_v else sizes.num_kv_heads, wide)
@@ -239,7 +252,7 @@ _NAMES = Names(
 
 
 def _names(config: DecoderConfig) -> Names:
-    """Return the tensors' names.
+    """Return the names of a checkpoint's tensors.
 
     Projections of keys and values are ignored in layers that read those of another layer.
     """

@@ -38,7 +38,8 @@ _PLAIN = [
 
 
 def _read(config: Json) -> dict[str, Any]:
-    """Read the fields; absent ones default as in the configuration class."""
+    """Return the arguments of `DecoderConfig` for gpt-oss; absent fields default as in the
+    configuration class."""
     sizes = Sizes.of(
         config, head_dim=64, num_kv_heads=8, positions=131_072, eps=("rms_norm_eps", 1e-5)
     )

@@ -112,7 +112,14 @@ def _read(config: Json) -> dict[str, Any]:
 
 
 def _usual(linear: Json, num_layers: int) -> list[bool]:
-    """Return whether the layers have attention by the lists of the file, which count from 1."""
+    """Return for each layer whether it has attention, by the lists in linear_attn_config, which
+    count from 1.
+
+    Without both lists every fourth layer has it, but not the first.
+
+    Raises:
+        CheckpointError: the lists do not hold each layer once.
+    """
     full, kda = linear.get("full_attn_layers"), linear.get("kda_layers")
     if full is None or kda is None:
         return [i > 0 and i % 4 == 0 for i in range(num_layers)]

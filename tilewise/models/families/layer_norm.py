@@ -168,7 +168,7 @@ def _olmo(config: Json) -> dict[str, Any]:
 
 
 def read_gptj(config: Json) -> dict[str, Any]:
-    """Return the keyword arguments of `ModelConfig` for a GPT-J."""
+    """Return the arguments of `DecoderConfig` for the config.json of a GPT-J or CodeGen."""
     width, heads = count(config, "n_embd"), count(config, "n_head")
     num_layers = num_layers_of(config, "n_layer")
     if width % heads:

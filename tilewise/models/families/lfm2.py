@@ -26,7 +26,12 @@ __all__ = ["FAMILIES"]
 def _layers(
     config: Json, sizes: Sizes, block: Callable[[int], FeedForwardConfig | ExpertsConfig]
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `DecoderConfig`."""
+    """Return the arguments of `DecoderConfig` for LFM2.
+
+    Args:
+        config, sizes: the contents of config.json, and the sizes that were read from it.
+        block: a function from a layer's number to its feed-forward block or mixture.
+    """
     norm, places = NormConfig("rms", sizes.eps), config.get("full_attn_idxs")
     if places is not None and not isinstance(places, list):
         raise CheckpointError(f"full_attn_idxs must be a list of layers, got {places!r}")

@@ -23,14 +23,15 @@ def _read(
     has_qk_norm: bool = False,
     qkv_bias: bool | None = None,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `DecoderConfig` that this module's families share.
+    """Return the arguments of `DecoderConfig` for the families of this file.
 
     Args:
         config: the object of config.json.
         windows: each layer's window; None for none.
         head_dim, num_kv_heads: values for keys that the config lacks.
-        has_qk_norm, qkv_bias: whether queries and keys are normalised, and projections have a bias;
-            None for qkv_bias reads attention_bias.
+        has_qk_norm: True if queries and keys are normalised by head.
+        qkv_bias: True if the projections of queries, keys and values alone have biases; None reads
+            attention_bias, which counts for the output, too.
     """
     sizes = Sizes.of(config, head_dim=head_dim, num_kv_heads=num_kv_heads)
     norm = NormConfig("rms", sizes.eps)
@@ -93,7 +94,10 @@ def _qwen_windows(config: Json) -> tuple[int | None, ...]:
 
 
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """Return the fields that all decoders with RMS norms and rotary positions have."""
+    """Return the fields of config.json for sizes and eps that all models with RMS norms share.
+
+    The numbers of heads are those of the first layer with attention.
+    """
     attention = config.attentions[0]
     return {
         "hidden_size": config.hidden_size,

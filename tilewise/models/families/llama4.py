@@ -21,7 +21,8 @@ __all__ = ["FAMILIES"]
 
 
 def _read(config: Json) -> dict[str, Any]:
-    """Read the fields; absent ones default as in the configuration class."""
+    """Return the arguments of `DecoderConfig` for Llama 4; absent fields default as in the
+    configuration class."""
     sizes = Sizes.of(
         config, head_dim=128, num_kv_heads=8, positions=131_072, eps=("rms_norm_eps", 1e-5)
     )
@@ -89,7 +90,8 @@ def _experts(config: Json, sizes: Sizes) -> ExpertsConfig:
 
 
 def _mixed_layers(config: Json, num_layers: int) -> list[int]:
-    """Return the numbers of the layers with a mixture."""
+    """Return the numbers of the layers with a mixture: moe_layers, or every
+    interleave_moe_layer_step-th."""
     step, named = count_or(config, "interleave_moe_layer_step", 1), config.get("moe_layers")
     if named is None:
         return list(range(step - 1, num_layers, step))

@@ -27,7 +27,11 @@ TRAINING = """
 
 
 def step_limits(config: Json, name: str = "time_step_limit") -> tuple[float, float]:
-    """Return the least and the largest time step."""
+    """Return the smallest and the largest time step from a field, 0 and infinity if it is absent.
+
+    Raises:
+        CheckpointError: the field is no pair of numbers.
+    """
     value = config.get(name)
     value = [0.0, math.inf] if value is None else value
     found = [_wide(x) for x in value] if isinstance(value, list | tuple) else []
@@ -40,7 +44,10 @@ def step_limits(config: Json, name: str = "time_step_limit") -> tuple[float, flo
 
 
 def _wide(value: Any) -> float | None:
-    """Return a number, which may be infinite: JSON has no word for that, and files have several."""
+    """Return a number, which may be infinite, or None for anything else.
+
+    JSON has no infinity: files write it as a text or as {"__float__": "Infinity"}.
+    """
     if isinstance(value, dict):
         value = value.get("__float__")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -54,13 +61,16 @@ def _wide(value: Any) -> float | None:
 def read_mamba2(
     config: Json, sizes: Sizes, *, width: int | None = None, **options: Any
 ) -> Mamba2Config:
-    """Return a layer by the fields of Bamba, which most families have.
+    """Return a Mamba-2 layer's configuration by the fields of Bamba, which most families have.
 
     Args:
         config: the contents of config.json.
         sizes: the sizes of the model.
         width: the channels of the layer; None for mamba_expand times those of the model.
         options: further options of `Mamba2Config`.
+
+    Raises:
+        CheckpointError: a field is wrong, or the heads do not fill the width.
     """
     must_be({"hidden_act": sizes.activation}, "hidden_act", "silu")  # of the convolution, too
     must_be(config, "mamba_ssm_cache_dtype", "float32")
@@ -93,7 +103,8 @@ def read_mamba2(
 
 
 def mamba2_names(block: str) -> dict[str, str]:
-    """Return the sources of a layer in a block of that name."""
+    """Return the checkpoint's names of a Mamba-2 layer's parameters, by ours, where the layer is
+    called `block`."""
     return {
         "mixer.in_proj": f"{block}.in_proj",
         "mixer.conv": f"{block}.conv1d.weight",

@@ -64,7 +64,20 @@ def _layers(
     softmax_scale: float | None = None,
     tied: bool = False,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `DecoderConfig`."""
+    """Return the arguments of `DecoderConfig` for a Llama with mixtures.
+
+    Args:
+        config, sizes: the contents of config.json, and the sizes that were read from it.
+        experts: the mixture of the layers that are not dense.
+        is_dense: a function that returns whether a layer has a dense block instead.
+        windows: the window of each layer; None for none.
+        qk_norm_over, qkv_bias, o_bias, softmax_scale: see `AttentionConfig`; None for no norm and
+            for the usual scale.
+        theta, part, interleaved: see `read_rope`.
+        mlp_bias: True if the dense blocks have biases.
+        norm: the norm of the residual stream; None for an RMS norm.
+        tied: True if the output head is tied where the file does not say so.
+    """
     scale = sizes.head_dim**-0.5 if softmax_scale is None else softmax_scale
     norm = NormConfig("rms", sizes.eps) if norm is None else norm
     rope = read_rope(
@@ -95,13 +108,16 @@ def _layers(
 
 
 def experts_of(config: Json, sizes: Sizes, active: int, **options: Any) -> ExpertsConfig:
-    """Return the config of a mixture of experts.
+    """Return the configuration of a mixture of experts by the usual fields.
 
     The number of experts has several names in configs; all that are present must agree.
 
     Args:
         active: the experts of a token, if the config does not say.
         options: further arguments of `ExpertsConfig`.
+
+    Raises:
+        CheckpointError: a field is missing, or breaks a rule.
     """
     name = next((name for name in _COUNTS if config.get(name) is not None), _COUNTS[0])
     num_experts = count(config, name)
@@ -120,7 +136,11 @@ def experts_of(config: Json, sizes: Sizes, active: int, **options: Any) -> Exper
 
 
 def grouped_experts(config: Json, sizes: Sizes, **options: Any) -> ExpertsConfig:
-    """Return the mixture of DeepSeek-V3 and its kin: sigmoids, a correction, groups."""
+    """Return the mixture of DeepSeek-V3 and its kin.
+
+    It chooses experts by sigmoids and a correction, first among groups, and has shared experts.
+    `options` replace arguments of `ExpertsConfig`.
+    """
     shared, inner = count_or(config, "n_shared_experts", 1), count(config, "moe_intermediate_size")
     groups, active_groups = count_or(config, "n_group", 1), count_or(config, "topk_group", 1)
     return experts_of(
@@ -145,13 +165,19 @@ def grouped_experts(config: Json, sizes: Sizes, **options: Any) -> ExpertsConfig
 
 
 def first_dense(config: Json, default: int) -> Callable[[int], bool]:
-    """Return whether a layer is among the first ones, which are dense."""
+    """Return a function from a layer's number to whether it is among the first, dense ones.
+
+    Their number is first_k_dense_replace, or `default`.
+    """
     first = whole(config, "first_k_dense_replace", default)
     return lambda layer: layer < first
 
 
 def named_dense(config: Json) -> Callable[[int], bool]:
-    """Return whether a layer is dense by Qwen's fields."""
+    """Return a function from a layer's number to whether it is dense, by Qwen's fields.
+
+    Dense are the layers in mlp_only_layers and those between every decoder_sparse_step-th.
+    """
     step, named = count_or(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(named, list):
         raise CheckpointError(f"mlp_only_layers must be a list of layers, got {named!r}")
@@ -159,7 +185,7 @@ def named_dense(config: Json) -> Callable[[int], bool]:
 
 
 def _window(config: Json, default: int | None) -> int | None:
-    """Return the window: an absent field means the default, null means none."""
+    """Return the field sliding_window: the default where it is absent, None where it is null."""
     value = config.get("sliding_window", default)
     return None if value is None else count({"sliding_window": value}, "sliding_window")
 
@@ -426,11 +452,12 @@ def expert_names(
     shared: str = "shared_experts",
     correction_bias: str = "gate.e_score_correction_bias",
 ) -> Names:
-    """Return names with those of a mixture, whose experts' projections are tensors each.
+    """Return `names` with those of a mixture added, where each projection of each expert is a
+    tensor.
 
     Args:
         config: the configuration of the model.
-        names: the names of all else.
+        names: the names of all other tensors.
         block: the name of the feed-forward block.
         parts: the names of an expert's gate, of its factor and of the projection back.
         shared: the name of the block that all tokens use.

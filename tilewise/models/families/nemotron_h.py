@@ -39,7 +39,12 @@ _FORMER = {
 
 
 def _kinds(config: Json) -> list[str]:
-    """Return the kind of each layer, from a list or from a text with a letter for each."""
+    """Return the kind of each layer, one of _USUAL, from a list or from a text with a letter for
+    each.
+
+    Raises:
+        CheckpointError: a kind or a letter is unknown.
+    """
     pattern = config.get("hybrid_override_pattern")
     types = config.get("layers_block_type")
     types = config.get("layer_types") if types is None else types

@@ -36,7 +36,12 @@ __all__ = ["FAMILIES"]
 
 
 def _heads(config: Json, width: str, heads: str) -> tuple[int, int, int]:
-    """Return the width, the query heads, and the channels of a head."""
+    """Return the width, the number of query heads, and the channels of a head, from two named
+    fields.
+
+    Raises:
+        CheckpointError: the width is no multiple of the heads.
+    """
     size, num_heads = count(config, width), count(config, heads)
     if size % num_heads:
         raise CheckpointError(f"{width} must be a multiple of {heads} {num_heads}, got {size}")
@@ -44,9 +49,10 @@ def _heads(config: Json, width: str, heads: str) -> tuple[int, int, int]:
 
 
 def _slopes(num_heads: int, most: float = 8.0) -> tuple[float, ...]:
-    """Return the slopes of ALiBi: powers of two, and beyond those every second of a finer series.
+    """Return the slope of ALiBi for each head: 2 ** (-most * i / power) for i = 1 ... power.
 
-    Source: Press et al., 2021, "Train short, test long".
+    `power` is the largest power of two up to num_heads; the heads beyond it have every second slope
+    of the series for twice as many. Source: Press et al., 2021, "Train short, test long".
     """
 
     def series(power: int, length: int, step: int = 1) -> list[float]:
@@ -266,9 +272,9 @@ _CODEGEN_PARTS = 4  # in which CodeGen's projection was computed: queries, value
 def _codegen_rows(
     attention: AttentionConfig, q_heads: range, kv_heads: range
 ) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of rows of the given heads in CodeGen's fused projection.
+    """Return the (first, end) ranges of rows of the given heads in CodeGen's fused projection.
 
-    The order is queries, keys, values; `RowOrder` applies them.
+    They are in the order queries, keys, values; a `RowOrder`.
     """
     share = attention.num_q_heads // _CODEGEN_PARTS
     places = [

@@ -28,7 +28,12 @@ def _layers(
     sizes: Sizes,
     block: Callable[[int], FeedForwardConfig | ExpertsConfig],
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `DecoderConfig`."""
+    """Return the arguments of `DecoderConfig` for Qwen3-Next and Qwen3.5.
+
+    Args:
+        config, sizes: the contents of config.json, and the sizes that were read from it.
+        block: a function from a layer's number to its feed-forward block or mixture.
+    """
     must_be(config, "attn_output_gate", True)
     must_be(config, "mamba_ssm_dtype", "float32")
     norm, has_bias = NormConfig("shifted_rms", sizes.eps), flag(config, "attention_bias", False)

@@ -32,7 +32,13 @@ _EPS_OF_GATED_NORM = 1e-5  # whatever the file says
 
 
 def _has_block(config: Json, num_layers: int) -> list[bool]:
-    """Return for each layer whether a shared block comes before it."""
+    """Return for each layer whether a shared block comes before it: its kind is "hybrid".
+
+    A file without kinds has the usual ones of 54 layers.
+
+    Raises:
+        CheckpointError: a kind is unknown, or there is not one for each layer.
+    """
     kinds = config.get("layers_block_type")
     kinds = config.get("layer_types") if kinds is None else kinds
     if kinds is None:

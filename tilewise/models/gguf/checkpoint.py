@@ -18,7 +18,7 @@ __all__ = ["GgufCheckpoint"]
 
 
 class GgufCheckpoint:
-    """The tensors of a file, as narrow as they are stored, or as numbers.
+    """The tensors of a GGUF file by Hugging Face's names, as they are stored or as numbers.
 
     Args:
         file: the path, or a file that was read.
@@ -36,16 +36,17 @@ class GgufCheckpoint:
         return set(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+        """Return the shape of a tensor by Hugging Face's name."""
         return self._sources[name].shape
 
     def read(self, name: str) -> Tensor | QuantisedWeight:
         """Return a tensor as it is stored.
 
         Returns:
-            A tensor of a float dtype, or the weight whose rows are all dims but the last. What
-            llama.cpp transposed or joined is numbers, whatever it is stored as; codes and scales
-            of gpt-oss's experts are uint8.
+            A tensor of a float dtype, or a quantised weight (N, K) whose rows are all dims but the
+            last. Tensors that llama.cpp transposed, split (kv_b_proj), added 1 to, or stored in
+            parts of different types are dequantised; codes and
+            scales of gpt-oss's experts are uint8.
         """
         source = self._sources[name]
         if source.heads is not None:
@@ -71,17 +72,23 @@ class GgufCheckpoint:
         return len({kind.name for kind in types}) == 1 and types[0].dtype is None
 
     def row_of(self, name: str) -> QuantisedWeight:
-        """Return the first row of a narrow matrix."""
+        """Return the first row, a quantised weight (1, K), of a matrix for which `is_narrow` is
+        True."""
         info = self.file.tensors[self._sources[name].tensors[0]]
         found = repack(info.data[:1], info.type)
         assert isinstance(found, QuantisedWeight)
         return found
 
     def numbers(self, name: str, first: int = 0, end: int | None = None) -> Tensor:
-        """Return rows first ... end - 1 of the first dim of a tensor, as numbers.
+        """Return rows first ... end - 1 of the first dim of a tensor as numbers, dequantised if
+        need be.
+
+        Args:
+            name: Hugging Face's name of the tensor.
+            first, end: the range of rows; None is the last row's end.
 
         Returns:
-            The dtype is that of the file, float32 for codes.
+            The rows in the dtype of the file, float32 for quantised ones.
         """
         source, end = self._sources[name], self.shape(name)[0] if end is None else end
         at_once = len(source.shape) == 2 and source.rows is None and len(source.tensors) == 1
@@ -95,11 +102,11 @@ class GgufCheckpoint:
         return wide.reshape(source.shape)[first:end]
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor as numbers."""
+        """Return a whole tensor as numbers, as `numbers` does."""
         return self.numbers(name)
 
     def get_slice(self, name: str) -> _Slice:
-        """Return a tensor whose rows and columns can be read by slicing, without the rest."""
+        """Return a tensor of which rows can be cut; only the rows that are asked for are read."""
         return _Slice(self, name)
 
     def _rows(
@@ -117,7 +124,11 @@ class GgufCheckpoint:
         return _taken(torch.cat(wide), rows)
 
     def _latent(self, source: Source) -> Tensor:
-        """Return the projection from the latent: for each head the rows of keys, then of values."""
+        """Return the up-projection of latents, kv_b_proj: for each head the rows of keys, then of
+        values.
+
+        The file has the two apart, the keys' transposed; the result is numbers.
+        """
         assert source.heads is not None
         parts = []
         for name in source.tensors:
@@ -129,17 +140,17 @@ class GgufCheckpoint:
 
 
 class _Slice:
-    """A tensor to cut from, as safetensors has it."""
+    """A tensor of a GGUF file with the interface of safetensors' slices."""
 
     def __init__(self, checkpoint: GgufCheckpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
 
     def get_shape(self) -> list[int]:
-        """Return the shape."""
+        """Return the shape of the tensor."""
         return list(self._checkpoint.shape(self._name))
 
     def __getitem__(self, at: int | slice | tuple[int | slice, ...]) -> Tensor:
-        """Return a part: an index or a range of the first dims; only rows that are asked for are
+        """Return the part at an index or ranges without steps, as numbers; only its rows are
         read."""
         first, *others = at if isinstance(at, tuple) else (at,)
         size = self.get_shape()[0]
@@ -152,7 +163,14 @@ class _Slice:
 
 
 def _lines(info: TensorInfo, source: Source) -> Tensor:
-    """Return the rows that a source counts: bytes (rows, bytes of a row)."""
+    """Return a tensor's bytes in the rows that the source's `rows` count: uint8 (rows, bytes of a
+    row).
+
+    They are single numbers where source.numbers is True.
+
+    Raises:
+        CheckpointError: single numbers are wanted of a tensor that is not of floats.
+    """
     if not source.numbers:
         return info.data
     if info.type.dtype is None:
@@ -176,5 +194,5 @@ def _shaped(found: Tensor, source: Source) -> Tensor:
 
 
 def _less(norm: Tensor) -> Tensor:
-    """Return the weight of a norm minus 1."""
+    """Return the weight of a norm minus 1, in float32."""
     return norm.float() - 1

@@ -23,7 +23,7 @@ _SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
 
 
 class Fields:
-    """The metadata of a file, by names without the architecture before them."""
+    """The metadata of a GGUF file, by keys without the architecture's name before them."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self.metadata = file, file.metadata
@@ -40,7 +40,13 @@ class Fields:
         self.name = name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value; of an array that is the same for all layers, its element."""
+        """Return a value, or the default if the file has none; of an array that is the same for all
+        layers, its element.
+
+        Raises:
+            UnknownModelError: an array is not the same for all layers.
+            CheckpointError: a number is not finite.
+        """
         value = self.metadata.get(f"{self.name}.{name}", default)
         if isinstance(value, np.ndarray):
             if not value.size or (value != value[0]).any():
@@ -54,7 +60,7 @@ class Fields:
         return value
 
     def count(self, name: str) -> int:
-        """Return a positive integer."""
+        """Return a positive integer; raise CheckpointError if there is none."""
         value = self.get(name)
         if type(value) is not int or not 0 < value < 2**31:
             raise CheckpointError(
@@ -63,7 +69,7 @@ class Fields:
         return value
 
     def count_or(self, name: str, default: int) -> int:
-        """Return a positive integer, the default where there is none."""
+        """Return a positive integer, or the default where the file has no such field."""
         return default if self.get(name) is None else self.count(name)
 
     def number(self, name: str, default: float | None = None) -> float | None:
@@ -84,7 +90,8 @@ class Fields:
         return tensor in self.file.tensors
 
     def table(self, tensor: str) -> list[float] | None:
-        """Return the numbers of a tensor of factors; None where there is none."""
+        """Return the numbers of a float32 tensor of one dim; None if the file has no such
+        tensor."""
         found = self.file.tensors.get(tensor)
         if found is None:
             return None
@@ -99,24 +106,24 @@ class Fields:
 
     @property
     def num_heads(self) -> int:
-        """The query heads."""
+        """The number of query heads."""
         return self.count("attention.head_count")
 
     @property
     def num_kv_heads(self) -> int:
-        """The key heads."""
+        """The number of key heads; that of query heads if the file has none."""
         return self.count_or("attention.head_count_kv", self.num_heads)
 
     @property
     def head_dim(self) -> int:
-        """The channels of a head."""
+        """The channels of a head; the width divided by the query heads if the file has none."""
         return self.count_or(
             "attention.key_length", self.count("embedding_length") // self.num_heads
         )
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json that a file's metadata says.
+    """Return the fields of config.json that a file's metadata and tensors say.
 
     Raises:
         CheckpointError: the architecture is none that is read, or a value is missing or wrong.
@@ -145,7 +152,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the dtype to compute in: that of float weights, else bfloat16."""
+    """Return the name of the dtype to compute in, by the types of weights that are no norms.
+
+    It is "float32" if all are F32, "float16" if all are F32 or F16, else "bfloat16".
+    """
     names = {
         info.type.name
         for name, info in file.tensors.items()
@@ -157,7 +167,10 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _usual(fields: Fields, architecture: str, **more: Any) -> dict[str, Any]:
-    """Return the fields that most families have; None leaves one out."""
+    """Return the fields of config.json that most families have, changed and extended by `more`.
+
+    A value of None leaves a field out.
+    """
     eps = fields.number("attention.layer_norm_rms_epsilon")
     found = {
         "architectures": [architecture],
@@ -179,7 +192,13 @@ def _usual(fields: Fields, architecture: str, **more: Any) -> dict[str, Any]:
 
 
 def _rope(fields: Fields, **more: Any) -> dict[str, Any]:
-    """Return the rotary settings: scaling by a rule, or by a table of factors."""
+    """Return rope_parameters: the metadata's scaling by a rule, or by tables of factors.
+
+    `more` are further or other fields; a value of None leaves a field out.
+
+    Raises:
+        UnknownModelError: the kind of scaling is not known.
+    """
     theta = fields.number("rope.freq_base", 10_000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind, factor = fields.get("rope.scaling.type", "none"), fields.number("rope.scaling.factor")
@@ -215,14 +234,18 @@ def _rope(fields: Fields, **more: Any) -> dict[str, Any]:
 
 
 def _by_table(fields: Fields, table: list[float], theta: float) -> dict[str, Any]:
-    """Return the rope scaling that has made a table of frequency divisors: Llama 3's, or none.
+    """Return the rope settings that say a table of frequency divisors.
+
+    They are {} if all divisors are 1, Llama 3's rule if it gives the table, else the table itself
+    as longrope.
 
     Args:
+        fields: the metadata of the file.
         table: the divisor of each frequency.
         theta: the base of the frequencies.
 
     Raises:
-        CheckpointError: the table is another rule's.
+        CheckpointError: a divisor is not positive.
     """
     if any(not 0 < x < math.inf for x in table):
         raise CheckpointError("tensor rope_freqs.weight must be of positive numbers, got others")
@@ -274,7 +297,8 @@ def _plain(architecture: str, **more: Any) -> Callable[[Fields], dict[str, Any]]
 
 
 def _biased(architecture: str, **more: Any) -> Callable[[Fields], dict[str, Any]]:
-    """Return a reader of a family whose attention may have biases."""
+    """Return a reader of the metadata of a family whose attention may have biases, as a tensor
+    shows."""
 
     def read(fields: Fields) -> dict[str, Any]:
         bias = fields.has("blk.0.attn_q.bias")
@@ -322,7 +346,12 @@ def _gemma(fields: Fields) -> dict[str, Any]:
 
 
 def _gemma_scale(fields: Fields, largest: int) -> int:
-    """Return query_pre_attn_scalar, which the 27B models alone have apart from the head's."""
+    """Return query_pre_attn_scalar, which is the channels of a head but in the 27B models.
+
+    Args:
+        fields: the metadata of the file.
+        largest: the number of layers of the 27B model, by which it is known.
+    """
     if fields.num_layers == largest:
         return fields.count("embedding_length") // fields.num_heads
     return fields.head_dim
@@ -361,8 +390,11 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 
 def _types(fields: Fields, every: int) -> list[str]:
-    """Return each layer's type: sliding attention but on each `every`-th, or the file's own
-    list."""
+    """Return each layer's type, "sliding_attention" or "full_attention".
+
+    The file's own list decides; else every `every`-th layer is full, or every n-th if the file has
+    a number.
+    """
     pattern = fields.metadata.get(f"{fields.name}.attention.sliding_window_pattern")
     if isinstance(pattern, list | np.ndarray):
         slides = [bool(x) for x in pattern][: fields.num_layers]
@@ -502,7 +534,8 @@ def _glm4(fields: Fields) -> dict[str, Any]:
 
 
 def _grouped(fields: Fields) -> dict[str, Any]:
-    """Return the fields of mixtures with shared experts, as DeepSeek's kin has them."""
+    """Return the fields of config.json for mixtures with shared experts, as DeepSeek's kin has
+    them."""
     return {
         "moe_intermediate_size": fields.count("expert_feed_forward_length"),
         "n_routed_experts": fields.count("expert_count"),

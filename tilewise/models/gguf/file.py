@@ -56,7 +56,7 @@ class TensorInfo:
     Attributes:
         name: the tensor's name in llama.cpp.
         type: the type of the numbers.
-        shape: the sizes, the rows' number of columns last (ggml has them first).
+        shape: the sizes of the dims, that of a row last (ggml has it first).
         data: uint8 (rows, bytes of a row), a view of the mapped file.
     """
 
@@ -72,8 +72,8 @@ class GgufFile:
 
     Attributes:
         paths: the files, the first part first.
-        metadata: the values by their keys: int, float, bool, str, a list of str, or an array of
-            numbers.
+        metadata: the values by their keys: int, float, bool, str, a list of str or bool, or an
+            array of numbers.
         tensors: the tensors by their names.
     """
 
@@ -163,7 +163,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 
 
 class _Head:
-    """A reader of the head of a file, from its first byte on."""
+    """Reads and checks the head of a file, after its magic number, from first to last byte."""
 
     def __init__(self, data: mmap.mmap, name: str) -> None:
         self._data, self._name, self._at = data, name, len(_MAGIC)
@@ -224,7 +224,7 @@ class _Head:
     def _placed(
         self, heads: list[tuple[str, tuple[int, ...], GgufType, int]], begin: int, alignment: int
     ) -> dict[str, TensorInfo]:
-        """Check that all tensors lie within the file without overlap, and map them.
+        """Check that all tensors lie within the file without overlap; return them by name, mapped.
 
         Args:
             heads: each tensor's name, shape, type and offset from `begin`.

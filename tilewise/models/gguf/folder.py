@@ -26,7 +26,7 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 
 
 def gguf_folder(path: str | Path) -> Path:
-    """Return the checkpoint folder of a GGUF file, which is written if it is not there.
+    """Return the checkpoint folder of a GGUF file, written to the user's cache if it is not there.
 
     Args:
         path: the file, or a part of a split one.
@@ -51,7 +51,7 @@ def gguf_folder(path: str | Path) -> Path:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder of weights; None if there is none."""
+    """Return the first GGUF file in a folder, by name; None if there is none."""
     found = sorted(folder.glob("*.gguf"))
     return found[0] if found else None
 
@@ -66,13 +66,15 @@ def gguf_choices(names: list[str]) -> list[str]:
 
 
 def cache_of(kind: str) -> Path:
-    """Return the folder in the user's cache for folders of a kind."""
+    """Return the folder in the user's cache in which folders of a kind, such as "gguf", are
+    written."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "tilewise" / kind
 
 
 def _key(parts: tuple[Path, ...]) -> str:
-    """Return a name for what the files and this package's reader make."""
+    """Return a name for the folder of these files, from their paths, sizes and times and this
+    package's code."""
     digest = hashlib.sha256()
     for part in parts:
         stat = part.stat()
@@ -83,7 +85,7 @@ def _key(parts: tuple[Path, ...]) -> str:
 
 
 def _contents(file: GgufFile) -> dict[str, Any]:
-    """Return the JSON files of the folder by their names."""
+    """Return the contents of the JSON files of the folder, by their names."""
     made: dict[str, Any] = {"config.json": config_of(file)}
     made |= tokenizer_files(file.metadata) or {}
     ends = end_tokens(file.metadata)

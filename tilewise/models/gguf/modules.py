@@ -31,7 +31,7 @@ class GgufModules(QuantisedModules):
         self._checkpoint = checkpoint
 
     def has(self, source: str) -> bool:
-        """Return whether a weight is stored narrow and read as it is."""
+        """Return whether a tensor is stored as codes that are kept as a quantised weight."""
         return self._checkpoint.is_narrow(source)
 
     def weight(self, source: str, *, is_meta: bool = False) -> QuantisedWeight:

@@ -25,8 +25,8 @@ class Source:
     """The parts of a GGUF file of which a tensor is made.
 
     Attributes:
-        tensors: names in the file; the rows of a tensor are all but its last dim, and those of
-            several follow one another.
+        tensors: the names in the file; the rows of a tensor are all of its dims but the last, and
+            those of several follow one another.
         shape: the shape of the tensor.
         rows: the rows that are taken, as (first, end) or as indices, int64; None for all.
         excess: True if the file holds the tensor plus 1.
@@ -34,7 +34,7 @@ class Source:
         part: the half of MXFP4 that is taken, "codes" or "scales"; None for numbers.
         heads: the heads of an attention's latent key and value projections, which are to be one
             tensor; None otherwise.
-        numbers: True if `rows` count single numbers.
+        numbers: True if `rows` count single numbers and not rows.
     """
 
     tensors: tuple[str, ...]
@@ -212,7 +212,11 @@ def _finished(fields: Fields, name: str, source: Source) -> Source:
 
 
 def _unpaired(name: str, heads: int, rows: int) -> Tensor:
-    """Return the places in the file of rows in Hugging Face's order: halves of a head."""
+    """Return the places in the file of a tensor's rows in Hugging Face's order, int64 (rows,).
+
+    llama.cpp has the two rows of a rotated pair side by side, Hugging Face the first halves of a
+    head's pairs before the second.
+    """
     if rows % (2 * heads):
         raise CheckpointError(f"tensor {shown(name)} must have rows for {heads} heads, got {rows}")
     places = torch.arange(rows).view(heads, rows // heads // 2, 2)
@@ -220,7 +224,7 @@ def _unpaired(name: str, heads: int, rows: int) -> Tensor:
 
 
 def _apart(fields: Fields, place: str, kind: str, source: Source) -> dict[str, Source]:
-    """Return q, k and v of a fused tensor."""
+    """Return the sources of q, k and v, by name, as ranges of rows of a fused tensor."""
     q, kv = fields.num_heads * fields.head_dim, fields.num_kv_heads * fields.head_dim
     found, at = {}, 0
     if source.shape[0] != q + 2 * kv:
@@ -239,8 +243,10 @@ def _apart(fields: Fields, place: str, kind: str, source: Source) -> dict[str, S
 
 
 def _latent(fields: Fields, name: str) -> Source:
-    """Return the projection from the latent, of the halves that llama.cpp keeps: keys, transposed
-    head by head, and values."""
+    """Return the source of the up-projection of latents, kv_b_proj, from the two tensors in a file.
+
+    They are the keys' part, transposed head by head, and the values'.
+    """
     values = name.replace("attn_k_b", "attn_v_b")
     shapes = [
         fields.file.tensors[x].shape if x in fields.file.tensors else () for x in (name, values)

@@ -142,7 +142,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the tokens that end an answer: those that the file names, known texts."""
+    """Return the ids of the tokens that end an answer: those that the file names, then those with a
+    known text."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [metadata.get(f"tokenizer.ggml.{name}") for name in names]
@@ -164,7 +165,7 @@ def _list(metadata: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _by_text(tokens: list[str]) -> dict[str, int]:
-    """Return ids by texts; of tokens that are the same text, the first."""
+    """Return the id of each text; where several tokens have the same text, the first one's."""
     found: dict[str, int] = {}
     for i, text in enumerate(tokens):
         found.setdefault(text, i)
@@ -190,7 +191,13 @@ def _pre(metadata: Mapping[str, Any]) -> str | None:
 def _byte_pairs(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer of GPT-2's kind: byte-pair encoding within words."""
+    """Return a tokenizer of GPT-2's kind: byte-pair encoding within words.
+
+    How a text is cut into words, tokenizer.ggml.pre says.
+
+    Raises:
+        CheckpointError: that kind is not known, or the merges are wrong.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     kind = _pre(metadata)
@@ -233,7 +240,8 @@ def _byte_pairs(
 def _pieces(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer as sentencepiece's BPE: it merges the pairs of the highest scores first.
+    """Return a tokenizer of sentencepiece's kind: BPE that merges the pairs of the highest scores
+    first.
 
     Text that is no token becomes bytes where the vocabulary has byte tokens, else the unknown
     token.

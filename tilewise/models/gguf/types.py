@@ -45,11 +45,11 @@ Unpack = Callable[[Tensor], QuantisedWeight]
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """A type of numbers.
+    """A type in which a GGUF file stores numbers, in blocks of some of a row's numbers.
 
     Attributes:
         name: the type's name in ggml.
-        block: the numbers of a block.
+        block: the count of numbers in a block.
         size: the bytes of a block.
         dtype: the dtype of float numbers; None for codes.
         unpack: a function of blocks, uint8 (N, blocks, size), which returns the weight; None for
@@ -68,6 +68,7 @@ def repack(data: Tensor, kind: GgufType) -> Tensor | QuantisedWeight:
 
     Args:
         data: uint8 (N, bytes of a row), whose memory need not be aligned.
+        kind: the type of the rows.
     """
     if kind.dtype is not None:
         return data.contiguous().clone().view(kind.dtype)
@@ -84,12 +85,13 @@ def repack(data: Tensor, kind: GgufType) -> Tensor | QuantisedWeight:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """Return the float16 of each block at an offset: (N, blocks)."""
+    """Return the float16 at byte `at` of each block, (N, blocks)."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Return codes of 4 bits, of which a block has the first half in its lower halves of bytes."""
+    """Return the codes of 4 bits of each block; the lower halves of its bytes are the first half of
+    the codes."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
@@ -111,13 +113,14 @@ def _shifted(packed: Tensor, bits: int, most: int, run: int) -> Tensor:
 
 
 def _narrow(codes: Tensor) -> Tensor:
-    """Return codes (N, blocks, numbers) to 15 two in a byte, uint8 (N, K / 2)."""
+    """Return codes of 0 to 15, (N, blocks, numbers), packed two a byte with the first in the lower
+    half, uint8 (N, K / 2)."""
     flat = codes.flatten(1)
     return flat[:, ::2] | (flat[:, 1::2] << 4)
 
 
 def _signed(codes: Tensor, offset: int) -> Tensor:
-    """Return codes less an offset, int8 (N, K)."""
+    """Return codes (N, blocks, numbers) minus an offset, int8 (N, K)."""
     return codes.flatten(1).view(torch.int8) - offset
 
 
@@ -145,7 +148,7 @@ def _q4_1(b: Tensor) -> QuantisedWeight:
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """Return the fifth bits of 32 codes, of four bytes, as 16."""
+    """Return the fifth bits of a block's 32 codes, which four bytes hold, each as 0 or 16."""
     bits = (packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return bits.flatten(-2) << 4
 
@@ -181,7 +184,8 @@ def _q3_k(b: Tensor) -> QuantisedWeight:
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eight scales and the eight minimums of 6 bits in twelve bytes."""
+    """Return eight scales and eight minimums of 6 bits from twelve bytes, uint8 (N, blocks, 8)
+    each."""
     d, m, both = packed[..., :4], packed[..., 4:8], packed[..., 8:12]
     scales = torch.cat((d & 63, (both & 15) | ((d >> 2) & 48)), -1)
     return scales, torch.cat((m & 63, (both >> 4) | ((m >> 2) & 48)), -1)

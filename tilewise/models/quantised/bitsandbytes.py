@@ -22,7 +22,11 @@ _STATE = "weight.quant_state.bitsandbytes__"
 
 
 def bitsandbytes(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "bitsandbytes"."""
+    """Return the format of `quant_method` "bitsandbytes": int8 rows, or NF4 or FP4 blocks.
+
+    Raises:
+        CheckpointError: bnb_4bit_quant_type is another.
+    """
     settings(config, bnb_4bit_quant_type=("nf4", "fp4"))
     if config.get("load_in_8bit") or config.get("_load_in_8bit"):
         return Format("bitsandbytes int8", ("SCB",), _int8, ("weight_format",))
@@ -71,10 +75,12 @@ def _table(stored: Stored, kind: str) -> QuantisedWeight:
 
 
 def _nested(stored: Stored, absmax: Tensor, block: int, offset: float) -> Tensor:
-    """Dequantise the blocks' largest values, which are stored in 8 bits ("double quantisation").
+    """Return the blocks' largest values, float32, which are stored in 8 bits ("double
+    quantisation").
 
     Args:
         absmax: the stored codes.
+        stored: the tensors of the module, with the codes' table and factors.
         block: the number of codes that share a factor.
         offset: the mean that was subtracted.
     """

@@ -48,7 +48,12 @@ _EXTRA = (
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "compressed-tensors"."""
+    """Return the format of `quant_method` "compressed-tensors", with a scheme for each group of
+    modules.
+
+    Raises:
+        CheckpointError: a group's scheme or the packing is not served.
+    """
     settings(config, format=_FORMATS, quantization_status=("compressed", "frozen"))
     if config.get("sparsity_config"):
         raise CheckpointError("sparsity_config of the quantisation must be absent, got one")
@@ -101,7 +106,8 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
 
 
 def _packed(stored: Stored, weights: Mapping[str, Any]) -> QuantisedWeight:
-    """Return a weight of integers in 32-bit words, each stored as its excess over the smallest."""
+    """Return a weight of 4- or 8-bit integers in 32-bit words, stored as their excess over the
+    smallest one."""
     bits = int(weights.get("num_bits", 4))
     words, scales = stored.tensor("weight_packed"), stored.tensor("weight_scale")
     rows, columns = words.shape[0], words.shape[1] * 32 // bits
@@ -134,7 +140,7 @@ def _packed(stored: Stored, weights: Mapping[str, Any]) -> QuantisedWeight:
 
 
 def _integers(stored: Stored, weights: Mapping[str, Any]) -> QuantisedWeight:
-    """Return a weight of int8."""
+    """Return a weight (N, K) of int8 with its scales and, if there are any, zero points."""
     codes, scales = stored.tensor("weight"), stored.tensor("weight_scale")
     if codes.dtype != torch.int8:
         raise stored.refuse("weight", "be int8", codes.dtype)
@@ -155,8 +161,11 @@ def _integers(stored: Stored, weights: Mapping[str, Any]) -> QuantisedWeight:
 def _block(
     stored: Stored, weights: Mapping[str, Any], rows: int, columns: int, shape: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Return the numbers of rows and of columns that share a scale, from the shape of the
-    scales."""
+    """Return how many rows and columns share a scale, by the shape of the scales.
+
+    Raises:
+        CheckpointError: the scales are not one, or (rows, groups).
+    """
     if shape == (1, 1):
         return rows, columns
     if len(shape) != 2 or shape[0] != rows or columns % shape[1]:

@@ -18,12 +18,16 @@ _INPUTS = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 
 
 def nvfp4(stored: Stored, codes: str, whole: Tensor) -> QuantisedWeight:
-    """Return a weight of e2m1 codes, two a byte with the even column low, and two levels of scales.
+    """Return a weight of e2m1 codes, two a byte with the even column low, and two levels of scales:
+    weight_scale (N, K / 16) and `whole`.
 
     Args:
         stored: the tensors of the module.
         codes: the name of the tensor of codes.
-        whole: float32, the factor of all scales.
+        whole: the factor of all scales, one number.
+
+    Raises:
+        CheckpointError: a tensor has another shape or dtype.
     """
     bytes_, scales = stored.tensor(codes), stored.tensor("weight_scale")
     if bytes_.dtype != torch.uint8 or bytes_.dim() != 2:
@@ -44,7 +48,7 @@ def nvfp4(stored: Stored, codes: str, whole: Tensor) -> QuantisedWeight:
 
 
 def modelopt_nvfp4(config: Mapping[str, Any]) -> Format:
-    """Return ModelOpt's format "NVFP4"."""
+    """Return ModelOpt's format "NVFP4"; `config` has no further settings that count."""
     return Format(
         "modelopt nvfp4",
         ("weight_scale_2",),

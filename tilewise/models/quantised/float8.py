@@ -24,9 +24,12 @@ def float8(
 
     Args:
         stored: the tensors of the module.
-        scales: as stored; W is code * scale.
-        suffix: the name of their tensor.
+        scales: the scales as stored; W is code * scale.
+        suffix: the name of the scales' tensor, for errors.
         block: rows and columns of a block, where the file says so.
+
+    Raises:
+        CheckpointError: the codes are no matrix of float8, or there is another number of scales.
     """
     codes = stored.tensor("weight")
     if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2) or codes.dim() != 2:
@@ -52,7 +55,10 @@ def float8(
 
 
 def fp8(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "fp8", with or without blocks."""
+    """Return the format of `quant_method` "fp8", with blocks of weight_block_size or without.
+
+    With dynamic scales of inputs and blocks of 128 x 128 the weight asks that rows be rounded, too.
+    """
     settings(config, fmt=("e4m3", "float8_e4m3fn"), activation_scheme=("dynamic", "static"))
     block = config.get("weight_block_size")
 
@@ -81,10 +87,11 @@ def float8_format(name: str, extra: tuple[str, ...] = _INPUTS) -> Format:
 
 
 def fbgemm(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "fbgemm_fp8": a scale a row."""
+    """Return the format of `quant_method` "fbgemm_fp8": a scale for each row; `config` is not
+    read."""
     return float8_format("fbgemm fp8")
 
 
 def modelopt_fp8(config: Mapping[str, Any]) -> Format:
-    """Return ModelOpt's format "FP8": one scale for a weight."""
+    """Return ModelOpt's format "FP8": one scale for a weight; `config` is not read."""
     return float8_format("modelopt fp8")

@@ -35,8 +35,8 @@ class Stored:
 
     Attributes:
         module: the module's name in the checkpoint, as "model.layers.0.mlp.up_proj".
-        names: the suffixes of its tensors.
-        get: a function that returns one of them, on "meta" where only shapes are known.
+        names: the suffixes of the module's tensors, as "weight_scale".
+        get: a function that returns the tensor of a suffix, on "meta" where only shapes are read.
     """
 
     module: str
@@ -44,17 +44,18 @@ class Stored:
     get: Get
 
     def tensor(self, suffix: str) -> Tensor:
-        """Return a tensor that the format must have."""
+        """Return the tensor of a suffix; raise CheckpointError if the module has none."""
         if suffix not in self.names:
             raise CheckpointError(f"checkpoint must hold tensor {self.module}.{suffix}, got none")
         return self.get(suffix)
 
     def optional(self, suffix: str) -> Tensor | None:
-        """Return a tensor, or None if there is none."""
+        """Return the tensor of a suffix, or None if the module has none."""
         return self.get(suffix) if suffix in self.names else None
 
     def refuse(self, suffix: str, rule: str, got: object) -> CheckpointError:
-        """Return the error of a tensor that breaks a rule."""
+        """Return, to be raised, the error of a tensor that breaks a rule: "tensor ... must `rule`,
+        got `got`"."""
         return CheckpointError(f"tensor {self.module}.{suffix} must {rule}, got {got}")
 
 
@@ -64,10 +65,11 @@ class Format:
 
     Attributes:
         name: the name that a user sees.
-        marks: suffixes of tensors of which a quantised module has one.
+        marks: suffixes of tensors; a module that has any of them is quantised.
         read: a function of a module's tensors that returns its weight (N, K).
         extra: suffixes of tensors that are known and not needed, such as scales of inputs.
-        small: suffixes of small tensors that say how the others are to be read.
+        small: suffixes of small tensors that say how the others are to be read; they are read even
+            where others are on "meta".
     """
 
     name: str
@@ -78,7 +80,11 @@ class Format:
 
 
 def matches(rules: Iterable[str], module: str) -> bool:
-    """Return whether a module is named by rules: a name, the end or a part of one, or "re:..."."""
+    """Return whether one of some rules names a module.
+
+    A rule is the whole name, its end or a part of it in whole words between dots; or "re:" and a
+    regular expression that the name must begin with.
+    """
     for rule in rules:
         if rule.startswith("re:"):
             if re.match(rule[3:], module):
@@ -89,19 +95,22 @@ def matches(rules: Iterable[str], module: str) -> bool:
 
 
 def unpacked(words: Tensor, bits: int = 4) -> Tensor:
-    """Return the codes (..., n * 32 / bits), uint8, of int32 words (..., n), the lowest first."""
+    """Return the codes of `bits` bits in int32 words (..., n), the lowest bits first, uint8 (..., n
+    * 32 / bits)."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return codes.to(torch.uint8).flatten(-2)
 
 
 def packed(codes: Tensor) -> Tensor:
-    """Return uint8 (N, K / 2) of codes of 4 bits (N, K), the even column in the lower half."""
+    """Return codes of 4 bits, uint8 (N, K), two a byte: uint8 (N, K / 2), the even column in the
+    lower half."""
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
 
 
 def nibbles_of(words: Tensor) -> Tensor:
-    """Return int32 words (N, n) of 8 codes each, the lowest first, as bytes (N, 4 n)."""
+    """Return int32 words (N, n) of 8 codes of 4 bits each, the lowest first, as bytes (N, 4 n) of
+    two codes."""
     return words.contiguous().view(torch.uint8)
 
 
@@ -141,11 +150,14 @@ def reordered(
 
 
 def settings(config: Mapping[str, Any], **known: Any) -> None:
-    """Refuse settings whose values are not those that are served.
+    """Refuse a configuration with a value that is not served; absent and null are allowed.
 
     Args:
         config: the quantisation's configuration.
         known: the values of each field that are served.
+
+    Raises:
+        CheckpointError: a value is another.
     """
     for name, allowed in known.items():
         value = config.get(name)

@@ -30,7 +30,11 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def awq(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "awq"."""
+    """Return the format of `quant_method` "awq", in the "gemm" layout of 4 bits.
+
+    Raises:
+        CheckpointError: the bits or the layout are others.
+    """
     settings(config, bits=(4,), w_bit=(4,), version=("gemm", "GEMM"))
 
     def in_order(words: Tensor) -> Tensor:
@@ -59,7 +63,12 @@ def awq(config: Mapping[str, Any]) -> Format:
 
 
 def gptq(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "gptq", of both versions, in an order or not."""
+    """Return the format of `quant_method` "gptq", 4 or 8 bits, of both versions, with or without
+    g_idx.
+
+    Raises:
+        CheckpointError: the bits or the version are others.
+    """
     settings(config, bits=(4, 8), checkpoint_format=("gptq", "gptq_v2", ""))
     bits = int(config.get("bits", 4))
     excess = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
@@ -96,7 +105,11 @@ def _gptq(name: str, bits: int, excess: int) -> Format:
 
 
 def auto_round(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "auto-round", in GPTQ's or AWQ's packing."""
+    """Return the format of `quant_method` "auto-round", in GPTQ's or AWQ's packing.
+
+    Raises:
+        CheckpointError: the packing or the bits are others.
+    """
     packing = str(config.get("packing_format", "auto_round:auto_gptq"))
     if packing.endswith("awq"):
         return awq(config)
@@ -109,8 +122,11 @@ def auto_round(config: Mapping[str, Any]) -> Format:
 
 
 def _group(stored: Stored, scales: Tensor, rows: int, columns: int) -> int:
-    """Return the number of columns that share a scale, from the shape (K / group, N) of the
-    scales."""
+    """Return how many columns share a scale, from the shape (K / group, N) of the scales.
+
+    Raises:
+        CheckpointError: the scales have another shape.
+    """
     if scales.dim() != 2 or scales.shape[1] != rows or columns % scales.shape[0]:
         raise stored.refuse("scales", f"be (K / group, {rows}) of K {columns}", tuple(scales.shape))
     return columns // scales.shape[0]

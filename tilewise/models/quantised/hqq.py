@@ -21,7 +21,12 @@ _SMALL = ("shape", "nbits", "axis", "view_as_float")
 
 
 def hqq(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "hqq"."""
+    """Return the format of `quant_method` "hqq", 4 or 8 bits in groups of a row.
+
+    Raises:
+        CheckpointError: a scheme has other bits or groups of columns, or quantised scales or zero
+            points.
+    """
     told = config.get("quant_config")
     told = told if isinstance(told, Mapping) else {}
     # A scheme for all modules, or one for each kind of them.
@@ -50,7 +55,11 @@ def _number(stored: Stored, name: str, default: int) -> int:
 
 
 def _read(stored: Stored) -> QuantisedWeight:
-    """Return a weight; its groups lie one below another, of 4 bits the first half of them high."""
+    """Return a module's weight, 4 or 8 bits.
+
+    The file has one group a row of W_q; of 4 bits the upper halves of bytes are the first half of
+    all groups.
+    """
     words, scales, zeros = (stored.tensor(name) for name in ("W_q", "scale", "zero"))
     bits, axis = _number(stored, "nbits", 4), _number(stored, "axis", 1)
     shape = tuple(stored.tensor("shape").tolist())

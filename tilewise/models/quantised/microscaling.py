@@ -31,11 +31,15 @@ _EXTRA = (
 
 
 def microscaled(stored: Stored, codes: str) -> QuantisedWeight:
-    """Return a weight of e2m1 codes, two a byte with the even column low, or of float8.
+    """Return a weight of e2m1 codes, two a byte with the even column low, or of float8, with scales
+    of 32 columns.
 
     Args:
         stored: the module, whose weight_scale (N, K / 32) is of e8m0, often as uint8.
         codes: the name of the tensor of codes.
+
+    Raises:
+        CheckpointError: a tensor has another shape or dtype.
     """
     values, scales = stored.tensor(codes), stored.tensor("weight_scale")
     is_packed = values.dtype == torch.uint8
@@ -60,8 +64,13 @@ def microscaled(stored: Stored, codes: str) -> QuantisedWeight:
 
 
 def quark(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "quark": MXFP4, or e4m3 with one scale for a weight or
-    for each of its rows."""
+    """Return the format of `quant_method` "quark".
+
+    Served are MXFP4, and e4m3 with one scale for a weight or for each row.
+
+    Raises:
+        CheckpointError: the scheme is another, or differs between modules.
+    """
     whole = config.get("global_quant_config")
     weight = whole.get("weight") if isinstance(whole, Mapping) else None
     if isinstance(weight, list):
@@ -84,7 +93,7 @@ def quark(config: Mapping[str, Any]) -> Format:
 
 
 def modelopt_mxfp8(config: Mapping[str, Any]) -> Format:
-    """Return ModelOpt's format "MXFP8"."""
+    """Return ModelOpt's format "MXFP8"; `config` is not read."""
     return Format(
         "modelopt mxfp8", ("weight_scale",), lambda stored: microscaled(stored, "weight"), _EXTRA
     )

@@ -94,7 +94,12 @@ class QuantisedModules:
         return weight
 
     def known(self, sources: Iterable[str]) -> set[str]:
-        """Return the names of the tensors that quantised sources are made of."""
+        """Return the names of the tensors that quantised weights are made of: all of the modules'
+        but biases.
+
+        Args:
+            sources: names of weights for which `has` is True.
+        """
         modules = [source.removesuffix(".weight") for source in sources]
         return {
             f"{module}.{suffix}"

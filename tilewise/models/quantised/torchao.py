@@ -29,7 +29,11 @@ _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
 def torchao(config: Mapping[str, Any]) -> Format:
-    """Return the format of `quant_method` "torchao", saved as safetensors."""
+    """Return the format of `quant_method` "torchao", saved as safetensors.
+
+    Raises:
+        CheckpointError: quant_type names no configuration.
+    """
     kind = config.get("quant_type")
     if isinstance(kind, Mapping):
         kind = kind.get("default")
@@ -71,7 +75,8 @@ def _read(stored: Stored) -> QuantisedWeight:
 
 
 def _pairs(stored: Stored, codes: Tensor, scales: Tensor, terms: Tensor) -> QuantisedWeight:
-    """Return a weight of signed codes, the even column in the lower half, and a term to add."""
+    """Return a weight of signed 4-bit codes, the even column in the lower half of a byte, with
+    scales and terms (K / group, N) that are added."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     if columns % scales.shape[0] or terms.shape != scales.shape:
         wanted = f"be (K / group, {rows}) of K {columns}, and _weight_zero_point likewise"
@@ -86,10 +91,11 @@ def _pairs(stored: Stored, codes: Tensor, scales: Tensor, terms: Tensor) -> Quan
 
 
 def _tiles(stored: Stored, words: Tensor, both: Tensor) -> QuantisedWeight:
-    """Return a weight of codes less 8 and a term to add, stored in tiles of 8 x 16 x 8.
+    """Return a weight (codes - 8) * scale + term from words in tiles of 8 outputs by 16 inputs, 8
+    tiles side by side.
 
-    A word has 8 codes of an output: of two tiles the inputs 2 i, 2 i + 1, 2 i + 8 and 2 i + 9,
-    where the i-th of four words of an output is.
+    A word has 8 codes of an output: of two tiles the inputs 2 i, 2 i + 1, 2 i + 8 and 2 i + 9, for
+    the i-th of the output's four words.
     """
     if words.dtype != torch.int32 or words.dim() != 4 or words.shape[2:] != (32, _TILES // 2):
         wanted = f"be int32 (N / {_ROWS}, K / {_TILE * _TILES}, 32, {_TILES // 2})"

@@ -102,7 +102,11 @@ def _positions(
     max_seqlen: int | None,
     num_rows: int,
 ) -> Tensor:
-    """Return the row of the tables of each token: (S,), (B, S) or (T,); num_rows past their end."""
+    """Return the index of each token's row in tables of num_rows rows: (S,), (B, S) or (T,).
+
+    Positions outside of the tables get num_rows. Raises if the lengths do not fit or max_seqlen is
+    missing.
+    """
     if cu_seqlens is None:
         batch, seqlen = x.shape[:2]
         if num_rows < seqlen:

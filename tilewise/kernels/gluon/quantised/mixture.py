@@ -193,8 +193,8 @@ def _product(
     weighed: bool,
     parts: int,
 ) -> None:
-    """Note the launch of the up or down product, which writes y (places, channels), or (parts,
-    places, channels).
+    """Add to the plan the launch of the up or down product, which writes y (places, channels), or
+    (parts, places, channels).
 
     Args:
         lists: the rows of each expert, as `place_kernel` writes them.
@@ -301,7 +301,8 @@ def _product(
 
 
 def _blocks(channels: int, of_block: int, summed: int, rows: int, *, folds: bool) -> int:
-    """Return the blocks of lanes of a stage: two for few rows and at most four sums."""
+    """Return the blocks of lanes in a stage, for tiles of `rows` rows: two if rows are at most 16
+    and a stage has at most four sums, else one."""
     if rows > 16:  # of WGMMA's operands no more fit the registers
         return 1
     if folds:

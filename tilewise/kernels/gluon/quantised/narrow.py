@@ -25,7 +25,8 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not(spec: QuantisedLinearSpec) -> str | None:
-    """Say why rows of a call on Hopper are not rounded, or return None when they are."""
+    """Say why this kernel, which rounds rows of x to e4m3, does not run a call on Hopper, or return
+    None when it does."""
     if not (spec.rounds_rows and spec.in_lanes):
         return "the format of the weight does not round rows"
     is_plain = spec.zeros is None and spec.minimums is None
@@ -41,13 +42,16 @@ def why_not(spec: QuantisedLinearSpec) -> str | None:
 
 
 def takes(rows: int, weight: QuantisedWeight) -> bool:
-    """Whether `launch` computes a product of rows that nothing else wants exact."""
+    """Return whether `launch` takes a product of `rows` rows with the weight, for calls that need
+    no batch invariance: rows must be more than MOST_RING_ROWS, and the weight's format must round
+    them."""
     return weight.rounds_rows and weight.in_lanes and rows > MOST_RING_ROWS
 
 
 @planned
 def launch(maker: Maker, x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    """Return y (..., N) of x (..., K), a weight (N, K) and bias (N,)."""
+    """Return y (..., N) of x (..., K), a weight (N, K) and bias (N,); rows of x are rounded to e4m3
+    first, with a scale for each 128 channels."""
     outputs, channels = weight.shape
     y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:

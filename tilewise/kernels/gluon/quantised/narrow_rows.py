@@ -36,7 +36,8 @@ PARTS = gl.constexpr(3)  # of a tile's outputs
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the stages, the order of tiles, the bias and the registers of
+    `narrow_rows_kernel`."""
 
     stages: int
     group: int  # tiles of rows whose tiles of outputs are taken together
@@ -47,7 +48,8 @@ class Shape(NamedTuple):
 
 @gluon.jit
 def _corner(tile, rows, outputs, shape: gl.constexpr):
-    """Return the first row and the first output of a tile, given its number."""
+    """Return the first row and the first output of tile number `tile`; tiles of shape.group rows of
+    tiles are numbered together."""
     tiles_m = gl.cdiv(rows, TILE_M)
     tiles_n = gl.cdiv(outputs, TILE_N)
     of_group = shape.group * tiles_n
@@ -59,7 +61,8 @@ def _corner(tile, rows, outputs, shape: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(x, weight, x_ring, weight_ring, full, empty, sizes, shape: gl.constexpr):
-    """Bring the stages of this CTA's tiles; one warp."""
+    """Run the loader warp: bring x and the weight of all stages of this CTA's tiles into the
+    rings."""
     rows, outputs, steps, tiles = sizes
     count = gl.program_id(0) * 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -78,21 +81,24 @@ def _load_tiles(x, weight, x_ring, weight_ring, full, empty, sizes, shape: gl.co
 
 @gluon.jit
 def _begin(left, right):
-    """Start the product (64, WIDE) of rows with outputs of a stage."""
+    """Start the product (64, WIDE) of 64 rows and WIDE outputs of a stage, and return the
+    asynchronous sum."""
     zeros = gl.zeros([64, WIDE], gl.float32, sum_layout(WIDE))
     return warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _add(total, part, factor, LATER: gl.constexpr):
-    """Return total plus a product times factor (64,), when all but LATER products have ended."""
+    """Wait until at most LATER products are still running, and return total plus the product `part`
+    times factor (64,)."""
     part = warpgroup_mma_wait(LATER, deps=(part,))
     return total + part * gl.expand_dims(factor, 1)
 
 
 @gluon.jit
 def _store(acc, y, memory, row, output, bias, outputs, shape: gl.constexpr):
-    """Add the bias to sums (64, WIDE), round and store them through `memory`."""
+    """Add the bias to sums (64, WIDE), round them, and start to copy them to y at (row, output)
+    through shared `memory`."""
     if shape.has_bias:
         column = output + gl.arange(0, WIDE, gl.SliceLayout(0, acc.type.layout))
         added = gl.load(bias + column, mask=column < outputs, other=0.0).to(gl.float32)
@@ -107,7 +113,8 @@ def _store(acc, y, memory, row, output, bias, outputs, shape: gl.constexpr):
 
 @gluon.jit
 def _multiply_tiles(given, sizes, shape: gl.constexpr, PART: gl.constexpr):
-    """Compute 64 rows, the PART-th, of this CTA's tiles; a warpgroup."""
+    """Run a warpgroup that multiplies: compute and write 64 rows, number PART, of this CTA's
+    tiles."""
     x_ring, weight_ring, full, empty, x_scale, scale, grid, bias, y, memory, stride = given
     rows, outputs, steps, tiles = sizes
     layout: gl.constexpr = sum_layout(WIDE)
@@ -154,7 +161,8 @@ def _multiply_tiles(given, sizes, shape: gl.constexpr, PART: gl.constexpr):
 def narrow_rows_kernel(
     x, weight, x_scale, scale, bias, y, rows, outputs, channels, stride, grid, shape: gl.constexpr
 ):
-    """Compute y; see the module's docstring.
+    """Compute y = x W^T + bias, (rows, N), of e4m3 x and weight with scales of 128 channels, for
+    many rows; CTAs stay and take tiles in turn. See the module's docstring.
 
     x, weight, y: descriptors of (rows, K), (N, K) and (rows, N); stride: of a block of 128 channels
     in x_scale; grid: columns of scale.

@@ -53,7 +53,14 @@ def _shifted(target: str, source: str, left: int) -> str:
 
 
 def _e2m1(shift: int, factor: int, fma: str) -> str:
-    """Return the assembly for codes whose exponent and mantissa go `shift` bits up."""
+    """Return the assembly that turns a word of 8 codes of FP4 (E2M1) into four registers of 16-bit
+    numbers.
+
+    Args:
+        shift: the bits by which exponent and mantissa of a code go up.
+        factor: the bits of the 16-bit number that corrects the exponent.
+        fma: the instruction that multiplies by it.
+    """
     text = _REGISTERS + f"mov.b32 g, 0x{factor:04X}{factor:04X}; mov.b32 d, 0x80008000; "
     mask = 7 << shift
     for place in range(4):
@@ -66,10 +73,11 @@ def _e2m1(shift: int, factor: int, fma: str) -> str:
 
 
 def _spread(factor: int, fma: str, *, is_half: bool = False) -> str:
-    """Return the assembly for codes of FP4 whose bits are spread, see `quantised_weight`.
+    """Return the assembly that turns a word of 8 codes of FP4, whose bits are spread as
+    `quantised_weight` says, into four registers of 16-bit numbers.
 
     Args:
-        factor: the factor that makes the numbers of the bits.
+        factor: the bits of the 16-bit number that corrects the exponent.
         fma: the instruction that multiplies by it.
         is_half: True for float16, whose mantissa has three bits more than that of bfloat16.
     """
@@ -88,7 +96,13 @@ def _spread(factor: int, fma: str, *, is_half: bool = False) -> str:
 
 
 def _bytes(each: str) -> str:
-    """Return the assembly that maps a word of 4 codes to two registers: codes 0, 2 and 1, 3."""
+    """Return the assembly that turns a word of 4 codes of 8 bits ($2) into two registers: codes 0
+    and 2, codes 1 and 3.
+
+    Args:
+        each: the instructions for one register: $i is the word, or the word shifted by 8 bits, and
+            $o the output register.
+    """
     text = _REGISTERS + "mov.b32 a, $2; shr.u32 b, $2, 8; "
     for place, name in enumerate("ab"):
         text += each.replace("$o", f"${place}").replace("$i", name)
@@ -96,8 +110,14 @@ def _bytes(each: str) -> str:
 
 
 def _float8(shift: int, factor: int, fma: str) -> str:
-    """Return the assembly of `_bytes` for codes whose sign is at bit 15, the others from `shift`
-    on."""
+    """Return the assembly that turns a word of 4 codes of 8-bit floats into two registers, as
+    `_bytes` orders them.
+
+    Args:
+        shift: the bit at which exponent and mantissa of a code begin in the 16-bit number.
+        factor: the bits of the 16-bit number that corrects the exponent.
+        fma: the instruction that multiplies by it.
+    """
     mask = f"0x{0x7F << shift:04X}{0x7F << shift:04X}"
     down = _shifted("e", "$2", shift - 8)
     return (
@@ -174,19 +194,22 @@ def magic(kind, dtype):
 
 @gluon.constexpr_function
 def bits_of(kind):
-    """Return the bits of a code."""
+    """Return the bits of a code of this kind, 4 or 8."""
     return 4 if kind in (INT4.value, FP4.value, TABLE.value, SPREAD.value) else 8
 
 
 @gluon.constexpr_function
 def asm_of(kind, dtype):
-    """Return the assembly that maps a word of codes to registers of two numbers."""
+    """Return the assembly that turns a word of codes of this kind into registers of two numbers of
+    `dtype`: four for codes of 4 bits, two for 8."""
     return _ASM[kind, str(dtype)]
 
 
 @gluon.constexpr_function
 def sum_layout(warps_k, warps_n):
-    """Return the layout of (warps, outputs, rows) sums: the warps' own products, transposed."""
+    """Return the register layout of sums (warps_k, outputs, rows) of mma.sync, outputs as rows of a
+    product: each of `warps_k` x `warps_n` warps has its own, `warps_n` side by side over
+    outputs."""
     return gl.NVMMADistributedLayout([2, 0], [warps_k, warps_n, 1], [1, 16, 8])
 
 
@@ -201,7 +224,8 @@ def _doublings(first, end, at):
 
 @gluon.constexpr_function
 def codes_layout(warps_k, warps_n, tiles, words):
-    """Return how warps take (warps, outputs, words): a lane's quarter of a row lies together."""
+    """Return the register layout in which warps load words of codes (warps_k, outputs, words),
+    `tiles` tiles of outputs each; the quarter of a row that a lane takes lies together."""
     run, wide = words // 4, 16 * warps_n
     registers = [*_doublings(1, run, 2), [0, 8, 0], *_doublings(wide, wide * tiles, 1)]
     lanes = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
@@ -229,7 +253,8 @@ def inputs_layout(warps_k, warps_n, rows, columns):
 
 @gluon.jit
 def numbers(pairs, DTYPE: gl.constexpr):
-    """Return the low and the high 16-bit number of each register, without an instruction."""
+    """Return the low and the high half of each int32 of `pairs` as two tensors of DTYPE, without an
+    instruction."""
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
@@ -244,7 +269,8 @@ def numbers(pairs, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _registers(words, table, magic_word, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the registers of words (..., n): (..., n, 2, 2) of codes of 4 bits, of 8 (..., n, 2).
+    """Return words (..., n) of codes as int32 registers of two 16-bit numbers: (..., n, 2, 2) for
+    codes of 4 bits, (..., n, 2) for 8.
 
     table: eight words as `_TABLE` has them.
     """
@@ -287,7 +313,8 @@ def _registers(words, table, magic_word, KIND: gl.constexpr, DTYPE: gl.constexpr
 def words_operand(
     words, table, magic_word, KIND: gl.constexpr, DTYPE: gl.constexpr, WARPS_N: gl.constexpr
 ):
-    """Return the left operand (warps, outputs, channels) of words (warps, outputs, n) of codes.
+    """Return the left operand (warps, outputs, channels) of words (warps, outputs, n) of codes; its
+    numbers are too large by `magic`.
 
     table: eight words as `_TABLE` has them.
     """
@@ -308,7 +335,8 @@ def words_operand(
 
 @gluon.jit
 def inputs_operand(x, KIND: gl.constexpr, WARPS_N: gl.constexpr):
-    """Return the right operand (warps, channels, rows) of x (warps, rows, channels)."""
+    """Return the right operand (warps, channels, rows) of x (warps, rows, channels), with channels
+    in the order of `words_operand`."""
     WARPS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
     STEP: gl.constexpr = x.shape[2]
@@ -322,7 +350,8 @@ def inputs_operand(x, KIND: gl.constexpr, WARPS_N: gl.constexpr):
 
 @gluon.jit
 def wide(raw, KIND: gl.constexpr):
-    """Return scales as float32."""
+    """Return scales `raw` of a kind of `triton.quantised.values` as float32; E8M0 and e4m3 come as
+    bytes."""
     if KIND == E8M0:
         bits = raw.to(gl.int32) << 23
         return gl.where(raw == 0, 5.877471754111438e-39, bits.to(gl.float32, bitcast=True))
@@ -339,7 +368,8 @@ BLOCK_WORDS = gl.constexpr(16)  # of a row in a stage of Hopper's: 64 bytes
 
 @gluon.constexpr_function
 def lanes_layout(num_warps, blocks):
-    """Return how warps take (outputs, words) in the order of lanes: 16 bytes of a row's block."""
+    """Return the register layout in which warps load codes (outputs, words) in the order of lanes:
+    a lane has 16 bytes of each row's block."""
     registers = [[0, 1], [0, 2], *([[0, 16]] if blocks == 2 else []), [8, 0]]
     lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     warps = [[size, 0] for size in (16, 32, 64) if size < 16 * num_warps]
@@ -355,7 +385,8 @@ these among the second, or in turns."""
 
 @gluon.jit
 def rows_in_weight(first, half, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the rows of a weight of 2 * half rows that the 64 outputs from `first` on are."""
+    """Return the rows, int32 (64,) in LAYOUT, of a weight of 2 * half rows that are the 64 outputs
+    from `first` on; PAIRS says how gates and values lie."""
     output = gl.arange(0, 64, LAYOUT)
     channel = first // 2 + output // 16 * 8 + output % 8
     if PAIRS == SINGLE:
@@ -386,7 +417,8 @@ def lanes_words(codes, at, BLOCKS: gl.constexpr, PAIRS: gl.constexpr):
 
 @gluon.constexpr_function
 def half_layout(blocks):
-    """Return `lanes_layout` of 32 rows, eight of each of four warps."""
+    """Return the register layout of codes (32, words) as `lanes_layout` has them, eight rows for
+    each of four warps."""
     registers = [[0, 1], [0, 2], *([[0, 16]] if blocks == 2 else [])]
     lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     shape = [32, blocks * BLOCK_WORDS.value]
@@ -395,7 +427,8 @@ def half_layout(blocks):
 
 @gluon.constexpr_function
 def alternating_layout(blocks):
-    """Return `lanes_layout` of 64 rows of which a lane has two neighbours."""
+    """Return the register layout of codes (64, words) as `lanes_layout` has them, but of two
+    neighbouring rows a lane."""
     registers = [[0, 1], [0, 2], *([[0, 16]] if blocks == 2 else []), [1, 0]]
     lanes = [[0, 4], [0, 8], [2, 0], [4, 0], [8, 0]]
     shape = [64, blocks * BLOCK_WORDS.value]
@@ -404,7 +437,8 @@ def alternating_layout(blocks):
 
 @gluon.constexpr_function
 def scales_layout(num_warps, groups):
-    """Return how warps take (outputs, groups) scales of the rows of `lanes_layout`."""
+    """Return the register layout in which warps load scales (outputs, groups) of the rows of
+    `lanes_layout`."""
     registers = [*([0, size] for size in (1, 2) if size < groups), [8, 0]]
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
     warps = [[size, 0] for size in (16, 32, 64) if size < 16 * num_warps]
@@ -434,7 +468,8 @@ _SMALL = {"bf16": 2.0**-6, "fp16": 2.0**-9}
 
 @gluon.constexpr_function
 def small(kind, dtype):
-    """Return by what `lanes_registers` multiplies numbers."""
+    """Return SMALL, the factor by which numbers of `lanes_registers` are too small: a power of two
+    for INT4, else 1."""
     return _SMALL[str(dtype)] if kind == INT4.value else 1.0
 
 
@@ -445,10 +480,11 @@ def _less_of(dtype):
 
 @gluon.jit
 def lanes_registers(words, negated, constants, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the registers of words (outputs, 4, n), see `_registers`; INT4 is less zero points.
+    """Return words (outputs, 4, n) as registers of two 16-bit numbers, see `_registers`; zero
+    points are subtracted from INT4.
 
-    negated: pairs of -zero * SMALL of each output, for INT4, whose numbers are * SMALL, too.
-    constants: the table, and the magic word.
+    negated: int32 pairs of -zero * SMALL of each output, for INT4, whose numbers are times SMALL,
+    too. constants: the table, and the magic word.
     """
     if KIND == INT4:
         rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
@@ -479,7 +515,7 @@ _FOLDED_BIAS = gl.constexpr(0x3E3E3E3E)  # of exponents: 126 - 64
 
 @gluon.jit
 def _folded_factor(exponents, BYTE: gl.constexpr):
-    """Return pairs of the bfloat16 numbers with the exponents in a byte of each word."""
+    """Return int32 pairs of the bfloat16 number whose exponent is byte number BYTE of each word."""
     return gl.inline_asm_elementwise(
         f"{{ .reg .b32 a; prmt.b32 a, $1, 0, 0x4{BYTE}4{BYTE}; shl.b32 $0, a, 7; }}",
         "=r,r", [exponents], dtype=gl.int32, is_pure=True, pack=1,
@@ -518,14 +554,15 @@ def _pair_of(dtype):
 
 @gluon.jit
 def pairs(x, DTYPE: gl.constexpr):
-    """Return float32 numbers rounded to DTYPE, each twice in a register."""
+    """Return int32, each float32 number of x rounded to DTYPE in both halves."""
     asm: gl.constexpr = _pair_of(DTYPE)
     return gl.inline_asm_elementwise(asm, "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def lanes_operand(registers, KIND: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the left operand (outputs, channels) of `lanes_registers`; costs no instruction."""
+    """Return the left operand (outputs, channels), in LAYOUT, of registers of `lanes_registers`;
+    costs no instruction."""
     low, high = numbers(registers, DTYPE)
     M: gl.constexpr = registers.shape[0]
     N: gl.constexpr = registers.shape[2]

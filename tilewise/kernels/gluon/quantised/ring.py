@@ -58,7 +58,8 @@ _LOADER = gl.constexpr(24)  # registers of a thread that copies
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the sizes and features that change the code of a product by WGMMA: kind of codes
+    and scales, rows, warpgroups, stages, parts of K."""
 
     kind: int  # kind of the codes, see `operands`
     rows: int  # rows of x, padded: 8, 16, 32, 64 or 128
@@ -134,7 +135,7 @@ def _fetch(words, output, first, steps, outputs, stages, shape: gl.constexpr):
 
 @gluon.jit
 def _load_stages(given, shape: gl.constexpr):
-    """Bring the codes and rows of x of this CTA's stages; one warp."""
+    """Run the loader warp: bring the codes and rows of x of this CTA's stages into the ring."""
     codes, words, x, ring, output, row, first, steps, outputs, stages = given
     GROUPS: gl.constexpr = shape.groups
     BYTES: gl.constexpr = GROUPS * x.block_type.nbytes
@@ -161,7 +162,8 @@ def _load_stages(given, shape: gl.constexpr):
 
 @gluon.jit
 def _halves(words):
-    """Split words (outputs, 4, n) into those of the first and of the second half of channels."""
+    """Return words (outputs, 4, n) as two (outputs, 4, n / 2): those of the first and of the second
+    half of channels."""
     M: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[2] // 2
     return gl.split(words.reshape([M, 4, 2, N]).permute((0, 1, 3, 2)))
@@ -169,7 +171,8 @@ def _halves(words):
 
 @gluon.jit
 def words_of(words, GROUPS: gl.constexpr):
-    """Return the words (outputs, 4, n) of each group of a stage's, as a tuple."""
+    """Return a tuple of words (outputs, 4, n / GROUPS), those of each group of channels of a
+    stage's words (outputs, 4, n)."""
     if GROUPS == 1:
         return (words,)
     elif GROUPS == 2:
@@ -183,7 +186,8 @@ def words_of(words, GROUPS: gl.constexpr):
 
 @gluon.jit
 def columns(numbers, GROUPS: gl.constexpr, layout: gl.constexpr):
-    """Return the columns of numbers (outputs, GROUPS), as a tuple, in a layout of rows."""
+    """Return the GROUPS columns of numbers (outputs, GROUPS) as a tuple of (outputs,) in `layout`,
+    a layout of rows."""
     M: gl.constexpr = numbers.shape[0]
     if GROUPS == 1:
         return (gl.convert_layout(numbers.reshape([M]), layout, assert_trivial=True),)
@@ -205,7 +209,8 @@ def columns(numbers, GROUPS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def registers_of_step(ring, step, group, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return a step's codes as registers of two 16-bit numbers, after its copies have arrived.
+    """Wait for a step's copies, and return its codes as registers of two 16-bit numbers: a tuple
+    with an entry for each group of channels, or one entry if scales are folded in.
 
     Args:
         group: the number of the warpgroup.
@@ -223,7 +228,8 @@ def registers_of_step(ring, step, group, raw, constants, shape: gl.constexpr, DT
 
 @gluon.jit
 def _group_registers(words, raw, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return a step's operands of each group, which are not scaled."""
+    """Return a tuple of the registers of `lanes_registers`, which are not scaled, for each group of
+    a step's words."""
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words.type.layout))
     pieces = words_of(words, shape.groups)
     zeros = columns(negated_zeros(raw, shape, DTYPE), shape.groups, ROWS)
@@ -241,7 +247,8 @@ def _group_registers(words, raw, constants, shape: gl.constexpr, DTYPE: gl.const
 
 @gluon.jit
 def _product(ring, step, group: gl.constexpr, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Start the product of a group of a step, and of ones, if there are offsets."""
+    """Start the product of a group of a step and, if there are offsets, that of ones with x; return
+    both asynchronous sums (outputs, rows), the first twice if there are none."""
     ACC: gl.constexpr = sum_layout(shape.rows, shape.num_warps)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     S: gl.constexpr = channels_of(shape) // shape.groups
@@ -260,7 +267,8 @@ def _product(ring, step, group: gl.constexpr, registers, shape: gl.constexpr, DT
 
 @gluon.jit
 def _added(acc, part, row_sum, scale, offset, shape: gl.constexpr):
-    """Return the sums (outputs, rows) with those of a group."""
+    """Return acc (outputs, rows) plus a group's product `part` times scale, less its sums of rows
+    of x times offset, if there are offsets."""
     acc = acc + part * gl.expand_dims(scale, 1)
     if has_offset(shape):
         acc = acc - row_sum * gl.expand_dims(offset, 1)
@@ -269,7 +277,8 @@ def _added(acc, part, row_sum, scale, offset, shape: gl.constexpr):
 
 @gluon.jit
 def wait_for_products(products, shape: gl.constexpr):
-    """Wait for a step's products."""
+    """Wait for all products of a step, and return them as a tuple of a pair (product, sums of rows
+    of x) for each group."""
     first = _held(products[0], shape)
     if shape.groups == 1:
         return (first,)
@@ -284,7 +293,7 @@ def wait_for_products(products, shape: gl.constexpr):
 
 @gluon.jit
 def _held(product, shape: gl.constexpr):
-    """Wait for all products, and return this one."""
+    """Wait for all running products, and return the pair `product` with its results."""
     part, row_sum = product
     if has_offset(shape):
         part, row_sum = warpgroup_mma_wait(0, deps=(part, row_sum))
@@ -295,7 +304,8 @@ def _held(product, shape: gl.constexpr):
 
 @gluon.jit
 def added_products(acc, products, raw, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the sums with a step's products, which have been waited for."""
+    """Return acc (outputs, rows) plus a step's products, which have been waited for, each times its
+    scales and less its offsets."""
     ROWS: gl.constexpr = gl.SliceLayout(1, sum_layout(shape.rows, shape.num_warps))
     scale, offset = scale_and_offset(raw, shape, DTYPE)
     scales = columns(scale, shape.groups, ROWS)
@@ -309,7 +319,8 @@ def added_products(acc, products, raw, shape: gl.constexpr, DTYPE: gl.constexpr)
 
 @gluon.jit
 def added_operand(acc, ring, step, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the sums with the product of a step's operand, into which scales are folded."""
+    """Return acc (outputs, rows) plus the product of a step's operand, into which scales are
+    folded; waits for it."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, sum_layout(shape.rows, shape.num_warps), 2)
     left = lanes_operand(registers, shape.kind, DTYPE, LEFT)
     right = ring.x.index(step % shape.stages).permute((1, 0))
@@ -319,7 +330,8 @@ def added_operand(acc, ring, step, registers, shape: gl.constexpr, DTYPE: gl.con
 
 @gluon.jit
 def start_products(ring, step, registers, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Start the products of a step's groups."""
+    """Start the products of a step's groups, and return a tuple of what `_product` returns for
+    each."""
     first = _product(ring, step, 0, registers[0], shape, DTYPE)
     if shape.groups == 1:
         return (first,)
@@ -362,7 +374,8 @@ def _multiply(tensors, bases, ring, first, steps, group, grid, constants, shape:
 
 @gluon.jit
 def _multiply_stages(given, group: gl.constexpr, shape: gl.constexpr):
-    """Compute the outputs of a warpgroup, or a part of their sums; four warps."""
+    """Run a warpgroup that multiplies: compute and write its outputs, number `group` of the tile,
+    or add its part of K to those of other CTAs."""
     tensors, at, bias, y, sums, arrived, ring, constants = given
     output, row, first, steps, rows, outputs, grid, outer_grid, block_rows, outer_rows = at
     output += group * shape.tile_n
@@ -431,7 +444,8 @@ def quantised_ring_kernel(
     outer_rows,
     shape: gl.constexpr,
 ):
-    """Compute y (rows, outputs); see the module's docstring.
+    """Compute y = x W^T + bias, (rows, outputs), by WGMMA, from codes of 8 or 4 bits in the order
+    of lanes; see the module's docstring.
 
     codes, x: descriptors of int32 (outputs, words) and of (rows, K); words: the codes; grid,
     outer_grid: columns of scales and of outer; block_rows, outer_rows: the rows that share them;

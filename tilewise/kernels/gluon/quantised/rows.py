@@ -40,7 +40,8 @@ _FIRST = gl.constexpr(early.FIRST)
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the sizes and features that change the code of a product by mma.sync: kind of
+    codes and scales, rows, warps, channels of a step."""
 
     kind: int  # kind of the codes, see `operands`
     rows: int  # rows of x, padded: 8, 16 or 32
@@ -62,13 +63,14 @@ class Shape(NamedTuple):
 
 @gluon.constexpr_function
 def has_offset(shape, dtype):
-    """Return whether the sums of rows of x are needed."""
+    """Return whether outputs have an offset, so that the sums of rows of x are needed."""
     return magic(shape.kind, dtype) != 0 or shape.has_zeros or shape.minimum_kind >= 0
 
 
 @gluon.jit
 def _column(step, STEPS: gl.constexpr):
-    """Return the column of a scale of a step."""
+    """Return the column of the scale of step number `step`; STEPS steps share a scale, 0: all of a
+    row."""
     if STEPS == 0:
         return step * 0
     else:
@@ -77,7 +79,8 @@ def _column(step, STEPS: gl.constexpr):
 
 @gluon.jit
 def _raw_scales(tensors, base, step, shape: gl.constexpr):
-    """Load what the scales and offsets (warps, outputs) of a tile at a step are made of."""
+    """Load scale, zero point, minimum and the outer factors of scale and minimum of each output,
+    (warps, outputs), at a step; what the shape lacks is the scale once more."""
     scales, zeros, minimums, outer, outer_minimums = tensors
     at = base[0] + _column(step, shape.group_steps)
     outer_at = base[1] + _column(step, shape.outer_steps)
@@ -126,7 +129,8 @@ def _scales(raw, MAGIC: gl.constexpr, shape: gl.constexpr):
 
 @gluon.jit
 def _halved(words):
-    """Split words (warps, 2 n, m) of outputs into those of the first and the second half."""
+    """Return words (warps, 2 n, m) as two (warps, n, m): those of the first and of the second half
+    of outputs."""
     W: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1] // 2
     M: gl.constexpr = words.shape[2]
@@ -135,7 +139,8 @@ def _halved(words):
 
 @gluon.jit
 def _base(first, output, outputs, grid, outer_grid, block_rows, outer_rows):
-    """Return where the scales and outer scales of 16 outputs of each warp begin."""
+    """Return the places of the first scale and of the first outer scale of the rows first + output
+    of a weight; rows past the last repeat it."""
     row = gl.minimum(first + output, outputs - 1)
     return row // block_rows * grid, row // outer_rows * outer_grid
 
@@ -158,7 +163,7 @@ def _bases(first, output, outputs, grid, outer_grid, block_rows, outer_rows, sha
 
 @gluon.jit
 def _loaded(codes, tensors, bases, warp, step, shape: gl.constexpr):
-    """Load the codes and what the scales of a step are made of.
+    """Load the codes of a step, and return them and `_raw_scales` of up to four tiles of outputs.
 
     A step behind the last one has codes of 0 and the last one's scales.
     """
@@ -200,15 +205,16 @@ def _added(acc, words, raw, operand, row_sum, constants, shape: gl.constexpr, DT
 
 @gluon.jit
 def _inputs(rows_of_x, k, S: gl.constexpr):
-    """Load x (warps, rows, channels) from channel k of the first warp on; behind the last it is
-    0."""
+    """Load x (warps, rows, channels) of the step whose first channel is k for the first warp; 0
+    behind the last channel and row."""
     at, inside, channel, channels = rows_of_x
     return gl.load(at + k, mask=inside & (channel + k < channels), other=0.0)
 
 
 @gluon.jit
 def _multiplied(accs, loaded, x, constants, ones, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the sums of all tiles with those of a step."""
+    """Return the sums of all tiles of outputs, a tuple of four, plus the products of a step; unused
+    tiles stay as they are."""
     words, raw0, raw1, raw2, raw3 = loaded
     acc0, acc1, acc2, acc3 = accs
     operand = inputs_operand(x, shape.kind, shape.warps_n)
@@ -235,7 +241,8 @@ def _multiplied(accs, loaded, x, constants, ones, shape: gl.constexpr, DTYPE: gl
 
 @gluon.jit
 def _stored(acc, y, bias, first, first_row, rows, outputs, shape: gl.constexpr):
-    """Add up the warps' sums (warps, outputs, rows) and the bias, round and store them."""
+    """Add up the warps' sums (warps, outputs, rows) and the bias, round them, and write them to y
+    (rows, outputs)."""
     total = gl.sum(acc, 0)
     layout: gl.constexpr = total.type.layout
     output = first + gl.arange(0, 16 * shape.warps_n, gl.SliceLayout(1, layout))
@@ -294,7 +301,8 @@ def quantised_rows_kernel(
     outer_rows,
     shape: gl.constexpr,
 ):
-    """Compute y (rows, outputs); see the module's docstring.
+    """Compute y = x W^T + bias, (rows, outputs), by mma.sync, from codes of 8 or 4 bits in their
+    plain order; see the module's docstring.
 
     words: int32 (outputs, per_row); grid, outer_grid: columns of scales and of outer; block_rows,
     outer_rows: the rows that share them.

@@ -21,20 +21,21 @@ _WORD = gl.constexpr(quantised_weight.SCALE_WORD)
 
 @gluon.constexpr_function
 def has_offset(shape):
-    """Return whether the sums of rows of x are needed."""
+    """Return whether outputs have an offset, so that the sums of rows of x are needed."""
     return (shape.has_zeros and not shape.subtracts) or shape.minimum_kind >= 0
 
 
 @gluon.constexpr_function
 def bases_layout(shape):
-    """Return the layout of the rows of a tile's scales."""
+    """Return the register layout of the rows of a tile's scales."""
     columns = shape.blocks if shape.folds else shape.groups
     return gl.SliceLayout(1, scales_layout(shape.num_warps, columns))
 
 
 @gluon.jit
 def base_of(first, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr):
-    """Return where the scales and outer scales of a tile's outputs begin."""
+    """Return the places of the first scales and outer scales of the tile of outputs from `first`
+    on, (tile_n, 1) each; rows past the last output repeat it."""
     layout: gl.constexpr = bases_layout(shape)
     row = gl.minimum(first + gl.arange(0, shape.tile_n, layout), outputs - 1)
     return bases_of(row, grid, outer_grid, block_rows, outer_rows, shape)
@@ -42,7 +43,8 @@ def base_of(first, outputs, grid, outer_grid, block_rows, outer_rows, shape: gl.
 
 @gluon.jit
 def bases_of(row, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr):
-    """Return where the scales and outer scales of rows of a weight begin."""
+    """Return the places of the first scales and outer scales of `row` numbers (n,) of a weight, (n,
+    1) each."""
     if shape.turned:  # see `QuantisedWeight.lanes`; folded scales are counted by words
         EACH: gl.constexpr = 1 if shape.folds else _WORD
         scale = row // _ROWS * (grid * _ROWS) + row % _ROWS * EACH
@@ -53,7 +55,8 @@ def bases_of(row, grid, outer_grid, block_rows, outer_rows, shape: gl.constexpr)
 
 @gluon.jit
 def _columns_of(stage, groups: gl.constexpr, shared: gl.constexpr, layout: gl.constexpr):
-    """Return the columns (1, groups) of a stage's scales, each of which `shared` groups have."""
+    """Return the columns (1, groups) of the scales of a stage's groups; `shared` groups in a row
+    share a scale, 0: all of a row."""
     column = gl.expand_dims(gl.arange(0, groups, gl.SliceLayout(0, layout)), 0)
     if shared == 0:
         return column * 0
@@ -65,7 +68,8 @@ def _columns_of(stage, groups: gl.constexpr, shared: gl.constexpr, layout: gl.co
 
 @gluon.jit
 def raw_scales(tensors, base, stage, shape: gl.constexpr):
-    """Load what the scales and offsets (outputs, groups) of a stage are made of."""
+    """Load scale, zero point, minimum and the outer factors of scale and minimum of a stage,
+    (outputs, groups); what the shape lacks is the scale once more."""
     scales, zeros, minimums, outer, outer_minimums = tensors
     layout: gl.constexpr = scales_layout(shape.num_warps, shape.groups)
     column = _columns_of(stage, shape.groups, shape.shared, layout)
@@ -107,7 +111,8 @@ def stage_scales(tensors, base, stage, grid, shape: gl.constexpr):
 
 @gluon.jit
 def scale_and_offset(raw, shape: gl.constexpr, DTYPE: gl.constexpr):
-    """Return scale and offset (outputs, groups): W = operand * scale - offset."""
+    """Return scale and offset (outputs, groups), float32: W = operand * scale - offset, where
+    operands are those of `lanes_registers`."""
     scale, zero, minimum, factor, minimum_factor = raw
     SMALL: gl.constexpr = small(shape.kind, DTYPE)
     scale = wide(scale, shape.scale_kind)

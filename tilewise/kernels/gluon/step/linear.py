@@ -44,12 +44,16 @@ def why_not_product(spec: LinearSpec) -> str | None:
 def launch(
     maker: Maker, x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None = None
 ) -> Tensor:
-    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,).
+    """Return y = x weight^T + bias, (..., N), of x (..., K), weight (N, K) and bias (N,).
 
-    As many rows as fit a tile, or any number where the tile says how they are cut.
+    x may have as many rows as fit a tile, or any number where the tile says how they are cut.
 
     Args:
         tile: instead of the table's, for tuning and tests.
+
+    Raises:
+        ValueError: x has more rows, the tile does not fit shared memory, or TMA cannot read the
+            weight.
     """
     outputs, channels = weight.shape
     y = maker.empty((*x.shape[:-1], outputs), x.dtype)
@@ -63,7 +67,8 @@ def launch(
 
 @planned
 def launch_parts(maker: Maker, x: Tensor, weight: Tensor, tile: RowsTile | None = None) -> Tensor:
-    """Return float32 (parts, ..., N): added in this order and rounded once, what `launch` gives.
+    """Return float32 (parts, ..., N), the sums over each part of K; their total, added in this
+    order and rounded once, is the result of `launch` without a bias.
 
     Args:
         tile: as for `launch`.
@@ -81,7 +86,8 @@ def launch_parts(maker: Maker, x: Tensor, weight: Tensor, tile: RowsTile | None 
 
 
 def _readable(maker: Maker, x: Tensor, weight: Tensor) -> Tensor:
-    """Return x as rows that TMA can read."""
+    """Return x as (rows, K) that TMA can read, copied if needed; raise ValueError if TMA cannot
+    read the weight."""
     check_weight(maker, weight)
     return maker.addressable(rows_of(maker, x))
 
@@ -105,7 +111,7 @@ def _run(
     *,
     keeps_parts: bool = False,
 ) -> None:
-    """Note the launch that writes y = x weight^T + bias, or partial sums over K, to y.
+    """Add to the plan the launch that writes y = x weight^T + bias, or partial sums over K, to y.
 
     Args:
         maker: the maker of the plan.
@@ -113,6 +119,9 @@ def _run(
         weight, bias: (N, K), and (N,) or None.
         y: (rows, N); with keeps_parts float32 (P, rows, N), the sums over each part of K.
         tile: the tile sizes.
+
+    Raises:
+        ValueError: x has more rows than a tile, or two stages do not fit shared memory.
     """
     outputs, channels = weight.shape
     rows = x.shape[0]
@@ -166,7 +175,8 @@ def _run(
 
 
 def counters(maker: Maker, count: int) -> Tensor:
-    """Return zeros that the launches of a plan count with, and leave as zeros."""
+    """Return `count` int32 zeros with which the launches of a plan count, and which they leave as
+    zeros."""
 
     def make(_: int) -> Tensor:
         return zeros_of_stream(count, maker.device)

@@ -33,7 +33,7 @@ STEP = gl.constexpr(64)  # channels of a stage
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the tile sizes, stages, order of tiles and features of `linear_many_kernel`."""
 
     tile_m: int  # rows of a tile, 64 for each warpgroup or a multiple
     tile_n: int  # outputs of a tile
@@ -65,7 +65,8 @@ class Ahead(NamedTuple):
 
 @gluon.jit
 def _corner(tile, rows, outputs, shape: gl.constexpr):
-    """Return the indices of the first row and the first output of a tile, given its number."""
+    """Return the first row and the first output of tile number `tile`; tiles of shape.group rows of
+    tiles are numbered together."""
     tiles_m = gl.cdiv(rows, shape.tile_m)
     tiles_n = gl.cdiv(outputs, shape.tile_n)
     of_group = shape.group * tiles_n
@@ -102,7 +103,8 @@ def _bring(x, weight, ring, ahead, tiles, steps, rows, outputs, shape: gl.conste
 
 @gluon.jit
 def _store(acc, y, memory, row, output, dtype: gl.constexpr):
-    """Store sums (TILE_M, columns), rounded, through `memory` of that shape."""
+    """Round sums (TILE_M, columns), and start to copy them to y at (row, output) through shared
+    `memory` of that shape."""
     tma.store_wait(0)  # what was in this memory before has been read
     partition_barrier()
     memory.store(acc.to(dtype))
@@ -113,7 +115,8 @@ def _store(acc, y, memory, row, output, dtype: gl.constexpr):
 
 @gluon.jit
 def _finish(acc, bias, y, memory, row, output, outputs, shape: gl.constexpr):
-    """Add the bias to the sums of a tile, round and store them."""
+    """Add the bias to the sums of a tile, round them, and start to copy them to y at (row, output),
+    in one or two pieces of columns."""
     if shape.has_bias:
         column = output + gl.arange(0, shape.tile_n, gl.SliceLayout(0, acc.type.layout))
         added = gl.load(bias + column, mask=column < outputs, other=0.0).to(gl.float32)
@@ -134,7 +137,8 @@ def _finish(acc, bias, y, memory, row, output, outputs, shape: gl.constexpr):
 def _part(
     x, weight, ring, ahead, count, first, last, tiles, steps, rows, outputs, shape: gl.constexpr
 ):
-    """Return the float32 sums of steps first ... last - 1 of a tile, and the next copy.
+    """Return the float32 sums of steps first ... last - 1 of a tile, the next `Ahead` and the new
+    count.
 
     Args:
         ahead: the next copy, an `Ahead`.
@@ -162,7 +166,8 @@ def _part(
 def linear_many_kernel(
     x, weight, bias, y, rows, outputs, channels, part_channels, shape: gl.constexpr
 ):
-    """Compute y; see the module's docstring.
+    """Compute y = x weight^T + bias for many rows, with sums that are bit for bit those of
+    `linear_rows_kernel`; CTAs stay and take tiles in turn. See the module's docstring.
 
     x, weight, y: descriptors of (rows, K), (N, K) and (rows, N); part_channels: of a part, a
     multiple of a stage's.

@@ -37,7 +37,7 @@ _FIRST = gl.constexpr(early.FIRST)
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the tile sizes, stages, parts of K and features of `linear_rows_kernel`."""
 
     rows: int  # rows of x, padded: 8, 16, 32 ... 256
     tile_n: int  # outputs of a CTA, 64 for each warpgroup or a multiple
@@ -77,7 +77,8 @@ def _leave_layout(num_warps, tile_n):
 
 @gluon.jit
 def _load(weight, x, ring, output, row, channel, stage):
-    """Start the copies of one stage."""
+    """Start the copies of one stage: the weight from (output, channel), and x from (row, channel)
+    on."""
     full = ring.full.index(stage)
     mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
     tma_load(weight, [output, channel], full, ring.weight.index(stage))
@@ -86,7 +87,8 @@ def _load(weight, x, ring, output, row, channel, stage):
 
 @gluon.jit
 def _begin(weight, x, ring, output, row, channel, count, shape: gl.constexpr):
-    """Start the copies of the first `count` stages."""
+    """Start the copies of the first `count` stages; with shape.early the weight's before the kernel
+    before has ended, and x's after."""
     if shape.early:
         # The next kernel may begin where there is room: it waits for this one's end as well.
         if shape.early == _FIRST:
@@ -149,7 +151,8 @@ def _multiply(weight, x, ring, output, row, first, steps, shape: gl.constexpr):
 
 @gluon.jit
 def places(shape: gl.constexpr):
-    """Return where the sums of a CTA lie in its part of the workspace, in their own layout."""
+    """Return int32 (TILE_N, rows): where each sum of a CTA lies in its share of the workspace, in
+    the layout of sums."""
     layout: gl.constexpr = sum_layout(shape.rows, shape.num_warps)
     output = gl.arange(0, shape.tile_n, gl.SliceLayout(1, layout))
     row = gl.arange(0, shape.rows, gl.SliceLayout(0, layout))
@@ -203,7 +206,8 @@ def finish_parts(
 
 @gluon.jit
 def _leave(acc, sums, part, first_output, first_row, rows, outputs, shape: gl.constexpr):
-    """Store the sums (TILE_N, rows) of a part, turned around: (parts, rows, outputs)."""
+    """Store the sums (TILE_N, rows) of part number `part`, transposed, to `sums` (parts, rows,
+    outputs)."""
     layout: gl.constexpr = _leave_layout(shape.num_warps, shape.tile_n)
     turned = gl.convert_layout(acc.permute((1, 0)), layout)
     row = first_row + gl.expand_dims(gl.arange(0, shape.rows, gl.SliceLayout(1, layout)), 1)
@@ -217,12 +221,13 @@ def _leave(acc, sums, part, first_output, first_row, rows, outputs, shape: gl.co
 def linear_rows_kernel(
     weight, x, bias, y, sums, arrived, rows, outputs, channels, part_channels, shape: gl.constexpr
 ):
-    """Compute y; see the module's docstring.
+    """Compute y = x weight^T + bias, (rows, N), for few rows, or the sums of each part of K with
+    shape.keeps_parts; see the module's docstring.
 
     weight, x: descriptors of (N, K) and (rows, K); sums: float32, TILE_N * shape.rows for each CTA,
     and arrived: int32 zeros, one for each tile of y, which are zeros again afterwards; both are
-    used with parts alone, and with keeps_parts sums is (parts, rows, N), all there is of a
-    result. part_channels: of a part, a multiple of the stages' channels.
+    used only with more than one part. With keeps_parts sums is (parts, rows, N), the result, and y
+    is not written. part_channels: of a part, a multiple of the stages' channels.
     """
     ring = Ring(
         gl.allocate_shared_memory(

@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The destination of one part of o's channels."""
+    """The destination of one part of o's channels, a descriptor, as `store_columns` wants it."""
 
     o: object  # the descriptor of its tiles
 
@@ -151,13 +151,14 @@ def _load_values(loads, at, index, shared):
 
 @gluon.jit
 def _await(full, index):
-    """Wait for a part of the keys or of the values of step `index`."""
+    """Wait until one part of the keys, or of the values, of step `index` has arrived."""
     mbarrier.wait(full.index(index % STAGES), (index // STAGES) & 1)
 
 
 @gluon.jit
 def _issue(q_left, q_middle, index, shared):
-    """Issue three products, the logits of step `index`."""
+    """Start the three products of the logits (64, 64) of step `index`, and return the asynchronous
+    sum."""
     stage = 2 * index % STAGES
     zero = gl.zeros([ROWS, KEYS], gl.float32, sum_layout(KEYS))
     _await(shared.k_left_full, index)
@@ -221,12 +222,15 @@ def _score_steps(
     RIGHT: gl.constexpr,
     LEFT: gl.constexpr,
 ):
-    """Fold the logits of steps begin ... end - 1 into m and l while the next are computed.
+    """Take the softmax of steps begin ... end - 1 and pass p on, while the logits of the next step
+    are computed; return the logits of step `end`, m and l.
+
+    Each step also starts to load the values of the step after it.
 
     Args:
         s: the logits of the first step.
         q_left, q_middle: q in registers, by parts of the channels.
-        at: the number of tiles before, which decides the stage.
+        at: the CTA's `Place`.
         RIGHT, LEFT: whether keys may be hidden on either side.
     """
     for index in range(begin, end):
@@ -241,7 +245,8 @@ def _score_steps(
 
 @gluon.jit
 def _clear_values(index, begin, end, shared):
-    """Clear the values of step `index` outside [begin, end), which no row of the tile sees.
+    """Set to 0, in shared memory, the values of step `index` outside [begin, end), which no row of
+    the tile sees.
 
     The warpgroups that multiply them have no registers for it.
     """
@@ -257,7 +262,8 @@ def _clear_values(index, begin, end, shared):
 
 @gluon.jit
 def score_rows(given, variant: gl.constexpr):
-    """Make p of all blocks of a tile, and lse; load q, the first blocks, and values."""
+    """Run the warpgroup of logits: make p of all blocks of a tile, and store lse; it also loads q,
+    the first blocks of keys, and all values."""
     loads, at, work, extras, lse, lse_batch, lse_head, sinks, factor, shared = given
     S: gl.constexpr = sum_layout(KEYS)
     rows = at.rows
@@ -365,7 +371,8 @@ def score_rows(given, variant: gl.constexpr):
 
 @gluon.jit
 def add_left(given, variant: gl.constexpr):
-    """Sum up the first 256 columns of o; load those channels of keys."""
+    """Run a warpgroup of sums: compute and store the first 256 columns of o; it also loads the
+    first 256 channels of later keys."""
     loads, at, output, _, shared = given
     steps = at.walk.steps
     o = gl.zeros([ROWS, 256], gl.float32, sum_layout(256))
@@ -392,7 +399,8 @@ def add_left(given, variant: gl.constexpr):
 
 @gluon.jit
 def add_right(given, variant: gl.constexpr):
-    """Sum up the other 256 columns of o as two sums; load those channels of keys."""
+    """Run a warpgroup of sums: compute and store the other 256 columns of o, as two sums; it also
+    loads those channels of later keys."""
     loads, at, _, output, shared = given
     steps = at.walk.steps
     o = gl.zeros([ROWS, 128], gl.float32, sum_layout(128))
@@ -472,7 +480,8 @@ def wide_fwd_kernel(
     tile: gl.constexpr,
     variant: gl.constexpr,
 ):
-    """Compute o and lse; see the module's docstring.
+    """Compute o = softmax(s) v and lse of dense attention in heads of 257 to 512 channels, for one
+    tile of 64 queries of a head, causal, windowed or neither; see the module's docstring.
 
     The first eight are TMA descriptors of (64, 256) and (64, 128) tiles of q, k, v and o.
     """
