@@ -49,10 +49,11 @@ def run(
     budget: Budget,
     json_path: str | None = None,
 ) -> list[Row]:
-    """Measure the problems one after the other and return their rows.
+    """Measure the problems one after the other and return their rows, one for each peer and op.
 
-    With `json_path`, the file is rewritten with all rows so far after each problem that begins
-    while time is left.
+    Problems that begin when the budget is spent get rows with an error. Progress and what was left
+    out go to standard error. With `json_path`, the file is rewritten with all rows so far after
+    each problem that begins while time is left.
     """
     rows: list[Row] = []
     left_out = []
@@ -109,7 +110,7 @@ def print_tables(rows: Sequence[Row]) -> None:
 
 
 def plan(tables: Sequence[str], scale: Scale) -> list[Problem]:
-    """List the problems of some tables in the order of measurement."""
+    """Return the problems of the named tables, scaled to a device, in the order of measurement."""
     return [problem for name in TABLES if name in tables for problem in TABLES[name](scale)]
 
 

@@ -18,9 +18,10 @@ ROWS = 16  # queries of one sequence that the truth is computed for
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs that every peer of a problem shares.
+    """The tensors of a problem, which all of its peers share.
 
     Attributes:
+        problem: the problem that they belong to.
         q, k, v: (B, N, H, D), or (T, H, D) of a packed batch; they require gradients.
         do: the weights of o, in its shape.
         dlse: the weights of lse (B, H, N), None where only o is asked for.
@@ -51,19 +52,23 @@ class Case:
         return self.problem.lengths[-1] if self.problem.lengths else self.problem.seqlen
 
     def checked(self, tensor: Tensor) -> Tensor:
-        """The part (N, H, D) of q, k, v, o or do, or their gradients, that is compared."""
+        """Return the part (N, H, D) of q, k, v, o or do, or of their gradients, that is compared
+        with the truth: that of the last sequence."""
         return tensor[-self.checked_length :] if self.problem.lengths else tensor[-1]
 
     def rows(self) -> Tensor:
-        """The compared queries of that sequence, to its last; the first see too few keys.
+        """Return the indices of the queries of the last sequence that are compared with the truth:
+        at most `ROWS`, int64, evenly spaced from N // 16 to the last one.
 
-        In a causal row of few keys dq is a difference of nearly equal numbers, rounded.
+        Earlier queries see too few keys: in a causal row of few keys dq is a difference of nearly
+        equal numbers, rounded.
         """
         n = self.checked_length
         return torch.linspace(n // 16, n - 1, min(ROWS, n), device=self.device).long()
 
     def visible(self, rows: Tensor) -> Tensor:
-        """The keys that queries `rows` see by the problem's rule, bool (rows, keys)."""
+        """Return which keys the queries `rows` of the last sequence see by the problem's rule, bool
+        (rows, N)."""
         problem = self.problem
         keys = torch.arange(self.checked_length, device=self.device)
         distance = rows[:, None] - keys
@@ -79,7 +84,7 @@ class Case:
 
 
 def make_case(problem: Problem, device: str) -> Case:
-    """Draw the inputs of a problem; the same ones whenever it is called."""
+    """Draw the tensors of a problem on a device, with the same values in every call."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -107,7 +112,7 @@ def make_case(problem: Problem, device: str) -> Case:
 
 
 def block_mask(problem: Problem, device: torch.device | str) -> masks.BlockMask:
-    """The problem's rule as a BlockMask."""
+    """Return the problem's rule (causal, window or random blocks) as a BlockMask."""
     n = problem.seqlen
     if problem.density:
         layout = problem.layout()

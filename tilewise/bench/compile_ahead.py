@@ -24,10 +24,12 @@ from tilewise.children import spawning
 def compile_ahead(
     problems: Sequence[Problem], workers: int, seconds: float, device: str = "cuda"
 ) -> int:
-    """Run every call that compiles once, in `workers` processes, for at most `seconds`.
+    """Run every call of the problems that compiles once, in `workers` processes, for at most
+    `seconds`, so that the caches on disk have its kernels.
 
     Returns:
-        How many of the processes failed or were ended; what they left is compiled on the way.
+        The number of processes that failed or were killed at the end; the measuring process then
+        compiles what is missing.
     """
     jobs = compile_jobs(problems)
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
@@ -47,7 +49,8 @@ def compile_ahead(
 
 
 def compile_jobs(problems: Sequence[Problem]) -> list[Problem]:
-    """Choose one problem a set of kernels, with one peer each, the slowest to compile first.
+    """Return one problem, with one peer, for each set of kernels that the problems need, those of
+    FlexAttention, which compiles most slowly, first.
 
     Our kernels are the same for every N and batch; FlexAttention compiles for one shape.
     """

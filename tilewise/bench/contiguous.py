@@ -29,14 +29,14 @@ POLICIES = ("max", "pow2", "oracle")
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Slots of the cache memory in one step, by what they are for; their sum is all of it.
+    """The numbers of slots of the cache memory in one step, by their use; their sum is all slots.
 
     Attributes:
-        tokens: hold a token.
-        reserved: will hold one of the sequence that has them.
-        internal: belong to a sequence that will never use them.
-        external: belong to none: too small, too far apart, or kept free.
-        batch: sequences that run.
+        tokens: slots that hold a token.
+        reserved: slots that will hold a token of the sequence that has them.
+        internal: slots that belong to a sequence that will never use them.
+        external: slots that belong to no sequence: pieces too small, too far apart, or kept free.
+        batch: number of sequences that run; it is no part of the sum.
     """
 
     tokens: int
@@ -47,7 +47,8 @@ class Shares:
 
 
 class BuddyAllocator:
-    """Pieces of 2^k slots at multiples of 2^k, split and joined by halves (Knuth, 2.5)."""
+    """An allocator of pieces of 2^k slots at multiples of 2^k, split and joined by halves (Knuth,
+    2.5)."""
 
     def __init__(self, num_slots: int) -> None:
         self._free: dict[int, set[int]] = {}
@@ -60,7 +61,11 @@ class BuddyAllocator:
                 start += 1 << bit
 
     def allocate(self, num_slots: int) -> tuple[int, int] | None:
-        """Return (start, size) of the lowest of the smallest pieces that fit, or None."""
+        """Take a piece of `num_slots` slots, rounded up to a power of two; return its (start,
+        size), or None if no free piece is as large.
+
+        It is the beginning of the lowest of the smallest free pieces that fit; the rest stays free.
+        """
         wanted = 1 << (num_slots - 1).bit_length()
         sizes = sorted(size for size, starts in self._free.items() if starts and size >= wanted)
         if not sizes:
@@ -87,7 +92,13 @@ class BuddyAllocator:
 
 
 def asked_for(policy: str, max_len: int) -> Callable[[TraceRequest], int]:
-    """Return how many slots a request asks for."""
+    """Return a function from a request to the number of slots that it asks for.
+
+    Args:
+        policy: "max" asks for `max_len`, "pow2" for the prompt and the next power of two of the
+            answer, at most `max_len`, anything else for the true length.
+        max_len: the largest length of a sequence.
+    """
     if policy == "max":
         return lambda request: max_len
     if policy == "pow2":
@@ -107,15 +118,21 @@ class _Running:
 def replay(
     requests: Seq[TraceRequest], policy: str, num_slots: int, *, max_len: int, budget: int
 ) -> Iterator[Shares]:
-    """Serve requests that all wait from the beginning; yield the memory of each step.
+    """Serve requests that all wait from the beginning, with pieces of a buddy allocator; yield the
+    use of the memory in each step.
 
-    Only of steps in which some still wait: with an empty queue free memory is no waste.
+    Only steps in which some requests still wait are yielded: with an empty queue free memory is no
+    waste.
 
     Args:
+        requests: the requests, in the order of the queue.
         policy: "max", "pow2" or "oracle".
         num_slots: tokens that the memory could hold.
         max_len: the largest length of a sequence, which "max" reserves.
         budget: tokens of one step.
+
+    Raises:
+        ValueError: the memory cannot hold the first request that waits.
     """
     buddy, size_of = BuddyAllocator(num_slots), asked_for(policy, max_len)
     waiting, running = deque(requests), list[_Running]()
@@ -156,7 +173,8 @@ def _shares(running: Seq[_Running], num_slots: int) -> Shares:
 
 
 class PieceAllocator(BlockAllocator):
-    """A buddy allocator in the place of the tables' own: what they release are starts of pieces.
+    """A buddy allocator in place of the block tables' own allocator; a piece's start stands for a
+    block id.
 
     Attributes:
         slots_taken: the number of slots of all pieces that have an owner.
@@ -170,11 +188,12 @@ class PieceAllocator(BlockAllocator):
 
     @property
     def num_used(self) -> int:
-        """Pieces with an owner."""
+        """Number of pieces that have an owner."""
         return len(self._size_of)
 
     def take(self, num_slots: int, count: int) -> list[int]:
-        """Return the starts of `count` pieces of at least num_slots, or none of them."""
+        """Take `count` pieces of at least num_slots slots each and return their starts; take none
+        and return [] if there are fewer."""
         found: list[tuple[int, int]] = []
         for _ in range(count):
             piece = self._buddy.allocate(num_slots)
@@ -188,7 +207,7 @@ class PieceAllocator(BlockAllocator):
         return [start for start, _ in found]
 
     def release(self, block_ids: Seq[int]) -> None:
-        """Take pieces back."""
+        """Free the pieces that begin at these starts."""
         for start in block_ids:
             size = self._size_of.pop(start)
             self.slots_taken -= size
@@ -239,7 +258,10 @@ class ContiguousTables(BlockTables):
         return self.missing_blocks(seq, spare) > 0
 
     def reserve(self, seq: Sequence, spare: int) -> bool:
-        """Give a sequence its piece, and one more for each sample that will fork, or none."""
+        """Admit a sequence: give it a piece, and reserve one more for each sample that will fork.
+
+        Returns False, and takes nothing, if there are too few pieces.
+        """
         starts = self._take(seq)
         if not starts:
             return False
@@ -255,7 +277,8 @@ class ContiguousTables(BlockTables):
         return True
 
     def fork(self, parent: Sequence, child: Sequence, gone: Sequence | None = None) -> None:
-        """Give a new sample one of the pieces that were reserved with its parent's."""
+        """Give the new sample `child` one of the pieces that were reserved when its parent was
+        admitted."""
         reserved = self._reserved[parent.request.request_id]
         child.block_ids = [reserved.pop()]
         self.places[child] = Places([], [], [0])
@@ -271,11 +294,12 @@ class ContiguousTables(BlockTables):
         super().release(seq)
 
     def slots_used(self, computed: dict[Sequence, int]) -> int:
-        """Return how many slots hold a token."""
+        """Return how many slots hold a token: the sum of the sequences' computed tokens."""
         return sum(computed.values())
 
     def _take(self, seq: Sequence) -> list[int]:
-        """Allocate pieces for a sequence and the samples to fork from it, or none."""
+        """Take a piece for a sequence and one for each sample that will fork from it; return their
+        starts, [] if there are too few."""
         is_whole = seq.num_tokens == seq.num_prompt_tokens
         samples = seq.request.sampling.num_samples if is_whole and seq.index == 0 else 1
         asked = TraceRequest(0.0, seq.num_prompt_tokens, seq.max_len - seq.num_prompt_tokens)
@@ -283,7 +307,8 @@ class ContiguousTables(BlockTables):
 
 
 def use_tables(scheduler: Scheduler, tables: BlockTables) -> None:
-    """Replace the block tables of a new scheduler, and of its parts that refer to them."""
+    """Replace the block tables of a scheduler that has served nothing, in it and in all of its
+    parts that refer to them."""
     own = scheduler.tables
     for part in (scheduler, *vars(scheduler).values()):
         if getattr(part, "tables", None) is own:

@@ -34,7 +34,8 @@ _DECODE = {
 
 
 def bench_decode(device: str, ceilings: Ceilings) -> list[Row]:
-    """Time one new token a sequence over a paged cache of block 16, D 128: bf16 and 8 bits."""
+    """Time attention of one new token a sequence over a paged cache of block 16, D 128; return a
+    row for each shape, peer and dtype: ours in bfloat16, int8 and fp8, torch's in bfloat16."""
     rows: list[Row] = []
     for case in _DECODE[device]:
         rows += _decode_rows(case, device, ceilings)
@@ -142,7 +143,8 @@ def _row(
 ) -> Row:
     """Check the first sequence of a call's result against `want`; if it is right, time the call.
 
-    The first run, which compiles, is not timed.
+    The first run, which compiles, is not timed. Returns the row of the table, with the numbers or
+    an "error"; it is told on standard error, too.
     """
     batch, num_q_heads, num_kv_heads, tokens = case
     name = str(dtype).removeprefix("torch.")

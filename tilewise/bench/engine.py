@@ -67,6 +67,11 @@ _ELEMENT_BYTES = {"int4": 0.5, "int8": 1, "fp8_e4m3": 1, "float32": 4}
 def plan_workloads(options: argparse.Namespace, name: str, sizes: Sizes) -> list[Workload]:
     """Return the workloads that the options ask for; kind "fixed" gives one for each batch.
 
+    Args:
+        options: the parsed command line.
+        name: the name of the model, for errors.
+        sizes: the sizes of the model.
+
     Raises:
         ValueError: the model has fewer positions than the workload needs.
     """
@@ -120,6 +125,12 @@ def plan_sessions(
     cache.
 
     Only the workload "samples" runs with the prefix cache.
+
+    Args:
+        options: the parsed command line.
+        shape: the name of a shape, "story", or a checkpoint's directory.
+        folder: the folder for configurations and converted models.
+        limits: the device's read bandwidth in bytes/s, and its rate of matrix products in FLOP/s.
     """
     directory, is_random = model_directory(shape, folder)
     sizes = read_sizes(json.loads((directory / "config.json").read_text()))
@@ -196,7 +207,14 @@ def _peer(
 
 
 def save_random(directory: Path, folder: Path, dtype: str) -> Path:
-    """Write the random weights of a configuration as a checkpoint, once, and return its place."""
+    """Return a checkpoint directory below `folder` with random weights of a configuration; it is
+    written if it is not there.
+
+    Args:
+        directory: the directory with config.json.
+        folder: the folder for converted models.
+        dtype: the dtype of the weights.
+    """
     place = folder / f"{directory.name}-weights"
     if not (place / "model.safetensors").exists():
         model = load_model(directory, dtype=dtype, random_weights=True)
@@ -205,9 +223,10 @@ def save_random(directory: Path, folder: Path, dtype: str) -> Path:
 
 
 def _limits(options: argparse.Namespace) -> tuple[tuple[float, float], Row]:
-    """Return read bandwidth and product rate, given or measured, and where they come from.
+    """Return the device's read bandwidth (bytes/s) and rate of matrix products (FLOP/s), and a row
+    for the document that says whether they were given or how they were measured.
 
-    Measured in a process that ends, so that none of the device's memory stays taken.
+    They are measured in a process that ends, so that none of the device's memory stays taken.
     """
     if options.limits is not None:
         read, flops = options.limits
@@ -245,7 +264,7 @@ def _peers(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
+    """Return the parser of the command line of `tilewise bench engine`."""
     parser = Parser(prog="tilewise bench engine", description=__doc__)
     add = parser.add_argument
     add(
@@ -367,7 +386,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command: measure all shapes on all engines, print the table and write the document;
+    return the exit status, 0."""
     command = parser()
     options = command.parse_args(argv)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

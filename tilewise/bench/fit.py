@@ -43,11 +43,13 @@ LIKE = 3  # steps of so many rows at least, so that their factor is one
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step of the engine and what it took, in seconds.
+    """A step of the engine, and the seconds that it took.
 
     Attributes:
+        work: the work of the step.
         scheduling, submitting: the host's seconds before the step.
-        device: from the end of the step before, or from its own submission, to its end.
+        device: seconds from the end of the step before, or from the step's own submission if that
+            is later, to its end.
         updating: the host's seconds after the step.
         is_alone: True if `device` is all that the device took and nothing else, as the whole step
             had been submitted before it began; of the host nothing was measured.
@@ -66,10 +68,11 @@ def least_squares(
     seconds: Sequence[float],
     least: Sequence[float] | None = None,
 ) -> list[float]:
-    """Return the weights, none below its least, with the least squares of relative errors.
+    """Return the weights, none below its bound in `least`, whose weighted sums have the least
+    squares of relative errors.
 
     Args:
-        columns: the quantities of each step that the weights multiply.
+        columns: the quantities that the weights multiply, for each step one per weight.
         seconds: the seconds of each step, above 0.
         least: the lower bound of each weight; None is 0.
     """
@@ -202,10 +205,12 @@ def _fit_launches(
 
 
 def _in_sum(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return the weights of least squares, times what makes the sum of all steps right.
+    """Return the weights of `least_squares`, all times one factor that makes the sum of the
+    predicted seconds that of the measured ones.
 
     Least squares of relative errors are nearer to the short ones of steps that scatter, and in a
-    service all of the host's time adds up.
+    service all of the host's time adds up. Steps that took `PAUSED` times the predicted seconds do
+    not count for the factor.
     """
     weights = least_squares(columns, seconds)
     told = np.asarray(columns, dtype=float) @ np.asarray(weights)
@@ -224,10 +229,15 @@ def _fit_device(
     *,
     bounded: bool,
 ) -> Machine:
-    """Return `start` with the weights that are nearest.
+    """Return `start` with the device's efficiencies and times whose predictions are nearest to the
+    measured steps, for the way of overlapping that `start` says.
 
     Args:
-        bounded: True if no share is above MOST_OF_A_GPU.
+        start: the machine, whose other fields stay.
+        sizes: the sizes of the model that ran.
+        steps: the measured steps.
+        options: the options of StepCost.
+        bounded: True if no efficiency may be above MOST_OF_A_GPU.
     """
     seconds = [step.device for step in steps]
     machine, tried = start, list[Machine]()
@@ -253,10 +263,11 @@ def _fit_device(
 
 
 def _columns(parts: dict[str, float], machine: Machine) -> dict[str, float]:
-    """Return the columns of the fit; of two parts that overlap only the longer one is kept.
+    """Return the columns of a step for the fit; of two parts that overlap the shorter one is 0.
 
     Args:
-        parts: the seconds of each part of a step at an efficiency of 1.
+        parts: the seconds of each part of the step at an efficiency of 1, by field of `Machine`.
+        machine: the machine so far, by which the longer part is found.
     """
     if not machine.overlaps:
         return parts
@@ -275,7 +286,11 @@ def _columns(parts: dict[str, float], machine: Machine) -> dict[str, float]:
 def _with_factors(
     machine: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], options: dict[str, Any]
 ) -> Machine:
-    """Return `machine` with what it is off by in the median, for each number of rows."""
+    """Return `machine` with factors: by how much steps with each number of rows took longer than
+    predicted, in the median, for each kind of step.
+
+    Only numbers of rows with at least `LIKE` measured steps get a factor.
+    """
     cost = StepCost(sizes, machine, **options)
     off: dict[str, dict[int, list[float]]] = {}
     for step in steps:
@@ -294,10 +309,15 @@ def _with_factors(
 def replayed(
     cost: StepCost, steps: Sequence[MeasuredStep], *, overlap: bool
 ) -> list[tuple[MeasuredStep, float]]:
-    """Return each step of a batch with what was to be measured as its `device` by `cost`.
+    """Return each step of a batch with the seconds that `cost` predicts for its `device`.
 
-    That is from the end of the step before, and where it is short of work, of the host: steps are
-    scheduled, launched and taken in as in `engine.virtual`.
+    `MeasuredStep.device` also has the time in which a device that is short of work waits for the
+    host, so the batch is served in virtual time, as in `engine.virtual`.
+
+    Args:
+        cost: the cost model.
+        steps: the steps of one batch, in order.
+        overlap: True if a step is submitted while one runs.
     """
     now = free = ended = 0.0
     unfinished: deque[tuple[MeasuredStep, float, float, float]] = deque()
@@ -321,7 +341,8 @@ def replayed(
 
 
 def class_of(work: StepWork) -> str:
-    """Return the name of the row under which a table of errors counts a step."""
+    """Return the class under which the table of `by_class` counts a step: its kind, and a range of
+    its rows or tokens."""
     if not work.pairs:
         return "decode, " + _range(work.sequences, (2, 8, 16, 32, 64, 128, 192)) + " rows"
     kind = "prompts beside others" if work.tokens > work.sequences > 1 else "a prompt alone"
@@ -336,7 +357,11 @@ def _range(number: int, edges: Sequence[int]) -> str:
 
 
 def by_class(found: Sequence[tuple[MeasuredStep, float]]) -> list[dict[str, Any]]:
-    """Return a row for each class of steps: how many, how long, and how far off predictions are."""
+    """Return a row for each class of steps: how many, how long, and how far off predictions are.
+
+    Args:
+        found: pairs of a step and the predicted seconds of its `device`.
+    """
     classes: dict[str, list[tuple[float, float]]] = {}
     for step, seconds in found:
         classes.setdefault(class_of(step.work), []).append((step.device, seconds))

@@ -46,7 +46,8 @@ class Place:
         return self.replicas * self.tensor_parallel
 
     def as_row(self) -> dict[str, Any]:
-        """Return its columns."""
+        """Return the columns of this place in a row of results; routing is None for one
+        replica."""
         routing = self.routing if self.replicas > 1 else None
         return {
             "gpus": self.gpus,
@@ -62,10 +63,11 @@ class Place:
 
 
 def places_of(options: argparse.Namespace) -> list[Place]:
-    """Return every combination that the command line lists; one replica has no routing.
+    """Return every combination of tensor parallelism, replicas and routing that the command line
+    lists; one replica is listed once, whatever the routing.
 
     Raises:
-        ValueError: replicas are given twice, by --gpus as well, or GPUs are fewer than a replica's.
+        ValueError: both --replicas and --gpus are given, or GPUs are fewer than a replica's.
     """
     if options.replicas and options.gpus:
         raise ValueError(f"--replicas must not be given with --gpus, got {options.replicas}")
@@ -100,8 +102,8 @@ class Fleet:
     Args:
         new_engine: a function that makes one engine.
         replicas: the number of engines.
-        router: a new one.
-        capacity: tokens that a replica keeps.
+        router: a router that has no replicas yet.
+        capacity: tokens that the cache of a replica holds.
 
     Attributes:
         engines: the engines by number.
@@ -127,7 +129,12 @@ class Fleet:
             engine.tell = self._note
 
     def run(self, arrivals: Iterable[tuple[Arrival, Asked]]) -> None:
-        """Serve requests, in order of time, until all have ended."""
+        """Serve requests until all have ended.
+
+        Args:
+            arrivals: the requests in the order of their times, each with the properties by which it
+                is routed.
+        """
         for arrival, asked in arrivals:
             self._advance(arrival.seconds)
             self._hear(arrival.seconds)
@@ -170,7 +177,8 @@ class Fleet:
                     heapq.heappush(self._news, (now, next(self._order), what, event.request_id))
 
     def _hear(self, now: float) -> None:
-        """Tell the router what a gateway has seen by now."""
+        """Tell the router of all first tokens and ends of requests up to the time `now`, as a
+        gateway would."""
         while self._news and self._news[0][0] <= now:
             _, _, what, request_id = heapq.heappop(self._news)
             if what == _FIRST:

@@ -12,10 +12,15 @@ from tilewise.bench.problem import BLOCK
 
 
 def compiled(case: Case, *, needs_gradient: bool) -> Callable[..., Tensor]:
-    """Return flex_attention of q, k, v (B, N, H, D), compiled for exactly this case.
+    """Return a function of q, k, v (B, N, H, D) that computes o by flex_attention, compiled for
+    exactly this case.
 
-    The first call compiles. A later case throws away what an earlier one compiled, as torch keeps
-    only few shapes of one function.
+    The first call of the function compiles. A later case throws away what an earlier one compiled,
+    as torch keeps only few shapes of one function.
+
+    Args:
+        case: the case, with the rule that becomes a block mask.
+        needs_gradient: False detaches q, k and v.
     """
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -40,7 +45,7 @@ def compiled(case: Case, *, needs_gradient: bool) -> Callable[..., Tensor]:
 
 
 def _rule(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
-    """The problem's rule as a mask_mod, None when everything is visible."""
+    """Return the problem's rule as a mask_mod of FlexAttention, None when everything is visible."""
     problem = case.problem
     if problem.density:
         layout = problem.layout().to(case.device)

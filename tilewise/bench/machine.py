@@ -111,7 +111,8 @@ WORN_STEPS, WORN_SEQUENCES, WORN_BLOCKS = 4000, 24, 32
 
 
 def measure_peaks(device: str) -> dict[str, Any]:
-    """Return the fields of Machine that are measured without a model."""
+    """Return the fields of Machine that are measured without a model: name, FLOP/s by dtype,
+    bandwidths and memory; on a GPU also the link to main memory and the times of launches."""
     ceilings = measure_ceilings(device)
     flops = {"float32": product_flops(1024, device, torch.float32)}
     size = 8192 if device == "cuda" else 2048
@@ -133,14 +134,16 @@ def measure_peaks(device: str) -> dict[str, Any]:
 
 
 def few_pairs_of(runner: Runner, sizes: Sizes) -> int:
-    """Return the pairs up to which prompts of a step attend row by row; see Machine."""
+    """Return the number of (query, key) pairs up to which the prompts of a step attend row by row,
+    `Machine.few_pairs`; 0 for a runner other than the compiled one of a CPU."""
     if not isinstance(runner, CompiledRunner):
         return 0
     return MOST_WORK_BY_ROWS // (2 * sizes.num_q_heads * sizes.head_dim)  # half of n x n are pairs
 
 
 def _measure_link() -> dict[str, float]:
-    """Return bytes/s between pinned main memory and a GPU, and the fixed seconds of a copy."""
+    """Return the fields link_bandwidth, bytes/s between pinned main memory and a GPU in the slower
+    direction, and link_s, the fixed seconds of a copy."""
     num_bytes = 256 << 20
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -151,7 +154,8 @@ def _measure_link() -> dict[str, float]:
 
 
 def _measure_launches() -> dict[str, float]:
-    """Return the host's time to launch a small kernel, and the device's for one of a graph."""
+    """Return the fields launch_s, the host's seconds to launch a small kernel, and kernel_s, the
+    device's seconds for such a kernel in a CUDA graph."""
     count = 256
     x = torch.zeros(256, device="cuda")
 
@@ -192,7 +196,7 @@ class Crowd(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots of the cache that hold them all at once."""
+        """Number of slots of the cache that hold all of its sequences at once."""
         return self.sequences * (self.prompt + self.new_tokens + 16)
 
 
@@ -213,7 +217,8 @@ class Room:
     budget: int = 2048
 
     def crowds(self, *, large: bool) -> list[Crowd]:
-        """Return the batches that fit; `large` are those of a GPU, too."""
+        """Return the batches to run, with prompts cut to `max_len`: all of `BATCHES`, or, if
+        `large`, for a GPU, the first of them and those of `LARGE_BATCHES` that fit."""
         found = [Crowd(*batch) for batch in BATCHES[: ON_A_GPU if large else None]]
         for batch in LARGE_BATCHES if large else ():
             crowd = Crowd(*batch)
@@ -235,14 +240,15 @@ def measure_steps(
 ) -> list[MeasuredStep]:
     """Run batches of many sizes and return their steps; on a CPU the medians of the repeats.
 
-    Batches take turns, so that a machine whose speed drifts is fair to all.
+    Batches take turns, so that a machine whose speed drifts is fair to all. On a GPU the steps of
+    `alone_steps` are added.
 
     Args:
-        runner: ready to run what `room` says.
+        runner: a runner that is made for `room`.
         sizes: the sizes of its model.
         overlap: True to submit a step while one runs, as the engine does with this runner on a GPU.
-        repeats: turns after one to warm up.
-        room: None is the least: `SEATS`, `SLOTS`.
+        repeats: number of turns that count, after one to warm up.
+        room: the sizes that the runner is made for; None is the least: `SEATS`, `SLOTS`.
         clock: the clock, in seconds.
     """
     room, turns = room or Room(), []
@@ -264,7 +270,8 @@ def turn_of(
     turn: int,
     clock: Callable[[], float],
 ) -> list[list[MeasuredStep]]:
-    """Run each batch once and return its steps; on a GPU with prompts of this turn's lengths."""
+    """Run each batch once and return the steps of each; with `overlap`, on a GPU, prompts have
+    random lengths of this `turn`."""
     crowds = room.crowds(large=overlap)
     seed = turn if overlap else None
     return [_run_batch(runner, sizes, crowd, room, overlap, clock, seed) for crowd in crowds]
@@ -273,7 +280,7 @@ def turn_of(
 def one_turn(
     runner: Runner, sizes: Sizes, *, overlap: bool, max_len: int, clock: Callable[[], float]
 ) -> list[list[MeasuredStep]]:
-    """Run each of BATCHES once and return its steps."""
+    """Run each of BATCHES once, with prompts of full length, and return the steps of each."""
     room = Room(max_len=max_len)
     crowds = room.crowds(large=False)
     return [_run_batch(runner, sizes, crowd, room, overlap, clock, None) for crowd in crowds]
@@ -282,14 +289,23 @@ def one_turn(
 def together(
     turns: Sequence[Sequence[Sequence[MeasuredStep]]], *, overlap: bool
 ) -> list[MeasuredStep]:
-    """Return the steps of all turns: the medians, but on a GPU, whose turns differ, all of them."""
+    """Return the steps of all turns in one list: the medians of the turns, or with `overlap`, on a
+    GPU, where the turns' prompts differ, all steps.
+
+    Args:
+        turns: the steps of each batch of each turn.
+    """
     if not overlap:
         return medians(turns)
     return [step for turn in turns for batch in turn for step in batch]
 
 
 def medians(turns: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredStep]:
-    """Return each step of each batch with the medians of the turns."""
+    """Return each step of each batch once, with the medians of its seconds over the turns.
+
+    Args:
+        turns: the steps of each batch of each turn, in which the same steps come in the same order.
+    """
     names = ("scheduling", "submitting", "device", "updating")
     return [
         MeasuredStep(
@@ -301,8 +317,8 @@ def medians(turns: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredS
 
 
 def alone_steps(runner: Runner, sizes: Sizes, *, room: Room, turn: int) -> list[MeasuredStep]:
-    """Return the times of steps of each batch on an otherwise idle GPU, see
-    `MeasuredStep.is_alone`."""
+    """Run each batch once more on a GPU, and return those of its steps that ran alone, with nothing
+    but their own time, see `MeasuredStep.is_alone`."""
     held = _Held(turn)
     for crowd in room.crowds(large=True):
         _run_batch(runner, sizes, crowd, room, True, time.perf_counter, turn, held)
@@ -310,7 +326,8 @@ def alone_steps(runner: Runner, sizes: Sizes, *, room: Room, turn: int) -> list[
 
 
 class _Held:
-    """Submits steps while the GPU waits, so that they run without waiting for the host.
+    """Submit some steps while the GPU is kept waiting, so that they run without waiting for the
+    host, and measure them.
 
     Args:
         seed: the seed that chooses the measured steps.
@@ -329,7 +346,8 @@ class _Held:
         self._cycles_a_second = cycles / self._seconds()
 
     def submit(self, runner: Runner, batch: Batch) -> tuple[StepHandle, bool]:
-        """Submit a step, and return whether the GPU waited until it was."""
+        """Submit a step; return its handle, and whether it was chosen to be measured and the GPU
+        did wait until it had been submitted whole."""
         # The events are those of one step until it has been waited for.
         is_drawn = self._rng.random() < HELD_SHARE[batch.decodes]
         self._was_last = is_drawn and not self._was_last
@@ -343,7 +361,8 @@ class _Held:
         return handle, was_held
 
     def note(self, work: StepWork) -> None:
-        """Record the work and the seconds of the last step; wait for its end."""
+        """Wait for the end of the step that was measured last, and append it, with its work and
+        seconds, to `steps`."""
         self._end.synchronize()
         self.steps.append(MeasuredStep(work, 0.0, 0.0, self._seconds(), 0.0, is_alone=True))
 
@@ -361,11 +380,12 @@ def _run_batch(
     seed: int | None,
     held: _Held | None = None,
 ) -> list[MeasuredStep]:
-    """Run a batch to its end and return its steps.
+    """Run a batch of requests through a new scheduler to its end, and return its steps.
 
     Args:
         seed: the seed of the lengths of prompts; None makes all prompts the longest.
-        held: measures the device alone in some of the steps.
+        held: the object that measures the device alone in some of the steps; None measures none
+            so.
     """
     runner.reset()
     scheduler = Scheduler(
@@ -487,7 +507,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print how near the fitted profile comes to the steps; a program gets it in the last line."""
+    """Measure this machine and fit its profile; print how near its predictions come to the measured
+    steps, and for a program the document with the profile as the last line. Returns 0."""
     options = _parser().parse_args(argv)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.threads:

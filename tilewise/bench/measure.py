@@ -26,7 +26,10 @@ NO_TIME = "not measured, the time was up"
 
 
 def measure(problem: Problem, device: str, ceilings: Ceilings, budget: Budget) -> list[Row]:
-    """Measure every peer of a problem; rows in the order of peers and ops."""
+    """Measure every peer of a problem; return a row for each peer and op, in this order.
+
+    A failure becomes the "error" of its rows. The measurements count as done in the budget.
+    """
     rows: list[Row] = []
     try:
         _raise_if_spent(budget)
@@ -109,7 +112,12 @@ def _free_bytes() -> int | None:
 
 
 def _reason(error: Exception, said: Sequence[str]) -> str:
-    """Put a failure into one line."""
+    """Return the text of a failure for a row, in one line.
+
+    Args:
+        error: the exception that was raised.
+        said: the warnings of torch meanwhile, which say why a backend refuses.
+    """
     text = " ".join(str(error).split())
     if isinstance(error, WrongResult | TimeoutError):
         return text
@@ -126,7 +134,8 @@ def _reason(error: Exception, said: Sequence[str]) -> str:
 
 
 def compare_peers(rows: Sequence[Row]) -> None:
-    """Add how many times as fast as the best peer of the same call and op each row is."""
+    """Add "x best peer" to each row that was measured: how many times as fast it is as the fastest
+    peer of the same call and op."""
     calls: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if "ms" in row:
@@ -138,7 +147,8 @@ def compare_peers(rows: Sequence[Row]) -> None:
 
 
 def compare_features(rows: Sequence[Row]) -> None:
-    """Add how many times the time of our plain call in its table, N, D and op each row takes."""
+    """Add "x plain" to each row that was measured: its time over that of our plain call with the
+    same table, op, N, D and causality."""
     plain = {
         _place(row): row["ms"]
         for row in rows

@@ -28,7 +28,13 @@ _PEERS = ("tilewise", "sdpa_flash", "sdpa_cudnn")
 
 
 def plan(device: str, seqlens: Sequence[int] | None, passes: Sequence[str]) -> list[Problem]:
-    """List the dense calls: those passes, beside the fastest peers."""
+    """Return the problems of dense attention, beside the fastest peers; none without a pass.
+
+    Args:
+        device: "cpu" or "cuda".
+        seqlens: the lengths N; None takes the device's own.
+        passes: the passes to measure, of "forward" and "backward"; others are ignored.
+    """
     scale = SCALES[device]
     peers = tuple(peer for peer in _PEERS if peer in scale.peers)
     lengths = tuple(seqlens or _SEQLENS[device])

@@ -26,7 +26,11 @@ LONG = 0.5  # seconds: a CPU call that takes so long after its first one is time
 
 
 class Budget:
-    """The wall time that the remaining measurements share.
+    """The wall time that the remaining measurements of a run share.
+
+    Args:
+        seconds: the seconds of the run, from now on.
+        measurements: the number of measurements.
 
     Attributes:
         first_calls, first_seconds: the number of first calls, which do not count, and their
@@ -41,7 +45,8 @@ class Budget:
         self.first_calls, self.first_seconds = 0, 0.0
 
     def first(self, call: Callable[[], _Result]) -> _Result:
-        """Run a call for the first time and count it among those that are left out."""
+        """Run a call for the first time, count it and its seconds among the first calls, which are
+        never timed, and return its result."""
         start = time.perf_counter()
         result = call()
         self.first_calls += 1
@@ -59,11 +64,12 @@ class Budget:
         return time.monotonic() >= self._end
 
     def finish(self, measurements: int) -> None:
-        """Count measurements that are done with, measured or not."""
+        """Count this many measurements as done, measured or not."""
         self._left -= measurements
 
     def share(self) -> float:
-        """Seconds of timing for one measurement; checks and compilations take the rest."""
+        """Return the seconds of timing for the next measurement, 0.02 to 0.5: 30 % of its equal
+        share of the time that is left, as checks and compilations take the rest."""
         share = 0.3 * (self._end - time.monotonic()) / max(self._left, 1)
         return min(max(share, 0.02), 0.5)
 
@@ -73,7 +79,12 @@ class WrongResult(Exception):
 
 
 def numbers_of(case: Case, truth: Truth, run: Run, budget: Budget) -> Iterator[tuple[str, Numbers]]:
-    """Yield (op, numbers) for the ops of the problem; raise where one is wrong or refused."""
+    """Yield (op, numbers) for each op of the problem, checked against the truth and timed.
+
+    Raises:
+        WrongResult: the result of an op differs from the truth.
+        Exception: the peer's own, where it cannot run an op.
+    """
     ops, device = case.problem.ops, case.device.type
     for op in second_order.OPS:
         if op in ops:
@@ -134,7 +145,7 @@ def _gradients(
 
 
 def compile_passes(case: Case, run: Run) -> None:
-    """Run once whatever `numbers_of` would compile, and check nothing."""
+    """Run each pass that `numbers_of` would compile once, so that it is compiled; check nothing."""
     for op in second_order.OPS:
         if op in case.problem.ops:
             second_order.call_of(op, case, run)
@@ -148,7 +159,11 @@ def _raise(wrong: str | None) -> None:
 
 
 def _timed(call: Callable[[], object], device: str, budget: Budget) -> Numbers:
-    """Time a call that has run before, and take its memory."""
+    """Return the time and the peak memory of a call that has run before: ms, spread, repeats and
+    peak_MB.
+
+    On a CPU a call of `LONG` seconds or more is timed once.
+    """
     share = budget.share()
     start = time.perf_counter()
     peak = peak_memory(call, device)

@@ -36,7 +36,7 @@ Function = Callable[[Tensor, Tensor, Tensor], Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A peer's call, and how to read its tensors.
+    """A peer's way to compute a case, and how its tensors are compared.
 
     Attributes:
         function: a function that computes o, or o and lse, from q, k, v.
@@ -46,7 +46,7 @@ class Run:
         checked: a function that cuts the compared sequence (N, H, D) out of o, do or a gradient of
             q, k, v.
         has_own_dropout: True if it drops elements that the others cannot know.
-        no_backward: why it has no gradient, None when it has one.
+        no_backward: the reason why it has no gradient, None when it has one.
         is_8_bit: True if the peer rounds its inputs to e4m3, so that its results are off by that.
     """
 
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The leaves that every call has."""
+        """The leaves q, k and v, which every call has."""
         return self.leaves["q"], self.leaves["k"], self.leaves["v"]
 
     def forward(self) -> Any:
@@ -102,13 +102,20 @@ def _tilewise(case: Case, backend: str | None = None) -> Run:
 
 
 def _tilewise_mask(case: Case) -> Run:
-    """Ours with the whole rule in a BlockMask, nothing native."""
+    """Return our run with the whole rule of the problem in a BlockMask, nothing native."""
     mask = block_mask(case.problem, case.device)
     return _run(case, lambda q, k, v: ops.attention(q, k, v, mask=mask, **case.options))
 
 
 def _fp8(case: Case, *, per_token: bool = False) -> Run:
-    """Ours in 8 bits, the whole op: 16-bit tensors are quantised in each call."""
+    """Return our run in 8 bits, the whole op: 16-bit tensors are quantised in each call.
+
+    Args:
+        per_token: True for a scale of each token, False for one of each head.
+
+    Raises:
+        UnsupportedError: the case has a rule or a feature beside causality.
+    """
     _plain(case)
     is_causal = case.problem.causal
 
@@ -120,7 +127,11 @@ def _fp8(case: Case, *, per_token: bool = False) -> Run:
 
 
 def _fp8_kernel(case: Case, *, per_token: bool = False) -> Run:
-    """Ours in 8 bits, the kernel alone: tensors are quantised and laid out before."""
+    """Return our run in 8 bits, the kernel alone: tensors are quantised and laid out before.
+
+    Raises:
+        UnsupportedError: there is no GPU with this kernel, or as of `_fp8`.
+    """
     _plain(case)
     if case.device.type != "cuda":
         raise UnsupportedError(f"this peer must have a GPU, got {case.device.type}")
@@ -164,7 +175,8 @@ def _sdpa(backend: SDPBackend, case: Case) -> Run:
 
 
 def _sdpa_padded(case: Case) -> Run:
-    """SDPA over sequences padded at their end, where a causal mask hides the padding."""
+    """Return the run of SDPA over sequences padded at their end, where a causal mask hides the
+    padding; only for packed causal batches."""
     problem = case.problem
     if not problem.lengths or not problem.causal:
         raise UnsupportedError("this peer must have a packed causal batch")
@@ -201,7 +213,7 @@ def _varlen_attn(case: Case) -> Run:
 
 
 def _fa3(case: Case) -> Run:
-    """FlashAttention-3, where its `flash_attn_interface` is installed."""
+    """Return the run of FlashAttention-3, where its `flash_attn_interface` is installed."""
     problem, cu_seqlens = case.problem, case.cu_seqlens
     if case.options or problem.density:
         raise UnsupportedError("this peer must have no feature beside causality and a window")
@@ -225,7 +237,7 @@ def _fa3(case: Case) -> Run:
 
 
 def _fa4(case: Case) -> Run:
-    """FlashAttention-4, where its `flash_attn.cute` is installed."""
+    """Return the run of FlashAttention-4, where its `flash_attn.cute` is installed."""
     problem, cu_seqlens = case.problem, case.cu_seqlens
     asked = {name: value for name, value in case.options.items() if name != "deterministic"}
     if asked or problem.density:
@@ -252,12 +264,13 @@ def _fa4(case: Case) -> Run:
 
 
 def _first_of(result: Any) -> Any:
-    """o alone; some builds return lse too."""
+    """Return o of a call's result, which in some builds of FlashAttention is (o, lse)."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def _standard(case: Case) -> Run:
-    """softmax(Q K^T) V as one writes it, in the dtype of the inputs."""
+    """Return the run of standard attention, softmax(Q K^T) V in torch, in the dtype of the
+    inputs."""
     _plain(case)
     problem = case.problem
     n, scale = problem.seqlen, problem.head_dim**-0.5
@@ -309,7 +322,7 @@ OPTIONAL = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 
 
 def is_installed(peer: str) -> bool:
-    """Whether an optional peer can be imported; every other one can."""
+    """Return whether a peer's package can be imported; True for peers that need none."""
     if peer not in OPTIONAL:
         return True
     try:

@@ -23,7 +23,9 @@ class Problem:
 
     Attributes:
         table: the table of the report that the rows belong to.
+        batch: number of sequences.
         seqlen: N, tokens of a sequence; of the longest one in a packed batch.
+        num_q_heads, num_kv_heads: numbers of heads of q, and of k and v.
         head_dim, v_head_dim: D of q and k, Dv of v and o.
         peers: names of `peers.PEERS`, ours first.
         causal, window_left: the rule; a window_left of w shows keys i - w ... i.
@@ -51,7 +53,7 @@ class Problem:
 
     @property
     def label(self) -> str:
-        """One line that tells it from the others."""
+        """A short text that names the problem among those of a run, for progress."""
         wide = "" if self.head_dim == self.v_head_dim else f"/{self.v_head_dim}"
         rule = "causal" if self.causal else "full"
         parts = [self.table, f"N {self.seqlen}", f"D {self.head_dim}{wide}", rule]
@@ -60,13 +62,15 @@ class Problem:
         return " ".join(parts)
 
     def layout(self) -> Tensor:
-        """The random block layout, bool (blocks, blocks), the same in every process."""
+        """Return the random block layout, bool (blocks, blocks), True for visible blocks; the same
+        in every process."""
         blocks = -(-self.seqlen // BLOCK)
         generator = torch.Generator().manual_seed(self.seqlen)
         return torch.rand(blocks, blocks, generator=generator) < self.density
 
     def visible_entries(self) -> float:
-        """Entries (i, j) that count, of one head, over all sequences."""
+        """Return the number of (query, key) entries of one head, over all sequences, that count for
+        FLOPs: the visible ones, of a causal square half of all."""
         n = self.seqlen
         if self.lengths:
             return sum(length**2 for length in self.lengths) * (0.5 if self.causal else 1.0)
@@ -78,7 +82,8 @@ class Problem:
         return self.batch * n * n * (0.5 if self.causal else 1.0)
 
     def flops(self, op: str) -> float | None:
-        """FLOPs of one call of `op` by the papers' count; None for an op that they do not count."""
+        """Return the FLOPs of one call of `op` by the papers' count; None for an op that they do
+        not count."""
         d, dv = self.head_dim, self.v_head_dim
         products = {  # channels that each visible entry is multiplied with
             "forward": d + dv,
@@ -90,7 +95,7 @@ class Problem:
         return 2.0 * self.visible_entries() * self.num_q_heads * products[op]
 
     def columns(self) -> dict[str, Any]:
-        """The columns that identify the problem in a row of the report."""
+        """Return the columns that identify the problem in a row of the report, by name."""
         columns: dict[str, Any] = {"table": self.table, "B": self.batch, "H": self.num_q_heads}
         columns |= {"Hk": self.num_kv_heads, "N": self.seqlen}
         columns |= {"D": self.head_dim, "Dv": self.v_head_dim, "causal": self.causal}

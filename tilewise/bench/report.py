@@ -11,7 +11,11 @@ from typing import Any
 
 
 def positive(text: str) -> int:
-    """Read an option that counts something: an integer of at least 1."""
+    """Return the integer of at least 1 that a command line's option has, for `argparse`'s `type`.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no such integer.
+    """
     try:
         count = int(text)
     except ValueError:
@@ -22,7 +26,8 @@ def positive(text: str) -> int:
 
 
 def format_table(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> str:
-    """Lay out `columns` of `rows` as aligned text; a missing value is a dash."""
+    """Return `columns` of `rows` as a table of aligned text with a header; a missing value is a
+    dash, and floats have three digits."""
     cells = [columns] + [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     lines = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
@@ -39,13 +44,14 @@ def _cell(value: Any) -> str:
 
 
 def say(line: str) -> None:
-    """Tell of progress on standard error, a terminal or not."""
+    """Print a line of progress to standard error, whether that is a terminal or not."""
     if sys.stderr is not None:  # as it is for a process without it
         print(line, file=sys.stderr, flush=True)
 
 
 def write(document: dict[str, Any], json_path: str) -> None:
-    """Write `document` to a file; a reader finds the old one or the new one, whole."""
+    """Write `document` as JSON to a file; meanwhile a reader finds the old file or the new one,
+    whole."""
     path = Path(json_path)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(document, indent=1) + "\n")

@@ -12,7 +12,8 @@ from tilewise.bench.timing import time_call
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured limits: FLOP/s of a large matrix product, bytes/s of a large read and copy."""
+    """Measured limits of a device: FLOP/s of a large matrix product, bytes/s of a large read and of
+    a large copy, which counts what is read and what is written."""
 
     device: str
     name: str
@@ -22,7 +23,7 @@ class Ceilings:
     copy_bytes: float
 
     def as_dict(self) -> dict[str, object]:
-        """The fields by name, for JSON."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -33,7 +34,7 @@ class Ceilings:
 
 
 def device_name(device: str) -> str:
-    """The product name of the processor or GPU."""
+    """Return the product name of the GPU, or of the processor with torch's number of threads."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:
@@ -45,7 +46,8 @@ def device_name(device: str) -> str:
 
 
 def measure_ceilings(device: str, dtype: torch.dtype = torch.bfloat16) -> Ceilings:
-    """Measure a matrix product in `dtype` and streaming memory on "cpu" or "cuda".
+    """Measure a matrix product in `dtype` and streaming memory on "cpu" or "cuda"; return the
+    limits.
 
     A CPU without units for `dtype`, where torch may be a thousand times slower in it, is measured
     in float32, to which kernels widen there.
@@ -64,13 +66,13 @@ def measure_ceilings(device: str, dtype: torch.dtype = torch.bfloat16) -> Ceilin
 
 
 def product_flops(n: int, device: str, dtype: torch.dtype) -> float:
-    """Measure FLOP/s of a product of two square matrices of n."""
+    """Return the measured FLOP/s of a product of two n x n matrices in `dtype`."""
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2 * n**3 / time_call(lambda: a @ b, device).median
 
 
 def _fastest_read(x: torch.Tensor, device: str) -> float:
-    """Seconds of the fastest of a few ways to touch every byte once."""
+    """Return the seconds of the fastest of a few ways to read every byte of `x` once."""
     rows = x.view(1024, -1)
     ways = (lambda: x.sum(), lambda: x.amax(), lambda: rows.sum(1), lambda: torch.dot(x, x))
     return min(time_call(way, device, budget=0.3).median for way in ways)

@@ -19,12 +19,13 @@ LIMIT = 0.05  # two derivatives of bfloat16 products
 
 
 def call_of(op: str, case: Case, run: Run) -> tuple[Callable[[], object], str | None]:
-    """Return the call to time, and how a first run of it differs from the truth."""
+    """Return the call of `op`, "jvp" or "double backward", to time, and a text that says how the
+    result of a first run differs from the truth; None if it does not."""
     return _jvp(case, run) if op == "jvp" else _double_backward(case, run)
 
 
 def _directions(run: Run) -> list[Tensor]:
-    """A fixed direction for each of q, k, v."""
+    """Return a fixed random tensor like each of q, k and v: the directions of derivatives."""
     generator = torch.Generator(run.do.device).manual_seed(1)
     return [
         torch.randn(leaf.shape, generator=generator, device=leaf.device).to(leaf.dtype)
@@ -33,7 +34,8 @@ def _directions(run: Run) -> list[Tensor]:
 
 
 def _doubles(run: Run, tensors: list[Tensor], rows: Tensor) -> list[Tensor]:
-    """The compared sequence of three tensors like q, k, v in float64; of the first some rows."""
+    """Return the compared sequence of three tensors like q, k, v in float64; of the first only
+    `rows`."""
     q, k, v = (run.checked(t.detach()).double() for t in tensors)
     return [q[rows], k, v]
 

@@ -87,7 +87,7 @@ def _asked(options: argparse.Namespace) -> list[Asked]:
 
 
 def _sooner(one: Asked, seconds: float) -> Asked:
-    """Count from the first request that fits."""
+    """Return a request that is sent `seconds` seconds sooner."""
     assert one.seconds is not None
     return Asked(one.body, one.seconds - seconds)
 
@@ -97,7 +97,12 @@ def _at_once(one: Asked) -> Asked:
 
 
 def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
-    """Ask a route of the server that is no stream."""
+    """Return the parsed JSON of a route of the server that is no stream, called with POST if there
+    is a body.
+
+    Raises:
+        ValueError: there is no server, or it lacks the route or refuses the key.
+    """
     headers = {"Content-Type": "application/json"}
     if options.api_key[0]:
         headers["Authorization"] = f"Bearer {options.api_key[0]}"
@@ -117,9 +122,9 @@ def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
 
 
 def _events(options: argparse.Namespace, since: int) -> tuple[list[dict[str, Any]], int] | None:
-    """Return the events of a server's trace from a number on, and the next number.
+    """Return the events of a server's trace from number `since` on, and the next event's number.
 
-    None is of a server that has no trace, or shows it to others only.
+    Returns None if the server has no trace, or does not show it to this key.
     """
     events: list[dict[str, Any]] = []
     while True:
@@ -134,7 +139,7 @@ def _events(options: argparse.Namespace, since: int) -> tuple[list[dict[str, Any
 
 
 def _named(asked: Sequence[Asked]) -> list[Asked]:
-    """Give requests names, by which a trace has them."""
+    """Return the requests with a request_id each, by which the server's trace names them."""
     run = f"{time.time_ns():x}"
     return [
         replace(one, body={**one.body, "request_id": f"bench-{run}-{number}"})
@@ -143,7 +148,7 @@ def _named(asked: Sequence[Asked]) -> list[Asked]:
 
 
 async def _idle(options: argparse.Namespace) -> list[Alone]:
-    """Ask the server before it has anything else to do."""
+    """Send probes to the server before the load, and return what they took, see `probe`."""
 
     def one(body: dict[str, Any], begun: float, times: list[float]) -> Awaitable[Answer]:
         return ask(options.url, body, options.api_key[0], begun, times=times)
@@ -240,7 +245,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
+    """Run the command: send the load, and print what the requests saw.
+
+    Returns the exit status: 0, 1 if a request failed, 2 for a wrong option.
+    """
     options = _parser().parse_args(argv)
     try:
         return _run(options)

@@ -100,10 +100,10 @@ MODELS: dict[str, Sizes] = {name: read_sizes(config) for name, config in SHAPES.
 
 
 def model_sizes(name: str) -> Sizes:
-    """Return the sizes of a named model, or of a checkpoint directory.
+    """Return the sizes of a model: one of `MODELS`, "story", or a checkpoint directory.
 
     Raises:
-        ValueError: the name is unknown and no directory.
+        ValueError: `name` is none of these.
     """
     if name in MODELS:
         return MODELS[name]
@@ -129,7 +129,7 @@ class Setting:
         budget: tokens of a step.
         max_len: tokens of a sequence; None is the model's.
         overlap: True to submit a step while one runs; None takes the profile's.
-        scheduler_options: keywords of Scheduler, before all of the above.
+        scheduler_options: keywords of Scheduler, which count before the fields above.
         tensor_parallel: machines that hold a shard of the model each.
         num_checkpoints: checkpoints of states that are kept, in a model whose layers keep states;
             None is one for each sequence that runs and one for every `checkpoint_tokens`.
@@ -152,7 +152,8 @@ class Setting:
 
     @property
     def states(self) -> StateLimits | None:
-        """The sizes of states; None for a model without."""
+        """The number of checkpoints of states and the tokens between two; None for a model whose
+        layers keep none."""
         if self.sizes.states is None:
             return None
         count = self.num_checkpoints
@@ -162,7 +163,8 @@ class Setting:
 
     @property
     def slots(self) -> int:
-        """Tokens that the cache holds.
+        """The number of tokens that the cache holds: `num_slots`, or as many as the memory of a
+        machine holds beside the weights, temporaries and states.
 
         Raises:
             ValueError: the weights leave no memory.
@@ -191,7 +193,7 @@ class Setting:
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most."""
+        """The largest number of tokens of a sequence."""
         return self.max_len or self.sizes.max_len
 
 
@@ -229,11 +231,14 @@ def serve(
     n: int | None = None,
     ids_of: Callable[[TraceRequest, int], list[int]] = prompt_ids,
 ) -> VirtualEngine:
-    """Serve a trace in virtual time and return the engine with what it noted.
+    """Serve a trace in virtual time and return the engine, with the timings of its requests and
+    steps.
 
     Args:
-        allocator: one of ALLOCATORS.
-        n, ids_of: see arrivals_of.
+        requests: the requests of the trace.
+        setting: the model, the machine and the options.
+        allocator: the name of a way to allocate the cache, one of ALLOCATORS.
+        n, ids_of: as of `arrivals_of`.
 
     Raises:
         ValueError: the allocator is unknown, or the setting does not fit.
@@ -245,7 +250,11 @@ def serve(
 
 
 def new_engine(setting: Setting, allocator: str = "prefix") -> VirtualEngine:
-    """Return an engine that has served nothing; see `serve`."""
+    """Return a virtual engine that has served nothing.
+
+    Raises:
+        ValueError: the allocator is unknown or not for this model, or the setting does not fit.
+    """
     if allocator not in ALLOCATORS:
         raise ValueError(f"allocator must be one of {', '.join(ALLOCATORS)}, got {allocator!r}")
     is_paged = allocator not in POLICIES
@@ -334,7 +343,8 @@ def report_fleet(fleet: Fleet) -> dict[str, Any]:
 
 
 def _tell(scheduler: Scheduler, engine: VirtualEngine, cost: StepCost, setting: Setting) -> None:
-    """Tell a scheduler that asks for them the time, and the rates that it weighs swapping by."""
+    """Give a scheduler with a clock the engine's virtual time, and one that weighs swapping the
+    rates of the machine: prompt tokens a second, and blocks a second over the link."""
     if hasattr(scheduler, "clock"):
         scheduler.clock = lambda: engine.now
     rates = getattr(getattr(scheduler, "preemption", None), "rates", None)
@@ -417,14 +427,15 @@ def _times(a: float, b: float) -> float:
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:
-    """Return the nearest-rank percentile of sorted values."""
+    """Return the nearest-rank percentile of sorted values; 0 if there are none."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
 
 
 def sweep(
     requests: Sequence[TraceRequest], setting: Setting, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each combination of what the command line lists."""
+    """Serve the requests once for each combination of the values that the command line lists, and
+    yield a row of results for each; progress goes to standard error."""
     choices = _choices(options.scheduler)
     for prefix, n, block_size, budget, chosen, allocator, place, rate in itertools.product(
         options.prefix,
@@ -486,7 +497,12 @@ def _enough(
 
 
 def _choices(pairs: Sequence[str]) -> list[dict[str, Any]]:
-    """Return every combination of scheduler options given as KEY=VALUE,VALUE."""
+    """Return every combination of the scheduler options in texts KEY=VALUE,VALUE, as keyword
+    arguments of Scheduler.
+
+    Raises:
+        ValueError: a text has another form, or its key is no keyword of Scheduler.
+    """
     known = inspect.signature(Scheduler.__init__).parameters
     lists = []
     for pair in pairs:
@@ -589,7 +605,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a row for each combination; for a program the last line is the document as JSON."""
+    """Run `tilewise simulate`: print a row for each combination, and for a program the document as
+    JSON in the last line. Returns 0."""
     options = _parser().parse_args(argv)
     profile = read_machine(options.machine) if options.machine else machine(options.gpu)
     setting = Setting(

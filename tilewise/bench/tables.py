@@ -122,7 +122,8 @@ def _problem(
 
 
 def dense(scale: Scale) -> list[Problem]:
-    """Time and memory over N, causal and not, beside every peer; the longest come last."""
+    """Return the problems of the dense table: D 64 and 128 over N, causal and not, beside every
+    peer of the scale; the longest come last."""
     problems = []
     for n in scale.seqlens:
         peers = tuple(p for p in scale.peers if p != "flex" or n in scale.flex_seqlens)
@@ -144,7 +145,8 @@ def _fewer_passes(whole: Problem) -> list[Problem]:
 
 
 def window(scale: Scale) -> list[Problem]:
-    """A causal window: native, as a block mask, and FlexAttention's."""
+    """Return the problems with a causal window: ours native and as a block mask, and
+    FlexAttention's."""
     peers = ("tilewise", "tilewise_mask", "flex")
     return [
         replace(_problem(scale, "window", n, d, peers, True), window_left=scale.window_left)
@@ -154,7 +156,8 @@ def window(scale: Scale) -> list[Problem]:
 
 
 def blocks(scale: Scale) -> list[Problem]:
-    """A random tenth of the 128 x 128 blocks, beside the dense call and FlexAttention."""
+    """Return the problems in which a random tenth of the 128 x 128 blocks is visible, ours and
+    FlexAttention's, each after our dense call."""
     problems = []
     for n in (scale.rule_seqlens[-1] // 2, scale.rule_seqlens[-1]):
         problems.append(_problem(scale, "blocks", n, 128, ("tilewise",), False))
@@ -164,7 +167,7 @@ def blocks(scale: Scale) -> list[Problem]:
 
 
 def varlen(scale: Scale) -> list[Problem]:
-    """A packed causal batch of random lengths."""
+    """Return one problem, in a list: a packed causal batch of sequences of random lengths."""
     shortest, longest, tokens = scale.varlen
     generator = torch.Generator().manual_seed(0)
     lengths: list[int] = []
@@ -193,7 +196,8 @@ def features(scale: Scale) -> list[Problem]:
 
 
 def head_dims(scale: Scale) -> list[Problem]:
-    """Every kind of head: small, odd, wide, and values narrower than keys (MLA)."""
+    """Return a causal problem for each kind of head: small, odd, wide, and values narrower than
+    keys (MLA)."""
     peers = tuple(p for p in scale.peers if p not in ("flex", "standard", "sdpa_math"))
     return [
         replace(_problem(scale, "head_dims", scale.feature_seqlen, d, peers, True), v_head_dim=dv)
@@ -202,14 +206,16 @@ def head_dims(scale: Scale) -> list[Problem]:
 
 
 def derivatives(scale: Scale) -> list[Problem]:
-    """Forward-mode and second derivatives of one causal sequence, beside SDPA's math."""
+    """Return the problems of forward-mode and second derivatives of one causal sequence, beside
+    SDPA's math."""
     peers = ("tilewise", "sdpa_math")
     one = _problem(scale, "derivatives", scale.feature_seqlen, 128, peers, True)
     return [replace(one, batch=1, ops=(op,)) for op in second_order.OPS]
 
 
 def published(scale: Scale) -> list[Problem]:
-    """Shapes that peers publish figures of, causal, one sequence.
+    """Return the problems with shapes that peers publish figures of, causal, one sequence; [] if
+    the scale has none.
 
     Groups of eight query heads at D 128 (Llama 3 70B) over N; the same at D 64 with a window
     (gpt-oss), and heads of 192 and 128 channels, twice as many (MLA's prefill), at the longest N
@@ -241,10 +247,8 @@ def published(scale: Scale) -> list[Problem]:
 
 
 def fp8(scale: Scale) -> list[Problem]:
-    """Forward passes in 8 bits: the kernel and the whole op, a scale a head and a scale a token.
-
-    Beside them stands ours in 16 bits.
-    """
+    """Return the problems of forward passes in 8 bits, beside ours in 16 bits: the kernel and the
+    whole op, with a scale for each head and for each token; [] if the scale has none."""
     if not scale.fp8_head_dims:
         return []
     kinds = ("fp8_kernel", "fp8", "fp8_tokens_kernel", "fp8_tokens")
@@ -258,7 +262,8 @@ def fp8(scale: Scale) -> list[Problem]:
 
 
 def with_peers(problems: list[Problem], names: Sequence[str]) -> list[Problem]:
-    """Add peers to all problems that have one already, but to derivatives and 8 bits."""
+    """Return the problems with further peers: each that has a peer beside ours gets those named,
+    except in the tables derivatives and fp8."""
     return [
         replace(each, peers=(*each.peers, *(name for name in names if name not in each.peers)))
         if len(each.peers) > 1 and each.table not in ("derivatives", "fp8")

@@ -23,7 +23,8 @@ _L2_BYTES = 256 << 20  # several times the largest L2 in use (H200: 60 MB)
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call: the median of `repeats` runs, with the fastest and slowest tenth."""
+    """Seconds of one call over `repeats` runs: the median, and in `low` and `high` the bounds of
+    the fastest and the slowest tenth."""
 
     median: float
     low: float
@@ -32,7 +33,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Width between the fastest and slowest tenth over the median."""
+        """The difference of `high` and `low`, as a share of the median."""
         return (self.high - self.low) / self.median
 
 
@@ -83,10 +84,11 @@ def _time_cuda(call: Callable[[], object], budget: float, fewest: int | None) ->
 def time_call(
     call: Callable[[], object], device: str, *, budget: float = 0.5, fewest: int | None = None
 ) -> Timing:
-    """Time `call` on "cpu" or "cuda" for about `budget` seconds.
+    """Return the timing of `call` on "cpu" or "cuda", repeated for about `budget` seconds.
 
     Args:
-        fewest: repeats at least, of a call that has run before; None warms it up and takes 5 or 10.
+        fewest: the least number of repeats of a call that has run before; None warms the call up
+            and repeats it at least 5 times on a CPU, 10 on a GPU.
     """
     if device == "cuda":
         return _time_cuda(call, budget, fewest)
@@ -100,12 +102,19 @@ def time_together(
     block_seconds: float = 3e-3,
     most: int = 24,
 ) -> dict[_Key, Timing]:
-    """Time CUDA calls in turn, in short blocks, so that all of them see the same clocks.
+    """Return the timings of CUDA calls, run in turn in short blocks, so that all of them see the
+    same clocks.
 
     A card that runs at its power limit changes its clocks within milliseconds, and calls that are
-    measured one after the other differ by several percent for that alone. Every call has run
-    before. The median of each block counts as one run; low and high are the quarters of them. What
-    the host needs to launch a call is hidden behind the call before it.
+    measured one after the other differ by several percent for that alone. Every call must have run
+    before. The median of each block counts as one run; low and high are the quartiles of these. The
+    host's time to launch a block is hidden behind a wait of the GPU.
+
+    Args:
+        calls: the calls, by the names under which their timings are returned.
+        rounds: number of blocks of each call.
+        block_seconds: seconds that a block takes, about.
+        most: the largest number of repeats in a block.
     """
     flush = torch.empty(_L2_BYTES, dtype=torch.int8, device="cuda")
 
@@ -150,7 +159,8 @@ def time_together(
 
 
 def time_graph(call: Callable[[], object], *, budget: float = 0.3) -> Timing:
-    """Time `call` replayed from a CUDA graph: the device's time without the host's launches."""
+    """Return the timing of `call` replayed from a CUDA graph: the device's time without the host's
+    launches."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -160,7 +170,8 @@ def time_graph(call: Callable[[], object], *, budget: float = 0.3) -> Timing:
 
 
 def peak_memory(call: Callable[[], object], device: str) -> int:
-    """Return the bytes that `call` needs at its peak beyond what was allocated before it."""
+    """Run `call` once, and return the bytes that it needs at its peak beyond what was allocated
+    before it: of GPU memory, or on Linux of the process's resident memory."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

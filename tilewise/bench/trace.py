@@ -51,7 +51,7 @@ class TraceRequest:
         n: samples of the prompt, each of `output` tokens.
         shared: (id, tokens) of the runs that the prompt begins with: prompts that begin with equal
             runs share them. What follows is the request's own.
-        token_ids: the prompt itself, where the trace has it.
+        token_ids: the prompt itself, where the trace has it; () otherwise.
         user, salt, priority: as in `engine.request.Request`.
     """
 
@@ -67,7 +67,8 @@ class TraceRequest:
 
 
 def read_trace(path: str) -> list[TraceRequest]:
-    """Read a trace in the order of arrival.
+    """Return the requests of a trace in the order of arrival, without those that have no token in
+    or out; the first arrives at 0.
 
     Args:
         path: the path of a file in one of the three formats.
@@ -209,7 +210,7 @@ def _prefix(prefix: Any, prompt: int) -> tuple[tuple[int, int], ...]:
 
 
 def _id_of(name: str) -> int:
-    """Return the id of a name, the same in every process."""
+    """Return the id, of 24 bits, of a shared prefix by its name, the same in every process."""
     return int.from_bytes(random.Random(name).randbytes(3), "little")
 
 

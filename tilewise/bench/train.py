@@ -67,9 +67,11 @@ _TINY = ([128], 1024)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the configurations that the options select, one row of the table each.
+    """Run the command: measure the rows that the options select, print the table and write the
+    document.
 
-    Returns 0, or 1 if a row failed; being out of memory is a result, not a failure.
+    Returns the exit status: 0, or 1 if a row failed; being out of memory is a result, not a
+    failure.
     """
     options = _parse(argv)
     groups = _groups(options)
@@ -95,7 +97,11 @@ _OOM = "out of memory"
 
 
 def _groups(options: argparse.Namespace) -> list[list[Json]]:
-    """List the rows that the options ask for, with those in one list that prepare side by side."""
+    """Return the rows to measure that the options ask for, in groups that prepare side by side.
+
+    Raises:
+        ValueError: a name of --rows is wrong.
+    """
     if options.rows:
         return [[_row(name, options) for name in group.split(",")] for group in options.rows]
     rows = [
@@ -111,7 +117,7 @@ def _groups(options: argparse.Namespace) -> list[list[Json]]:
 
 
 def _row(name: str, options: argparse.Namespace) -> Json:
-    """Return the row SHAPE/WAY/N.
+    """Return the row to measure that is named SHAPE/WAY/N: its shape, way, N and B.
 
     Raises:
         ValueError: the name has another form, or its shape or way is unknown.
@@ -125,13 +131,17 @@ def _row(name: str, options: argparse.Namespace) -> Json:
 
 
 class _Texts:
-    """The text of each kind of model, tokenised when it is first asked for."""
+    """The training text, tokenised for each kind of model when it is first asked for.
+
+    `text` is the folder of text files, or None to draw random tokens; `folder` keeps the tokens.
+    """
 
     def __init__(self, text: Path | None, folder: Path) -> None:
         self.text, self.folder = text, folder
 
     def folder_for(self, row: Json) -> str | None:
-        """Return a prepared folder, None where tokens are drawn."""
+        """Return the folder with the text's tokens for a row's model, prepared if it is not there;
+        None where random tokens are drawn."""
         if self.text is None:
             return None
         is_masked = row["shape"] in BERT_SHAPES
@@ -147,7 +157,8 @@ class _Texts:
 
 
 class _Worker:
-    """The process of a row: it loads libraries; told to, it prepares, says so, times its steps."""
+    """The process that measures one row: it loads libraries, after `go` it makes its first steps,
+    and after another line it times its steps and ends."""
 
     def __init__(self, row: Json, options: argparse.Namespace, texts: _Texts) -> None:
         spec = row | {
@@ -172,8 +183,8 @@ class _Worker:
         )
 
     def go(self) -> None:
-        """Tell the worker's process to go on; if the process has ended, its next line shows
-        that."""
+        """Send the process the line on which it goes on; if it has ended, the next read of its
+        output shows that."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(b"go\n")
@@ -204,7 +215,7 @@ class _Worker:
         return self.row | self.result
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, whatever it does, and close its pipes."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -212,7 +223,8 @@ class _Worker:
             pipe.close()
 
     def _line(self, limit: float) -> str | None:
-        """Return the next line; None, and an error as the result, where there comes none."""
+        """Return the next line that the process writes; None if none comes within `limit` seconds
+        or the process ends: `result` then has an error."""
         assert self._process.stdout is not None
         end = time.perf_counter() + limit
         while b"\n" not in self._said:
@@ -235,8 +247,9 @@ def _measure(
 ) -> Iterator[Json]:
     """Measure groups in turn; yield each row when it is measured, none that begins after `end`.
 
-    Rows of a group prepare side by side and are timed one after the other. Beside a GPU those of
-    the next group load their libraries meanwhile.
+    Rows of a group prepare side by side and are timed one after the other. With a GPU the processes
+    of the next group load their libraries meanwhile. A row that is out of memory beside others is
+    measured again, alone, at the end.
     """
 
     most = float(options.row_timeout)
@@ -286,7 +299,7 @@ def _line(row: Json) -> str:
 
 
 def _sizes(shape: str, options: argparse.Namespace) -> tuple[list[int], int]:
-    """Lengths of a shape's rows and the tokens of a step."""
+    """Return the lengths N of a shape's rows, and the tokens of a training step."""
     lengths, tokens = DEFAULTS.get(shape, _TINY)
     return options.lengths or lengths, options.tokens or tokens
 

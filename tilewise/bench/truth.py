@@ -33,7 +33,7 @@ class Truth:
     """Float64 results of the sampled rows of the compared sequence.
 
     Attributes:
-        rows: int64, which queries.
+        rows: int64, the indices of the sampled queries.
         o, lse: (rows, H, Dv) and (rows, H).
         grads: the gradients by leaf: dq (rows, H, D), dk, dv (N, Hk, D), dbias (H, rows, N), dsinks
             (H,).
@@ -46,7 +46,8 @@ class Truth:
 
 
 def _leaves(case: Case, rows: Tensor) -> dict[str, Tensor]:
-    """Return the tensors from which the sampled rows are computed, in float64."""
+    """Return the tensors from which the sampled rows are computed, in float64: q of these rows, k
+    and v, and a bias or sinks."""
     leaves = {"q": case.checked(case.q)[rows], "k": case.checked(case.k)}
     leaves["v"] = case.checked(case.v)
     if "bias" in case.options:
@@ -57,7 +58,8 @@ def _leaves(case: Case, rows: Tensor) -> dict[str, Tensor]:
 
 
 def rows_of(case: Case, rows: Tensor, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute o (rows, H, Dv) and lse (rows, H) of the sampled rows from float64 leaves."""
+    """Return o (rows, H, Dv) and lse (rows, H) of the sampled rows, computed from `leaves` in
+    float64, differentiably."""
     problem, options = case.problem, case.options
     n = case.checked_length
     bias = leaves["bias"].unsqueeze(0) if "bias" in leaves else None
@@ -93,7 +95,8 @@ def _kept(case: Case, rows: Tensor) -> Tensor:
 
 
 def sample_truth(case: Case) -> Truth:
-    """Compute the truth of a case: 16 rows of its last sequence and their gradients."""
+    """Return the truth of a case: o and lse of `ROWS` rows of its last sequence, and the gradients
+    that the weights of these rows give."""
     rows = case.rows()
     leaves = {name: leaf.requires_grad_() for name, leaf in _leaves(case, rows).items()}
     o, lse = rows_of(case, rows, leaves)
@@ -105,7 +108,8 @@ def sample_truth(case: Case) -> Truth:
 
 
 def sampled_weights(run: Run, rows: Tensor) -> tuple[Tensor, ...]:
-    """The run's do and dlse with zeros but for the sampled rows of the compared sequence."""
+    """Return copies of the run's do, and of dlse if there is one, that are zero but for the sampled
+    rows of the compared sequence."""
     do = torch.zeros_like(run.do)
     run.checked(do)[rows] = run.checked(run.do)[rows]
     if run.dlse is None:
@@ -116,7 +120,13 @@ def sampled_weights(run: Run, rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def wrong_output(outputs: Any, truth: Truth, run: Run) -> str | None:
-    """Say how o or lse differs from the truth, or return None."""
+    """Return a text that says how o or lse differs from the truth; None if neither does.
+
+    Args:
+        outputs: o, or (o, lse), of the peer's forward pass.
+        truth: the truth of the case.
+        run: the peer's run, which says what is compared, and how far off it may be.
+    """
     o, lse = outputs if isinstance(outputs, tuple) else (outputs, None)
     limit = OWN_DROPOUT_LIMIT if run.has_own_dropout else FP8_LIMIT if run.is_8_bit else LIMIT
     wrong = difference("o", run.checked(o.detach())[truth.rows], truth.o, limit)
@@ -127,7 +137,13 @@ def wrong_output(outputs: Any, truth: Truth, run: Run) -> str | None:
 
 
 def wrong_gradient(grads: Sequence[Tensor], truth: Truth, run: Run) -> str | None:
-    """Say how gradients by the sampled weights differ from the truth, or return None."""
+    """Return a text that says how a gradient differs from the truth; None if none does.
+
+    Args:
+        grads: the gradients of the run's leaves, in their order, with `sampled_weights`.
+        truth: the truth of the case.
+        run: the peer's run, which says what is compared, and how far off it may be.
+    """
     limit = OWN_DROPOUT_LIMIT if run.has_own_dropout else LIMIT
     for (name, leaf), grad in zip(run.leaves.items(), grads, strict=True):
         if grad.shape != leaf.shape:
@@ -145,7 +161,8 @@ def wrong_gradient(grads: Sequence[Tensor], truth: Truth, run: Run) -> str | Non
 
 
 def difference(name: str, got: Tensor, want: Tensor, limit: float, parts: int = 16) -> str | None:
-    """Say by how much of its norm a result differs from the truth, or return None.
+    """Return a text that says by how much of its norm `got` differs from `want`; None if it is
+    within `limit`.
 
     The norms are those of `parts` pieces along the first dimension, so that a few wrong rows do not
     drown in the others; a piece of less than half the median counts as half the median.

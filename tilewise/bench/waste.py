@@ -50,7 +50,8 @@ def paged_scheduler(
     budget: int,
     samples: int = 1,
 ) -> Scheduler:
-    """Return a scheduler in which all requests wait; nothing is shared but by samples of one."""
+    """Return a scheduler, without an engine, in which all requests wait; blocks are shared only by
+    the samples of one request."""
     scheduler = Scheduler(
         num_slots // block_size,
         block_size,
@@ -66,7 +67,8 @@ def paged_scheduler(
 
 
 def steps_of(scheduler: Scheduler) -> Iterator[dict[int, int]]:
-    """Run until none waits; yield for each step the tokens of each running sequence, by its id."""
+    """Run a scheduler's steps, with made-up tokens, until no sequence waits; yield for each step
+    the number of cached tokens of each running sequence, by its seq_id."""
     token = itertools.count(len(scheduler.roster.requests))
     while scheduler.roster.waiting:
         batch = scheduler.schedule()
@@ -85,7 +87,8 @@ def steps_of(scheduler: Scheduler) -> Iterator[dict[int, int]]:
 def paged_row(
     requests: Sequence[TraceRequest], block_size: int, num_slots: int, *, max_len: int, budget: int
 ) -> dict[str, Any]:
-    """Measure the engine's own allocation with blocks of one size."""
+    """Return the row of the engine's own allocation with blocks of one size: mean shares of the
+    memory in percent, sequences, steps, the largest slack of a sequence, and preemptions."""
     scheduler = paged_scheduler(requests, block_size, num_slots, max_len=max_len, budget=budget)
     shares, slacks = [], [0]
     for cached in steps_of(scheduler):
@@ -106,7 +109,8 @@ def paged_row(
 def contiguous_row(
     requests: Sequence[TraceRequest], policy: str, num_slots: int, *, max_len: int, budget: int
 ) -> dict[str, Any]:
-    """Measure contiguous allocation."""
+    """Return the row of contiguous allocation by a policy, one of `contiguous.POLICIES`: mean
+    shares of the memory in percent, sequences and steps."""
     shares = list(contiguous.replay(requests, policy, num_slots, max_len=max_len, budget=budget))
     return {"allocator": policy, "block": None} | _means(shares, num_slots)
 
@@ -120,7 +124,10 @@ def sharing_row(
     max_len: int,
     budget: int,
 ) -> dict[str, Any]:
-    """Measure what several samples of a prompt save by sharing its blocks."""
+    """Return the row of what several samples of each prompt save by sharing its blocks.
+
+    "saved" is a percentage: of the blocks that they would need without sharing, those not needed.
+    """
     scheduler = paged_scheduler(
         requests, block_size, num_slots, max_len=max_len, budget=budget, samples=samples
     )
@@ -132,7 +139,12 @@ def sharing_row(
 
 
 def _means(shares: Sequence[Shares], num_slots: int) -> dict[str, Any]:
-    """Average the steps: shares in percent of all slots, and sequences."""
+    """Return the means over the steps: the shares in percent of all slots, the number of sequences,
+    and the number of steps.
+
+    Raises:
+        ValueError: there is no step in which a request waits.
+    """
     if not shares:
         raise ValueError("requests must be more than fit the memory at once, got too few")
     parts = {
@@ -146,7 +158,7 @@ def _means(shares: Sequence[Shares], num_slots: int) -> dict[str, Any]:
 def replay(
     name: str, requests: Sequence[TraceRequest], num_slots: int, max_len: int
 ) -> dict[str, Any]:
-    """Measure all allocators on one trace."""
+    """Measure all allocators on one trace; return its part of the document, rows included."""
     sizes = {"max_len": max_len, "budget": BUDGET}
     rows = []
     for policy in contiguous.POLICIES:
@@ -160,7 +172,8 @@ def replay(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table for each trace; for a program the last line is the document as JSON."""
+    """Run the command: print a table for each trace, and for a program the document as JSON in the
+    last line. Returns 0."""
     parser = Parser(prog="tilewise bench waste", description=__doc__)
     parser.add_argument(
         "--trace",

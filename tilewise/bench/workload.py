@@ -60,11 +60,11 @@ class Asked:
 
     Attributes:
         body: the body of /v1/completions, without the fields of a stream.
-        seconds: the time of the request, counted from the begin; None is as soon as there is a
-            seat.
-        key: the key of the API.
-        follows: place of the request whose prompt and answer its own prompt goes on with; it is
-            sent when that has ended.
+        seconds: the time at which the request is sent, counted from the begin; None sends it as
+            soon as fewer requests are under way than may be at once.
+        key: the API key.
+        follows: place in the list of the request whose prompt and answer come before this prompt;
+            this request is sent when that one has ended. None for a first turn.
         think_s: seconds between that end and this request.
     """
 
@@ -78,7 +78,8 @@ class Asked:
 def drawn_prompts(
     count: int, *, words: int, shared_words: int, max_tokens: int, temperature: float, seed: int = 0
 ) -> list[Asked]:
-    """Draw `count` prompts of `words` words, all with the same first `shared_words`."""
+    """Draw `count` requests without times; their prompts are `shared_words` words, the same in all,
+    and `words` words of their own."""
     draw = random.Random(seed)
     shared = _words(draw, shared_words)
     return [
@@ -98,7 +99,8 @@ def conversations(
     think_s: float,
     seed: int = 0,
 ) -> list[Asked]:
-    """Draw conversations: each turn's prompt is all that was said before and `words` new ones.
+    """Draw requests that make conversations: a turn's prompt is all that was said before it, which
+    the client adds, and `words` new words.
 
     Args:
         count: conversations, all of which begin with the same `shared_words`.
@@ -131,9 +133,11 @@ def of_trace(
     temperature: float,
     speed: float = 1.0,
 ) -> list[Asked]:
-    """Return the requests of a trace as it has them, prompts as token ids.
+    """Return a trace's requests as requests to send, at the trace's times, with prompts of token
+    ids.
 
     Args:
+        requests: the requests of the trace.
         ids_of: a function from a request and its number to the token ids of its prompt.
         speed: the number of the trace's seconds that go by in one second.
     """
@@ -154,7 +158,7 @@ def of_trace(
 def arriving(
     asked: Sequence[Asked], rate: float, *, burstiness: float = 1.0, burst: int = 1, seed: int = 0
 ) -> list[Asked]:
-    """Return the same requests with random arrivals, `rate` a second on average.
+    """Return the same requests with random times of arrival, `rate` a second on average.
 
     The first request arrives at 0. A request that follows another has no time of its own: its
     `seconds` are None.
@@ -185,7 +189,7 @@ def arriving(
 
 
 def with_keys(asked: Sequence[Asked], keys: Sequence[str]) -> list[Asked]:
-    """Give each request an API key.
+    """Return the requests, each with one of the API keys.
 
     The requests of a user share a key; requests without a user get the keys in turn. A later turn
     of a conversation has the key of its first one.

@@ -209,7 +209,7 @@ class AsyncLLM:
         await self._caught_up()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of counts and times, without waiting for a step."""
+        """Return a snapshot of the engine's counts and times, without waiting for a step."""
         return self.llm.engine.stats()
 
     def explain(self, request_id: str) -> dict[str, Any]:
@@ -279,25 +279,29 @@ class AsyncLLM:
         await asyncio.wrap_future(beside(load))
 
     async def update_weights(self, path: str, *, running: str = "wait") -> None:
-        """Take other weights from a folder, see `LLM.update_weights`; other tasks run meanwhile."""
+        """Let requests to come be answered by the weights in a folder, see `LLM.update_weights`.
+
+        Other tasks run meanwhile. `running` says what becomes of running requests.
+        """
         update = functools.partial(self.llm.update_weights, path, running=running)
         await asyncio.wrap_future(beside(update))
 
     async def facts(self) -> Facts:
-        """Return the facts, besides the request, on which the bits of an answer depend; see
+        """Return the digests and versions on which an answer's bits depend besides the request, see
         `LLM.facts`."""
         return await asyncio.wrap_future(beside(self.llm.facts))
 
     async def fingerprint_of(self, adapter: str) -> str:
-        """Return the digest of an adapter by its name, see `LLM.fingerprint_of`."""
+        """Return the digest of a loaded adapter, or "" for none, see `LLM.fingerprint_of`."""
         return await asyncio.wrap_future(beside(lambda: self.llm.fingerprint_of(adapter)))
 
     async def sleep(self, level: int = 1, *, running: str = "wait") -> None:
-        """Give memory back, see `LLM.sleep`."""
+        """Free the memory of cache and weights until wake(), see `LLM.sleep`; other tasks run
+        meanwhile."""
         await asyncio.wrap_future(beside(functools.partial(self.llm.sleep, level, running=running)))
 
     async def wake(self) -> None:
-        """Take requests again, see `LLM.wake`."""
+        """Take requests again after sleep(), see `LLM.wake`; other tasks run meanwhile."""
         await asyncio.wrap_future(beside(self.llm.wake))
 
     async def unload_lora_adapter(self, name: str) -> None:
@@ -405,7 +409,8 @@ class Readable(Protocol):
     is_hurried: bool
 
     def read(self) -> None:
-        """Read the new output; called on the event loop."""
+        """Take the new output from where it lies; a delivery of the mailbox calls this on the event
+        loop."""
         ...
 
 

@@ -144,8 +144,7 @@ class Auditor:
         return list(self._noted)
 
     def see(self, request_id: str, blocks: list[int], beside: Iterable[str], step: int) -> None:
-        """Note a step of a watched request: its blocks, its number, and the requests that ran
-        beside.
+        """Note a step of a watched request: its blocks, its number, and the requests beside it.
 
         Args:
             request_id: the request; one that is not noted is ignored.
@@ -219,8 +218,7 @@ class Auditor:
         return None if self._replay is None else self._replay[0]
 
     def put_back(self) -> str | None:
-        """Give up the second computation that runs, as a new request has come; it begins anew
-        later.
+        """Give up the second computation that runs, as a request has come; it begins anew later.
 
         Returns:
             The name of the repeating request, which the caller must abort; None if none runs.

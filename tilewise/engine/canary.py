@@ -135,8 +135,8 @@ class Canary:
                 return
 
     def _sums(self, node: PrefixNode) -> tuple[int, ...]:
-        """Return the checksum of a node's block in each group of layers; -1 where no block holds
-        it."""
+        """Return the checksum of a node's block in each group of layers; -1 where there is no
+        block."""
         return tuple(
             -1 if block < 0 else checksum(part, block)
             for part, block in zip(self.storage.parts, node.blocks, strict=False)

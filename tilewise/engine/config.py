@@ -266,8 +266,8 @@ class Share:
     values: str = "in (0, 1]"
 
     def check(self, name: str, value: Any) -> None:
-        """Raise TypeError, naming `name`, if `value` is no number; ValueError if it is not in (0,
-        1]."""
+        """Raise TypeError, naming `name`, for no number; ValueError for one that is not in
+        (0, 1]."""
         _check_finite(name, value)
         if not 0 < value <= 1:
             raise ValueError(f"{name} must be {self.values}, got {shown(value)}")
@@ -399,8 +399,7 @@ class Rank:
     values: str = f"1 ... {MAX_RANK}"
 
     def check(self, name: str, value: Any) -> None:
-        """Raise TypeError or ValueError, naming `name`, unless `value` is an integer in 1 ... 512
-        or None."""
+        """Raise TypeError or ValueError, naming `name`, unless `value` is in 1 ... 512 or None."""
         if value is None:
             return
         if not is_integer(value):

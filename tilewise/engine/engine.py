@@ -55,13 +55,13 @@ class EngineStats:
     Attributes:
         scheduler: blocks, queue, prefix cache and preemptions.
         cache_bytes_per_token: bytes of one token's keys and values in all layers.
-        prefill_tokens, prefill_seconds: the sums over the steps that computed any token of a prompt
-            (or computed one again, after a preemption).
-        decode_tokens, decode_seconds: the sums over the steps in which each sequence computed only
-            the token that it had just drawn.
-        num_stopped_steps, stopped_seconds: the sums over the steps that were stopped for users who
-            came beside a flood (see `giving_way`); the tokens and seconds above do not include
-            them.
+        prefill_tokens, prefill_seconds: the tokens and seconds of the steps that computed any token
+            of a prompt (or computed one again, after a preemption).
+        decode_tokens, decode_seconds: the drawn tokens and the seconds of the steps in which each
+            sequence computed only the token that it had just drawn, and drafts behind it.
+        num_stopped_steps, stopped_seconds: the number and the seconds of the steps that were
+            stopped for users who came beside a flood (see `giving_way`); the tokens and seconds
+            above do not include them.
         num_compilations: kernels that were compiled while requests waited for them.
         num_audited, num_audits_different, num_audits_forgotten: requests that were computed again,
             those of which something differed, and noted ones that never were.
@@ -239,8 +239,8 @@ class Engine:
         A second computation of the auditor that runs is given up, and begins anew later.
 
         Raises:
-            RequestError: the request can never be served, or the engine sleeps; the request is
-                unchanged.
+            RequestError: the request can never be served, or the engine sleeps; its `salt` is as it
+                was.
             QueueFullError: as many requests or tokens wait as may.
             EngineClosedError: a check has found a difference, after which no request is taken.
         """
@@ -266,7 +266,8 @@ class Engine:
                 self.auditor.begin(request.request_id, sample.seed)
 
     def watch(self, auditor_share: float, canary_share: float, *, seed: int, stops: bool) -> None:
-        """Compute shares of the requests again, and look at shares of the blocks again.
+        """Begin to compute a share of new requests again, and to check a share of newly filled
+        blocks.
 
         Args:
             auditor_share, canary_share: the shares, in [0, 1]; 0 is none.
@@ -283,7 +284,7 @@ class Engine:
             self.scheduler.tables.on_full = self.canary.note
 
     def tell_difference(self, difference: Difference) -> None:
-        """Log a difference, and refuse requests from now on if that was asked for."""
+        """Keep and log a difference, and refuse requests from now on if `stops_at_difference`."""
         self.differences.append(difference)
         LOG.error("audit: %s", json.dumps(asdict(difference)))
         if self.stops_at_difference:
@@ -293,7 +294,8 @@ class Engine:
             )
 
     def audit_next(self) -> None:
-        """Begin to compute a noted request again, as nothing else runs."""
+        """Begin to compute a noted request again, unless any request is unfinished, or none is
+        noted."""
         auditor = self.auditor
         if auditor is None or self.asleep or self.has_unfinished():
             return

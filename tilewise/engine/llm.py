@@ -231,7 +231,7 @@ class LLM:
     def _of_encoder(
         self, config: ResolvedConfig, model: Encoder | TransformersEncoder
     ) -> EncoderMaker:
-        """Return the maker of an engine that runs an encoder."""
+        """Return the maker of an engine that runs an encoder; the start's seconds are noted."""
         self.start_seconds.end("weights loaded")
         is_cuda = config.device.type == "cuda"
         return EncoderMaker(
@@ -245,8 +245,12 @@ class LLM:
     def _with_adapters(
         self, config: EngineConfig, model: Decoder
     ) -> tuple[Mapping[str, AdapterSite], int]:
-        """Read the adapters of the start; return the linear layers that adapters may change, and
-        the largest rank of an adapter."""
+        """Load the adapters that the config names.
+
+        Returns:
+            The linear layers of the model that adapters may change, by name, and the largest rank
+            that an adapter may have.
+        """
         whole = model
         if isinstance(model, NativeDecoder):  # whose weights may be narrow
             whole = empty_model(model.config, "float32", "meta")
@@ -470,8 +474,8 @@ class LLM:
             terms: see generate().
 
         Returns:
-            One output per pair: the model's score, or of a model that embeds the cosine of two
-            vectors.
+            One output per pair: the model's score, or of a model that embeds the similarity of two
+            vectors, mostly the cosine.
 
         Raises:
             RequestError: the model scores no pairs, or a pair can never be served.
@@ -672,6 +676,8 @@ class LLM:
             RequestError: the engine can never serve the request, for example because it is too
                 long.
             TypeError: sampling is not SamplingParams.
+            RuntimeError: the parameters of a model in this process were changed without
+                `update_weights`.
         """
         if not isinstance(sampling, SamplingParams):
             raise TypeError(
@@ -1105,7 +1111,7 @@ class LLM:
 
     @property
     def lora_adapters(self) -> dict[str, str]:
-        """The adapters that requests may name, with the places that they came from."""
+        """The adapters that requests may name: their folder or hub name, or "tensors", by name."""
         return {} if self._adapters is None else self._adapters.paths()
 
     def holds_adapter(self, name: str) -> bool:

@@ -67,7 +67,10 @@ def load(
     device: torch.device,
     live: LiveWeights | None = None,
 ) -> Loaded:
-    """Read a checkpoint; with tensor parallelism its shape alone.
+    """Load the model of a config, check that the device has room, and decide the rest of the
+    config.
+
+    With tensor parallelism only the model's shape is read: its parameters are on "meta".
 
     Args:
         config: the config as the caller gave it.
@@ -165,7 +168,8 @@ def check_live(config: EngineConfig) -> None:
 def load_encoder_of(
     config: EngineConfig, directory: Path, device: torch.device, purpose: Purpose
 ) -> tuple[Encoder | TransformersEncoder, ResolvedConfig]:
-    """Read an encoder's checkpoint, with the layers behind its pooling.
+    """Load an encoder's checkpoint, with the layers behind its pooling, and decide the rest of the
+    config.
 
     Args, Raises: as of `load`.
 

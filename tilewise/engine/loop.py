@@ -194,8 +194,7 @@ class EngineLoop:
             self._core.put(_Task(function, None))
 
     def post(self, function: Callable[[], T]) -> Future[T]:
-        """Queue a function to run on the engine's thread between two steps; return its future at
-        once.
+        """Queue a function for the engine's thread, between two steps; return its future at once.
 
         Raises:
             EngineClosedError: the loop has ended.

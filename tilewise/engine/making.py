@@ -219,8 +219,8 @@ def state_limits(
 ) -> tuple[StateLimits | None, int]:
     """Return the sizes of states, and the number of slots: the sequences that may run at once.
 
-    Without states they are None and 1. Slots are max_num_seqs; on a CPU without a given num_blocks,
-    as many as its memory holds. No checkpoints are kept without prefix caching.
+    Without states they are None and 1. There are max_num_seqs slots, or on a CPU without a given
+    num_blocks at most those that its memory holds. No checkpoints are kept without prefix caching.
 
     Args:
         config: the engine's config.

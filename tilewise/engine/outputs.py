@@ -68,10 +68,11 @@ class RequestOutput:
         finished: True if every sample has ended.
         prompt_logprobs: per prompt token, as `CompletionOutput.logprobs`; the first one has None.
             Without SamplingParams.prompt_logprobs, and until the first token is drawn, None.
-        prompt_state: the pooled hidden states of the prompt, where they were asked for.
+        prompt_state: the pooled hidden states of the prompt, where they were asked for; else None.
         num_preemptions: the number of times that a sample lost its blocks; known when the request
             has ended.
-        num_tokens_lost: tokens that were computed twice for that; known likewise.
+        num_tokens_lost: tokens that were computed twice because blocks were lost; known when the
+            request has ended.
         num_tokens_discarded: the number of drawn tokens of samples that are not among the best.
     """
 

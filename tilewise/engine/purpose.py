@@ -50,7 +50,7 @@ class Purpose:
 
     Attributes:
         name: the class that config.json names.
-        tasks: the names, of "generate", "embed", "score" and "classify", of what the model can do.
+        tasks: tasks of the model: some of "generate", "embed", "score" and "classify".
         is_encoder: True if each token sees the tokens before and after it.
         pooling: the way in which states become a vector, where a request says none.
         stages: the layers that are applied to the pooled vector, in order.

@@ -167,7 +167,8 @@ def sampling_of(recipe: Recipe) -> SamplingParams:
     """Return the sampling parameters of a recipe.
 
     Raises:
-        RequestError: a field is unknown, or out of its range.
+        RequestError: a field is unknown or out of its range, or the parameters do not fix the
+            answer, see `why_no_recipe`.
     """
     told = dict(recipe["sampling"])
     try:

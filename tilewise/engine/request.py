@@ -200,7 +200,12 @@ class SamplingParams:
         self._check_stops()
 
     def _check_options(self) -> None:
-        """Check penalties, lengths, biases, allowed tokens, bad words and structured outputs."""
+        """Check penalties, lengths, biases, allowed tokens, bad words and structured outputs.
+
+        Raises:
+            TypeError: a value is of another type.
+            ValueError: a value is out of its range.
+        """
         check_penalties(self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         check_lengths(self.min_tokens, self.max_tokens)
         for name in ("include_stop_str_in_output", "skip_special_tokens"):

@@ -87,14 +87,13 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps are CUDA graphs whose inputs stay on the device: there are, without
+        """Whether steps are CUDA graphs whose inputs stay on the device: graphs are on, without
         speculation."""
         return self.graphs != "off" and self.speculative is None
 
     @property
     def has_verifying_graphs(self) -> bool:
-        """Whether guesses are verified by CUDA graphs: graphs are on, and the config has
-        speculation."""
+        """Whether guesses are verified by CUDA graphs: graphs are on, with speculation."""
         return self.graphs != "off" and self.speculative is not None
 
     @property
@@ -110,7 +109,7 @@ class ResolvedConfig(EngineConfig):
 
 
 def runs_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Whether steps on a device are CUDA graphs."""
+    """Whether steps are CUDA graphs: the device is a GPU, and the config's graphs are not "off"."""
     return device.type == "cuda" and config.graphs != "off"
 
 
@@ -331,10 +330,10 @@ def cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtyp
 
 
 def check_weights(config: EngineConfig, device: torch.device) -> None:
-    """Refuse weights in 8 bits where no kernel multiplies them.
+    """Refuse weight_dtype "int8" on a GPU, where no kernel multiplies such weights.
 
     Raises:
-        ValueError: the weights would be on a GPU.
+        ValueError: this is the case.
     """
     if config.weight_dtype == "int8" and device.type != "cpu":
         raise ValueError(
@@ -344,9 +343,10 @@ def check_weights(config: EngineConfig, device: torch.device) -> None:
 
 
 def end_tokens(config: ModelConfig | EncoderShape, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: the model's, and those that its tokenizer names.
+    """Return the ids of the tokens that end a text: the model's, then those that its tokenizer
+    names.
 
-    A tokenizer's files may declare tokens beyond the vocabulary, which no model draws.
+    Ids beyond the vocabulary, which a tokenizer's files may declare, are left out.
     """
     named = () if tokenizer is None else tokenizer.end_ids
     ends = dict.fromkeys((*config.eos_token_ids, *named))

@@ -99,7 +99,8 @@ class StateMemory:
         return tokens
 
     def num_slots(self, budget_bytes: int) -> int:
-        """Return how many sequences may run at once: at most num_seqs, at least one.
+        """Return the number of slots, and so of sequences that run at once: at most num_seqs, at
+        least one.
 
         Args:
             budget_bytes: the memory of the whole cache, of which slots take at most SLOT_FRACTION.
@@ -200,7 +201,8 @@ def allocate(
 
 
 def cpu_budget() -> int:
-    """Return the bytes of main memory for a cache whose size the user did not choose."""
+    """Return the bytes for a cache whose size the user did not choose: a quarter of the free main
+    memory."""
     return int(available_memory() * CPU_FRACTION)
 
 

@@ -312,7 +312,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """Everything returned so far."""
+        """All text that push() and finish() have returned so far."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
@@ -327,7 +327,10 @@ class TextStream:
         return self._pass(text, is_free)
 
     def finish(self) -> str:
-        """Say that no token follows and return the text that was held back."""
+        """Return the text that was held back, as no token follows; "" after a stop string.
+
+        A stop string may still be found in it.
+        """
         delta = self._pass(self._detokenizer.flush())
         if self.stop is None and self._reasoning is not None:
             told, self._reasoning = self._reasoning.flush(), None

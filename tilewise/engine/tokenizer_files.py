@@ -348,7 +348,8 @@ def _put_around(
 
 
 def _text(value: object) -> str | None:
-    """Return the text of a token, which files give as a string or as an object."""
+    """Return the text of a token, which files give as a string or as an object with content; else
+    None."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

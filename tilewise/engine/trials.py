@@ -133,8 +133,8 @@ class Trials:
         """Compile a description in another process; in the `with` block the caller compiles it
         here.
 
-        The turn is held until the block ends. A description that took too much time or memory is
-        remembered and refused at once.
+        The turn is held until the block ends. A description that used up its time of a processor or
+        its memory is remembered, and later refused without a trial.
 
         Args:
             kind: the form of the description: "json", "regex", "choice" or "grammar".
@@ -161,7 +161,7 @@ class Trials:
 
     @contextmanager
     def _turn(self, user: str) -> Iterator[None]:
-        """Wait for a turn to compile, and hold it during the block.
+        """Wait for a turn to compile, and hold it during the `with` block.
 
         The next turn goes to the waiting user who holds the fewest. One process is left for others.
 
@@ -269,7 +269,11 @@ class Trials:
         return found
 
     def _taken(self) -> subprocess.Popen[bytes]:
-        """Return an idle process, a new one where there is none."""
+        """Return an idle process; if there is none, start one and give it the tokenizer.
+
+        Raises:
+            RuntimeError: the process did not start.
+        """
         with self._changed:
             while self._idle:
                 worker = self._idle.pop()

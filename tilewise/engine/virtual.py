@@ -46,7 +46,8 @@ class Timing:
         admitted: the time at which the first step with any of its tokens was scheduled; -1 before.
         first_token, last_token: the times at which the first and the last token could be read; -1
             before.
-        prompt_tokens, output_tokens: the numbers of tokens of all samples together.
+        prompt_tokens, output_tokens: the number of tokens of the prompt, and that of all samples
+            together.
         cached_tokens: the number of prompt tokens that were found in the prefix cache.
         reason: the reason for which it ended, "length" unless something ended it early; "" while it
             runs.

@@ -338,7 +338,8 @@ def _patterns(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]
 
 
 def _names(name: str, value: Any) -> re.Pattern[str] | tuple[str, ...]:
-    """Return the layers that a field selects: a pattern of whole names, or ends of names."""
+    """Return the layers that a field selects: a pattern of whole names for a text, or ends of names
+    for a list."""
     if isinstance(value, str):
         return _compiled(name, value)
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):

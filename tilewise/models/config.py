@@ -54,10 +54,10 @@ class ModelConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Translate the contents of a Hugging Face config.json.
+        """Return the configuration that the contents of a Hugging Face config.json describe.
 
         Both spellings of the rotary settings are read: `rope_parameters` (transformers 5) and
-        `rope_theta` with `rope_scaling` (before).
+        `rope_theta` with `rope_scaling` (before). Unknown fields are named in a warning.
 
         Raises:
             CheckpointError: the architecture or a setting is not supported, or a field is missing.
@@ -113,10 +113,12 @@ class ModelConfig(DecoderConfig):
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """Read a checkpoint's config.json, and the further end tokens of generation_config.json.
+    """Return the configuration in a checkpoint's config.json, with the end tokens of
+    generation_config.json, too.
 
     Raises:
-        CheckpointError: the file is missing or no JSON object, or see `ModelConfig.from_hf`.
+        CheckpointError: the file is missing or no JSON object, or the quantised format is not
+            served, or see `ModelConfig.from_hf`.
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():
@@ -132,7 +134,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def _read(config: Json) -> dict[str, Any]:
-    """Return the keyword arguments of `ModelConfig` for a config.json."""
+    """Return the keyword arguments of `ModelConfig` for a config.json, or for its text part."""
     source = text_part(as_causal(config))
     fields = ReadFields(source)
     family = _family(fields)

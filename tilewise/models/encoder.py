@@ -151,7 +151,8 @@ def _norm(config: EncoderConfig, size: int | None = None) -> nn.Module:
 
 
 class EncoderAttention(nn.Module):
-    """Project to heads, rotate, attend to both sides within each text, project back."""
+    """The attention of an encoder layer: heads, rotation, attention to both sides of a text,
+    projection."""
 
     def __init__(self, config: EncoderConfig, window: int | None) -> None:
         super().__init__()
@@ -170,7 +171,14 @@ class EncoderAttention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, packed: Packed, bias: Tensor | None
     ) -> Tensor:
-        """Map x (T, E) to (T, E); `bias` (1, Hq, S, S) is added to the logits."""
+        """Return the attention's output (T, E) for the input x (T, E).
+
+        Args:
+            x: the input, of texts packed end to end.
+            rope: the cosines and sines of the tokens' positions; None for no rotation.
+            packed: the edges of the texts.
+            bias: a term (1, Hq, S, S) that is added to the logits, or None.
+        """
         heads = self.qkv_proj(x).unflatten(-1, (sum(self.heads), self.head_dim))
         q, k, v = heads.split_with_sizes(self.heads, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -194,7 +202,10 @@ class EncoderAttention(nn.Module):
 
 
 class EncoderMLP(nn.Module):
-    """Compute down(act(up(x))), or down(act(gate(x)) * up(x)) with the gate's rows first."""
+    """The feed-forward of an encoder layer: down(act(up(x))), or gated down(act(gate(x)) * up(x)).
+
+    With a gate up_proj has the gate's rows first.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -207,7 +218,7 @@ class EncoderMLP(nn.Module):
         self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (T, E) to (T, E)."""
+        """Return the block's output (T, E) for the input x (T, E)."""
         x = self.up_proj(x)
         if self.is_gated:
             gate, up = x.chunk(2, dim=-1)

@@ -60,13 +60,15 @@ _HARMLESS = ("model_type", "use_biases", "causal")
 
 
 def has_mistral_files(folder: Path) -> bool:
-    """Return whether a folder holds Mistral's files and no others."""
+    """Return whether a folder holds params.json and consolidated safetensors, and no
+    config.json."""
     has_own = (folder / _PARAMS).is_file() and any(folder.glob(_WEIGHTS))
     return has_own and not (folder / "config.json").is_file()
 
 
 def mistral_folder(folder: Path) -> Path:
-    """Return the checkpoint folder that Mistral's files stand for, written if it is not there.
+    """Return the checkpoint folder that Mistral's files stand for, written to the user's cache if
+    need be.
 
     Raises:
         CheckpointError: params.json lacks a field, or has one that is not served.

@@ -781,7 +781,8 @@ class NativeDecoder(Decoder):
 
     @torch.no_grad()
     def place_on_gpu(self) -> None:
-        """Lay the weights of experts as this GPU's kernels read them; see `Decoder`."""
+        """Rearrange the weights of experts, in place, into the order that this GPU's kernels read;
+        see `Decoder`."""
         for module in self.modules():
             if isinstance(module, Experts):
                 module.place_on_gpu()

@@ -141,7 +141,10 @@ def program_of(
 
 
 class _Writer:
-    """Writes the operations of a decoder, layer by layer."""
+    """Appends the operations of a decoder's step to a program over fixed buffers, layer by layer.
+
+    Buffer x holds the residual stream.
+    """
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class _Writer:
         self.attention = list[CpuAttention]()
 
     def write(self) -> CpuProgram:
-        """Write the operations of the whole decoder, from the embedding to the logits; return the
+        """Append the operations of the whole decoder, from the embedding to the logits; return the
         program."""
         model, config, program = self.model, self.model.config, self.program
         table = model.embed_tokens
@@ -215,8 +218,8 @@ class _Writer:
         return CpuProgram(program, self.attention, self.reserve_angles)
 
     def _token_inputs(self) -> None:
-        """Write the embeddings of tokens for the layers, side by side, into the buffer
-        `token_inputs`."""
+        """Append the operations that fill the buffer `token_inputs`: the embeddings of tokens for
+        the layers, side by side."""
         model, config, program = self.model, self.model.config, self.program
         size, columns = self.token_size, sum(layer.token_input_size for layer in config.layers)
         # A product that reads the last layer's reads a whole group of columns.
@@ -230,7 +233,7 @@ class _Writer:
         program.norm(seen, inputs, norm, adds=True, parts=columns // size, scale=lambda: root)
 
     def _layer(self, layer: Any, config: LayerConfig, index: int) -> None:
-        """Write the operations of one layer, from the residual stream x back to x.
+        """Append the operations of one layer, which read the residual stream x and add to it.
 
         Args:
             layer, config: the layer and its config.
@@ -286,7 +289,14 @@ class _Writer:
         self._add_normalised(both, layer.mlp_out_norm, scale=scale)
 
     def _token_block(self, layer: Any, index: int, scale: step.Held | None) -> None:
-        """Write the block that adds a projection of the token's own embedding for this layer."""
+        """Append the operations that add a projection of the token's own embedding for this layer
+        to the residual stream.
+
+        Args:
+            layer: the layer; one without a token_gate gets none.
+            index: the number of the layer.
+            scale: a function that returns the factor of the stream afterwards; None for 1.
+        """
         if layer.token_gate is None:
             return
         program, size = self.program, self.token_size
@@ -305,7 +315,8 @@ class _Writer:
         self._add_normalised(self.y, layer.token_norm, scale=scale)
 
     def _mixed(self, layer: Any, config: LayerConfig, h: step.Buffer, index: int) -> None:
-        """Write attention, the recurrent mixer or both, and the addition of their outputs.
+        """Append the operations of attention, the recurrent mixer or both, and of adding their
+        outputs.
 
         Args:
             layer, config: the layer and its config.
@@ -344,8 +355,8 @@ class _Writer:
             self._add(self.o, o_proj, layer.attention_out_norm, behind)
 
     def _normalised(self, norm: nn.Module | None, *, is_shared: bool) -> step.Buffer:
-        """Write a norm of the residual stream, and return the buffer with its result: h, or x
-        without a norm."""
+        """Append a norm of the residual stream; return the buffer with its result: h, or x without
+        a norm."""
         if norm is None:
             return self.x
         self.program.norm(self.x, self.h, _norm_of(norm, self.model.dtype), is_shared=is_shared)
@@ -360,7 +371,7 @@ class _Writer:
         *,
         scale: step.Held | None = None,
     ) -> None:
-        """Write the last product of a block, and the addition of its result to the residual stream.
+        """Append a block's last product, and the addition of its result to the residual stream.
 
         Args:
             factor: the factor of the result; with a norm it is not used.
@@ -377,7 +388,8 @@ class _Writer:
     def _add_normalised(
         self, source: step.Buffer, norm: nn.Module, *, scale: step.Held | None = None
     ) -> None:
-        """Write: normalise a block's output, add it to the residual stream, and scale the sum.
+        """Append the operation that normalises a block's output, adds it to the residual stream,
+        and scales the sum.
 
         Args:
             scale: a function that returns the factor of the sum; None leaves the sum as it is.
@@ -386,7 +398,7 @@ class _Writer:
         self.program.norm(source, self.x, norm_of, adds=True, factor=factor, scale=scale)
 
     def _fill_act(self, block: nn.Module, h: step.Buffer) -> None:
-        """Write the products of a feed-forward block but for the last one; they read h and fill
+        """Append the products of a feed-forward block but for the last one; they read h and fill
         `act`."""
         assert isinstance(block, GatedMLP | MLP)
         function = name_of(block.activation)
@@ -407,7 +419,7 @@ class _Writer:
         into: step.Buffer | None = None,
         scale: step.Held | None = None,
     ) -> None:
-        """Write a mixture of experts, which adds to the residual stream.
+        """Append the operations of a mixture of experts, which add to the residual stream.
 
         Args:
             chosen_by: the rows that the router reads; None for h.
@@ -468,7 +480,8 @@ class _Writer:
     def _heads(
         self, attention: Attention, own: AttentionConfig, h: step.Buffer, index: int
     ) -> None:
-        """Write attention of heads from its input h up to the heads' outputs in `o`, and note it.
+        """Append the operations of attention from its input h to the heads' outputs in `o`; note
+        them in `attention`.
 
         Args:
             attention, own: the layer's attention module, and its configuration.
@@ -560,7 +573,8 @@ class _Writer:
             program.multiply(self.o, self.o, num_q * v_dim, other=self.qkv, function="sigmoid")
 
     def _mix(self, mixer: StateLayer, h: step.Buffer, states: LayerStates) -> step.Buffer:
-        """Write a recurrent layer up to its last projection; return that projection's input."""
+        """Append the operations of a recurrent layer up to its last projection; return that
+        projection's input."""
         if isinstance(mixer, GatedDeltaNet):
             return self._gated_delta(mixer, h, states)
         if isinstance(mixer, KimiDeltaAttention):
@@ -699,7 +713,7 @@ class _Writer:
         )
 
     def _to_unit_length(self, rows: step.Buffer, num_heads: int, dim: int) -> None:
-        """Write: divide each head of the first columns by its length, in place.
+        """Append the operation that divides each head of the first columns by its length, in place.
 
         It is a norm whose weight is dim ** -0.5.
         """
@@ -729,7 +743,7 @@ class _Writer:
         columns: int,
         **skip: Any,
     ) -> None:
-        """Write the gated norm of a recurrence's output `o`, in place.
+        """Append the gated norm of a recurrence's output `o`, in place.
 
         Args:
             norm: the norm; None multiplies by silu(gates) only.
@@ -755,8 +769,8 @@ class _Writer:
     def _latents(
         self, attention: MultiheadLatentAttention, h: step.Buffer, index: int, place: int
     ) -> None:
-        """Write attention over latents from its input h up to the heads' outputs in `o`, and note
-        it.
+        """Append the operations of attention over latents from its input h to the heads' outputs in
+        `o`; note them in `attention`.
 
         Args:
             attention: the layer's attention module.

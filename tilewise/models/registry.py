@@ -162,11 +162,15 @@ def _through_transformers(
     before: Callable[[Decoder], None] | None,
     error: CheckpointError | None = None,
 ) -> Decoder:
-    """Load a checkpoint whose layers transformers runs.
+    """Load a checkpoint whose layers transformers runs, with a warning if that was not asked for.
 
     Args:
-        error: the error by which no decoder of this package could be made of it; None if it was
-            asked for.
+        path, dtype, device, random_weights, before: see `load_model`.
+        error: the error by which no decoder of this package could be made of the checkpoint; None
+            if transformers was asked for.
+
+    Raises:
+        CheckpointError: transformers cannot run it, either.
     """
     config = as_causal(read_object(Path(path) / "config.json"))
     names = config.get("architectures") or [None]
@@ -190,8 +194,8 @@ def _through_transformers(
 
 
 def read_checkpoint(path: str | Path) -> ModelConfig:
-    """Read config.json, and check in the weight files whether the output head is tied to the
-    embedding.
+    """Return the configuration in config.json; the output head is tied only if the weight files
+    agree.
 
     Raises:
         CheckpointError: see `read_config`; or files of weights are missing.

@@ -122,8 +122,14 @@ class SharedBlockTurn(nn.Module):
             )
 
     def of_heads(self, x: Tensor) -> Tensor | None:
-        """Return the adapters' term (..., (Hq + 2 Hk) D) for queries, keys and values, which the
-        shared product is added to; None without such adapters."""
+        """Return the term (..., (Hq + 2 Hk) D) that the layer's adapters add to queries, keys and
+        values.
+
+        None if the layer has no such adapters.
+
+        Args:
+            x: the block's normalised input, (..., 2 E).
+        """
         if self.qkv_down is None:
             return None
         q, k, v = project(self.qkv_down, x).split_with_sizes((self.rank,) * 3, -1)
@@ -131,6 +137,9 @@ class SharedBlockTurn(nn.Module):
         return torch.cat([project(linear, part.contiguous()) for linear, part in up], dim=-1)
 
     def of_gate_up(self, h: Tensor) -> Tensor:
-        """Return the adapter's term (..., 2 I) for gate and up, which the shared product is added
-        to."""
+        """Return the term (..., 2 I) that the layer's adapter adds to gate and up.
+
+        Args:
+            h: the normalised input of the feed-forward block, (..., E).
+        """
         return project(self.gate_up_up, project(self.gate_up_down, h))

@@ -180,7 +180,10 @@ class _Step:
 def _paged(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention in a step; registered in transformers' AttentionInterface."""
+    """Return the attention of a layer's next call, (B, S, Hq, Dv), and None for its probabilities.
+
+    It is registered in transformers' AttentionInterface; the module's `paged_step` computes it.
+    """
     sinks = options.get("s_aux")
     step: Any = module.paged_step
     return step.attend(query, key, value, None if sinks is None else sinks.reshape(-1)), None
@@ -275,7 +278,13 @@ class TransformersDecoder(Decoder):
         return head
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
-        """Lay projections out as this CPU reads them fastest, see `Decoder.pack_for_inference`."""
+        """Pack the projections as this CPU reads them fastest, see `Decoder.pack_for_inference`.
+
+        Nothing is done if a module reads a projection's weight other than by calling it.
+
+        Raises:
+            ValueError: `is_int8` in that case, or where a weight cannot be packed.
+        """
         if is_int8:
             if not self._can_pack:
                 raise ValueError(
@@ -287,13 +296,14 @@ class TransformersDecoder(Decoder):
             pack_linears(self.inner, is_int8=is_int8)
 
     def use_invariant_linears(self) -> None:
-        """Refuse: bits of transformers' modules depend on the batch."""
+        """Raise UnsupportedError: bits of transformers' modules depend on the batch."""
         raise UnsupportedError(
             "batch_invariant must be False for a model that runs through transformers, got True"
         )
 
     def use_inference_bits(self) -> None:
-        """Refuse: see `use_invariant_linears`."""
+        """Raise UnsupportedError: only decoders of this package can return the bits of
+        inference."""
         raise UnsupportedError(
             "use_inference_bits needs a native decoder, got "
             f"{type(self.inner).__name__} through transformers"
@@ -301,7 +311,8 @@ class TransformersDecoder(Decoder):
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Do nothing: `load_through_transformers` draws them by transformers' own rules."""
+        """Do nothing: `load_through_transformers` has drawn the weights by transformers' own
+        rules."""
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -358,7 +369,7 @@ class TransformersDecoder(Decoder):
     def cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
         """Return the spec of the cache: one layer for each attention call of a pass, in order.
 
-        A call's window is a group's; no sequence length is known here.
+        Calls with the same window are one group of layers.
         """
         kinds = [KVSpec(c.num_kv_heads, c.head_dim, c.v_head_dim, dtype) for c in self.calls]
         return CacheSpec.of_layers(block_size, kinds, [call.window for call in self.calls])
@@ -393,7 +404,10 @@ class _Output:
 
 
 def _hidden(inner: Any, rows: Tensor, places: Tensor) -> Tensor:
-    """Return the last hidden states (1, T, E) of a packed batch of one, or (B, S, E)."""
+    """Return the last hidden states (B, S, E) of token ids (B, S) at positions `places`.
+
+    A packed batch of T rows has B of 1 and S of T.
+    """
     options: dict[str, Any] = {"use_cache": False, "return_dict": True}
     output = inner.base_model(input_ids=rows, position_ids=places, **options)
     hidden: Tensor = output.last_hidden_state
@@ -673,8 +687,10 @@ def load_through_transformers(
         device, random_weights, before: see `models.load_model`.
 
     Raises:
-        CheckpointError: the checkpoint lacks tensors, or they have other shapes.
-        UnsupportedError: a layer cannot run over a paged cache.
+        CheckpointError: config.json is wrong, the weights are quantised, or tensors are missing or
+            of another shape.
+        UnsupportedError: a layer cannot run over a paged cache, or `TransformersDecoder.check`
+            fails.
     """
     import transformers
 
@@ -760,7 +776,7 @@ def _inner(
 
 @contextmanager
 def _progress_on_terminals() -> Iterator[None]:
-    """Let transformers draw no progress bar into a file or a pipe."""
+    """Let transformers draw no progress bar during a `with` block, unless stderr is a terminal."""
     from transformers.utils import logging
 
     hides = logging.is_progress_bar_enabled() and not sys.stderr.isatty()

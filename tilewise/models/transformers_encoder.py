@@ -47,7 +47,7 @@ def why_no_encoder(config: Json) -> str | None:
 
 
 class TransformersEncoder(nn.Module):
-    """An encoder of transformers.
+    """An encoder of transformers behind the interface of `Encoder`.
 
     Args:
         inner: the model; a classifier with its head, or a bare model.

@@ -232,7 +232,11 @@ def read_tensor(
 
 
 def _modules(model: Decoder | Encoder, directory: str | Path, found: Found) -> QuantisedModules:
-    """Return the quantised modules of an open checkpoint."""
+    """Return the quantised modules of an open checkpoint, by its GGUF file or the format in its
+    JSON files.
+
+    Encoders have none of the latter.
+    """
     reader = next((reader for _, reader in found.values()), None)
     if isinstance(reader, GgufCheckpoint):
         return GgufModules(reader)
@@ -241,7 +245,8 @@ def _modules(model: Decoder | Encoder, directory: str | Path, found: Found) -> Q
 
 
 def _narrow_table(model: Decoder, weight: Weight, found: Found, modules: QuantisedModules) -> None:
-    """Replace a tied embedding by a quantised one, if the checkpoint stores it quantised."""
+    """Replace a tied embedding and its head by quantised ones, if the checkpoint stores it
+    quantised, with the table's shape."""
     (source,) = _names_of(model, weight, found)
     if not modules.has(source):
         return
@@ -579,12 +584,12 @@ def _unpack(name: str, found: Found, target: Tensor, part: Part | None) -> None:
 
 
 def _cut(source: Any, part: Part, *before: int) -> Tensor:
-    """Read a part of a file's tensor without the rest.
+    """Return a part of a file's tensor, of which the rest is not read.
 
     Args:
         source: the tensor in the file.
         part: the rows or columns.
-        before: indices into its first dimensions.
+        before: indices into the tensor's first dimensions.
     """
     index = (*before, *(slice(None),) * (part.dim - len(before)))
     spans = [source[*index, a:b] for a, b in part.spans]

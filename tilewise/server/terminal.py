@@ -205,15 +205,15 @@ def chat(
 
     The server is checked before the first line is read.
 
-    Returns:
-        The exit code: 1 if the server cannot be used or the last message failed, else 0.
-
     Args:
         url: the address of the server.
         key: the API key; None takes the variable TILEWISE_API_KEY.
         settings: further fields of each request; without "max_tokens" an answer has `MAX_TOKENS`.
         read: a function that shows a prompt and returns a line.
         out: the file for answers; None for standard output.
+
+    Returns:
+        The exit code: 1 if the server cannot be used or the last message failed, else 0.
     """
     out = out or sys.stdout
     conversation = Conversation(url, key or os.environ.get("TILEWISE_API_KEY"), settings)

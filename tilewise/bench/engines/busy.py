@@ -1,4 +1,4 @@
-"""How much of a decode a GPU works: the union of what a profiler's trace shows on the device."""
+"""The share of a decode in which a GPU works: the union of what a profiler's trace shows on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 class Span(NamedTuple):
-    """Something that ran on the device; microseconds."""
+    """The time, in microseconds, from start to end of one kernel, copy or memset that ran on the
+    device."""
 
     start: float
     end: float
@@ -22,7 +23,8 @@ class Span(NamedTuple):
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Return the device's spans of a Chrome trace that torch's profiler wrote, gzipped or not."""
+    """Return the device's spans, by start, of a Chrome trace that torch's profiler wrote, gzipped
+    or not."""
     data = path.read_bytes()
     events = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
     return sorted(
@@ -42,10 +44,11 @@ def busy_share(spans: Iterable[Span], *, skip: float) -> tuple[float, int]:
         skip: seconds that the prompts took, from the first span on.
 
     Returns:
-        The share in [0, 1], of the time from the steady part's begin to its end.
+        The share in [0, 1] of the steady part's time in which some span ran, and the number of
+        kernels.
 
     Raises:
-        ValueError: no span is left.
+        ValueError: there is no span, or none after the prompts.
     """
     spans = list(spans)
     if not spans:

@@ -71,7 +71,8 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
 
     Args:
         directory: a folder with config.json and model.safetensors, in bfloat16, float16 or float32.
-        dtype: "bf16" or "f16", of the products.
+        file: the path of the file to write.
+        dtype: "bf16" or "f16", the dtype of the matrices of products.
 
     Raises:
         ImportError: gguf or numpy is missing.
@@ -145,7 +146,11 @@ def write_gguf(directory: Path, file: Path, dtype: str) -> None:
 
 
 def _add_states(writer: Any, config: dict[str, Any]) -> None:
-    """Write the sizes of Qwen3.5's gated delta nets."""
+    """Write the sizes of Qwen3.5's gated delta layers into the file's header.
+
+    Raises:
+        ValueError: the layers have more value heads than key heads.
+    """
     heads = config["linear_num_value_heads"]
     if heads != config["linear_num_key_heads"]:
         raise ValueError(
@@ -162,7 +167,12 @@ def _add_states(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _name(name: str, layer_names: dict[str, str]) -> str | None:
-    """Return llama.cpp's name of a tensor; None for one that it computes itself."""
+    """Return llama.cpp's name of a tensor; None for one that llama.cpp computes itself.
+
+    Args:
+        name: the name in the checkpoint.
+        layer_names: llama.cpp's names of a layer's tensors, by their names in the checkpoint.
+    """
     if name in _OUTER:
         return _OUTER[name]
     if name.endswith("inv_freq"):
@@ -174,7 +184,8 @@ def _name(name: str, layer_names: dict[str, str]) -> str | None:
 
 
 def _tensors(path: Path, np: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a safetensors file as float32: eight bytes of length, JSON, the data."""
+    """Yield (name, tensor in float32) for each tensor of a safetensors file: eight bytes of length,
+    JSON, the data. `np` is numpy."""
     data = np.memmap(path, dtype=np.uint8, mode="r")
     (length,) = struct.unpack("<Q", data[:8].tobytes())
     header = json.loads(data[8 : 8 + length].tobytes())

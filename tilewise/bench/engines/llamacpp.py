@@ -16,7 +16,7 @@ _MICRO_BATCH = 512  # tokens of a prompt that are multiplied together, llama.cpp
 
 
 class Measured:
-    """llama.cpp through llama-cpp-python; see `worker.Engine`.
+    """llama.cpp, through llama-cpp-python on a CPU, as a `worker.Engine` of the benchmark.
 
     Args:
         settings: "gguf" (the model's file), "threads" (None is one a core), and those of
@@ -50,18 +50,20 @@ class Measured:
         self.vocab_size: int = self.lib.llama_vocab_n_tokens(vocab)
 
     def facts(self) -> dict[str, Any]:
-        """Return the version and what the library was built with."""
+        """Return the version of llama-cpp-python, and llama.cpp's text about its build."""
         build = self.lib.llama_print_system_info().decode()
         return {"version": self.lib.__version__, "build": build}
 
     def profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return nothing: only our own engine is looked into."""
+        """Return {}: only our own engine is looked into."""
         return {}
 
     def generate(
         self, prompts: list[list[int]], new_tokens: list[int], temperature: float, n: int
     ) -> list[list[int]]:
-        """Return the new ids of each prompt; all prompts decode together.
+        """Return the new token ids of each prompt; all prompts decode together, greedily.
+
+        A new context is made if the number of prompts has changed.
 
         Raises:
             ValueError: temperature is not 0, n is not 1, or the answers differ in length.
@@ -122,7 +124,12 @@ class Measured:
     def _decode(
         self, context: Any, batch: _Rows, tokens: Any, positions: Any, sequences: Any, sampled: Any
     ) -> list[int]:
-        """Run rows of (token, position, sequence, is sampled); return the sampled rows' tokens."""
+        """Run one llama_batch of rows (token, position, sequence, is sampled); return the most
+        likely next token of each sampled row.
+
+        Raises:
+            RuntimeError: llama_decode reports an error.
+        """
         batch.fill(tokens, positions, sequences, sampled)
         status = self.lib.llama_decode(context, batch.struct)
         if status != 0:
@@ -137,7 +144,8 @@ class Measured:
 
 
 class _Rows:
-    """A llama_batch over arrays of numpy: filled at once, not element by element."""
+    """A llama_batch of at most `size` rows over arrays of numpy, which `fill` sets at once, not
+    element by element."""
 
     def __init__(self, lib: Any, np: Any, size: int) -> None:
         self.tokens, self.positions, self.sequences = (np.zeros(size, np.int32) for _ in range(3))
@@ -153,7 +161,7 @@ class _Rows:
             setattr(self.struct, name, ctypes.cast(array.ctypes.data, kinds[name]))
 
     def fill(self, tokens: Any, positions: Any, sequences: Any, sampled: Any) -> None:
-        """Set the rows of the next call."""
+        """Set the rows of the next llama_decode: arrays of equal length."""
         count = len(tokens)
         self.struct.n_tokens = count
         self.tokens[:count] = tokens

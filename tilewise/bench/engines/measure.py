@@ -28,7 +28,16 @@ PROFILED_TOKENS = 48  # enough steps for a share, and few enough for a short tra
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """One engine of a run: its label in the rows, and how its process is started."""
+    """One engine of a run: its label in the rows, and how its process is started.
+
+    Attributes:
+        label: the text under which rows name it.
+        engine: the name of the engine, one of `worker.ENGINES`.
+        settings: the settings that its process gets.
+        python: interpreter of its environment; None is this one.
+        path: folder that goes before all others on its PYTHONPATH; None for none.
+        threads: number of threads of its CPU work; None leaves the number alone.
+    """
 
     label: str
     engine: str
@@ -40,7 +49,15 @@ class Competitor:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Workloads that one start of each engine serves."""
+    """The workloads that one start of each engine serves, on one model.
+
+    Attributes:
+        shape: the name of the model.
+        sizes: the sizes of the model.
+        workloads: the workloads, in the order in which they run.
+        competitors: the engines that are compared.
+        roof: the limits of one device.
+    """
 
     shape: str
     sizes: Sizes
@@ -68,19 +85,26 @@ def timings(process: EngineProcess, workload: Workload, timeout: float) -> Row:
 
 
 def warm_up(process: EngineProcess, workload: Workload, timeout: float) -> None:
-    """Run the same prompts for a few tokens, so that every size of the workload was there once."""
+    """Run a workload's prompts for at most `WARM_UP_TOKENS` tokens each, so that an engine has seen
+    every size of the workload once."""
     few = [min(WARM_UP_TOKENS, count) for count in workload.new_tokens]
     process.ask(replace(workload, new_tokens=few).as_request(), timeout)
 
 
 def _roof_of(session: Session, competitor: Competitor) -> Roof:
-    """Return the roof of as many devices as an engine has."""
+    """Return the session's roof for as many devices as the competitor's tensor parallelism has."""
     devices, roof = competitor.settings.get("tensor_parallel_size", 1), session.roof
     return replace(roof, read_bytes=devices * roof.read_bytes, flops=devices * roof.flops)
 
 
 def summary(workload: Workload, turns: Sequence[Row], roof: Roof) -> Row:
-    """Return the row of a workload from its turns: medians, the best, spread, share of the roof."""
+    """Return the numbers of a workload's row: medians, the best, spread, and share of the roof.
+
+    Args:
+        workload: the workload that was run.
+        turns: the results of `timings`, one for each turn.
+        roof: the limits of the engine's devices.
+    """
     row: Row = {"turns": len(turns)}
     whole = [turn["whole"] for turn in turns if "whole" in turn]
     first = [turn["first"] for turn in turns if "first" in turn]
@@ -113,9 +137,10 @@ def summary(workload: Workload, turns: Sequence[Row], roof: Roof) -> Row:
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Return the share of tokens that two engines drew alike, each row up to its first difference.
+    """Return the share, in [0, 1], of tokens that two engines drew alike, of each prompt's answer
+    up to its first difference.
 
-    In 16 bits engines round differently, and a tie of two tokens ends the agreement of its row.
+    In 16 bits engines round differently, and a tie of two tokens ends the agreement of an answer.
     """
     same = 0
     for a, b in zip(ours, theirs, strict=True):
@@ -125,13 +150,18 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 
 
 class Bench:
-    """Runs sessions, keeps their rows and writes them as they come.
+    """Run sessions, keep their rows and write them to a file as they come.
 
     Args:
         document: the contents of the JSON file beside rows and starts.
-        json_path: the path of that file, or None.
+        json_path: the path of that file; None writes none.
         folder: the folder for configurations, logs and converted models.
-        seconds: after which nothing new begins, and what runs is stopped; None is no limit.
+        repeats: number of turns of each workload that count, after one to warm up.
+        timeout: seconds of one start or one run.
+        trace: the folder for the profiler's traces; None keeps none.
+        looks_inside: True to profile steps of our own engine.
+        seconds: limit of all together, after which nothing new begins, and what runs is stopped;
+            None is no limit.
     """
 
     def __init__(
@@ -156,12 +186,13 @@ class Bench:
 
     @property
     def is_over(self) -> bool:
-        """Whether the seconds of all are used up."""
+        """Whether the limit of seconds of all together has passed."""
         return self._end is not None and time.monotonic() >= self._end
 
     @property
     def timeout(self) -> float:
-        """Seconds that a start or a run may take, of what is left for all."""
+        """The seconds that a start or a run may take now: no more than are left for all, and at
+        least 1."""
         if self._end is None:
             return self._timeout
         return max(1.0, min(self._timeout, self._end - time.monotonic()))
@@ -251,7 +282,12 @@ class Bench:
     def _turns(
         self, workload: Workload, processes: Sequence[tuple[Competitor, EngineProcess]]
     ) -> dict[str, list[Row] | EngineFailed]:
-        """Run a workload on every engine, in turns: a machine that drifts is fair to all."""
+        """Run a workload on every engine, in turns, so that a machine that drifts is fair to all.
+
+        Returns:
+            By the label of each engine the results of `timings` of its turns, the first, to warm
+            up, left out; or the failure that ended its turns.
+        """
         found: dict[str, list[Row] | EngineFailed] = {c.label: [] for c, _ in processes}
         for turn in range(self.repeats + 1):
             if turn > 1 and self.is_over:
@@ -277,7 +313,8 @@ class Bench:
         competitor: Competitor,
         process: EngineProcess,
     ) -> None:
-        """Add the GPU's busy share and the host's time a step of our own engine."""
+        """Add to a row of our own engine the GPU's busy share and the host's time of a step, by a
+        profile of the workload "fixed"; other rows stay as they are."""
         is_steady = workload.name == "fixed" and max(workload.new_tokens) >= 8
         if not (self.looks_inside and is_steady and competitor.engine == OURS):
             return
@@ -307,7 +344,8 @@ class Bench:
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Add to our rows how many times as fast as the best peer with as many threads they are."""
+    """Add "x best peer" to our rows: how many times as fast they are as the fastest peer on the
+    same workload with as many threads, by decode, output or prefill speed."""
     for row in rows:
         if not row["engine"].startswith(OURS):
             continue
@@ -331,7 +369,7 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 
 def _line(row: Row) -> str:
-    """Tell of one row while others are still measured."""
+    """Return the line of progress that tells of one row, while others are still measured."""
     what = f"{row['shape']}, {row['workload']} {row['batch']}: {row['engine']}"
     if "error" in row:
         return f"{what}: {row['error']}"

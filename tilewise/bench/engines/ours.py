@@ -36,7 +36,7 @@ _OPTIONAL = (
 
 
 class Compilations:
-    """Counts what Triton and numba compile in this process, from now on.
+    """The numbers of kernels that Triton and numba compile in this process, counted from now on.
 
     Attributes:
         count: the number of compiled kernels.
@@ -70,7 +70,7 @@ class Compilations:
 
 
 class Measured:
-    """The engine of this package; see `worker.Engine`.
+    """The engine of this package, `LLM`, as a `worker.Engine` of the benchmark.
 
     Args:
         settings: "directory", "device", "dtype", "random_weights", "max_num_seqs", "max_len",
@@ -112,7 +112,8 @@ class Measured:
         self.at_start = (self.compilations.count, self.compilations.loaded)
 
     def facts(self) -> dict[str, Any]:
-        """Return versions, and how many kernels were compiled until the start and after it."""
+        """Return by name the versions, how many kernels were compiled until the engine was ready
+        and how many since, and on a GPU the memory."""
         facts = {
             "version": tilewise.__version__,
             "torch": torch.__version__,
@@ -134,7 +135,7 @@ class Measured:
     def generate(
         self, prompts: list[list[int]], new_tokens: list[int], temperature: float, n: int
     ) -> list[list[int]]:
-        """Return the new ids of each prompt's first sample."""
+        """Return the new token ids of each prompt's first sample, when all samples are done."""
         params = [
             SamplingParams(n=n, temperature=temperature, max_tokens=count, ignore_eos=True)
             for count in new_tokens
@@ -170,7 +171,8 @@ class Measured:
         return found
 
     def _parts(self) -> list[tuple[Any, str]]:
-        """List (owner, attribute) of the functions that prepare a step and take its tokens in.
+        """Return pairs (owner, attribute) that name the functions of the host's work in a step:
+        schedule, prepare the inputs, and take the tokens in.
 
         The first is called once a step, before the others.
         """
@@ -200,7 +202,12 @@ class Measured:
 
 @contextmanager
 def _host_time(parts: list[tuple[Any, str]]) -> Iterator[list[dict[str, float]]]:
-    """Time functions while the block runs; yields a list that gets a dict of seconds a step."""
+    """Time functions while the block of a `with` runs; yield a list that gets, for each step, a
+    table of the functions' seconds by attribute.
+
+    Args:
+        parts: pairs (owner, attribute) that name the functions; a call of the first begins a step.
+    """
     steps: list[dict[str, float]] = []
 
     def timed(function: Callable[..., Any], name: str, is_first: bool) -> Callable[..., Any]:

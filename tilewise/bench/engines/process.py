@@ -24,7 +24,8 @@ class EngineFailed(RuntimeError):
 
 
 class EngineProcess:
-    """An engine that runs beside this process; see `worker.py`.
+    """An engine that runs in a process of its own beside this one, and is asked in lines of JSON,
+    see `worker.py`.
 
     Args:
         name: one of `worker.ENGINES`.
@@ -79,11 +80,11 @@ class EngineProcess:
             raise
 
     def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Return the answer to a request.
+        """Send a request to the engine, as `worker.py` describes it, and return the answer.
 
         Raises:
-            EngineFailed: the engine says so, has ended, or does not answer within `timeout`
-                seconds; it is then stopped.
+            EngineFailed: the engine says that it failed, has ended, or does not answer within
+                `timeout` seconds; in the last case it is stopped.
         """
         try:
             assert self._process.stdin is not None
@@ -104,7 +105,8 @@ class EngineProcess:
         return answer
 
     def close(self) -> None:
-        """Stop the engine, and wait until its memory is free."""
+        """Stop the engine, by force after 10 s, and wait until its process has ended, so that its
+        memory is free."""
         process = self._process
         assert process.stdin is not None
         with suppress(OSError, ValueError):  # it may have ended by itself, and be closed already

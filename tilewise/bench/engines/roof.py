@@ -19,7 +19,7 @@ __all__ = ["Roof"]
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """The limits of a device, and what a model costs there.
+    """The least times of a model's steps and workloads on a device, by the device's limits.
 
     Attributes:
         sizes: the sizes of the model.
@@ -40,7 +40,7 @@ class Roof:
     cache_bytes: float = 2
 
     def step(self, rows: int, cached_tokens: float) -> float:
-        """Return seconds of one decode step.
+        """Return the least seconds of one decode step.
 
         Args:
             rows: sequences, each with one new token.
@@ -56,7 +56,8 @@ class Roof:
         return tokens * self.sizes.cache_bytes(self.cache_bytes) / self.read_bytes
 
     def prefill(self, prompts: Sequence[int]) -> float:
-        """Return seconds for prompts of these lengths, computed together, to their first tokens."""
+        """Return the least seconds for prompts of these lengths, computed together, to their first
+        tokens."""
         tokens, sizes = sum(prompts), self.sizes
         pairs = sum(length * (length + 1) // 2 for length in prompts)
         attention = 4 * sizes.num_layers * sizes.num_q_heads * sizes.head_dim * pairs / self.flops
@@ -64,7 +65,8 @@ class Roof:
         return self._products(tokens, len(prompts)) + attention + scan
 
     def whole(self, workload: Workload) -> float:
-        """Return seconds of a whole workload: its prompts, then steps of all that are left.
+        """Return the least seconds of a whole workload: its prompts, then decode steps of all
+        sequences that still need tokens.
 
         Samples of a prompt compute it once and read its keys and values once a step. When more
         sequences wait than run at once, seats are taken in order, a prompt's samples one after
@@ -98,7 +100,8 @@ class Roof:
         return seconds
 
     def _products(self, rows: int, head_rows: int) -> float:
-        """Return the seconds of the products of all layers, and of the head for some rows."""
+        """Return the least seconds of the products of all layers for `rows` rows, and of the head
+        for `head_rows` rows."""
         sizes, states = self.sizes, self.sizes.states
         kinds = [(sizes.num_layers, sizes.products)]
         if states is not None:

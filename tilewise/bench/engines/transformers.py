@@ -10,7 +10,7 @@ __all__ = ["Measured"]
 
 
 class Measured:
-    """transformers; see `worker.Engine`.
+    """transformers as a `worker.Engine` of the benchmark.
 
     Args:
         settings: the settings of `ours.Measured`; "engine" is "transformers" for `generate`, or
@@ -47,24 +47,28 @@ class Measured:
         self.shares_prefixes: bool = settings["prefix_caching"]
 
     def facts(self) -> dict[str, Any]:
-        """Return the versions, and which attention runs."""
+        """Return by name the versions of transformers and torch, and which attention runs."""
         return {"version": self.version, "torch": torch.__version__, "attention": self.attention}
 
     def profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return nothing: only our own engine is looked into."""
+        """Return {}: only our own engine is looked into."""
         return {}
 
     def generate(
         self, prompts: list[list[int]], new_tokens: list[int], temperature: float, n: int
     ) -> list[list[int]]:
-        """Return the new ids of each prompt's first sample."""
+        """Return the new token ids of each prompt's first sample, when all samples are done."""
         run = self._continuous if self.is_continuous else self._padded
         return run(prompts, new_tokens, temperature, n)
 
     def _padded(
         self, prompts: list[list[int]], new_tokens: list[int], temperature: float, n: int
     ) -> list[list[int]]:
-        """Run all prompts, padded on the left, for the most new tokens that one of them needs."""
+        """Return the new token ids of each prompt's first sample by `generate`.
+
+        All prompts, padded on the left, run for the most new tokens that one of them needs; each
+        answer is cut to its own number.
+        """
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.device)
         mask = torch.tensor(
@@ -89,7 +93,13 @@ class Measured:
     def _continuous(
         self, prompts: list[list[int]], new_tokens: list[int], temperature: float, n: int
     ) -> list[list[int]]:
-        """Give each request to the manager, with its own number of new tokens."""
+        """Return the new token ids of each prompt by transformers' continuous batching, which gets
+        each prompt as a request with its own number of new tokens.
+
+        Raises:
+            ValueError: n is not 1.
+            RuntimeError: the manager's thread has ended too early.
+        """
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         if n != 1:

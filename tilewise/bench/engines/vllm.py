@@ -29,7 +29,7 @@ SERVER_ENVIRONMENT = {
 
 
 class Measured:
-    """vLLM; see `worker.Engine`.
+    """vLLM's offline class as a `worker.Engine` of the benchmark.
 
     Args:
         settings: the settings of `ours.Measured`.
@@ -69,19 +69,19 @@ class Measured:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the versions."""
+        """Return by name the versions of vLLM and torch."""
         import torch
 
         return {"version": self.vllm.__version__, "torch": torch.__version__}
 
     def profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return nothing: only our own engine is looked into."""
+        """Return {}: only our own engine is looked into."""
         return {}
 
     def generate(
         self, prompts: list[list[int]], new_tokens: list[int], temperature: float, n: int
     ) -> list[list[int]]:
-        """Return the new ids of each prompt's first sample."""
+        """Return the new token ids of each prompt's first sample, when all samples are done."""
         params = [
             self.vllm.SamplingParams(
                 n=n, temperature=temperature, ignore_eos=True, max_tokens=count, detokenize=False

@@ -31,12 +31,20 @@ ENGINES = {
 
 
 class Engine(Protocol):
-    """The interface by which a worker runs an engine."""
+    """The interface by which a worker runs an engine; each engine's module has a class `Measured`
+    with it."""
 
     def generate(
         self, prompts: list[list[int]], new_tokens: list[int], temperature: float, n: int
     ) -> list[list[int]]:
-        """Return the new token ids of each prompt's first sample, when all samples are done."""
+        """Return the new token ids of each prompt's first sample, when all samples are done.
+
+        Args:
+            prompts: the token ids of each prompt.
+            new_tokens: the number of tokens to generate for each prompt; none ends early.
+            temperature: 0 is greedy.
+            n: number of samples of each prompt.
+        """
         ...
 
     def facts(self) -> dict[str, Any]:
@@ -54,7 +62,17 @@ def serve(
     lines: TextIO,
     answer: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Make an engine from the first line and answer the others, until "stop" or the end."""
+    """Make an engine from the settings in the first line, and answer the other lines until "stop"
+    or the end.
+
+    Args:
+        make: a function from the settings to the engine.
+        lines: the requests, one JSON object a line.
+        answer: a function that sends one answer; a failure is answered by {"error": text}.
+
+    Raises:
+        Exception: the engine could not be made; that has been answered.
+    """
     engine: Engine | None = None
     for line in lines:
         request = json.loads(line)

@@ -10,7 +10,8 @@ __all__ = ["Workload", "fixed", "nano", "samples"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that are all there from the beginning, and never end early.
+    """Requests for a benchmark of engines, which are all there from the beginning and never end
+    early.
 
     Attributes:
         name: the name of its kind, "fixed", "nano" or "samples".
@@ -30,17 +31,17 @@ class Workload:
 
     @property
     def tokens_in(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts, each counted once."""
         return sum(map(len, self.prompts))
 
     @property
     def tokens_out(self) -> int:
-        """Tokens to generate."""
+        """Number of tokens to generate, in all samples of all prompts."""
         return self.n * sum(self.new_tokens)
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest sequence, prompt and answer."""
+        """Number of tokens of the longest sequence, prompt and answer together."""
         return max(len(p) + new for p, new in zip(self.prompts, self.new_tokens, strict=True))
 
     def as_request(self) -> dict[str, object]:

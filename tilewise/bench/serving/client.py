@@ -28,7 +28,7 @@ class Answer:
     """The answer to one request, with its times: seconds of time.perf_counter.
 
     Attributes:
-        key: the key of the API.
+        key: the API key that the request had.
         begun: the time at which the request was due.
         prompt: the prompt that was sent.
         samples: the number of samples of the prompt.
@@ -64,9 +64,16 @@ async def ask(
     wants_text: bool = False,
     times: list[float] | None = None,
 ) -> Answer:
-    """Send one request for a stream and read it to its end.
+    """Send one request for a stream and read the stream to its end.
+
+    A failure is the `error` of the answer, and is not raised.
 
     Args:
+        url: the address of the server, without /v1.
+        body: the body of /v1/completions, without the fields of a stream.
+        key: the API key; "" for none.
+        begun: the time at which the request was due, of time.perf_counter.
+        wants_text: True to keep the text of the first sample.
         times: the list to which the time of each event is added as it comes; None makes one.
     """
     answer = Answer(
@@ -109,12 +116,13 @@ async def ask(
 
 
 class _Reader(asyncio.Protocol):
-    """Reads a stream of events, and no more of it than is measured.
+    """The asyncio protocol of one answer: it notes the times of a stream's events and reads no more
+    of them than is measured.
 
     Streams over asyncio's readers took 0.02 ms an event, as much as a server has for a token.
 
     Attributes:
-        ended: the answer is whole, or the connection has broken.
+        ended: a future that gets its result when the connection has been closed.
     """
 
     def __init__(self, answer: Answer, ended: asyncio.Future[None], wants_text: bool) -> None:
@@ -124,7 +132,8 @@ class _Reader(asyncio.Protocol):
         self._rest = b""
 
     def data_received(self, data: bytes) -> None:
-        """Count the events of whole lines."""
+        """Note in the answer the time of each event with text in the lines that are complete with
+        `data`, and its counts, text or error."""
         data = self._rest + data
         end = data.rfind(b"\n") + 1
         self._rest = data[end:]
@@ -156,7 +165,8 @@ class _Reader(asyncio.Protocol):
             _count(self._answer, json.loads(line[6:])["usage"])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let the answer be."""
+        """Set `ended`, as the server has closed the connection; without any answer that is its
+        error."""
         if not self.ended.done():
             if self._is_ok is None:
                 self._answer.error = "closed"
@@ -170,13 +180,13 @@ def _count(answer: Answer, usage: dict[str, Any]) -> None:
 
 
 async def load(url: str, asked: Sequence[Asked], *, concurrency: int | None = None) -> list[Answer]:
-    """Send requests and return what each saw, in their order.
+    """Send requests at their times, and return their answers in the order of `asked`.
 
     Args:
         url: the address of the server.
         asked: the requests to send, with their times.
-        concurrency: requests under way at most; None is no bound. One that has to wait for that
-            counts from when it should have been sent.
+        concurrency: the largest number of requests under way; None is no bound. The times of a
+            request that has to wait for that count from when it should have been sent.
     """
     seats = asyncio.Semaphore(concurrency or max(1, len(asked)))
     followed = {one.follows for one in asked}

@@ -26,7 +26,11 @@ def direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
 
     Args:
         options: the options of the command.
-        asked: all at once.
+        asked: the requests, all of which are sent at once.
+
+    Returns:
+        The tokens a second of both, their ratio, the processor time per token of the server's event
+        loop and of the client, and latencies through the server.
 
     Raises:
         RuntimeError: the server does not start.
@@ -93,7 +97,8 @@ def direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process's main thread, which runs its event loop."""
+    """Return the processor time in seconds of the main thread of the process `pid`, which runs the
+    server's event loop."""
     with open(f"/proc/{pid}/task/{pid}/stat") as file:
         fields = file.read().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

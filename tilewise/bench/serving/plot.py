@@ -105,7 +105,14 @@ def _over_time(axes: Any, good: Sequence[Answer], failed: Sequence[Answer], star
 
 
 def _rate(axes: Any, good: Sequence[Answer], done: Sequence[Any], started: float) -> None:
-    """Draw tokens that have come, and the requests that are under way."""
+    """Draw, over time, the tokens that have come and the number of requests under way.
+
+    Args:
+        axes: the axes of matplotlib.
+        good: the answers without an error.
+        done: the timings in virtual time, which are drawn beside them.
+        started: the time of the first request.
+    """
     events = sorted((when - started, a.num_tokens / len(a.times)) for a in good for when in a.times)
     made, so_far = [0.0], 0.0
     for _, tokens in events:

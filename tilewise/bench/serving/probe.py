@@ -47,15 +47,15 @@ APART_S = 0.05  # longest pause between two of them: they then arrive at any pla
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """A measured request.
+    """A measured request of a probe, or the medians of several alike.
 
     Attributes:
         prompt_tokens: length of its prompt.
         ttft, tpot: seconds to its first token, and from token to token.
-        streams: requests that were sent together; 1 is a single one.
-        running: streams that were already running.
-        stalls: seconds that the last one, two ... events of these streams took when the request's
-            first token came, medians over the streams; empty is not known.
+        streams: number of requests that were sent together; 1 is a single one.
+        running: number of streams that were already running.
+        stalls: seconds that the running streams' last event, last two events ... took before the
+            request's first token came, medians over these streams; () if they are not known.
     """
 
     prompt_tokens: int
@@ -92,9 +92,15 @@ class Server:
     def clock(
         self, cost: Callable[[StepWork], StepSeconds], draw: random.Random
     ) -> Callable[[StepWork], StepSeconds]:
-        """Return `cost` with one of the stalls in each step that has a prompt beside others.
+        """Return a clock like `cost` that adds a stall, drawn from those measured, to each step
+        that has a prompt beside other sequences.
 
-        Beside fewer than were measured it is less, in proportion: they want less of the cores.
+        Beside fewer sequences than were measured the stall is less, in proportion: they want less
+        of the cores.
+
+        Args:
+            cost: the clock of the engine without a server.
+            draw: the generator that chooses the stalls.
         """
 
         def slower(work: StepWork) -> StepSeconds:
@@ -108,7 +114,8 @@ class Server:
         return slower
 
     def _stall(self, tokens: int, share: float) -> float:
-        """Return the stall that this share of all is below, between those of the next lengths."""
+        """Return the quantile `share` of the stalls of a prompt of `tokens` tokens, in seconds,
+        interpolated between the next measured lengths."""
         at = [(n, values[int(share * len(values))]) for n, values in self.stalls]
         longest, last = at[-1]
         if tokens >= longest:  # it competes for as much longer as it takes
@@ -121,13 +128,15 @@ class Server:
 
 
 def lengths(longest: int) -> list[int]:
-    """Return the lengths of prompts to ask for: 16 tokens to half of the longest."""
+    """Return the lengths of a probe's prompts, ascending: 16 tokens to half of the longest
+    sequence."""
     most = longest - new_tokens(longest)
     return sorted({max(1, min(n, most)) for n in (16, longest // 8, longest // 2)})
 
 
 def new_tokens(longest: int) -> int:
-    """Return how many tokens of an answer to one alone are asked for."""
+    """Return the number of tokens of an answer to a probe that is sent alone, for a server whose
+    longest sequence has `longest` tokens."""
     return max(2, min(NEW_TOKENS, longest // 2))
 
 
@@ -210,11 +219,13 @@ async def probe(
 
 
 def _stood_still(streams: Sequence[Sequence[float]], first: float) -> tuple[float, ...]:
-    """Return the median seconds of the last event, the last two, ... of streams before `first`.
+    """Return the seconds that running streams took for their last event, their last two ... before
+    a first token came, medians over the streams; see `Alone.stalls`.
 
     Args:
-        streams: the times of the events of each.
-        first: the time at which a first token came, with which the last of these events came.
+        streams: the times of the events of each running stream.
+        first: the time at which another request's first token came, together with the last of the
+            streams' events.
     """
     found = []
     places = [bisect_left(times, first - TOGETHER_S) for times in streams]
@@ -236,7 +247,8 @@ def _median(seen: Sequence[Alone]) -> Alone:
 
 
 def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
-    """Return the median of requests of one length that are sent together, in virtual time."""
+    """Return the times of requests of one length that are sent together, in virtual time by a
+    setting's profile: the medians of `streams` requests."""
     from tilewise.bench.simulate import serve
 
     longest = setting.max_len or setting.sizes.max_len
@@ -259,10 +271,11 @@ def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
 
 
 def predicted_beside(setting: Setting, length: int) -> tuple[float, float]:
-    """Return the times of a prompt in virtual time while BESIDE streams run.
+    """Return the times of a prompt of `length` tokens in virtual time while BESIDE streams run.
 
     Returns:
-        Seconds to its first token, and of the steps that compute it, medians of several prompts.
+        The seconds to its first token, and the seconds of the steps that compute it, medians of
+        several prompts.
     """
     from tilewise.bench.simulate import serve
 
@@ -298,18 +311,24 @@ def predicted_beside(setting: Setting, length: int) -> tuple[float, float]:
 
 
 def _pieces(setting: Setting, length: int) -> int:
-    """Return in how many steps a prompt is computed beside BESIDE streams."""
+    """Return the number of steps in which a prompt of `length` tokens is computed beside BESIDE
+    streams."""
     return -(-length // max(1, setting.budget - BESIDE))
 
 
 def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
-    """Return a setting in which these requests take what they took, and what that adds.
+    """Return the seconds that a server adds to a setting, such that the measured requests take in
+    virtual time what they took.
 
     The time between two tokens gives that of a step; with many streams, of each of these. What
     first tokens take beyond it is a line over the lengths of prompts: its slope is a token's, which
     can make a step shorter, too, where the profile has it longer; the rest is the request's, 0 at
     least. What a step with a prompt beside streams takes beyond that is a stall, and what the first
     token then still takes is the request's where others run.
+
+    Args:
+        setting: the setting of the engine, with a machine's profile.
+        measured: the result of `probe`.
     """
     machine = setting.machine
     quiet = [m for m in measured if not m.running]

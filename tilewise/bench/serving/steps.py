@@ -46,7 +46,7 @@ DRAWS = 5  # runs in virtual time, whose median counts
 
 @dataclass(frozen=True, slots=True)
 class ServedStep:
-    """A step of a server's engine.
+    """A step of a server's engine, as the server's trace tells of it.
 
     Attributes:
         begun: the time at which it was scheduled, by the server's clock.
@@ -65,7 +65,7 @@ class Seen:
 
     Attributes:
         earliest, noted: the bounds of its arrival; they differ if it came during a step.
-        ready: the time at which the step ended that computed the last of its prompt.
+        ready: the end of the step that computed the last of the request's prompt.
     """
 
     earliest: float
@@ -75,10 +75,10 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that was answered.
+    """A request that the client sent and that was answered.
 
     Attributes:
-        name: the name that the trace has for it.
+        name: the request's id in the server's trace.
         sent: the request that was sent, and its time.
         ttft: seconds to its first token.
     """
@@ -91,7 +91,8 @@ class Request:
 def steps_of(
     events: Sequence[Mapping[str, Any]], block_size: int
 ) -> tuple[list[ServedStep], dict[str, Seen]]:
-    """Return the steps that a trace tells, and what it has of requests, by their names.
+    """Return the steps of which a server's trace tells, in order, and the times of requests in the
+    engine, by their ids.
 
     A step whose content the trace does not tell, since its beginning is forgotten or prompts came
     out of the prefix cache in parts of a block, is left out.
@@ -164,7 +165,7 @@ class _Counted:
     Attributes:
         computed: the number of computed tokens of each sequence that runs.
         wanted: the number of tokens that must be computed before each sequence draws.
-        last: the sequences of which the last step counted one token and that did not draw.
+        last: the sequences of which the last step counted one token, and which did not draw.
     """
 
     def __init__(self) -> None:
@@ -221,7 +222,9 @@ class _Half:
     """A clock made of the steps of every second window, which predicts those of the other windows.
 
     Args:
+        setting: the setting of the server's engine.
         steps: the steps, each with the number of its window.
+        ways: the seconds that requests in these windows took to the engine and back, of `_ways`.
     """
 
     def __init__(
@@ -257,8 +260,14 @@ class _Half:
         self._beside: dict[tuple[bool, int], list[tuple[int, float]]] = {}
 
     def seconds(self, work: StepWork, window: int, draw: random.Random) -> float:
-        """Return the seconds of a step in a window: the cost model's, times the error of a
-        similar step."""
+        """Return the seconds of a step with this work in a window of the other half: those of the
+        fitted cost model, times by how much one of the most similar steps nearby was off.
+
+        Args:
+            work: the work of the step.
+            window: the number of the window.
+            draw: the generator that chooses the similar step.
+        """
         kind = bool(work.pairs)
         off = self._beside.get((kind, window))
         if off is None:
@@ -270,7 +279,15 @@ class _Half:
         return self.cost.device(work) * (draw.choice(like)[1] if like else 1.0)
 
     def _nearest(self, kind: bool, window: int) -> list[tuple[int, float]]:
-        """Return steps of the windows on both sides, of more where these have too few."""
+        """Return (size, by how much the model was off) of the steps of a kind in the windows
+        nearest to `window`, ascending by size.
+
+        These are the windows on both sides, and further ones until there are `ENOUGH` steps.
+
+        Args:
+            kind: True for steps with prompts, False for steps without.
+            window: the number of the window.
+        """
         found: list[tuple[int, float]] = []
         windows = sorted((abs(w - window), w) for k, w in self._off if k == kind)
         for distance, group in groupby(windows, key=itemgetter(0)):
@@ -282,19 +299,21 @@ class _Half:
 
 
 def _size(work: StepWork) -> int:
-    """Return the number by which steps are similar: tokens of prompts, or keys of decoding rows."""
+    """Return the number by which steps of one kind are compared: tokens of prompts, or the keys of
+    decoding rows."""
     return work.tokens - work.sequences if work.pairs else work.keys
 
 
 def _some(steps: list[tuple[int, ServedStep]]) -> list[tuple[int, ServedStep]]:
-    """Return at most MOST_FITTED steps of all sizes."""
+    """Return at most MOST_FITTED of the steps, spread evenly over their sizes."""
     steps = sorted(steps, key=lambda one: _size(one[1].work))
     stride = -(-len(steps) // MOST_FITTED) or 1
     return steps[::stride]
 
 
 def _pace(steps: Sequence[tuple[int, ServedStep]], cost: StepCost) -> dict[int, float]:
-    """Return for each window how many times as long as `cost` says its steps took."""
+    """Return for each window, by its number, the seconds of its steps over those that `cost`
+    predicts."""
     taken, thought = dict[int, float](), dict[int, float]()
     for window, step in steps:
         taken[window] = taken.get(window, 0.0) + step.seconds
@@ -355,11 +374,15 @@ def foreseen(
 
 
 def _ways(seen: Sequence[tuple[float, Seen]]) -> list[float]:
-    """Return the seconds of each request to the engine and of its first token back from it.
+    """Return for each request the seconds of its way to the engine and of its first token's way
+    back, together.
 
     A request that arrives during a step is noted when the step ends, and virtual time makes it wait
     for that, too. Where the time of its way is not known, the median of others is taken, as far as
     the measured times allow.
+
+    Args:
+        seen: the measured TTFT of each request, and its times in the engine.
     """
     most = [max(0.0, ttft - (one.ready - one.noted)) for ttft, one in seen]
     slack = [one.noted - one.earliest for _, one in seen]
@@ -378,7 +401,16 @@ def _run(
     place: Callable[[float], int],
     draw: random.Random,
 ) -> list[Timing]:
-    """Serve requests in virtual time; each window has the other half's clock."""
+    """Serve requests in virtual time, each window by the clock of the other half, and return their
+    timings in the order of `requests`.
+
+    Args:
+        setting: the setting of the server's engine.
+        requests: the requests that were answered.
+        halves: the clocks of the even and of the odd windows.
+        place: a function from seconds since the first request to the number of a window.
+        draw: the generator that chooses similar steps and ways to the engine.
+    """
     ways = [draw.choice(halves[1 - place(one.sent.seconds) % 2].ways) for one in requests]
     late = [
         replace(r.sent, seconds=r.sent.seconds + w) for r, w in zip(requests, ways, strict=True)
@@ -404,7 +436,8 @@ def _measured(
     window: float,
     ways: tuple[list[float], list[float]],
 ) -> dict[str, Any]:
-    """Return how many steps there were, how far each was foreseen, and the machine's pace."""
+    """Return the row about the server's steps: their number, the errors of their predictions by the
+    other half's clock, the pace of the windows, and the seconds of requests' ways."""
     off = sorted(
         abs(halves[1 - number % 2].cost.device(step.work) / step.seconds - 1)
         for number, step in steps

@@ -112,7 +112,12 @@ def simulated(
 def _by_profile(
     setting: Setting, requests: Sequence[TraceRequest], idle: Sequence[Alone]
 ) -> tuple[list[Timing], dict[str, Any]]:
-    """Serve requests by a profile and what was asked of the idle server; return that, too."""
+    """Serve requests in virtual time by the setting's profile, and by the seconds that the server
+    adds, found from `idle`.
+
+    Returns:
+        The timings of the requests, and the added seconds by name; {} if `idle` is empty.
+    """
     added: dict[str, Any] = {}
     server = alone(setting, idle) if idle else None
     if server is not None:

@@ -28,7 +28,7 @@ _MEAN_LENGTH, _SPREAD = 5.0, 0.8  # of the logarithm: 205 tokens on average
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """B texts in rows of N.
+    """A batch of B texts in rows of N tokens, padded at their ends, for a masked language model.
 
     Attributes:
         ids, labels: int64 (B, N); a label is -100 where nothing is predicted.
@@ -43,10 +43,14 @@ class Padded:
 
 
 def open_corpus(folder: str | None, words: int, *, longest: int | None, seed: int) -> Corpus:
-    """Open a prepared folder; without one, draw random tokens in documents of random lengths.
+    """Return the corpus of a prepared folder; without one, draw random tokens in documents of
+    random lengths.
 
     Args:
-        longest: the largest length of a masked model's texts; None is a decoder's corpus.
+        folder: the folder, see `training.corpus.prepare`; None draws.
+        words: the size of the vocabulary of a drawn corpus.
+        longest: the largest length of a drawn masked model's texts; None is a decoder's corpus.
+        seed: the seed of a drawn corpus.
     """
     if folder is not None:
         return Corpus.open(Path(folder))
@@ -68,7 +72,8 @@ def open_corpus(folder: str | None, words: int, *, longest: int | None, seed: in
 def decoder_batches(
     corpus: Corpus, rows: int, length: int, count: int, *, packed: bool, seed: int
 ) -> list[Batch]:
-    """Return batches of rows, or of as many tokens packed, on the CPU.
+    """Return `count` batches of `rows` rows of `length` tokens, or of as many tokens in packed
+    documents, on the CPU.
 
     The last place of a row has no target: transformers, which shifts its labels, has none there.
     """
@@ -127,9 +132,10 @@ def masked_batches(
 
 
 def pack_masked(batches: list[Padded]) -> list[Batch]:
-    """Lay each batch's texts end to end; all batches get the shape of the largest.
+    """Return each batch with its texts end to end, without padding; all get the shape of the
+    largest.
 
-    The rows that fill a smaller one up are a text of their own, of which nothing is predicted.
+    A smaller batch is filled up with texts of zeros, of which nothing is predicted.
     """
     tokens = _round_up(max(sum(batch.lengths) for batch in batches), 128)
     places = max(int((batch.labels != IGNORED).sum()) for batch in batches)

@@ -61,10 +61,10 @@ _BETAS, _EPS = (0.9, 0.95), 1e-8
 
 
 def measure(spec: Json, wait: Callable[[], object] = lambda: None) -> Json:
-    """Train as `spec` says and return what was measured.
+    """Train as `spec` says and return the numbers of the row: times, rates, memory and losses.
 
     Between the first steps and those that are timed it calls `wait`, and holds no more memory than
-    the parameters and moments need meanwhile.
+    the parameters and moments need meanwhile. Being out of GPU memory is a row with an "error".
 
     spec: shape, way (one of WAYS), N and B, device, text (a prepared folder, or None), losses (how
     many first steps' losses are returned), seconds (of measuring), lr, seed, compile (mode of our
@@ -112,7 +112,11 @@ def measure(spec: Json, wait: Callable[[], object] = lambda: None) -> Json:
 
 
 def _time(step: Step, device: torch.device, budget: float) -> tuple[list[float], int]:
-    """Return seconds a step of blocks until `budget` has passed, three at least; steps of each."""
+    """Time blocks of steps until `budget` seconds have passed, three blocks at least.
+
+    Returns:
+        The seconds of a step in each block, and the number of steps of a block.
+    """
     for index in range(2):  # memory is asked for anew
         begin = time.perf_counter()
         step(index).item()
@@ -137,7 +141,12 @@ def make_step(spec: Json, device: torch.device) -> tuple[Step, Json]:
     """Build the model and the batches of a row.
 
     Returns:
-        A function that makes a training step, and the numbers that a step counts for.
+        A function from a step's index to its loss, which makes a training step on one of the
+        batches in turn, and the mean tokens, sequences and FLOPs of a step, with the number of
+        parameters.
+
+    Raises:
+        ValueError: the text has more words than the model's vocabulary.
     """
     is_masked = spec["shape"] in BERT_SHAPES
     if is_masked:
@@ -191,7 +200,8 @@ def make_step(spec: Json, device: torch.device) -> tuple[Step, Json]:
 
 
 def hugging_face(spec: Json, attention: str, device: torch.device) -> Any:
-    """Build transformers' model of a shape with random weights, the same for each attention."""
+    """Return transformers' model of the spec's shape on a device, for training, with random weights
+    by the spec's seed, the same for each `attention`, its attn_implementation."""
     import transformers
 
     if attention == "tilewise":
@@ -285,7 +295,11 @@ def _our_step(spec: Json, batches: list[Batch], device: torch.device) -> Step:
 
 
 def main(text: str) -> None:
-    """Measure the row of a JSON text and print it; what libraries print goes to standard error."""
+    """Run the process of a row: measure the row that a JSON text describes, and print it as JSON.
+
+    It waits for a line of standard input twice, see the module; a failure is printed as a row with
+    an "error". What libraries print goes to standard error.
+    """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

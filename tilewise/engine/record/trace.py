@@ -154,7 +154,8 @@ class Trace:
             self._size -= _size(self._events.popleft().values)
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """Return the events from `number` on that are still in the ring, as JSON objects."""
+        """Return the events from `number` on that are still in the ring, oldest first, as dicts of
+        JSON's types."""
         first = self.num_noted - len(self._events)
         skip = max(0, number - first)
         # Searched from the end: a follower asks often, for few events of a long ring.
@@ -188,7 +189,8 @@ class Trace:
     # ---- called by one line each in scheduler and block tables
 
     def watch(self, allocator: BlockAllocator) -> None:
-        """Record evictions, before other listeners are called."""
+        """Let each eviction of an allocator be recorded, before the allocator's listener so far is
+        called."""
         tell = allocator.on_evict
 
         def on_evict(block: int) -> None:
@@ -199,7 +201,7 @@ class Trace:
         allocator.on_evict = on_evict
 
     def arrive(self, request: Request) -> None:
-        """Record that a request was accepted."""
+        """Record that a request was accepted, and begin its account."""
         count = request.sampling.num_samples
         num_tokens = len(request.prompt_token_ids)
         self.note("arrive", request.request_id, request.user, num_tokens, count)
@@ -236,7 +238,10 @@ class Trace:
         self.note("schedule", len(runs), total, tuple(prompts))
 
     def preempt(self, seq: Sequence) -> None:
-        """Record that a sequence loses its blocks."""
+        """Record that a sequence loses its blocks, and count that in its request's account.
+
+        It counts as a preemption only if a batch had named the blocks, so that something is lost.
+        """
         self.note("preempt", seq.seq_id, seq.num_computed_tokens)
         account = self._accounts[seq.request.request_id]
         account.num_preemptions += seq.num_told_blocks > 0  # otherwise it has lost nothing
@@ -246,7 +251,13 @@ class Trace:
         self._lost[seq.seq_id] = seq.num_computed_tokens
 
     def finish(self, seq: Sequence, is_last: bool) -> None:
-        """Record that a sequence has ended; dropped beams have no reason."""
+        """Record that a sequence has ended; dropped beams have no reason.
+
+        Args:
+            seq: the sequence that has ended.
+            is_last: True if its request has no other sequence left. The accounts of the last 1,024
+                ended requests are kept.
+        """
         reason = "" if seq.finish_reason is None else seq.finish_reason.value
         request_id = seq.request.request_id
         self.note("finish", seq.seq_id, request_id, seq.index, reason)

@@ -22,7 +22,11 @@ __all__ = ["FAMILIES"]
 
 
 def _factors(config: Json, name: str, count: int) -> tuple[float, ...]:
-    """Return the `count` factors of a field of config.json; all are 1 where it is absent."""
+    """Return the `count` factors of a field of config.json; all are 1 where it is absent.
+
+    Raises:
+        CheckpointError: the field is no list of that many finite numbers.
+    """
     value = config.get(name)
     if value is None:
         return (1.0,) * count

@@ -63,7 +63,7 @@ def _gemma2(config: Json) -> dict[str, Any]:
 
 
 def _cap(config: Json, name: str, default: float) -> float | None:
-    """Return a softcap: an absent field means the default, null means none."""
+    """Return a softcap, None for none: an absent field means the default, null or 0 means none."""
     if name in config and config[name] is None:
         return None
     return number(config, name, default) or None

@@ -44,7 +44,8 @@ class GgufCheckpoint:
 
         Returns:
             A tensor of a float dtype, or a quantised weight (N, K) whose rows are all dims but the
-            last. Tensors that llama.cpp transposed, joined or added 1 to are dequantised; codes and
+            last. Tensors that llama.cpp transposed, split (kv_b_proj), added 1 to, or stored in
+            parts of different types are dequantised; codes and
             scales of gpt-oss's experts are uint8.
         """
         source = self._sources[name]

@@ -154,7 +154,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 def _dtype(file: GgufFile) -> str:
     """Return the name of the dtype to compute in, by the types of weights that are no norms.
 
-    It is "float32" or "float16" if none is wider or quantised, else "bfloat16".
+    It is "float32" if all are F32, "float16" if all are F32 or F16, else "bfloat16".
     """
     names = {
         info.type.name
@@ -390,8 +390,11 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 
 def _types(fields: Fields, every: int) -> list[str]:
-    """Return each layer's type: sliding attention but on each `every`-th, or the file's own
-    list."""
+    """Return each layer's type, "sliding_attention" or "full_attention".
+
+    The file's own list decides; else every `every`-th layer is full, or every n-th if the file has
+    a number.
+    """
     pattern = fields.metadata.get(f"{fields.name}.attention.sliding_window_pattern")
     if isinstance(pattern, list | np.ndarray):
         slides = [bool(x) for x in pattern][: fields.num_layers]

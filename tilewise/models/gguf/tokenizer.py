@@ -191,7 +191,13 @@ def _pre(metadata: Mapping[str, Any]) -> str | None:
 def _byte_pairs(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer of GPT-2's kind: byte-pair encoding within words."""
+    """Return a tokenizer of GPT-2's kind: byte-pair encoding within words.
+
+    How a text is cut into words, tokenizer.ggml.pre says.
+
+    Raises:
+        CheckpointError: that kind is not known, or the merges are wrong.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     kind = _pre(metadata)

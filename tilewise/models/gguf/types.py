@@ -120,7 +120,7 @@ def _narrow(codes: Tensor) -> Tensor:
 
 
 def _signed(codes: Tensor, offset: int) -> Tensor:
-    """Return codes less an offset, int8 (N, K)."""
+    """Return codes (N, blocks, numbers) minus an offset, int8 (N, K)."""
     return codes.flatten(1).view(torch.int8) - offset
 
 
@@ -184,7 +184,8 @@ def _q3_k(b: Tensor) -> QuantisedWeight:
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eight scales and the eight minimums of 6 bits in twelve bytes."""
+    """Return eight scales and eight minimums of 6 bits from twelve bytes, uint8 (N, blocks, 8)
+    each."""
     d, m, both = packed[..., :4], packed[..., 4:8], packed[..., 8:12]
     scales = torch.cat((d & 63, (both & 15) | ((d >> 2) & 48)), -1)
     return scales, torch.cat((m & 63, (both >> 4) | ((m >> 2) & 48)), -1)

@@ -95,7 +95,8 @@ def matches(rules: Iterable[str], module: str) -> bool:
 
 
 def unpacked(words: Tensor, bits: int = 4) -> Tensor:
-    """Return the codes (..., n * 32 / bits), uint8, of int32 words (..., n), the lowest first."""
+    """Return the codes of `bits` bits in int32 words (..., n), the lowest bits first, uint8 (..., n
+    * 32 / bits)."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return codes.to(torch.uint8).flatten(-2)
