@@ -58,10 +58,13 @@ Q_LATENT, Q_ROPE, O, ROW, Q_LEN, K_LEN, TASK, BLOCKS, SPLITS, SPLIT_KEYS, SLOT =
 
 
 class Sizes(NamedTuple):
-    """Shapes, dtype codes, addresses and byte strides of a call.
+    """The shapes, dtype codes, addresses and byte strides of a call over latents, as its kernels
+    take them.
 
     `cache` is the address of the cache, `scale` that of its scales, 0 without scales. lse_head
-    counts elements. split_keys is 0 if a sequence's own length decides the splits.
+    counts elements. block_rows is the number of rows (tokens times heads) of a task, split_keys the
+    keys of a split, 0 if a sequence's own length decides. scale_log2 turns products into logits in
+    base 2.
     """
 
     num_heads: int
@@ -91,11 +94,11 @@ class Sizes(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call.
+    """The arrays of a call over latents, as its kernels take them.
 
-    They are the float type to compute in and the type of the products' operands, as empty arrays;
-    starts (B, 11) int64; the block table; and the partial results of splits: sums, tops and totals,
-    by slot and row.
+    like and packed_like are empty arrays of the float type to compute in and of the products'
+    operands; starts is (B, 11) int64, see `place_runs`; table the block table. sums, tops and
+    totals are the partial results of splits, by slot and row.
     """
 
     like: np.ndarray
@@ -109,7 +112,8 @@ class Arrays(NamedTuple):
 
 @kernel
 def place_runs(sizes, starts, edges, lengths, q_latent, q_rope, o):
-    """Fill in a row of starts for each sequence; return the numbers of tasks and of slots.
+    """Fill in a row of `starts` for each sequence, in place; return the numbers of tasks and of
+    slots.
 
     Args:
         sizes: the call's `Sizes`.
@@ -150,7 +154,8 @@ def place_runs(sizes, starts, edges, lengths, q_latent, q_rope, o):
 
 @inner
 def _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld):
-    """Copy query rows to scratch, each as its latent part followed by its rotated part.
+    """Load query rows of a sequence into scratch, each as its latent part followed by its rotated
+    part.
 
     Args:
         first_row, num_rows: the rows, counted over tokens and heads.
@@ -242,7 +247,8 @@ def _attend_block(
 
 @inner
 def _store_row(sizes, like, starts, lse, sequence, row, values, vi, top, total):
-    """Write o and lse of one row.
+    """Divide the sums of one row by its total, and write o through its address and lse; a row that
+    saw nothing gets 0 and -inf.
 
     Args:
         row: the row, counted over tokens and heads.
@@ -259,7 +265,9 @@ def _store_row(sizes, like, starts, lse, sequence, row, values, vi, top, total):
 
 @kernel
 def attend_latents(sizes, arrays, lse, counter, num_tasks):
-    """Take tasks until none is left; see the head of this file."""
+    """Attend to latents in this thread: take tasks, each a block of rows of a sequence and a split
+    of its keys, until none is left. A sequence without splits gets o and lse, one with splits
+    partial results in `arrays`."""
     like, starts = arrays.like, arrays.starts
     ld = (sizes.rank + sizes.rope_dim + 31) // 32 * 32
     ldv = (sizes.rank + 31) // 32 * 32
@@ -339,7 +347,8 @@ def attend_latents(sizes, arrays, lse, counter, num_tasks):
 
 @kernel
 def merge_splits(sizes, arrays, lse, counter, num_tasks):
-    """Merge the splits of MERGE_ROWS rows at a time, in their order, and write o and lse."""
+    """Merge the splits of sequences whose keys were split, in their order, and write o and lse: a
+    second round of tasks, of MERGE_ROWS rows each, taken in this thread until none is left."""
     like, starts = arrays.like, arrays.starts
     ldv = (sizes.rank + 31) // 32 * 32
     merged = scratch(ldv, like)

@@ -47,7 +47,7 @@ TASKS_PER_CORE = 4
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Return why these kernels cannot run `spec`, or None if they can."""
+    """Return why the CPU's kernels over latents cannot run `spec`, or None if they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
@@ -68,11 +68,12 @@ def plan_fwd(call: Call) -> LatentForwardPlan | Refusal:
 
 
 class LatentForwardPlan:
-    """A call of attention over latents; spec.head_dim is R + Dr, and spec.v_head_dim is R.
+    """The plan of a call of attention over latents on a CPU, made once and run for each call like
+    it; spec.head_dim is R + Dr, and spec.v_head_dim is R.
 
     Attributes:
         tiles: an empty table, since the tiles are the same for all calls.
-        steps: the lines that describe the call.
+        steps: the steps of the plan in words, a line each.
     """
 
     def __init__(self, call: Call) -> None:
@@ -95,7 +96,9 @@ class LatentForwardPlan:
         self._sums_of_row = -(-spec.v_head_dim // 32) * 32 + ACC_PAD
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Return o and lse."""
+        """Return o (T, Hq, R) and lse (Hq, T) for the fields of `LatentTensors`; rows behind the
+        last sequence get 0 and -inf. Raises ValueError if edges, lengths or blocks lie outside of
+        what the tensors hold."""
         given, spec = LatentTensors(*tensors), self._spec
         q_latent, q_rope = (
             q.contiguous() if copies else q

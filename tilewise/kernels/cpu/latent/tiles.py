@@ -56,7 +56,8 @@ PAD = 16  # rows are padded to a tile of the matrix unit
 
 
 class Tile(NamedTuple):
-    """The scratch of one task: some rows of queries times a tile of KEYS keys.
+    """The scratch of a thread for some rows of queries times a tile of KEYS keys; made by
+    `new_tile`, and used by one task after another.
 
     Attributes:
         keys: (KEYS, ld) rows of the cache, zero beyond their width.
@@ -87,7 +88,8 @@ class Tile(NamedTuple):
 
 @inner
 def new_tile(like, packed, ld, rows):
-    """Return scratch for tasks of up to `rows` rows, a multiple of PAD."""
+    """Return a `Tile` for tasks of up to `rows` rows, a multiple of PAD, whose keys have ld padded
+    channels; zero where padding must stay zero."""
     whole = (rows + 31) // 32 * 32
     return Tile(
         zero_scratch(KEYS * ld, packed),
@@ -106,7 +108,8 @@ def new_tile(like, packed, ld, rows):
 
 @inner
 def gather_keys(like, tile, source, rank, ld, first, count, padded):
-    """Copy keys first ... first + count to scratch, zeros up to `padded`; pair them as values.
+    """Load keys first ... first + count - 1 into tile.keys, with zeros up to `padded`, and pack
+    them as values into tile.values unless the keys serve as values, too.
 
     Returns 0.0, or NaN if a row contains an infinity or NaN.
     """
@@ -121,7 +124,8 @@ def gather_keys(like, tile, source, rank, ld, first, count, padded):
 
 @inner
 def _gather_bytes(like, keys, source, rank, ld, first, count, padded):
-    """Copy 8-bit rows of the cache to scratch as floats, multiplied by their scales.
+    """Load 8-bit rows of the cache into scratch as numbers of its type, multiplied by their two
+    scales.
 
     Args:
         keys, ld: the scratch, and the elements of a row in it.
@@ -147,7 +151,8 @@ def _gather_bytes(like, keys, source, rank, ld, first, count, padded):
 
 @inner
 def score_rows(tile, source, ld, ldv, rows, first, count, padded, end):
-    """s = keys q^T and the values in pairs, from rows that lie in groups of 16 in the cache.
+    """Set tile.s to keys q^T and tile.values to the values in pairs, on the matrix unit, straight
+    from rows of bfloat16 that lie in groups of 16 in the cache.
 
     The next 32 rows are prefetched meanwhile, up to `end`: a tenth of the time for 64 heads and
     more, nothing for 16 (one core of a Xeon, 2026-11-20). Slots after `count` may contain anything:
@@ -205,7 +210,8 @@ def score_rows(tile, source, ld, ldv, rows, first, count, padded, end):
 
 @inner
 def score_tile(tile, source, uses_amx, ld, rows, padded, ahead, end):
-    """s = keys q^T for `padded` keys (a multiple of 32) in scratch and `rows` rows (of PAD).
+    """Set tile.s to keys q^T for `padded` keys (a multiple of 32) in tile.keys and `rows` rows (a
+    multiple of PAD), on the matrix unit if uses_amx.
 
     Rows of the cache from `ahead` to `end` are prefetched meanwhile.
     """
@@ -268,7 +274,8 @@ def score_tile(tile, source, uses_amx, ld, rows, padded, ahead, end):
 
 @inner
 def softmax_tile(like, tile, scale_log2, rows, padded, is_whole):
-    """p = 2^(scale s - m), new m and l of each row; without is_whole only the keys in `seen`
+    """Turn the products tile.s into probabilities tile.p = 2^(scale s - m), and update m, l and
+    rescale of each row in `tile`. Unless is_whole only the first tile.seen keys of each row
     count."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     scale, lowest = simd.splat(like, scale_log2), simd.splat(like, -math.inf)
@@ -316,7 +323,8 @@ def softmax_tile(like, tile, scale_log2, rows, padded, is_whole):
 
 @inner
 def _rescale_rows(like, acc, ai, lda, rows, rescale):
-    """Multiply the rows whose maximum has grown; after the first tiles these are few."""
+    """Multiply each row of acc by its factor in `rescale` in place, where that is not 1, as its
+    maximum has grown; after the first tiles these rows are few."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     for row in range(rows):
         if rescale[row] != 1.0:
@@ -327,7 +335,8 @@ def _rescale_rows(like, acc, ai, lda, rows, rescale):
 
 @inner
 def weigh_tile(like, tile, uses_amx, acc, ai, ld, ldv, rows, padded):
-    """acc = acc * rescale + p values, for the first ldv columns of the values."""
+    """Compute acc = acc * rescale + p values for `rows` rows from index ai on, over `padded` keys
+    and the first ldv columns of the values, on the matrix unit if uses_amx."""
     width = panel_columns(acc)
     elements = words_to_elements(tile.p)
     lda = ldv + ACC_PAD
@@ -407,7 +416,7 @@ def weigh_tile(like, tile, uses_amx, acc, ai, ld, ldv, rows, padded):
 def weigh_exactly(tile, acc, ai, ld, ldv, rows, count):
     """Compute acc = acc * rescale + p values over each row's visible keys only.
 
-    It is for tiles with an infinity or NaN that some row does not see.
+    A tile with an infinity or NaN that some row does not see needs this.
     """
     elements = words_to_elements(tile.p)
     for row in range(rows):

@@ -26,7 +26,8 @@ from tilewise.kernels.spec import ElementSpec
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why these functions cannot run `spec`, or None if they can."""
+    """Return why the CPU's functions that write to a cache cannot run `spec`, whose dtype is the
+    cache's, or None if they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return None if spec.dtype in CACHE_CODES else why_not_dtype(spec.dtype)
@@ -42,7 +43,8 @@ def write_kv_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write new keys and values into their slots, in place.
+    """Write new keys and values into their slots, in place; those of an 8-bit cache are quantised,
+    and with (N, P, Hk) scales each row's scale is written, too.
 
     Args:
         k: (T, Hk, D).
@@ -122,7 +124,8 @@ def _copy_bytes(typingctx, target, source, count):
 
 @inner
 def _copy_heads(target, target_head, source, source_head, num_heads, row_size):
-    """Copy one token's rows of all heads."""
+    """Copy one token's rows of all heads, of row_size bytes each, between two addresses;
+    `target_head` and `source_head` are bytes from head to head."""
     if target_head == row_size and source_head == row_size:
         _copy_bytes(target, source, num_heads * row_size)
         return

@@ -30,23 +30,25 @@ _MOST_SUMS = simd.NUM_REGISTERS // 2
 
 @inlined
 def heads_of_pass(group, lanes):
-    """Return the query heads that one pass over keys computes, of a key head with `group` of them.
+    """Return how many query heads one pass over keys computes, of a key head with `group` of them:
+    HEADS or 1.
 
-    A register holds one number of each head, or of several keys: two float64 of an SSE or NEON
-    register are those of one head.
+    A register of fewer than HEADS lanes, as of two float64 with SSE or NEON, takes one head.
     """
     return HEADS if group > 1 and lanes >= HEADS else 1
 
 
 def _vectors(cache_type):
-    """Return the registers of floats that one load from a cache fills."""
+    """Return how many registers of floats one load from a cache of this numba type fills: 1, 2 or
+    4."""
     if cache_type.dtype in _BYTES:
         return min(4, _MOST_SUMS // HEADS)
     return 2 if cache_type.dtype == types.uint16 else 1
 
 
 def units_of(cache_type):
-    """Return the loads of a row whose columns' sums four heads keep in registers."""
+    """Return how many loads of a row a pass of four heads takes at once, so that their columns'
+    sums stay in registers: 1 or 2."""
     return max(1, min(2, _MOST_SUMS // (HEADS * _vectors(cache_type))))
 
 
@@ -73,7 +75,8 @@ span_of = _sizes(lambda cache_type: units_of(cache_type) * _vectors(cache_type))
 
 @intrinsic
 def has_bytes(typingctx, cache_like):
-    """Return whether a cache has 8-bit numbers, known at compile time unlike its itemsize."""
+    """Return whether a cache, given by an empty array of its type, has 8-bit numbers; known at
+    compile time unlike its itemsize."""
 
     def codegen(context, builder, sig, args):
         return _i1(cache_like.dtype in _BYTES)
@@ -83,7 +86,7 @@ def has_bytes(typingctx, cache_like):
 
 @intrinsic
 def has_words(typingctx, array):
-    """Return whether an array or a bare pointer has 16-bit numbers."""
+    """Return whether an array or a bare pointer has 16-bit numbers, known at compile time."""
 
     def codegen(context, builder, sig, args):
         return _i1(array.dtype.bitwidth == 16)
@@ -92,13 +95,15 @@ def has_words(typingctx, array):
 
 
 def are_integers(cache_type, query) -> bool:
-    """Return whether a cache is multiplied as integers: 8-bit caches are, with 16-bit queries."""
+    """Return whether keys of a cache are multiplied as integers: those of an int8 cache are, with
+    16-bit queries; both arguments are numba types."""
     return cache_type.dtype == types.int8 and query.dtype == types.uint16
 
 
 @intrinsic
 def has_integers(typingctx, cache_like, query):
-    """Return `are_integers`, known at compile time."""
+    """Return whether keys of a cache are multiplied as integers, see `are_integers`; known at
+    compile time."""
 
     def codegen(context, builder, sig, args):
         return _i1(are_integers(cache_like, query))
@@ -107,7 +112,8 @@ def has_integers(typingctx, cache_like, query):
 
 
 class Rows:
-    """Loads of rows of a cache as vectors of floats."""
+    """An emitter of loads of rows of a cache as vectors of floats, for a cache of one numba type;
+    kernels' intrinsics make it when they are compiled."""
 
     def __init__(self, builder, cache_type, float_type):
         self.builder = builder
@@ -125,7 +131,8 @@ class Rows:
         self.unit_bytes = self.vectors * self.lanes * self.element_size
 
     def load_words(self, address, mask=None):
-        """Load one unit at `address` (an int) as it is stored, zero where `mask` is not set."""
+        """Emit the load of one unit at `address` (an int), and return it as a vector of words as
+        they are stored, zero where `mask` is not set."""
         builder = self.builder
         pointer = builder.inttoptr(address, self.word.as_pointer())
         if mask is None:
@@ -140,12 +147,14 @@ class Rows:
         )
 
     def load(self, address, mask=None):
-        """Load one unit as 1, 2 or 4 vectors of floats."""
+        """Emit the load of one unit at `address`, and return it as a list of 1, 2 or 4 vectors of
+        floats, zero where `mask` is not set; see `part` for their order."""
         words = self.load_words(address, mask)
         return [self.part(words, index) for index in range(self.vectors)]
 
     def part(self, words, index):
-        """Return vector `index` of the floats in the words of a unit."""
+        """Emit the widening of a part of a unit's words, and return vector `index` of its floats:
+        for bfloat16 the even elements (0) or the odd ones (1), else the next run of lanes."""
         builder = self.builder
         if self.widen:
             order = range(self.lanes * index, self.lanes * (index + 1))
@@ -167,7 +176,8 @@ class Rows:
         return words
 
     def mask(self, elements):
-        """Return a mask of the words that hold the first `elements` elements of a unit."""
+        """Emit the mask of the words of a unit that hold its first `elements` elements, an i64;
+        bfloat16 has two to a word."""
         count = self.word.count
         words = self.builder.sdiv(elements, _i64(2)) if self.is_bf16 else elements
         lane = ir.VectorType(_i32, count)

@@ -54,10 +54,10 @@ from tilewise.kernels.cpu.paged.weights import store_pairs_1, store_pairs_4
 
 
 class Rows(NamedTuple):
-    """Bare pointers to the addresses of rows and, in an 8-bit cache, of scales.
+    """Bare pointers to arrays of addresses: of the rows of keys and values and, for an 8-bit cache,
+    of their scales, by key of a task and of the chunk after it.
 
-    They are by key of a task and of the chunk after it. Further pointers are to the addresses of
-    the rows to prefetch.
+    `ahead` points to the addresses of the rows to prefetch, see `look_ahead`.
     """
 
     k: Any
@@ -68,7 +68,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Addresses of the state of a task.
+    """Bare pointers to the state of a task, which all chunks of its keys update.
 
     Attributes:
         q: the packed queries.
@@ -85,7 +85,8 @@ class Sums(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Addresses of the scratch for one chunk of keys, float32, in the order [key][head].
+    """Bare pointers to the scratch for one chunk of keys and one pass of heads, of like's float
+    type; s is in the order [key][head].
 
     Attributes:
         s: the scores, then the probabilities.
@@ -104,7 +105,8 @@ class Strip(NamedTuple):
 
 @inlined
 def look_ahead(sizes, rows, chunk, at, first_head, num_heads):
-    """Addresses of the rows of the chunk at `at`, to prefetch while the one before is computed.
+    """Fill rows.ahead with the addresses of the rows of the chunk whose first key is at index `at`,
+    to be prefetched while the chunk before is computed.
 
     In the order of memory, all heads of a key side by side: the CPU's own prefetcher then follows
     ahead of us; rows of one head alone are too far apart for it. Keys and values take turns, since
@@ -134,7 +136,8 @@ def look_ahead(sizes, rows, chunk, at, first_head, num_heads):
 
 @inlined
 def fetch_scales(sizes, rows, chunk, at, first_head):
-    """Prefetch the scales of the chunk at `at`, those of all its heads side by side."""
+    """Prefetch the scales of `chunk` keys and values from index `at` on, those of all heads side by
+    side, from the address of key head first_head's."""
     for key in range(at, at + chunk):
         prefetch(rows.k_scale[key] + first_head * sizes.k_scale_head)
         prefetch(rows.v_scale[key] + first_head * sizes.v_scale_head)
@@ -142,7 +145,9 @@ def fetch_scales(sizes, rows, chunk, at, first_head):
 
 @inlined
 def _fill_scales(sizes, like, rows, strip, at, kv_head, count):
-    """Scales of `count` keys of one key head of an 8-bit cache."""
+    """Load the scales of `count` keys and values from index `at` on, of one key head of an 8-bit
+    cache, into strip.k_scale and strip.v_scale; those of e4m3 with the factor that widening leaves
+    out."""
     factor = E4M3_FACTOR if sizes.k_code == E4M3 else 1.0
     for key in range(count):
         k_scale = read_f32(like, rows.k_scale[at + key] + kv_head * sizes.k_scale_head)
@@ -152,7 +157,8 @@ def _fill_scales(sizes, like, rows, strip, at, kv_head, count):
 
 @inlined
 def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_scales, in_integers):
-    """Replace a chunk's products by probabilities; update m, l and the factors of old sums.
+    """Replace a chunk's products in strip.s by probabilities, in place; update m and l of the
+    pass's heads, and set strip.rescale to the factors of their old sums.
 
     Args:
         like, lanes: an empty float32 array, and the numbers of a register.
@@ -230,7 +236,7 @@ def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_s
 def _weigh(
     sizes, like, cache_like, heads, ci, ld, rows, strip, sums, at, shift, later, count, fetches
 ):
-    """Compute acc = acc * rescale + p V for one pass of heads.
+    """Compute acc = acc * rescale + p V for one pass of heads and one chunk of keys.
 
     Args:
         heads: 1 or 4, the heads of the pass.

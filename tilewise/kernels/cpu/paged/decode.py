@@ -70,7 +70,8 @@ SPLIT = 512  # keys of a task: 256 KiB of bfloat16 at D = 128, far more work tha
 
 
 def chunk_of(key_bytes: int) -> int:
-    """Return the keys of a chunk, with `key_bytes` a key: it and the next fill a quarter of L2."""
+    """Return the keys of a chunk, CHUNK or fewer down to FEWEST, so that a chunk and the next one,
+    with `key_bytes` for a key and its value of all heads, fill a quarter of the L2 cache."""
     chunk = CHUNK
     while chunk > FEWEST and 8 * chunk * key_bytes > l2_bytes():
         chunk //= 2
@@ -79,7 +80,7 @@ def chunk_of(key_bytes: int) -> int:
 
 @inlined
 def position_of(column, order, lanes):
-    """Return where a row keeps `column`.
+    """Return the index at which a row in scratch keeps column `column` of a row in memory.
 
     If order is lanes, columns keep their places. If it is 2 lanes, each run of 2 lanes columns is
     stored as its even columns and then its odd ones.
@@ -97,8 +98,8 @@ def position_of(column, order, lanes):
 
 @inner
 def _fill_addresses(at, block_size, table, sequence, start, block_bytes, row_bytes, first, end):
-    """Write the addresses of keys first ... end - 1; the last is repeated to the end of the
-    array."""
+    """Write the addresses of keys first ... end - 1 of a sequence to at[0:], by its row of the
+    block table; the last address is repeated to the end of the array."""
     offset, block = first % block_size, first // block_size
     address = 0
     for key in range(end - first):
@@ -115,7 +116,8 @@ def _fill_addresses(at, block_size, table, sequence, start, block_bytes, row_byt
 
 @inner
 def _round_row(row, count, q, at):
-    """q[at : at + count] = the row as 16-bit integers; return the value of one unit."""
+    """Round row[0 : count], floats, to 16-bit integers in q[at : at + count]; return the value of
+    one unit, by which the row is divided. A row of tiny numbers becomes zeros."""
     top = abs(row[0])
     for column in range(count):
         top = max(top, abs(row[column]))
@@ -130,7 +132,8 @@ def _round_row(row, count, q, at):
 def _load_queries(
     sizes, rule, like, cache_like, start, first_head, num_heads, padded, ld, q, scales, row
 ):
-    """Copy rows of q to scratch, with the factors of their products with keys.
+    """Load the rows of q of num_heads key heads' groups into scratch, and set `scales` to the
+    factors that make logits of their products with keys.
 
     Rows are in the order of the cache's columns, factors in the layout of m.
 
@@ -167,13 +170,15 @@ def _load_queries(
 
 @inlined
 def _num_numbers(chunk, num_heads):
-    """Return the number of addresses of a task: of keys, of values, and of those to prefetch."""
+    """Return how many int64 a task needs for addresses: of keys, of values, and of the rows to
+    prefetch."""
     return 2 * (SPLIT + 3 * CHUNK) + 2 * chunk * num_heads
 
 
 @inlined
 def _num_cells(lanes):
-    """Return the number of factors of a task: scales, slopes, factors of old sums, and scores."""
+    """Return how many floats a task needs in scratch: scales of keys and values, slopes, factors of
+    old sums, and scores."""
     return 2 * (CHUNK + lanes) + 3 * lanes + CHUNK * HEADS
 
 
@@ -198,11 +203,11 @@ def _decode_task(
     m,
     l,
 ):
-    """Process one split of a sequence for num_heads key heads, chunk by chunk, in memory order.
+    """Fold one split of 512 keys of a sequence into acc, m and l of num_heads key heads, chunk by
+    chunk, in the order of memory; a split without visible keys changes nothing.
 
-    acc of key head first_head + i starts at (slot + i) * padded * ldv.
-
-    numbers, cells: scratch of `_num_numbers` and `_num_cells` elements.
+    acc of key head first_head + i starts at (slot + i) * padded * ldv. numbers, cells: scratch of
+    `_num_numbers` and `_num_cells` elements.
     """
     like, starts, table = arrays.like, arrays.starts, arrays.table
     lanes = lanes_in(cache_like, like)
@@ -383,7 +388,9 @@ def _merge_splits(
 
 @kernel
 def plan_decode(starts, window_left, num_kv_heads, splits):
-    """Fill splits (B, 2), see `decode_attention`, and starts' tasks; return the number of tasks."""
+    """Fill splits (B, 2) with the first split of 512 keys and the number of splits of each
+    sequence, and starts[:, TASK] with its first slot, in place; return the number of slots, one for
+    each split and key head."""
     num_tasks = 0
     for sequence in range(len(starts)):
         length = starts[sequence, K_LEN]
@@ -397,14 +404,15 @@ def plan_decode(starts, window_left, num_kv_heads, splits):
 
 @kernel
 def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache):
-    """Fill starts from addresses and row strides in bytes.
+    """Fill `starts` in place from the addresses of q, o, k_cache and v_cache, the row strides of q
+    and o in bytes, and the lengths of sequences.
 
     Args:
         edges, lengths: cu_seqlens_q and seqlens_k.
 
     Returns:
-        The numbers of sequences with one row, with more, and with fewer keys than rows; and the
-        largest number of keys of a sequence with rows.
+        The numbers of sequences with one row, with more, and with a negative number of rows; and
+        the largest number of keys of a sequence with rows.
     """
     single = several = negative = longest = types.int64(0)
     for sequence in range(len(starts)):
@@ -442,7 +450,9 @@ def decode_attention(
     counter,
     num_tasks,
 ):
-    """Take tasks until none is left; see the head of this file.
+    """Decode in this thread: take tasks, each a split of keys of a sequence and heads_per_task key
+    heads, until none is left; the thread that ends a head's last split merges its splits and writes
+    o and lse.
 
     Args:
         sizes, rule, arrays: parts of a `Problem`; every sequence has one query row, and
@@ -582,7 +592,8 @@ def attend_rows(
     counter,
     num_tasks,
 ):
-    """Do as `decode_attention` for a problem in a frame.
+    """Decode in this thread, as `decode_attention` does, for a problem in a frame: one query row of
+    each sequence attends to its keys, and o and lse are written.
 
     Args:
         q, k, v, o: the addresses to which starts are relative; all 0 if starts are absolute.

@@ -79,7 +79,8 @@ def _bytes_at(context, builder, kind, array, index):
 
 @intrinsic
 def _score_keys(typingctx, k_0, k_1, row_bytes, q, qi, steps, s, si):
-    """s[si:] = K q^T of 16 keys at address k_0 and 16 at k_1: (32, 16).
+    """Set s[si:], float32 (32, 16), to K q^T for 16 keys at address k_0 and 16 at k_1, row_bytes
+    apart, and 16 rows of q, in tile registers.
 
     Args:
         q, qi: the words of 16 rows of q, [step of 32 channels][word][row], and the first index.
@@ -115,7 +116,7 @@ def _score_keys(typingctx, k_0, k_1, row_bytes, q, qi, steps, s, si):
 def _add_values(typingctx, c, ci, ldc, a, ai, lda, b, bi, steps):
     """Compute 16 rows of c += a b for a panel of 32 columns of b, in tile registers.
 
-    The arguments are those of `amx_tiles.multiply_block`, with ldb the same for all panels.
+    The arguments are those of `amx_tiles.multiply_block`; panels of b have rows of 64 bfloat16.
     """
     index = types.int64
     sig = types.void(c, index, index, a, index, index, b, index, index)
@@ -147,14 +148,16 @@ def _add_values(typingctx, c, ci, ldc, a, ai, lda, b, bi, steps):
 
 
 def _turn(count):
-    """Return an intrinsic that turns the first `count` of 16 columns of 16 rows into rows.
+    """Return an intrinsic that writes the first `count` of 16 columns of 16 rows of floats as rows:
+    a transposition; `count` is FEW or ROWS.
 
-    The rows are 32 floats apart.
+    The rows that are written are 32 floats apart.
     """
 
     def emit_few(builder, rows):
         def pick(a, b, lanes):
-            """Select these four of each quarter of a (lanes 0 to 3) and b (4 to 7)."""
+            """Emit the selection of four lanes of each quarter of the vectors a (0 to 3) and b (4
+            to 7)."""
             width = a.type.count
             order = [
                 width * (lane // 4) + 4 * quarter + lane % 4
@@ -211,7 +214,9 @@ class _Work(NamedTuple):
 
     Attributes:
         plain, q: the rows of q, and their words as `_score_keys` takes them.
-        acc, m, raised, l, parity: the sums of `attention.forward_strips.Rows`, parity one a head.
+        acc, m, raised, l, parity: the sums of P V, the exponents, the scores s' and the sums of p
+            of each row, as in `attention.forward_strips.Rows`; parity has a number for each key
+            head.
         s, turned: the scores of a tile, [block of 32 keys][row][key]; of a block, [key][row].
         p: the probabilities of a tile, rows of 128.
         shifts, spare, seen: the scratch of `exponentiate_rows` and `raise_rows`.
@@ -269,7 +274,8 @@ def _new_work(arrays, heads, side, ld, ldv, is_direct):
 
 @inner
 def _load_rows(sizes, rule, arrays, work, sequence, first_head, heads, side, ld):
-    """Load query rows as words, and set each row's maximum and sum to those of its sink alone.
+    """Load the query rows of some key heads as words, zero their sums, and set each row's exponent
+    and sum to those of its sink alone, or of nothing.
 
     Args:
         work: the scratch of the task.
@@ -302,8 +308,8 @@ def _load_rows(sizes, rule, arrays, work, sequence, first_head, heads, side, ld)
 
 @inner
 def _store_rows(sizes, rule, arrays, work, lse, sequence, first_head, heads, side, ldv):
-    """Divide the sums of rows by their totals, and write o and lse; see `_load_rows` for
-    arguments."""
+    """Divide the sums of a task's rows by their totals, and write o through its addresses and lse;
+    a row that saw nothing gets 0 and -inf. The arguments are those of `_load_rows`."""
     like, starts, group = arrays.like, arrays.starts, sizes.group
     scale = rule.scale if rule.is_scaled_only else 1.0
     for index in range(heads):
@@ -323,8 +329,8 @@ def _store_rows(sizes, rule, arrays, work, lse, sequence, first_head, heads, sid
 
 @inner
 def _find_groups(sizes, arrays, work, sequence, key, first, length, to):
-    """Write the addresses of the groups of 16 keys of a tile, 0 for groups without a visible
-    key."""
+    """Write the addresses of K and of V of each group of 16 keys of the tile from `key` on to
+    work.at, from index `to` on; 0 for a group in which no key of first ... length - 1 lies."""
     keys, values = keys_of(sizes, arrays, sequence, 0), values_of(sizes, arrays, sequence, 0)
     for group in range(GROUPS):
         row = key + group * ROWS
@@ -337,7 +343,8 @@ def _find_groups(sizes, arrays, work, sequence, key, first, length, to):
 
 @inner
 def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv):
-    """Copy keys and values of one tile and head to scratch, and note the addresses of groups of 16.
+    """Load the visible keys and values of one tile and head into scratch, and write the addresses
+    of groups of 16 there to work.at, 0 for groups without a visible key.
 
     Args:
         key: the first key of the tile.
@@ -358,8 +365,9 @@ def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv):
 
 @inlined
 def _raise(like, work, si, begin, columns, word, factor, at, side, sums, ldv):
-    """Apply `raise_rows` to a block of 32 keys, then update the shifts and the scores of far
-    rows."""
+    """Raise the exponents m of the rows of a block of 32 keys whose logits exceed them, see
+    `raise_rows`, rescale the rows' sums, and prepare the block to be exponentiated again: new
+    shifts, and centred scores of far rows."""
     for row in range(0, side, LANES):
         raise_rows(
             like,
@@ -440,8 +448,9 @@ def _score_tile(
     begin,
     end,
 ):
-    """Compute scores of keys low ... high - 1 of a tile for the rows of one head, and pack
-    values."""
+    """Compute the scores of keys low ... high - 1 of a tile for the rows of one key head into
+    work.s, pack its values as words of two keys into work.v_panels, and prefetch this head's share
+    of the next tile."""
     k_first, v_first = k_offset - index * k_head, v_offset - index * v_head
     for column in range(begin, end, WORD):
         for place in range(column // ROWS, column // ROWS + 2):
@@ -486,7 +495,9 @@ def _score_tile(
 
 @inlined
 def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv, begin, end):
-    """Compute the softmax of a tile's scores and O += P V, as `attention.forward_strips` does."""
+    """Turn a tile's scores in work.s into probabilities, update exponents and sums of the rows of
+    key head `index` of the task, and add P V to their sums of values, with the bits of
+    `attention.forward_strips`."""
     limit = simd.splat(like, SLACK)
     parity = work.parity[index]
     for column in range(begin, end, WORD):
@@ -559,7 +570,8 @@ def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv,
 
 @inner
 def _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, distance, begin, end):
-    """Turn a tile's products into logits: scale, softcap and ALiBi.
+    """Turn the products of a tile and key head in work.s into logits in place: scale, softcap and
+    ALiBi.
 
     It is called only where a logit is not just a scaled product.
 
@@ -590,7 +602,9 @@ def _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, distance,
 def _decode_task(
     sizes, rule, arrays, work, pointers, sequence, first_head, heads, side, ld, ldv, is_direct
 ):
-    """Process all keys of a sequence for some key heads, tile by tile."""
+    """Let the one query row of a sequence attend to all of its visible keys, tile by tile, for key
+    heads first_head ... first_head + heads - 1; their sums stay in `work`, whose bare pointers are
+    `pointers`."""
     length = arrays.starts[sequence, K_LEN]
     first = first_seen(sizes.window_left, 1, length, 0)
     like, area = bare(arrays.like), heads * side
@@ -662,7 +676,9 @@ def _decode_task(
 
 @inner
 def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
-    """Take tasks until none is left, between `amx.configure` and `amx.release`.
+    """Decode on the matrix unit in this thread: take tasks, each a sequence and heads_per_task key
+    heads, until none is left, and write o and lse. The caller has called `amx.configure`, and calls
+    `amx.release`.
 
     Args:
         sizes, rule, arrays: parts of a `Problem`; every sequence has one query row.

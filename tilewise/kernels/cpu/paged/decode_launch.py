@@ -44,12 +44,13 @@ _zeros, _int64 = np.zeros, np.int64  # each name look-up costs a noticeable part
 
 
 class Rows(NamedTuple):
-    """A problem of one query row a sequence, as `attend_rows` takes it.
+    """A problem of one query row a sequence, as `attend_rows` takes it; made by `rows_of`, and run
+    by `run_decode` any number of times.
 
     Attributes:
         given: the arguments that are the same in all calls of a plan, of which the first is an
             empty array of the type of sums.
-        num_sums: the elements of the partial results of splits.
+        num_sums: the number of elements of the partial results of splits, which each run allocates.
         num_finished: the number of counters of finished splits.
         kept: the arrays to which the frame points.
     """
@@ -64,7 +65,8 @@ class Rows(NamedTuple):
 def rows_of(
     problem: Problem, cache_dtype: torch.dtype, threads: int, *, size: int | None = None
 ) -> Rows:
-    """Return a problem whose sequences have one query row each, for a number of threads.
+    """Return a problem whose sequences have one query row each as `attend_rows` takes it, with
+    tasks for a number of threads; the tasks are numbered in problem.arrays.starts, in place.
 
     Args:
         size: the bytes of keys and values that were just written or read; None for a cache, where
@@ -112,7 +114,8 @@ def run_decode(
     *,
     is_small: bool = False,
 ) -> None:
-    """Fill o, through its addresses, and lse if there is one; on this thread if `is_small`.
+    """Compute attention for a problem: write o through its addresses, and fill lse unless it is
+    None; on this thread alone if `is_small`.
 
     Args:
         addresses: the addresses of q, k, v and o, if the problem's starts are offsets.
@@ -127,7 +130,8 @@ def run_decode(
 
 
 def address_of_rows(like: np.ndarray, packed_like: np.ndarray, cache_dtype: torch.dtype) -> int:
-    """Return the address of `attend_rows` for these types, for kernels that call it."""
+    """Return the address of `attend_rows` compiled for these types, for kernels that call it; it is
+    compiled now if it is not yet."""
     return address_of(
         attend_rows,
         like,
@@ -151,7 +155,8 @@ def address_of_rows(like: np.ndarray, packed_like: np.ndarray, cache_dtype: torc
 
 
 def key_bytes(channels: int, size: int) -> int:
-    """Return the bytes of a key and its value, as `chunk_of` counts them.
+    """Return the bytes of a key and its value as `chunk_of` counts them: `channels` in all of
+    `size` bytes, at least 2.
 
     8-bit rows count as 16 bits: on an EPYC with 512 KiB of L2 16 keys took 6 to 10 % less than 32
     with int8 from memory, though 8 % more with all of them in the L2 cache (2026-11-22).
@@ -160,8 +165,8 @@ def key_bytes(channels: int, size: int) -> int:
 
 
 def takes_integers(cache_dtype: torch.dtype, q_code: int, head_dim: int) -> bool:
-    """Return whether queries are rounded to 16 bits, to be multiplied with 8-bit integers
-    directly."""
+    """Return whether queries of the dtype with code q_code are rounded to 16-bit integers, to be
+    multiplied with the cache's int8 numbers directly."""
     return (
         cache_dtype == torch.int8
         and simd.HAS_INTEGER_DOT

@@ -58,11 +58,12 @@ _i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 def _score(heads):
-    """Return an intrinsic for the scores of `heads` rows of q and LANES keys."""
+    """Return an intrinsic that computes the scores of `heads` rows of q and LANES keys."""
 
     @intrinsic
     def score(typingctx, like, q, qi, ld, words, address, row_bytes, s, si):
-        """s[si + 128 head + lane] = the sum along K, word by word, of q and the lane's key.
+        """Set s[si + 128 head + lane] to the dot product of row `head` of q and the lane's key, one
+        chain of sums along the channels, word by word.
 
         Args:
             like: an array of the type of sums.
@@ -132,7 +133,8 @@ class _Work(NamedTuple):
         acc, m, l: the sums, maxima and sums of probabilities.
         s, p: the scores and probabilities of a tile, rows of 128.
         seen, bias: the scratch of `softmax_row` and `logits_row`.
-        k_rows, v_rows, v_panels: rows that had to be gathered; words of two keys.
+        k_rows, v_rows, v_panels: keys and values that had to be gathered; values as words of two
+            keys.
         at: the addresses of runs of 16 keys of a tile, K's and V's, then those of the next tile.
     """
 
@@ -174,7 +176,8 @@ def _new_work(sizes, arrays, heads, ld, ldv, is_direct):
 
 @inner
 def _load_rows(sizes, arrays, work, sequence, first_head, heads, ld):
-    """Copy query rows to scratch, and set maxima to -inf and sums to 0.
+    """Load the query rows of some key heads into scratch, and set their maxima to -inf and their
+    sums to 0.
 
     Args:
         work: the scratch of the task.
@@ -192,7 +195,8 @@ def _load_rows(sizes, arrays, work, sequence, first_head, heads, ld):
 
 @inner
 def _store_rows(sizes, arrays, work, lse, sequence, first_head, heads, ldv):
-    """Divide the sums of rows by their totals, sinks included, and write o and lse."""
+    """Divide the sums of a task's rows by their totals, sinks included, and write o through its
+    addresses and lse; a row that saw nothing gets 0 and -inf."""
     like, starts, m, l = arrays.like, arrays.starts, work.m, work.l
     for row in range(heads * sizes.group):
         head = first_head * sizes.group + row
@@ -208,7 +212,8 @@ def _store_rows(sizes, arrays, work, lse, sequence, first_head, heads, ldv):
 
 @inner
 def _find_runs(sizes, arrays, work, sequence, key, first, length, to):
-    """Write the addresses of the runs of 16 keys of a tile, 0 for runs without a visible key."""
+    """Write the addresses of K and of V of each run of 16 keys of the tile from `key` on to
+    work.at, from index `to` on; 0 for a run in which no key of first ... length - 1 lies."""
     keys, values = keys_of(sizes, arrays, sequence, 0), values_of(sizes, arrays, sequence, 0)
     for run in range(RUNS):
         row = key + run * RUN
@@ -220,9 +225,10 @@ def _find_runs(sizes, arrays, work, sequence, key, first, length, to):
 
 @inner
 def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, begin, end, ld, ldv):
-    """Copy keys and values of one tile and head to scratch, with zeros around the visible ones.
+    """Load the visible keys and values of one tile and head into scratch, with zeros around, and
+    pack values as words of two keys where operands are bfloat16.
 
-    The addresses of runs of keys are set to the copies.
+    The addresses of runs of keys in work.at are set to the copies.
 
     Args:
         key: the first key of the tile.
@@ -270,7 +276,8 @@ def _score_tile(
     low,
     high,
 ):
-    """Compute scores of keys low ... high - 1 of a tile, and of keys that share a run with them."""
+    """Compute the scores of keys low ... high - 1 of a tile, and of keys that share a run of 16
+    with them, for the `group` rows of one key head into work.s; prefetch the next tile's runs."""
     for run in range(low // RUN, (high + RUN - 1) // RUN):
         next_k, next_v = work.at[2 * RUNS + run], work.at[3 * RUNS + run]
         # the next tile's rows are prefetched into the L2 cache meanwhile
@@ -295,7 +302,8 @@ def _score_tile(
 
 @inlined
 def _add(c, ci, ldc, is_wide, rows, a, ai, a_word, b, bi, b_word, k_words):
-    """Compute 1, 2 or 4 rows of c += a b for one or two registers of columns."""
+    """Compute 4, 2 or 1 rows of c += a b, at most `rows`, for one register of columns, or two if
+    `is_wide`; rows of a are TILE_N apart."""
     if is_wide:
         if rows >= 4:
             _add_4_2(c, ci, ldc, a, ai, TILE_N, a_word, b, bi, b_word, k_words, c, 0)
@@ -329,7 +337,8 @@ def _add_values(
     begin,
     end,
 ):
-    """O += P V of a tile, key after key."""
+    """Add P V of a tile to the sums of the `group` rows of one key head, work.acc, one key after
+    another."""
     row = 0
     while row < group:
         rows = 4 if group - row >= 4 else 2 if group - row >= 2 else 1
@@ -376,8 +385,9 @@ def _add_values(
 
 @inner
 def _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, distance, begin, end, ldv):
-    """Compute the softmax of a tile's scores, as `attention/forward.py` does, and rescale old
-    sums."""
+    """Turn a tile's scores in work.s into probabilities in work.p for the rows of one key head,
+    update their maxima and sums, and rescale their sums of values, with the bits of
+    `attention/forward.py`."""
     like, lanes = arrays.like, simd.REGISTER_BYTES // arrays.like.itemsize
     factor = rule.scale if rule.is_scaled_only else 1.0
     for row in range(sizes.group):
@@ -422,7 +432,9 @@ def _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, distance, begi
 def _decode_task(
     sizes, rule, arrays, work, pointers, sequence, first_head, heads, ld, ldv, is_direct
 ):
-    """Process all keys of a sequence for some key heads, tile by tile."""
+    """Let the one query row of a sequence attend to all of its visible keys, tile by tile, for key
+    heads first_head ... first_head + heads - 1; their sums stay in `work`, whose bare pointers are
+    `pointers`."""
     length, group = arrays.starts[sequence, K_LEN], sizes.group
     first = first_seen(sizes.window_left, 1, length, 0)
     like, lanes = bare(arrays.like), lanes_in(arrays.like)
@@ -492,7 +504,9 @@ def _decode_task(
 
 @inner
 def decode_tiles_simd(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
-    """Take tasks until none is left; the arguments are those of `decode_tiles_amx`."""
+    """Decode on the vector unit in this thread: take tasks, each a sequence and heads_per_task key
+    heads, until none is left, and write o and lse. The arguments are those of
+    `decode_tiles_amx`."""
     arrays, lse = borrowed(arrays), borrowed(lse)
     lanes = simd.REGISTER_BYTES // arrays.like.itemsize
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32

@@ -33,7 +33,9 @@ __all__ = ["address_of_tiles", "decode_tiles", "heads_of_task", "run_decode_tile
 def decode_tiles(
     sizes: Any, rule: Any, arrays: Any, heads_per_task: Any, lse: Any, counter: Any, num_tasks: Any
 ) -> None:
-    """Take tasks until none is left, see `decode_tiles_amx`; for compiled code only.
+    """Decode in this thread: take tasks until none is left, by `decode_tiles_amx` for bfloat16
+    operands on a CPU with tile registers, else by `decode_tiles_simd`. For compiled code only:
+    Python gets NotImplementedError.
 
     A thread that decodes bfloat16 on a CPU with tile registers must have configured them.
     """
@@ -46,7 +48,8 @@ def _has_tiles(packed: types.Array) -> bool:
 
 @overloaded(decode_tiles)
 def _decode_tiles(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
-    """Select the implementation, as the kernel of `run_forward` for these operands requires."""
+    """Return the implementation of `decode_tiles` for these numba types: the matrix unit's where
+    `run_forward` would take it for these operands, else the vector unit's."""
     if _has_tiles(arrays.types[arrays.fields.index("packed_like")]):
 
         def run(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
@@ -62,7 +65,7 @@ def _decode_tiles(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
 
 @inner
 def heads_of_task(sizes, num_sequences, num_threads):
-    """Return the key heads of a task.
+    """Return the number of key heads of a task, a divisor of all.
 
     All key heads of a block are adjacent. They are divided to keep every thread busy, and so that a
     tile of keys with the next one fills at most a quarter of the L2 cache.
@@ -78,10 +81,10 @@ def heads_of_task(sizes, num_sequences, num_threads):
 
 @intrinsic
 def _needs_tiles(typingctx, packed):
-    """Return, as a constant of the compiler, whether `decode_tiles` multiplies in AMX registers.
+    """Return whether `decode_tiles` multiplies in AMX tile registers, known at compile time.
 
     Args:
-        packed: the array of packed queries, whose dtype decides.
+        packed: an empty array of the operands' type, which decides.
     """
 
     def codegen(context, builder, sig, args):
@@ -100,18 +103,22 @@ def _decode(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
 
 
 def address_of_tiles(problem: Problem) -> int:
-    """Return the address of the kernel of such a problem, for kernels that call it.
+    """Return the address of the kernel that decodes problems with the types of this one, for
+    kernels that call it; it is compiled now if it is not yet.
 
-    It takes the problem's sizes, rule and arrays, key heads of a task, lse, counter and num_tasks.
+    The kernel takes the problem's sizes, rule and arrays, key heads of a task, lse, counter and
+    num_tasks.
     """
     sizes, rule, arrays = problem[:3]
     return address_of(_decode, sizes, rule, arrays, 1, arrays.like, np.empty(0, np.int64), 1)
 
 
 def run_decode_tiles(problem: Problem, lse: Tensor) -> None:
-    """Attend from one query row of each sequence of `problem`, by the matrix unit.
+    """Let the one query row of each sequence of `problem` attend to its keys, with the bits of a
+    chunk: write o through its addresses and fill lse, on all threads.
 
-    `packed_like` of the problem's arrays has the type of packed chunks.
+    `packed_like` of the problem's arrays has the type of a chunk's operands, by which the matrix or
+    the vector unit is chosen.
     """
     num_sequences, num_kv_heads = len(problem.arrays.starts), problem.sizes.num_kv_heads
     heads = heads_of_task.py_func(problem.sizes, num_sequences, get_num_threads())

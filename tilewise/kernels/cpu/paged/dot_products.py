@@ -28,9 +28,9 @@ _i32, _i64 = ir.IntType(32), ir.IntType(64)
 def _dots(heads, prefetches=True):
     @intrinsic
     def dots(typingctx, cache_like, scores, si, addresses, ai, shift, ahead, hi, q, qi, q_row, dim):
-        """scores[si : si + LANES] = dot products, [key][head], of LANES / heads rows at
-        addresses[ai:] + shift with `heads` rows of q, see `products.product_of`. Rows at
-        ahead[hi:] are prefetched, if any are."""
+        """Set scores[si : si + LANES], [key][head], to the dot products of LANES / heads rows of
+        the cache, at addresses[ai:] + shift, with `heads` rows of q, from q[qi] on and q_row apart.
+        Rows at ahead[hi:] are prefetched, if any are. See `products.product_of` for the types."""
         dtype = simd.float_of(scores)
 
         def codegen(context, builder, sig, args):
@@ -121,7 +121,9 @@ def _dots(heads, prefetches=True):
 
 
 def _across(heads, combine):
-    """Combine the lanes of one head: lane i with i +- heads, i +- 2 heads, ... by butterfly."""
+    """Return an intrinsic that combines the lanes of each head in a register, so that every lane
+    holds its head's result; lanes of one head are `heads` apart, and `combine` is emitted for two
+    vectors."""
 
     @intrinsic
     def across(typingctx, vector):
@@ -144,7 +146,7 @@ def _across(heads, combine):
 def _lane_keys(heads):
     @intrinsic
     def lane_keys(typingctx, like):
-        """Return the key of each lane, lane // heads, as floats."""
+        """Return a register of the number of the key in each lane, lane // heads, as floats."""
         dtype = simd.float_of(like)
 
         def codegen(context, builder, sig, args):

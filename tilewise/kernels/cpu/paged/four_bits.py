@@ -32,7 +32,8 @@ _i8, _i32 = ir.IntType(8), ir.IntType(32)
 
 @inner
 def _sign_row(row, start, count, size):
-    """Negate the channels of row[start : start + count] that the rule negates."""
+    """Negate, in place, the channels of row[start : start + count] that the rule of
+    `reference.four_bits` negates before the Hadamard matrix, in groups of `size`."""
     for channel in range(count):
         pairs = channel & (size - 1)
         pairs &= pairs >> 1 & 0x55
@@ -44,7 +45,9 @@ def _sign_row(row, start, count, size):
 
 @inner
 def rotate_row(row, start, count, back):
-    """Rotate each group of channels of row[start : start + count], or rotate it back."""
+    """Rotate each group of channels of row[start : start + count] in place by signs and the
+    Hadamard matrix, or rotate it back; a group is the largest power of two that divides `count`, at
+    most MOST_ROTATED."""
     size = min(MOST_ROTATED, count & -count)
     if not back:
         _sign_row(row, start, count, size)
@@ -74,7 +77,8 @@ def _rotate_rows(rows, width, back, counter, num_tasks):
 
 
 def rotate(x: Tensor, *, back: bool = False) -> None:
-    """Rotate the rows of a contiguous float32 tensor (..., D), or rotate them back, in place."""
+    """Rotate the rows of a contiguous float32 tensor (..., D) as rows of a cache of 4 bits are, or
+    rotate them back, in place."""
     rows, width = x.view(-1).numpy(), x.shape[-1]
     run_tasks(_rotate_rows, -(-x.numel() // (width * ROWS_PER_TASK)), rows, width, back)
 
@@ -102,7 +106,8 @@ def _of_bits(typingctx, bits):
 def _reader(pairs):
     @intrinsic
     def read(typingctx, like, address):
-        """Load the codes of LANES channels (or of two) at `address`, as floats of like's type."""
+        """Return the codes of LANES channels at `address`, two in a byte, as a Vector of floats of
+        like's type; or the codes of two channels as a tuple."""
         dtype = simd.float_of(like)
 
         def codegen(context, builder, sig, args):
@@ -133,7 +138,9 @@ _read, _read_two = _reader(False), _reader(True)
 
 @inner
 def load_codes(like, scratch, start, address, count, scale):
-    """scratch[start : start + count] = the rotated channels that `count` codes stand for."""
+    """Set scratch[start : start + count] to the numbers, rotated channels, that the codes at
+    `address` stand for by `scale`, whose lowest bits hold the zero point; return 0.0, or NaN if the
+    scale is not finite."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     zero = like.dtype.type(_bits(types.float32(scale)) & TOP)
     zeros, scales = simd.splat(like, zero), simd.splat(like, scale)
@@ -160,7 +167,11 @@ def _store_byte(typingctx, address, byte):
 
 @inner
 def pack_row(row, count, address, scale_address):
-    """Rotate row[0 : count] float32, and store its codes and their scale."""
+    """Rotate row[0 : count], float32, in place, and store its codes of 4 bits at `address` and
+    their scale, with the zero point in its lowest bits, at `scale_address`.
+
+    A row that is not finite gets the scale NaN, one of tiny numbers the scale 0, both the codes 0.
+    """
     rotate_row(row, 0, count, False)
     lowest = highest = check = np.float32(0.0)
     for column in range(count):

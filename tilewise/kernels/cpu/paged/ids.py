@@ -18,7 +18,8 @@ from tilewise.kernels.cpu.visible import first_seen
 
 
 def slots_of(slot_mapping: Tensor, cache: Tensor) -> np.ndarray:
-    """Return int64 (T,) slots of a cache (N, P, ...), -1 for a row that is skipped.
+    """Return slot_mapping as an int64 (T,) array after a check that all slots lie in the cache (N,
+    P, ...); -1 for a row that is skipped is allowed.
 
     Raises:
         ValueError: a slot lies outside of the cache.
@@ -29,7 +30,8 @@ def slots_of(slot_mapping: Tensor, cache: Tensor) -> np.ndarray:
 
 
 def pairs_of(block_pairs: Tensor, cache: Tensor) -> np.ndarray:
-    """Return int64 (n, 2) blocks of a cache (N, P, ...).
+    """Return block_pairs as an int64 (n, 2) array after a check that all blocks lie in the cache
+    (N, P, ...).
 
     Raises:
         ValueError: a block lies outside of the cache.
@@ -42,7 +44,8 @@ def pairs_of(block_pairs: Tensor, cache: Tensor) -> np.ndarray:
 def check_table(
     table: np.ndarray, edges: np.ndarray, lengths: np.ndarray, cache: Tensor, window_left: int
 ) -> None:
-    """Refuse a block table that refers outside of a cache (N, P, ...).
+    """Refuse a block table that refers outside of a cache (N, P, ...) in an entry that a new row
+    reads.
 
     Args:
         table: int32 (B, max_blocks); entries that no new row can see are arbitrary.
@@ -62,10 +65,10 @@ def check_table(
 
 
 def check_ids(name: str, ids: np.ndarray, least: int, most: int) -> None:
-    """Refuse an id outside of [least, most].
+    """Refuse ids, an array of any shape, of which one lies outside of [least, most].
 
     Raises:
-        ValueError: there is one; the message shows the first.
+        ValueError: an id lies outside; the message shows the first, and `name`.
     """
     flat = ids.reshape(-1)
     place = _stray(flat, least, most)

@@ -63,7 +63,7 @@ CODES = DTYPE_CODES | CACHE_CODES
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Return why these kernels cannot run `spec`, or None if they can."""
+    """Return why the CPU's kernels of paged attention cannot run `spec`, or None if they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
@@ -87,7 +87,8 @@ def plan_fwd(call: Call) -> PagedForwardPlan | Refusal:
 
 
 class PagedForwardPlan:
-    """A call of paged attention.
+    """The plan of a call of paged attention on a CPU, made once and run for each call like it: a
+    pass over each sequence's own keys, and one over each level of shared prefixes, merged by lse.
 
     Attributes:
         tiles: an empty table, since the tiles are the same for all calls.
@@ -112,12 +113,17 @@ class PagedForwardPlan:
 
     @property
     def steps(self) -> list[str]:
-        """The lines that describe the call."""
+        """The steps of the plan in words, a line each."""
         steps = self._own.steps
         return steps + [step for each in self._levels for step in (*each.steps, "merge by lse")]
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Return o and lse."""
+        """Return o (T, Hq, Dv) and lse (Hq, T) for the tensors of a call, in the order of
+        `PagedTensors.of`; rows behind the last sequence get 0 and -inf.
+
+        Raises:
+            ValueError: lengths, edges, blocks or shared rows lie outside of what the tensors hold.
+        """
         given, shared = PagedTensors.of(tensors, self._spec.shared_rows)
         if self._rotates:
             q = given.q.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -147,7 +153,8 @@ class PagedForwardPlan:
 
 
 def _without_features(given: PagedTensors, level: SharedLevel) -> PagedTensors:
-    """Return the tensors of the pass over a level of prefixes, without its queries."""
+    """Return the tensors of the pass over a level of shared prefixes: the level's table, lengths
+    and edges, without ALiBi, sinks and a tree; the caller replaces q."""
     return given._replace(
         block_table=level.block_table,
         seqlens_k=level.seqlens_k,
@@ -164,7 +171,8 @@ def _metas(level: SharedLevel) -> SharedLevel:
 
 
 class _Pass:
-    """One pass of sequences, or groups of them, over their keys.
+    """One pass of sequences, or of groups that share keys, over their keys; made by the plan, and
+    run for each call.
 
     Args:
         layouts: the layouts of the tensors.
@@ -208,7 +216,7 @@ class _Pass:
 
     @property
     def steps(self) -> list[str]:
-        """The lines that describe the pass."""
+        """The steps of the pass in words, a line each."""
         decode = "the decode kernel over tiles" if self._tiles_singles else "the decode kernel"
         single = [] if self._has_tree else [f"run {decode} for single rows"]
         if self._spec.max_seqlen_q == 1 and single:
@@ -216,7 +224,8 @@ class _Pass:
         return [*single, "run the forward kernel for longer runs"]
 
     def run(self, given: PagedTensors) -> tuple[Tensor, Tensor]:
-        """Return o and lse."""
+        """Return o and lse of the pass. Raises ValueError if edges, lengths or blocks lie outside
+        of what the tensors hold."""
         spec, q, k_cache, v_cache = self._spec, given.q, given.k_cache, given.v_cache
         o = torch.empty(self._o_shape, dtype=self._dtype)
         lse = torch.empty(self._lse_shape, dtype=self._lse_dtype)
@@ -289,7 +298,8 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _with_scales(sizes: Sizes, cache: Tensor, scales: dict[str, Tensor]) -> Sizes:
-    """Return sizes with the strides of an 8-bit cache's scales; their addresses are set later."""
+    """Return `sizes` with the byte strides of an 8-bit cache's scales; each run sets their
+    addresses."""
     numbers = {}
     for name, scale in scales.items():
         strides = scale_per_slot(scale, cache).stride()
@@ -299,7 +309,8 @@ def _with_scales(sizes: Sizes, cache: Tensor, scales: dict[str, Tensor]) -> Size
 
 
 def _subset(problem: Problem, chosen: np.ndarray) -> Problem:
-    """Return the same call with only the chosen sequences."""
+    """Return the problem with only the sequences for which `chosen` (B,) is true, in their
+    order."""
     arrays, mask = problem.arrays, problem.mask
     if mask.tree_row > 0:
         mask = mask._replace(tree_starts=mask.tree_starts[chosen])
@@ -309,7 +320,8 @@ def _subset(problem: Problem, chosen: np.ndarray) -> Problem:
 
 
 def _shifted(block_table: Tensor, skipped: Tensor, block_size: int) -> Tensor:
-    """Return the table without the blocks of each sequence's first `skipped` tokens."""
+    """Return a block table (B, M) whose rows begin behind the blocks of each sequence's first
+    `skipped` tokens, whole blocks; the last columns repeat a row's last entry."""
     first = (skipped // block_size).long()
     columns = first[:, None] + torch.arange(block_table.shape[1])
     return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))

@@ -34,14 +34,15 @@ _i8, _i16, _i32, _half = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfT
 
 
 def widen_int8(builder, stored):
-    """Convert <n x i8> to <n x float>."""
+    """Emit the conversion of <n x i8> to <n x float>."""
     count = stored.type.count
     words = builder.sext(stored, ir.VectorType(_i32, count))
     return builder.sitofp(words, ir.VectorType(ir.FloatType(), count))
 
 
 def widen_e4m3(builder, stored):
-    """Convert <n x i8> to <n x float>, 1 / E4M3_FACTOR of the values."""
+    """Emit the conversion of <n x i8>, bits of e4m3, to <n x float>, 1 / E4M3_FACTOR of the values;
+    the caller's scale repairs that."""
     count = stored.type.count
     floats = ir.VectorType(ir.FloatType(), count)
     if simd.HAS_HALF:
@@ -57,8 +58,7 @@ def widen_e4m3(builder, stored):
 
 
 def _narrow_int8(builder, value):
-    """Round to integers of at most 8 bits, in the low byte of value + 1.5 * 2^23, to nearest
-    even."""
+    """Emit the rounding of <n x float> of at most 127 in size to <n x i8>, to nearest even."""
     count = value.type.count
     words = ir.VectorType(_i32, count)
     moved = builder.fadd(value, simd.constant(value.type, 1.5 * 2.0**23))
@@ -66,7 +66,8 @@ def _narrow_int8(builder, value):
 
 
 def _narrow_e4m3(builder, value):
-    """Convert <n x float> of at most 448 to <n x i8>, to nearest even."""
+    """Emit the conversion of <n x float> of at most 448 in size to <n x i8>, bits of e4m3, to
+    nearest even."""
     count = value.type.count
     words = ir.VectorType(_i32, count)
     bits = builder.bitcast(value, words)
@@ -91,7 +92,9 @@ def _narrow_e4m3(builder, value):
 def _reader(widen, is_scalar):
     @intrinsic
     def read(typingctx, like, address):
-        """Load LANES stored numbers (or one) as floats of like's type."""
+        """Return LANES stored 8-bit numbers at `address` as a Vector of floats of like's type, or
+        one as a float; they are not multiplied by a scale, and e4m3 is 1 / E4M3_FACTOR of its
+        value."""
         dtype = simd.float_of(like)
 
         def codegen(context, builder, sig, args):
@@ -111,7 +114,8 @@ def _reader(widen, is_scalar):
 def _writer(narrow, limit, is_scalar):
     @intrinsic
     def write(typingctx, address, value):
-        """Store floats at `address`, saturated; a NaN as 0."""
+        """Store a Vector of floats (or one float) at `address` as 8-bit numbers, saturated at the
+        limit of their type; a NaN becomes 0."""
 
         def codegen(context, builder, sig, args):
             x = simd.broadcast(builder, args[1], 1) if is_scalar else args[1]
@@ -137,15 +141,20 @@ _write_one_e4m3 = _writer(_narrow_e4m3, 448.0, True)
 
 @inner
 def read_scale(like, code, address):
-    """Return the float32 at `address`, times the factor that `widen_e4m3` leaves out."""
+    """Return the float32 scale at `address`, times the factor that `widen_e4m3` leaves out if
+    `code` is E4M3."""
     scale = read_f32(like, address)
     return scale * like.dtype.type(E4M3_FACTOR) if code == E4M3 else scale
 
 
 @inner
 def load_values(like, code, scratch, start, address, count, scale_address):
-    """Do as `load_row` for every dtype code: 8-bit rows are multiplied by the scale at
-    `scale_address`."""
+    """Load the `count` elements at `address`, of any dtype code, into scratch[start : start +
+    count], converted to its type; return 0.0, or NaN if a number or the scale is not finite.
+
+    Rows of 8 and 4 bits are multiplied by the scale at `scale_address`; rows of 4 bits stay
+    rotated.
+    """
     if code < INT8:
         return load_row(like, code, scratch, start, address, count)
     lanes = simd.REGISTER_BYTES // like.itemsize
@@ -167,8 +176,8 @@ def load_values(like, code, scratch, start, address, count, scale_address):
 
 @inner
 def own_scale(row, count, code):
-    """Return the scale of row[0 : count], float32: amax / limit, 0 if subnormal, NaN if not
-    finite."""
+    """Return the scale by which row[0 : count], float32, is stored in 8 bits: its largest size /
+    127 or 448, by `code`; 0 if that is below 2^-126, NaN if the row is not finite."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     zero = simd.splat(row, 0.0)
     top, check = zero, zero
@@ -190,7 +199,8 @@ def own_scale(row, count, code):
 
 @inner
 def store_bytes(row, count, code, scale, address):
-    """The row at `address` = row[0 : count] / scale; 0 where scale is 0 or NaN."""
+    """Store row[0 : count] / scale at `address` as 8-bit numbers of the dtype with this code; zeros
+    where scale is 0 or NaN."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     real = row.dtype.type
     inverse = real(1.0) / scale if scale > 0.0 else real(0.0)
@@ -212,7 +222,11 @@ def store_bytes(row, count, code, scale, address):
 
 @inner
 def quantise_row(row, count, code, address, scale_address, owns_scale):
-    """Store row[0 : count] float32 as bytes, by its own scale or by the one at scale_address."""
+    """Store row[0 : count], float32, at `address` in 8 or 4 bits, and its own scale at
+    scale_address; if not `owns_scale`, 8-bit rows are stored by the scale that is there.
+
+    A row of 4 bits always has its own scale, and is rotated in place.
+    """
     if code == INT4:
         pack_row(row, count, address, scale_address)
         return

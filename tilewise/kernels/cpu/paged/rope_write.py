@@ -40,10 +40,12 @@ _CODES = DTYPE_CODES | CACHE_CODES
 
 
 class Rows(NamedTuple):
-    """Addresses and byte strides of the source and target rows of q, k or v.
+    """The addresses, byte strides and dtype codes of the source and target rows of q, k or v of one
+    call, for compiled code.
 
     Row `offset` of block `block` goes to target + block * to_block + offset * to_row; for q, which
-    goes to a dense tensor, slots are tokens. scale is 0 unless the target is 8-bit.
+    goes to a dense tensor, slots are tokens. scale, the address of the scales, is 0 unless the
+    target is 8-bit; owns_scale is true if each row writes its own.
     """
 
     source: int
@@ -88,14 +90,16 @@ def launch(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Write k and v to their slots and return q; q and k are normalised and rotated.
+    """Write k and v to their slots, in place, and return q as a new tensor (T, Hq, D); q and k are
+    normalised, where weights are given, and rotated.
 
     Args:
         q, k, v: (T, H, D), strided in all dims but the last; k_cache, v_cache: (N, P, Hk, D).
         slot_mapping: (T,) int64; -1 skips the row.
         cos, sin: (T, R / 2) float32.
         q_norm, k_norm: (D,), the weights of the norms.
-        k_scale, v_scale: (N, P, Hk) or (Hk,) float32 of an 8-bit cache.
+        k_scale, v_scale: (N, P, Hk), written for each row, or (Hk,), read; float32, of an 8-bit
+            cache.
     """
     q = q.detach() if q.stride(-1) == 1 else q.detach().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
@@ -141,7 +145,8 @@ def write_quantised(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Quantise k and v and write them to an 8-bit cache, without norm and rotation."""
+    """Quantise k and v and write them to their slots of an 8-bit cache, in place, without norm and
+    rotation; scales (N, P, Hk) are written for each row, (Hk,) are read."""
     nothing = Rows(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     angles = torch.empty((k.shape[0], 0), dtype=torch.float32)
     _launch(
@@ -233,7 +238,7 @@ def _launch(
 
 @inner
 def _normalise(row, count, weight, eps):
-    """row[0 : count] = row / sqrt(mean(row^2) + eps) * weight."""
+    """Replace row[0 : count] by row / sqrt(mean(row^2) + eps) * weight, in place."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     squares = simd.splat(row, 0.0)
     done = count // lanes * lanes
@@ -253,8 +258,8 @@ def _normalise(row, count, weight, eps):
 
 
 def _to_bytes(row, count, code, address, scale_address, owns_scale):
-    """Quantise one row to the cache by `quantise_row`; a float64 row has no rule, and nothing is
-    done."""
+    """Store one row to the cache as `quantise_row` does; for a float64 row, which has no rule,
+    nothing is done."""
 
 
 @overloaded(_to_bytes)
@@ -270,7 +275,8 @@ def _overload_to_bytes(row, count, code, address, scale_address, owns_scale):
 
 @inner
 def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin, half, interleaved):
-    """Copy each head of one token to its target, normalised and rotated.
+    """Copy each head of one token from its source to its slot, normalised and rotated where wanted,
+    and quantised where the target has 8 or 4 bits.
 
     Args:
         rows: the addresses and strides of source and target.

@@ -33,7 +33,8 @@ _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 class _Floats:
-    """Sums of floats, which start from the old ones."""
+    """An emitter of sums of weight * value in floats, which start from the rescaled old sums;
+    `weigh` asks it for values, weights and products."""
 
     def __init__(self, builder, rows, mask):
         self.builder, self.rows, self.mask = builder, rows, mask
@@ -62,7 +63,8 @@ class _Floats:
 
 
 class _Integers(_Floats):
-    """Exact sums of two keys' values at a time; a word contains both weights for a head."""
+    """An emitter of exact sums of two keys' int8 values at a time, with 16-bit weights of both in a
+    word; at the end they are multiplied by the weights' unit and added to the rescaled old sums."""
 
     def __init__(self, builder, rows, mask):
         super().__init__(builder, rows, mask)
@@ -73,7 +75,8 @@ class _Integers(_Floats):
         return ir.Constant(self.sums, None)
 
     def values(self, starts, columns):
-        """Return for each register of columns the numbers of both keys interleaved."""
+        """Emit loads of rows at two addresses, `starts`, and return for each register of columns
+        the 16-bit numbers of both keys interleaved."""
         builder, lanes = self.builder, self.rows.lanes
         both = ir.VectorType(_i16, 2 * lanes)
         values = []
@@ -124,11 +127,15 @@ def _weigh(heads, is_masked, fetches=True):
         keys,
         rest,
     ):
-        """acc[head] = acc[head] * rescale[head] + sum over keys of p[key][head] * row[key], for
-        span_of columns from byte `offset` of the rows at addresses[ai:] + shift; if masked, `rest`
-        columns of one unit. If it fetches, the same bytes of rows at ahead[hi:] are. Where q tells
-        that the cache is multiplied as integers, p is what `weights.store_pairs` wrote, each worth
-        rescale[LANES + head]; a last key without another meets one more row, at weight 0."""
+        """Set acc[head] to acc[head] * rescale[head] + the sum over `keys` keys of p[key][head] *
+        row[key], for span_of columns from byte `offset` of the rows at addresses[ai:] + shift; if
+        masked, for `rest` columns of one unit. acc begins at index ci, heads `ld` apart.
+
+        If it fetches, the same bytes of the rows at ahead[hi:] are prefetched. Where the type of q
+        says that the cache is multiplied as integers, p holds the words that `weights.store_pairs`
+        wrote, whose unit is rescale[LANES + head]; a last key without a partner is paired with one
+        more row, at weight 0.
+        """
         dtype = simd.float_of(acc)
         in_integers = are_integers(cache_like, q)
 

@@ -23,7 +23,8 @@ _i32 = ir.IntType(32)
 def _store_pairs(heads):
     @intrinsic
     def store_pairs(typingctx, words, index, weights):
-        """words[index : index + LANES / 2] = pairs of weights, rounded to the nearest integer.
+        """Store LANES weights, [key][head], to words[index : index + LANES / 2] as pairs of 16-bit
+        integers of two neighbouring keys of a head, rounded to the nearest.
 
         `words` is an array of floats that holds words; of a word the even key has the low half.
         Kernels for floats name this call in a branch that they never take; where a register holds

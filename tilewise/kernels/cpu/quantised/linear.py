@@ -19,7 +19,8 @@ _AT_ONCE = 1 << 22
 
 
 def why_not(spec: QuantisedLinearSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Return why this product cannot run `spec`, or None if it can: all but batch-invariant
+    calls."""
     if spec.batch_invariant:
         return "a row's bits depend on the others in torch's products"
     return None
@@ -28,7 +29,8 @@ def why_not(spec: QuantisedLinearSpec) -> str | None:
 def launch(
     x: Tensor, weight: QuantisedWeight, bias: Tensor | None, batch_invariant: bool
 ) -> Tensor:
-    """Return y (..., N) of x (..., K), a weight (N, K) and bias (N,)."""
+    """Return y = x W^T + bias, (..., N) of x's dtype, for x (..., K), a quantised weight (N, K) and
+    bias (N,) or None; some rows of the weight are dequantised at a time."""
     rows, columns = weight.shape
     shape, x = x.shape[:-1], x.reshape(x.shape[:-1].numel(), columns)
     y = torch.empty((len(x), rows), dtype=x.dtype)

@@ -35,7 +35,7 @@ _SILU = CODES["silu"]
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernel of causal convolutions cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
@@ -50,10 +50,15 @@ def launch(
     *,
     has_silu: bool,
 ) -> Tensor:
-    """Return y (T, C) of whole sequences, see `ops.causal_conv1d`.
+    """Return y (T, C), the causal convolution of each channel of x (T, C) over whole packed
+    sequences, see `ops.causal_conv1d`.
 
     Args:
+        weight, bias: (C, width), and (C,) or None.
+        initial_state: (N, width - 1, C), the tokens before each sequence, oldest first; None for
+            zeros.
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
+        has_silu: True if silu is applied to the sums.
     """
     numbers = torch.arange(edges.shape[0] - 1)
     starts = torch.full_like(numbers, 0 if initial_state is None else weight.shape[1] - 1)
@@ -72,7 +77,8 @@ def step(
     *,
     has_silu: bool,
 ) -> Tensor:
-    """Compute y (T, C) of new tokens of running sequences, and write the tokens to their slots.
+    """Return y (T, C) of new tokens of running sequences, and write the tokens to their slots in
+    place; a sequence without a slot gets 0.
 
     Args:
         x: (T, C), packed.
@@ -151,13 +157,14 @@ def convolve(
     counter,
     num_tasks,
 ):
-    """Convolve channels of sequences.
+    """Convolve sequences in this thread: take tasks, each a sequence and up to CHANNELS channels,
+    until none is left, and write y.
 
     Args:
         taps: the address of the weight (channels, width), in the dtype of the tokens.
         bias: the address of the bias (channels,), or 0 for none.
         states, num_kept: the address of the slots, or 0 for none, and the rows of each.
-        keeps: whether the new tokens are taken into the slots.
+        keeps: whether the new tokens are written to the slots.
     """
     lanes = lanes_in(like)
     parts = (num_channels + CHANNELS - 1) // CHANNELS

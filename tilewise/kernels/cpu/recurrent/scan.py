@@ -50,7 +50,8 @@ _add_one, _add_one_1 = block_of(1, 4, "sums"), block_of(1, 1, "sums")
 
 
 def why_not(spec: RecurrentSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernel of the delta rule and Mamba-2 cannot run `spec`, or None if it
+    can; slots must keep updates, not tokens."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     if spec.keeps == "tokens":
@@ -70,7 +71,8 @@ def launch(
     q_scale: float,
     is_delta: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return o (T, H, V) and the states (N, H, K, V) after whole sequences, see `ops.gated_delta`.
+    """Return o (T, H, V) and the states (N, H, K, V) after whole sequences, by the gated delta
+    rule, or Mamba-2's recurrence if not is_delta.
 
     Args:
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
@@ -102,12 +104,13 @@ def step(
     q_scale: float,
     is_delta: bool,
 ) -> Tensor:
-    """Return o (T, H, V) of tokens after those that slots hold, and take them into the slots.
+    """Return o (T, H, V) of new tokens of running sequences, and write the tokens' keys, gates and
+    updates, and the state after each full chunk, to their slots in place.
 
     Args:
         slots: int64 (N,); -1 skips a sequence, whose o is 0.
         starts: int64 (N,), the tokens of each sequence before this call.
-        edges: as in `launch`.
+        edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
     """
     after = torch.empty(0, dtype=float_type(v.dtype))
     return _run(
@@ -202,7 +205,8 @@ def _run(
 
 @inner
 def _set(c, ci, ldc, rows, columns, a, ai, a_row, b, bi, b_word, words):
-    """Compute rows of c = a b, for whole registers of columns."""
+    """Compute `rows` rows of c = a b, for `columns` columns, a multiple of a register's lanes; old
+    sums are overwritten."""
     lanes = lanes_in(c)
     row = 0
     while row + MR <= rows:
@@ -262,7 +266,8 @@ def _add_rows(c, ci, ldc, is_pair, columns, a, ai, a_row, b, b_word, words):
 
 @inner
 def _add_update(c, rows, columns, a, a_word, b, words):
-    """Add a^T b to c; the rows of b and of c are `columns` elements apart."""
+    """Add a^T b to c, (rows, columns), for `words` rows of a, a_word elements apart, and of b; rows
+    of b and of c are `columns` elements apart."""
     lanes, row = lanes_in(c), 0
     while row + MR <= rows:
         column = 0
@@ -283,7 +288,8 @@ def _add_update(c, rows, columns, a, a_word, b, words):
 
 @inner
 def _exponentials(row, start, count):
-    """row[start : start + count] = exp of it, in whole registers."""
+    """Replace row[start : start + count] by its exponentials in place, in whole registers; the
+    numbers are logs of decays, at most 0."""
     slope, limit = simd.splat(row, _LOG2E), simd.splat(row, _LARGEST)
     for column in range(start, start + count, lanes_in(row)):
         power = simd.mul(simd.load(row, column), slope)
@@ -292,7 +298,8 @@ def _exponentials(row, start, count):
 
 @inner
 def _decays_of_row(row, start, count, padded):
-    """row[start : start + count] = exp of it, and 1 in what fills the last register."""
+    """Replace row[start : start + count], logs of decays, by their exponentials in place, and set
+    what follows up to `padded` numbers to 1."""
     for column in range(start + count, start + padded):
         row[column] = 0.0
     _exponentials(row, start, padded)
@@ -300,7 +307,7 @@ def _decays_of_row(row, start, count, padded):
 
 @inner
 def _fill(row, count, value):
-    """row[: count] = value, in whole registers."""
+    """Set row[: count] to `value`, in whole registers."""
     values = simd.splat(row, value)
     for column in range(0, count, lanes_in(row)):
         simd.store(row, column, values)
@@ -308,7 +315,7 @@ def _fill(row, count, value):
 
 @inner
 def _scale_row(to, start, row, row_start, factor, count):
-    """to[start :] = row[row_start :] * factor, `count` elements in whole registers."""
+    """Set to[start :] to row[row_start :] * factor, `count` elements in whole registers."""
     factors = simd.splat(row, factor)
     for column in range(0, count, lanes_in(row)):
         simd.store(to, start + column, simd.mul(simd.load(row, row_start + column), factors))
@@ -316,7 +323,7 @@ def _scale_row(to, start, row, row_start, factor, count):
 
 @inner
 def _multiply_rows(to, start, a, a_start, b, b_start, count):
-    """to[start :] = a[a_start :] * b[b_start :], `count` elements in whole registers."""
+    """Set to[start :] to a[a_start :] * b[b_start :], `count` elements in whole registers."""
     for column in range(0, count, lanes_in(to)):
         product = simd.mul(simd.load(a, a_start + column), simd.load(b, b_start + column))
         simd.store(to, start + column, product)
@@ -324,7 +331,8 @@ def _multiply_rows(to, start, a, a_start, b, b_start, count):
 
 @inner
 def _two_dots(keys, key, a, queries, b, count):
-    """Return keys[a :] . keys[key :] and queries[b :] . keys[key :] of `count` elements."""
+    """Return two dot products over `count` elements: keys[a :] . keys[key :], and queries[b :] .
+    keys[key :]."""
     first, second = simd.splat(keys, 0.0), simd.splat(keys, 0.0)
     for column in range(0, count, lanes_in(keys)):
         x = simd.load(keys, key + column)
@@ -335,7 +343,8 @@ def _two_dots(keys, key, a, queries, b, count):
 
 @inner
 def _two_faded_dots(fade, keys, key, a, queries, b, count):
-    """Do as `_two_dots` with each channel of keys[key :] multiplied by its `fade`."""
+    """Return the two dot products of `_two_dots`, with each channel of keys[key :] multiplied by
+    its number in `fade`."""
     first, second = simd.splat(keys, 0.0), simd.splat(keys, 0.0)
     for column in range(0, count, lanes_in(keys)):
         x = simd.mul(simd.load(keys, key + column), simd.load(fade, column))
@@ -346,7 +355,9 @@ def _two_faded_dots(fade, keys, key, a, queries, b, count):
 
 @inner
 def _fade_keys(faded, keys, decays, fade, rows, key_width, by_channel):
-    """faded[s] = keys[s] times the decays of the rows after s: `rows` in all."""
+    """Set row s of `faded` to row s of `keys` times the product of the decays of the rows after s,
+    for `rows` rows; `fade` is scratch of a row, and decays are per channel if by_channel, else per
+    row."""
     one = simd.number(faded, 1.0)
     d = one
     _fill(fade, key_width, one)
@@ -364,7 +375,8 @@ def _fade_keys(faded, keys, decays, fade, rows, key_width, by_channel):
 
 @inner
 def _decay_state(state, decay, whole, rows, columns, by_channel):
-    """state[c, :] *= the product of the decays of a chunk."""
+    """Multiply the state (rows, columns) in place by the product of the decays of a chunk: `whole`,
+    one for each row, if by_channel, else `decay`."""
     for row in range(rows):
         factor = whole[row] if by_channel else decay
         _scale_row(state, row * columns, state, row * columns, factor, columns)
@@ -628,7 +640,8 @@ def keep_keys(
     counter,
     num_tasks,
 ):
-    """Copy the keys of each sequence's open chunk to its slot."""
+    """Copy the keys of each sequence's new tokens in its open chunk to its slot; tasks are
+    sequences, taken in this thread until none is left."""
     row = zero_scratch(key_dim + lanes_in(like), like)
     while True:
         sequence = next_task(counter)

@@ -35,14 +35,15 @@ _LARGEST = 126.0  # exponent up to which `simd.exp2` is exact; beyond it silu is
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernel of silu(gate) * up cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return y (..., I) of gate_up (..., 2 I)."""
+    """Return y = silu(gate) * up, (..., I), for gate_up (..., 2 I), whose rows hold gate, then up;
+    silu is rounded to the dtype before it is multiplied."""
     dim, size = gate_up.shape[-1] // 2, gate_up.element_size()
     y = torch.empty((*gate_up.shape[:-1], dim), dtype=gate_up.dtype)
     if y.numel() == 0:
@@ -68,7 +69,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @inner
 def _silu(row, count):
-    """row[0 : count] = silu(row[0 : count]); scratch has room up to a multiple of 16."""
+    """Replace row[0 : count] by silu of it in place, up to a whole register; scratch has room up to
+    a multiple of 16."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     one, slope = simd.splat(row, 1.0), simd.splat(row, -_LOG2E)
     limit, infinite = simd.splat(row, _LARGEST), simd.splat(row, math.inf)

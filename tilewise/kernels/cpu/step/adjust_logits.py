@@ -22,7 +22,7 @@ from tilewise.kernels.spec import ElementSpec
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernel that adjusts logits cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return None
@@ -40,15 +40,18 @@ def launch(
     counts_of: Tensor | None,
     penalties: Tensor | None,
 ) -> None:
-    """Apply masks, biases and penalties to some rows of logits (R, V) in place.
+    """Apply biases, then masks and penalties to some rows of logits (R, V) in place. Rows, tokens,
+    masks and counts outside of their tensors, such as -1, are skipped.
 
     Args:
         logits: (R, V) float32.
         rows: int64 (A,), the indices of the rows that masks and penalties change.
         mask, mask_of: int32 (M, ceil(V / 32)) bits of allowed tokens, and int32 (A,), each row's
             mask.
-        bias_rows, bias_ids, bias: (E,), logits[bias_rows[e], bias_ids[e]] += bias[e].
-        counts, counts_of: int32 (S, V) occurrences of tokens, and int32 (A,), each row's counts.
+        bias_rows, bias_ids, bias: (E,), logits[bias_rows[e], bias_ids[e]] += bias[e]; a pair may
+            occur once.
+        counts, counts_of: int32 (S, V), for each token twice its number in the answer, plus 1 if it
+            is in the prompt, and int32 (A,), each row's counts.
         penalties: float32 (A, 3): repetition, frequency, presence.
     """
     if bias_rows is not None and bias_ids is not None and bias is not None and len(bias):
@@ -80,7 +83,8 @@ def launch(
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Return the memory of rows of contiguous elements, gaps included, as one row."""
+    """Return a view of the memory of rows of contiguous elements as one row, from the first element
+    to the last, gaps between rows included."""
     span = (x.shape[0] - 1) * x.stride(0) + x.shape[1] if len(x) else 0
     return torch.as_strided(x, (span,), (1,), x.storage_offset())
 

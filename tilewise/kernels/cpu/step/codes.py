@@ -76,7 +76,8 @@ class Batch(NamedTuple):
 
     Attributes:
         ids, positions, slots: (T,) int64, for each token.
-        edges, lengths: (B + 1,), (B,) int32, cu_seqlens_q and seqlens_k.
+        edges, lengths: (B + 1,) and (B,) int32: the first row of each sequence and the end, and its
+            number of keys.
         table: (B, M) int32, the block table.
         sampled: (R,) int64, the rows whose logits are needed.
         state_slots, state_starts: (S,) int64, for layers whose memory is a state: the slot of each
@@ -98,11 +99,8 @@ class Batch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The numbers that all operations of a list share.
-
-    They are the dtype codes of the model and of its cache, the number of tokens of a cache block,
-    and the largest head dimension of its layers.
-    """
+    """The numbers that all operations of a list share: the dtype codes of the model and of its
+    cache, the number of tokens of a cache block, and the largest head dimension of its layers."""
 
     code: int
     cache_code: int
@@ -111,7 +109,8 @@ class Shape(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The constant arrays: cosines and sines of all positions, flat, `row` numbers a position."""
+    """The arrays of a program that never change: cosines and sines of all positions, flat, `row`
+    numbers a position."""
 
     cos: np.ndarray
     sin: np.ndarray
@@ -119,7 +118,8 @@ class Tables(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """The memory that attention writes: partial results, counters of a layer's splits, lse."""
+    """The memory that attention writes in a step: partial results of splits, counters of the splits
+    of a layer that have ended, and the log-sum-exps."""
 
     sums: np.ndarray
     finished: np.ndarray
@@ -127,7 +127,8 @@ class Workspace(NamedTuple):
 
 
 class Likes(NamedTuple):
-    """Empty arrays that carry dtypes, of sums and words, and the kernel of attention.
+    """Empty arrays that carry the dtypes of sums (`real`) and of the model's words (`word`) into
+    compiled code, and the address of the kernel of attention.
 
     Attributes:
         attend: the address of `attend_rows`, or of the kernel in `paged/decode_tiles.py` if

@@ -62,7 +62,8 @@ FEWEST_LOOKS, MOST_LOOKS = SPINS, 8 * SPINS
 
 
 def _find_syscall() -> int:
-    """Return the address of the C library's syscall, or 0 without futexes."""
+    """Return the address of the C library's function syscall, by which helpers sleep; 0 where there
+    are no futexes (all but Linux on x86-64)."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return 0
     function = getattr(ctypes.CDLL(None), "syscall", None)
@@ -74,9 +75,10 @@ SYSCALL = _find_syscall()
 
 @intrinsic
 def note_step(typingctx, mailbox, step):
-    """Write `step`, a tuple of numbers and borrowed arrays, to the place where helpers read it.
+    """Write `step`, a tuple of numbers and borrowed arrays, to the mailbox, where helpers read it.
 
-    It is stored as compiled code represents it: the address, shape and strides of each array.
+    The tuple is stored as compiled code represents it: the address, shape and strides of each
+    array.
     """
 
     def codegen(context, builder, sig, args):
@@ -91,7 +93,8 @@ def note_step(typingctx, mailbox, step):
 
 @intrinsic
 def noted_step(typingctx, mailbox, like):
-    """Load the step that the mailbox holds, a tuple; `like` gives its type, and is not read."""
+    """Return the step that the mailbox holds, a tuple; `like`, a tuple of the same types, gives its
+    type, and is not read."""
 
     def codegen(context, builder, sig, args):
         return builder.load(_job(context, builder, mailbox, args[0], args[1].type))
@@ -100,7 +103,7 @@ def noted_step(typingctx, mailbox, like):
 
 
 def _job(context, builder, mailbox, array, kind):
-    """Return a pointer to the step in the mailbox, a value of LLVM's type `kind`."""
+    """Emit the pointer to the step in the mailbox `array`, a value of LLVM's type `kind`."""
     data = cgutils.create_struct_proxy(mailbox)(context, builder, value=array).data
     first = builder.gep(data, [ir.Constant(ir.IntType(64), JOB * LINE // 8)])
     return builder.bitcast(first, kind.as_pointer())
@@ -108,7 +111,8 @@ def _job(context, builder, mailbox, array, kind):
 
 @inner
 def open_step(mailbox, syscall):
-    """Let helpers into the step whose job is in the mailbox."""
+    """Let helpers into the step that `note_step` has written to the mailbox, and wake those that
+    sleep."""
     base = mailbox.ctypes.data
     number = read_at(base + NUMBER * LINE) + 1
     write_at(base + OPEN * LINE, number)
@@ -119,7 +123,8 @@ def open_step(mailbox, syscall):
 
 @inner
 def close_step(mailbox, give_way, syscall):
-    """Admit no further helper thread to a step, and wait until those that work on it have left."""
+    """Let no further helper into the open step, and wait until those inside have left; the owner
+    calls this when the list is done."""
     base = mailbox.ctypes.data
     add_at(base + OPEN * LINE, -read_at(base + OPEN * LINE))
     wait_until_zero(base + INSIDE * LINE, give_way, base + OUTSIDE * LINE, syscall)
@@ -127,11 +132,12 @@ def close_step(mailbox, give_way, syscall):
 
 @inner
 def wait_for_step(mailbox, done, looks, give_way, syscall):
-    """Wait for a step after the one of number `done`.
+    """Wait for a step after the one of number `done`: look `looks` times, and then sleep until
+    woken.
 
     Returns:
-        Its number, or -1 when the helper shall leave; and the number of reads before the next
-        sleep.
+        The number of the new step, or -1 when the helper shall leave; and the number of looks
+        before the next sleep, twice as many if looking was enough, else half.
     """
     base = mailbox.ctypes.data
     address = base + NUMBER * LINE
@@ -161,7 +167,8 @@ def wait_for_step(mailbox, done, looks, give_way, syscall):
 
 @inner
 def enter_step(mailbox, number):
-    """Return whether the step of that number is open; `leave_step` must follow either way."""
+    """Count this helper as inside, and return whether the step of that number is still open;
+    `leave_step` must follow either way."""
     base = mailbox.ctypes.data
     add_at(base + INSIDE * LINE, 1)
     return read_at(base + OPEN * LINE) == number
@@ -169,7 +176,8 @@ def enter_step(mailbox, number):
 
 @inner
 def leave_step(mailbox, syscall):
-    """Let the owner continue."""
+    """Count this helper as outside again, and wake the owner of the step if it sleeps until all
+    have left."""
     base = mailbox.ctypes.data
     leave(base + INSIDE * LINE, base + OUTSIDE * LINE, syscall)
 
@@ -190,9 +198,8 @@ class Crew:
         self._has_left = False
 
     def grow(self, count: int, help_out: Callable[..., Any], *args: Any) -> None:
-        """Start helpers until there are `count`; none if all have been told to leave.
-
-        If the system refuses a thread, none is started either: a step can do without.
+        """Start helpers until there are `count`; none if they have been told to leave, or the
+        system refused a thread before: a step can do without.
 
         Each helper calls help_out(*args, mailbox, number), numbers from 1, which releases the GIL.
         """

@@ -74,7 +74,8 @@ _is_pair = {types.uint16: True, types.int16: False, types.float32: False}
 
 @intrinsic
 def field(typingctx, form, index):
-    """Return a word of a form."""
+    """Return word number `index`, an int64, of the table at the address `form`, such as the
+    description of how a narrow group is stored."""
 
     def codegen(context, builder, sig, args):
         at = builder.add(args[0], builder.mul(args[1], _i64(8)))
@@ -84,7 +85,8 @@ def field(typingctx, form, index):
 
 
 def _eighth(builder, bytes_, is_wide_exponent=False):
-    """Return floats of 8 bits as float32: e4m3 divided by 256, or e5m2."""
+    """Emit the conversion of 16 floats of 8 bits to float32: e4m3 divided by 256, or e5m2 if
+    is_wide_exponent."""
     if simd.HAS_HALF:
         if is_wide_exponent:
             bits = builder.shl(builder.zext(bytes_, _SHORTS), simd.constant(_SHORTS, 8))
@@ -103,7 +105,8 @@ def _eighth(builder, bytes_, is_wide_exponent=False):
 
 
 def _stored(builder, how, address):
-    """Return 16 factors at an address as float32."""
+    """Emit a load of 16 factors at an address, stored as `how` says (FLOAT32, UINT8, ...), and
+    return them as float32."""
 
     def load(kind):
         return simd.load_at(builder, address, kind, 1)
@@ -129,7 +132,8 @@ def _factor_bytes(how):
 
 
 def _spread(builder, value, half):
-    """Return the lanes of 8 outputs, each twice."""
+    """Emit a vector with each lane of the first or second half (0 or 1) of `value` twice, as pairs
+    of inputs of 8 outputs lie."""
     lanes = [COLUMNS // 2 * half + lane // 2 for lane in range(COLUMNS)]
     order = ir.Constant(ir.VectorType(_i32, COLUMNS), lanes)
     return builder.shuffle_vector(value, value, order)
@@ -138,7 +142,8 @@ def _spread(builder, value, half):
 def _outer_loader(how):
     @intrinsic
     def load_outer(typingctx, source, target):
-        """Write 64 factors as float32."""
+        """Write the 64 outer factors at the address `source`, one for each output, to `target` as
+        float32; ones if there are none."""
 
         def codegen(context, builder, sig, args):
             source_, target_ = args
@@ -158,7 +163,8 @@ def _outer_loader(how):
 def _factor_loader(how):
     @intrinsic
     def load_factors(typingctx, word_like, source, outer, target):
-        """Write 64 factors times outer factors, as the registers of codes are arranged."""
+        """Write the 64 factors at the address `source` times the outer factors at `outer` to
+        `target`, as float32 in the arrangement of the registers of codes."""
 
         def codegen(context, builder, sig, args):
             _, source_, outer_, target_ = args
@@ -236,7 +242,7 @@ def _load_factors(word_like, how, source, outer, target):
 
 
 def _look_up(builder, table, index):
-    """Return table[index & 15] of 16 float32."""
+    """Emit table[index & 15], lane by lane, of a vector of 16 float32."""
     if simd.REGISTER_BYTES == 64:
         name = "x86.avx512.permvar.sf.512"
         return simd.call_llvm(builder, name, _FLOATS, [table, index])
@@ -267,7 +273,8 @@ def _look_up(builder, table, index):
 
 
 class _Place:
-    """The codes of a place, 8 registers of a panel, and their values."""
+    """An emitter of the values of one place: 8 registers of codes of a panel, a quarter of its
+    step, of one kind of codes."""
 
     def __init__(self, builder, kind, has_term, lookup):
         self.builder, self.kind, self.has_term = builder, kind, has_term
@@ -275,7 +282,8 @@ class _Place:
         self.table = simd.load_at(builder, lookup, _FLOATS, 4) if kind == TABLE else None
 
     def values(self, at, factors):
-        """Return the values, 8 registers of float32.
+        """Emit the loads and the widening of a place's codes, with prefetches of later ones, and
+        return their values, 8 registers of float32.
 
         Args:
             at: the address of the codes.
@@ -315,14 +323,16 @@ class _Place:
         return found
 
     def line(self, first, second):
-        """Return two registers as a cache line of bfloat16."""
+        """Emit the rounding of two registers of float32 to bfloat16, and return them as one cache
+        line, `first` in front."""
         name = "x86.avx512bf16.cvtne2ps2bf16.512"
         kind = ir.VectorType(_i16, 2 * COLUMNS)
         return simd.call_llvm(self.builder, name, kind, [second, first])
 
 
 def _widener(kind, has_term=False):
-    """Return an intrinsic that widens a step of four panels of one kind of codes."""
+    """Return an intrinsic that widens one step, 32 inputs, of the four panels of a group, of one
+    kind of codes, to words at `target`; has_term if a minimum or a zero point is subtracted."""
 
     @intrinsic
     def widen(typingctx, word_like, source, lookup, factors, half_bytes, target):
@@ -361,7 +371,9 @@ def _widener(kind, has_term=False):
 
 
 def _multiplier(kind, rows, has_term=False):
-    """Return an intrinsic that adds the products of rows and a step, whose words stay in registers.
+    """Return an intrinsic that adds the products of `rows` rows at `a` and one step of a group to
+    the sums at `c`; the widened words stay in registers. Only for bfloat16 with VDPBF16PS:
+    elsewhere it does nothing.
 
     A sum is the same chain of products as in `product.py`.
     """
@@ -493,7 +505,7 @@ def _walk(word_like, group, form, first, end, target, spare, rows, c, a, lda):
         target: the address of the widened words.
         spare: the address of SPARE bytes of scratch.
         rows: the number of rows to multiply; 0 widens to `target` instead.
-        c, a, lda: the addresses of sums and of rows, and the bytes of a row.
+        c, a, lda: the addresses of sums, which are added to, and of rows, and the bytes of a row.
     """
     kind, mode, lookup = field(form, KIND), field(form, MODE), field(form, LOOKUP)
     part_steps, part_bytes = field(form, PART_STEPS), field(form, PART_BYTES)
@@ -554,14 +566,14 @@ def _walk(word_like, group, form, first, end, target, spare, rows, c, a, lda):
 
 @inner
 def widen_steps(word_like, group, form, first, end, target, spare):
-    """Write steps first ... end - 1 of a group as words.
+    """Write steps first ... end - 1 of a narrow group as words of the model's dtype.
 
     Args:
         word_like: an empty array of the model's dtype.
         group, form: the address of the group, and of how it is stored.
         target: the address of as many words, in the order of `panels.py`, on a cache line's
             boundary.
-        spare: the address of scratch, SPARE bytes, likewise.
+        spare: the address of scratch, SPARE bytes, on a cache line's boundary, too.
     """
     none = types.int64(0)
     _walk(word_like, group, form, first, end, target, spare, none, none, none, none)
@@ -569,10 +581,12 @@ def widen_steps(word_like, group, form, first, end, target, spare):
 
 @inner
 def multiply_few(word_like, like, c, rows, a, lda, group, form, inputs, spare):
-    """Compute the sums of up to 4 rows and a group, whose words stay in registers.
+    """Compute the products of up to 4 rows and a narrow group; its widened words stay in registers.
+    Four rows are computed if there are more than one, and old sums are overwritten.
 
     Args:
-        c, rows, a, lda, inputs: as of `product.multiply_rows`; words are multiplied by VDPBF16PS.
+        c, rows, a, lda, inputs: as of `product.multiply_rows`; c has room for 4 rows, and words are
+            multiplied by VDPBF16PS.
         group, form, spare: as of `widen_steps`.
     """
     count = types.int64(1)

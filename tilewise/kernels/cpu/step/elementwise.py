@@ -27,7 +27,8 @@ _LIKE = np.empty(0, np.float32)
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernel of elementwise activations cannot run `spec`, or None if it
+    can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     if spec.dtype == torch.float64:
@@ -36,7 +37,8 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 def activate(x: Tensor, function: str) -> Tensor:
-    """Return y (..., E) of x (..., E)."""
+    """Return y = f(x), a new tensor (..., E) of x's dtype, for x (..., E) and the function of this
+    name in `functions.CODES`."""
     y = torch.empty(x.shape, dtype=x.dtype)
     total, size = y.numel(), x.element_size()
     if total == 0:
@@ -82,7 +84,8 @@ def _activate_rows(
     counter,
     num_tasks,
 ):
-    """Apply the function to rows of `dim` elements, `total` in all: the last may be shorter."""
+    """Apply the function of number `function` to rows of `dim` elements, `total` in all (the last
+    row may be shorter); tasks of rows_per_task rows are taken in this thread until none is left."""
     row, lanes = zero_scratch(CHUNK, like), simd.REGISTER_BYTES // 4
     while True:
         task = next_task(counter)

@@ -52,8 +52,8 @@ _POLE = 2.0  # of the polynomial's argument (|x| - 2) / (|x| + 2), -1 at 0 and 1
 
 
 def _tail(place: Decimal) -> float:
-    """Return exp(z^2 / 2) times the normal distribution at -z, where (z - 2) / (z + 2) is the
-    argument."""
+    """Return exp(z^2 / 2) times the normal distribution function at -z, for the z with (z - 2) / (z
+    + 2) = place."""
     share = float(place)
     y = _POLE * (1.0 + share) / (1.0 - share) / math.sqrt(2.0)
     if y < 25.0:
@@ -66,7 +66,7 @@ _TAIL = simd.chebyshev(_tail, -1.0, 1.0, 10)
 
 
 def _log_share(y: Decimal) -> float:
-    """Return ln(1 + y) / y."""
+    """Return ln(1 + y) / y, and 1 for y = 0."""
     return math.log1p(float(y)) / float(y) if y else 1.0
 
 
@@ -76,7 +76,7 @@ _LOG_SHARE = simd.chebyshev(_log_share, 0.0, 1.0, 11)
 
 @intrinsic
 def _log_share_at(typingctx, y):
-    """Compute `_log_share`, lane by lane."""
+    """Return ln(1 + y) / y, lane by lane, of a Vector of numbers in 0 ... 1."""
 
     def codegen(context, builder, sig, args):
         return simd.horner(builder, args[0], _LOG_SHARE)
@@ -86,7 +86,7 @@ def _log_share_at(typingctx, y):
 
 @intrinsic
 def _tail_at(typingctx, place):
-    """Compute `_tail`, lane by lane."""
+    """Return `_tail` of each lane of a Vector of places in -1 ... 1."""
 
     def codegen(context, builder, sig, args):
         return simd.horner(builder, args[0], _TAIL)
@@ -96,7 +96,7 @@ def _tail_at(typingctx, place):
 
 @inner
 def _share_below(like, x):
-    """Return the normal distribution at x."""
+    """Return the normal distribution function at x, lane by lane: the share of numbers below x."""
     zero, one, pole = simd.splat(like, 0.0), simd.splat(like, 1.0), simd.splat(like, _POLE)
     z = simd.absolute(x)
     # (z - 2) / (z + 2), which is 1 at infinity
@@ -108,7 +108,7 @@ def _share_below(like, x):
 
 @inner
 def _exponential(like, x):
-    """Return exp(x) of a register; 0 below the smallest normal number."""
+    """Return exp(x), lane by lane, of a Vector; 0 below the smallest normal number."""
     high, zero = simd.splat(like, _LOG2E_HIGH), simd.splat(like, 0.0)
     power = simd.mul(x, high)
     missing = simd.fma(x, high, simd.sub(zero, power))
@@ -124,11 +124,11 @@ def _exponential(like, x):
 
 @inner
 def applied(like, function, x):
-    """Return f(x) of a register.
+    """Return f(x), lane by lane, of a Vector of float32.
 
     Args:
         like: an empty array of float32.
-        function: the number of f.
+        function: the number of f, one of `CODES`; an unknown number is silu.
     """
     if function == IDENTITY:
         return x

@@ -49,7 +49,8 @@ ROWS_PER_TASK = 2
 
 @inner
 def _put_some(word_like, like, address, column, count, x, spare):
-    """Store a register at `column` of a row, but only the part within the row's `count` elements.
+    """Store a register at `column` of a row, narrowed to words, but only the part within the row's
+    `count` elements.
 
     Args:
         address: the address of the row.
@@ -66,7 +67,8 @@ def _put_some(word_like, like, address, column, count, x, spare):
 
 @inner
 def _add_skip(word_like, like, op, row, at, width):
-    """x = round(x + d u) of a row in scratch, in which each head has DIM channels."""
+    """Replace the row x in scratch, at address `at`, by round(x + d u) in place; u is the row `row`
+    of op[EXTRA], and each head of DIM channels has its own d."""
     lanes, dim, size = simd.REGISTER_BYTES // 4, op[DIM], word_like.itemsize
     skipped = op[EXTRA] + row * op[EXTRA_ROW]
     for head in range(width // dim):
@@ -85,13 +87,15 @@ def _add_skip(word_like, like, op, row, at, width):
 
 @kernel
 def gate_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Write the rows of a recurrence behind its skip, its norm and its gate.
+    """Write the rows of a recurrence to the target of `op` after its skip, its norm and its gate,
+    where it has these: an operation of a step, whose tasks of rows this thread takes until none is
+    left.
 
-    The columns of `op`: PARTS and INPUTS, the parts of a row that are normalised by themselves, and
-    their channels; WEIGHT and NORM_STEP, the address of the weights and the bytes from a part's to
-    the next's; GATE_ROWS, the address of the gates; FUNCTION, that of a gate; KIND, what of
-    GATE_FIRST, NORMALISES and ROUNDS there is; EXTRA, the address of u, 0 for none; CORRECTION,
-    that of d, float32, and DIM, the channels for each number of it.
+    The columns of `op`: PARTS and INPUTS, the number of parts of a row that are normalised by
+    themselves, and their channels; WEIGHT and NORM_STEP, the address of the weights and the bytes
+    from a part's to the next's; GATE_ROWS, the address of the gates; FUNCTION, the number of a
+    gate's function; KIND, the bits GATE_FIRST, NORMALISES and ROUNDS; EXTRA, the address of u, 0
+    for none; CORRECTION, the address of d, float32, and DIM, the channels for each number of it.
     """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     num_rows, dim, parts, kind = len(batch.ids), op[INPUTS], op[PARTS], op[KIND]
@@ -149,10 +153,11 @@ def gate_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
 
 @kernel
 def multiply_elements(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """target = round(source * factor), or round(source * round(f(other))).
+    """Write target = round(source * factor), or round(source * round(f(other))): an operation of a
+    step, whose tasks of rows this thread takes until none is left.
 
-    The columns of `op`: INPUTS, the elements of a row; EXTRA, the address of the others, 0 for
-    none; EXTRA_ROW, the bytes to those of the next row; FUNCTION, f.
+    The columns of `op`: INPUTS, the elements of a row; EXTRA, the address of the other rows, 0 for
+    none, which takes the number FACTOR; EXTRA_ROW, the bytes to those of the next row; FUNCTION, f.
     """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     num_rows, count = len(batch.ids), op[INPUTS]

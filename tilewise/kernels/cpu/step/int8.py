@@ -20,7 +20,8 @@ _AT_ONCE = 4096  # rows quantised at once: temporaries stay small beside the wei
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 (N, K) and float32 scales (N, ceil(K / 64)) of a weight (N, K).
+    """Return int8 numbers (N, K) and float32 scales (N, ceil(K / 64)) for a weight (N, K), a scale
+    for each 64 inputs of an output.
 
     Raises:
         ValueError: the weight contains an infinity or NaN.
@@ -41,7 +42,8 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(q: Tensor, scale: Tensor) -> Tensor:
-    """Return the weight (N, K) float32 that int8 (N, K) and their scales represent."""
+    """Return the weight (N, K) in float32 that int8 numbers (N, K) and their scales (N, ceil(K /
+    64)) represent."""
     scales = scale.repeat_interleave(SCALED, -1)[..., : q.shape[-1]]
     return q.float() * scales
 

@@ -38,7 +38,8 @@ _read_sizes = reader(_SIZES)
 
 @kernel
 def attend_rows_to_latents(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Do the phase of attention that `op` says, together with the other threads of a step.
+    """Run one phase of attention to latents, ATTEND_LATENTS or MERGE as op[PHASE] says: an
+    operation of a step, whose tasks this thread takes beside the others until none is left.
 
     The columns of `op`: FRAME, the address of the words of `Sizes`, with the split_keys of the
     batch left out; SOURCE and Q_AT, the addresses of latent queries and, in the same rows, of

@@ -47,19 +47,20 @@ SLICE_BYTES = 1 << 14  # of words that are used from an L1 cache of 32 KiB, besi
 
 @inner
 def bytes_of_group(word_like, inputs):
-    """Return the bytes from a group of words to the next."""
+    """Return the bytes of a group of 64 outputs with `inputs` inputs in words: from one group to
+    the next."""
     return (inputs + STEP - 1) // STEP * STEP * WIDTH * word_like.itemsize
 
 
 @inner
 def steps_of_slice(word_like):
-    """Return the steps of a narrow weight that are widened at once for up to 32 rows."""
+    """Return how many steps of a narrow weight are widened at once, for up to 32 rows."""
     return SLICE_BYTES // (STEP * WIDTH * word_like.itemsize)
 
 
 @inner
 def copy_words(word_like, target, source, count):
-    """Copy `count` words of the model's dtype."""
+    """Copy `count` words of the model's dtype from address `source` to `target`."""
     size = word_like.itemsize
     for column in range(count):
         if size == 2:
@@ -70,7 +71,8 @@ def copy_words(word_like, target, source, count):
 
 @inner
 def _embed_from_words(word_like, output, group, steps, target):
-    """Copy the inputs of an output of a group from `steps` steps of words."""
+    """Copy the row of one output of a group, whose words begin at address `group`, to `target`: the
+    inputs of `steps` steps."""
     size = word_like.itemsize
     panel = STEP * COLUMNS * size
     word_size = 4 if has_pairs(word_like) else size
@@ -87,7 +89,8 @@ def _embed_from_words(word_like, output, group, steps, target):
 
 @inner
 def embed_row(word_like, like, token, table, inputs, form, target, spare, words):
-    """Copy the row of a token from a (V, K) table, or from its panels; see `codes.py`.
+    """Copy the row of a token from a (V, K) table, or from its panels, to the address `target`,
+    with its padding.
 
     Args:
         form: the layout of the table: ROWS, PANELS or NARROW_PANELS.
@@ -120,7 +123,8 @@ def embed_row(word_like, like, token, table, inputs, form, target, spare, words)
 
 @inner
 def scale_row(word_like, like, row, inputs, factor, other, wide):
-    """row = round(round(row * factor) + other), `other` the address of a row without padding or 0.
+    """Replace the row at address `row` by round(round(row * factor) + other) in place; `other` is
+    the address of a row without padding, or 0 for none.
 
     Args:
         wide: the address of scratch for a register of words.
@@ -141,7 +145,8 @@ def scale_row(word_like, like, row, inputs, factor, other, wide):
 
 @inner
 def _get_some(word_like, like, address, column, count):
-    """Return the register at `column` of a row of `count` words, zeros after its end."""
+    """Return the register of float32 at `column` of a row of `count` words, zeros after the row's
+    end."""
     x = get(word_like, address + column * word_like.itemsize)
     if column + simd.REGISTER_BYTES // 4 > count:
         mask = simd.within(like, types.int64(column), types.int64(0), types.int64(count))
@@ -166,7 +171,8 @@ def normalise_row(
     scale,
     spare,
 ):
-    """target = (x - mean) / sqrt(mean((x - mean)^2) + eps) (shift + weight) + bias of a row.
+    """Set target = (x - mean) / sqrt(mean((x - mean)^2) + eps) (shift + weight) + bias for the row
+    x at `source`.
 
     Without CENTRES the mean is 0. With ROUNDS the quotient is rounded before it is multiplied.
     Without IS_PART the padding of the target, up to whole registers, becomes zero.
@@ -174,8 +180,8 @@ def normalise_row(
     Args:
         weight, bias: addresses, followed by zeros up to whole registers; bias may be 0 for none.
         kind: the bits ROUNDS, CENTRES and IS_PART.
-        adds: True if the target is increased by the rounded result, rounded again times `factor`.
-        scale: the factor of that sum, which is rounded before; 1 for none.
+        adds: True if the rounded result times `factor`, rounded again, is added to the target.
+        scale: the factor of the sum with the target, which is rounded before; 1 for none.
         spare: the address of scratch for a register of words.
     """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
@@ -219,7 +225,8 @@ def normalise_row(
 
 @inner
 def _with_bias(like, c, bias, row, column):
-    """Return a register of sums + bias."""
+    """Return the register at `column` of row `row` of the sums at c, plus the bias unless its
+    address is 0."""
     x = get(like, c + 4 * (row * WIDTH + column))
     return x if bias == 0 else simd.add(x, get(like, bias + 4 * column))
 
@@ -239,10 +246,11 @@ def _store_sums(
     extra_row,
     outputs,
 ):
-    """target = f(sums + bias) * factor * extra of the first `outputs` columns, each rounded.
+    """Set target = f(sums + bias) * factor * extra for the first `outputs` columns of a group, each
+    operation rounded.
 
     Args:
-        extra: the address of rows, or 0 for none.
+        extra: the address of rows that multiply the result, or 0 for none.
     """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     factors = simd.splat(like, factor)
@@ -265,10 +273,11 @@ def _store_sums(
 
 @inner
 def _add_sums(word_like, like, c, rows, bias, target, target_row, factor, extra, extra_row):
-    """target = round(target + round(extra + round(round(sums + bias) * factor))).
+    """Set target = round(target + round(extra + round(round(sums + bias) * factor))) for the
+    columns of a group.
 
     Args:
-        extra: the address of rows, or 0 for none.
+        extra: the address of rows that are added, too, or 0 for none.
     """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     factors = simd.splat(like, factor)
@@ -286,7 +295,8 @@ def _add_sums(word_like, like, c, rows, bias, target, target_row, factor, extra,
 
 @inner
 def _gate_sums(word_like, like, c, rows, bias, target, target_row, function, factor, limit, alpha):
-    """target = round(round(f(round(gate * factor))) * up); sums are 16 of gate, 16 of up, ...
+    """Set target = round(round(f(round(gate * factor))) * up) for a group, whose columns of sums
+    are 16 of gate, 16 of up, and so on.
 
     CLAMPED is (up + 1) (gate sigmoid(alpha gate)) of a gate of at most `limit`, and of an up of at
     most that size, each operation rounded; see `ops.expert_mlp`.
@@ -316,7 +326,8 @@ def _gate_sums(word_like, like, c, rows, bias, target, target_row, function, fac
 
 @inner
 def _store_logits(word_like, like, c, rows, bias, target, target_row, factor, cap):
-    """target = cap tanh(x / cap) of x = round(sums + bias) * factor, as float32."""
+    """Set target = cap tanh(x / cap) for x = round(sums + bias) * factor, as float32; cap 0 is
+    none."""
     lanes = simd.REGISTER_BYTES // 4
     factors, caps = simd.splat(like, factor), simd.splat(like, cap)
     for row in range(rows):
@@ -347,7 +358,7 @@ def widen_rows(word_like, like, source, source_row, rows, inputs, target, target
 
 @inner
 def permute_rows(word_like, source, source_row, rows, inputs, order, target, target_row):
-    """Copy rows with the inputs in the order of a narrow weight's columns.
+    """Copy rows of words with the inputs in the order of a narrow weight's columns.
 
     Args:
         order: the address of int32, the input of each column.
@@ -365,7 +376,8 @@ def permute_rows(word_like, source, source_row, rows, inputs, order, target, tar
 
 @inner
 def _multiply_narrow(word_like, like, c, rows, a, lda, group, form, inputs, words, spare):
-    """Multiply up to 32 rows of x by one group of 64 outputs of a narrow weight.
+    """Multiply up to 32 rows of x by one group of 64 outputs of a narrow weight, into the sums at
+    c, which are overwritten.
 
     The weight's codes are widened a slice of inputs at a time. Few rows are multiplied by codes
     directly where the CPU has instructions for it.
@@ -422,7 +434,8 @@ def multiply_task(
     permuted,
     shown,
 ):
-    """Compute groups first ... end - 1 of a product for some rows, with the epilogue.
+    """Compute groups first ... end - 1 of 64 outputs of a product for some rows, and write them to
+    the target by the epilogue STORE, ADD, GATE or LOGITS.
 
     Args:
         source, source_row: the address of the rows, in full blocks of 32, and the bytes of a row.

@@ -36,14 +36,21 @@ WORK_PER_THREAD = 1 << 20  # multiplications, about 50 us of a core: a thread's 
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernel of adapters cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
 
 
 def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
-    """Add to y (T, N) what the adapters of the rows x (T, K) add."""
+    """Add the outputs of adapters for x to y in place: y[t] += scale (x[t] A^T) B for each row t in
+    a tile, with A, B and scale of the tile's slot.
+
+    Args:
+        y, x: (T, N) and (T, K).
+        weights: the adapters of all slots of the layer.
+        tiles: the rows that use adapters, by slot; other rows of y stay as they are.
+    """
     parts, rank, count = weights.parts, weights.rank, len(tiles.slots)
     channels, size = x.shape[1], x.element_size()
     wide = float_type(x.dtype)
@@ -97,7 +104,8 @@ def launch(y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
 
 @inner
 def _dots(like, rows, base, stride, own, sums, count):
-    """sums[0 : 4] = the products of four rows of scratch with `own`; count is padded with zeros."""
+    """Set sums[0 : 4] to the dot products of `own` with four rows of scratch, from rows[base] on
+    and `stride` apart; `count` elements, padded with zeros to whole pairs of registers."""
     lanes = simd.REGISTER_BYTES // own.itemsize
     a = b = c = d = e = f = g = h = simd.splat(own, 0.0)
     for k in range(0, count, 2 * lanes):
@@ -172,7 +180,8 @@ def _shrink(
 
 @inner
 def _add_four(sums, base, width, values, at, factor, b):
-    """sums[base :] += the four rows of b, `width` apart, times factor * values[at : at + 4]."""
+    """Add four rows of b, CHUNK elements apart, to sums[base : base + width] in place, row i times
+    factor * values[at + i]; in whole registers."""
     lanes = simd.REGISTER_BYTES // sums.itemsize
     p = simd.splat(sums, values[at] * factor)
     q = simd.splat(sums, values[at + 1] * factor)

@@ -35,7 +35,7 @@ def _pointer(builder, address):
 
 @intrinsic
 def add_at(typingctx, address, number):
-    """Atomically add to the int64 at `address` and return its old value."""
+    """Add `number` to the int64 at `address`, atomically, and return its old value."""
 
     def codegen(context, builder, sig, args):
         return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
@@ -45,7 +45,8 @@ def add_at(typingctx, address, number):
 
 @intrinsic
 def read_at(typingctx, address):
-    """Return the int64 at `address`, ordered before all later reads of what its writer wrote."""
+    """Return the int64 at `address`, an atomic load that is ordered before all later reads of what
+    its writer wrote."""
 
     def codegen(context, builder, sig, args):
         return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8)
@@ -55,7 +56,8 @@ def read_at(typingctx, address):
 
 @intrinsic
 def write_at(typingctx, address, number):
-    """Store an int64 after all that this thread wrote before."""
+    """Store `number` to the int64 at `address`, an atomic store that is ordered after all that this
+    thread wrote before."""
 
     def codegen(context, builder, sig, args):
         builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
@@ -66,7 +68,7 @@ def write_at(typingctx, address, number):
 
 @intrinsic
 def pause(typingctx):
-    """Tell the core that this is a waiting loop."""
+    """Tell the core that the loop around is one that waits; does nothing but on x86."""
 
     def codegen(context, builder, sig, args):
         target = builder.module.triple
@@ -82,7 +84,8 @@ def pause(typingctx):
 
 @intrinsic
 def call_give_way(typingctx, function):
-    """Call the C function at address `function`, which takes nothing and returns an int."""
+    """Call the C function at address `function`, which takes nothing and returns an int, such as
+    sched_yield; the int is dropped."""
 
     def codegen(context, builder, sig, args):
         kind = ir.FunctionType(_i32, []).as_pointer()
@@ -94,7 +97,8 @@ def call_give_way(typingctx, function):
 
 @intrinsic
 def _futex(typingctx, syscall, address, operation, value, timeout):
-    """Call Linux's futex through the C function `syscall`."""
+    """Call Linux's futex on `address` through the C function syscall, whose address is `syscall`;
+    the result is dropped."""
 
     def codegen(context, builder, sig, args):
         kind = ir.FunctionType(_i64, [_i64] * 5).as_pointer()
@@ -110,10 +114,11 @@ def _futex(typingctx, syscall, address, operation, value, timeout):
 
 @inner
 def sleep_on(syscall, address, value, timeout):
-    """Sleep while the low half of the int64 at `address` is that of `value`.
+    """Sleep until woken, if the low half of the int64 at `address` still equals the low half of
+    `value`; else return at once.
 
     Args:
-        syscall: the address of the C function.
+        syscall: the address of the C function syscall.
         timeout: the address of two int64, seconds and nanoseconds, or 0 to wait for `wake_all`.
     """
     _futex(syscall, address, WAIT_PRIVATE, value & 0xFFFFFFFF, timeout)
@@ -121,20 +126,22 @@ def sleep_on(syscall, address, value, timeout):
 
 @inner
 def wake_all(syscall, address):
-    """Wake all threads that sleep on `address`."""
+    """Wake all threads that sleep on `address`, by the C function at `syscall`."""
     _futex(syscall, address, WAKE_PRIVATE, 1 << 30, 0)
 
 
 @inner
 def leave(address, waiters, syscall):
-    """Decrement the int64 at `address`; the last thread wakes those that sleep until it is 0."""
+    """Decrement the int64 at `address`, the number of threads inside; the last one wakes the
+    threads that sleep until it is 0, if the int64 at `waiters` counts any."""
     if add_at(address, -1) == 1 and syscall != 0 and read_at(waiters) > 0:
         wake_all(syscall, address)
 
 
 @inner
 def wait_until_zero(address, give_way, waiters, syscall):
-    """Wait until the int64 at `address` is 0.
+    """Wait until the int64 at `address` is 0: spin, then yield the core, and at last sleep until
+    `leave` wakes the thread.
 
     Args:
         give_way: the address of the C function that yields the core; 0 if there is none.

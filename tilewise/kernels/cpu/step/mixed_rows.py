@@ -19,7 +19,9 @@ from tilewise.kernels.cpu.step.program import REAL_LIKE, Program
 
 
 def launch(x: Tensor, logits: Tensor, mixture: Mixture) -> Tensor:
-    """Return y (T, E) of x (T, E) and the logits (T, N) of the experts, float32 or of x's dtype."""
+    """Return the output y (T, E) of a mixture of experts for rows x (T, E), in x's dtype; logits
+    (T, N), float32 or of x's dtype, choose each row's experts. The calling thread computes
+    alone."""
     num_rows, width = x.shape
     if num_rows == 0:
         return torch.empty_like(x)

@@ -72,7 +72,8 @@ _LOG2E = 1.0 / math.log(2.0)
 
 @inner
 def _load_logits(word_like, like, op, numbers, row, logits, padded):
-    """Load a row of logits, -inf after its end; return whether all of them are numbers."""
+    """Load row `row` of logits times their factor into `logits`, float32, with -inf behind its end;
+    return whether none of them is NaN."""
     count, lanes = op[NUM_EXPERTS], simd.REGISTER_BYTES // 4
     address = op[SOURCE] + row * op[SOURCE_ROW]
     factors = simd.splat(like, numbers[ALPHA])
@@ -92,7 +93,8 @@ def _load_logits(word_like, like, op, numbers, row, logits, padded):
 
 @inner
 def _score(like, op, logits, scores, padded):
-    """Fill in the softmax or the sigmoids of the logits."""
+    """Fill `scores` with the sigmoids of the logits if op[SCORES] is SIGMOIDS, else with their
+    softmax over all experts."""
     lanes = simd.REGISTER_BYTES // 4
     if op[SCORES] == SIGMOIDS:
         for column in range(0, padded, lanes):
@@ -114,7 +116,8 @@ def _score(like, op, logits, scores, padded):
 
 @inner
 def _insert(values, ids, found, most, value, number):
-    """Insert into a descending list of at most `most`, after equal ones; return its new length."""
+    """Insert `value` and `number` into the descending lists values and ids of `found` entries, at
+    most `most`, behind equal values; return the new number of entries."""
     if found == most and not value > values[most - 1]:
         return found
     place = found if found < most else most - 1
@@ -127,7 +130,8 @@ def _insert(values, ids, found, most, value, number):
 
 @inner
 def _choose(op, keys, values, chosen, group_values, groups):
-    """Fill in the NUM_ACTIVE experts with the largest keys, among the best groups."""
+    """Fill `chosen` and `values` with the NUM_ACTIVE experts of the largest keys and those keys, in
+    descending order, among the ACTIVE_GROUPS best groups of experts where there are groups."""
     count, num_groups = op[NUM_EXPERTS], op[NUM_GROUPS]
     size = count // num_groups
     if num_groups > 1:
@@ -157,8 +161,8 @@ def _weigh_sparsely(op, jitter, logits, chosen, weights):
     """Choose a token's two experts by SparseMixer, the rule of Phi-3.5-MoE.
 
     First the expert with the largest logit is chosen, then the best of the others. The weight of
-    each is its softmax over the experts that were left, but for those far below it: top - x > 2
-    jitter max(|x|, top).
+    each is its softmax over the experts that were left to choose, without those far below its logit
+    `top`: those with top - x > 2 jitter max(|x|, top).
 
     Args:
         op: the operation's record, of which NUM_EXPERTS is read.
@@ -199,9 +203,10 @@ def _route_row(
     groups,
     padded,
 ):
-    """Choose the experts of a row.
+    """Choose the experts of row number `row` by its logits.
 
-    Their numbers are written to `chosen`, and their weights, float64, to `weights`.
+    The experts' numbers are written to `chosen`, and their weights, float64, times all factors, to
+    `weights`. A row with NaN among its logits gets the first experts with weights NaN.
     """
     count, active = op[NUM_EXPERTS], op[NUM_ACTIVE]
     if not _load_logits(word_like, like, op, numbers, row, logits, padded):
@@ -246,7 +251,9 @@ def _route_row(
 
 @inner
 def _route(word_like, like, op, numbers, num_rows):
-    """Choose the experts of all rows and sort the rows by expert."""
+    """Choose the experts of all rows and sort the rows by expert: the weights, the places and the
+    order of the chosen rows, and the list of runs of one expert, at most op[CHUNK] rows each, go to
+    the addresses in `op`."""
     count, active = op[NUM_EXPERTS], op[NUM_ACTIVE]
     lanes = simd.REGISTER_BYTES // 4
     padded = (count + lanes - 1) // lanes * lanes
@@ -301,7 +308,8 @@ def _route(word_like, like, op, numbers, num_rows):
 
 @inner
 def _gather(word_like, like, op, begin, end):
-    """Copy rows to places begin ... end - 1, times their weights if these weigh what enters."""
+    """Copy rows of the source to places begin ... end - 1 of the target, sorted by expert, times
+    their weights if op[WEIGHTS] is not 0: then weights multiply what enters the experts."""
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     order = array_at(op[ORDER], end, np.empty(0, np.int64))
     for place in range(begin, end):
@@ -319,13 +327,14 @@ def _gather(word_like, like, op, begin, end):
 
 @inner
 def _combine(word_like, like, op, factor, row, spare):
-    """Write the weighted sum of the rows of a token's experts, plus the shared block's row if any.
+    """Write the weighted sum of the rows of a token's experts, plus the shared block's row if any,
+    to the target; with the epilogue ADD the sum times `factor` is added to it.
 
     Args:
         op: the operation's record.
         factor: the factor of the sum.
         row: the token's row.
-        spare: scratch for a register.
+        spare: scratch for a register of floats.
     """
     size, lanes, active = word_like.itemsize, simd.REGISTER_BYTES // 4, op[NUM_ACTIVE]
     places = array_at(op[PLACES], (row + 1) * active, np.empty(0, np.int64))
@@ -357,7 +366,8 @@ def _combine(word_like, like, op, factor, row, spare):
 
 @kernel
 def mix_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Run one phase of a mixture, ROUTE, GATHER ..., together with the step's other threads.
+    """Run one phase of a mixture, ROUTE, GATHER or COMBINE: an operation of a step, whose tasks
+    this thread takes beside the others until none is left.
 
     Args:
         op: the operation's record, whose PHASE decides.

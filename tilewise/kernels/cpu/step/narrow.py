@@ -72,15 +72,16 @@ _AT_ONCE = 1 << 22  # weights that are laid out at once: temporaries stay small 
 
 
 class _Form(NamedTuple):
-    """How a weight is stored in groups.
+    """The description of how one quantised weight is stored in groups of 64 outputs; made by
+    `_form_of` when the weight is packed.
 
     Attributes:
         words: the words of FIELDS, an int64 tensor.
-        tensors: the header's tensors in order: the name, and whether it has a column for each run
-            of inputs (or one for each part).
+        tensors: the header's tensors in order, each with True if it has a column for each run of
+            inputs, False for one column for each part.
         run, part: inputs of a run and of a part.
         group_bytes: the bytes of a group of 64 outputs.
-        kept: tensors to which the words refer.
+        kept: tensors to whose addresses the words refer.
     """
 
     words: Tensor
@@ -92,7 +93,8 @@ class _Form(NamedTuple):
 
 
 def why_not(weight: QuantisedWeight) -> str | None:
-    """Return why the kernels of this module cannot read a weight, or None if they can."""
+    """Return why a quantised weight cannot be packed as narrow panels, or None if it can; codes of
+    8-bit floats are read to find NaN and infinity."""
     columns, run = weight.shape[1], weight.block[1]
     kind = _kind_of(weight)
     is_one_run = run >= columns
@@ -121,7 +123,9 @@ def _kind_of(weight: QuantisedWeight) -> int:
 
 
 def _factor(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor of factors or terms as the kernels read it, with the same values."""
+    """Return a tensor of factors or terms in a dtype that the kernels read, with the same values:
+    float32 for float16 without conversion instructions and for exponents at the ends of their
+    range; None stays None."""
     if tensor is None:
         return None
     from tilewise.kernels.cpu.machine.simd import HAS_HALF  # brings numba, which few programs need
@@ -136,7 +140,7 @@ def _factor(tensor: Tensor | None) -> Tensor | None:
 
 
 def _form_of(weight: QuantisedWeight) -> _Form:
-    """Return how a weight is stored in panels."""
+    """Return how a weight is stored in panels: its words, and the tensors of its headers."""
     columns = padded(weight.shape[1], STEP)
     run = min(weight.block[1], columns)
     run = columns if weight.block[1] >= weight.shape[1] else run
@@ -195,7 +199,8 @@ def pack_narrow(
     dtype: torch.dtype,
     order: Tensor | None = None,
 ) -> Panels:
-    """Pack quantised weights, stacked along their outputs, without widening their codes.
+    """Return the panels of quantised weights, stacked along their outputs, without widening their
+    codes.
 
     The module's first lines describe the memory. A group of 64 outputs that has rows of two weights
     is an exception: it is widened to `dtype`.
@@ -255,7 +260,8 @@ def pack_narrow(
 
 
 def _values(parts: Sequence[QuantisedWeight], rows: Tensor) -> Tensor:
-    """Return rows of weights one below another as float32, zeros for -1."""
+    """Return rows `rows` of weights that lie one below another, dequantised to float32 (len(rows),
+    K); zeros for the row -1."""
     found, first = torch.zeros((len(rows), parts[0].shape[1])), 0
     for part in parts:
         end = first + part.shape[0]
@@ -267,7 +273,13 @@ def _values(parts: Sequence[QuantisedWeight], rows: Tensor) -> Tensor:
 
 
 def _lay_out(weight: QuantisedWeight, form: _Form, rows: Tensor, width: int) -> Tensor:
-    """Return groups of rows, 64 each, as uint8 (groups, bytes of a group)."""
+    """Return groups of 64 rows of a weight as they are stored, uint8 (groups, bytes of a group).
+
+    Args:
+        rows: int64 (64 * groups,), the row of the weight for each output; a negative number is a
+            row of zeros.
+        width: the elements of a word of the dtype to which codes are widened, 1 or 2.
+    """
     is_zero = rows < 0
     local = rows.clamp(min=0)
     count, columns = len(rows) // WIDTH, weight.shape[1]
@@ -306,7 +318,9 @@ def _lay_out(weight: QuantisedWeight, form: _Form, rows: Tensor, width: int) -> 
 
 
 def _registers(codes: Tensor, width: int) -> Tensor:
-    """Return codes (groups, panels, outputs, steps, inputs) as (groups, steps, panels, 32, 16)."""
+    """Return codes (groups, panels, outputs, steps, inputs) in the order of registers, (groups,
+    steps, panels, 32, 16): a register has one input of 16 outputs, or with `width` 2 two inputs of
+    8."""
     if width == 1:
         return codes.permute(0, 3, 1, 4, 2)
     split = codes.unflatten(-1, (-1, 2)).unflatten(2, (2, -1))

@@ -39,21 +39,23 @@ ELEMENTS_PER_TASK = 131072  # about 50 us of work, as long as a thread's wake-up
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernel of RMS norms cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return y (..., E) of x (..., E)."""
+    """Return y = round(x / sqrt(mean(x^2) + eps)) * weight over the last dim, a new tensor (..., E)
+    of x's dtype."""
     y = torch.empty(x.shape, dtype=x.dtype)
     _launch(x, None, weight, eps, y, y)
     return y
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return y and the new residual, both (..., E)."""
+    """Return (y, sum): the sum x + residual, rounded to x's dtype, as the new residual, and its RMS
+    norm y, both new tensors (..., E)."""
     y, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     _launch(x, residual, weight, eps, y, total)
     return y, total
@@ -92,7 +94,7 @@ def _launch(
 
 @inner
 def _add(row, other, count):
-    """row[0 : count] += other[0 : count]."""
+    """Add other[0 : count] to row[0 : count] in place."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     done = count // lanes * lanes
     for column in range(0, done, lanes):
@@ -103,7 +105,7 @@ def _add(row, other, count):
 
 @inner
 def multiply_row(row, other, count):
-    """row[0 : count] *= other[0 : count]."""
+    """Multiply row[0 : count] by other[0 : count] in place."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     done = count // lanes * lanes
     for column in range(0, done, lanes):
@@ -114,8 +116,8 @@ def multiply_row(row, other, count):
 
 @inner
 def _sum_of_squares(row, count):
-    """Return the sum in the order of `step.layers.normalise_row`, for the same bits as a compiled
-    step."""
+    """Return the sum of the squares of row[0 : count], behind which whole registers are zeros, in
+    the order of `step.layers.normalise_row`, for the same bits as a compiled step."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     squares = simd.splat(row, 0.0)
     for column in range(0, count, lanes):

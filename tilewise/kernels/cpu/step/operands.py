@@ -16,7 +16,8 @@ Held = Callable[[], Tensor]
 
 
 class Buffer(NamedTuple):
-    """A buffer of rows, or a range of columns of it.
+    """A buffer of a program, one row a token, or a range of columns of it, by name and offsets;
+    made by `Program.buffer`.
 
     Attributes:
         name: the buffer's name.
@@ -39,7 +40,7 @@ class Norm(NamedTuple):
     Attributes:
         weight: a function that returns the weight (E,), or (parts, E) of a norm of parts.
         eps: the number that is added to the mean square.
-        bias: the same of the bias, or None.
+        bias: a function that returns the bias, in the shape of the weight, or None.
         shift: the number that is added to the weight.
         rounds: True if the quotient is rounded before it is multiplied by the weight.
         centres: True if the mean is subtracted first.
@@ -58,7 +59,7 @@ class Growth(NamedTuple):
 
     Attributes:
         beta: the factor of the logarithm.
-        length: the tokens of a step of the growth.
+        length: the number of positions after which the factor grows again.
         first: the term that is added to a position.
     """
 
@@ -74,7 +75,7 @@ class Heads(NamedTuple):
         kv: the layer's cache: keys (N, P, Hk, D), values (N, P, Hk, Dv) and, with 8 bits, their
             scales (N, P, Hk).
         num_q, num_kv: Hq and Hk; Hk is 0 for queries alone.
-        q_at, k_at, v_at: the columns at which they begin.
+        q_at, k_at, v_at: the columns of a row at which queries, keys and values begin.
         q_step: the columns from a query head to the next.
         half: the pairs of channels that rotate; 0 for none.
         angles: the first column of the layer's angles among those of the tables.
@@ -94,7 +95,8 @@ class Heads(NamedTuple):
 
     @classmethod
     def queries(cls, kv: Sequence[Tensor], num_q: int, *, first: int = 0, **options: Any) -> Heads:
-        """Return the heads of a product of queries alone, from column `first` on."""
+        """Return the heads of a layer that computes queries alone, side by side from column `first`
+        on, and attends to keys that another layer has cached in `kv`."""
         dim = kv[0].shape[-1]
         end = first + num_q * dim
         return cls(kv, num_q, 0, first, end, end, dim, **options)
@@ -111,7 +113,8 @@ class Heads(NamedTuple):
 
     @property
     def are_side_by_side(self) -> bool:
-        """Whether q, k and v lie as by `side_by_side`, and keys are as wide as values."""
+        """Whether q, k and v lie as `side_by_side` places them from column 0 on, and keys are as
+        wide as values."""
         dims = {cache.shape[-1] for cache in self.kv[:2]}
         start = self.num_q * self.q_step
         places = (0, start, start + self.num_kv * self.q_step)
@@ -140,7 +143,8 @@ class Recurrence(NamedTuple):
     Attributes:
         kind: "delta", "channels" for the delta rule with a decay of each channel, or "time steps"
             for Mamba-2.
-        states: the state, the keys, the gates and the updates of all slots.
+        states: the state, the keys, the gates and the updates of all slots, the first four fields
+            of `RecurrentStates`.
         q_scale: the factor of the queries.
     """
 
@@ -150,12 +154,12 @@ class Recurrence(NamedTuple):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The heads of values and of keys."""
+        """(Number of heads of values, number of heads of keys)."""
         return self.states[0].shape[1], self.states[1].shape[2]
 
     @property
     def dims(self) -> tuple[int, int]:
-        """The channels of a key and of a value."""
+        """(Channels of a key, channels of a value), of one head."""
         key_dim, value_dim = self.states[0].shape[2:]
         return key_dim, value_dim
 
@@ -164,16 +168,19 @@ class Mixture(NamedTuple):
     """A mixture of experts, see `ops.choose_experts` and `ops.expert_mlp`.
 
     Attributes:
-        up, down: the panels of each expert; with gates those of `up` as of a gated product.
+        up, down: the panels of each expert's two weights; with gates the rows of `up` are those of
+            gate and up, interleaved as for a gated product.
         num_active: k, the number of experts of a row.
         scores: "softmax", "sigmoid" or "sparse_mixer".
         normalised, norm_eps, scale, num_groups, num_active_groups, best_in_group, jitter: see
             `ops.choose_experts`; `scale` is the factor of all weights.
-        correction_bias, expert_scale: functions that return (N,), or None.
+        correction_bias, expert_scale: functions that return a tensor (N,), a number for each
+            expert, or None.
         logit_scale: the factor of the logits.
         weighs_input: True if the weights multiply what enters the experts.
         function, limit, alpha: the function of the gate, see `Program.product`.
-        is_gated: False if the function is of the one product with `up`.
+        is_gated: False if the function is applied to the product with `up` itself, which has no
+            gate.
     """
 
     up: Sequence[Panels]

@@ -27,7 +27,7 @@ GROUPS_PER_TASK = 4
 
 
 def launch(x: Tensor, weight: Panels) -> Tensor:
-    """Return x (T, K) times the packed weight: (T, N), in its dtype.
+    """Return x (T, K) times the packed weight (N, K)^T plus its bias, (T, N) in the weight's dtype.
 
     Memory for the rows is padded to full blocks and freed: no state is kept between calls.
     """

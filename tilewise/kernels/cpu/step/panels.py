@@ -31,7 +31,8 @@ _taking = threading.Lock()
 
 
 def fresh_words(size: int) -> Tensor:
-    """Return memory for `size` bytes of words, uint8, on a cache line's boundary.
+    """Return uninitialised memory for `size` bytes of words, a uint8 tensor on a cache line's
+    boundary.
 
     Words of several weights lie in the same large pages, where the system has them: a decode step
     reads all once, in pages of 4 KiB a third slower (Q4_0, one core of an EPYC with AVX-512,
@@ -53,7 +54,8 @@ def fresh_words(size: int) -> Tensor:
 
 
 class Panels(NamedTuple):
-    """A packed weight.
+    """A packed weight (N, K) with its bias, in the layout of this file or, if narrow, of
+    `narrow.py`; made by `pack` or `pack_narrow`.
 
     Attributes:
         words: a flat tensor of the weight's dtype, or of uint8 for a narrow weight, see
@@ -63,8 +65,8 @@ class Panels(NamedTuple):
         dtype: the dtype of the weight, of rows and of results.
         table: the addresses of each group of 64 outputs of a narrow weight and of
             how it is stored, int64 (groups, 2); None for words.
-        is_permuted: whether columns of a narrow weight multiply inputs in an order of their own.
-        kept: tensors to which the addresses refer.
+        is_permuted: True if columns of a narrow weight multiply inputs in an order of their own.
+        kept: tensors to which the addresses refer, and which live as long as this one.
     """
 
     words: Tensor
@@ -83,12 +85,12 @@ class Panels(NamedTuple):
 
     @property
     def num_weights(self) -> int:
-        """Number of elements, padding included."""
+        """The number of elements of the weight, padding included."""
         return self.padded_outputs * self.padded_inputs
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the words, scales included."""
+        """The bytes of the words, scales included, without the bias."""
         return self.words.nbytes
 
     @property
@@ -103,14 +105,16 @@ class Panels(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Shape of words that are not narrow: groups, steps, panels, words, outputs, elements."""
+        """The shape of words that are not narrow: (groups, steps, panels, words, outputs,
+        elements)."""
         width = elements_of(self.dtype)
         groups, steps = self.padded_outputs // WIDTH, self.padded_inputs // STEP
         return groups, steps, GROUP, STEP // width, COLUMNS, width
 
 
 def elements_of(dtype: torch.dtype) -> int:
-    """Return the number of elements in a word."""
+    """Return the number of elements in a word of packed weights of `dtype`: 2 for bfloat16, else
+    1."""
     return 2 if dtype == torch.bfloat16 else 1
 
 
@@ -129,7 +133,8 @@ def row_stride(count: int) -> int:
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise UnsupportedError where this CPU has no instructions for a dtype."""
+    """Raise UnsupportedError if `dtype` is not one of the CPU's kernels or this CPU has no
+    instructions for it."""
     from tilewise.kernels.cpu.machine.rows import why_not_dtype  # with numba, which takes a second
 
     if reason := why_not_dtype(dtype):
@@ -137,10 +142,12 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, *, into: Panels | None = None) -> Panels:
-    """Pack a (N, K) weight into panels; see the head of this file.
+    """Return the panels of a (N, K) weight and its bias (N,): groups of 64 outputs in steps of 32
+    inputs.
 
     Args:
-        into: the panels of an earlier weight of this shape and dtype, whose memory is written.
+        into: the panels of an earlier weight of this shape and dtype, whose memory is overwritten
+            and which are returned; None allocates.
 
     Raises:
         UnsupportedError: the CPU has no instructions for the dtype.
@@ -165,7 +172,8 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, into: Panels | None = No
 
 
 def copy_bias(bias: Tensor | None, into: Panels) -> None:
-    """Overwrite the bias of packed panels by `bias` (N,); None leaves it."""
+    """Overwrite the bias of packed panels by `bias` (N,) in place; nothing is done if either is
+    None."""
     if bias is not None and into.bias is not None:
         into.bias[: len(bias)] = bias.detach().float()
 
@@ -180,23 +188,26 @@ def pad_bias(bias: Tensor | None, count: int) -> Tensor | None:
 
 
 def unpack(panels: Panels) -> Tensor:
-    """Return the (N, K) weight that was packed."""
+    """Return the (N, K) weight that was packed, a new tensor; the panels must not be narrow."""
     words = panels.words.view(panels.grid).permute(0, 2, 4, 1, 3, 5)
     rows = words.reshape(panels.padded_outputs, panels.padded_inputs)
     return rows[: panels.num_outputs, : panels.num_inputs]
 
 
 def rows_of(panels: Panels, rows: Tensor) -> Tensor:
-    """Return rows (...,) of the packed weight: (..., K)."""
+    """Return rows (...,) of the packed weight, (..., K), as an embedding looks them up; the panels
+    must not be narrow."""
     words = panels.words.view(panels.grid)
     found = words[rows // WIDTH, :, rows // COLUMNS % GROUP, :, rows % COLUMNS]
     return found.flatten(-3)[..., : panels.num_inputs].contiguous()
 
 
 def interleaved(rows: int) -> Tensor:
-    """Return the rows of gate and up, (2 I,) one below the other, in groups of 16 in turn.
+    """Return int64 numbers of the rows of gate and up, (2 I,) one below the other, in the order in
+    which they are packed: 16 rows of gate, 16 of up, and so on.
 
-    I is padded to a multiple of 16 by -1.
+    Args:
+        rows: 2 I; I is padded to a multiple of 16 by the number -1.
     """
     half = rows // 2
     count = -(-half // COLUMNS) * COLUMNS
@@ -206,10 +217,10 @@ def interleaved(rows: int) -> Tensor:
 
 
 def interleave(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Interleave the rows of gate and up, (2 I, K), in groups of 16, so that one block computes
-    both.
+    """Return the rows of gate and up, (2 I, K), and their bias in groups of 16 in turn, so that one
+    block of outputs computes both.
 
-    I is padded with zeros to a multiple of 16.
+    I is padded with rows of zeros to a multiple of 16.
     """
     half = weight.shape[0] // 2
     count = -(-half // COLUMNS) * COLUMNS

@@ -41,18 +41,20 @@ def uses_tiles(weight_type) -> bool:
 
 
 def uses_dot(weight_type) -> bool:
-    """Return whether they are multiplied by VDPBF16PS."""
+    """Return whether weights of this array type are multiplied by VDPBF16PS: bfloat16 on a CPU with
+    AVX-512 that has it. It may have a matrix unit, too, which is then preferred."""
     return simd.HAS_BF16_DOT and _IS_WIDE and weight_type.dtype == types.uint16
 
 
 def takes_words(weight_type) -> bool:
-    """Return whether rows of a stay in the dtype of the weights; otherwise they are widened to
-    float32."""
+    """Return whether rows that multiply weights of this array type stay in the dtype of the
+    weights; otherwise they must be widened to float32."""
     return uses_tiles(weight_type) or uses_dot(weight_type) or weight_type.dtype == types.float32
 
 
 def _known(rule):
-    """Return an intrinsic for the value of `rule` for a weight's type, known at compile time."""
+    """Return an intrinsic f(weight_like) for the value of `rule` for a weight's array type, a
+    boolean known at compile time."""
 
     @intrinsic
     def known(typingctx, weight_like):
@@ -78,7 +80,9 @@ def _byte_pointer(builder, address):
 
 
 def _tile_block(num_rows, num_panels):
-    """Return the product of 16 num_rows rows x num_panels panels in tile registers."""
+    """Return an intrinsic that computes the product of 16 num_rows rows and num_panels panels in
+    tile registers, and stores its sums, added to those at c if `adds`; without the matrix unit it
+    does nothing."""
 
     @intrinsic
     def block(typingctx, weight_like, c, ldc, a, lda, w, steps, adds):
@@ -128,7 +132,8 @@ def _tile_block(num_rows, num_panels):
 
 
 class _Words:
-    """The loads and products of a register of weights; one step along K is one word."""
+    """An emitter of the loads and products of a register of packed weights of one array type; one
+    step along K is one word."""
 
     def __init__(self, builder, weight_type):
         self.builder, self.dtype = builder, weight_type.dtype
@@ -141,7 +146,8 @@ class _Words:
         self.a_bytes = 8 if self.is_bf16 and not self.is_dot else 4
 
     def load(self, address):
-        """Emit the load of one word of packed weights; return its vectors for `multiply`.
+        """Emit the load of one word of packed weights for COLUMNS outputs; return its vectors, one
+        or two, for `multiply`.
 
         A word has a weight, or in bfloat16 two, of each of COLUMNS outputs.
         """
@@ -160,7 +166,8 @@ class _Words:
         return [simd.load_at(builder, address, _SUMS, 4)]
 
     def multiply(self, a, word, sums):
-        """Return sums + the products of a word of the row at address `a` with weights."""
+        """Emit sums + the products of one word of the row of a at address `a` with the loaded
+        weights `word`, and return the new sums."""
         builder = self.builder
         if self.is_dot:
             pointer = builder.inttoptr(a, _i32.as_pointer())
@@ -175,9 +182,12 @@ class _Words:
 
 
 def _vector_block(num_rows, num_panels):
-    """Return the product of num_rows rows x num_panels panels in vector registers.
+    """Return an intrinsic that computes the product of num_rows rows and num_panels panels in
+    vector registers, and stores its sums, added to those at c if `adds`; where the matrix unit
+    multiplies it does nothing.
 
-    From the address `ahead` on it prefetches as many bytes as it reads, in their order; 0 is none.
+    From the address `ahead` on the intrinsic prefetches as many bytes as it reads, in their order;
+    0 is none.
     """
 
     @intrinsic
@@ -261,7 +271,8 @@ _vectors_8 = _vector_block(_MOST_ROWS, _MANY)
 
 @inner
 def _next_words(w, panel, steps, block, column, blocks, fetches):
-    """Return the address of the words after a slice that a block prefetches, or 0."""
+    """Return the address of the words behind a slice that this block prefetches while it
+    multiplies, or 0 for none: each of the blocks of rows prefetches other columns."""
     if fetches and (block + column // _ONE) % blocks == 0:
         return w + (GROUP + column) * steps * panel
     return types.int64(0)
@@ -269,8 +280,8 @@ def _next_words(w, panel, steps, block, column, blocks, fetches):
 
 @inner
 def _multiply_slice(weight_like, c, rows, a, lda, w, steps, adds, fetches):
-    """Do as `multiply_rows` in vector registers, for a slice of inputs; each word is prefetched
-    once."""
+    """Compute the products of `rows` rows and a slice of `steps` steps of a group in vector
+    registers, as `multiply_rows` does; the words after the slice are prefetched, each once."""
     ldc, panel = 4 * COLUMNS * GROUP, STEP * COLUMNS * weight_like.itemsize
     blocks = (rows + _MOST_ROWS - 1) // _MOST_ROWS
     for block in range(blocks):
@@ -295,7 +306,8 @@ def _multiply_slice(weight_like, c, rows, a, lda, w, steps, adds, fetches):
 
 @inner
 def multiply_rows(weight_like, c, rows, a, lda, w, inputs, adds, fetches):
-    """Compute the sums of `rows` rows, up to 32, and a group of weights, to c.
+    """Compute the products of `rows` rows, up to 32, and a group of 64 outputs of packed weights,
+    and store or add the sums to c.
 
     Rows of c and a are read and written in full blocks: up to 32 of them must exist.
 
@@ -305,8 +317,9 @@ def multiply_rows(weight_like, c, rows, a, lda, w, inputs, adds, fetches):
         a, lda: the address of the rows, in the dtype given by `has_words`, and the bytes of a row.
         w: the address of the group.
         inputs: K, a multiple of 32.
-        adds: True if c holds the sums of the inputs before these.
-        fetches: True if the words lie in memory, and others behind them.
+        adds: True if c holds the sums of the inputs before these, to which the products are added.
+        fetches: True if words behind these are prefetched: the group lies in memory, and others
+            follow.
     """
     ldc, steps = 4 * COLUMNS * GROUP, inputs // STEP
     panel = STEP * COLUMNS * weight_like.itemsize

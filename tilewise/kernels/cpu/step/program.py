@@ -223,7 +223,7 @@ REAL_LIKE = np.empty(0, np.float32)
 
 
 def _find_yield() -> int:
-    """Return the address of sched_yield, or 0 if the C library has none."""
+    """Return the address of the C function sched_yield, or 0 if there is none."""
     if os.name != "posix":
         return 0
     function = getattr(ctypes.CDLL(None), "sched_yield", None)
@@ -248,14 +248,15 @@ def _form_of(weight: Panels) -> int:
 
 @dataclass
 class _Weight:
-    """A weight of a module, which may be changed or replaced later, and the operation that reads
-    it.
+    """A weight of a module that an operation reads unpacked; the module may change or replace it
+    later, see `Program.follow_weights`.
 
     Attributes:
         held: a function that returns the current weight.
         op, column: the operation, and the column of its row that holds the weight's address; -1
             for a weight whose copy lies where it always did.
-        padded, dtype: the number of elements that it reads, at least the weight's, and their dtype.
+        padded, dtype: the number of elements that the operation reads, at least the weight's, 0 for
+            all of a table's, and their dtype.
         address: the address of the weight when it was last stored.
         kept: the tensor that the operation reads: the weight itself, or a copy if the weight is too
             short or of another dtype.
@@ -275,7 +276,8 @@ class _Weight:
 
 
 class _Memory(NamedTuple):
-    """The sizes of a buffer: columns, dtype, rows for each token (or sampled row), further rows."""
+    """The sizes of a declared buffer: the columns of a row with padding, the dtype, the rows for
+    each token, and True if it has rows for sampled tokens only."""
 
     columns: int
     dtype: torch.dtype
@@ -284,7 +286,8 @@ class _Memory(NamedTuple):
 
 
 class Program:
-    """Operations in order over one model's weights and cache; see `run.py` for what they do.
+    """A list of operations over one model's weights and cache, with their buffers and threads;
+    methods append operations, and `run` runs a range of them for a batch, which can be repeated.
 
     Args:
         dtype: the dtype of weights and activations.
@@ -343,7 +346,8 @@ class Program:
         copies: int = 1,
         is_sampled: bool = False,
     ) -> Buffer:
-        """Declare a buffer of the program, whose size follows from a step's number of tokens.
+        """Declare a buffer of the program, whose memory `reserve` allocates for a step's number of
+        tokens, and return it as an operand.
 
         Args:
             name: the buffer's name; an earlier buffer of the same name is replaced.
@@ -364,11 +368,12 @@ class Program:
         factor: float = 1.0,
         positions: Held | None = None,
     ) -> None:
-        """target[r] = round(round(row ids[r] * factor) + row of its position).
+        """Append an operation that sets target[r] = round(round(row ids[r] of the table * factor) +
+        row positions[r] of `positions`).
 
         Args:
-            table: (V, K), or panels of it.
-            positions: a table (P, K) whose rows are added, or None.
+            table: a function that returns the table (V, K), or panels of it.
+            positions: a function that returns a table (P, K) whose rows are added, or None.
         """
         op = self._append(EMBED, None, target)
         self._numbers[-1][FACTOR] = factor
@@ -394,10 +399,12 @@ class Program:
         parts: int = 0,
         scale: Held | None = None,
     ) -> None:
-        """Target = norm(source), or target += norm(source) * factor if `adds`.
+        """Append an operation that sets target = norm(source) for each row, or, with `adds`, target
+        = (target + norm(source) * factor) * scale.
 
         Args:
-            scale: a function that returns the factor (1,) of the sum, which is rounded before.
+            scale: a function that returns the factor (1,) of the sum, which is rounded before; None
+                for no factor; only with `adds`.
             is_shared: True if several operations read the target.
             is_sampled: True for the sampled rows only.
             parts: the number of parts of equal width of a row, each normalised by itself; 0 for the
@@ -439,15 +446,18 @@ class Program:
         outputs: int = 0,
         is_sampled: bool = False,
     ) -> None:
-        """Target = source weight.T + bias, stored, added, used as gate and factor, or as logits.
+        """Append a product, source weight.T + bias for each row, whose result is stored, added to
+        the target, used as gate and factor, or stored as float32 logits.
 
         Args:
+            epilogue: the use of the result: STORE, ADD, GATE or LOGITS of `codes.py`.
             function: the name of the function of what is stored, or of the gate; "clamped" with
                 `limit` and `alpha`, see `layers.py`.
             factor: the factor of the stored or added result, or of logits.
             cap: c of c tanh(logits / c), 0 for none.
             extra: rows that are added to what is added, or multiply what is stored.
             outputs: the columns that may be stored; 0 for whole groups of 64.
+            is_sampled: True for the sampled rows only.
         """
         assert weight.dtype == self.dtype
         op = self._append(PRODUCT, source, target)
@@ -472,7 +482,8 @@ class Program:
             self._most_permuted = max(self._most_permuted, weight.padded_inputs)
 
     def wide_product(self, source: Buffer, target: Buffer, weight: Panels) -> None:
-        """Target, float32, = source weight.T + bias of a float32 weight; see `wide_product.py`."""
+        """Append a product, target = source weight.T + bias for each row, of a float32 weight: rows
+        of the program's dtype are widened, and the target is float32."""
         assert weight.dtype == torch.float32
         op = self._append(OWN_KERNEL, source, target)
         op[WEIGHT], op[BIAS] = self._address(weight.words), self._address(weight.bias)
@@ -489,7 +500,8 @@ class Program:
         target_step: int,
         outputs: int = 0,
     ) -> None:
-        """Target[h] = source[h] weights[h].T of heads that lie side by side in a row.
+        """Append one operation of a product for each head, target[h] = source[h] weights[h].T +
+        bias, of heads that lie side by side in a row.
 
         Args:
             source_step, target_step: the columns from a head to the next.
@@ -501,7 +513,8 @@ class Program:
         op[SOURCE_STEP], op[TARGET_STEP] = source_step * self.size, target_step * self.size
 
     def _with_parts(self, op: np.ndarray, weights: Sequence[Panels]) -> None:
-        """Set the weights of an operation of several products of equal size, one for each."""
+        """Let the operation `op` be several products of equal size, one for each of `weights`, by a
+        table of the addresses of weights and biases."""
         addresses = [[self._words(w), self._address(w.bias)] for w in weights]
         table = np.array(addresses, np.int64)
         self._kept.append(table)
@@ -613,10 +626,12 @@ class Program:
         other: Buffer | None = None,
         function: str = "identity",
     ) -> None:
-        """Target = round(source * factor), or round(source * round(f(other))), of some columns.
+        """Append an operation that sets target = round(source * factor), or round(source *
+        round(f(other))), for the first `columns` columns of each row.
 
         Args:
-            factors: a function that returns a factor for each column, or None.
+            factors: a function that returns a factor for each column, the same in all rows, in
+                place of `other`; or None.
             other: rows of factors, or None.
             function: the name of f, see `functions.py`.
         """
@@ -638,7 +653,8 @@ class Program:
         *,
         function: str = "identity",
     ) -> None:
-        """Target = f(causal convolution of each channel with the tokens before it).
+        """Append an operation that sets target = f(causal convolution of each channel of the source
+        with the tokens before), and writes the step's tokens to their slots.
 
         Args:
             weight, bias: functions that return (C, W), and (C,) or None.
@@ -669,11 +685,13 @@ class Program:
         factor: float = 1.0,
         limits: tuple[float, float] | None = None,
     ) -> None:
-        """Compute the logs of decays and the strengths of writes of a recurrence.
+        """Append an operation that computes the logs of decays and the strengths of writes of a
+        recurrence from projections.
 
         Args:
-            a, b: the projections that decays and strengths are made of; Mamba-2 has one of both.
-            gates, betas: float32, what is computed.
+            a, b: the rows of which decays and strengths are made; b is None for Mamba-2, where both
+                are made of a.
+            gates, betas: the float32 targets: logs of decays, and strengths.
             a_log, dt_bias: functions that return (H,), and (H,) or (H K,), float32.
             factor: the largest strength.
             limits: the least and the largest time step; None for none.
@@ -703,9 +721,11 @@ class Program:
         target: Buffer,
         recurrence: Recurrence,
     ) -> None:
-        """Target = the recurrence of rows that lie in one buffer; their slots are updated.
+        """Append a recurrence: target becomes its output for rows of q, k and v that lie in one
+        buffer, and the slots of the sequences are updated.
 
-        Two operations: the keys of open chunks are replaced once all heads have read them.
+        These are two operations: the keys of open chunks are replaced once all heads have read
+        them.
         """
         state, keys, kept_gates, updates = recurrence.states[:4]
         for kernel, function, call in (
@@ -741,7 +761,8 @@ class Program:
         skip: Held | None = None,
         head_dim: int = 1,
     ) -> None:
-        """Target = norm(source + skip * skipped) f(gates), see `gated.py`.
+        """Append an operation that sets target = norm(source + skip * skipped) f(gates) for each
+        row, see `gated.py`.
 
         Args:
             columns: the columns of a row.
@@ -785,18 +806,19 @@ class Program:
         v_is_k: bool = False,
         growth: Growth | None = None,
     ) -> None:
-        """Rotate q and k in place in `qkv`, with their norms if given, and write k and v to the
-        cache.
+        """Append an operation that rotates q and k in place in `qkv`, after or before their norms
+        if given, and writes k and v to their slots of the cache.
 
         Args:
             q_norm, k_norm: functions that return the weights (D,) of root mean square norms with
                 `eps` before the rotation, which nothing rounds in between.
             q_rounded, k_rounded: norms of heads, of weights (D,) or (H, D), which round; those of
                 q and k differ in their weights only.
-            is_after: True if these follow the rotation.
-            v_norm: the norm of the values of a head; its eps is that of the others.
-            v_is_k: True if the columns of the keys, before their norm, are the values' too; those
-                of the values are written.
+            is_after: True if q_rounded and k_rounded follow the rotation.
+            v_norm: the norm of the values of a head, without rounding between; its eps holds for
+                the other norms, too. None for none.
+            v_is_k: True if values are made of the keys' columns, before their norm; the values' own
+                columns are written to.
             growth: the growth of queries with their position, or None.
         """
         before, dim = self._ops[-1], heads.kv[0].shape[-1]
@@ -900,11 +922,13 @@ class Program:
     def attend_latents(
         self, q_latent: Buffer, q_rope: Buffer, o: Buffer, latents: Latents, *, rope_step: int
     ) -> None:
-        """o = attention of one row of each sequence to cached latents, in two operations.
+        """Append attention of one row of each sequence to cached latents, in two operations: one
+        that attends, one that merges splits.
 
         Args:
-            q_latent, o: rows of heads of R channels, padded to whole groups of 64.
-            q_rope: the rotated channels, from the first head's on.
+            q_latent, o: latent queries and the result: rows of heads of R channels, padded to whole
+                groups of 64.
+            q_rope: the rotated channels of queries, from the first head's on, in the same rows.
             rope_step: the columns from a head's rotated channels to the next's.
         """
         cache, *scales = latents.cache
@@ -961,7 +985,7 @@ class Program:
     def _problem_of(
         self, op: np.ndarray, rule: Rule, slopes: np.ndarray, sinks: np.ndarray
     ) -> Problem:
-        """Return an attention problem without sequences; the list enters those of each step.
+        """Return an attention problem without sequences, which each step enters.
 
         Args:
             op: the operation's record, with its heads and window.
@@ -1011,8 +1035,9 @@ class Program:
         return Problem(sizes, rule, arrays)
 
     def _find_likes(self) -> Likes:
-        """Return the kernel of attention, compiled or loaded, and the empty arrays of the list's
-        types."""
+        """Return the `Likes` of the list: the empty arrays of its types, and the address of the
+        kernel of attention, which is compiled or loaded now, as are the kernels of single
+        operations."""
         in_tiles, problem, address = self.batch_invariant, self._problem, 0
         if problem is not None and in_tiles:
             address = address_of_tiles(problem)
@@ -1029,7 +1054,8 @@ class Program:
         )
 
     def _find_own_kernels(self) -> None:
-        """Compile or load the kernels of single operations, and note their addresses."""
+        """Compile or load the kernels of single operations, and write their addresses into the
+        operations."""
         found = dict[Any, int]()
         nothing, numbers = np.empty(0, np.int64), np.empty(0)
         none = np.empty(0, np.int32)
@@ -1064,14 +1090,15 @@ class Program:
         return op
 
     def _append_own(self, kernel: Any, source: Buffer, target: Buffer) -> np.ndarray:
-        """Add an operation that is a kernel of its own."""
+        """Append an operation that is a kernel of its own, from source to target, and return its
+        row of columns, which the caller fills in."""
         op = self._append(OWN_KERNEL, source, target)
         self._own_kernels.append((len(self._ops) - 1, kernel))
         return op
 
     def _reach(self, column: int, buffer: Buffer, row: int | None = None) -> None:
-        """Let a column of the last operation be the address of a buffer, and another the bytes of
-        its rows."""
+        """Let column `column` of the last operation be the address of a buffer, and column `row`,
+        if given, the bytes of the buffer's rows."""
         self._places.append((len(self._ops) - 1, column, buffer.name, buffer.start))
         if row is not None:
             self._ops[-1][row] = buffer.row
@@ -1083,14 +1110,17 @@ class Program:
         return tensor.data_ptr()
 
     def _words(self, weight: Panels) -> int:
-        """Return the address of a weight's words, or of the table of its narrow groups."""
+        """Return the address of a weight's words, or of the table of its narrow groups; the weight
+        is kept alive."""
         self._kept.append(weight)
         return self._address(weight.words if weight.table is None else weight.table)
 
     def _read(
         self, held: Held, column: int, count: int = 0, dtype: torch.dtype | None = None
     ) -> None:
-        """Add a weight to the last operation: `count` elements of it, or all of a table's."""
+        """Let `column` of the last operation be the address of a module's weight, of which it reads
+        `count` elements, padded with zeros, or 0 for all of a table's; `dtype` None is the
+        program's."""
         weight = _Weight(held, len(self._ops) - 1, column, count, dtype or self.dtype)
         self._weights.append(weight)
         self._place(weight, held().detach())
@@ -1115,8 +1145,8 @@ class Program:
                 ops[weight.op][weight.column] = kept.data_ptr()
 
     def follow_weights(self) -> None:
-        """Update the addresses and copies of weights that are not packed, as their modules hold
-        them now."""
+        """Update the addresses, and the copies, of all weights that are not packed to what their
+        modules hold now; called before a step whose weights may have changed."""
         for weight in self._weights:
             now = weight.held()
             if now.data_ptr() != weight.address:
@@ -1147,8 +1177,9 @@ class Program:
         self._most_dim = max(self._most_dim, *dims)
 
     def reserve(self, rows: int, sampled: int) -> None:
-        """Enlarge the buffers to at least `rows` rows, those of sampled rows to at least `sampled`,
-        and update their addresses in the list."""
+        """Enlarge the buffers to at least `rows` rows, those for sampled tokens to at least
+        `sampled`, each rounded up to a power of two, and write their addresses into the list.
+        Enlarged buffers lose their contents."""
         if rows <= self._reserved[0] and sampled <= self._reserved[1]:
             return
         rows, sampled = max(rows, self._reserved[0]), max(sampled, self._reserved[1])
@@ -1169,12 +1200,14 @@ class Program:
             self.ops[index, column] = self.buffers[name].data_ptr() + start
 
     def run(self, batch: Batch, tables: Tables, num_threads: int, first: int, last: int) -> None:
-        """Run operations first ... last - 1 on rows that the buffers hold.
+        """Run operations first ... last - 1 on rows that the buffers hold, and return when they are
+        done; kernels are compiled at the first call.
 
         Args:
             batch: the tokens and sequences of the step.
             tables: the result of `with_angles`.
             num_threads: the number of threads, this one included; the others are the crew's.
+            first, last: the range of operations, as their numbers in the order of appending.
 
         Raises:
             StepStoppedError: stop() was called for this step; its results must be computed again.
@@ -1220,14 +1253,15 @@ class Program:
             raise StepStoppedError(f"step {self._step} was stopped")
 
     def begin_step(self, number: int) -> None:
-        """Set the number of the step to which the next calls of `run` belong; 0 cannot be
-        stopped."""
+        """Set the number of the step to which the next calls of `run` belong, for `stop`; the step
+        0 cannot be stopped."""
         with self._stopping:
             self._step = number
 
     def stop(self, number: int) -> None:
-        """Keep the step of this number, if it runs, from beginning another operation; from any
-        thread."""
+        """Keep the step of this number from beginning another operation, now or when it runs; `run`
+        then raises StepStoppedError. Any thread may call this; a number below the current step's
+        does nothing."""
         with self._stopping:
             if number < self._step:
                 return  # a late request must not replace one for the running step
@@ -1242,8 +1276,8 @@ class Program:
         return self._crew
 
     def _run_on_pool(self, count: int, given: tuple[Any, ...]) -> None:
-        """Run a list with helpers of the pool, for systems without futexes, where they begin
-        late."""
+        """Run a list on this thread and `count` helpers of the pool, for systems without futexes,
+        where helpers begin late; `given` are the arguments of `run_list`."""
         pool = threads.pool()
         helpers = [pool.submit(run_list, *given) for _ in range(count)]
         try:
@@ -1254,11 +1288,14 @@ class Program:
                 helper.cancel() or helper.result()
 
     def with_angles(self, cos: Tensor, sin: Tensor) -> Tables:
-        """Return the tables of the list with these cosines and sines, (positions, n) float32."""
+        """Return the `Tables` of a run with these cosines and sines, (positions, n) float32, as
+        views of the tensors."""
         return Tables(cos.reshape(-1).numpy(), sin.reshape(-1).numpy(), cos.shape[-1])
 
     def _meeting(self, num_ops: int) -> np.ndarray:
-        """Return the counters of a call, zeros: cache lines of their own for each operation."""
+        """Return the counters of a call of run_list over `num_ops` operations, int64 zeros with the
+        step's number: cache lines of their own for each operation. The same memory serves all
+        calls."""
         lines = (FIRST_COUNTER + 2 * num_ops) * LINE // 8
         if len(self._counters) < lines:
             memory = np.zeros(lines + LINE // 8, np.int64)
@@ -1269,7 +1306,8 @@ class Program:
         return self._counters
 
     def _workspace(self, batch: Batch) -> Workspace:
-        """Return the memory that attention to the batch needs, which is kept from step to step."""
+        """Return the memory that attention needs for the batch, which is kept from step to step;
+        counters are zeroed."""
         num_sequences = len(batch.lengths)
         splits = 1
         if not self.batch_invariant or self._most_latent_sums:

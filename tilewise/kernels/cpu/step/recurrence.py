@@ -63,7 +63,8 @@ ROWS_PER_TASK = 4
 
 @kernel
 def convolve_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Convolve the channels of a step's sequences, and take its tokens into their slots.
+    """Convolve the channels of a step's sequences, and write its tokens to their slots: an
+    operation of a step, whose tasks this thread takes beside the others until none is left.
 
     The columns of `op`: INPUTS and FORM, the channels and the taps; WEIGHT and BIAS, the addresses
     of the weight and of the bias or 0; STATE and NUM_SLOTS, the address of the slots, 0 for none,
@@ -100,14 +101,15 @@ def convolve_rows(like, word_like, op, numbers, batch, work, counter, num_thread
 
 @kernel
 def weigh_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Compute beta and g of rows, float32; see `nn.states`.
+    """Compute beta, the strengths of writes, and g, the logs of decays, of a step's rows in
+    float32: an operation of a step, whose tasks of rows this thread takes until none is left.
 
     DELTA and BY_CHANNEL: beta = round(factor sigmoid(b)), g = -exp(a_log) softplus(a + dt_bias);
     TIME_STEPS: beta = softplus(dt + dt_bias) within its limits, g = -exp(a_log) beta.
 
     The columns of `op`: NUM_Q, the heads; DIM, the decays of each head; SOURCE, the address of a,
-    or of dt; Q_AT, that of b, in rows that are V_AT bytes apart; WEIGHT and BIAS, the addresses of
-    a_log and dt_bias; TARGET, that of g; BETA_ROWS, that of beta.
+    or of dt; Q_AT, the address of b, in rows that are V_AT bytes apart; WEIGHT and BIAS, the
+    addresses of a_log and dt_bias; TARGET and BETA_ROWS, the addresses of g and of beta.
     """
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     num_rows, heads, dim = len(batch.ids), op[NUM_Q], op[DIM]
@@ -152,7 +154,9 @@ def weigh_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
 
 @kernel
 def scan_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Run the recurrence of a step's sequences, whose states are in slots.
+    """Run the recurrence of a step's sequences, whose states are in slots, and update the slots but
+    for keys: an operation of a step, whose tasks this thread takes beside the others until none is
+    left.
 
     The columns of `op`: NUM_Q and NUM_KV, the heads of values and of keys; DIM and V_DIM, the
     channels of a key and a value; SOURCE, Q_AT and V_AT, the addresses of the keys' rows and, in
@@ -209,9 +213,11 @@ def scan_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
 
 @kernel
 def keep_rows(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Copy the keys of open chunks to slots, once `scan_rows` has read those before.
+    """Copy the new keys of open chunks to slots, once `scan_rows` has read the older ones that they
+    replace: an operation of a step, whose tasks this thread takes until none is left.
 
-    The columns of `op`: as there; EXTRA, the address of `recurrent.scan.keep_keys`.
+    The columns of `op` are those of `scan_rows`, but EXTRA is the address of
+    `recurrent.scan.keep_keys`.
     """
     size = types.int64(word_like.itemsize)
     call_at(

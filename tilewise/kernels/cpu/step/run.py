@@ -169,14 +169,16 @@ OWNER = 0  # the owner of a step; helpers have numbers from 1
 
 @inner
 def _counters(meeting, op):
-    """Return the addresses of an operation's counters of tasks and of threads."""
+    """Return two addresses in `meeting`: of the counter of tasks of operation number `op`, and of
+    its counter of threads inside."""
     start = meeting.ctypes.data + (FIRST_COUNTER + 2 * op) * LINE
     return start, start + LINE
 
 
 @inner
 def _head_weight(address, code, row, weight, dim):
-    """Load the weight of a norm of heads in the type of `row`; empty if there is none."""
+    """Load the weight of a norm of heads, `dim` numbers of the dtype `code` at `address`, into the
+    scratch `weight`, and return that part of it; an empty array if the address is 0."""
     if address == 0:
         return weight[:0]
     load_row(row, code, weight, 0, address, dim)
@@ -185,10 +187,11 @@ def _head_weight(address, code, row, weight, dim):
 
 @inner
 def _normalise_heads(word_like, like, op, numbers, weight, bias, start, step, first, end, spare):
-    """Normalise heads first ... end - 1 of a row in place, of which `start` is the first's address.
+    """Normalise heads first ... end - 1 of a row in place; head 0 is at the address `start`, and
+    heads are `step` bytes apart. Nothing is done without a weight.
 
     Args:
-        weight, bias: the addresses of those of the first head, or 0 for none.
+        weight, bias: the addresses of the weight and the bias of head 0, or 0 for none.
         spare: the address of scratch for a register of words.
     """
     if weight == 0:
@@ -218,7 +221,8 @@ def _normalise_heads(word_like, like, op, numbers, weight, bias, start, step, fi
 
 @inner
 def _normalise_values(word_like, like, op, numbers, source, first, end, spare):
-    """Write norms of the values of heads first ... end - 1, of which `source` is the row."""
+    """Write the norms of the values of heads first ... end - 1 to the values' columns of the row at
+    address `source`; they are computed from its columns V_FROM on."""
     head = op[V_DIM] * word_like.itemsize
     for number in range(first, end):
         normalise_row(
@@ -241,7 +245,8 @@ def _normalise_values(word_like, like, op, numbers, source, first, end, spare):
 
 @inner
 def _grow(word_like, like, row, dim, factor, spare):
-    """row = round(row * factor) of `dim` words; `spare` is scratch for a register of words."""
+    """Replace the `dim` words at address `row` by round(word * factor) in place; `spare` is the
+    address of scratch for a register of words."""
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     factors = simd.splat(like, factor)
     for column in range(0, dim, lanes):
@@ -258,7 +263,8 @@ def _grow(word_like, like, row, dim, factor, spare):
 def _rotate(
     word_like, like, op, numbers, shape, tables, batch, token, row, weight, first, end, spare
 ):
-    """Rotate a token's queries in place, and its keys on their way to the cache with its values.
+    """Normalise and rotate some heads of a token: queries in place, keys on their way to the cache,
+    to which values are written, too. A token with slot -1 writes nothing there.
 
     Args:
         row, weight: scratch for the channels of a head, and for the weight of its norm.
@@ -453,13 +459,17 @@ def _rotate(
 
 @inner
 def _attend(op, batch, work, likes, num_threads, starts, splits, frame, block_size, counter):
-    """Attend from every sequence's one row, as `paged/decode_launch.py` would.
+    """Let every sequence's one row attend to its cached keys, by the tasks of `op` that this thread
+    takes beside the others, as `paged/decode_launch.py` would on its own.
 
     The kernel of attention is called by address: inlined, it would be compiled again for each kind
     of list, and this function for each kind of cache.
 
     Args:
+        starts: the starts of all sequences, filled; this thread's own.
+        splits: scratch, (B, 2) int64.
         frame: scratch for the operation's frame, into which this thread's `starts` are written.
+        counter: int64 (1,), from which all threads take tasks.
     """
     num_sequences, num_kv_heads = len(starts), op[NUM_KV]
     table = batch.table
@@ -515,7 +525,7 @@ def _attend(op, batch, work, likes, num_threads, starts, splits, frame, block_si
 def _enter_chunks(starts, table, size, block_size):
     """Restrict each sequence to its last chunk of `size` keys.
 
-    The numbers of keys in `starts` are changed to those of the last chunks.
+    The numbers of keys in `starts` are reduced, in place, to those in the last chunks.
 
     Args:
         starts: the starts and lengths of the sequences.
@@ -538,7 +548,8 @@ def _enter_chunks(starts, table, size, block_size):
 
 @inner
 def _normalise(word_like, like, op, numbers, batch, begin, end, target, spare):
-    """Write norms of rows begin ... end - 1 to rows at address `target`."""
+    """Write the norms of rows begin ... end - 1 (of sampled rows, if op says so) to rows at the
+    address `target`, or add them there, as the NORM operation `op` says."""
     scale = 1.0
     if op[EXTRA] != 0:
         scale = types.float64(array_at(op[EXTRA], 1, like)[0])
@@ -568,7 +579,8 @@ def _normalise(word_like, like, op, numbers, batch, begin, end, target, spare):
 
 @inner
 def _embed(word_like, like, op, factor, batch, row, c, words):
-    """Write a token's row of the embedding, times `factor`, plus the row of its position if any.
+    """Write a token's row of the embedding, times `factor`, plus the row of its position if there
+    is a table of these, to the target of `op`.
 
     Args:
         op: the operation's record: WEIGHT is the table, BIAS that of positions or 0.
@@ -609,7 +621,8 @@ def _walk(
     most_permuted,
     member,
 ):
-    """Run operations first ... last - 1 together with the other threads of the team.
+    """Run operations first ... last - 1 as thread number `member`, together with the other threads
+    of the step, and return when the list is done or stopped.
 
     If there are few rows, each thread computes a norm for its own part of the product that follows,
     in rows that no other thread sees, and a rotation after a product is applied by the thread that
@@ -880,7 +893,8 @@ def run_list(
     mailbox,
     member,
 ):
-    """Run operations first ... last - 1 as their owner, or help an owner, repeatedly.
+    """Run operations first ... last - 1 as the owner of a step and return; or, as a helper, help
+    with each step that an owner opens in the mailbox, until told to leave.
 
     Args:
         ops: (n, NUM_COLUMNS) int64, see the names of its columns; addresses and strides are in

@@ -32,7 +32,7 @@ _STEP_0, _STEP_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernels of sampling cannot run `spec`, or None if they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return None
@@ -47,7 +47,15 @@ def sample_tokens(
     seeds: Tensor | None,
     counters: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids int64 (R,) and whether each row is finite, bool (R,), of logits (R, V)."""
+    """Return token ids, int64 (R,), drawn from float32 logits (R, V), and whether each row is
+    finite, bool (R,): its largest logit; a row that is not gets the token 0.
+
+    Args:
+        temperature: float32 (R,); 0, or None, takes the first of the largest logits.
+        top_k, top_p, min_p: int32, float32 and float32 (R,), the limits of what is drawn; None is
+            no limit.
+        seeds, counters: int64 (R,), the stream of random numbers and the number in it; None is 0.
+    """
     rows, vocab = logits.shape
     tokens, is_finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
     if rows == 0:
@@ -77,7 +85,9 @@ def sample_tokens(
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log_softmax (R,) of one token a row, and the `count` largest: ids and values."""
+    """Return, for float32 logits (R, V), the log_softmax of one token a row, (R,), NaN for an id
+    outside of the vocabulary, and the `count` largest of each row in descending order: ids int64
+    (R, count), and log-probabilities (R, count)."""
     rows, vocab = logits.shape
     own = torch.empty(rows)
     ids, values = torch.empty((rows, count), dtype=torch.int64), torch.empty((rows, count))
@@ -98,7 +108,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, 
 
 @inner
 def _largest(logits, first, vocab):
-    """Return the largest logit of a row; infinite or NaN if one is."""
+    """Return the largest of `vocab` logits from index `first` on; NaN if one is NaN or +inf, and
+    -inf if all are."""
     lanes = simd.REGISTER_BYTES // 4
     low = simd.splat(logits, -math.inf)
     zero = simd.splat(logits, 0.0)
@@ -125,7 +136,7 @@ def _largest(logits, first, vocab):
 
 @inner
 def _uniform(seed, counter):
-    """Return number `counter` of stream `seed`: Philox4x32-10, as
+    """Return number `counter` of the random stream `seed`, a float64 in [0, 1): Philox4x32-10, as
     `engine.steps.philox.uniforms`."""
     c0, c1 = np.uint64(counter) & _LOW, np.uint64(counter) >> _HALF
     c2, c3 = np.uint64(0), np.uint64(0)
@@ -140,7 +151,8 @@ def _uniform(seed, counter):
 
 @inner
 def _exponentials(logits, first, vocab, top, slope, powers):
-    """powers[i] = 2^((logit - top) slope) in float64; return their sum, in order of lanes."""
+    """Set powers[i] = 2^((logit i - top) slope) in float64 for the `vocab` logits from `first` on;
+    return their sum, added in the order of lanes."""
     lanes = simd.REGISTER_BYTES // 8
     for at in range(vocab):
         powers[at] = (np.float64(logits[first + at]) - top) * slope
@@ -159,7 +171,8 @@ def _exponentials(logits, first, vocab, top, slope, powers):
 
 @inner
 def _ordered(bits):
-    """Return a number in 0 ... 2^32 - 1 with the order of the logits that have these bits."""
+    """Return a number in 0 ... 2^32 - 1 that has the order of float32 logits, for the logit with
+    these bits (int32); -0 is 0."""
     value = np.int64(bits)
     if value == -2147483648:  # -0 is 0
         value = 0
@@ -168,10 +181,12 @@ def _ordered(bits):
 
 @inner
 def _bound(keys, weights, least, wanted_count, wanted_mass, counts, masses):
-    """Return the smallest key of those to keep, found digit by digit from the first.
+    """Return the smallest key to keep, found digit by digit from the first; `keys` are the results
+    of `_ordered`.
 
-    By count: of the keys with fewer than `wanted_count` larger ones. By mass (a count of 0): of
-    those whose larger ones have less than `wanted_mass`. Keys below `least` do not count.
+    With wanted_count > 0 keys are kept that have fewer than `wanted_count` larger ones; else keys
+    whose larger ones have together less than the weight `wanted_mass`. Keys below `least` do not
+    count. counts and masses are scratch of 2,048 numbers.
     """
     prefix, above_count, above_mass = np.int64(0), 0, 0
     for digit in range(3):
@@ -221,7 +236,9 @@ def _draw(
     counts,
     masses,
 ):
-    """Return the token of one row."""
+    """Return the token drawn from one row of logits at the uniform number `uniform`, under
+    temperature, then top_k, top_p and min_p. powers, weights and keys are scratch of `vocab`
+    numbers."""
     _exponentials(logits, first, vocab, np.float64(top), _LOG2E / np.float64(temperature), powers)
     spare = 62
     while (vocab - 1) >> (62 - spare) > 0:

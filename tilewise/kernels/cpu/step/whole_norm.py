@@ -33,14 +33,15 @@ _LANES = REGISTER_BYTES // 4
 def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shift: float, *, centres: bool
 ) -> Tensor:
-    """Return y (..., E) of x (..., E).
+    """Return the norm y of x (..., E) over its last dim, a new tensor of x's dtype: y = (x - mean)
+    / sqrt(mean((x - mean)^2) + eps) (shift + weight) + bias.
 
     Args:
         x: float32, float16 or bfloat16.
         weight, bias: (E,), of its dtype; no bias is added if None.
-        eps: added to the mean square.
-        shift: added to the weight.
-        centres: True to subtract the mean.
+        eps: the number that is added to the mean square.
+        shift: the number that is added to the weight.
+        centres: True to subtract the mean; without it the mean is 0.
     """
     y = torch.empty(x.shape, dtype=x.dtype)
     if x.numel() == 0:

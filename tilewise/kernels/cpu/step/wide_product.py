@@ -31,7 +31,8 @@ from tilewise.kernels.cpu.step.words import get, put
 
 @kernel
 def multiply_wide(like, word_like, op, numbers, batch, work, counter, num_threads):
-    """Compute a product whose rows are widened to float32, together with the step's other threads.
+    """Compute a float32 product whose rows are widened: an operation of a step, whose tasks this
+    thread takes beside the others until none is left.
 
     Args:
         op: the operation's record: INPUTS, GROUPS, addresses.

@@ -22,7 +22,9 @@ from tilewise.kernels.cpu.step.words import copy_word
 
 
 def launch(weight: Panels, groups: Tensor) -> Tensor:
-    """Return the words of groups (n,) int64 one after the other, flat, in the weight's dtype."""
+    """Return the words of the groups of 64 outputs with these numbers, int64 (n,), of a narrow
+    weight: one group after another, a flat tensor in the weight's dtype and in the order of
+    `panels.py`."""
     assert weight.table is not None
     words = torch.empty(len(groups) * WIDTH * weight.padded_inputs, dtype=weight.dtype)
     run_tasks(

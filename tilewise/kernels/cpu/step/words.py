@@ -21,7 +21,8 @@ _HALF = ir.HalfType() if simd.HAS_HALF else _f32  # see `machine/rows.py`
 
 
 def narrow(builder, word_type, value):
-    """Convert a vector of float32 to words, in the code of an intrinsic."""
+    """Emit the conversion of a vector of float32 to words of `word_type`, a numba array type,
+    rounded to nearest even."""
     if word_type.dtype == types.uint16:
         return simd.narrow_bf16(builder, value)
     if word_type.dtype == types.int16 and simd.HAS_HALF:
@@ -41,7 +42,7 @@ def _widen(builder, word_type, value):
 def get(typingctx, word_like, address):
     """Load a vector of LANES elements from an address, and return it as float32.
 
-    LANES is the number of float32 in a register. An intrinsic of numba, which passes `typingctx`.
+    LANES is the number of float32 in a register.
 
     Args:
         word_like: an empty array that gives the dtype in memory: uint16 is bfloat16, int16 is
@@ -59,7 +60,8 @@ def get(typingctx, word_like, address):
 
 @intrinsic
 def put(typingctx, word_like, address, value):
-    """Store LANES float32 at `address` as words."""
+    """Store a Vector of LANES float32 at `address` as words of word_like's dtype, rounded to
+    nearest even."""
 
     def codegen(context, builder, sig, args):
         simd.store_at(builder, narrow(builder, word_like, args[2]), args[1], 2)
@@ -70,7 +72,8 @@ def put(typingctx, word_like, address, value):
 
 @intrinsic
 def rounded(typingctx, word_like, value):
-    """Return `value` as it would be read again after a store."""
+    """Return a Vector of float32 rounded to word_like's dtype and widened again, as if it had been
+    stored and loaded."""
 
     def codegen(context, builder, sig, args):
         return _widen(builder, word_like, narrow(builder, word_like, args[1]))
@@ -80,7 +83,7 @@ def rounded(typingctx, word_like, value):
 
 @intrinsic
 def copy_word(typingctx, target, source):
-    """Copy four bytes."""
+    """Copy four bytes from the address `source` to `target`."""
 
     def codegen(context, builder, sig, args):
         kind = ir.IntType(32).as_pointer()
@@ -93,7 +96,7 @@ def copy_word(typingctx, target, source):
 
 @intrinsic
 def copy_half_word(typingctx, target, source):
-    """Copy two bytes."""
+    """Copy two bytes from the address `source` to `target`."""
 
     def codegen(context, builder, sig, args):
         kind = _i16.as_pointer()
@@ -106,7 +109,7 @@ def copy_half_word(typingctx, target, source):
 
 @intrinsic
 def clear_half_word(typingctx, target):
-    """Write two zero bytes."""
+    """Write two zero bytes to the address `target`."""
 
     def codegen(context, builder, sig, args):
         builder.store(_i16(0), builder.inttoptr(args[0], _i16.as_pointer()), align=2)

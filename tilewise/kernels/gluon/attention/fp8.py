@@ -71,7 +71,8 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
-    """Return how a call of `FP8_TENSORS` is run; its results are o and lse.
+    """Return the plan of attention over 8-bit tensors, or why this kernel cannot run the call,
+    whose tensors are `FP8_TENSORS`; the results are o and lse.
 
     q, k and v are of 16 bits, or float8_e4m3fn with scales: float32 (B, Hq), (B, Hk), (B, Hk), or
     of tokens (B, Hq, Sq), (B, Hk, Sk), (B, Hk). rotation: +-1, (D, D) in q's dtype, for 16-bit q
@@ -157,7 +158,7 @@ def _add_kernel(
     tensors: AttentionTensors,
     variant: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Note the launch of the e4m3 kernel, and of those that list a packed batch's tiles.
+    """Add to the plan the launch of the e4m3 kernel, and of those that list a packed batch's tiles.
 
     Args:
         ready: the quantised tensors, of which q and k have rows.

@@ -100,8 +100,8 @@ def tile_config_split_kv(spec: AttentionSpec, arch: int, num_sms: int) -> TileCo
 def add_split_kv(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, blocks: Blocks
 ) -> tuple[Tensor, Tensor]:
-    """Note the launches of the paged kernels for a dense forward pass with `maker`; return o (B,
-    Sq, Hq, Dv) and lse float32 (B, Hq, Sq)."""
+    """Add to the plan the launches of the paged kernels for a dense forward pass with `maker`;
+    return o (B, Sq, Hq, Dv) and lse float32 (B, Hq, Sq)."""
     q, k, v = tensors[:3]
     batch, rows, heads = spec.batch, spec.max_seqlen_q, spec.num_q_heads
     paged = _paged_spec(spec, blocks)
@@ -151,13 +151,14 @@ def add_split_kv(
 
 
 def _is_one_row_after_another(q: Tensor) -> bool:
-    """Whether (B, Sq, Hq, D) is (B * Sq, Hq, D) in place."""
+    """Whether q (B, Sq, Hq, D) can be viewed as (B * Sq, Hq, D) without a copy."""
     batch, rows = q.shape[:2]
     return batch == 1 or rows == 1 or q.stride(0) == rows * q.stride(1)
 
 
 def _by_sequence(maker: Maker, lse: Tensor, batch: int) -> Tensor:
-    """Return lse (Hq, B * Sq) as (B, Hq, Sq): a view if B is 1, else a copy by a noted launch."""
+    """Return lse (Hq, B * Sq) as (B, Hq, Sq): a view if B is 1, else a copy that a launch in the
+    plan makes."""
     heads, rows = lse.shape[0], lse.shape[1] // batch
     if batch == 1:
         return lse.view(1, heads, rows)

@@ -76,7 +76,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_2(number: int) -> int:
-    """Return the least power of two that is no less."""
+    """Return the least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -335,7 +335,8 @@ def with_ungrouped_heads(spec: AttentionSpec) -> AttentionSpec:
 
 
 class Turns(NamedTuple):
-    """How tiles of keys are shared out to CTAs."""
+    """How many tiles of keys of a head a CTA takes one after the other, for how many of the first
+    heads, and after how many waves of CTAs a head is postprocessed."""
 
     each: int  # tiles that a CTA takes
     heads: int  # the first ones, whose CTAs do; those of the others take one each

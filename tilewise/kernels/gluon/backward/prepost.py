@@ -67,7 +67,8 @@ def _piece_layout(warps):
 
 @gluon.jit
 def wait_for_preprocess(index, shape, prepost):
-    """Wait until the row terms of head `index` are there and its sums of dq are zero."""
+    """Wait until the row terms of head `index` are there and its sums of dq are zero; those of the
+    first heads are, since an earlier kernel has made them."""
     if index >= shape.heads_ahead:
         while gl.atomic_add(prepost.counts + index, 0, sem="acquire") < shape.prepost_ctas:
             pass

@@ -68,8 +68,9 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
 ) -> tuple[Tensor, ...]:
-    """Note the launches of the forward pass with `maker` and return the results' tensors; see
-    `ops.attention` for shapes and rules. A call without rows is only filled: o = 0, lse = -inf.
+    """Add to the plan the launches of the forward pass with `maker` and return the results'
+    tensors; see `ops.attention` for shapes and rules. A call without rows is only filled: o = 0,
+    lse = -inf.
 
     Args:
         tile: overrides the choice of `tile_config_fwd`, for tuning.
@@ -152,7 +153,8 @@ def added_tensors(
     """Return the optional tensors of a call, as the kernel takes them, and an upper bound of the
     tiles of rows of a head.
 
-    Notes the launches that compute the reach of a block mask and the plan of a packed batch.
+    Adds to the plan the launches that compute the reach of a block mask and the plan of a packed
+    batch.
     """
     mask, upper_bound = tensors.mask, -(-spec.max_seqlen_q // tile.rows)
     given: dict[str, Tensor | None] = {
@@ -187,7 +189,8 @@ def add_sorted_tiles(
     upper_bound: int,
     rows_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Note the launches that list a packed batch's tiles by work, and zero rows of no sequence.
+    """Add to the plan the launches that list a packed batch's tiles by work, and zero rows of no
+    sequence.
 
     Args:
         upper_bound: the largest number of tiles of rows that all sequences together may have.

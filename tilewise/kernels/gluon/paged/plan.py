@@ -152,8 +152,8 @@ def made_fwd(call: Call, tuned: tuple[int, SplitPlan] | None = None) -> LaunchPl
 
 
 def _add_rows(maker: Maker, spec: PagedSpec, given: PagedTensors, o: Tensor, lse: Tensor) -> None:
-    """Note the launch of the portable kernel for runs of more than one token, which writes their
-    rows of o and lse."""
+    """Add to the plan the launch of the portable kernel for runs of more than one token, which
+    writes their rows of o and lse."""
     scales = Scales.of(given.k_cache, given.k_scale, given.v_scale, lse, _ARCH)
     config = tiles.paged_rows_config(spec, _ARCH)
     launch_rows(
@@ -188,8 +188,8 @@ def _add_decode(
     stages: int,
     splits: SplitPlan,
 ) -> None:
-    """Note the launches of the kernel and of those around it (the plan's records, the merge of
-    parts), which write o and lse."""
+    """Add to the plan the launches of the kernel and of those around it (the plan's records, the
+    merge of parts), which write o and lse."""
     q, sinks, run, records = given.q, given.sinks, spec.max_seqlen_q, given.records
     caches, scales = (given.k_cache, given.v_cache), (given.k_scale, given.v_scale)
     slot_scales = scales[0].dim() == 3

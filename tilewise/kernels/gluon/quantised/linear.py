@@ -75,7 +75,8 @@ def why_not(spec: QuantisedLinearSpec) -> str | None:
 
 
 def step_of(block: tuple[int, int], channels: int, bits: int) -> int:
-    """Return the channels of a step: a power of two that divides those of a scale."""
+    """Return the channels of a step: the largest number that divides both 512 / bits and the
+    channels that share a scale."""
     shared = channels if block[1] >= channels else block[1]
     return math.gcd(shared, 512 // bits)
 
@@ -89,7 +90,8 @@ def launch(
     batch_invariant: bool = False,
     tile: QuantisedTile | RingTile | FewTile | None = None,
 ) -> Tensor:
-    """Return y (..., N) of x (..., K), a weight (N, K) and bias (N,).
+    """Return y = x W^T + bias, (..., N), of x (..., K), a quantised weight W (N, K) and bias (N,),
+    by the kernel that is fastest for the weight's order and the number of rows.
 
     Args:
         batch_invariant: True for sums whose order the number of rows does not change.
@@ -181,7 +183,8 @@ def _launch_ring(
     y: Tensor,
     tile: RingTile,
 ) -> None:
-    """Note the launch that computes y (T, N) by WGMMA, from codes in the order of lanes."""
+    """Add to the plan the launch that computes y (T, N) by WGMMA, from codes in the order of
+    lanes."""
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
@@ -275,8 +278,8 @@ def _launch_few(
     y: Tensor,
     tile: FewTile | None,
 ) -> None:
-    """Note the launch that computes y (T, N) of up to 16 rows by mma.sync, from codes in the order
-    of lanes; tile None takes the table's."""
+    """Add to the plan the launch that computes y (T, N) of up to 16 rows by mma.sync, from codes in
+    the order of lanes; tile None takes the table's."""
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum

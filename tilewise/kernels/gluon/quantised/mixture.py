@@ -193,8 +193,8 @@ def _product(
     weighed: bool,
     parts: int,
 ) -> None:
-    """Note the launch of the up or down product, which writes y (places, channels), or (parts,
-    places, channels).
+    """Add to the plan the launch of the up or down product, which writes y (places, channels), or
+    (parts, places, channels).
 
     Args:
         lists: the rows of each expert, as `place_kernel` writes them.

@@ -35,8 +35,8 @@ def why_not_product(spec: LinearSpec) -> str | None:
 
 @planned
 def launch(maker: Maker, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,); the bits of a row do not depend
-    on the other rows or their number."""
+    """Return y = x weight^T + bias, (..., N), of x (..., K), weight (N, K) and bias (N,); the bits
+    of a row do not depend on the other rows or their number."""
     outputs, channels = weight.shape
     rows = x.numel() // channels
     in_tiles = cut(rows, outputs, channels)

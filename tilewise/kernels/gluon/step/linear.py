@@ -44,7 +44,7 @@ def why_not_product(spec: LinearSpec) -> str | None:
 def launch(
     maker: Maker, x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None = None
 ) -> Tensor:
-    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,).
+    """Return y = x weight^T + bias, (..., N), of x (..., K), weight (N, K) and bias (N,).
 
     x may have as many rows as fit a tile, or any number where the tile says how they are cut.
 
@@ -111,7 +111,7 @@ def _run(
     *,
     keeps_parts: bool = False,
 ) -> None:
-    """Note the launch that writes y = x weight^T + bias, or partial sums over K, to y.
+    """Add to the plan the launch that writes y = x weight^T + bias, or partial sums over K, to y.
 
     Args:
         maker: the maker of the plan.

@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The destination of one part of o's channels."""
+    """The destination of one part of o's channels, a descriptor, as `store_columns` wants it."""
 
     o: object  # the descriptor of its tiles
 
@@ -480,7 +480,8 @@ def wide_fwd_kernel(
     tile: gl.constexpr,
     variant: gl.constexpr,
 ):
-    """Compute o and lse; see the module's docstring.
+    """Compute o = softmax(s) v and lse of dense attention in heads of 257 to 512 channels, for one
+    tile of 64 queries of a head, causal, windowed or neither; see the module's docstring.
 
     The first eight are TMA descriptors of (64, 256) and (64, 128) tiles of q, k, v and o.
     """

@@ -78,8 +78,8 @@ def why_not(spec: AttentionSpec) -> str | None:
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile = TILE
 ) -> tuple[Tensor, Tensor]:
-    """Note the launch of the forward pass with `maker`; return o like q with Dv channels and lse
-    float32 (B, Hq, Sq). A call without rows is only filled."""
+    """Add to the plan the launch of the forward pass with `maker`; return o like q with Dv channels
+    and lse float32 (B, Hq, Sq). A call without rows is only filled."""
     q, heads, rows = tensors.q, spec.num_q_heads, spec.max_seqlen_q
     o_shape, lse_shape = (*q.shape[:-1], spec.v_head_dim), (spec.batch, heads, rows)
     if spec.batch * heads * rows == 0:
