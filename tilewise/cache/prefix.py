@@ -438,7 +438,8 @@ class PrefixCache:
         self.num_hit_tokens += num_hit_tokens
 
     def reset(self) -> None:
-        """Forget all prefixes; the caller has made sure that no sequence owns a block."""
+        """Forget all prefixes, those in main memory included; the caller must have made sure that
+        no sequence owns a block."""
         if self.keeper is not None:
             for node in self._all():
                 for group in range(len(self.allocators)):

@@ -22,8 +22,8 @@ def penalised(
     """Return the logit of a token after penalties.
 
     The logit of a token that occurs in the prompt or the output is first divided by `repetition` if
-    it is positive, and multiplied by it otherwise (Keskar et al., 2019). A token generated `count`
-    times then loses count * frequency, and presence once (the OpenAI API).
+    the logit is positive, and multiplied by it otherwise (Keskar et al., 2019). A token generated
+    `count` times then loses count * frequency, and presence once (the OpenAI API).
     """
     if in_prompt or count:
         logit = logit / repetition if logit > 0 else logit * repetition
