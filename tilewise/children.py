@@ -30,8 +30,8 @@ _SAFE = "PYTHONSAFEPATH"
 def environment(first: str | None = None, **more: str) -> dict[str, str]:
     """Return the environment variables for a Python subprocess that is to import this package.
 
-    They are this process's, with the package's folder first in PYTHONPATH, and PYTHONSAFEPATH set,
-    so that nothing is imported from the current folder.
+    They are this process's, with the folder that has this package in PYTHONPATH, and PYTHONSAFEPATH
+    set, so that nothing is imported from the current folder.
 
     Args:
         first: a folder in which modules are looked for before all others; None for none.

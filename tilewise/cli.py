@@ -91,7 +91,10 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
+    """Run the command line and return its exit code, see the module.
+
+    An error is printed in one sentence on standard error, and raised only with --debug; wrong
+    arguments end in argparse's SystemExit.
 
     Args:
         argv: arguments without the program's name; None takes those of the process.

@@ -45,7 +45,7 @@ LONGEST = 100  # characters of a text, or digits of a number, that a message sho
 
 
 class TilewiseError(Exception):
-    """Base class of the errors below; never raised itself."""
+    """The base class of all errors that tilewise defines; never raised itself."""
 
 
 class UnsupportedError(TilewiseError, NotImplementedError):
@@ -92,7 +92,8 @@ class QueueFullError(RequestError):
 
 
 class CheckpointError(TilewiseError, ValueError):
-    """A checkpoint directory is incomplete, truncated or of the wrong shape."""
+    """A checkpoint is incomplete, truncated, of the wrong shape, or of a kind that no model here
+    has."""
 
 
 class _Repr(reprlib.Repr):

@@ -109,7 +109,8 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def hint(asked: str, known: Iterable[str]) -> str:
-    """Return "; did you mean --flag?" for the most similar known flag, or ""."""
+    """Return "; did you mean --flag?" for the most similar flag of `known`, or "" if none is
+    similar to `asked`."""
     like = difflib.get_close_matches(asked, list(known), n=1, cutoff=_LIKE)
     return f"; did you mean {like[0]}?" if like else ""
 
@@ -125,10 +126,11 @@ def unknown_argument(unknown: Sequence[str], known: Iterable[str]) -> str:
 
 
 def as_typed(sentence: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
-    """Rewrite a message in the words of the command line.
+    """Return an error's message in the words of the command line.
 
     Names of parameters become flags: names with an underscore everywhere, the others where they are
-    the subject of "must". A default value, which no flag gave, loses its "got".
+    the subject of "must". Of a value that no flag gave, "got <value>" becomes "by default it is
+    <value>".
 
     Args:
         sentence: the message of an error, "name must <rule>, got <value>".

@@ -184,8 +184,8 @@ def assert_within_budget(
     factor: float = 2.0,
     scale: float = 0.0,
 ) -> None:
-    """Raise AssertionError if `budget_violation`, which states the rule, finds an error too
-    large."""
+    """Raise AssertionError, with `name` in the message, if `budget_violation`, which states the
+    rule, finds an error too large."""
     violation = budget_violation(actual, truth, eager, factor=factor, scale=scale)
     if violation is not None:
         raise AssertionError(f"{name}: {violation}")

@@ -114,8 +114,8 @@ class Keeper(Protocol):
         ...
 
     def keep(self, group: int, block: int, node: PrefixNode) -> None:
-        """Copy the content of a block, which is about to be reused, to main memory, and note the
-        slot in `node`."""
+        """Copy the content of a known block, which is about to be reused, to main memory if there
+        is room, and note the slot in `node`."""
         ...
 
     def take_off(self, group: int, node: PrefixNode) -> None:
@@ -438,7 +438,8 @@ class PrefixCache:
         self.num_hit_tokens += num_hit_tokens
 
     def reset(self) -> None:
-        """Forget all prefixes; the caller has made sure that no sequence owns a block."""
+        """Forget all prefixes, those in main memory included; the caller must have made sure that
+        no sequence owns a block."""
         if self.keeper is not None:
             for node in self._all():
                 for group in range(len(self.allocators)):

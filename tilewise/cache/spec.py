@@ -324,12 +324,13 @@ class CacheSpec:
         block_size: P, the tokens of a cache block.
         kv: the specification of one token in one layer; of the first group if there are several.
         groups: the groups of layers. If not given, all layers are one group without a window.
-        sources: the layer whose keys and values each layer reads, itself or one before it; empty
-            if each has its own. Groups hold the layers that have.
+        sources: the layer whose keys and values each layer reads, itself or one before it; empty if
+            each has its own. Groups contain only the layers with keys and values of their own.
         states: the layers of the model that keep a state of each sequence, and what they keep.
 
     Raises:
-        ValueError: a size is below 1, or a layer is in no group or in two.
+        ValueError: a size is below 1, a layer is in no group or in two, or sources name a layer
+            without keys of its own.
     """
 
     num_layers: int
@@ -412,7 +413,8 @@ class CacheSpec:
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """The number of each layer's group; empty if there is one group."""
+        """The number of the group of each layer, or of the layer whose keys it reads; empty if
+        there is one group."""
         if len(self.groups) == 1:
             return ()
         numbers = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}

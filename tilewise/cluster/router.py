@@ -155,7 +155,8 @@ class PrefixRouter:
             del self._sent[ticket]
 
     def work(self, name: str) -> float:
-        """Return the unfinished work of a replica, in tokens of prompts."""
+        """Return the unfinished work of a replica, in tokens of prompts; KeyError for an unknown
+        name."""
         return self._replicas[name].work
 
     def choose(self, asked: Asked, among: Collection[str] | None = None) -> str | None:
@@ -212,7 +213,10 @@ class PrefixRouter:
         return found
 
     def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
-        """Record that a request was sent to a replica, which caches its prompt from now on.
+        """Record that a request was sent to a replica, which from now on has its work and caches
+        its prompt.
+
+        The pieces that the replica used least recently are dropped beyond its capacity.
 
         Raises:
             ValueError: there is no such replica, or the ticket is another request's.

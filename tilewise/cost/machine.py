@@ -162,7 +162,7 @@ class Machine:
         return DevicePeaks(self.name, self.flops[dtype], self.read_bandwidth, self.copy_bandwidth)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields by name, for JSON."""
+        """Return all fields by name as a dict that JSON can hold."""
         return asdict(self) | {"flops": dict(self.flops), "origins": dict(self.origins)}
 
 

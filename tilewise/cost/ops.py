@@ -100,7 +100,7 @@ class Cost:
         )
 
     def time(self, device: DevicePeaks, *, overlaps: bool = True) -> float:
-        """Predict seconds on a device.
+        """Return the predicted seconds of the call on a device.
 
         Args:
             device: the peaks of the device.

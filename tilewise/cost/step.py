@@ -67,8 +67,8 @@ class StepWork(NamedTuple):
         copied_slots: the tokens in blocks that are copied within the cache.
         swapped_slots: the tokens in blocks that are swapped in or out before the step begins.
         is_decode: True if every sequence computes one token and samples one.
-        state_copies: the copies between a sequence's states and a checkpoint, in either direction,
-            in layers that keep states.
+        state_copies: the copies of states in layers that keep states: restores from checkpoints,
+            forks from slot to slot, and saves to checkpoints.
         prompt_tokens: the tokens in runs of more than one token.
         renews: True if the step's rows differ from those of the step before: some sequences compute
             a prompt, have ended, or sample their second token after their prompt in the step
@@ -240,7 +240,8 @@ class StepCost:
         return rows, rows if work.is_decode else work.logits
 
     def sums(self, work: StepWork) -> float:
-        """Predict a step's seconds of sums over ranks and of gathered logits; 0 for one rank."""
+        """Return the predicted seconds of a step's sums over tensor parallel ranks and of gathering
+        logits; 0.0 for one rank."""
         if self.tensor_parallel == 1:
             return 0.0
         stream = work.tokens * self.sizes.hidden * self.itemsize
@@ -254,7 +255,8 @@ class StepCost:
 
     @property
     def attention_flops(self) -> int:
-        """FLOPs of one pair of a query and a key, in all layers and heads."""
+        """FLOPs of one pair of a query and a key, in all layers with attention and all query
+        heads."""
         return 4 * self.sizes.num_layers * self.sizes.num_q_heads * self.sizes.head_dim
 
     def parts(self, work: StepWork) -> dict[str, float]:

@@ -98,7 +98,8 @@ class Choice:
     memory_bytes: dict[str, float]
 
     def __str__(self) -> str:
-        """Return the choice as a table."""
+        """Return the choice as text: the reason, the time of attention, and a line for each
+        method's costs."""
         lines = [
             f"{self.method}: {self.reason}",
             f"  attention {1e6 * self.compute_s:,.1f} us on the busiest rank, "

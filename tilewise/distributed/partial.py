@@ -49,7 +49,8 @@ class Part:
 # All layers make the same calls. The cached indices are at most of S / N rows.
 @lru_cache(maxsize=64)
 def parts_of(problem: Problem, source: int, device: torch.device) -> tuple[Part, ...]:
-    """Return the calls by which this rank's queries attend to the keys of the rank `source`."""
+    """Return the calls by which this rank's queries attend to the keys of the rank `source`, with
+    their indices on `device`; none if nothing is visible."""
     calls = calls_of(
         problem.rank,
         source,

@@ -246,8 +246,10 @@ class _Call(NamedTuple):
     Attributes:
         share: the rank's part of the sequences.
         num_parts: the number of parts of heads.
-        cut: a function that returns a part of each tensor.
-        run: a function that returns the result of a part, and the states behind it.
+        cut: a function of a part's number and the tensors, which returns views of that part of each
+            tensor.
+        run: a function of a part's tensors and the states before it, which returns the result and
+            the states after it.
         shape, dtype: the shape and the dtype of the states of a part.
         dims: the dimension in which each tensor is cut; empty for one part.
         dim: the dimension in which the results of parts are joined.

@@ -85,7 +85,10 @@ def ring_attention(
 
 @lru_cache(maxsize=16)
 def num_steps(problem: Problem) -> int:
-    """Return the number of steps after which no rank's queries see further keys."""
+    """Return the number of ring steps, 1 to N, after which no rank's queries see further keys.
+
+    The first step is attention to the rank's own keys.
+    """
     size = problem.size
     for step in range(size - 1, 0, -1):
         for rank in range(size):

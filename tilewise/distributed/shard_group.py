@@ -185,7 +185,8 @@ class ShardGroup:
         return self.inbox.embed(table, ids, rows)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over all ranks, in its dtype; `x` may be overwritten."""
+        """Return the sum of `x` over all ranks, in its dtype, on every rank; all ranks call it. `x`
+        may be overwritten."""
         self.num_calls += 1
         if self.size == 1:
             return x

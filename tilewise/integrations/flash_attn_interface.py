@@ -220,9 +220,10 @@ def flash_attn_varlen_func(
             backward pass is refused.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens.
-        seqused_q, seqused_k: (B,) int32, at most all, looked at on a CPU only; sequence b has only
-            the first of its rows, or keys, as many as these say, and is aligned to the last of
-            them. Its other rows give out = 0 and softmax_lse = -inf.
+        seqused_q, seqused_k: (B,) int32, the numbers of rows, and of keys, of each sequence that
+            are used, the first ones; None for all. The diagonal is aligned to the last used row and
+            key. Unused rows give out = 0 and softmax_lse = -inf. Values above a sequence's length
+            are refused on a CPU only.
         qv, q_descale, k_descale, v_descale, softmax_scale, causal, window_size, attention_chunk,
             softcap, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs: as in
             `flash_attn_func`, in each sequence's own rows and keys.
@@ -434,11 +435,12 @@ def flash_attn_combine(
     Args:
         out_partial: (splits, B, S, H, D) or packed (splits, T, H, D), float32 or 16 bits.
         lse_partial: (splits, B, S, H) or (splits, T, H), float32; -inf where a part saw nothing.
-        out: the tensor for the result, None for a new one.
+        out: the tensor into which the result is written and which is returned; None for a new one.
         out_dtype: the dtype of a new tensor; that of out_partial when None.
 
     Returns:
-        out (B, S, H, D) or (T, H, D), and softmax_lse (B, S, H) or (T, H), float32.
+        out (B, S, H, D) or (T, H, D), and softmax_lse (B, S, H) or (T, H), float32; 0 and -inf
+        where no part saw a key.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.

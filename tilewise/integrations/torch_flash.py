@@ -80,8 +80,11 @@ class _Activation:
 
 
 class Registration:
-    """The replacement of torch's flash attention operators, until `remove()` or in a `with`
-    block."""
+    """The replacement of torch's flash attention operators on some types of device, as `register`
+    makes it.
+
+    It begins with the object and ends with `remove()`, or with the `with` block of the object.
+    """
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self._activations = [_Activation(device.upper()) for device in device_types]
@@ -292,7 +295,12 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute aten._flash_attention_backward: the gradients of query, key and value."""
+    """Compute aten._flash_attention_backward: the gradients of query, key and value, each shaped as
+    its tensor.
+
+    The arguments are as in `flash_forward`, with its results `out`, `logsumexp` and the seed
+    `rng_state`.
+    """
     q, k, v, o, do = _last_dim_contiguous(query, key, value, out, grad_out)
     if dropout_p > 0.0:
         wide = scaled_as_given(torch.ones((), dtype=torch.float64), dropout_p).item()

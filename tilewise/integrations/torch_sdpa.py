@@ -239,7 +239,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _broadcast(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand all three to the same batch dims, and query to all heads.
+    """Return query, key and value expanded to the same batch dims, and query to all heads.
 
     key and value get one number of heads, which divides that of query. With enable_gqa they may
     have any such numbers, otherwise 1 or that of query.

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class AttentionBias:
-    """A mask that is a rule, not a tensor."""
+    """The base of masks that are rules, not tensors, as `memory_efficient_attention` takes them."""
 
 
 class LowerTriangularMask(AttentionBias):
@@ -62,7 +62,8 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 
 @dataclass(frozen=True)
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
-    """A causal mask of the last `_window_size` keys, the query's own included."""
+    """A causal mask, aligned to the bottom right, by which a query sees only the last
+    `_window_size` keys, its own included."""
 
     _window_size: int
 
@@ -138,8 +139,9 @@ class BlockDiagonalMask(AttentionBias):
         return mask, torch.cat([x.flatten(0, 1) for x in tensors]).unsqueeze(0)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Cut a packed result (1, M, ...) into the results of the packed tensors, (B_i, M_i, ...)
-        each."""
+        """Cut a packed result (1, M, ...) into the results of the tensors given to
+        `from_tensor_list`, (B_i, M_i, ...) each; of a mask made otherwise, into (1, M_i, ...) for
+        each sequence."""
         edges = self.q_seqinfo.seqstart_py
         sizes = self._batch_sizes or [1] * (len(edges) - 1)
         found, at = [], 0
@@ -163,7 +165,8 @@ class BlockDiagonalMask(AttentionBias):
 
 
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    """A causal mask of packed sequences, each aligned to the top left."""
+    """A causal mask of packed sequences, each aligned to the top left; here each must have as many
+    keys as queries."""
 
 
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
@@ -190,8 +193,11 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(AttentionBias):
         *,
         device: torch.device | str | None = None,
     ) -> BlockDiagonalCausalWithOffsetPaddedKeysMask:
-        """Make a mask of sequences with q_seqlen queries and kv_seqlen keys, padded to
-        kv_padding keys each."""
+        """Return a mask of sequences with q_seqlen queries and kv_seqlen keys, padded to kv_padding
+        keys each.
+
+        Raises ValueError if a sequence has more keys than kv_padding.
+        """
         if causal_diagonal is not None:
             raise UnsupportedError("causal_diagonal must be None")
         if max(kv_seqlen, default=0) > kv_padding:
@@ -272,7 +278,11 @@ def _grouped(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, dropout_p: float, scale: float | None
 ) -> Tensor:
-    """Translate a mask; q, k and v have four dims."""
+    """Attend with a mask of xformers, translated to the arguments of `attention`; return (B, Mq, H,
+    Kv).
+
+    q, k and v have four dims. Raises UnsupportedError for a mask that is not known.
+    """
     options = _Options(softmax_scale=scale, dropout_p=dropout_p)
     if bias is None or isinstance(bias, Tensor):
         return attention(q, k, v, bias=bias, **options)

@@ -84,8 +84,8 @@ def check_bool(name: str, tensor: Tensor, least_dims: int, most_dims: int) -> Te
 
 def check_integers(name: str, values: Any, dims: int) -> NDArray[np.int64]:
     """Return an integer tensor or sequence as numpy int64, with 1s prepended to its shape until it
-    has `dims` dimensions; raise TypeError if it holds no integers, ValueError if it has more or
-    none."""
+    has `dims` dimensions; raise TypeError if it holds no integers, ValueError if it is a scalar or
+    has more dimensions."""
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size == 0:
         array = array.astype(np.int64)

@@ -164,11 +164,11 @@ class Pattern:
         look: bool,
         padded: bool,
     ) -> Visible | None:
-        """Return the pattern for q_length queries from index q_offset on and kv_length keys from
-        index kv_offset on; None if `Visible` cannot express the result.
+        """Return which keys the pattern shows to q_length queries from index q_offset on, of
+        kv_length keys from index kv_offset on; None if `Visible` cannot express the result.
 
-        look: True if values of tensors may be read, which waits for the device.
-        padded: True if padding is hidden as well; left padding then has a chunk of its own.
+        look: True if values of tensors may be read, which waits for the device. padded: True if
+        padding is hidden as well; left padding then has a chunk of its own.
         """
         one_chunk = self.chunks is None or (padded and kv_offset + kv_length <= self.chunks.size)
         if self.packed is not None or not one_chunk:

@@ -99,7 +99,8 @@ class AdaptedLinear(nn.Linear):
 
 
 class _Added(torch.autograd.Function):
-    """y + scale (x A^T) B by the kernel of inference, with gradients by torch's products."""
+    """The function y + scale (x A^T) B, part by part, by the kernel of inference, with gradients of
+    y, x, A and B by torch's products; y is not changed."""
 
     @staticmethod
     def forward(

@@ -182,7 +182,10 @@ class Attention(nn.Module):
     def attend(
         self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None, ctx: AttentionContext, kv: KVLayer
     ) -> Tensor:
-        """Attend over a paged cache from projections qkv (T, (Hq + 2 Hk) D); return o (T, Hq D)."""
+        """Attend over a paged cache from projections qkv (T, (Hq + 2 Hk) D); return o (T, Hq D).
+
+        The new keys and values are written to the cache first; o is not yet projected by o_proj.
+        """
         num_heads = self.num_q_heads + self.kv_parts * self.num_kv_heads
         heads = qkv.unflatten(-1, (num_heads, self.head_dim))
         return self._attend_cache(heads, rope, ctx, kv).flatten(-2)
@@ -251,7 +254,8 @@ class Attention(nn.Module):
         return valued(dense, value) if learns else value
 
     def _slopes_on(self, device: torch.device) -> Tensor | None:
-        """Return the slopes of ALiBi on a device, (Hq,) float32; None for a layer without ALiBi."""
+        """Return the slopes of ALiBi on a device, (Hq,) float32, kept for later calls; None for a
+        layer without ALiBi."""
         if self.alibi_slopes and (self._slopes is None or self._slopes.device != device):
             with torch.inference_mode(False):
                 self._slopes = torch.tensor(self.alibi_slopes, device=device)
@@ -390,8 +394,8 @@ class Attention(nn.Module):
         """Split `heads` into q (..., Hq, D), k and v (..., Hk, D); normalise and rotate q and k,
         return all.
 
-        The values get `v_norm`, if there is one, but no rotation; with one `kv_parts` they are k
-        before norm and rotation.
+        The values get `v_norm`, if there is one, but no rotation; with kv_parts 1 they are k before
+        norm and rotation.
         """
         hq, hk = self.num_q_heads, self.num_kv_heads
         if self.q_norm is None and self.kv_parts == 2:

@@ -103,8 +103,8 @@ def _attention_at(model: nn.Module, name: str) -> Attention:
 
 
 def _convert(attention: Attention, num_kv_heads: int) -> Attention:
-    """Return a copy of an attention layer with num_kv_heads key and value heads, means of the
-    old ones."""
+    """Return a copy of an attention layer with num_kv_heads key and value heads, each the mean of a
+    group of neighbouring old ones."""
     result = copy.deepcopy(attention)
     old, new = attention.qkv_proj, result.qkv_proj
     heads, dim = (attention.num_q_heads, attention.num_kv_heads), attention.head_dim

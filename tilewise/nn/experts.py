@@ -32,8 +32,14 @@ class ExpertsConfig:
         num_experts: N, the number of experts.
         num_active: the number of experts of a token.
         intermediate_size: I of each expert.
-        scores, normalised, norm_eps, num_groups, num_active_groups, best_in_group, jitter: the
-            choice of a token's experts and their routing weights, see `ops.choose_experts`.
+        scores: the scores of experts, which choose and weigh them: the "softmax" or "sigmoid" of
+            the logits, or "sparse_mixer", a rule for two experts; see `ops.choose_experts`.
+        normalised, norm_eps: whether a token's routing weights are divided by their sum, and the
+            term that is added to that sum with sigmoids.
+        num_groups, num_active_groups, best_in_group: the number of groups of consecutive experts,
+            the number of groups among which a token chooses, and the number of best scores, 1 or 2,
+            whose sum is the score of a group.
+        jitter: the relative distance of logits in "sparse_mixer".
         weight_scale: a factor of all routing weights.
         has_correction_bias: True if a term that is learnt is added to the scores for the choice.
         router_bias: True if the router has a bias.
@@ -46,6 +52,7 @@ class ExpertsConfig:
         activation: the function of the gate, one of `nn.layers.ACTIVATIONS` that `ops.expert_mlp`
             computes, or "clamped": (b + 1) g sigmoid(alpha g) with g = min(a, limit) of the gate's
             output a and b of the other, clamped to [-limit, limit].
+        limit, alpha: the constants of the activation "clamped".
         has_bias: True if the products of the experts have biases.
         is_interleaved: True if the rows of gate and up alternate; False if the gate's come first.
         is_packed: True if the experts' weights are MXFP4, 4.25 bits an element.
@@ -234,7 +241,11 @@ class Experts(nn.Module):
         return self
 
     def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """Map x (..., E) to (..., E); experts are chosen by `router_input`, or by x if None."""
+        """Map x (..., E) to (..., E): the sum of each token's experts, and of the shared block if
+        there is one.
+
+        Experts are chosen by `router_input`, of the shape of x, or by x if None.
+        """
         tokens = rows = x.reshape(-1, x.shape[-1])
         logits = self._logits(rows if router_input is None else router_input.reshape(rows.shape))
         if self.latent_proj is not None:
@@ -290,12 +301,11 @@ class Experts(nn.Module):
             self.router = PackedLinear(self.router.weight, self.router.bias)  # type: ignore[assignment]
 
     def hold(self, up: QuantisedWeight, down: QuantisedWeight, dtype: torch.dtype) -> None:
-        """Take the weights of all experts in the place of the parameters `up` and `down`, as narrow
-        as a checkpoint stores them.
+        """Replace the parameters `up` and `down`, in place, by quantised weights of all experts.
 
         Args:
-            up, down: (N 2 I, E), or (N I, E) without gates, and (N E, I), perhaps on "meta";
-                columns of zeros may follow.
+            up, down: (N 2 I, E), or (N I, E) without gates, and (N E, I), all experts one below
+                another, perhaps on "meta"; columns of zeros may follow.
             dtype: the dtype of the model.
         """
         for name, weight in (("up", up), ("down", down)):
@@ -304,8 +314,11 @@ class Experts(nn.Module):
             setattr(self, name, QuantisedLinear([weight], None, dtype))
 
     def place_on_gpu(self) -> None:
-        """Rearrange MXFP4 weights as the kernels of this GPU read them; without such kernels do
-        nothing."""
+        """Replace MXFP4 weights, in place, by a copy in the order that kernels of this GPU read.
+
+        Other weights, quantised ones that were rearranged already, and GPUs without such kernels
+        are left.
+        """
         if not self.config.is_packed or isinstance(self.up, QuantisedLinear):
             return
         assert self.up_scale is not None
@@ -521,7 +534,11 @@ class Experts(nn.Module):
         return scores.argsort(dim=1, descending=True, stable=True)[:, : config.num_active]
 
     def _by_expert(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute y (T, E) expert by expert; a token's results are added in the order of choice.
+        """Return y (T, E), each token's weighted sum of its experts, computed expert by expert,
+        differentiably.
+
+        A token's results are added in the order of choice. The host waits for the number of rows of
+        each expert.
 
         Args:
             x: (T, E).

@@ -51,14 +51,15 @@ def unit_length(x: Tensor) -> Tensor:
 class GatedRMSNorm(nn.Module):
     """Scale rows to unit root mean square, and multiply them by a weight and a function of a gate.
 
-    y = round(x / rms(x)) * weight * f(gate), or, gate first, y = round(z / rms(z)) * weight of
-    z = x f(gate). All is float32 (float64 for float64), but for the first rounding. Sources: Dao
-    and Gu, 2024 (Mamba-2, the gate first); Yang et al., 2024 (gated delta nets).
+    y = round(x / rms(x)) * weight * f(gate), or, gate first, y = round(z / rms(z)) * weight of z =
+    x f(gate). All is float32 (float64 for float64), but for the first rounding. Sources: Dao and
+    Gu, 2024 (Mamba-2, the gate first); Yang et al., 2024 (gated delta nets).
 
     Args:
         dim: the channels of the weight.
         eps: the number that is added to the mean square.
-        group_size: the channels that are averaged; all when None.
+        group_size: the channels over which each mean square is taken, a divisor of dim; None is
+            all.
         activation: f, "silu" or "sigmoid".
         gate_first: True to multiply by the gate before the norm.
         rounds_first: False to round only once, after the gate.

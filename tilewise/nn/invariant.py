@@ -13,7 +13,8 @@ __all__ = ["use_invariant_linears"]
 
 
 def use_invariant_linears(module: nn.Module) -> None:
-    """Replace every nn.Linear below `module` by an `InvariantLinear` of the same weight and bias.
+    """Replace every nn.Linear below `module`, in place, by an `InvariantLinear` of the same weight
+    and bias.
 
     The weights become buffers without gradient, outside of state_dict: for inference only. Mixtures
     of experts and quantised linears are switched to products whose rows do not depend on each

@@ -324,7 +324,8 @@ class UnitRMSNorm(nn.Module):
         return F.rms_norm(x, (self.dim,), None, self.eps)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim); x must be a tensor, not
+        parts."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
         total = residual + x
         return self(total), total
@@ -358,7 +359,8 @@ class ShiftedRMSNorm(nn.Module):
         return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim); x must be a tensor, not
+        parts."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
         if fuses(x, residual, self.weight):
             return ops.add_shifted_rms_norm(x, residual, self.weight, self.eps)
@@ -412,7 +414,8 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, weight, self.bias, self.eps)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        """Return the norm of x + residual, and that sum, both (..., dim); x must be a tensor, not
+        parts."""
         assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
         total = residual + x
         return self(total), total

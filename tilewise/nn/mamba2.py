@@ -102,8 +102,7 @@ class Mamba2(StateLayer):
 
     (z, x, b, c, dt) = u W_in; (x, b, c) = silu(conv(x, b, c)); dt = softplus(dt + dt_bias), within
     its limits; y of `ops.ssd` with a = -exp(a_log); y = norm(y silu(z)) W_o. Rows of in_proj are
-    the five parts, one after another.
-    Source: Dao and Gu, 2024, "Transformers are SSMs", section 7.
+    the five parts, one after another. Source: Dao and Gu, 2024, "Transformers are SSMs", section 7.
 
     Args:
         hidden_size: the width E of u.
@@ -112,7 +111,7 @@ class Mamba2(StateLayer):
     Attributes:
         conv, conv_bias: (H P + 2 G N, W) and (H P + 2 G N,), or None.
         a_log, dt_bias, d: (H,) float32.
-        norm: the norm of the H P channels, or None.
+        norm: the gated norm of the H P channels; None for none: y is then (y silu(z)) W_o.
     """
 
     config: Mamba2Config

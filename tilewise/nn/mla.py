@@ -140,8 +140,8 @@ class MultiheadLatentAttention(nn.Module):
             Same shape as x.
 
         Raises:
-            ValueError: only one of ctx and kv is given, the new tokens are a tree, or attention is
-                handed over after `absorb`.
+            ValueError: only one of ctx and kv is given, ctx has a tree_mask, or ctx has `attend` or
+                adapters after `absorb` has made E or F.
         """
         if (ctx is None) != (kv is None):
             raise ValueError(
@@ -188,8 +188,8 @@ class MultiheadLatentAttention(nn.Module):
 
     @property
     def expanding_run(self) -> int:
-        """Number of new tokens from which expanding the cache costs fewer FLOPs than attending
-        absorbed.
+        """The number of new tokens of a sequence from which expanding its cached latents costs no
+        more FLOPs than attending absorbed.
 
         A cached token costs R (Dn + Dv) multiply-adds a head to expand and then Dn + Dr + Dv for
         each new token, or 2 R + Dr for each absorbed: equal at R (Dn + Dv) / (2 R - Dn - Dv).
@@ -253,7 +253,8 @@ class MultiheadLatentAttention(nn.Module):
         self.kv_b_proj = None
 
     def refill_up_projections(self, weight: Tensor) -> None:
-        """Write another weight of kv_b_proj, (Hq (Dn + Dv), R), where W_uk and W_uv lie packed."""
+        """Overwrite the packed W_uk and W_uv with those of another weight of kv_b_proj, (Hq (Dn +
+        Dv), R)."""
         assert self.packed_uk is not None
         assert self.packed_uv is not None
         heads = weight.detach().unflatten(0, (self.num_heads, -1))

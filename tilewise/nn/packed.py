@@ -114,9 +114,10 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Look rows up in the panels of an output head that is tied to the embedding.
+    """An embedding that looks its rows up in the panels of a tied output head, without a copy of
+    its own.
 
-    A row of narrow panels has the values that the head multiplies by: the two stay tied.
+    Rows of int8 or other narrow panels are dequantised to the values by which the head multiplies.
     """
 
     def __init__(self, head: PackedLinear) -> None:

@@ -16,22 +16,28 @@ _FIRST_TABLE_ROWS = 2048  # doubled as positions grow; 1 MiB of float32 for 128 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The angles by which channels rotate, per position.
+    """The settings of a rotary position embedding: which channels rotate, and by what angle per
+    position.
 
     Attributes:
         rotary_dim: R, the channels that rotate (even, at most the head dim); the rest are
             unchanged.
         theta: the base of the geometric series of wavelengths.
-        rope_type: a key of ROPE_TYPES.
+        rope_type: the rule of the frequencies, a key of ROPE_TYPES; fields below name the rules
+            that read them.
         max_positions: the longest sequence the model was made for, in tokens.
-        original_max_positions: the longest sequence before the context was extended (llama3, yarn).
-        factor: the ratio by which the context was extended (linear, llama3, yarn).
+        original_max_positions: the longest sequence before the context was extended (llama3, yarn,
+            longrope); None is max_positions.
+        factor: the ratio by which the context was extended (linear, llama3, yarn, longrope,
+            proportional).
         low_freq_factor, high_freq_factor: llama3; original_max_positions over these are the
             wavelengths beyond which a channel is scaled fully, and below which it is not scaled.
         beta_fast, beta_slow: yarn; rotations over the original context above which a channel is not
             scaled, and below which it is scaled fully.
-        attention_factor: yarn; the factor of cos and sin. None is the paper's 0.1 ln(factor) + 1.
-        mscale, mscale_all_dim: yarn; replace that default by a ratio when both are non-zero.
+        attention_factor: yarn and longrope; the factor of cos and sin. None is the paper's: 0.1
+            ln(factor) + 1 for yarn, sqrt(1 + ln(factor) / ln(original_max_positions)) for longrope.
+        mscale, mscale_all_dim: yarn; two numbers that replace its default attention_factor by a
+            ratio, see `temperature`, when both are non-zero.
         truncate: yarn; True to round the bounds between scaled and unscaled to whole channels.
         interleaved: True to rotate channels in pairs (2i, 2i + 1), False for (i, i + R / 2).
         num_turning: proportional; the channel pairs that rotate, the first ones of all.
@@ -132,7 +138,7 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
 
     def channel_of(turns: float) -> float:
         """Return the fractional index of the channel pair that rotates `turns` times over the
-        context."""
+        original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = channel_of(config.beta_fast), channel_of(config.beta_slow)
@@ -251,7 +257,11 @@ class RotaryEmbedding(nn.Module):
         return cos[:seqlen], sin[:seqlen]
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (*positions.shape, R/2) float32, of int64 positions >= 0."""
+        """Return cos and sin, each (*positions.shape, R/2) float32, of int64 positions >= 0.
+
+        On a CPU, outside of compiled code, the tables grow if needed; elsewhere positions must be
+        below config.max_positions.
+        """
         needed = self.config.max_positions
         if positions.device.type == "cpu" and not torch.compiler.is_compiling():
             needed = int(positions.max()) + 1 if positions.numel() else 0
@@ -273,7 +283,7 @@ class RotaryEmbedding(nn.Module):
 
     @staticmethod
     def halves(found: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (..., R/2), of rows of `table`."""
+        """Split rows (..., R) of `table` into cos and sin, each (..., R/2)."""
         half = found.shape[-1] // 2
         return found[..., :half], found[..., half:]
 

@@ -45,7 +45,8 @@ __all__ = ["product", "use_inference_bits"]
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T + bias by the product of inference, with gradients by torch's products."""
+    """The function x @ weight.T + bias by the product of inference, with gradients by torch's
+    products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,7 +123,8 @@ class _RMSNorm(RMSNorm):
 
 
 class _SiluMul(torch.autograd.Function):
-    """silu(gate) * up by the kernel of inference, with torch's gradient."""
+    """The function silu(gate) * up of gate_up (..., 2 I) by the kernel of inference, with torch's
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -212,15 +214,17 @@ _VALUED_ON_CPU: dict[type[nn.Module], type[nn.Module]] = {
 def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
     """Make the layers below `model` return the values of a batch-invariant engine on their device.
 
-    All stay trainable. On a GPU a dense batch attends as described in `nn.dense_cache`.
+    The classes of layers are changed in place; all stay trainable. On a GPU a dense batch attends
+    as described in `nn.dense_cache`.
 
     Args:
         model: the model, whose parameters keep their names and identity.
         weights: the weights of products that no layer below computes, to be checked as well.
 
     Raises:
-        UnsupportedError: an engine on a CPU would not pack one of the weights, or the model keeps
-            latents, which training expands to keys and an engine does not; it is unchanged then.
+        UnsupportedError: an engine would not pack one of the weights on a CPU, or not multiply it
+            on a GPU, for its dtype or shape; or the model has latent attention. The model is
+            unchanged then.
     """
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     is_on_gpu = all(weight.is_cuda for weight in (*linears, *weights))

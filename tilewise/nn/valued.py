@@ -21,6 +21,7 @@ class _Valued(torch.autograd.Function):
 
 
 def valued(smooth: Tensor, value: Tensor) -> Tensor:
-    """Return `value` with the gradient of `smooth`; both have one shape and dtype."""
+    """Return a tensor with the numbers of `value`, whose gradient flows to `smooth` alone; both
+    have one shape and dtype."""
     y: Tensor = _Valued.apply(smooth, value)  # type: ignore[no-untyped-call, unused-ignore]
     return y

@@ -17,7 +17,7 @@ def why_not(row_words: int) -> str | None:
     """Return why no kernel can add rows over the ranks, or None if one can.
 
     Args:
-        row_words: the number of 8-byte words that one row takes in the memory of all ranks.
+        row_words: the 8-byte words of one row, of 4 bytes of numbers each, times the ranks.
     """
     if not device.has_triton():
         return "triton is not installed"
@@ -46,7 +46,8 @@ def add_up(
         residual: the rows to add once, (rows, E); None for nothing.
         weight: (E,), the weight of the norm; None for a plain sum, for which y is not written.
         eps: the number that is added to the mean square.
-        y, total: the results, (rows, E), written.
+        y, total: the results, (rows, E), written. Where ranks share the rows among them
+            (`is_dealt`) and there is a norm, `total` is written only for this rank's rows.
         options: the further arguments of `kernels.triton.step.shared_sum.launch`.
     """
     from tilewise.kernels.triton.step import shared_sum

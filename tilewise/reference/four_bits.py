@@ -54,7 +54,8 @@ def signs(size: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Return x (..., D), each group of channels rotated, in x's dtype."""
+    """Return x (..., D) with each group of channels multiplied by its signs and the Hadamard
+    matrix, in x's dtype."""
     size = rotated_channels(x.shape[-1])
     groups: Tensor = x.unflatten(-1, (-1, size)) * signs(size).to(x)
     return (groups @ hadamard_matrix(size).to(x)).flatten(-2)

@@ -41,7 +41,7 @@ class Tiling:
     softmax_scale: float | None = None
 
     def keeps_tile(self, row: int, column: int) -> bool:
-        """Return whether the layout contains tile (row, column)."""
+        """Return whether tile (row, column) is computed: True unless the layout has False there."""
         return self.layout is None or bool(self.layout[row, column])
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -105,7 +105,12 @@ class RequestLimits:
                 )
 
     def check(self, request: GenerationRequest, num_prompts: int = 1) -> None:
-        """Refuse a request that is too large before any work is done for it.
+        """Refuse a request that is too large before any work is done for it: its samples, messages,
+        tools, schemas, patterns and biases.
+
+        Args:
+            request: the parsed body.
+            num_prompts: number of prompts of a completion.
 
         Raises:
             ApiError: 400, with the limit and the value.
@@ -248,7 +253,12 @@ def refuse_uncountable(text: str, most: int, count: Callable[[str], int]) -> Non
 
 
 def _refuse_crowded_arguments(messages: Iterable[dict[str, Any]]) -> None:
-    """Refuse arguments of calls, which are JSON texts, that would take long to parse."""
+    """Refuse a chat's messages if the arguments of a call in them, a text of JSON, would take long
+    to parse.
+
+    Raises:
+        ApiError: 400, as of `refuse_crowded`.
+    """
     for message in messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
@@ -333,12 +343,12 @@ class Queue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a first token."""
+        """Number of accepted prompts that have no first token yet."""
         return self._all.waiting
 
     @property
     def num_live(self) -> int:
-        """Number of requests that are accepted and have not ended."""
+        """Number of accepted prompts that have not ended."""
         return self._all.live
 
     def enter(self, caller: Caller, tokens: int, requests: int = 1) -> Ticket:

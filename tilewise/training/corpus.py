@@ -82,7 +82,8 @@ class Corpus:
     def of_ids(cls, documents: Iterable[Iterable[int]], words: int, end: int) -> Corpus:
         """Return a corpus in memory from token ids.
 
-        An end token precedes each document, and one follows the last.
+        The token `end` precedes each document, and one follows the last; `words` is the size of the
+        vocabulary.
         """
         parts = [np.array([end, *ids], dtype=np.uint32) for ids in documents]
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)

@@ -44,7 +44,7 @@ class BertShape:
             )
 
     def to_hf(self, *, pad_token_id: int = 0) -> dict[str, Any]:
-        """Return the config.json that transformers reads as this model."""
+        """Return, as a dict, the config.json by which transformers reads this model."""
         return {
             "architectures": ["BertForMaskedLM"],
             "model_type": "bert",

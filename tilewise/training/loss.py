@@ -126,7 +126,8 @@ def chunked_loss(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log_softmax of one column a row, of which only the logits are kept: d = dy (onehot - p)."""
+    """The function of `token_logprobs`; it keeps the logits alone, and its gradient is dy (onehot -
+    p)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor) -> Tensor:

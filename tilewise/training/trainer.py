@@ -215,7 +215,8 @@ class Trainer:
         return float(torch.stack(losses).mean())
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `load_state` restores: steps, settings, model and optimizer."""
+        """Return the state that `load_state` restores: steps, settings, model and optimizer;
+        tensors are not copied."""
         return {
             "steps": self.steps,
             "settings": asdict(self.settings),

@@ -38,6 +38,7 @@ def row_blocks(k_cache: Tensor, v_cache: Tensor, *, single: bool = False) -> Row
     """View caches (Bc, S, Hk, D) and (Bc, S, Hk, Dv) as blocks that slices of their rows fill.
 
     Args:
+        k_cache, v_cache: the caches, which are viewed and not copied.
         single: True for blocks of one token, so that a sequence may start anywhere; otherwise
             blocks are as large as S allows, up to MAX_BLOCK.
 
@@ -78,7 +79,8 @@ def _period(cache: Tensor) -> int | None:
 
 
 def check_block_table(block_table: Tensor, batch: int, k: Tensor, v: Tensor) -> None:
-    """Raise unless block_table is an int32 (B, max_blocks) for pages k and v."""
+    """Raise ValueError or TypeError unless block_table is int32 (batch, max_blocks) on k's device,
+    and k and v are pages (num_blocks, block_size, Hk, D) and (..., Dv)."""
     checks.check_dims("block_table", block_table, "(B, max_blocks)")
     checks.check_int32("block_table", block_table, (batch, block_table.shape[1]), k.device)
     for name, pages in (("k", k), ("v", v)):

@@ -100,7 +100,8 @@ class LatentBackend(StepBackend):
         )
 
     def _absorbed(self, q: Tensor, layer: Any, step: Step) -> Tensor:
-        """Return o (T, Hq, R) of absorbed queries over the pool's latents."""
+        """Return o (T, Hq, R) of absorbed queries q (T, Hq, R + Dr) over the latents in SGLang's
+        pool."""
         rank = layer.v_head_dim
         return mla_decode(
             q[..., :rank].contiguous(),

@@ -39,7 +39,7 @@ class PagedBackend(StepBackend):
         save_kv_cache: bool = True,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend from one new token of each sequence; the arguments are those of
+        """Attend from one new token of each sequence; arguments and result are those of
         `forward_extend`."""
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 

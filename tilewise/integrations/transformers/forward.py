@@ -88,7 +88,8 @@ def attend(
     only while `module` is training.
 
     Raises UnsupportedError for an unknown argument that is not None, False or in `_inert`;
-    ValueError if no mask is given where one is needed, or a mask is given with packed sequences.
+    ValueError if no mask is given where one is needed, or a caller's own mask or a position_bias
+    comes with packed sequences.
     """
     _refuse_unknown(kwargs, _inert)
     q, k, v = (_rows(tensor) for tensor in (query, key, value))

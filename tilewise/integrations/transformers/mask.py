@@ -96,7 +96,8 @@ class AttentionMask(Tensor):
         return self._biases[dtype]
 
     def _share(self) -> None:
-        """Drop the description, as views may write to the matrix from now on."""
+        """Drop the description `visible`, as views may write to the matrix from now on: the matrix
+        alone counts."""
         self.visible, self._is_shared = None, True
         self.why_dense = "the model takes views of it, or writes to it: no call can avoid that"
 
@@ -305,7 +306,8 @@ def _is_capturing() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _require_interface(config_type: type) -> None:
-    """Refuse a model that would take a mask made here but not tilewise's attention.
+    """Raise UnsupportedError for a model that would take a mask made here but not tilewise's
+    attention.
 
     transformers accepts any registered name for such a model, though it refuses "sdpa". Models
     outside of transformers, whose class is not known here, are not checked.

@@ -28,8 +28,8 @@ def register() -> None:
 def register_latent() -> None:
     """Give vLLM's CUSTOM backend to the kernels of latents, where VLLM_PLUGINS names this plugin.
 
-    vLLM calls every plugin unless that variable lists some: without it this does nothing, as the
-    paged kernels have the place.
+    vLLM calls every plugin unless that variable lists some: without tilewise_latent in that
+    variable this function does nothing, as `register` gives the place to the paged kernels.
 
     Raises:
         ImportError: vLLM is not installed, or has no such registry.

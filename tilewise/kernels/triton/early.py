@@ -25,25 +25,35 @@ RUN = 128  # channels of 16 bits that one request fetches: 256 bytes
 
 
 def options(kind: str) -> dict[str, Any]:
-    """Return constants and options of a launch of this kind."""
+    """Return the keyword arguments of a launch that say when it begins and lets others begin.
+
+    They follow from the mode that `early.launching` sets for this kind of kernel in this thread:
+    the constant EARLY, and Triton's launch_pdl unless the mode is 0.
+    """
     return options_of(early.mode(kind))
 
 
 def options_of(mode: int) -> dict[str, Any]:
-    """Return the options of a launch in this mode."""
+    """Return the keyword arguments of a launch in a mode of `kernels.early`, see `options`."""
     return {"EARLY": mode, "launch_pdl": True} if mode else {"EARLY": 0}
 
 
 @triton.jit
 def begin_next(EARLY: tl.constexpr):
-    """Let the next kernel be launched once all programs of this one have reached this point."""
+    """Let the next kernel begin once all programs of this one have reached this point.
+
+    It does so in the mode early.FIRST only, and nothing otherwise.
+    """
     if EARLY == _FIRST:
         gdc_launch_dependents()
 
 
 @triton.jit
 def await_previous(EARLY: tl.constexpr):
-    """Wait until the kernel before has ended and its results can be read."""
+    """Wait until the kernel before has ended and its results can be read, unless EARLY is 0.
+
+    In the mode early.AFTER the next kernel may begin then.
+    """
     if EARLY > 0:
         gdc_wait()
     if EARLY == _AFTER:

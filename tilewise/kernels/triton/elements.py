@@ -13,7 +13,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why such a kernel cannot run a call, or None if it can."""
+    """Return why a Triton kernel of elements or rows cannot run a call, or None if it can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
     if spec.dtype not in _DTYPES:

@@ -25,10 +25,11 @@ TILE_ELEMENTS = 2048  # of each input: two 16-byte loads of 2-byte elements a th
 
 @triton.jit
 def add_parts(acc, l, m, part_o, part_lse):
-    """Add normalised parts (parts, Dv) of one row, with their lse, to its running sums.
+    """Return the running sums (acc, l, m) of a row with parts of its attention added.
 
-    The parts of several rows are (parts, rows, Dv). m is in natural units, as the lse of the parts
-    is; it starts at `paged.keys.LOWEST`.
+    part_o (parts, Dv) is normalised, part_lse (parts,) natural; parts of several rows are (parts,
+    rows, Dv) and (parts, rows). m is the largest lse so far, natural, and starts at
+    `paged.keys.LOWEST`.
     """
     m_new = tl.maximum(m, tl.max(part_lse, 0))
     weight = tl.math.exp2((part_lse - m_new) * LOG2E)

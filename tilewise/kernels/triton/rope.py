@@ -82,7 +82,8 @@ def _rope_kernel(
 def launch(maker: Maker, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x (T, H, D) or (B, S, H, D) with its first R channels rotated, as a new tensor.
 
-    cos and sin (T, R / 2), (S, R / 2) or (B, S, R / 2), float32.
+    cos and sin: (T, R / 2), (S, R / 2) or (B, S, R / 2), float32; interleaved: True for pairs of
+    channels 2i and 2i + 1, False for i and i + R / 2.
     """
     half = cos.shape[-1]
     out = maker.empty(x.shape, x.dtype)

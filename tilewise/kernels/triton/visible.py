@@ -19,19 +19,25 @@ import triton.language as tl
 
 @triton.jit
 def key_at(rows, length_q, length_k):
-    """Return the keys that stand where queries do: the last query stands at the last key."""
+    """Return the index of the key at the position of each query: the last query is at the last key.
+
+    rows: the indices of queries in their sequence.
+    """
     return rows + (length_k - length_q)
 
 
 @triton.jit
 def query_at(cols, length_q, length_k):
-    """Return the queries that stand where keys do."""
+    """Return the index of the query at the position of each key, the inverse of `key_at`."""
     return cols - (length_k - length_q)
 
 
 @triton.jit
 def keys_of_rows(rows, seqlen_q, seqlen_k, window_left, window_right, variant: tl.constexpr):
-    """Return for each row the begin and end of the keys that it sees."""
+    """Return the begin and the end (excluded) of the keys that each row sees, without a block mask.
+
+    rows: the indices of queries. An end may be at most its begin: such a row sees no key.
+    """
     diagonal = key_at(rows, seqlen_q, seqlen_k)
     begin = diagonal * 0
     end = begin + seqlen_k
@@ -44,7 +50,10 @@ def keys_of_rows(rows, seqlen_q, seqlen_k, window_left, window_right, variant: t
 
 @triton.jit
 def visible(cols, begin, end, variant: tl.constexpr):
-    """Return begin <= cols < end, broadcast; a range that starts at 0 needs one comparison."""
+    """Return begin <= cols < end, broadcast over all three.
+
+    Without a left window (`variant.left`) begin is taken as 0 and not compared.
+    """
     seen = cols < end
     if variant.left:
         seen = seen & (cols >= begin)
@@ -53,7 +62,11 @@ def visible(cols, begin, end, variant: tl.constexpr):
 
 @triton.jit
 def visible_pairs(cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS: tl.constexpr):
-    """Return which (query, key) pairs of a tile see one another; BITS: if `allowed` says so too."""
+    """Return which (query, key) pairs of a tile are visible, bool (queries, keys).
+
+    cols: the keys; key_begin, key_end: the range of keys that each query sees; allowed: with BITS
+    the pairs that a bit tile allows, which alone decide unless `variant.ruled`.
+    """
     if BITS and not variant.ruled:
         seen = allowed  # a mask hides all that lies outside the sequence
     else:
@@ -159,13 +172,17 @@ def span_of_keys(
 
 @triton.jit
 def queries_of_keys(diagonal, window_left, window_right):
-    """Return per key the half-open range of queries that see it; diagonal: of `query_at`."""
+    """Return the begin and the end (excluded) of the queries whose window holds each key.
+
+    diagonal: the query at each key's position, from `query_at`. The ends are not cut to the
+    sequence, and a negative window is not treated as unlimited.
+    """
     return diagonal - window_right, diagonal + window_left + 1
 
 
 @triton.jit
 def seen_keys(cols, length_q, length_k, window_left, variant: tl.constexpr):
-    """Return which keys exist and do not lie left of the first query's window."""
+    """Return which keys exist and do not lie left of the first query's window: bool, as cols."""
     seen = cols < length_k
     if variant.left:
         seen = seen & (cols >= length_k - length_q - window_left)
@@ -177,16 +194,16 @@ def first_key_of_run(seqlen_k, run, WINDOW_LEFT: tl.constexpr):
     """Return the first key that the window of a run's first query holds, at least 0.
 
     Args:
-        seqlen_k: the keys of the sequence.
+        seqlen_k: the number of keys of the sequence.
         run: the number of its last tokens that are queries.
-        WINDOW_LEFT: the keys before the query's own that it sees.
+        WINDOW_LEFT: the number of keys before its own that a query sees.
     """
     return tl.maximum(seqlen_k - run - WINDOW_LEFT, 0)
 
 
 @triton.jit
 def end_of_keys(row, length_q, length_k):
-    """Return the end of the keys that a causal row sees."""
+    """Return the end (excluded) of the keys that a query sees under the causal rule, at least 0."""
     return tl.maximum(key_at(row, length_q, length_k) + 1, 0)
 
 
@@ -218,7 +235,7 @@ def keys_of_row_tile(
 
     No row of the tile sees a key outside [key_lo, key_hi), and every one sees all keys of the tiles
     of keys [clean_lo, clean_hi). Row r is token r // form.group. skipped: how many first keys are
-    left out, of form and way: see `paged.rows`.
+    left out, with way.skipped; form and way: the constants of the kernel of `paged.rows`.
     """
     first_new = seqlen_k - run
     # Last keys that the first and the last row of this tile see.
@@ -252,22 +269,29 @@ def inside_window(key, pos, WINDOW_LEFT: tl.constexpr):
 
 @triton.jit
 def entries_of_tile(spans, b, h, batch, head, tile):
-    """Return (first entry, end of the full ones, end of the partial ones) of a tile's list."""
+    """Return (first entry, end of the full ones, end of the partial ones) of a tile's list.
+
+    spans: the address of these three numbers for each tile; batch, head: the strides of a sequence
+    and of a head in tiles, 0 where lists are shared; tile: the number of the row or column of mask
+    tiles.
+    """
     at = spans + (b.to(tl.int64) * batch + h.to(tl.int64) * head + tile) * 3
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
 def entries_between(entries, begin, end, first_tile, end_tile):
-    """Return the range of entries, which ascend within begin ... end, of tiles [first_tile,
-    end_tile)."""
+    """Return the begin and the end of the entries of tiles [first_tile, end_tile) in a list.
+
+    begin, end: the range of entries to search, in which tiles ascend.
+    """
     begin = _first_from(entries, begin, end, first_tile)
     return begin, _first_from(entries, begin, end, end_tile)
 
 
 @triton.jit
 def lists_of_tile(extras, b, h, first, begin, end, variant: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Return (first full entry, their end, first partial entry, their end) of a tile's list.
+    """Return (first full entry, end of these, first partial entry, end of these) of a tile's list.
 
     The tile begins at row `first`, or with KEYS_FIRST at that key. Where windows or lengths hide
     pairs, too, only mask tiles of the other side that lie in [begin, end) are left.
@@ -316,7 +340,8 @@ def pairs_of_entry(
 ):
     """Return which rows of the other side to load, and which pairs of a bit tile are visible.
 
-    A bit tile is a partial tile of the mask, stored as one bit a pair. The first result is `loaded`
+    The other side is the keys that a tile of queries meets, or with KEYS_FIRST the queries. A bit
+    tile is a partial tile of the mask, stored as one bit a pair. The first result is `loaded`
     less the keys that no row of the tile sees; with KEYS_FIRST it is `loaded` itself.
 
     Args:
@@ -371,7 +396,10 @@ def kind_of_tile(extras, b, h, row, col, variant: tl.constexpr):
 
 @triton.jit
 def _first_from(entries, begin, end, tile):
-    """Return the first of the ascending entries [begin, end) that is `tile` or comes after it."""
+    """Return the index of the first entry in [begin, end) whose tile is at least `tile`, or `end`.
+
+    Tiles of the entries ascend.
+    """
     while begin < end:
         middle = begin + (end - begin) // 2
         before = tl.load(entries + middle.to(tl.int64) * 2) < tile
@@ -414,7 +442,7 @@ def visible_bits(
 def reached_keys(
     reach, number, band, first_key, variant: tl.constexpr, TILE_M: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Return which keys of a compute tile any row of a band of its bit tile sees.
+    """Return which keys of a compute tile some row of a band of its bit tile sees, bool (KEYS,).
 
     Args:
         reach: int32, the result of `mask_reach_kernel`: a bit for each key of each band.

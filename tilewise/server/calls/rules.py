@@ -39,7 +39,8 @@ class Tool:
 
 
 class Unwritable(Exception):
-    """A tool's schema that no call of a format can follow for certain.
+    """Raised for a tool with a name or a schema that no call in the model's format can follow for
+    certain.
 
     Args:
         place: the index of the tool.

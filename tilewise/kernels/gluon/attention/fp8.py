@@ -51,7 +51,8 @@ _L2_BYTES = 16 << 20  # of keys and values at work at a time; the cache has 50 M
 
 
 def why_not(spec: AttentionSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec`, or return None when it can: on Hopper, with D = Dv of
+    64, 128 or 256, mask tiles of 128 x 128, a bounded softcap and a positive scale."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     # Without a GPU at hand the answer is for Hopper, as that of the other backends is.
@@ -71,7 +72,8 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
-    """Return how a call of `FP8_TENSORS` is run; its results are o and lse.
+    """Return the plan of attention over 8-bit tensors, or why this kernel cannot run the call,
+    whose tensors are `FP8_TENSORS`; the results are o and lse.
 
     q, k and v are of 16 bits, or float8_e4m3fn with scales: float32 (B, Hq), (B, Hk), (B, Hk), or
     of tokens (B, Hq, Sq), (B, Hk, Sk), (B, Hk). rotation: +-1, (D, D) in q's dtype, for 16-bit q
@@ -157,7 +159,7 @@ def _add_kernel(
     tensors: AttentionTensors,
     variant: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Note the launch of the e4m3 kernel, and of those that list a packed batch's tiles.
+    """Add to the plan the launch of the e4m3 kernel, and of those that list a packed batch's tiles.
 
     Args:
         ready: the quantised tensors, of which q and k have rows.

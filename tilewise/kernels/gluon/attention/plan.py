@@ -40,7 +40,7 @@ def plan_fwd(call: Call) -> LaunchPlan | Refusal:
 
 
 def plan_bwd(call: Call) -> LaunchPlan:
-    """Return how the backward pass of a call that `plan_fwd` took is run.
+    """Return the plan of the backward pass of a call whose forward pass `plan_fwd` took.
 
     Its results are dq, dk, dv, dbias and dsinks, the last two None where they are not wanted. Of
     heads of more than 256 channels the kernel by mma.sync makes them on Hopper, too.

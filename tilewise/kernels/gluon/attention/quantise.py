@@ -66,7 +66,8 @@ class Packed(NamedTuple):
         return self.cu_seqlens_k.shape[0] - 1
 
     def columns(self, keys: int) -> int:
-        """Return how many columns the values of all `keys` keys take, see `first_column`."""
+        """Return how many columns the transposed values of all `keys` keys take, each sequence
+        padded to a multiple of ROOM, see `first_column`."""
         return (keys // ROOM.value + self.batch) * ROOM.value
 
 
@@ -218,8 +219,8 @@ def add_qkv(
     packed: Packed | None = None,
     per_token: bool = False,
 ) -> Quantized:
-    """Note the launches that quantise the inputs of one attention call, and return the e4m3 tensors
-    and scales.
+    """Add to the plan the launches that quantise the inputs of one attention call, and return the
+    e4m3 tensors and scales.
 
     Args:
         q, k, v: (B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, D), 16 bits, last dim contiguous; of a
@@ -291,7 +292,8 @@ def add_qkv(
 
 
 def _why_not(call: Call) -> str | None:
-    """Say why the kernels cannot read a tensor (..., S, H, D), or return None when they can."""
+    """Say why the kernels cannot quantise the call's tensor x (..., S, H, D), or return None when
+    they can: 16 bits, on Hopper, D of at most 256 (at least 16 with a rotation), and not empty."""
     x, *_, rotation = call.layouts
     assert x is not None
     head_dim = x.shape[-1]
@@ -309,13 +311,15 @@ def _why_not(call: Call) -> str | None:
 
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
-    """Return how one tensor is quantised, or why these kernels cannot: see `plan_quantize`."""
+    """Return the plan that quantises one tensor to e4m3, see `plan_quantize`, or why these kernels
+    cannot."""
     reason = _why_not(call)
     return plan_quantize(call) if reason is None else Refusal(reason)
 
 
 def plan_quantize(call: Call) -> LaunchPlan:
-    """Return how one tensor is quantised: e4m3 of its shape, and float32 scales.
+    """Return the plan that quantises one tensor; its results are e4m3 of the tensor's shape, and
+    float32 scales.
 
     Its call has a `QuantizeSpec` and these tensors:
         x: (B, S, H, D) of 16 bits, last dim contiguous; (T, H, D) of a packed batch, whose rows of
@@ -347,8 +351,8 @@ def _add_rows(
     seqlens: Tensor | None,
     packed: Packed | None,
 ) -> tuple[Tensor, Tensor]:
-    """Note the launches that quantise one tensor with a scale for each head of a sequence; return
-    the e4m3 tensor of its shape and the scales (B, H)."""
+    """Add to the plan the launches that quantise one tensor with a scale for each head of a
+    sequence; return the e4m3 tensor of its shape and the scales (B, H)."""
     shape = tuple(x.shape)
     x8 = maker.empty(shape, _E4M3) if packed is None else maker.full(shape, 0.0, _E4M3)
     if packed is not None and packed.batch == 0:  # no row belongs to a sequence
@@ -363,8 +367,8 @@ def _add_rows(
 def _add_tokens(
     maker: Maker, x: Tensor, rotation: Tensor | None, seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Note the launch that quantises one tensor with a scale for each token; return the e4m3 tensor
-    of its shape and the scales (B, H, S), B of 1 for a packed tensor."""
+    """Add to the plan the launch that quantises one tensor with a scale for each token; return the
+    e4m3 tensor of its shape and the scales (B, H, S), B of 1 for a packed tensor."""
     x8 = maker.empty(tuple(x.shape), _E4M3)
     x = _batched(x)
     tasks = _Tasks(maker, x, x, x, rotated=rotation is not None)
@@ -393,8 +397,8 @@ def _add_tokens(
 def _add_values(
     maker: Maker, v: Tensor, seqlens_k: Tensor | None, packed: Packed | None
 ) -> tuple[Tensor, Tensor]:
-    """Note the launches that quantise values alone, with a scale for each head of a sequence;
-    return e4m3 (B, Hk, D, columns) and the scales (B, Hk)."""
+    """Add to the plan the launches that quantise values alone, with a scale for each head of a
+    sequence; return e4m3 (B, Hk, D, columns) and the scales (B, Hk)."""
     v = _batched(v)
     tasks = _Tasks(maker, v, v, v, rotated=False, packed=packed)
     v8 = tasks.new_values(maker)
@@ -413,8 +417,8 @@ def _add_one(
     columns: int,
     single: int,
 ) -> None:
-    """Note both launches that quantise one tensor with a scale a head: the largest values, and then
-    the codes.
+    """Add to the plan both launches that quantise one tensor with a scale a head: the largest
+    values, and then the codes.
 
     Args:
         more: the rotation and the lengths, or None.
@@ -446,8 +450,9 @@ def _add_one(
 def add_value_columns(
     maker: Maker, v8: Tensor, seqlens_k: Tensor | None, packed: Packed | None = None
 ) -> Tensor:
-    """Note the launch that transposes e4m3 values (B, Sk, Hk, D), and return the result (B, Hk, D,
-    Sk rounded up), with keys in the order of the e4m3 product and zeros past each length.
+    """Add to the plan the launch that transposes e4m3 values (B, Sk, Hk, D), and return the result
+    (B, Hk, D, Sk rounded up), with keys in the order of the e4m3 product and zeros past each
+    length.
 
     Those of a packed batch, (Tk, Hk, D), become (1, Hk, D, columns).
     """

@@ -43,14 +43,19 @@ _HOST = 50e-6
 
 
 class Blocks(NamedTuple):
-    """How k and v of a dense batch are read as a paged cache."""
+    """How k and v of a dense batch are read in place as a paged cache."""
 
     size: int
     step: int
 
 
 def is_faster(spec: AttentionSpec, num_sms: int) -> bool:
-    """Say whether the paged kernels can compute `spec` and take less time."""
+    """Say whether the paged kernels can compute the dense call `spec` and would take less time, by
+    a model of measured times.
+
+    They can if it has 1 to 128 queries, 128 keys or more, and no window other than causal, no
+    packed sequences, bias, ALiBi, mask, dropout or row maxima.
+    """
     rows = spec.max_seqlen_q
     if not 1 <= rows <= _MAX_ROWS or spec.max_seqlen_k < _BLOCKS[0]:
         return False
@@ -100,8 +105,8 @@ def tile_config_split_kv(spec: AttentionSpec, arch: int, num_sms: int) -> TileCo
 def add_split_kv(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, blocks: Blocks
 ) -> tuple[Tensor, Tensor]:
-    """Note the launches of the paged kernels for a dense forward pass with `maker`; return o (B,
-    Sq, Hq, Dv) and lse float32 (B, Hq, Sq)."""
+    """Add to the plan the launches of the paged kernels for a dense forward pass with `maker`;
+    return o (B, Sq, Hq, Dv) and lse float32 (B, Hq, Sq)."""
     q, k, v = tensors[:3]
     batch, rows, heads = spec.batch, spec.max_seqlen_q, spec.num_q_heads
     paged = _paged_spec(spec, blocks)
@@ -151,13 +156,14 @@ def add_split_kv(
 
 
 def _is_one_row_after_another(q: Tensor) -> bool:
-    """Whether (B, Sq, Hq, D) is (B * Sq, Hq, D) in place."""
+    """Whether q (B, Sq, Hq, D) can be viewed as (B * Sq, Hq, D) without a copy."""
     batch, rows = q.shape[:2]
     return batch == 1 or rows == 1 or q.stride(0) == rows * q.stride(1)
 
 
 def _by_sequence(maker: Maker, lse: Tensor, batch: int) -> Tensor:
-    """Return lse (Hq, B * Sq) as (B, Hq, Sq): a view if B is 1, else a copy by a noted launch."""
+    """Return lse (Hq, B * Sq) as (B, Hq, Sq): a view if B is 1, else a copy that a launch in the
+    plan makes."""
     heads, rows = lse.shape[0], lse.shape[1] // batch
     if batch == 1:
         return lse.view(1, heads, rows)

@@ -32,7 +32,8 @@ MOVER_REGISTERS = gl.constexpr(24)
 
 
 class Buffers(NamedTuple):
-    """Shared memory of one CTA; the first axis counts tiles in flight."""
+    """The shared memory of one CTA of the kernel for dk and dv: q, do, k, v, p and row terms; the
+    first axis counts tiles in flight."""
 
     q: object
     do: object
@@ -46,7 +47,8 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """The barriers by which partitions wait for one another."""
+    """The mbarriers by which the loader and the two warpgroups of the kernel for dk and dv wait for
+    one another."""
 
     kv_full: object  # k, then v
     q_full: object  # q and delta
@@ -183,7 +185,11 @@ def attention_bwd_dkdv_kernel(
     drop_limit,
     variant: gl.constexpr,
 ):
-    """Compute one tile of dk and dv; see the module's docstring."""
+    """Compute and write dk and dv of one tile of 64 keys of a key head, over all queries of its
+    group that see them: p is recomputed from lse in base 2, ds from p and delta.
+
+    Two warpgroups make dv and dk, one warp loads; see the module's docstring.
+    """
     shape = Shape(
         sequences.cu_q,
         sequences.cu_k,

@@ -31,7 +31,8 @@ MOVER_REGISTERS = gl.constexpr(24)
 
 
 class Buffers(NamedTuple):
-    """Shared memory of one CTA; the first axis counts warpgroups, or tiles in flight."""
+    """The shared memory of one CTA of the kernel for dq: q, do, k and v; the first axis counts
+    warpgroups, or tiles in flight."""
 
     q: object
     do: object
@@ -42,7 +43,8 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """The barriers by which partitions wait for one another."""
+    """The mbarriers by which the loader and the two warpgroups of the kernel for dq wait for one
+    another."""
 
     q_full: object  # q and do of a warpgroup
     k_full: object
@@ -171,7 +173,11 @@ def attention_bwd_dq_kernel(
     drop_limit,
     variant: gl.constexpr,
 ):
-    """Compute one tile of dq; see the module's docstring."""
+    """Compute and write dq of one tile of 128 queries of a head, over all keys that they see: p is
+    recomputed from lse in base 2, ds from p and delta.
+
+    Two warpgroups have 64 queries each, one warp loads; see the module's docstring.
+    """
     shape = Shape(
         sequences.cu_q,
         sequences.cu_k,

@@ -51,7 +51,8 @@ from tilewise.kernels.gluon.visible import (
 def _hide_keys(s, row, within, number, first_key, rows, shape, scores, variant: gl.constexpr):
     """Return s (64 queries, keys) with -inf where a query does not see a key.
 
-    within: of the first query, in its tile of the block mask; number: of the bit tile, or -1.
+    within: the place of the first query in its tile of the block mask; number: the bit tile, -1 for
+    all bits.
     """
     if variant.mask:
         start = scores.mask_bits + number.to(gl.int64) * (MASK_TILE * MASK_WORDS)

@@ -37,7 +37,8 @@ PREPOST_WARPS = gl.constexpr(2)
 
 
 class Buffers(NamedTuple):
-    """Shared memory of one CTA; the first axis counts tiles in flight."""
+    """The shared memory of one CTA of the backward kernel: q, do, k, v, ds, dq, row terms and a
+    bias; the first axis counts tiles in flight."""
 
     q: object
     do: object
@@ -52,7 +53,8 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """The barriers by which partitions wait for one another."""
+    """The mbarriers by which loader, senders and consumers of the backward kernel wait for one
+    another."""
 
     kv_full: object  # k, then v
     q_full: object  # q and lse_log2
@@ -174,7 +176,12 @@ def attention_bwd_kernel(
     drop_limit,
     variant: gl.constexpr,
 ):
-    """Compute one tile of dk and dv, and add its terms to dq; see the module's docstring."""
+    """Compute and write dk and dv of one tile of 128 keys of a key head, or of several in turn, and
+    add what the tile gives to the float32 sums of dq in global memory.
+
+    Further warps pre- and postprocess other heads, see `prepost`; the module's docstring has the
+    rule.
+    """
     shape = Shape(
         sequences.cu_q,
         sequences.cu_k,

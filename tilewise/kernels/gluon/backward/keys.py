@@ -24,7 +24,8 @@ from tilewise.kernels.gluon.visible import MASK_TILE, first_key_seen, queries_of
 def hide(s, work, tile, number, first_word, keys, shape, scores, variant: gl.constexpr):
     """Return s (keys, queries) with -inf where the query does not see the key.
 
-    keys: the positions of the tile's keys in their sequence.
+    tile: the tile of queries; number: its bit tile in a block mask, -1 for all bits; first_word:
+    the place of these keys' first word in it; keys: the positions of the keys in their sequence.
     """
     TILE_M: gl.constexpr = variant.tile_m
     if variant.mask:
@@ -66,7 +67,8 @@ def clear_keys(tile, first_key, lengths, shape, variant: gl.constexpr):
     """Set to 0, in shared memory, the keys of a tile that are past the end of their sequence or
     left of every window.
 
-    lengths: whatever has length_q and length_k. All warpgroups of a CTA zero the same keys.
+    lengths: a `Work` or `Rows`, of which length_q and length_k are read. All warpgroups of a CTA
+    zero the same keys.
     """
     if variant.packed or variant.ragged or variant.left:
         begin = 0

@@ -85,8 +85,8 @@ def add_bwd(
     lse: Tensor,
     tensors: AttentionTensors,
 ) -> Gradients:
-    """Note the launches of the backward pass by Hopper's kernels; arguments and results are
-    `add_around`'s."""
+    """Add to the plan the launches of the backward pass by Hopper's kernels; arguments and results
+    are `add_around`'s."""
     return add_around(maker, spec, do, dlse, o, lse, tensors, _add_kernels)
 
 
@@ -100,8 +100,8 @@ def add_around(
     tensors: AttentionTensors,
     add_kernels: Callable[[Maker, Parts], Rows],
 ) -> Gradients:
-    """Note the launches of a backward pass: those of `add_kernels`, which write dq, dk and dv, and
-    those before and after them, for gaps, groups, a bias and sinks.
+    """Add to the plan the launches of a backward pass: those of `add_kernels`, which write dq, dk
+    and dv, and those before and after them, for gaps, groups, a bias and sinks.
 
     Args:
         do: gradient of o, any strides.
@@ -147,8 +147,8 @@ def add_around(
 
 
 def rows_before(maker: Maker, x: Parts, variant: BwdVariant, *, has_sums: bool) -> Rows:
-    """Note the launches before the main kernels, which compute delta and lse in base 2, and return
-    these tensors.
+    """Add to the plan the launches before the main kernels, which compute delta and lse in base 2,
+    and return these tensors.
 
     Args:
         x: the tensors of the pass.
@@ -160,8 +160,8 @@ def rows_before(maker: Maker, x: Parts, variant: BwdVariant, *, has_sums: bool) 
 
 
 def _add_kernels(maker: Maker, x: Parts) -> Rows:
-    """Note the launches of Hopper's kernels, which write x.dq, x.dk and x.dv, and return the row
-    terms that they read."""
+    """Add to the plan the launches of Hopper's kernels, which write x.dq, x.dk and x.dv, and return
+    the row terms that they read."""
     spec, extras = x.spec, x.extras
     is_separate = has_separate_dq(spec)
     variant = variant_of(spec)

@@ -40,7 +40,8 @@ PIECE_COLUMNS = gl.constexpr(64)
 
 
 class PrePost(NamedTuple):
-    """The tensors that pre- and postprocessing read and write without TMA; None for absent ones."""
+    """The tensors that pre- and postprocessing read and write without TMA: dq and its sums, dlse,
+    delta and counters; None for absent ones."""
 
     dq: object  # contiguous
     dq_sum: object  # float32 (planes, rows, d)
@@ -67,7 +68,8 @@ def _piece_layout(warps):
 
 @gluon.jit
 def wait_for_preprocess(index, shape, prepost):
-    """Wait until the row terms of head `index` are there and its sums of dq are zero."""
+    """Wait until the row terms of head `index` are there and its sums of dq are zero; those of the
+    first heads are, since an earlier kernel has made them."""
     if index >= shape.heads_ahead:
         while gl.atomic_add(prepost.counts + index, 0, sem="acquire") < shape.prepost_ctas:
             pass

@@ -165,7 +165,7 @@ def launch_after(
     variant: BwdVariant,
     flat: int,
 ) -> None:
-    """Note the launch that rounds the float32 sums of dq of the last heads to dq.
+    """Add to the plan the launch that rounds the float32 sums of dq of the last heads to dq.
 
     Args:
         rows: the row terms and the sums.
@@ -204,7 +204,8 @@ def launch_after(
 def zero_gaps(
     maker: Maker, dq: Tensor, dk: Tensor, dv: Tensor, spec: AttentionSpec, sequences: Sequences
 ) -> None:
-    """Note the launch that zeroes gradients before the first sequence and after the last.
+    """Add to the plan the launch that zeroes gradients before the first sequence and after the
+    last.
 
     Their number is known on the device only.
     """
@@ -227,8 +228,8 @@ def zero_gaps(
 
 
 def sum_groups(maker: Maker, x: Tensor, group_size: int) -> Tensor:
-    """Note the launch that adds up gradients (..., Hq, D) of the query heads of each group, and
-    return the sums, those of key heads (..., Hk, D)."""
+    """Add to the plan the launch that adds up gradients (..., Hq, D) of the query heads of each
+    group, and return the sums, those of key heads (..., Hk, D)."""
     heads, width = x.shape[-2] // group_size, x.shape[-1]
     total = maker.empty((*x.shape[:-2], heads, width), x.dtype)
     count, d = total.numel() // width, power_of_2(width)
@@ -249,8 +250,8 @@ def sum_groups(maker: Maker, x: Tensor, group_size: int) -> Tensor:
 
 
 def sum_sinks(maker: Maker, sinks: Tensor, rows: Rows) -> Tensor:
-    """Note the launch that computes the gradients of the sinks from the row terms, and return them,
-    float32 (Hq,)."""
+    """Add to the plan the launch that computes the gradients of the sinks from the row terms, and
+    return them, float32 (Hq,)."""
     dsinks = maker.empty(tuple(sinks.shape), torch.float32)
     heads, (planes, rows_per_plane) = len(sinks), rows.delta.shape
     maker.launch(
@@ -287,8 +288,8 @@ def launch_main(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Note the launch of the kernel that writes dk and dv, adds to the sums of dq, and rounds the
-    sums of most heads to dq.
+    """Add to the plan the launch of the kernel that writes dk and dv, adds to the sums of dq, and
+    rounds the sums of most heads to dq.
 
     bias: a bias that comes by copies (variant.bias_copied), as (batch, queries, heads, keys), else
     None.
@@ -363,7 +364,8 @@ def launch_dkdv(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Note the launch of the kernel that writes dk and dv, where dq has a kernel of its own."""
+    """Add to the plan the launch of the kernel that writes dk and dv, where dq has a kernel of its
+    own."""
     m, n, d = variant.tile_m, variant.tile_n, variant.d
     num_tiles = cdiv(spec.max_seqlen_k, n)
     heads = spec.batch * spec.num_kv_heads
@@ -416,7 +418,7 @@ def launch_dq(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Note the launch of the kernel that writes dq, where dq has a kernel of its own."""
+    """Add to the plan the launch of the kernel that writes dq, where dq has a kernel of its own."""
     n, d, half = variant.tile_n, variant.d, _ROWS // 2
     strides, pairs = in_pairs(*places[1:5])
     places = (places[0], *strides, *places[5:])

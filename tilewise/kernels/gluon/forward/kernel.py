@@ -27,7 +27,8 @@ from tilewise.kernels.gluon.forward.warpgroup import compute_tiles
 
 
 class Tile(NamedTuple):
-    """Constexpr: how a CTA is cut; every combination gives the same results but for rounding."""
+    """Constexpr: how a CTA of the forward pass is cut: rows, keys, stages, channels, warpgroups,
+    registers; every combination gives the same results but for rounding."""
 
     warpgroups: int  # warpgroups that compute, 64 rows each
     rows: int  # 64 * warpgroups
@@ -49,7 +50,8 @@ class Tile(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Constexpr: what changes the code of the loops."""
+    """Constexpr: the features of a call that change the code of the forward pass's loops, such as
+    windows, softcap, bias, masks, dropout; `variant.choice` makes it."""
 
     left: bool  # keys far to the left of the diagonal are hidden
     right: bool  # keys far to its right are
@@ -101,7 +103,8 @@ class Tensors(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: rings of tiles, and barriers that say which are full and which are free."""
+    """The shared memory of a CTA of the forward pass: rings of tiles, and barriers that say which
+    are full and which are free."""
 
     q: object
     q_high: object  # channels past tile.d; that of q and k where there are none
@@ -252,10 +255,12 @@ def attention_fwd_kernel(
     tile: gl.constexpr,
     variant: gl.constexpr,
 ):
-    """Compute o and lse; see the module's docstring. q, k, v, o: TMA descriptors.
+    """Compute o = softmax(s) v and lse of dense or packed attention, with s as `variant` says:
+    capped, biased, masked, dropped. CTAs stay and take tiles of tile.rows queries of a head in
+    turn; see the module's docstring.
 
-    q_high, k_high: of the same tensors, for tiles of the channels past tile.d; bias_tiles: of the
-    bias, None but with tile.bias_stages.
+    q, k, v, o: TMA descriptors; q_high, k_high: those of tiles of the channels past tile.d;
+    bias_tiles: that of the bias, None without tile.bias_stages.
     """
     if variant.packed:
         row_tiles = gl.load(tensors.plan_size)

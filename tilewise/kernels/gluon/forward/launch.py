@@ -50,7 +50,8 @@ WIDEST_SOFTCAP = 1024.0
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec`, or return None when it can: on CUDA, in 16 bits, head
+    dims that are multiples of 8 up to 256, mask tiles of 128 queries, and a bounded softcap."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     if spec.dtype not in (torch.bfloat16, torch.float16):
@@ -68,8 +69,9 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
 ) -> tuple[Tensor, ...]:
-    """Note the launches of the forward pass with `maker` and return the results' tensors; see
-    `ops.attention` for shapes and rules. A call without rows is only filled: o = 0, lse = -inf.
+    """Add to the plan the launches of the forward pass with `maker` and return the results'
+    tensors; see `ops.attention` for shapes and rules. A call without rows is only filled: o = 0,
+    lse = -inf.
 
     Args:
         tile: overrides the choice of `tile_config_fwd`, for tuning.
@@ -152,7 +154,8 @@ def added_tensors(
     """Return the optional tensors of a call, as the kernel takes them, and an upper bound of the
     tiles of rows of a head.
 
-    Notes the launches that compute the reach of a block mask and the plan of a packed batch.
+    Adds to the plan the launches that compute the reach of a block mask and the plan of a packed
+    batch.
     """
     mask, upper_bound = tensors.mask, -(-spec.max_seqlen_q // tile.rows)
     given: dict[str, Tensor | None] = {
@@ -187,7 +190,8 @@ def add_sorted_tiles(
     upper_bound: int,
     rows_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Note the launches that list a packed batch's tiles by work, and zero rows of no sequence.
+    """Add to the plan the launches that list a packed batch's tiles by work, and zero rows of no
+    sequence.
 
     Args:
         upper_bound: the largest number of tiles of rows that all sequences together may have.
@@ -262,7 +266,8 @@ def alibi_stride(slopes: Tensor | None) -> int:
 
 
 def mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
-    """Return how many spans lie between sequences and between heads, 0 where they share them."""
+    """Return how many spans of a block mask lie between sequences and between heads, 0 where they
+    share them or there is no mask."""
     if mask is None:
         return 0, 0
     batch, heads, tiles, _ = mask.rows.shape

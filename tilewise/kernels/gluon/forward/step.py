@@ -33,7 +33,8 @@ from tilewise.kernels.gluon.visible import load_bits, reached
 
 
 class Task(NamedTuple):
-    """The values that are the same for all blocks of keys of a tile of rows."""
+    """The values that are the same for all blocks of keys of a warpgroup's tile of rows: walk,
+    head, mask, options and shared memory."""
 
     walk: object
     head: object

@@ -41,7 +41,8 @@ class Variant(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The tensors of the results and of partial results."""
+    """The tensors of the results and of partial results of attention over latents, and the plan by
+    which parts are merged."""
 
     o: object  # (T, Hq, 512)
     lse: object  # float32 (Hq, T)
@@ -159,7 +160,9 @@ def mla_decode_kernel(
     softmax_scale_log2,
     variant: gl.constexpr,
 ):
-    """Compute o and lse, or parts of them; see the module's docstring.
+    """Compute o and lse of attention of a few new tokens to a paged cache of 16-bit latents, for a
+    CTA's share of all tiles of keys; what it has of a sequence that other CTAs share goes to parts.
+    See the module's docstring.
 
     The first six are TMA descriptors: of q_latent (T Hq, 512), 256 and 128 channels wide, and of
     q_rope (T Hq, 64); of the cache (blocks, slots, 576), 256, 128 and 64 channels wide.

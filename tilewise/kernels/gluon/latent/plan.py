@@ -49,7 +49,8 @@ _MOST_PARTS = 128  # merged at once: 128 x 64 float32 are 64 registers a thread
 
 
 class _Work(NamedTuple):
-    """The arguments that both kernels share."""
+    """The arguments that both kernels share: the number of shares of keys, the tiles of rows, and
+    the tensors of results and parts."""
 
     shares: int
     row_tiles: int
@@ -57,12 +58,15 @@ class _Work(NamedTuple):
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why these kernels cannot run `spec`, or return None when one can."""
+    """Say why these kernels cannot run `spec` on the GPU at hand, which must be a Hopper, or return
+    None when one can; `why_not_on_hopper` has the other rules."""
     return device.why_not_hopper(spec.device_type, needs_gpu=True) or why_not_on_hopper(spec)
 
 
 def why_not_on_hopper(spec: PagedSpec) -> str | None:
-    """Say why these kernels cannot run `spec` on any Hopper GPU, or return None when one can."""
+    """Say why these kernels cannot run `spec` on any Hopper GPU, or return None when one can:
+    16-bit queries, a cache of their dtype or of 8 bits, R 512 and Dr 64, blocks of 16, 32 or
+    multiples of 64, runs of at most 8 tokens, no batch invariance, and a positive scale."""
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype must be float16 or bfloat16, got {spec.dtype}"
     if spec.cache_dtype != spec.dtype and spec.cache_dtype not in _KINDS:
@@ -93,7 +97,7 @@ def _rows_of(spec: PagedSpec) -> int:
 
 
 def _tiles_of(spec: PagedSpec) -> dict[str, TileConfig]:
-    """Return the tiles of the kernel of `spec`."""
+    """Return the tile sizes of the kernel that runs `spec`, under the key "split"."""
     rows = _rows_of(spec)
     if spec.cache_dtype in _KINDS:
         return {"split": TileConfig(rows, KEYS.value, 13, _BYTE_STAGES[rows])}
@@ -114,7 +118,7 @@ def plan_fwd(call: Call) -> LaunchPlan | Refusal:
 def made_fwd(
     call: Call, publish: int = 2, prefetch: int = 1, registers: int | None = None
 ) -> LaunchPlan:
-    """Return the plan of a call that nothing refuses.
+    """Return the plan of a call that `plan_fwd` would not refuse.
 
     Args:
         publish, prefetch, registers: see the kernels' `Variant`, for tuning.
@@ -195,7 +199,7 @@ def made_fwd(
 def _start_wide(
     maker: Maker, given: LatentTensors, spec: PagedSpec, work: _Work, variant: Variant
 ) -> None:
-    """Note the launch of the kernel for latents of 16 bits."""
+    """Add to the plan the launch of the kernel for latents of 16 bits."""
     rows, rope_rows = (
         maker.addressable(_flat(maker, x).unsqueeze(1)) for x in (given.q_latent, given.q_rope)
     )
@@ -226,7 +230,7 @@ def _start_wide(
 def _start_bytes(
     maker: Maker, given: LatentTensors, spec: PagedSpec, work: _Work, variant: BytesVariant
 ) -> None:
-    """Note the launch of the kernel for latents of 8 bits."""
+    """Add to the plan the launch of the kernel for latents of 8 bits."""
     rows, rope_rows = (_sixteens(maker, _flat(maker, x)) for x in (given.q_latent, given.q_rope))
     cache = maker.addressable(given.latent_cache.view(torch.int8).unsqueeze(2))
     scale = given.latent_scale

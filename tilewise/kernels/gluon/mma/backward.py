@@ -53,7 +53,8 @@ from tilewise.kernels.gluon.visible import (
 
 
 class Grids(NamedTuple):
-    """Constexpr: how the warps of a CTA lie over the sums, as (rows, columns)."""
+    """Constexpr: how the warps of a CTA of the backward pass lie over the sums of its products, as
+    (rows, columns), and which channels are multiplied."""
 
     warps: int
     scores: tuple[int, int]  # over (keys, queries)
@@ -66,7 +67,8 @@ class Grids(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory of a CTA."""
+    """The shared memory of a CTA of the backward pass: stages of q and do, k, v, p, ds, row terms
+    and a bias."""
 
     q: object  # (stages, queries, d)
     do: object  # (stages, queries, dv)
@@ -459,7 +461,11 @@ def attention_bwd_kernel(
     variant: gl.constexpr,
     grids: gl.constexpr,
 ):
-    """Compute one tile of dk and dv and add what it gives to dq; see the module's docstring."""
+    """Compute and write dk and dv of one tile of keys of a key head by mma.sync, and add what the
+    tile gives to the float32 sums of dq in global memory; see the module's docstring.
+
+    Strides, width and v_width (channels) are in units of 16 bytes.
+    """
     shape = Shape(
         sequences.cu_q,
         sequences.cu_k,

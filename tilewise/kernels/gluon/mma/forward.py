@@ -47,7 +47,8 @@ from tilewise.kernels.gluon.mma.operands import (
 
 
 class Tile(NamedTuple):
-    """Constexpr: how a CTA is cut; every combination gives the same results but for rounding."""
+    """Constexpr: how a CTA of the forward pass by mma.sync is cut: warps, rows, keys, stages,
+    channels; every combination gives the same results but for rounding."""
 
     warps: int  # 4 or 8, each of 16 rows of a part
     parts: int  # of the rows: what a warp loads of keys is multiplied with 1 or 2
@@ -68,7 +69,8 @@ class Tile(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory of a CTA."""
+    """The shared memory of a CTA of the forward pass: q, rings of keys, values and a bias, and p
+    where several warps share a row."""
 
     q: object  # (parts, rows of a part, d)
     k: object  # (stages, keys, d)
@@ -88,8 +90,8 @@ class Row(NamedTuple):
 # Numbers, not a tile: Triton 3.6 hands a constexpr function no names of a tuple's fields.
 @gluon.constexpr_function
 def _scores_layout(keys, warps, across):
-    """Return the layout in which scores become probabilities: that of the sum, by Hopper's name
-    where a warp has whole rows."""
+    """Return the register layout in which scores (rows, keys) become probabilities: that of the
+    sum, in Hopper's type of layout where a warp has whole rows."""
     if across == 1:
         return shared_layout(keys, warps)
     return sum_layout(warps // across, across)
@@ -419,7 +421,11 @@ def attention_fwd_kernel(
     tile: gl.constexpr,
     variant: gl.constexpr,
 ):
-    """Compute o and lse; see the module's docstring. width, o_width: channels, in units."""
+    """Compute o = softmax(s) v and lse of one tile of queries of a head by mma.sync, with s as
+    `variant` says: capped, biased, masked, dropped; see the module's docstring.
+
+    Strides, width and o_width (channels) are in units of 16 bytes.
+    """
     number = gl.program_id(0)
     if variant.packed:
         row_tiles = gl.load(tensors.plan_size)

@@ -64,7 +64,9 @@ def is_served(arch: int) -> bool:
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec`, or return None when it can: on CUDA, in 16 bits, head
+    dims that are multiples of 8 up to 512, above 256 without bias, mask or dropout, and a bounded
+    softcap."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     if spec.dtype not in (torch.bfloat16, torch.float16):
@@ -97,7 +99,7 @@ def _in_eights(bias: Tensor) -> tuple[int, int, int, int]:
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
 ) -> tuple[Tensor, ...]:
-    """Note the launches of the forward pass with `maker`, and return o, lse and, with
+    """Add to the plan the launches of the forward pass with `maker`, and return o, lse and, with
     spec.needs_max, the largest logits; see `ops.attention` for shapes and rules.
 
     tile: overrides the choice of `tile_config_fwd`, for tuning.
@@ -182,16 +184,16 @@ def add_bwd(
     tensors: AttentionTensors,
     tile: BwdTile | None = None,
 ) -> Gradients:
-    """Note the launches of the backward pass, and return the gradients; arguments and results are
-    those of `gluon.backward.launch.add_around`."""
+    """Add to the plan the launches of the backward pass, and return the gradients; arguments and
+    results are those of `gluon.backward.launch.add_around`."""
     tile = tile or tile_config_bwd(spec, device.arch_of(maker.device))
     add_kernels = functools.partial(_add_kernels, tile=tile)
     return add_around(maker, spec, do, dlse, o, lse, tensors, add_kernels)
 
 
 def _add_kernels(maker: Maker, x: Parts, *, tile: BwdTile) -> Rows:
-    """Note the launches of a backward pass (row terms, the kernel, and the rounding of dq), and
-    return the row terms."""
+    """Add to the plan the launches of a backward pass (row terms, the kernel, and the rounding of
+    dq), and return the row terms."""
     spec = x.spec
     variant, grids = choice_bwd(spec, tile)
     tiles_of_bias = None

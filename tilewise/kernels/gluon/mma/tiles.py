@@ -18,7 +18,8 @@ WIDTHS = (64, 128, 256, 512)  # heads are padded to the next one, by zeros
 
 
 class _Row(NamedTuple):
-    """The choices of one case; see `forward.Tile`."""
+    """The choices of one entry of the tables of forward tiles; fields are those of
+    `forward.Tile`."""
 
     warps: int = 4
     parts: int = 2
@@ -137,7 +138,7 @@ class BwdTile(NamedTuple):
         scores: the grid of warps over s and dp, as (keys, queries).
         key_sums, query_sums: the grids over dk and dv, and over dq.
         stages: the tiles of queries in shared memory, 1 or 2.
-        has_room: True if a tile of a bias fits beside each of them.
+        has_room: True if shared memory has room for a tile of a bias beside each tile of queries.
     """
 
     queries: int

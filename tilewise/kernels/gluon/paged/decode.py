@@ -69,7 +69,8 @@ LOWEST = gl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a k
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the sizes and features of a call that change the kernel's code: heads, rows,
+    channels, block size, kind of cache, splits; `plan` makes it."""
 
     num_kv_heads: int
     group: int
@@ -528,7 +529,9 @@ def paged_decode_kernel(
     scale_log2,
     shape: gl.constexpr,
 ):
-    """Compute o and lse, or partial ones; see the module's docstring.
+    """Compute o and lse of short runs of queries over a paged cache of 8 or 4 bits; each item is a
+    split of a sequence's keys and four key heads. With several splits parts are written, which this
+    kernel (shape.merges) or another one merges. See the module's docstring.
 
     k, v: descriptors; plan: (pairs, FIELDS) int32 of `triton.paged.splits`; k_scale, v_scale: of
     tokens and heads, or (Hk,). o (T, Hq, D) and lse (Hq, T) are contiguous.

@@ -66,7 +66,8 @@ ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the sizes and features that change the code of the experts' product: kind of codes
+    and scales, rows of a tile, stages, source of rows, activation."""
 
     kind: int  # kind of the codes, see `operands`
     rows: int  # rows of a tile, padded: 8 or 16 by mma.sync, 32, 64 or 128 by WGMMA
@@ -105,7 +106,7 @@ def _acc_layout(shape):
 
 @gluon.constexpr_function
 def _channels(shape):
-    """Return the channels of a stage."""
+    """Return the number of channels of K in a stage of the ring."""
     return shape.blocks * BLOCK_WORDS.value * 32 // bits_of(shape.kind)
 
 
@@ -257,7 +258,8 @@ def _sums(tensors, bases, ring, filled, begin, steps, group, grid, constants, sh
 
 @gluon.jit
 def _activated(gate, up, limit, alpha, ACTIVATION: gl.constexpr):
-    """Return act(gate) * up, float32; see `triton.experts.products`."""
+    """Return act(gate) * up, float32, for ACTIVATION, a constant of this module; CLAMPED clamps
+    both to `limit` and gives (up + 1) gate sigmoid(alpha gate). See `triton.experts.products`."""
     if ACTIVATION == SILU:
         y = gate / (1.0 + gl.exp(-gate)) * up
     elif ACTIVATION == GELU:
@@ -429,7 +431,8 @@ def experts_kernel(
     alpha,
     shape: gl.constexpr,
 ):
-    """Compute y (places, outputs), or (places, half) of gates; see the module's docstring.
+    """Compute the up or the down product of a mixture of experts from codes of 8 or 4 bits: y
+    (places, outputs), or with gates the activated (places, half); see the module's docstring.
 
     codes: descriptor of int32 (experts * outputs, words); x: of (chunks, rows, 64) boxes, or of
     (rows, K); table, place, choice_of: as `place_kernel` writes them; half: the rows of gates;

@@ -49,7 +49,8 @@ CHUNK = gl.constexpr(64)  # channels of x that lie together: 128 bytes
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the sizes and features that change the code of a product of up to 16 rows: kind of
+    codes and scales, rows, stages, parts of K."""
 
     kind: int  # kind of the codes, see `operands`
     rows: int  # rows of x, padded: 8 or 16
@@ -150,7 +151,7 @@ def _load_stages(given, shape: gl.constexpr):
 
 @gluon.jit
 def _split(x):
-    """Split x (rows, channels) into both halves of its channels."""
+    """Return x (rows, channels) as its first and its second half of channels."""
     ROWS: gl.constexpr = x.shape[0]
     HALF: gl.constexpr = x.shape[1] // 2
     return gl.split(x.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
@@ -316,7 +317,8 @@ def quantised_few_kernel(
     outer_rows,
     shape: gl.constexpr,
 ):
-    """Compute y (rows, outputs); see the module's docstring.
+    """Compute y = x W^T + bias, (rows, outputs), for up to 16 rows by mma.sync, from codes of 8 or
+    4 bits in the order of lanes; see the module's docstring.
 
     codes: descriptor of int32 (outputs, words), x: of (chunks, rows, 64) boxes; grid, outer_grid:
     columns of scales and of outer; block_rows, outer_rows: the rows that share them; stages,

@@ -49,7 +49,10 @@ _WORDS = 8
 
 
 def why_not(spec: QuantisedLinearSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why these kernels cannot run `spec`, or return None when they can: on an NVIDIA GPU of
+    compute capability 8.0 or newer, in 16 bits, with blocks and K of the multiples that they need,
+    and few enough rows unless batch invariance is asked for; weights in the order of lanes need
+    Hopper."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     if torch.version.hip is not None:
@@ -75,7 +78,8 @@ def why_not(spec: QuantisedLinearSpec) -> str | None:
 
 
 def step_of(block: tuple[int, int], channels: int, bits: int) -> int:
-    """Return the channels of a step: a power of two that divides those of a scale."""
+    """Return the channels of a step: the largest number that divides both 512 / bits and the
+    channels that share a scale."""
     shared = channels if block[1] >= channels else block[1]
     return math.gcd(shared, 512 // bits)
 
@@ -89,7 +93,8 @@ def launch(
     batch_invariant: bool = False,
     tile: QuantisedTile | RingTile | FewTile | None = None,
 ) -> Tensor:
-    """Return y (..., N) of x (..., K), a weight (N, K) and bias (N,).
+    """Return y = x W^T + bias, (..., N), of x (..., K), a quantised weight W (N, K) and bias (N,),
+    by the kernel that is fastest for the weight's order and the number of rows.
 
     Args:
         batch_invariant: True for sums whose order the number of rows does not change.
@@ -181,7 +186,8 @@ def _launch_ring(
     y: Tensor,
     tile: RingTile,
 ) -> None:
-    """Note the launch that computes y (T, N) by WGMMA, from codes in the order of lanes."""
+    """Add to the plan the launch that computes y (T, N) by WGMMA, from codes in the order of
+    lanes."""
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
@@ -275,8 +281,8 @@ def _launch_few(
     y: Tensor,
     tile: FewTile | None,
 ) -> None:
-    """Note the launch that computes y (T, N) of up to 16 rows by mma.sync, from codes in the order
-    of lanes; tile None takes the table's."""
+    """Add to the plan the launch that computes y (T, N) of up to 16 rows by mma.sync, from codes in
+    the order of lanes; tile None takes the table's."""
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum

@@ -36,7 +36,8 @@ PARTS = gl.constexpr(3)  # of a tile's outputs
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the stages, the order of tiles, the bias and the registers of
+    `narrow_rows_kernel`."""
 
     stages: int
     group: int  # tiles of rows whose tiles of outputs are taken together
@@ -47,7 +48,8 @@ class Shape(NamedTuple):
 
 @gluon.jit
 def _corner(tile, rows, outputs, shape: gl.constexpr):
-    """Return the first row and the first output of a tile, given its number."""
+    """Return the first row and the first output of tile number `tile`; tiles of shape.group rows of
+    tiles are numbered together."""
     tiles_m = gl.cdiv(rows, TILE_M)
     tiles_n = gl.cdiv(outputs, TILE_N)
     of_group = shape.group * tiles_n
@@ -159,7 +161,8 @@ def _multiply_tiles(given, sizes, shape: gl.constexpr, PART: gl.constexpr):
 def narrow_rows_kernel(
     x, weight, x_scale, scale, bias, y, rows, outputs, channels, stride, grid, shape: gl.constexpr
 ):
-    """Compute y; see the module's docstring.
+    """Compute y = x W^T + bias, (rows, N), of e4m3 x and weight with scales of 128 channels, for
+    many rows; CTAs stay and take tiles in turn. See the module's docstring.
 
     x, weight, y: descriptors of (rows, K), (N, K) and (rows, N); stride: of a block of 128 channels
     in x_scale; grid: columns of scale.

@@ -73,10 +73,11 @@ def _e2m1(shift: int, factor: int, fma: str) -> str:
 
 
 def _spread(factor: int, fma: str, *, is_half: bool = False) -> str:
-    """Return the assembly for codes of FP4 whose bits are spread, see `quantised_weight`.
+    """Return the assembly that turns a word of 8 codes of FP4, whose bits are spread as
+    `quantised_weight` says, into four registers of 16-bit numbers.
 
     Args:
-        factor: the factor that makes the numbers of the bits.
+        factor: the bits of the 16-bit number that corrects the exponent.
         fma: the instruction that multiplies by it.
         is_half: True for float16, whose mantissa has three bits more than that of bfloat16.
     """
@@ -199,7 +200,8 @@ def bits_of(kind):
 
 @gluon.constexpr_function
 def asm_of(kind, dtype):
-    """Return the assembly that maps a word of codes to registers of two numbers."""
+    """Return the assembly that turns a word of codes of this kind into registers of two numbers of
+    `dtype`: four for codes of 4 bits, two for 8."""
     return _ASM[kind, str(dtype)]
 
 

@@ -58,7 +58,8 @@ _LOADER = gl.constexpr(24)  # registers of a thread that copies
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the sizes and features that change the code of a product by WGMMA: kind of codes
+    and scales, rows, warpgroups, stages, parts of K."""
 
     kind: int  # kind of the codes, see `operands`
     rows: int  # rows of x, padded: 8, 16, 32, 64 or 128
@@ -98,7 +99,7 @@ class Ring(NamedTuple):
 
 @gluon.constexpr_function
 def channels_of(shape):
-    """Return the channels of a stage."""
+    """Return the number of channels of K in a stage of the ring."""
     return shape.blocks * BLOCK_WORDS.value * 32 // bits_of(shape.kind)
 
 
@@ -161,7 +162,8 @@ def _load_stages(given, shape: gl.constexpr):
 
 @gluon.jit
 def _halves(words):
-    """Split words (outputs, 4, n) into those of the first and of the second half of channels."""
+    """Return words (outputs, 4, n) as two (outputs, 4, n / 2): those of the first and of the second
+    half of channels."""
     M: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[2] // 2
     return gl.split(words.reshape([M, 4, 2, N]).permute((0, 1, 3, 2)))
@@ -442,7 +444,8 @@ def quantised_ring_kernel(
     outer_rows,
     shape: gl.constexpr,
 ):
-    """Compute y (rows, outputs); see the module's docstring.
+    """Compute y = x W^T + bias, (rows, outputs), by WGMMA, from codes of 8 or 4 bits in the order
+    of lanes; see the module's docstring.
 
     codes, x: descriptors of int32 (outputs, words) and of (rows, K); words: the codes; grid,
     outer_grid: columns of scales and of outer; block_rows, outer_rows: the rows that share them;

@@ -40,7 +40,8 @@ _FIRST = gl.constexpr(early.FIRST)
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the sizes and features that change the code of a product by mma.sync: kind of
+    codes and scales, rows, warps, channels of a step."""
 
     kind: int  # kind of the codes, see `operands`
     rows: int  # rows of x, padded: 8, 16 or 32
@@ -128,7 +129,8 @@ def _scales(raw, MAGIC: gl.constexpr, shape: gl.constexpr):
 
 @gluon.jit
 def _halved(words):
-    """Split words (warps, 2 n, m) of outputs into those of the first and the second half."""
+    """Return words (warps, 2 n, m) as two (warps, n, m): those of the first and of the second half
+    of outputs."""
     W: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1] // 2
     M: gl.constexpr = words.shape[2]
@@ -299,7 +301,8 @@ def quantised_rows_kernel(
     outer_rows,
     shape: gl.constexpr,
 ):
-    """Compute y (rows, outputs); see the module's docstring.
+    """Compute y = x W^T + bias, (rows, outputs), by mma.sync, from codes of 8 or 4 bits in their
+    plain order; see the module's docstring.
 
     words: int32 (outputs, per_row); grid, outer_grid: columns of scales and of outer; block_rows,
     outer_rows: the rows that share them.

@@ -25,12 +25,14 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def why_not(spec: LinearSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec` on the device at hand, which must be a Hopper GPU, or
+    return None when it can; `why_not_product` has the other rules."""
     return device.why_not_hopper(spec.device_type) or why_not_product(spec)
 
 
 def why_not_product(spec: LinearSpec) -> str | None:
-    """Say why the kernel cannot run `spec` on Hopper, or return None when it can."""
+    """Say why the kernel cannot run `spec` on Hopper, or return None when it can: 16 bits, K a
+    multiple of 8, and a weight that TMA can read."""
     if spec.dtype not in _DTYPES:
         return f"dtype must be float16 or bfloat16, got {spec.dtype}"
     if spec.channels % 8:
@@ -44,7 +46,7 @@ def why_not_product(spec: LinearSpec) -> str | None:
 def launch(
     maker: Maker, x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None = None
 ) -> Tensor:
-    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,).
+    """Return y = x weight^T + bias, (..., N), of x (..., K), weight (N, K) and bias (N,).
 
     x may have as many rows as fit a tile, or any number where the tile says how they are cut.
 
@@ -111,7 +113,7 @@ def _run(
     *,
     keeps_parts: bool = False,
 ) -> None:
-    """Note the launch that writes y = x weight^T + bias, or partial sums over K, to y.
+    """Add to the plan the launch that writes y = x weight^T + bias, or partial sums over K, to y.
 
     Args:
         maker: the maker of the plan.

@@ -33,7 +33,7 @@ STEP = gl.constexpr(64)  # channels of a stage
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the tile sizes, stages, order of tiles and features of `linear_many_kernel`."""
 
     tile_m: int  # rows of a tile, 64 for each warpgroup or a multiple
     tile_n: int  # outputs of a tile
@@ -65,7 +65,8 @@ class Ahead(NamedTuple):
 
 @gluon.jit
 def _corner(tile, rows, outputs, shape: gl.constexpr):
-    """Return the indices of the first row and the first output of a tile, given its number."""
+    """Return the first row and the first output of tile number `tile`; tiles of shape.group rows of
+    tiles are numbered together."""
     tiles_m = gl.cdiv(rows, shape.tile_m)
     tiles_n = gl.cdiv(outputs, shape.tile_n)
     of_group = shape.group * tiles_n
@@ -165,7 +166,8 @@ def _part(
 def linear_many_kernel(
     x, weight, bias, y, rows, outputs, channels, part_channels, shape: gl.constexpr
 ):
-    """Compute y; see the module's docstring.
+    """Compute y = x weight^T + bias for many rows, with sums that are bit for bit those of
+    `linear_rows_kernel`; CTAs stay and take tiles in turn. See the module's docstring.
 
     x, weight, y: descriptors of (rows, K), (N, K) and (rows, N); part_channels: of a part, a
     multiple of a stage's.

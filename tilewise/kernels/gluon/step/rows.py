@@ -37,7 +37,7 @@ _FIRST = gl.constexpr(early.FIRST)
 
 
 class Shape(NamedTuple):
-    """Constexpr: what changes the code."""
+    """Constexpr: the tile sizes, stages, parts of K and features of `linear_rows_kernel`."""
 
     rows: int  # rows of x, padded: 8, 16, 32 ... 256
     tile_n: int  # outputs of a CTA, 64 for each warpgroup or a multiple
@@ -221,7 +221,8 @@ def _leave(acc, sums, part, first_output, first_row, rows, outputs, shape: gl.co
 def linear_rows_kernel(
     weight, x, bias, y, sums, arrived, rows, outputs, channels, part_channels, shape: gl.constexpr
 ):
-    """Compute y; see the module's docstring.
+    """Compute y = x weight^T + bias, (rows, N), for few rows, or the sums of each part of K with
+    shape.keeps_parts; see the module's docstring.
 
     weight, x: descriptors of (N, K) and (rows, K); sums: float32, TILE_N * shape.rows for each CTA,
     and arrived: int32 zeros, one for each tile of y, which are zeros again afterwards; both are

@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The destination of one part of o's channels."""
+    """The destination of one part of o's channels, a descriptor, as `store_columns` wants it."""
 
     o: object  # the descriptor of its tiles
 
@@ -131,7 +131,7 @@ def _load_part(x, at, index, channel: gl.constexpr, full, memory, stage):
 
 @gluon.jit
 def _load_keys(loads, at, index, shared):
-    """Start to load all keys of step `index`."""
+    """Start to load all three parts of the keys of step `index` into the ring."""
     stage = 2 * index % STAGES
     left, x = loads.k_left, loads.k
     _load_part(left, at, index, 0, shared.k_left_full, shared.left, stage)
@@ -141,7 +141,7 @@ def _load_keys(loads, at, index, shared):
 
 @gluon.jit
 def _load_values(loads, at, index, shared):
-    """Start to load all values of step `index`."""
+    """Start to load all three parts of the values of step `index` into the ring."""
     stage = (2 * index + 1) % STAGES
     left, x = loads.v_left, loads.v
     _load_part(left, at, index, 0, shared.v_left_full, shared.left, stage)
@@ -186,7 +186,8 @@ def _fold_block(
     RIGHT: gl.constexpr,
     LEFT: gl.constexpr,
 ):
-    """Fold logits into m and l, and return both; store p and alpha in shared memory.
+    """Take the softmax of logits s of step `index`: return the new m and l, and store p and alpha
+    in shared memory.
 
     The caller arrives at `p_full` afterwards, which lets others read p and alpha.
 
@@ -480,7 +481,8 @@ def wide_fwd_kernel(
     tile: gl.constexpr,
     variant: gl.constexpr,
 ):
-    """Compute o and lse; see the module's docstring.
+    """Compute o = softmax(s) v and lse of dense attention in heads of 257 to 512 channels, for one
+    tile of 64 queries of a head, causal, windowed or neither; see the module's docstring.
 
     The first eight are TMA descriptors of (64, 256) and (64, 128) tiles of q, k, v and o.
     """

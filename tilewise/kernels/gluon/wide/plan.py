@@ -44,7 +44,9 @@ def is_wide(spec: AttentionSpec) -> bool:
 
 
 def why_not(spec: AttentionSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec`, or return None when it can: on CUDA, in 16 bits, both
+    head dims multiples of 8 from 264 to 512, at least 64 queries, a positive scale, and a dense
+    call without lengths, bias, ALiBi, softcap, mask, dropout and row maxima."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     if spec.dtype not in (torch.bfloat16, torch.float16):
@@ -78,8 +80,8 @@ def why_not(spec: AttentionSpec) -> str | None:
 def add_fwd(
     maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile = TILE
 ) -> tuple[Tensor, Tensor]:
-    """Note the launch of the forward pass with `maker`; return o like q with Dv channels and lse
-    float32 (B, Hq, Sq). A call without rows is only filled."""
+    """Add to the plan the launch of the forward pass with `maker`; return o like q with Dv channels
+    and lse float32 (B, Hq, Sq). A call without rows is only filled."""
     q, heads, rows = tensors.q, spec.num_q_heads, spec.max_seqlen_q
     o_shape, lse_shape = (*q.shape[:-1], spec.v_head_dim), (spec.batch, heads, rows)
     if spec.batch * heads * rows == 0:

@@ -85,7 +85,12 @@ def attention_bwd_bias_kernel(
     TILE_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Compute one tile of one part of dbias, contiguous (parts, Bb, Hb, num_rows, num_keys)."""
+    """Write one tile of one part of dbias, contiguous (parts, Bb, Hb, num_rows, num_keys).
+
+    Bb and Hb are the batch and heads of the bias. A part is the sum over each num_parts-th of the
+    (sequence, head) pairs that share the tile; SHARED_ROWS and SHARED_KEYS are True if all queries,
+    or all keys, share it, which are then summed, too.
+    """
     key_tiles, row_tiles = tl.cdiv(num_keys, TILE_N), tl.cdiv(num_rows, TILE_M)
     index = tl.program_id(0)
     first_col, index = index % key_tiles * TILE_N, index // key_tiles
@@ -196,7 +201,10 @@ def attention_bwd_bias_kernel(
 
 @triton.jit
 def _load_chunk(base, row_step, rows, length, first, width, CHUNK: tl.constexpr):
-    """Load CHUNK channels from `first` of rows; zero past `length` and `width`."""
+    """Return channels first ... first + CHUNK - 1 of rows, (rows, CHUNK).
+
+    Zero stands for rows from `length` on and for channels from `width` on.
+    """
     channels = first + tl.arange(0, CHUNK)
     ptrs = base + (rows.to(tl.int64) * row_step)[:, None] + channels[None, :]
     inside = (rows < length)[:, None] & (channels < width)[None, :]
@@ -238,10 +246,11 @@ def _score_pairs(
     extras,
     variant: tl.constexpr,
 ):
-    """Return (logits in base 2, which pairs see one another) of a tile of products.
+    """Return a tile's logits in base 2, and a bool tile that is True where a query sees a key.
 
-    row, col: the first row and key; key_begin, key_end: the range of each row, see
-    `visible.keys_of_rows`; kind: the kind of the mask tile, see `visible.kind_of_tile`.
+    qk: the products q . k, (queries, keys); row, col: the first query and key; key_begin, key_end:
+    the range of keys of each query, see `visible.keys_of_rows`; kind: the kind of the mask tile,
+    see `visible.kind_of_tile`.
     """
     rows = row + tl.arange(0, qk.shape[0])
     cols = col + tl.arange(0, qk.shape[1])

@@ -34,7 +34,7 @@ from tilewise.kernels.triton.visible import queries_of_keys, query_at, seen_keys
 
 
 class Keys(NamedTuple):
-    """A tile of keys, and the range of queries that see each of them."""
+    """The tile of keys of one program, and for each the range of queries that see it."""
 
     k: object  # (TILE_N, d_pad)
     k_rest: object  # (TILE_N, rest_pad), None without a rest
@@ -59,9 +59,10 @@ def _fold(
     MASKED: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Fold some queries into dk and dv.
+    """Add the queries of one step to the sums (dk, dk_rest, dv), and return the sums.
 
-    MASKED: only rows of the sequence exist; BITS: a pair must be `allowed` by a bit tile too.
+    It is the `fold` of `walk.walk`. MASKED: True if rows may lie past the sequence or may not see
+    all keys of the tile; BITS: True if a pair must be `step.allowed` by a bit tile, too.
     """
     dk, dk_rest, dv = sums
     rows, allowed = step.rows, step.allowed
@@ -154,7 +155,11 @@ def attention_bwd_dkdv_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Compute one tile of dk and dv; see the module's docstring."""
+    """Write dk and dv of TILE_N keys of one key head of one sequence.
+
+    They are summed over the query heads of the group and the queries that see the keys. Keys of a
+    dense batch past its seqlens_k get zeros.
+    """
     D_PAD: tl.constexpr = dims.d_pad
     REST_PAD: tl.constexpr = dims.rest_pad if dims.rest > 0 else 1  # 1: compiled away
     DV_PAD: tl.constexpr = dims.dv_pad

@@ -41,7 +41,11 @@ def _fold(
     MASKED: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Fold some keys into dq; MASKED and BITS are those of the forward pass."""
+    """Add the keys of one step to the sums (dq, dq_rest), and return the sums.
+
+    It is the `fold` of `walk.walk`. MASKED: True if keys may not exist or be hidden from a query;
+    BITS: True if a pair must be `step.allowed` by a bit tile, too.
+    """
     dq, dq_rest = sums
     cols, loaded = step.rows, step.loaded
     k = load_rows(step.a, loaded, dims.d, dims.d_pad, MASKED)
@@ -115,7 +119,7 @@ def attention_bwd_dq_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Compute one tile of dq; see the module's docstring."""
+    """Write dq of TILE_M queries of one head of one sequence, a sum over the keys that they see."""
     D_PAD: tl.constexpr = dims.d_pad
     REST_PAD: tl.constexpr = dims.rest_pad if dims.rest > 0 else 1  # 1: compiled away
     at = place_of_program(

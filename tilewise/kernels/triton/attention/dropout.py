@@ -20,7 +20,7 @@ ROUNDS = tl.constexpr(7)
 
 
 class Draw(NamedTuple):
-    """The random state of one head, and the threshold; made inside a kernel."""
+    """The numbers that decide which probabilities of one head are kept; made inside a kernel."""
 
     key_low: object  # the seed
     key_high: object
@@ -32,7 +32,10 @@ class Draw(NamedTuple):
 
 @triton.jit
 def key_and_offset(philox):
-    """Load (seed, offset), int64 (2,), as the 32-bit words (low, high, offset)."""
+    """Return three 32-bit words: the seed's low and high ones, and the offset.
+
+    philox: the address of (seed, offset), int64 (2,).
+    """
     seed, offset = tl.load(philox), tl.load(philox + 1)
     return seed.to(tl.uint32), (seed >> 32).to(tl.uint32), offset.to(tl.uint32)
 
@@ -51,7 +54,7 @@ def draw_of_head(extras, head, variant: tl.constexpr):
 
 @triton.jit
 def _kept_words(draw, rows, block):
-    """Return a word for each row: bit k says whether key 32 block + k is kept.
+    """Return a 32-bit word for each row: bit k is 1 if the pair with key 32 block + k is kept.
 
     Bytes are compared with the limit from their lowest bit on: where a bit of the limit is 0, the
     byte is above it if its bit is set or its lower bits are above; where it is 1, if both are true.
@@ -80,9 +83,10 @@ def _kept_words(draw, rows, block):
 def kept(
     draw, first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr
 ):
-    """Return which probabilities of a tile are kept, bool (ROWS, KEYS), or transposed.
+    """Return which probabilities of a tile dropout keeps, bool (ROWS, KEYS).
 
-    first_key is a multiple of KEYS, and KEYS is 16 or a multiple of 32.
+    With KEYS_FIRST it is (KEYS, ROWS). first_key is a multiple of KEYS, and KEYS is 16 or a
+    multiple of 32.
     """
     row_axis: tl.constexpr = 0 if KEYS_FIRST else 1
     rows = first_row + tl.arange(0, ROWS)

@@ -38,7 +38,10 @@ from tilewise.kernels.triton.visible import visible_pairs
 
 
 class FwdStrides(NamedTuple):
-    """(batch, row, head) strides of each tensor, in units; of lse in elements."""
+    """The (batch, row, head) strides of each tensor, in units of `HeadDims.unit` elements.
+
+    Those of lse are in elements. The batch stride of packed tensors is 0.
+    """
 
     q: tuple[int, int, int]
     k: tuple[int, int, int]
@@ -67,9 +70,10 @@ def _attend(
     MASKED: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Fold some keys into (acc, l, m): one step of the online softmax.
+    """Add the keys of one step to the sums (acc, l, m) of the online softmax, and return them.
 
-    MASKED: only keys that are `loaded` exist; BITS: a pair must be `allowed` by a bit tile too.
+    It is the `fold` of `walk.walk`. MASKED: True if keys may not be `step.loaded`, or be hidden
+    from a query; BITS: True if a pair must be `step.allowed` by a bit tile, too.
     """
     acc, l, m = sums
     cols, loaded = step.rows, step.loaded
@@ -149,7 +153,11 @@ def attention_fwd_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Compute one tile of o and lse; see the module's docstring."""
+    """Write o and lse of TILE_M queries of one head of one sequence.
+
+    Where `extras.maxima` is given, the largest logit of each query is written there, without the
+    sink. Rows of a packed batch that belong to no sequence are not written.
+    """
     DV_PAD: tl.constexpr = dims.dv_pad
     at = place_of_program(
         sequences, num_tiles, heads_per_section, num_q_heads, seqlen_q, seqlen_k, variant, TILE_M

@@ -16,5 +16,8 @@ QUANTIZES = False  # takes e4m3 tensors with their scales only
 
 
 def plan_fwd(call: Call) -> DequantisedPlan | Refusal:
-    """Return how o and lse are computed."""
+    """Return the plan of a call over e4m3 tensors, with results o and lse, or a Refusal.
+
+    The plan dequantises q, k and v to the dtype of o, and runs 16-bit attention.
+    """
     return DequantisedPlan.of(call, attention.plan_fwd, call.spec.o_dtype)

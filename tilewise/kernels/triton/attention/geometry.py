@@ -45,7 +45,10 @@ def head_dims(spec: AttentionSpec, *tensors: Tensor, is_aligned: bool = True) ->
 
 
 def strides_of(tensor: Tensor, spec: AttentionSpec, dims: HeadDims) -> tuple[int, int, int]:
-    """Return (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units."""
+    """Return the (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units of `dims.unit`.
+
+    The stride of a dimension of size 1, and the batch stride of a packed tensor, is 0.
+    """
     steps = [
         stride // dims.unit if size > 1 else 0
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
@@ -55,13 +58,19 @@ def strides_of(tensor: Tensor, spec: AttentionSpec, dims: HeadDims) -> tuple[int
 
 
 def row_strides(rows: Tensor) -> tuple[int, int, int]:
-    """Return (batch, row, head) strides of a contiguous (B, Hq, Sq) or (Hq, T)."""
+    """Return the (batch, row, head) strides, in elements, of `rows`, (B, Hq, Sq) or (Hq, T).
+
+    The batch stride of a packed tensor is 0.
+    """
     batch, head, row = (0, *rows.stride()) if rows.dim() == 2 else rows.stride()
     return batch, row, head
 
 
 def variant_of(spec: AttentionSpec, extras: Extras) -> Variant:
-    """Return the code variant of `spec`; a window that hides nothing is left out."""
+    """Return the options of a call for which kernels are compiled anew.
+
+    A window that hides no key, since it is as long as the longest sequence, is left out.
+    """
     has_bias = extras.bias is not None
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
@@ -115,14 +124,14 @@ def extras_of(
 
 
 def bias_strides(bias: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of a bias that broadcasts to four dims, 0 where it is broadcast."""
+    """Return the (batch, head, row, key) strides of a bias in elements, 0 where it is broadcast."""
     steps = [step if size > 1 else 0 for size, step in zip(bias.shape, bias.stride(), strict=True)]
     batch, head, row, key = (0,) * (4 - bias.dim()) + tuple(steps)
     return batch, head, row, key
 
 
 def numbers_of(spec: AttentionSpec) -> tuple[int, int, int, int, int, int, float, float]:
-    """Return the runtime numbers that all three kernels take, in their order."""
+    """Return the numbers that the kernels of o, of dk and dv, and of dq take, in their order."""
     return (
         spec.num_q_heads,
         spec.group_size,
@@ -136,16 +145,20 @@ def numbers_of(spec: AttentionSpec) -> tuple[int, int, int, int, int, int, float
 
 
 def query_heads_per_section(spec: AttentionSpec) -> int:
-    """Return how many query heads share a section of the tiles, for loops over keys.
+    """Return the number of query heads of a section, for kernels that loop over keys.
 
-    Heads of a group share their keys and values, so groups stay whole.
+    A section is the heads whose tiles run side by side so that their keys and values share L2, see
+    `tile.tile_of_program`. Heads of a group share their keys, so groups stay whole.
     """
     bytes_per_head = spec.max_seqlen_k * _bytes_per_row(spec)
     return spec.group_size * _heads_per_section(spec, bytes_per_head)
 
 
 def key_heads_per_section(spec: AttentionSpec) -> int:
-    """Return how many key heads share a section, for loops over the queries of a group."""
+    """Return the number of key heads of a section, for kernels that loop over queries of a group.
+
+    A section is the heads whose tiles run side by side so that q and do of their groups share L2.
+    """
     return _heads_per_section(spec, spec.group_size * spec.max_seqlen_q * _bytes_per_row(spec))
 
 
@@ -155,8 +168,11 @@ def _bytes_per_row(spec: AttentionSpec) -> int:
 
 
 def _heads_per_section(spec: AttentionSpec, bytes_per_head: int) -> int:
-    """Return the heads of a section; 1 without a diagonal, since equal tiles use L2 best head by
-    head."""
+    """Return the number of heads of a section: as many as SECTION_BYTES hold, at least 1.
+
+    Without a bound on the right, so without a diagonal, it is 1: tiles of equal work use L2 best
+    head by head.
+    """
     if spec.window_right < 0:
         return 1
     heads = SECTION_BYTES // max(1, bytes_per_head)

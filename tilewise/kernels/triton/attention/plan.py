@@ -476,7 +476,11 @@ def launch_dbias(
 
 
 def _sees_every_pair(spec: AttentionSpec, variant: Variant) -> bool:
-    """Return whether `shared_bias` computes the gradient of a bias of every query and key."""
+    """Return whether the kernel of `shared_bias` can compute the gradient of a bias.
+
+    It can where every query sees every key, without dropout, in 16 bits, for heads of at most 128
+    channels. The caller checks that the bias differs from query to query and from key to key.
+    """
     hides = variant.left or variant.right or variant.mask_q or spec.is_varlen or spec.has_seqlens_k
     is_wide = max(spec.head_dim, spec.v_head_dim) > _SHARED_BIAS_CHANNELS
     return spec.dtype.itemsize == 2 and not (hides or variant.dropout or is_wide)
@@ -502,7 +506,10 @@ def _with_reach(maker: Maker, extras: Extras, tile: TileConfig) -> Extras:
 
 
 def _allocate(maker: Maker, like: Tensor, shape: tuple[int, ...], spec: AttentionSpec) -> Tensor:
-    """Return an output; packed rows of no sequence are never written, so they are zeroed."""
+    """Return a new tensor of the plan for a result, with the dtype of `like`.
+
+    That of a packed batch is filled with zeros, which stay in rows of no sequence.
+    """
     if spec.is_varlen:
         return maker.full(shape, 0.0, like.dtype)
     return maker.empty(shape, like.dtype)
@@ -526,7 +533,11 @@ def _dense(maker: Maker, rows: Tensor) -> Tensor:
 
 
 def _bwd_strides(spec: AttentionSpec, *tensors: Tensor) -> tuple[HeadDims, BwdStrides]:
-    """Return dims and strides of q, k, v, do, dq, dk, dv and the row terms."""
+    """Return the sizes of a head and the strides of the tensors of a backward pass.
+
+    Args:
+        tensors: q, k, v, do, dq, dk, dv and a row term, in this order.
+    """
     *rows_of_heads, row_terms = tensors
     dims = head_dims(spec, *rows_of_heads)
     steps = (strides_of(x, spec, dims) for x in rows_of_heads)

@@ -26,7 +26,10 @@ from tilewise.kernels.triton.attention.tile import FAR, LOG2E, head_base, load_r
 
 
 class BwdStrides(NamedTuple):
-    """(batch, row, head) of each tensor, in units; `rows` of lse_log2 and delta in elements."""
+    """The (batch, row, head) strides of each tensor, in units of `HeadDims.unit` elements.
+
+    `rows` are the strides of lse_log2 and delta, in elements.
+    """
 
     q: tuple[int, int, int]
     k: tuple[int, int, int]
@@ -55,7 +58,10 @@ def attention_bwd_rows_kernel(
     dims: tl.constexpr,
     TILE_M: tl.constexpr,
 ):
-    """Compute delta and the base-2 lse of TILE_M rows of one head, +inf where lse is -inf."""
+    """Write delta = rowsum(do * o) - dlse and the base-2 lse of TILE_M rows of one head.
+
+    The base-2 lse is +inf where lse is -inf, so that rows which saw nothing get p = 0.
+    """
     pid = tl.program_id(0)
     head, tile = pid // num_tiles, pid % num_tiles
     b, h = head // num_q_heads, head % num_q_heads

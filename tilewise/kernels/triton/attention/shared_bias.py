@@ -66,7 +66,11 @@ def attention_bwd_shared_bias_kernel(
     DV_PAD: tl.constexpr,
     num_stages: tl.constexpr,
 ):
-    """Compute one tile of one part of dbias, contiguous (parts, Bb, Hb, Sq, Sk)."""
+    """Write one tile of one part of dbias, contiguous (parts, Bb, Hb, Sq, Sk).
+
+    Bb and Hb are the batch and heads of the bias. A part is the sum over each num_parts-th of the
+    (sequence, head) pairs that share the tile.
+    """
     key_tiles, row_tiles = tl.cdiv(seqlen_k, TILE_N), tl.cdiv(seqlen_q, TILE_M)
     index = tl.program_id(0)
     first_col, index = index % key_tiles * TILE_N, index // key_tiles

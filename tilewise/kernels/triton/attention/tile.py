@@ -19,7 +19,7 @@ LN2 = tl.constexpr(0.6931471805599453)  # 1 / LOG2E
 
 
 class Sequences(NamedTuple):
-    """Starts and lengths of sequences: pointers, None where a call has none."""
+    """The starts and lengths of a call's sequences, as tensors (pointers in a kernel) or None."""
 
     cu_q: object  # int32 (B + 1,), first row of each packed sequence
     cu_k: object  # int32 (B + 1,)
@@ -105,8 +105,9 @@ class Scores(NamedTuple):
 
 @triton.jit
 def tile_of_program(num_tiles, heads_per_section, LAST_FIRST: tl.constexpr):
-    """Split this program's id into (tile, batch * head).
+    """Return the tile of this program, and the number b H + h of its sequence b and head h.
 
+    With LAST_FIRST the last tile of each head comes first.
     Heads are divided into sections whose keys and values stay in L2 together. Inside a section all
     heads of one tile index are neighbours, and tile indices are ordered from much to little work,
     so that the programs that start last are the cheapest.
@@ -124,7 +125,7 @@ def tile_of_program(num_tiles, heads_per_section, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def sequence(b, cu_seqlens_ptr, seqlens_ptr, seqlen, rows):
-    """Return (first row, rows) of sequence b: packed, or dense with an own or the common length.
+    """Return the first row of sequence b, 0 if it is dense, and its number of rows.
 
     They are clamped to the memory and to seqlen, whatever the tensors contain: a GPU cannot refuse
     wrong values without a wait. rows: `Sequences.rows_q` or `rows_k`.
@@ -246,7 +247,7 @@ def probabilities(logits):
 
 @triton.jit
 def slope_of_head(extras, b, h, variant: tl.constexpr):
-    """Return the slope of query head h of sequence b, 0 without ALiBi."""
+    """Return the slope of ALiBi of query head h of sequence b, 0 without ALiBi."""
     slope = 0.0
     if variant.alibi:
         slope = tl.load(extras.alibi + b * extras.alibi_batch + h)
@@ -296,7 +297,14 @@ def load_bias(
 
 @triton.jit
 def logits_log2(qk, distance, bias, scores, variant: tl.constexpr):
-    """Return (logits in base-2 units, tanh of the capped ones) of raw products q . k."""
+    """Return the logits of raw products q . k in base 2, and tanh(s / softcap).
+
+    Logits are scaled, capped, and get their bias and ALiBi, but no mask. Without a softcap the
+    second result is qk itself, which is not meant to be used.
+
+    qk: the products; distance: keys between query and key, of qk's shape, for ALiBi; bias: values
+    of qk's shape, None without a bias.
+    """
     if variant.softcap:
         capped = tanh(qk * (scores.softmax_scale / scores.softcap))
         s = capped * (scores.softcap * LOG2E)

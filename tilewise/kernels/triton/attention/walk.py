@@ -41,7 +41,7 @@ from tilewise.kernels.triton.visible import (
 
 
 class Others(NamedTuple):
-    """The rows of one head that a tile meets: of k and v, or of q and do."""
+    """The rows of one head that a program loops over: of k and v, or of q and do for dk and dv."""
 
     a: object  # address of k or q
     b: object  # address of v or do
@@ -54,7 +54,7 @@ class Others(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Some rows of the other side, processed together."""
+    """The rows that a step of a program's loop processes together: keys, or queries for dk, dv."""
 
     a: object  # addresses, (rows, d_pad)
     b: object  # (rows, dv_pad)
@@ -65,7 +65,8 @@ class Step(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The tile of queries of one program."""
+    """The place of a program's tile of queries: its sequence, head and first row; from
+    `place_of_program`."""
 
     b: object
     h: object
@@ -78,7 +79,7 @@ class Place(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A tile of queries, and the range of keys that each of them sees."""
+    """The tile of queries of one program, and the range of keys [key_begin, key_end) of each."""
 
     q: object  # (TILE_M, d_pad)
     q_rest: object  # (TILE_M, rest_pad), None without a rest
@@ -274,7 +275,11 @@ def _walk_range(
     MOVES_ALL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Fold the rows [begin, end) into `sums`."""
+    """Fold the rows [begin, end) of `others` into `sums`, TILE at a time; return the sums.
+
+    MASKED is passed to `fold`: True if the tile may not see all of these rows, or some do not
+    exist. The other arguments are those of `walk`.
+    """
     rows = begin + tl.arange(0, TILE)
     if MOVES_ALL:
         a = row_pointers(others.a, begin, TILE, others.a_row, dims.d_pad, dims)
@@ -315,7 +320,12 @@ def _walk_entries(
     KEYS_FIRST: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Fold the mask tiles [first, last) of a list into `sums`; partial ones have BITS."""
+    """Fold the rows of some tiles of a block mask into `sums`; return the sums.
+
+    first, last: the range of entries in the list of the own tile's row (or column with KEYS_FIRST)
+    of mask tiles. BITS: True for partial tiles, whose pairs are looked up in their bits. The other
+    arguments are those of `walk`.
+    """
     TILE: tl.constexpr = TILE_M if KEYS_FIRST else TILE_N
     SIZE: tl.constexpr = variant.mask_q if KEYS_FIRST else variant.mask_k
     STEPS: tl.constexpr = SIZE // TILE

@@ -35,7 +35,12 @@ def _among_groups(
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Return whether each expert is in one of the best groups."""
+    """Return bool (EXPERTS,), True for an expert in one of the ACTIVE_GROUPS best groups.
+
+    The score of a group is the sum of its BEST (1 or 2) largest scores; of equal groups the first
+    is better. score, expert: the score and the number of each expert, (EXPERTS,). SLOTS: a power of
+    two of at least GROUPS.
+    """
     own = expert // group_size
     group = tl.arange(0, SLOTS)
     total = tl.full([SLOTS], -float("inf"), tl.float32)
@@ -159,7 +164,10 @@ def launch(
     best_in_group: int,
     jitter: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return chosen and weights (T, k); see `ops.choose_experts`."""
+    """Return the chosen experts, int32 (T, k), and their weights, float32 (T, k).
+
+    The arguments are those of `ops.choose_experts`, whose docstring has the rules.
+    """
     tokens, num_experts = logits.shape
     chosen = maker.empty((tokens, num_active), torch.int32)
     weights = maker.empty((tokens, num_active), torch.float32)

@@ -50,7 +50,10 @@ def launch(
     weighs_input: bool,
     batch_invariant: bool,
 ) -> Tensor:
-    """Return y (T, E) of x (T, E), chosen and weights (T, k); see `ops.expert_mlp`."""
+    """Return y (T, E), the weighted sum of each token's experts.
+
+    The arguments are those of `ops.expert_mlp`, whose docstring has the formula.
+    """
     y = maker.empty(x.shape, x.dtype)
     (tokens, width), (num_experts, outputs) = x.shape, up.shape[:2]
     if y.numel() == 0:
@@ -158,11 +161,15 @@ def combine(
     is_sorted: bool,
     weighed: bool,
 ) -> None:
-    """Add up the rows of each token's experts in y (T, E).
+    """Add to a plan: write to y (T, E) the sum of the rows of each token's experts.
 
     Args:
         o: the rows (places, E), or (parts, places, E) whose parts are to be added.
-        place: the place of each choice, if `is_sorted`; else it is the choice itself.
+        weights, chosen: (T, k), the weight of each choice and its expert.
+        place: the row of o of each choice, (T, k), if `is_sorted`; otherwise not read: choice i of
+            token t is row t k + i.
+        num_experts: the number of experts; a choice of another number adds nothing.
+        is_sorted: whether the rows of o lie in the order of experts.
         weighed: whether rows are multiplied by their weights.
     """
     tokens, width = y.shape
@@ -190,7 +197,15 @@ def combine(
 
 
 def gather(maker: Maker, x: Tensor, chosen: Tensor, place: Tensor, num_experts: int) -> Tensor:
-    """Return rows of x (T, E) at the places of their choices, (T k, E)."""
+    """Add to a plan: copy each row of x (T, E) to the places of its token's choices.
+
+    Args:
+        chosen, place: (T, k), the expert and the place of each choice, from `placed`; a choice of
+            no expert is not copied.
+
+    Returns:
+        The rows in the order of experts, (T k, E).
+    """
     tokens, width = x.shape
     rows = maker.empty((chosen.numel(), width), x.dtype)
     part = min(COMBINED, triton.next_power_of_2(width))
@@ -216,10 +231,15 @@ def gather(maker: Maker, x: Tensor, chosen: Tensor, place: Tensor, num_experts: 
 def placed(
     maker: Maker, chosen: Tensor, num_experts: int, tile_m: int, row_tiles: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the launches that sort the choices of tokens by expert.
+    """Add to a plan the launches that sort the choices of tokens (T, k) by expert.
+
+    Args:
+        tile_m: the rows of a tile of a product, which holds rows of one expert.
+        row_tiles: the most tiles that any choices may need.
 
     Returns:
-        int32 tensors: the table of tiles, the place of each choice, and the choice at each place.
+        Three int32 tensors: the number of tiles and then expert, first place and end of each; the
+            place of each choice; and the choice (t k + i) at each place.
     """
     tokens, active = chosen.shape
     experts = max(triton.next_power_of_2(num_experts), 32)  # a histogram has a bin a lane at least

@@ -25,7 +25,11 @@ def _choices(
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Return a tile's choices in order of token, then of slot: where, which experts, whether."""
+    """Return the choices of the TOKENS tokens of a tile, in order of token, then of slot.
+
+    The results have an entry for each choice: its number t k + i, its expert, and whether it exists
+    and names an expert below `experts`.
+    """
     pair = tl.arange(0, TOKENS * SLOTS)
     token, slot = tile * TOKENS + pair // SLOTS, pair % SLOTS
     is_choice = (token < tokens) & (slot < ACTIVE)

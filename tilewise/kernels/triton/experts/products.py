@@ -40,7 +40,9 @@ def _rows_of_tile(
     """Return the rows of a tile: (whether there are any, expert, is_row, place, choice).
 
     is_row, place and choice have an entry for each row of the tile: whether it is used, its row in
-    the products' output, and token * ACTIVE + slot of the choice that it computes.
+    the products' output, and token * ACTIVE + slot of the choice that it computes. With SORTED
+    they come from the tables of `placed`; otherwise tile `tile` stands for choice `tile`, and has
+    rows only if no choice before has the same expert.
     """
     m = tl.arange(0, TILE_M)
     if SORTED:
@@ -68,7 +70,10 @@ def _rows_of_tile(
 
 @triton.jit
 def _activated(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
-    """Return act(gate) * up, float32."""
+    """Return act(gate) * up elementwise, float32; for "clamped" as `ops.expert_mlp` defines it.
+
+    limit, alpha: the constants of "clamped", not used otherwise.
+    """
     if ACTIVATION == "silu":
         y = gate / (1.0 + tl.exp(-gate)) * up
     elif ACTIVATION == "gelu":
@@ -130,9 +135,10 @@ def _both_nibbles(byte, factor):
 def _unpacked(
     byte, scale, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr, N: tl.constexpr, K: tl.constexpr
 ):
-    """Return (N, K) values of bytes (N, K / 2), the lower nibble first, and scales (N, K / 32).
+    """Return the (N, K) values of an MXFP4 weight, in DTYPE.
 
-    A scale of 0 gives 0.
+    byte: (N, K / 2), the lower nibble first; scale: (N, K / 32), exponents plus 127, of which 0
+    gives 0. IN_PAIRS: True to use instructions for two bfloat16 numbers.
     """
     scale = tl.broadcast_to(scale.to(tl.int32)[:, :, None], (N, K // 32, 16)).reshape(N, K // 2)
     if IN_PAIRS:
@@ -173,7 +179,11 @@ def _product(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Return (TILE_M, TILE_N), float32: rows at row_ptr (TILE_M,) times rows `output` of a weight.
+    """Return the products of rows of x with rows of an expert's weight, (TILE_M, TILE_N) float32.
+
+    row_ptr: the address of each row of x, (TILE_M,); is_row: whether it exists; w_ptr, scale_ptr:
+    the weight and, with PACKED, its MXFP4 scales; output, is_output: the weight's rows (TILE_N,)
+    and whether they exist.
 
     Scales are loaded a step ahead, since their rows need not lie as asynchronous copies want it.
     """

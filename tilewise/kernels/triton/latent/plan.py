@@ -68,8 +68,10 @@ MAX_ROPE_DIM = 128
 
 
 class Memory(NamedTuple):
-    """Addresses that a program reads and writes; unused ones hold another tensor's, which is not
-    touched."""
+    """The tensors that a latent kernel reads and writes.
+
+    A field that a launch does not use holds some other tensor, which is not touched.
+    """
 
     q: object
     q_rope: object
@@ -102,7 +104,11 @@ class Form(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Constexpr: whether a program has a tile of a long run, or a split of a short run's keys."""
+    """Constexpr: which work a program of the latent kernel has.
+
+    It is a tile of the rows of a long run with all keys, or all rows of a short run with one split
+    of the keys.
+    """
 
     long: bool
     fixed: bool  # True if splits have one size in every batch
@@ -133,9 +139,10 @@ def _attend_latents(
     form: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Fold the keys of tiles first ... last - 1, below key_hi, into acc, l and m of the rows.
+    """Fold the cached tokens of key tiles first ... last - 1 into acc, l and m; return these.
 
-    q (TILE_M, rank_pad), q_rope (TILE_M, rope_pad); pos (TILE_M,) is the last key each row sees.
+    Keys from key_hi on do not exist. q (TILE_M, rank_pad), q_rope (TILE_M, rope_pad); pos (TILE_M,)
+    is the last key each row sees; acc, l and m are the running output, sum and base-2 maximum.
     """
     offs_n = tl.arange(0, TILE_N)
     UNIT: tl.constexpr = 2 if form.pairs else 1  # channels of an element
@@ -406,7 +413,7 @@ def why_not(spec: PagedSpec) -> str | None:
 
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
-    """Return the plan of a call.
+    """Return the plan of a call of attention over latents, or a Refusal with the reason.
 
     Its results are o (T, Hq, R) in the dtype of the queries and lse (Hq, T) float32. Rows past
     cu_seqlens_q[B] get o = 0 and lse = -inf.
@@ -416,7 +423,7 @@ def plan_fwd(call: Call) -> LaunchPlan | Refusal:
 
 
 def made_fwd(call: Call) -> LaunchPlan:
-    """Return the plan of a call that is known to be supported."""
+    """Return the plan of a call that `why_not` does not refuse; results are those of `plan_fwd`."""
     spec, maker = call.spec, Maker(call, LatentTensors._fields)
     given = LatentTensors(*maker.inputs)
     o = maker.empty(given.q_latent.shape, spec.dtype)
@@ -462,8 +469,12 @@ def launch_splits(
     """Add to a plan: write rows of o and lse of every sequence that has 1 ... max_run new tokens.
 
     Args:
+        given: the tensors of the call.
+        o, lse: (T, Hq, R) and (Hq, T), the results of the call.
+        config: the tiles of the kernel.
         plan: the result of `mla_tiles.mla_splits` for this spec, config and max_run.
         clears: True to write also the rows after the last sequence (o = 0, lse = -inf).
+        arch: the compute capability of the GPU.
     """
     num_heads, rank = spec.num_q_heads, spec.v_head_dim
     if plan.alone:
@@ -528,8 +539,11 @@ def launch_rows(
     split_run: int,
     arch: int,
 ) -> None:
-    """Add to a plan: write rows of sequences with more than split_run new tokens, and padding
-    rows."""
+    """Add to a plan: write rows of o and lse of sequences with more than split_run new tokens.
+
+    Rows after the last sequence are written, too (o = 0, lse = -inf). The arguments are those of
+    `launch_splits`.
+    """
     # Every sequence wastes less than one tile, so this bounds the tiles of any cu_seqlens_q.
     num_tiles = spec.num_tokens * spec.num_q_heads // config.tile_m + spec.num_seqs
     maker.launch(
@@ -551,7 +565,12 @@ def launch_rows(
 
 
 def _arguments(given: LatentTensors, o: Tensor, lse: Tensor, *parts: Tensor) -> tuple[Any, ...]:
-    """Return the tensors and strides that both launches take."""
+    """Return the first arguments of a launch of the latent kernel: its tensors and their strides.
+
+    Args:
+        parts: the partial o and lse of splits, and the table in which splits of a sequence are
+            noted; other tensors where a launch has none.
+    """
     q_latent, q_rope, cache, table, seqlens_k, cu_seqlens_q, scale = given
     # Without scales the float32 lse is passed, and not read.
     first_scale, *strides = (lse, 0, 0) if scale is None else (scale, *scale.stride()[:2])
@@ -582,7 +601,7 @@ def _arguments(given: LatentTensors, o: Tensor, lse: Tensor, *parts: Tensor) -> 
 def _constants(
     maker: Maker, cache: Tensor, spec: PagedSpec, config: TileConfig, arch: int
 ) -> dict[str, Any]:
-    """Return the constexpr arguments of both launches."""
+    """Return the constexpr arguments and options of the latent kernel's launches, except `way`."""
     rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim
     is_narrow = spec.dtype == torch.bfloat16 and spec.cache_dtype in BYTE_DTYPES
     pairs = _has_words(maker, cache, spec, config, arch)
@@ -614,7 +633,11 @@ def _constants(
 
 
 def _has_words(maker: Maker, cache: Tensor, spec: PagedSpec, config: TileConfig, arch: int) -> bool:
-    """Whether an 8-bit cache is read in words of two channels, see `paged.decode`."""
+    """Return whether an 8-bit cache of latents is read in words of two channels.
+
+    It is so for bfloat16 queries with tiles of 16 rows on GPUs that have only mma.sync, whose
+    operands come from registers, if all rows are aligned to 16 bytes.
+    """
     rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim
     is_narrow = spec.dtype == torch.bfloat16 and spec.cache_dtype in BYTE_DTYPES
     if not (is_narrow and config.tile_m == 16 and has_only_mma_sync(arch)):

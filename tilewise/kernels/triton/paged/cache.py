@@ -36,7 +36,11 @@ def _move(
     WIDTH: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):
-    """Copy rows of WIDTH elements that lie stride_* apart, converting to the destination's type."""
+    """Copy some rows of WIDTH elements, converted to the type of the destination.
+
+    source, destination: the addresses of row 0; stride_*: the elements from row to row; rows: the
+    indices of the rows, of which those from num_rows on are skipped.
+    """
     offs = tl.arange(0, TILE_WIDTH)[None, :]
     inside = (rows < num_rows)[:, None] & (offs < WIDTH)
     x = tl.load(source + rows[:, None] * stride_source + offs, mask=inside, other=0.0)
@@ -114,7 +118,10 @@ def _copy_rows(
     TILE_R: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):
-    """Copy TILE_R of the (slot, head) rows of one block to another of the same cache."""
+    """Copy TILE_R rows of block `source` of a cache to block `destination`.
+
+    A row is one slot and head; rows are numbered slot by slot, from first_row on.
+    """
     row = first_row + tl.arange(0, TILE_R)
     offs = tl.arange(0, TILE_WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (offs < WIDTH)
@@ -223,7 +230,10 @@ why_not = rope_write.why_not
 
 
 def _tile_rows(rows: int, width: int) -> int:
-    """Return the rows of a tile of about TILE_ELEMENTS elements."""
+    """Return the number of rows of `width` elements in a tile, a power of two.
+
+    A tile has at most TILE_ELEMENTS elements, and no more rows than hold `rows`.
+    """
     most = max(1, TILE_ELEMENTS // triton.next_power_of_2(width))
     return min(triton.next_power_of_2(rows), most)
 
@@ -240,9 +250,10 @@ def write_kv_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write k (T, Hk, D) and v (T, Hk, Dv) into the slots of slot_mapping (T,); -1 is skipped.
+    """Write k (T, Hk, D) and v (T, Hk, Dv) into the slots of slot_mapping (T,), in place.
 
-    k_scale, v_scale: of an 8-bit cache, (N, P, Hk), written too, or (Hk,), read only.
+    A slot outside of the cache, such as -1, is skipped. k_scale, v_scale: the scales of a cache of
+    8 or 4 bits, (N, P, Hk), written too, or (Hk,), read only; None for other caches.
     """
     if k_scale is not None and v_scale is not None:
         rope_write.write_quantised.write(
@@ -292,7 +303,8 @@ def copy_blocks(
 ) -> None:
     """Copy block block_pairs[i, 0] onto block block_pairs[i, 1] of both caches, for every i.
 
-    k_scale, v_scale: scales (N, P, Hk) are copied too; those of heads (Hk,) serve all blocks.
+    Pairs with a block that does not exist are skipped. k_scale, v_scale: scales (N, P, Hk) are
+    copied too; those of heads (Hk,) serve all blocks.
     """
     num_pairs = block_pairs.shape[0]
     if num_pairs == 0:

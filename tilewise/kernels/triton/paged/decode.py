@@ -61,8 +61,10 @@ FEW_ROWS = 1024  # so few rows leave most of a GPU idle: use 4 warps and 4 times
 
 
 class Memory(NamedTuple):
-    """Addresses that a program reads and writes; unused ones hold another tensor's, which is not
-    touched."""
+    """The tensors that a split kernel reads and writes.
+
+    A field that a launch does not use holds some other tensor, which is not touched.
+    """
 
     q: object
     k: object
@@ -338,9 +340,11 @@ def _ask_for_keys(
     form: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Prefetch the first AHEAD keys and values of a split into L2, 16-bit channels only.
+    """Ask for the keys and values first_key ... first_key + AHEAD - 1 of a split to be in L2.
 
-    The newest keys are still being written; they, too, are read only after the wait.
+    Keys from end_key on are left out; the cache has 16-bit channels. It runs before the kernel
+    waits for the kernel before it, which may still write the newest keys; all are read only after
+    the wait.
     """
     key = first_key + tl.arange(0, AHEAD)
     inside = key < end_key
@@ -368,7 +372,11 @@ def _merge_parts(
     form: tl.constexpr,
     TILE_M: tl.constexpr,
 ):
-    """Merge the splits of a sequence into o and lse of this program's tile of rows."""
+    """Write o and lse of this program's tile of rows, merged from all splits of the sequence.
+
+    first_pair, num_splits: the range of the sequence's parts in at.part_o and at.part_lse; start,
+    run: its first row and number of rows; head: the key head.
+    """
     TILE_DV: tl.constexpr = form.dv_pad
     TILE_R: tl.constexpr = form.tile_g if form.tile_g < TILE_M else TILE_M
     # As many splits at once as make 4,096 numbers, 32 registers a thread: four programs fit an SM.
@@ -572,14 +580,19 @@ def launch_decode(
 
 
 def reach_of(spec: PagedSpec, cache: Tensor) -> tuple[int, int]:
-    """Return the number of keys to which a row of the block table refers, and the blocks of the
-    cache."""
+    """Return the most keys that a row of the block table can refer to, and the number of blocks.
+
+    Both are 0 for a cache without blocks.
+    """
     num_blocks = cache.shape[0]
     return spec.max_blocks * spec.block_size if num_blocks else 0, num_blocks
 
 
 def _keys_ahead(maker: Maker, k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return the number of keys of a split that a kernel which begins early prefetches."""
+    """Return the number of keys of a split that a kernel which begins early prefetches.
+
+    It is 0 for caches that are not of 16 bits or not aligned to 16 bytes.
+    """
     for cache in (k_cache, v_cache):
         steps = (*cache.stride()[:3], cache.shape[-1])
         if cache.itemsize != 2 or not maker.is_aligned(cache) or any(x % 8 for x in steps):
@@ -590,9 +603,11 @@ def _keys_ahead(maker: Maker, k_cache: Tensor, v_cache: Tensor) -> int:
 def _has_words(
     maker: Maker, k_cache: Tensor, v_cache: Tensor, spec: PagedSpec, config: TileConfig
 ) -> bool:
-    """Whether an 8-bit cache is read in words of two channels.
+    """Return whether an 8-bit cache is read in words of two channels.
 
-    Products by mma.sync take their operands from registers, and bytes come there one by one.
+    It is so for bfloat16 queries with tiles of 16 rows on GPUs that have only mma.sync, if all rows
+    are aligned to 16 bytes: operands of mma.sync come from registers, and bytes would be loaded
+    there one by one.
     """
     is_measured = spec.dtype == torch.bfloat16 and config.tile_m == 16 and not is_wide(spec)
     if spec.cache_dtype not in (torch.int8, torch.float8_e4m3fn) or not is_measured:
@@ -606,17 +621,20 @@ def _has_words(
 
 
 def _merges_in_place(spec: PagedSpec, plan: SplitPlan) -> bool:
-    """Whether the last program of a sequence merges its parts, in a call with a plan.
+    """Return whether, in a call with records, the last program of a sequence merges its splits.
 
-    It reads them alone. 64 parts of 16 rows of 512 channels are 2 MiB, which a multiprocessor takes
-    about as long to read as all others take for 8 MiB of keys; a second kernel has a program for
-    each row.
+    Otherwise a second kernel does, with a program for each row, or there is one split only. One
+    program would take too long for wide heads: 64 parts of 16 rows of 512 channels are 2 MiB, which
+    a multiprocessor takes about as long to read as all others take for 8 MiB of keys.
     """
     return not (plan.alone or plan.merges_apart or is_wide(spec))
 
 
 def counter_rows(spec: PagedSpec, config: TileConfig, plan: SplitPlan, max_run: int) -> int:
-    """Return the rows of FIELDS int32 after a plan's records that count ended splits."""
+    """Return the number of rows, of FIELDS int32, of counters of ended splits after the records.
+
+    It is 0 where splits are not merged by the program that ends last.
+    """
     if not _merges_in_place(spec, plan):
         return 0
     tiles = triton.cdiv(max_run * spec.group_size, config.tile_m)
@@ -635,7 +653,14 @@ def launch_merge(
     num_pairs: int,
     max_run: int,
 ) -> None:
-    """Merge the splits of every sequence that has more than one into its rows of o and lse."""
+    """Add to a plan: write rows of o and lse of every sequence with several splits, merged.
+
+    Args:
+        part_o, part_lse: the normalised o and the lse of each split and row, float32.
+        bounds: int32 (B, 2), the first pair and the number of splits of each sequence.
+        o, lse: (T, Hq, Dv) and (Hq, T), written; rows of sequences with one split are left alone.
+        num_pairs, max_run: the splits of all sequences, and the longest run of new tokens.
+    """
     rows = spec.num_seqs * max_run * spec.num_q_heads
     # The tile decides the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1

@@ -39,13 +39,19 @@ fma.rn.bf16x2 $3, w3, one, $6;
 
 
 def log_of_rotated(width: int) -> int:
-    """Return the binary logarithm of the channels that are rotated together in rows of `width`."""
+    """Return log2 of the number of channels that are rotated together in rows of `width` channels.
+
+    The number is the largest power of two that divides `width`, at most MOST_ROTATED.
+    """
     return min(MOST_ROTATED, width & -width).bit_length() - 1
 
 
 @triton.jit
 def _signed(x, LOG: tl.constexpr):
-    """Negate the channels of x (ROWS, WIDTH) that the rule negates."""
+    """Return x (ROWS, WIDTH) with the channels negated that the rule of the rotation negates.
+
+    Signs repeat after each group of 2^LOG channels; applying them twice changes nothing.
+    """
     channel = tl.arange(0, x.shape[1]) & (2**LOG - 1)
     pairs = channel & (channel >> 1) & 0x55
     pairs ^= pairs >> 4
@@ -79,8 +85,12 @@ def rotate(x, LOG: tl.constexpr, BACK: tl.constexpr = False):
 
 @triton.jit
 def pack(x):
-    """Return the bytes int8 (ROWS, WIDTH / 2) and scales (ROWS,) of rotated rows, whose padding is
-    0."""
+    """Return the codes of rotated rows x as int8 (ROWS, WIDTH / 2), and their scales (ROWS,).
+
+    A byte holds the code of an even channel in its low half, of the next one in its high half; the
+    last bits of a scale hold the row's zero. The scale is 0 for a row of zeros, NaN for one with an
+    infinity or NaN. Padding channels of x must be 0.
+    """
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     is_finite = tl.sum(x * 0.0, 1) == 0.0
@@ -102,13 +112,15 @@ def pack(x):
 
 @triton.jit
 def _nearest(x):
-    """Return float32 of at most 2^21 in size as the nearest integers, to even."""
+    """Return float32 numbers of at most 2^21 in size as the nearest int32, ties to even."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
 def widen_codes(x, scale, dtype: tl.constexpr, PTX: tl.constexpr):
     """Return code - zero of the even and of the odd channels of bytes int8 x (ROWS, WIDTH).
+
+    Each result is (ROWS, WIDTH) of `dtype`, without the scale.
 
     Args:
         scale: (ROWS,), whose last bits hold zero.
@@ -139,5 +151,5 @@ def split_channels(x):
 
 @triton.jit
 def join_channels(even, odd):
-    """Return (ROWS, WIDTH) of its even and its odd channels."""
+    """Return the tile (ROWS, 2 n) with these even and odd channels, (ROWS, n) each."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))

@@ -64,7 +64,11 @@ def _tiles_of(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Return tiles of rows, 0 of a run shorter than min_run, and tiles of keys, at least 1."""
+    """Return the number of tiles of rows, and of keys, of each of the sequences `seq`.
+
+    A run shorter than min_run has 0 tiles of rows; tiles of keys are at least 1. With HAS_SKIPPED
+    the keys that a sequence's groups read for it are not counted.
+    """
     inside = seq < num_seqs
     _, run = run_of(cu_seqlens_q_ptr, seq, inside, num_tokens)
     seqlen_k = cached_keys(seqlens_k_ptr, seq, inside, max_keys)

@@ -137,10 +137,11 @@ class Form(NamedTuple):
 
 @triton.jit
 def cached_keys(seqlens_k_ptr, seq, inside, max_keys):
-    """Load the numbers of keys of sequences, at most those to which their block tables refer.
+    """Return the numbers of keys of the sequences `seq`, 0 where `inside` is False.
 
-    A larger length would be an error, which a GPU cannot raise without a wait; it is cut here, so
-    that nothing outside of the table is read.
+    They are cut to max_keys, the keys to which a row of the block table can refer. A larger length
+    would be an error, which a GPU cannot raise without a wait; it is cut here, so that nothing
+    outside of the table is read.
     """
     seqlen_k = tl.load(seqlens_k_ptr + seq, mask=inside, other=0)
     return tl.minimum(tl.maximum(seqlen_k, 0), max_keys)
@@ -148,7 +149,10 @@ def cached_keys(seqlens_k_ptr, seq, inside, max_keys):
 
 @triton.jit
 def run_of(cu_seqlens_q_ptr, seq, inside, num_tokens):
-    """Load the first rows and the numbers of rows of sequences, clamped to the existing rows."""
+    """Return the first rows and the numbers of rows of the sequences `seq`.
+
+    Edges are clamped to the num_tokens rows that exist. Where `inside` is False both are 0.
+    """
     start = tl.load(cu_seqlens_q_ptr + seq, mask=inside, other=0)
     stop = tl.load(cu_seqlens_q_ptr + seq + 1, mask=inside, other=0)
     start = tl.minimum(tl.maximum(start, 0), num_tokens)
@@ -157,14 +161,20 @@ def run_of(cu_seqlens_q_ptr, seq, inside, num_tokens):
 
 @triton.jit
 def load_rest(row_ptrs, owned, form: tl.constexpr, MASKED: tl.constexpr):
-    """Load the channels of the second product q k^T of rows of q."""
+    """Return the channels of rows of q that the second product q k^T takes, (rows, rest_pad).
+
+    row_ptrs: the address of each row; owned: whether it exists, used with MASKED.
+    """
     offs = tl.arange(0, form.rest_pad)
     return _load_rows(row_ptrs + form.d, offs, owned, form.rest, form.rest_pad, MASKED)
 
 
 @triton.jit
 def rotated_like_keys(x, form: tl.constexpr):
-    """Rotate rows of q, or their second part, as the keys of a cache of 4 bits are."""
+    """Return rows of q, or their second part, rotated as keys are in a cache of 4 bits.
+
+    For other caches x is returned unchanged.
+    """
     if form.kind == INT4:
         x = rotate(x.to(tl.float32), form.k_log).to(x.dtype)
     return x
@@ -172,7 +182,10 @@ def rotated_like_keys(x, form: tl.constexpr):
 
 @triton.jit
 def rotated_back(o, form: tl.constexpr):
-    """Rotate float32 sums of values of a cache of 4 bits back."""
+    """Return float32 outputs o with the rotation of values of a 4-bit cache undone.
+
+    For other caches o is returned unchanged.
+    """
     if form.kind == INT4:
         o = rotate(o, form.v_log, True)
     return o
@@ -189,7 +202,11 @@ def _load_cached(
     form: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load (TILE_N, PADDED) of a cache from channel FIRST on, as an operand of type `dtype`."""
+    """Return WIDTH channels of TILE_N cached rows from channel FIRST on, widened to `dtype`.
+
+    The tile is (TILE_N, PADDED), 0 past WIDTH. row_ptrs: the address of each row; owned: whether it
+    exists, used with MASKED.
+    """
     x = _load_rows(row_ptrs + FIRST, tl.arange(0, PADDED), owned, WIDTH, PADDED, MASKED)
     return _as_operand(x, dtype, form)
 
@@ -232,7 +249,7 @@ def _load_codes(
 
 @triton.jit
 def _as_operand(x, dtype: tl.constexpr, form: tl.constexpr):
-    """Convert loaded keys or values to `dtype`."""
+    """Return loaded keys or values x converted to `dtype`, the type of a product; unscaled."""
     if form.widens_once:
         x = widen_once(x, form.kind)
     else:
@@ -277,13 +294,14 @@ def attend_keys(
     tree_width=0,
     TREE: tl.constexpr = False,
 ):
-    """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
+    """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q; return these.
 
-    q (TILE_M, d_pad), and q_rest (TILE_M, rest_pad) where form.rest > 0; pos (TILE_M,) is the last
-    key each row sees. With MASKED a tile may reach beyond key_lo ... key_hi - 1 or beyond a row's
-    own keys; without, every row sees all of it. With TREE too, pos is only a row's position: the
-    row sees all keys before first_new, and key first_new + j if byte j of its own tree_row_ptr
-    (TILE_M,), of tree_width bytes, is not 0.
+    acc, l and m are the running output, sum and base-2 maximum, float32. q (TILE_M, d_pad), and
+    q_rest (TILE_M, rest_pad) where form.rest > 0; pos (TILE_M,) is the last key each row sees. With
+    MASKED a tile may reach beyond key_lo ... key_hi - 1 or beyond a row's own keys; without, every
+    row sees all of it. With TREE too, pos is only a row's position: the row sees all keys before
+    first_new, and key first_new + j if byte j of its own tree_row_ptr (TILE_M,), of tree_width
+    bytes, is not 0.
     """
     offs_n = tl.arange(0, TILE_N)
     acc_odd = 0.0
@@ -414,7 +432,7 @@ def _load_blocks(
     TILE_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Load the int64 block ids of a tile's keys, or the one id of a tile within a block.
+    """Return the int64 block ids of a tile's keys (TILE_N,), or the one id of a tile in one block.
 
     Entries of the table outside key_lo ... key_hi - 1 or after tile last - 1 are not read. An
     invalid id, which a GPU cannot refuse without a wait, is replaced by the last block's: compared
@@ -435,7 +453,10 @@ def _load_blocks(
 def _load_rows(
     row_ptrs, offs_d, owned, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load (TILE_N, TILE_D) of a cache; channels past HEAD_DIM and keys not owned are 0."""
+    """Return rows of a cache, or of q, (rows, TILE_D); channels from HEAD_DIM on are 0.
+
+    With MASKED rows that are not `owned` are 0, too; without it they must all exist.
+    """
     if HEAD_DIM == TILE_D:
         if MASKED:
             x = tl.load(row_ptrs + offs_d[None, :], mask=owned[:, None], other=0)
@@ -451,7 +472,7 @@ def _load_rows(
 
 @triton.jit
 def _load_scales(pointers, owned, MASKED: tl.constexpr):
-    """Load (TILE_N,) scales, 0 for keys that are not owned."""
+    """Return the (TILE_N,) scales at `pointers`; with MASKED 0 for keys that are not owned."""
     if MASKED:
         scales = tl.load(pointers, mask=owned, other=0.0)
     else:
@@ -461,7 +482,10 @@ def _load_scales(pointers, owned, MASKED: tl.constexpr):
 
 @triton.jit
 def add_sink(acc, l, m, sink_log2):
-    """Count one more logit per row in the denominator; -inf adds nothing."""
+    """Return the sums (acc, l, m) with one more logit of each row in the denominator alone.
+
+    sink_log2: the logit of each row in base 2; -inf adds nothing.
+    """
     m_new = tl.maximum(m, sink_log2)
     alpha = tl.math.exp2(m - m_new)
     l = l * alpha + tl.math.exp2(sink_log2 - m_new)
@@ -470,7 +494,10 @@ def add_sink(acc, l, m, sink_log2):
 
 @triton.jit
 def normalise(acc, l, m):
-    """Return o and lse (natural log) of the running sums; 0 and -inf for a row without a key."""
+    """Return o and lse (natural log), float32, of the running sums (acc, l, m), m in base 2.
+
+    A row without a key has o = 0 and lse = -inf.
+    """
     seen = l != 0.0  # True for NaN, too
     l = tl.where(seen, l, 1.0)
     lse = tl.where(seen, (m + tl.math.log2(l)) * LN2, float("-inf"))
@@ -493,7 +520,11 @@ def clear_padding_rows(
     V_HEAD_DIM: tl.constexpr,
     TILE_DV: tl.constexpr,
 ):
-    """Write o = 0 and lse = -inf to rows of no sequence, every step-th from `first`."""
+    """Write o = 0 and lse = -inf to rows after the last sequence, for the heads of one group.
+
+    They are rows first, first + step, ... below num_tokens: programs share them. head: the number
+    of the key head.
+    """
     offs_g = tl.arange(0, TILE_G)
     offs_dv = tl.arange(0, TILE_DV)
     in_group = offs_g < GROUP

@@ -66,8 +66,9 @@ def why_not(spec: PagedSpec) -> str | None:
 
 
 def plan_fwd(call: Call, work: PagedWork | None = None) -> LaunchPlan | Refusal:
-    """Return the plan of a call; its results are o (T, Hq, Dv) in the dtype of q and lse (Hq, T).
+    """Return the plan of a call, or a Refusal with the reason.
 
+    Its results are o (T, Hq, Dv) in the dtype of q and lse (Hq, T) float32.
     Rows past cu_seqlens_q[B] get o = 0 and lse = -inf. The host does not wait: whatever depends on
     the lengths is decided on the device, so that a captured CUDA graph can be replayed with others.
 
@@ -84,7 +85,7 @@ def why_not_call(call: Call) -> str | None:
 
 
 def made_fwd(call: Call, work: PagedWork | None = None) -> LaunchPlan:
-    """Return the plan of a call that is known to be supported."""
+    """Return the plan of a call that `why_not` does not refuse, as `plan_fwd` does."""
     spec, maker = call.spec, AddressedMaker(call, PagedTensors._fields)
     given, shared = PagedTensors.of(maker.inputs, spec.shared_rows)
     results, chosen = add_fwd(maker, spec, given, shared, work)
@@ -98,7 +99,16 @@ def add_fwd(
     shared: SharedKeys | None = None,
     work: PagedWork | None = None,
 ) -> tuple[tuple[Tensor, Tensor], dict[str, TileConfig]]:
-    """Add a call to a plan; return o and lse, and the tiles of its kernels."""
+    """Add the launches of a call to a plan.
+
+    Args:
+        given: the tensors of the call.
+        shared: the keys that groups of sequences share, None without them.
+        work: the kernels and tiles, which override the tables; None to look them up.
+
+    Returns:
+        (o, lse), tensors of the plan, and a dict of the tiles by kernel: "split", "rows", "shared".
+    """
     q = given.q
     o = maker.empty((spec.num_tokens, spec.num_q_heads, spec.v_head_dim), q.dtype)
     lse = maker.empty((spec.num_q_heads, spec.num_tokens), torch.float32)
@@ -178,7 +188,13 @@ def add_fwd(
 
 
 def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
-    """Return the number of records of a plan of `spec`; 0 if no kernel would read them."""
+    """Return the number of rows of a PagedPlan's records for `spec`; 0 if no kernel reads them.
+
+    They are a record for each pair of a sequence and a split, then rows of counters.
+
+    Args:
+        where: the device of the plan.
+    """
     if spec.has_tree or spec.has_shared or spec.num_tokens == 0:
         return 0
     sm_count = device.sm_count_of(where)
@@ -194,7 +210,11 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
 def fill_plan(
     maker: Maker, records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor
 ) -> None:
-    """Write the records of these lengths into the first rows; the counters after them stay 0."""
+    """Write the records for these lengths into the first rows of `records`, in place.
+
+    The rows of counters after them are not touched. The arguments are those of `PagedPlan.update`,
+    and the tensor and spec of the plan.
+    """
     sm_count = device.sm_count_of(maker.device)
     work = tiles.planned_work(spec, device.arch_of(maker.device), sm_count)
     launch_plan(
@@ -224,7 +244,9 @@ def launch_plan(
     num_tokens: int,
     max_keys: int,
 ) -> None:
-    """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows.
+    """Start the kernel that writes the records (plan.num_pairs, FIELDS) int32 of short runs.
+
+    They are for the sequences with 1 ... max_run new rows; `splits.plan_record` lists the fields.
 
     Args:
         start: the `launch` method of a maker.

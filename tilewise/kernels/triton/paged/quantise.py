@@ -91,7 +91,10 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
 def cache_kind(dtype: torch.dtype, arch: int) -> int:
-    """Return how a kernel on a GPU of capability `arch` reads a cache of `dtype`."""
+    """Return how a kernel on a GPU of capability `arch` reads a cache: FLOAT, INT8, E4M3, ... .
+
+    float8_e4m3fn is E4M3_BITS, read by its bits, before capability 8.9 and in the interpreter.
+    """
     if dtype == FOUR_BITS:
         return INT4.value
     if dtype != torch.float8_e4m3fn:
@@ -114,7 +117,12 @@ class Scales(NamedTuple):
     def of(
         cls, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, like: Tensor, arch: int
     ) -> Scales:
-        """Describe a cache; without scales the float32 tensor `like` is passed, and not read."""
+        """Return the arguments for a cache with its scales, (N, P, Hk) or (Hk,), or without.
+
+        Args:
+            like: a float32 tensor that stands for absent scales and is not read.
+            arch: the compute capability of the GPU.
+        """
         kind = cache_kind(cache.dtype, arch)
         if k_scale is None or v_scale is None:
             return cls(kind, (like, like, *[0] * 6))
@@ -123,13 +131,16 @@ class Scales(NamedTuple):
 
 
 def as_bytes(cache: Tensor) -> Tensor:
-    """View an 8-bit cache as int8; return other caches unchanged."""
+    """Return a cache of one byte an element viewed as int8, and other tensors unchanged."""
     return cache.view(torch.int8) if cache.element_size() == 1 else cache
 
 
 @triton.jit
 def widen(x, kind: tl.constexpr, KIND: tl.constexpr):
-    """Convert stored numbers to `kind`: 1 / factor(KIND) of their value."""
+    """Return stored numbers x of the format KIND, converted to the dtype `kind`.
+
+    The results are the values without their scale, times 1 / factor(KIND).
+    """
     if KIND == E4M3_BITS:
         bits = x.to(tl.int32)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
@@ -141,7 +152,7 @@ def widen(x, kind: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def widen_once(x, KIND: tl.constexpr):
-    """Convert INT8 or E4M3 to bfloat16, for a tile that several products read.
+    """Return stored numbers of INT8 or E4M3 as bfloat16, for a tile that several products read.
 
     The compiler would move the conversion to each of its uses, where the operands of a product are
     gathered byte by byte. It does not move inline assembly that is not pure: with a pure one 8-bit
@@ -154,10 +165,11 @@ def widen_once(x, KIND: tl.constexpr):
 
 @triton.jit
 def widen_pairs(x, dtype: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Convert words int16 of two stored numbers to those of even and those of odd channels.
+    """Return the even and the odd channels of int16 words x, in `dtype`, each in the shape of x.
 
-    A transposed operand of bytes is gathered byte by byte; of such words it is loaded as one of 16
-    bits is, and widened where it lies.
+    A word holds the stored numbers of two neighbouring channels. A transposed operand of bytes
+    would be gathered byte by byte; words are loaded as 16-bit numbers are, and widened in
+    registers. PTX: True if NVIDIA's instructions may be used.
     """
     if PTX:
         asm: tl.constexpr = _INT8_PAIRS_TO_BF16 if KIND == INT8 else _E4M3_PAIRS_TO_BF16
@@ -171,7 +183,7 @@ def widen_pairs(x, dtype: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def factor(KIND: tl.constexpr):
-    """Return the number by which the result of `widen` is to be multiplied, besides its scale."""
+    """Return the number by which results of `widen` must be multiplied, besides their scales."""
     if KIND == E4M3_BITS:
         return 256.0
     return 1.0
@@ -179,7 +191,11 @@ def factor(KIND: tl.constexpr):
 
 @triton.jit
 def scale_of(amax, is_finite, KIND: tl.constexpr):
-    """Return the scale of rows: amax / limit, 0 if subnormal, NaN if a channel is not finite."""
+    """Return the scale of rows: amax / the largest number of KIND, 127 (INT8) or 448 (E4M3).
+
+    It is 0 where that is subnormal, and NaN where `is_finite` is False. amax: the largest size of a
+    row's channels.
+    """
     if KIND == INT8:
         scale = amax * (1.0 / _INT8_LIMIT)
     else:
@@ -197,7 +213,10 @@ def inverse_of(scale):
 
 @triton.jit
 def narrow(x, KIND: tl.constexpr):
-    """Convert float32 to the int8 bits of stored numbers: to nearest even, saturated, NaN as 0."""
+    """Return float32 numbers rounded to the format KIND, INT8 or E4M3, as int8 bits.
+
+    They are rounded to nearest even and saturated; NaN becomes 0.
+    """
     x = tl.where(x == x, x, 0.0)
     if KIND == INT8:
         x = tl.minimum(tl.maximum(x, -_INT8_LIMIT), _INT8_LIMIT)

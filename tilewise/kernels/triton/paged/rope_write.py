@@ -42,7 +42,7 @@ TILE_ELEMENTS = 2048  # 16 a thread of four warps, as in `cache_ops`
 
 
 class Form(NamedTuple):
-    """Constexpr: the operations on heads; `tile_*` are powers of two."""
+    """Constexpr: the operations on the heads of q, of k or of v; `tile_*` are powers of two."""
 
     half: int  # 2 * half channels rotate
     tile_half: int
@@ -57,8 +57,8 @@ class Form(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides in elements: of tokens and heads; of blocks, slots and heads; of the rows of
-    tables."""
+    """Strides in elements: (token, head) of q, k, v and out; (block, slot, head) of caches and
+    scales; those of the rows of cos and sin."""
 
     q: tuple[int, int]
     k: tuple[int, int]
@@ -101,7 +101,12 @@ def _move_heads(
     form: tl.constexpr,
     TILE_H: tl.constexpr,
 ):
-    """Move TILE_H heads of one token."""
+    """Normalise, rotate and store TILE_H heads of one token, as `form` says.
+
+    source, target: the addresses of head 0; an 8-bit target is quantised, with the scale of each
+    head computed and stored at scale_ptr, or read there unless form.owns_scale. weight_ptr: the
+    weight of the norm; cos_ptr, sin_ptr: the angles of the token.
+    """
     HALF: tl.constexpr = form.half
     REST: tl.constexpr = form.rest
     in_heads = heads < num_heads
@@ -187,7 +192,10 @@ def _pack_heads(
     TILE_H: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Move TILE_H heads of one token to a cache of 4 bits; WIDTH is a power of two."""
+    """Normalise, rotate and store TILE_H heads of one token in a cache of 4 bits, with scales.
+
+    WIDTH: the power of two that holds the channels. The other arguments are those of `_move_heads`.
+    """
     HALF: tl.constexpr = form.half
     DIM: tl.constexpr = 2 * form.half + form.rest
     in_heads = heads < num_heads
@@ -237,7 +245,7 @@ def _move_row(
     TILE_H: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Move TILE_H heads of one token to the cache, whatever its format."""
+    """Store TILE_H heads of a token in a cache of any format, by `_pack_heads` or `_move_heads`."""
     if form.kind == INT4:
         _pack_heads(
             source,
@@ -406,9 +414,13 @@ def launch(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Write k (T, Hk, D) and v (T, Hk, Dv) to their slots and return q (T, Hq, D).
+    """Write normalised and rotated k (T, Hk, D), and v (T, Hk, Dv), to their slots in place.
 
-    cos, sin (T, R / 2); q_norm, k_norm (D,); scales (N, P, Hk), written, or (Hk,), read only.
+    cos, sin (T, R / 2); q_norm, k_norm (D,), None for no norm; scales (N, P, Hk), written, or
+    (Hk,), read only. Rows with a slot outside of the cache are skipped.
+
+    Returns:
+        q (T, Hq, D), normalised and rotated, a new tensor.
     """
     out = maker.empty(q.shape, q.dtype)
     num_tokens, num_q_heads, head_dim = q.shape
@@ -500,11 +512,11 @@ def write_quantised(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Note the launch that quantises k and v to a cache of 8 or 4 bits, without norm and rotation.
+    """Write k and v to the slots of a cache of 8 or 4 bits, quantised, without norm and rotation.
 
     Args:
         slot_mapping: int64 (T,), the slot of each token, -1 for none.
-        k_scale, v_scale: the scales of the cache, to be written.
+        k_scale, v_scale: the scales of the cache, (N, P, Hk), written, or (Hk,), read only.
     """
     num_tokens = k.shape[0]
     angles = maker.empty((num_tokens, 0), torch.float32)

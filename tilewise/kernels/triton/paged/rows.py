@@ -51,8 +51,10 @@ TILE_B = 128  # sequences scanned at once
 
 
 class Memory(NamedTuple):
-    """Addresses that a program reads and writes; unused ones hold another tensor's, which is not
-    touched."""
+    """The tensors that the rows kernel reads and writes.
+
+    A field that a launch does not use holds some other tensor, which is not touched.
+    """
 
     q: object
     k: object
@@ -389,13 +391,17 @@ def launch_rows(
     adds: bool = False,
     split_run: int = 0,
 ) -> None:
-    """Add to a plan: write rows of sequences with more than split_run new tokens, and padding rows.
+    """Add to a plan: write o and lse of sequences with more than split_run new tokens.
+
+    Rows after the last sequence get o = 0 and lse = -inf, unless `adds`.
 
     Args:
         o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place.
         plan: the result of `plan_rows` for this spec.
+        tree_mask: as in `paged_attention`, in place of the causal rule; None without a tree.
         skipped: int32 (B,), the number of first keys of each sequence that are left out.
-        rows: int32, the rows of q whose entries cu_seqlens_q counts.
+        rows: int32, a list of rows of q, into which cu_seqlens_q points; None if sequence b owns
+            rows cu_seqlens_q[b] ... of q itself.
         adds: True to merge with the result of other keys in o and lse.
     """
     config = plan.config

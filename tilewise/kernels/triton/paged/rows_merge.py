@@ -113,7 +113,15 @@ def launch_merge(
     *,
     adds: bool,
 ) -> None:
-    """Write o and lse of the rows that have parts, whose places the rows kernel wrote to bounds."""
+    """Add to a plan: write o and lse of the rows whose keys the rows kernel has split, merged.
+
+    Args:
+        part_o, part_lse: the partial results of the rows kernel.
+        bounds: int32, the number of tiles of rows that have parts, then (sequence, tile, first
+            part, number of splits) of each, written by the rows kernel.
+        rows: as in `rows.launch_rows`.
+        adds: True if o and lse hold the result of other keys, which is one more part.
+    """
     tile_dv = padded_head_dim(spec.v_head_dim)
     maker.launch(
         _merge_kernel,

@@ -37,7 +37,10 @@ def _run_tiles(
     WINDOW_LEFT: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Return the number of key tiles that each sequence reads; 0 for one without rows."""
+    """Return the number of key tiles that each of the sequences `seq` reads, at least 1.
+
+    It is 0 for a sequence without new rows or with more than max_run of them.
+    """
     inside = seq < num_seqs
     seqlen_k = cached_keys(seqlens_k_ptr, seq, inside, max_keys)
     _, num_rows = run_of(cu_seqlens_q_ptr, seq, inside, num_tokens)
@@ -62,8 +65,10 @@ def find_split(
     FIXED: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
-    """Return (sequence, its first pair, tiles per split) of a pair; sequence = B after the last
-    one.
+    """Return the sequence of a pair, its first pair, and the number of key tiles of a split.
+
+    A pair is a sequence and one of its splits; pairs are numbered sequence by sequence. The
+    sequence is B for a pair after the last one.
 
     Tiles per split is split_tiles, or without FIXED as many more as keep all pairs within
     target_pairs + B: sum of ceil(tiles_b / t) <= sum of tiles_b / t + B.
@@ -191,7 +196,7 @@ def plan_record(
     FIXED: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
-    """Return the record of a pair.
+    """Return the eight numbers of the record of a pair, from which a program knows its work.
 
     It contains the sequence, its first row and number of rows, its keys, the first tile and the end
     of the tiles of this split, the sequence's first pair and its number of splits, which is 0 if

@@ -35,7 +35,7 @@ _KINDS = {
 
 
 def why_not(spec: QuantisedLinearSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Return why this kernel cannot run `spec`, or None if it can."""
     if spec.dtype not in _DTYPES:
         return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
     return None
@@ -74,7 +74,10 @@ def launch(
 
 
 def permuted(maker: Maker, x: Tensor, weight: QuantisedWeight) -> Tensor:
-    """Return the columns of x (T, K) in the order of a weight's codes."""
+    """Return x (T, K) with its columns in the order of a weight's codes.
+
+    It is x itself for a weight without a permutation, else a result of a step of the plan.
+    """
     if weight.permutation is None:
         return x
     like = torch.empty(x.shape, dtype=x.dtype, device="meta")
@@ -146,18 +149,24 @@ def values_of(
 
 
 def _columns(block: tuple[int, int], columns: int) -> int:
-    """Return the columns that share a scale; one number for all that have a whole row's."""
+    """Return the number of columns that share a scale, for `block` (rows, columns) of one scale.
+
+    It is one large number for every weight with a scale for whole rows, so that the kernel is
+    compiled once for these.
+    """
     return _WHOLE if block[1] >= columns else block[1]
 
 
 def kind_of(tensor: Tensor | None) -> int:
-    """Return how a kernel reads numbers, see `values`."""
+    """Return how a kernel reads the numbers of a tensor: a constant of `values`, PLAIN for None."""
     return values.PLAIN.value if tensor is None else _KINDS.get(tensor.dtype, values.PLAIN.value)
 
 
 def raw(tensor: Tensor | None, absent: Tensor) -> Tensor:
-    """Return the tensor as kernels take it: 8-bit floats viewed as bytes, `absent` in place of
-    None."""
+    """Return a tensor as kernels take it: 8-bit floats are viewed as bytes.
+
+    For None it is `absent`, any tensor, which the kernel does not read.
+    """
     if tensor is None:
         return absent
     return tensor.view(torch.uint8) if tensor.dtype in _KINDS else tensor

@@ -22,7 +22,11 @@ SMALLEST = tl.constexpr(1e-37)
 def narrow_kernel(
     x_ptr, codes_ptr, scale_ptr, rows, channels, stride_x, stride_scale, TILE_M: tl.constexpr
 ):
-    """Write codes (rows, channels) and scales (channels / 128, stride_scale)."""
+    """Write 128 channels of TILE_M rows of x as e4m3 codes, with one scale for each row.
+
+    Codes are bytes (rows, channels) in the order of lanes, which `QuantisedWeight.lanes` gives to
+    weights; scales are float32, channel group by group, stride_scale apart.
+    """
     row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     block = tl.program_id(1)
     k = block * CHANNELS + tl.arange(0, CHANNELS)

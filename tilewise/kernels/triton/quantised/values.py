@@ -23,7 +23,7 @@ PLAIN, E8M0, E4M3, E5M2 = (tl.constexpr(i) for i in range(4))
 
 @triton.jit
 def _wide(raw, KIND: tl.constexpr):
-    """Return numbers as float32; floats of 8 bits come as bytes."""
+    """Return numbers as float32; KIND says whether they are bytes of an 8-bit float, or PLAIN."""
     if KIND == E8M0:
         bits = raw.to(tl.int32) << 23
         return tl.where(raw == 0, 5.877471754111438e-39, bits.to(tl.float32, bitcast=True))
@@ -41,7 +41,7 @@ def _wide(raw, KIND: tl.constexpr):
 
 @triton.jit
 def _e2m1(code):
-    """Return the floats that codes of 4 bits are: see `_both_nibbles` of the experts."""
+    """Return the float32 values of codes 0 ... 15 of the format E2M1, that of MXFP4."""
     bits = code.to(tl.int32)
     bits = ((bits & 7) << 22) | ((bits & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
@@ -49,7 +49,7 @@ def _e2m1(code):
 
 @triton.jit
 def _looked_up(code, table):
-    """Return the numbers of a table of 16, a tuple, that codes choose."""
+    """Return table[code] elementwise, float32; `table` is a tuple of 16 numbers."""
     value = tl.zeros(code.shape, tl.float32)
     for i in tl.static_range(16):
         value = tl.where(code == i, table[i], value)
@@ -131,9 +131,10 @@ def values_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Write W (rows, columns) of the rows from first_row on.
+    """Write the values of a tile of weight rows first_row, first_row + 1, ... to W (rows, columns).
 
-    GROUP: columns that surely share a scale; it divides BLOCK and TILE_K.
+    GROUP: a number of neighbouring columns that always share a scale; it divides BLOCK and TILE_K.
+    Columns keep the order of the codes.
     """
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     k = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)

@@ -55,10 +55,11 @@ def why_not(spec: RecurrentSpec) -> str | None:
 
 @triton.jit
 def load_tile(ptr, stride, left, column, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
-    """Load columns of the first `left` rows from `ptr` on, and zeros below them.
+    """Return a tile (TOKENS, columns) of the rows from `ptr` on, 0 from row `left` on.
 
-    The place in a tile is a small integer beside an address that all threads share: wide addresses
-    of each thread would be kept in registers.
+    column: the numbers of the columns, 0 from WIDTH on; stride: the elements from row to row. The
+    place in a tile is a small integer beside an address that all threads share: wide addresses of
+    each thread would be kept in registers.
     """
     row = tl.arange(0, TOKENS)
     mask = (row < left)[:, None] & (column < WIDTH)[None, :]
@@ -67,7 +68,10 @@ def load_tile(ptr, stride, left, column, WIDTH: tl.constexpr, TOKENS: tl.constex
 
 @triton.jit
 def load_state(ptr, key, column, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """Load a tile of a state."""
+    """Return a tile of a contiguous state (KEY_DIM, VALUE_DIM) at `ptr`, 0 outside of it.
+
+    key, column: the numbers of its rows and columns.
+    """
     mask = (key < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
     return tl.load(ptr + (key[:, None] * VALUE_DIM + column[None, :]), mask=mask, other=0.0)
 
@@ -102,7 +106,7 @@ def _correct_kernel(
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write W, Z and T (beta V) of a chunk of a head."""
+    """Write W, Z and T (beta V) of a chunk of a head, by the module's formulas; to w, z and u."""
     number, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     sequence = sequence_of(edges_ptr, num_sequences, number, False, TOKENS)
     first = tl.load(edges_ptr + sequence)
@@ -166,7 +170,11 @@ def _states_before(
     IS_DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the state before each chunk of a sequence, and U in the place of T (beta V)."""
+    """Write the state before each chunk of a sequence, and U where T (beta V) was.
+
+    state: the state before the sequence, a tile of some columns of one head. Without the delta rule
+    U is not written.
+    """
     operand: tl.constexpr = u_ptr.dtype.element_ty
     row, key = tl.arange(0, TOKENS), tl.arange(0, TILE_K)
     in_values = column[None, :] < VALUE_DIM
@@ -224,10 +232,13 @@ def _gradients_after(
     IS_DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradient of the state after each chunk, and G.
+    """Write the gradient of the state after each chunk of a sequence, and G, to dstates and y.
+
+    G is that of the module's formulas. dstate: the gradient of the state after the sequence, a tile
+    of some columns of one head.
 
     Returns:
-        The gradient of the state before the sequence.
+        The gradient of the state before the sequence, the same tile.
     """
     operand: tl.constexpr = y_ptr.dtype.element_ty
     row, key = tl.arange(0, TOKENS), tl.arange(0, TILE_K)
@@ -414,8 +425,11 @@ def _pairs_kernel(
     IS_DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dv, Y in the place of G, dP and dA in those of R and T, and what these add to dg and
-    dbeta."""
+    """Write dv of a chunk of a head, and the shares of pairs of tokens in dg and dbeta.
+
+    Y, dP and dA of the module's formulas are written where G, R and T were. Rows that no sequence
+    has get zeros.
+    """
     number, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     row, key, value = tl.arange(0, TOKENS), tl.arange(0, TILE_K), tl.arange(0, TILE_V)
     # Rows that no sequence has.
@@ -549,7 +563,11 @@ def _keys_kernel(
     IS_DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dq and dk of a tile of their columns, and what states add to dg and dbeta."""
+    """Write a tile of columns of a chunk's dq and dk, and the shares of states in dg and dbeta.
+
+    dq and dk are summed over the HEADS heads of the program's part. Rows that no sequence has get
+    zeros.
+    """
     parts: tl.constexpr = NUM_HEADS // HEADS
     number, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row, value = tl.arange(0, TOKENS), tl.arange(0, TILE_V)
@@ -671,11 +689,16 @@ def gradient(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta and the state before each sequence.
 
+    The last one is float32 (N, H, K, V), computed also if there is no initial_state.
+
     Args:
         do: (T, H, V), the gradient of o.
-        g: (T, H); with a decay for each channel the gradient is one of chunks of torch.
-        dstate: (N, H, K, V), that of the state after each sequence; None where it is 0.
+        q, k, v, beta, initial_state, q_scale: the packed arguments of `ops.gated_delta`.
+        g: (T, H), the log of each head's decay; calls with a decay for each channel are computed by
+            `ops.recurrent.chunks` instead.
+        dstate: (N, H, K, V), the gradient of the state after each sequence; None where it is 0.
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
+        is_delta: True for the delta rule, False for the plain sum of `ops.ssd`.
     """
     key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
     num_sequences = edges.shape[0] - 1
@@ -825,10 +848,13 @@ def _sum_of_tiles(x: Tensor) -> Tensor:
 def columns_of(
     place: torch.device, pairs: Pairs, num_sequences: int, num_heads: int, width: int
 ) -> tuple[int, int]:
-    """Return the columns of V of a program that goes through chunks, and the chunks it loads at
-    once.
+    """Return the columns of V that a program goes through all chunks with, and its stages.
+
+    Stages are the chunks that its pipeline loads at once.
 
     Args:
+        place: the device of the call.
+        pairs: the results of `step.prepare`, of which the dtype and the constants count.
         width: the columns of V, a power of two.
     """
     narrow = min(width, _TILE_V)

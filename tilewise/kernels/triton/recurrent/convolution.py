@@ -29,7 +29,10 @@ _SUM_ROWS, _SUM_CHANNELS, _SUM_TILES = 8, 256, 16
 
 @triton.jit
 def _sequence_of(edges_ptr, row, num_sequences):
-    """Return the number of sequences that begin at each row or before it, less one."""
+    """Return the sequence of each row: the last one that begins at the row or before it.
+
+    It is num_sequences for rows after the end of the last sequence.
+    """
     low, high = tl.zeros(row.shape, tl.int32), tl.zeros(row.shape, tl.int32) + num_sequences
     remaining = num_sequences
     while remaining > 0:
@@ -57,7 +60,12 @@ def _tap(
     NUM_KEPT: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
-    """Load tokens (rows, channels) at positions of sequences, from -(W - 1) on."""
+    """Return tokens (rows, channels), float32, at positions of their sequences, from -(W - 1) on.
+
+    Negative positions are read from the states if HAS_STATES, else 0. first: the row at which the
+    sequence begins in x; used: False for rows of no sequence; start: the sequence's tokens before
+    this call; slot: its place among the states.
+    """
     at = x_ptr + (first + position).to(tl.int64)[:, None] * stride_x + channel[None, :]
     token = tl.load(at, mask=(used & (position >= 0))[:, None] & inside[None, :], other=0.0)
     token = token.to(tl.float32)
@@ -215,7 +223,10 @@ def _last_kernel(
     TILE_C: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
-    """Write the last W - 1 rows of each sequence, oldest first; short ones use rows from before."""
+    """Write the last W - 1 rows of each sequence, oldest first, for a tile of channels.
+
+    A sequence shorter than that takes rows of its initial state first, or zeros without one.
+    """
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = channel < CHANNELS
@@ -252,7 +263,10 @@ def _step_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SILU: tl.constexpr,
 ):
-    """Convolve the few tokens of a sequence one after the other, then keep them."""
+    """Write y of the few tokens of a sequence, one after the other, then keep them in its slot.
+
+    The program of the last sequence also writes zeros to the rows behind that sequence.
+    """
     sequence, one = tl.program_id(0), tl.zeros((1,), tl.int32)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = channel < CHANNELS
@@ -323,7 +337,11 @@ def _dz_kernel(
     HAS_STATES: tl.constexpr,
     HAS_SILU: tl.constexpr,
 ):
-    """Write dz, and what TILES tiles of rows add to the gradients of weight and bias."""
+    """Write dz of TILES tiles of rows, and their share in the gradients of weight and bias.
+
+    dz is the gradient of the value before silu. The share is (W + 1, channels) float32: of each
+    tap, then of the bias.
+    """
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = channel < CHANNELS
     which = tl.arange(0, 2 * triton.next_power_of_2(WIDTH))[:, None]
@@ -466,10 +484,14 @@ def launch(
     *,
     has_silu: bool,
 ) -> Tensor:
-    """Return y (T, C) of whole sequences, see `ops.causal_conv1d`.
+    """Return y (T, C) of whole packed sequences, as `ops.causal_conv1d` defines it.
 
     Args:
+        x: (T, C).
+        weight, bias: (C, width), and (C,) or None.
+        initial_state: (N, width - 1, C), the rows before each sequence; None for zeros.
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
+        has_silu: True if silu is applied.
     """
     states = maker.dense(initial_state)
     return _run(maker, x, weight, bias, states, None, None, edges, has_silu)
@@ -479,7 +501,10 @@ def launch(
 def last(
     maker: Maker, x: Tensor, width: int, initial_state: Tensor | None, edges: Tensor
 ) -> Tensor:
-    """Return the last `width` - 1 tokens (N, width - 1, C) of whole sequences."""
+    """Return the last width - 1 tokens of each packed sequence, (N, width - 1, C), oldest first.
+
+    A sequence shorter than that takes rows of its initial state first, zeros without one.
+    """
     num_sequences, channels = edges.shape[0] - 1, x.shape[1]
     after = maker.empty((num_sequences, width - 1, channels), x.dtype)
     before = maker.dense(initial_state)
@@ -582,12 +607,14 @@ def gradient(
     *,
     has_silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x (T, C), weight (C, W), bias (C,) and the tokens before.
+    """Return the gradients of x (T, C), weight (C, W), bias (C,) and initial_state (N, W - 1, C).
+
+    All four are computed in x's dtype, also those of arguments that are None.
 
     Args:
         dy: (T, C), the gradient of y.
-        dstate: (N, W - 1, C), that of the last tokens; None where it is 0.
-        edges: as in `launch`.
+        dstate: (N, W - 1, C), the gradient of the last tokens; None where it is 0.
+        x, weight, bias, initial_state, edges, has_silu: as in `launch`.
     """
     (num_rows, channels), width, num_sequences = x.shape, weight.shape[1], edges.shape[0] - 1
     kept, dtype = (num_sequences, width - 1, channels), x.dtype

@@ -29,7 +29,7 @@ _LN2_LOW = tl.constexpr(1.4286068203094173e-6)
 
 @triton.jit
 def _exp(x):
-    """Return exp(x), float32, of which the exponent's rounding costs nothing.
+    """Return exp(x), float32, for x clamped to -200 ... 200, to about an ulp for large x, too.
 
     `tl.exp` multiplies by log2(e) before it takes powers of two: of 90 that rounds 64 times as much
     as of 1.
@@ -112,7 +112,7 @@ def delta_inputs(
     beta_scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k, g and beta, see `ops.delta_inputs`."""
+    """Return q, k, g and beta as `ops.delta_inputs` defines them; the arguments are the same."""
     tokens, heads = len(mixed), len(a_log)
     q, k = (maker.empty((tokens, num_key_heads, key_dim), mixed.dtype) for _ in range(2))
     g, beta = maker.empty((tokens, heads), torch.float32), maker.empty((tokens, heads), mixed.dtype)

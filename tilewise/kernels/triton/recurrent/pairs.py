@@ -33,14 +33,21 @@ _LOWEST = tl.constexpr(-(2.0**20))  # a log of a decay that is 0
 
 @triton.jit
 def running_of(g):
-    """Return the running sums of logs of decays (TOKENS,), with base 2."""
+    """Return the running sums over tokens (dim 0) of natural logs of decays g, in base 2.
+
+    Sums are of integers, so that their bits do not depend on a tile's layout.
+    """
     units = (tl.maximum(g * LOG2E, _LOWEST) * _UNIT).to(tl.int64)
     return tl.cumsum(units, 0).to(tl.float32) * (1 / _UNIT)
 
 
 @triton.jit
 def inverse_of(lower, TOKENS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of 1 + a strictly lower triangular tile, of the rows that step.py has."""
+    """Return the inverse of 1 + lower, (TOKENS, TOKENS), rounded to OPERAND.
+
+    lower: a strictly lower triangular tile, float32. Row t has the same bits as when it is computed
+    from the earlier rows of the inverse alone, as a step does with the rows that a slot keeps.
+    """
     blocks: tl.constexpr = TOKENS // SUB
     shape: tl.constexpr = (blocks, SUB, blocks, SUB)
     own = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
@@ -75,7 +82,11 @@ def solved(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return T and R of lower (K K^T E) and lower (Q K^T E)."""
+    """Return T and R of the module's formulas, (TOKENS, TOKENS) in OPERAND.
+
+    a, p: lower (K K^T E) and lower (Q K^T E). With IS_DELTA T = (1 + strictly lower (beta a))^-1
+    and R = p T; without it both are p.
+    """
     if not IS_DELTA:
         return p.to(OPERAND), p.to(OPERAND)
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
@@ -86,7 +97,10 @@ def solved(
 
 @triton.jit
 def decays_between(running, TOKENS: tl.constexpr):
-    """Return E of a decay for each head: 0 for pairs whose second token is later."""
+    """Return E (TOKENS, TOKENS): E_ts = 2^(running_t - running_s), and 0 where token s is later.
+
+    running: (TOKENS,), the running sums of a head's logs of decays, in base 2.
+    """
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
     logs = tl.where(row < column, float("-inf"), running[:, None] - running[None, :])
     return tl.math.exp2(logs)
@@ -94,7 +108,10 @@ def decays_between(running, TOKENS: tl.constexpr):
 
 @triton.jit
 def sums_of_channels(x):
-    """Return the sums of rows (ROWS, TILE_K), two numbers at a time, which no layout changes."""
+    """Return the sums (ROWS,) of the rows of x (ROWS, TILE_K), TILE_K at most 256.
+
+    Neighbours are added two at a time, so that the bits do not depend on a tile's layout.
+    """
     for _ in tl.static_range(8):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
@@ -122,7 +139,12 @@ def pairs_by_channel(
     HAS_KEPT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return lower (K K^T E) and lower (Q K^T E) where E has an element for each channel, too."""
+    """Return lower (K K^T E) and lower (Q K^T E), (TOKENS, TOKENS), of decays for each channel.
+
+    An element is the sum over channels of k_t k_s E_ts, or q_t k_s E_ts. running: (TOKENS, TILE_K),
+    the running sums of logs of decays in base 2; the pointers, position, start and total are those
+    of `rows.load_rows`, by which keys and decays of earlier tokens are read again.
+    """
     row, key = tl.arange(0, TOKENS), tl.arange(0, TILE_K)
     k, q = k.to(tl.float32), q.to(tl.float32)
     a = tl.zeros((TOKENS, TOKENS), tl.float32)

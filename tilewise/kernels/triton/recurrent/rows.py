@@ -20,7 +20,12 @@ def load_rows(
     HAS_KEPT: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Load rows of tokens at positions of a sequence, new ones or those of its open chunk."""
+    """Return rows of tokens (TOKENS, columns) at positions of a sequence.
+
+    Positions from `start` on are new tokens, at new_ptr; earlier ones, with HAS_KEPT, are tokens of
+    the open chunk that a slot keeps, at kept_ptr; from `total` on rows are 0. column: the numbers
+    of the columns, 0 from WIDTH on.
+    """
     inside = column[None, :] < WIDTH
     is_new = (position >= start) & (position < total)
     at = new_ptr + ((position - start).to(tl.int64) * stride_new)[:, None] + column[None, :]
@@ -44,7 +49,9 @@ def load_numbers(
     HAS_KEPT: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Load one number of each token at `position`, of the call or kept in slots.
+    """Return one number of each token at `position`, of a new token or of one kept in a slot.
+
+    Kept ones are read with HAS_KEPT only; positions of neither kind get 0.
 
     Args:
         new_ptr, kept_ptr: the addresses of the numbers of new tokens and of kept ones.
@@ -70,7 +77,10 @@ def zero_rows(
     VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Set rows of o from `first` to `end` to 0."""
+    """Write 0 to some columns of one head in rows first ... end - 1 of o.
+
+    o is contiguous, (rows, NUM_HEADS, VALUE_DIM); column: the numbers of the columns.
+    """
     for begins in range(first, end, TOKENS):
         row = begins + tl.arange(0, TOKENS)[:, None]
         at = o_ptr + (row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + column[None, :]
@@ -90,7 +100,10 @@ def number_of(first, sequence, HAS_SLOTS: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def sequence_of(edges_ptr, num_sequences, number, HAS_SLOTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the last sequence whose first chunk has at most this number."""
+    """Return the sequence to which the chunk with this number belongs, if any sequence has it.
+
+    It is the last sequence whose first chunk's number, from `number_of`, is at most `number`.
+    """
     low, high = 0, num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -103,5 +116,11 @@ def sequence_of(edges_ptr, num_sequences, number, HAS_SLOTS: tl.constexpr, TOKEN
 
 
 def most_chunks(num_rows: int, num_sequences: int, has_slots: bool, tokens: int) -> int:
-    """Return a bound of the numbers of chunks in a call."""
+    """Return a number above that of every chunk in a call, see `number_of`: how many to launch.
+
+    Args:
+        num_rows: the tokens of the call.
+        has_slots: True if sequences may begin inside of a chunk.
+        tokens: the tokens of a chunk.
+    """
     return num_rows // tokens + num_sequences * (2 if has_slots else 1)

@@ -230,7 +230,10 @@ def _scan_kernel(
 def _copy_row(
     new_ptr, kept_ptr, stride_head, HEADS: tl.constexpr, DIM: tl.constexpr, COPY: tl.constexpr
 ):
-    """Copy a row of HEADS x DIM elements."""
+    """Copy a row of HEADS x DIM elements to contiguous memory.
+
+    stride_head: the elements from head to head of the source.
+    """
     for begins in range(0, HEADS * DIM, COPY):
         index = begins + tl.arange(0, COPY)
         inside = index < HEADS * DIM
@@ -258,7 +261,11 @@ def _keep_kernel(
     TOKENS: tl.constexpr,
     COPY: tl.constexpr,
 ):
-    """Copy the tokens of each sequence's open chunk to its slot, after all have read it."""
+    """Copy keys, decays and betas of a sequence's new tokens to its slot.
+
+    Only tokens of the chunk that is still open at the end are copied, after all programs of the
+    scan have read the slot. Programs of a sequence share its tokens.
+    """
     sequence = tl.program_id(0)
     first = tl.load(edges_ptr + sequence).to(tl.int64)
     count = (tl.load(edges_ptr + sequence + 1) - first).to(tl.int32)
@@ -285,16 +292,18 @@ def _keep_kernel(
 
 
 class Pairs(NamedTuple):
-    """What pairs.py made of the tokens of a call, and how its kernels are compiled.
+    """The results of pairs.py for the tokens of a call, and the constants of its kernels.
 
     Attributes:
-        t, r: (chunks, H, CHUNK, CHUNK), of the operands' dtype.
+        t, r: T and R of pairs.py, (chunks, H, CHUNK, CHUNK), of the operands' dtype.
         running: float32, base-2 logs of E since the chunk's start (chunks, H, CHUNK), or, by
             channel, of the whole chunk (chunks, H, K).
-        faded: keys and queries times E, and keys times what is left of it, by channel.
+        faded: with decays by channel the keys, then the queries, times the decay since the chunk's
+            start, and the keys times the decay to its end; (chunks, H, CHUNK, K) each, empty
+            otherwise.
         operand: the dtype of operands of products.
         tile_v: the columns of V of a program.
-        constants: the constants of all kernels.
+        constants: the constexpr arguments that the kernels of a call share, by name.
     """
 
     t: Tensor
@@ -317,7 +326,14 @@ def prepare(
     places: tuple[Tensor, Tensor, Tensor],
     is_delta: bool,
 ) -> Pairs:
-    """Launch pairs.py; `places` are the edges, slots and starts of sequences."""
+    """Add the launch of pairs.py to a plan, and return its results.
+
+    Args:
+        q, k, v, g, beta, is_delta: the packed arguments of a call, g and beta contiguous.
+        states: the slots whose open chunks the tokens continue; None for whole sequences.
+        places: the edges, slots and starts of sequences; slots and starts are not read without
+            states.
+    """
     key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
     tile_k, tile_v, operand = _tiles(key_dim, value_dim, v.dtype)
     num_sequences, by_channel, has_slots = len(places[0]) - 1, g.dim() == 3, states is not None
@@ -390,12 +406,18 @@ def scan(
     pairs: Pairs,
     q_scale: float,
 ) -> None:
-    """Go through all chunks of each sequence after `prepare`.
+    """Add to a plan the launch that goes through all chunks of each sequence, after `prepare`.
 
     Args:
-        before, after: (N, H, K, V), the states before and after each sequence, or all of slots.
-        o: (T, H, V), the output, or U where there are `states`.
-        states: (chunks, H, K, V) of the operands' dtype, where states before chunks are kept.
+        before, after: (N, H, K, V), the states before and after each sequence, or both the states
+            of all slots; `before` is None for zeros, `after` is written.
+        slots: the slots of a step, whose kept values are read and written; None for whole
+            sequences.
+        places: the edges, slots and starts of sequences.
+        o: (T, H, V), written: the output, or U where there are `states`.
+        states: (chunks, H, K, V) of the operands' dtype, in which the state before each chunk is
+            written; None for the output alone.
+        pairs: the result of `prepare`.
     """
     (num_heads, value_dim), num_sequences = v.shape[1:], len(places[0]) - 1
     keys, values = (k, v) if slots is None else (slots.keys, slots.values)
@@ -451,10 +473,12 @@ def launch(
     q_scale: float,
     is_delta: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return o (T, H, V) and the states (N, H, K, V) after whole sequences, see `ops.gated_delta`.
+    """Return o (T, H, V) and the float32 states (N, H, K, V) after whole packed sequences.
 
     Args:
+        q, k, v, g, beta, initial_state, q_scale: the packed arguments of `ops.gated_delta`.
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
+        is_delta: True for the delta rule, False for the plain sum of `ops.ssd`.
     """
     shape = (edges.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2])
     after = maker.empty(shape, torch.float32)
@@ -483,11 +507,15 @@ def step(
     q_scale: float,
     is_delta: bool,
 ) -> Tensor:
-    """Return o (T, H, V) of tokens after those that slots hold, and take them into the slots.
+    """Return o (T, H, V) of the next tokens of running sequences, and write them into their slots.
+
+    Where there is at most one token a sequence, one kernel does it; otherwise those of `launch` do.
 
     Args:
-        slots, starts: int64 (N,), see `ops.gated_delta_step`.
-        edges: as in `launch`.
+        q, k, v, g, beta, q_scale, is_delta, edges: as in `launch`.
+        states: the slots, updated in place.
+        slots, starts: int64 (N,), the slot of each sequence (-1 for none: its o is 0), and the
+            number of its tokens before this call.
     """
     key_heads, key_dim, num_heads, value_dim = *k.shape[1:], *v.shape[1:]
     num_sequences = edges.shape[0] - 1
@@ -563,14 +591,15 @@ def step(
 
 
 def dense(maker: Maker, x: Tensor) -> Tensor:
-    """Return a tensor that kernels may index without its strides."""
+    """Return `x` if it is contiguous, else a tensor for a copy of it that the plan will make."""
     return x if x.is_contiguous() else maker.copy(x)
 
 
 def _has_rows(place: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of few rows have the bits of those of 64.
+    """Return whether products of few rows have the same bits as those of 64 rows on this device.
 
-    Of tcgen05.mma that is not known; of float16 in TF32 mma.sync adds in another order than wgmma.
+    Only then may a step use its own kernel. It is False for capability 10.x, whose tcgen05.mma was
+    not examined, and for float16 on Hopper: in TF32 mma.sync adds in another order than wgmma.
     """
     if device.interpreting():
         return True
@@ -579,7 +608,10 @@ def _has_rows(place: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _tiles(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int, torch.dtype]:
-    """Return the tiles of a state, and the dtype of operands of products."""
+    """Return the rows (keys) and columns (values) of a state's tile, and the dtype of operands.
+
+    Both sizes are powers of two; the rows hold all of key_dim. Args: dtype is that of the tokens.
+    """
     tile_k = max(16, triton.next_power_of_2(key_dim))
     tile_v = max(16, min(_TILE_V, triton.next_power_of_2(value_dim)))
     # float16 would hold no large state: it is widened to TF32, which has its 10 bits.
@@ -587,12 +619,12 @@ def _tiles(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int, 
 
 
 class _StepTiles(NamedTuple):
-    """How a decode step's kernel is compiled.
+    """The sizes with which a decode step's kernel is compiled.
 
     Attributes:
         tile_v: the columns of V of a program.
-        step_k: the channels of keys that one turn of its loop multiplies.
-        stages: the turns of a loop that are loaded at once.
+        step_k: the channels of keys that one iteration of its loop multiplies.
+        stages: the iterations of the loop that are loaded at once.
         num_warps: the warps of a program.
         registers: the most registers of a thread; None for any number.
     """
@@ -622,7 +654,7 @@ def _step_tiles(
 
 
 def stages_of(pairs: Pairs) -> int:
-    """Return how many chunks are loaded at once: as many as the shared memory has room for."""
+    """Return the number of chunks that a scan loads at once, 2 or 3, as shared memory has room."""
     is_small = pairs.operand == torch.bfloat16 and pairs.constants["TILE_K"] <= 128
     return 3 if is_small and not pairs.constants["BY_CHANNEL"] else 2
 

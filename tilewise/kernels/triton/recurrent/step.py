@@ -43,9 +43,10 @@ def _own_rows(
     inside,
     MOVES: tl.constexpr,
 ):
-    """Load some columns of a tile of rows: the query, the token's key, and keys of the slot.
+    """Return some columns of a tile of rows: the query, the token's key, and keys of the slot.
 
     Args:
+        q_ptr, k_ptr, kept_ptr: the addresses of the query, the key, and the slot's first key.
         is_query, is_now, is_kept: masks of the tile's rows: where the query, the token's key and
             the keys that the slot keeps belong. Other rows are zeros.
         place, stride: the number of each row in the slot, and the elements between two of them.
@@ -178,7 +179,11 @@ def _close(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Update some columns of the state by a full chunk: S' = E_64 S + (E_64 / E K)^T U."""
+    """Update some columns of the state by a full chunk, in place: S' = E_64 S + (E_64 / E K)^T U.
+
+    U = T X, with X read from the slot. t: T of the chunk; k: its keys, by channel already times
+    E_64 / E; decay: E_64; now, running: the logs of E_64 and of E, in base 2.
+    """
     key, row = tl.arange(0, TILE_K), tl.arange(0, TOKENS)
     column = first_column + tl.arange(0, COLUMNS)
     in_v = (row >= 0)[:, None] & (column < VALUE_DIM)[None, :]
@@ -311,7 +316,12 @@ def _token(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute o and X of a token, whose rows q_ptr, k_ptr, v_ptr, g_ptr and beta_ptr point at."""
+    """Compute a token's output, and write its rows of X and T to its slot, for some columns of V.
+
+    The token's rows begin at q_ptr, k_ptr, v_ptr, g_ptr and beta_ptr; position: its place in the
+    sequence; is_first: True if this program writes the row of T. After the last token of a chunk
+    the state is updated, too.
+    """
     few, row, key = tl.arange(0, SUB), tl.arange(0, TOKENS), tl.arange(0, TILE_K)
     chunk, place = position // TOKENS, position % TOKENS
     within = place % SUB

@@ -41,7 +41,7 @@ def _silu_mul_kernel(
 
 @planned
 def silu_mul(maker: Maker, gate_up: Tensor) -> Tensor:
-    """Return y (..., I) of gate_up (..., 2 I)."""
+    """Return y = round(silu(gate)) * up, (..., I), of gate_up (..., 2 I), the gates first."""
     dim = gate_up.shape[-1] // 2
     y = maker.empty((*gate_up.shape[:-1], dim), gate_up.dtype)
     if y.numel() == 0:

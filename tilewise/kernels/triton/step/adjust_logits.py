@@ -105,7 +105,10 @@ def launch(
     counts_of: Tensor | None,
     penalties: Tensor | None,
 ) -> None:
-    """Change `rows` of logits (R, V) in place; see `ops.adjust_logits`."""
+    """Add biases to logits (R, V), and apply masks and penalties to `rows` of them, in place.
+
+    The arguments and the order of the changes are those of `ops.adjust_logits`.
+    """
     vocab = logits.shape[1]
     if bias is not None and len(bias):
         maker.launch(

@@ -35,27 +35,27 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _logits(at, inside):
-    """Load logits from these addresses, widened; -inf outside."""
+    """Return the logits at these addresses as float32; -inf where `inside` is False."""
     return tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _order(logit):
-    """Return an int32 with the order of the logits; -0 becomes 0, which it equals."""
+    """Return int32 numbers that compare as the float32 logits do; -0 has the number of 0."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _logit_of(order):
-    """Return the logit of this order."""
+    """Return the float32 logit whose `_order` is this number."""
     bits = order.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _slope_of(temperature):
-    """Return log2(e) / temperature in float64."""
+    """Return log2(e) / temperature in float64, at most 1e30."""
     slope = LOG2E / temperature.to(tl.float64)
     # at temperatures below 1e-30 all weights but the largest are 0
     return tl.where(slope < 1e30, slope, 1e30)
@@ -63,8 +63,10 @@ def _slope_of(temperature):
 
 @triton.jit
 def _weights(logit, top, slope):
-    """Return 2^42 exp((logit - top) / T) as int64 for logits up to `top`; 0 below 2^-60 and for
-    -inf."""
+    """Return the weights 2^42 exp((logit - top) / T) as int64, of logits that are at most `top`.
+
+    The weight is 0 where the exponential is below 2^-60, and for -inf. slope: log2(e) / T.
+    """
     alive = (logit - top) * slope.to(tl.float32) > -60.0
     difference = logit.to(tl.float64) - top.to(tl.float64)
     # 1.5 * 2^52 leaves the nearest integer in the low bits of the sum.
@@ -129,7 +131,20 @@ def _chunk_kernel(
 
 
 class Parts:
-    """The results of `_chunk_kernel` for R rows: sizes and tensors."""
+    """The results of `_chunk_kernel` for the rows of one call, as tensors of a plan.
+
+    Args:
+        logits: (R, V).
+        needs_peaks: True if the peaks of groups are allocated.
+
+    Attributes:
+        group: the tokens of a group, of which the largest logit is a peak.
+        chunks, groups: the numbers of chunks of CHUNK tokens and of groups of a row.
+        tile_chunks, tile_groups: the powers of two that hold these.
+        top: (R, chunks) float32, the largest logit of each chunk.
+        mass: (R, chunks) int64, the sum of the weights of each chunk, relative to its `top`.
+        peak: (R, groups) float32, the largest logit of each group, infinite for a NaN.
+    """
 
     def __init__(self, maker: Maker, logits: Tensor, needs_peaks: bool) -> None:
         rows, vocab = logits.shape
@@ -152,7 +167,7 @@ class Parts:
         has_mass: bool,
         has_peaks: bool,
     ) -> None:
-        """Note the launch that fills these tensors from logits.
+        """Add to the plan the launch that fills these tensors from logits (R, V).
 
         Args:
             temperature: the temperature of each row; None for 1.

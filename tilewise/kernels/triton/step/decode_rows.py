@@ -164,7 +164,7 @@ def begin(
     slot_mapping: Tensor,
     seqlens_k: Tensor,
 ) -> None:
-    """Note the launch that prepares a decode step: it enters new blocks and computes slots.
+    """Prepare a decode step in place: enter new blocks in the table, compute positions and slots.
 
     The arguments are those of `ops.decode_rows.begin_decode`.
     """
@@ -207,7 +207,7 @@ def start(
     embedding: Tensor,
     angles: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Note the launch of `begin` that looks up embeddings and angles, too; return both.
+    """Prepare a decode step as `begin` does; return embedding[token] and angles[positions].
 
     The arguments are those of `ops.decode_rows.start_decode`.
     """
@@ -256,7 +256,7 @@ def finish(
     place: Tensor,
     results: Tensor,
 ) -> None:
-    """Note the launch that advances active rows and writes their tokens to `results`.
+    """Advance token, position and counter of active rows, and write drawn tokens to `results`.
 
     The arguments are those of `ops.decode_rows.finish_decode`.
     """
@@ -293,8 +293,13 @@ def draw(
     seeds: Tensor | None,
     rows: Moved,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.decode_rows.draw_decode`; returns the sampled tokens and whether logits were
-    finite."""
+    """Sample a token of each row of logits (R, V), and advance the rows as `finish` does.
+
+    The sampling arguments are those of `ops.sample_tokens`, with rows.counter as counters.
+
+    Returns:
+        The sampled tokens, int64 (R,), and whether the largest logit of a row is finite, bool (R,).
+    """
     return sampling.sample_tokens.write(
         maker, logits, temperature, top_k, top_p, min_p, seeds, rows.counter, rows
     )

@@ -54,13 +54,14 @@ BYTES_PER_WARP = 512  # 16 a thread, of each rank
 
 @triton.jit
 def _raise_flags(inboxes_ptr, offset, peers, epoch, SIZE: tl.constexpr, STRONG: tl.constexpr):
-    """Set a flag on some ranks, after all stores of the program so far.
+    """Set a flag in the memory of some ranks, after all stores of the program so far.
 
     Args:
-        inboxes_ptr: the addresses of the ranks' memories.
-        offset: the offset of the flag in each, in bytes.
+        inboxes_ptr: the address of a list of the ranks' memories.
+        offset: the offset of the flag in each rank's memory, in bytes.
         peers: a bit set of the ranks.
         epoch: the new value of the flag.
+        STRONG: True on a GPU; False for plain stores, as the interpreter can.
     """
     if STRONG:
         tl.debug_barrier()
@@ -95,8 +96,11 @@ def _raise_flags(inboxes_ptr, offset, peers, epoch, SIZE: tl.constexpr, STRONG: 
 
 @triton.jit
 def _await_flags(flags_ptr, peers, epoch, SIZE: tl.constexpr, STRONG: tl.constexpr):
-    """Wait for this rank's flags from each rank whose bit is set; then the data of all may be
-    read."""
+    """Wait until the flags that some ranks set in this rank's memory have the value `epoch`.
+
+    After it the data of all these ranks may be read. flags_ptr: the address of SIZE flags, one of
+    each rank; peers: a bit set of the ranks to wait for.
+    """
     if STRONG:
         tl.inline_asm_elementwise(
             """
@@ -145,7 +149,12 @@ def _addends(
     PARTS: tl.constexpr,
     GATHERS: tl.constexpr,
 ):
-    """Return a rank's values of some rows (R,), where `inside` (R, TILE) is True, rounded."""
+    """Return this rank's addends of some rows (R,), (R, TILE), rounded to `dtype`.
+
+    They are 0 where `inside` (R, TILE) is False. With GATHERS a row is the embedding of a token of
+    ids_ptr, 0 for a token outside of first ... end - 1; with PARTS > 1 it is the sum of PARTS
+    float32 parts, stride_part apart.
+    """
     if GATHERS:
         token = tl.load(ids_ptr + rows, mask=tl.max(inside.to(tl.int32), 1) > 0, other=-1)
         is_ours = (token >= first) & (token < end)
@@ -318,10 +327,12 @@ def launch(
     end: int = 0,
     is_strong: bool = True,
 ) -> None:
-    """Write y and total (rows, E) of all ranks' x; see `shared_sum.launch`.
+    """Write to total (rows, E) the sum of all ranks' x plus the residual, and to y its RMS norm.
 
     Args:
-        inboxes: (size,) int64, the address of each rank's memory, a multiple of 16; zeros before.
+        x, residual, weight, parts, ids, first, end, is_strong: as in `shared_sum.launch`.
+        inboxes: (size,) int64, the address of each rank's memory, a multiple of 16; the memory has
+            zeros before the first sum.
         epochs: (most_rows / size,) int32, this rank's number of sums of each group so far.
         most_rows: the number of rows for which there is memory, a multiple of `size`. Others' rows
             of `total` are not written if there is a norm.

@@ -79,7 +79,7 @@ def gated_rms_norm(
     gate_first: bool,
     rounds_first: bool,
 ) -> Tensor:
-    """Return y in the shape and dtype of x, see `ops.gated_rms_norm`."""
+    """Return y in x's shape and dtype; the rule and the arguments are of `ops.gated_rms_norm`."""
     y = maker.empty(x.shape, x.dtype)
     if y.numel() == 0:
         return y

@@ -66,7 +66,11 @@ def launch(
     bias: Tensor | None,
     tile: InvariantTile | None = None,
 ) -> Tensor:
-    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,); None chooses the tile."""
+    """Return y = x weight^T + bias, (..., N) in x's dtype, for any number of rows.
+
+    x (..., K), weight (N, K), bias (N,) or None. tile: the tile, which overrides the table for
+    tuning; None looks it up.
+    """
     outputs, channels = weight.shape
     y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:

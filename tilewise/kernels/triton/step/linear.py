@@ -120,7 +120,7 @@ def _merge_kernel(
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
+    """Return why this kernel cannot run a call, or None if it can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
     if spec.dtype not in DTYPES:
@@ -136,7 +136,11 @@ def launch(
     bias: Tensor | None,
     tile: LinearTile | None = None,
 ) -> Tensor:
-    """Return y (..., N) of x (..., K) with up to 32 rows, weight (N, K) and bias (N,)."""
+    """Return y = x weight^T + bias, (..., N) in x's dtype, for up to 32 rows.
+
+    x (..., K), weight (N, K), bias (N,) or None. tile: the tile, which overrides the table for
+    tuning; None looks it up.
+    """
     outputs, channels = weight.shape
     y = maker.empty((*x.shape[:-1], outputs), x.dtype)
     if y.numel() == 0:

@@ -124,7 +124,11 @@ def _expand_kernel(
 
 @planned
 def launch(maker: Maker, y: Tensor, x: Tensor, weights: LowRank, tiles: RowTiles) -> None:
-    """Add to y (..., N), contiguous, what the adapters of the rows x (..., K) add."""
+    """Add scale (x A^T) B of each row's adapter to y (..., N), contiguous, in place.
+
+    x: (..., K), as many rows as y; weights: A, B and scales of all slots; tiles: the rows of each
+    slot. Rows that are in no tile are left alone.
+    """
     y, x = rows_of(maker, y), rows_of(maker, x)
     parts, rank, count = weights.parts, weights.rank, len(tiles.slots)
     channels, outputs = x.shape[1], y.shape[1]

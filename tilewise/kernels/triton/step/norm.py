@@ -72,7 +72,7 @@ def _norm_kernel(
 
 @planned
 def rms_norm(maker: Maker, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return y (..., E) of x (..., E)."""
+    """Return y = round(x / sqrt(mean(x^2) + eps)) * weight, (..., E) as x."""
     y = maker.empty(x.shape, x.dtype)
     _launch(maker, x, None, weight, eps, y, y)
     return y
@@ -82,7 +82,7 @@ def rms_norm(maker: Maker, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     maker: Maker, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the new residual, both (..., E)."""
+    """Return `rms_norm` of x + residual, and that sum, the new residual, both (..., E) as x."""
     y, total = maker.empty(x.shape, x.dtype), maker.empty(x.shape, x.dtype)
     _launch(maker, x, residual, weight, eps, y, total)
     return y, total
@@ -90,7 +90,7 @@ def add_rms_norm(
 
 @planned
 def shifted_rms_norm(maker: Maker, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return y (..., E) of x (..., E), scaled by 1 + weight before it is rounded."""
+    """Return y = round(x / sqrt(mean(x^2) + eps) * (1 + weight)), (..., E) as x."""
     y = maker.empty(x.shape, x.dtype)
     _launch(maker, x, None, weight, eps, y, y, shifted=True)
     return y
@@ -100,7 +100,7 @@ def shifted_rms_norm(maker: Maker, x: Tensor, weight: Tensor, eps: float) -> Ten
 def add_shifted_rms_norm(
     maker: Maker, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the new residual, both (..., E), scaled as by `shifted_rms_norm`."""
+    """Return `shifted_rms_norm` of x + residual, and that sum, the new residual, both (..., E)."""
     y, total = maker.empty(x.shape, x.dtype), maker.empty(x.shape, x.dtype)
     _launch(maker, x, residual, weight, eps, y, total, shifted=True)
     return y, total
@@ -110,7 +110,10 @@ def add_shifted_rms_norm(
 def add_parts_rms_norm(
     maker: Maker, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the new residual, both (..., E), of parts (P, ..., E) float32 of x."""
+    """Return `add_rms_norm` of x and the residual, where x is the rounded sum of float32 parts.
+
+    parts: (P, ..., E). The results, y and the new residual, are in the residual's dtype.
+    """
     y, total = (maker.empty(residual.shape, residual.dtype) for _ in range(2))
     _launch(maker, parts[0], residual, weight, eps, y, total, parts)
     return y, total
@@ -128,7 +131,14 @@ def _launch(
     *,
     shifted: bool = False,
 ) -> None:
-    """Write y and total of x, or of the first of `parts` contiguous partial sums."""
+    """Add to a plan the launch that writes the norm y and, with a residual, the sum `total`.
+
+    Args:
+        x: (..., E), or parts[0] if there are parts.
+        residual: (..., E); None to normalise x itself, and `total` is not written.
+        parts: (P, ..., E) float32, contiguous partial sums of x; None for x itself.
+        shifted: True to multiply by 1 + weight before rounding.
+    """
     if x.numel() == 0:
         return
     dim = x.shape[-1]

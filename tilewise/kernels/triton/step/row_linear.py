@@ -91,13 +91,16 @@ def _row_kernel(
 
 
 def tile_k(channels: int) -> int:
-    """Return the channels of a part of a product: all of a short row, else PART."""
+    """Return the channels of a part of a product, a power of two of at least 16.
+
+    It holds all channels of a row up to MOST_CHANNELS; for a longer row it is PART.
+    """
     whole = triton.next_power_of_2(channels)
     return max(16, whole) if whole <= MOST_CHANNELS else PART
 
 
 def parts_of(channels: int) -> int:
-    """Return how many parts a product has."""
+    """Return the number of parts of a product with rows of `channels` channels, see `tile_k`."""
     return triton.cdiv(channels, tile_k(channels))
 
 
@@ -158,7 +161,10 @@ def add_rms_norm_linear(
 
 @planned
 def row_linear_parts(maker: Maker, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the partial sums (P, ..., N) float32 of one row x (..., K)."""
+    """Return the product x weight^T of one row x (..., K) as partial sums over parts of K.
+
+    They are (P, ..., N) float32, which the caller adds in order; weight: (N, K).
+    """
     outputs, channels = weight.shape
     parts = parts_of(channels)
     y = maker.empty((parts, *x.shape[:-1], outputs), torch.float32)

@@ -54,8 +54,10 @@ ROUNDS = tl.constexpr(10)
 
 @triton.jit
 def _uniform(seed, counter):
-    """Return number `counter` of stream `seed`, in [0, 1) with 53 bits:
-    `engine.steps.philox.uniforms`."""
+    """Return random number `counter` of the stream `seed`, a float64 in [0, 1) with 53 bits.
+
+    It is the number of `engine.steps.philox.uniforms`. Both arguments are int64.
+    """
     zero = tl.zeros([], tl.uint32)
     high, low, _, _ = tl.philox_impl(
         counter.to(tl.uint32),
@@ -72,14 +74,23 @@ def _uniform(seed, counter):
 
 @triton.jit
 def _target(uniform, total):
-    """Return the integer in 0 ... total - 1 at this fraction of the distribution."""
+    """Return the integer floor(uniform * total), cut to 0 ... total - 1.
+
+    The token drawn is the first one whose cumulative weight exceeds it.
+    """
     target = (uniform * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(tl.minimum(target, total - 1), 0)
 
 
 @triton.jit
 def _relative_masses(tops, mass_ptr, chunk, chunks, top, slope):
-    """Return the masses of chunks, and their values at the scale of the row's largest logit."""
+    """Return the masses of the chunks of a row, and the same relative to the row's largest logit.
+
+    A mass is the sum of a chunk's integer weights relative to the chunk's own largest logit.
+
+    tops: the largest logit of each chunk; mass_ptr: the masses; chunk: the numbers of the chunks,
+    of which those from `chunks` on get 0; top: the row's largest logit; slope: log2(e) / T.
+    """
     masses = tl.load(mass_ptr + chunk, mask=chunk < chunks, other=0)
     power = (tops.to(tl.float64) - top.to(tl.float64)) * slope
     scaled = masses.to(tl.float64) * tl.exp2(power)
@@ -98,7 +109,7 @@ def _draw_from_all(
     CHUNK: tl.constexpr,
     TILE_CHUNKS: tl.constexpr,
 ):
-    """Draw the token of a row without truncation; only the chunk that has it is read.
+    """Return the token drawn from a row without truncation; only the chunk that has it is read.
 
     Args:
         row_ptr, top_ptr: the logits of the row, and the largest of each chunk.
@@ -126,10 +137,10 @@ def _draw_from_all(
 
 @triton.jit
 def _smallest_with(order, count, most, lowest, highest):
-    """Return an x in lowest ... highest such that at least `count` of `order` are >= x.
+    """Return an x in lowest ... highest such that at least `count` of the numbers `order` are >= x.
 
-    It is the largest such x, or the first found that at most `most` reach; `lowest` if fewer than
-    `count` reach it.
+    It is the largest such x, or the first found by bisection for which at most `most` numbers are
+    >= x. It is `lowest` if fewer than `count` numbers are >= `lowest`.
     """
     number = tl.sum((order >= lowest.to(tl.int32)).to(tl.int32), 0)
     while (lowest < highest) & (number > most):
@@ -143,13 +154,19 @@ def _smallest_with(order, count, most, lowest, highest):
 
 @triton.jit
 def _is_likely(logit, top, slope, log_min_p):
-    """Return whether a token is at least min_p times as likely as the most likely one."""
+    """Return whether a token is at least min_p times as likely as the most likely one.
+
+    top: the row's largest logit; slope: log2(e) / T; log_min_p: log2(min_p).
+    """
     return (logit.to(tl.float64) - top.to(tl.float64)) * slope >= log_min_p
 
 
 @triton.jit
 def _least_likely(top, slope, log_min_p):
-    """Return the smallest order that min_p keeps; below all if it keeps all."""
+    """Return the `_order` of the smallest logit that min_p keeps, int64; LOWEST if it keeps all.
+
+    The arguments are those of `_is_likely`.
+    """
     bound = (top.to(tl.float64) + log_min_p / slope).to(tl.float32)
     least = _order(bound).to(tl.int64)
     # The rounding of the bound may be one step off, either way.
@@ -178,10 +195,13 @@ def _list_candidates(
     TILE_GROUPS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """Write all tokens down to about the `wanted`-th largest peak to a list, in their order.
+    """Write the tokens whose logits reach a cutoff to a list, in the order of their ids.
 
-    Returns their number, of which at most CANDIDATES are written, and the order of that peak, at
-    least `lowest`.
+    The cutoff is the `_order` of about the wanted-th largest peak of a group, at least `lowest`;
+    only groups whose peak reaches it are read. group_ptr: scratch for their numbers; value_ptr,
+    token_ptr: the list, of logits and ids; highest: the order of the row's largest logit.
+
+    Returns the number of tokens, of which at most CANDIDATES are written, and the cutoff.
     """
     group = tl.arange(0, TILE_GROUPS)
     peak = tl.load(peak_ptr + group, mask=group < groups, other=float("-inf"))
@@ -229,7 +249,13 @@ def _draw_from_list(
     slope,
     LIST: tl.constexpr,
 ):
-    """Return the token of a row whose candidates are listed, or -1 if others may be kept, too."""
+    """Return the token drawn from a row's list of candidates, or -1 if others may be kept, too.
+
+    found, cutoff: the results of `_list_candidates`; is_complete: True if no token outside of the
+    list can be kept; total: the weight of all tokens of the row; least: the order of the smallest
+    logit that min_p keeps; highest, top: the row's largest logit, its order and itself; LIST: a
+    power of two of at least `found`.
+    """
     index = tl.arange(0, LIST)
     value = tl.load(value_ptr + index, mask=index < found, other=float("-inf"))
     order = tl.where(index < found, _order(value), LOWEST)
@@ -259,7 +285,7 @@ def _draw_from_list(
 
 @triton.jit
 def _count_from(row_ptr, vocab, bound, TILE: tl.constexpr):
-    """Return how many logits of a row are ordered at `bound` or above."""
+    """Return the number of logits of a row whose `_order` is at least `bound`."""
     count = tl.zeros([TILE], tl.int32)
     for first in range(0, vocab, TILE):
         token = first + tl.arange(0, TILE)
@@ -292,13 +318,16 @@ def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl
 def _draw_by_reading_all(
     row_ptr, vocab, top_k, top_p, uniform, bound, least, highest, top, slope, TILE: tl.constexpr
 ):
-    """Draw the token of a truncated row whose candidates do not fit the list, in many passes.
+    """Return the token drawn from a truncated row whose candidates do not fit the list.
+
+    The logits are read in many passes, by bisection.
 
     Args:
         top_k, top_p: the row's truncation.
         uniform: the random number.
-        bound, least: bounds from min_p and from what is known, as ordered integers.
-        highest: the largest logit, as an ordered integer.
+        bound: the `_order` below which no logit counts.
+        least: the `_order` of the smallest logit that min_p keeps.
+        highest: the `_order` of the largest logit.
         top, slope: the largest logit, and log2(e) / temperature.
     """
     if (top_k > 0) & (top_k < vocab):
@@ -363,7 +392,12 @@ def _draw_truncated(
     CANDIDATES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the token of a row under top_k, top_p and min_p."""
+    """Return the token drawn from a row under top_k, top_p and min_p.
+
+    It is drawn from a list of candidates if they fit in it, else by reading all logits. peak_ptr:
+    the peaks of the row's groups; group_ptr, value_ptr, token_ptr: the memory of the list; top: the
+    largest logit; total: the weight of all tokens; uniform: the random number; slope: log2(e) / T.
+    """
     highest = _order(top).to(tl.int64)
     least = tl.minimum(_least_likely(top, slope, tl.log2(min_p.to(tl.float64))), highest)
     takes_k = (top_k > 0) & (top_k < vocab)
@@ -451,8 +485,11 @@ def _move_on(
     results_ptr,
     stride_place,
 ):
-    """Store the token that a row drew, and advance the row, as `decode_rows._finish_kernel`
-    does."""
+    """Store a row's token and whether its logits are finite at its place in the results.
+
+    If the row is active, the token becomes its last one, and position and counter grow by one, as
+    in `decode_rows._finish_kernel`.
+    """
     result = results_ptr + tl.load(place_ptr) * stride_place + 2 * row
     tl.store(result, drawn)
     tl.store(result + 1, is_finite.to(tl.int64))
@@ -651,10 +688,10 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 class Moved(NamedTuple):
-    """Rows of a decoding batch and the buffer of their results; see
-    `ops.decode_rows.finish_decode`.
+    """The rows of a decode batch that sampling advances in the same launch, and their results.
 
-    Their counters are the ones of their random streams.
+    The fields are the arguments of `ops.decode_rows.finish_decode`; `counter` counts the random
+    numbers that each row has used.
     """
 
     token: Tensor
@@ -677,10 +714,14 @@ def sample_tokens(
     counters: Tensor | None,
     moved: Moved | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids int64 (R,) and whether each row is finite, bool (R,), of logits (R, V).
+    """Draw a token of each row of logits (R, V).
 
     Args:
+        temperature, top_k, top_p, min_p, seeds, counters: as in `ops.sample_tokens`.
         moved: the rows that the same launch advances, each by its sampled token; None for none.
+
+    Returns:
+        Token ids, int64 (R,), and whether the largest logit of each row is finite, bool (R,).
     """
     rows, vocab = logits.shape
     is_finite = maker.empty((rows,), torch.bool)
@@ -747,7 +788,12 @@ def sample_tokens(
 def token_logprobs(
     maker: Maker, logits: Tensor, tokens: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log_softmax (R,) of one token a row, and the `count` largest: ids and values."""
+    """Return log_softmax of one token of each row of logits (R, V), and the `count` largest.
+
+    Returns:
+        The tokens' own values, float32 (R,); the ids, int64, and values, float32, of the most
+        likely tokens, (R, count), descending, of equal ones the lower id first.
+    """
     rows, vocab = logits.shape
     own = maker.empty((rows,), torch.float32)
     ids = maker.empty((rows, count), torch.int64)

@@ -37,7 +37,11 @@ MOST_WORDS = 16384  # of a row and all ranks: as many as the registers of a prog
 
 @triton.jit
 def _put(pointers, words, inside, STRONG: tl.constexpr):
-    """Store words of 8 bytes, each of which another GPU sees whole or not at all."""
+    """Store words of 8 bytes, each of which another GPU sees whole or not at all.
+
+    pointers: the addresses, also in other GPUs' memory; inside: which words are stored; STRONG:
+    False for plain stores, as the interpreter can.
+    """
     if STRONG:
         tl.inline_asm_elementwise(
             """
@@ -57,7 +61,10 @@ def _put(pointers, words, inside, STRONG: tl.constexpr):
 
 @triton.jit
 def _packed(low, high, epoch, PACKED: tl.constexpr):
-    """Return words of two columns of 16 bits, or one of 32, with the number of the sum."""
+    """Return 8-byte words: numbers in the lower half, the number of the sum in the upper half.
+
+    With PACKED the numbers are two of 16 bits, `low` and `high`; otherwise `low` of 32 bits.
+    """
     if PACKED:
         bits = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         bits |= high.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -83,7 +90,10 @@ def _high(words, dtype: tl.constexpr):
 
 @triton.jit
 def _wait_for(pointers, inside, epoch):
-    """Return words once all of them are of this sum; those outside are zeros."""
+    """Wait until all words (ranks, columns) at `pointers` belong to sum `epoch`; return them.
+
+    Where `inside` is False nothing is read or awaited, and the numbers of the word are 0.
+    """
     wanted = epoch.to(tl.int64) << 32
     words = tl.load(pointers, mask=inside, other=wanted, volatile=True)
     while tl.max(tl.max(((words ^ wanted) >> 32 != 0).to(tl.int32), 1), 0) > 0:
@@ -106,7 +116,12 @@ def _addends(
     PARTS: tl.constexpr,
     GATHERS: tl.constexpr,
 ):
-    """Return a rank's values of some columns of a row, rounded."""
+    """Return this rank's addends of some columns of a row, rounded to `dtype`.
+
+    They are 0 where `inside` is False. With GATHERS the row is the embedding of a token of ids_ptr,
+    0 for a token outside of first ... end - 1; with PARTS > 1 it is the sum of PARTS float32 parts,
+    stride_part apart.
+    """
     if GATHERS:
         token = tl.load(ids_ptr + row)
         is_ours = (token >= first) & (token < end)
@@ -316,7 +331,11 @@ def _sum_kernel(
 
 
 def words_of(dim: int, itemsize: int) -> int:
-    """Return the 8-byte words of a row, each with 4 bytes of values."""
+    """Return the number of 8-byte words of a row, each with 4 bytes of values.
+
+    Args:
+        dim, itemsize: the elements of a row and the bytes of one.
+    """
     return dim * itemsize // 4
 
 
@@ -354,17 +373,21 @@ def launch(
     end: int = 0,
     is_strong: bool = True,
 ) -> None:
-    """Write y and total (rows, E) of all ranks' x.
+    """Write to total (rows, E) the sum of all ranks' x plus the residual, and to y its RMS norm.
+
+    All ranks must launch it for the same rows: programs wait for the numbers of other ranks.
 
     Args:
-        x: (rows, E); with `parts` (P, rows, E) float32; with `ids` (n, E), the rank's tokens.
+        x: (rows, E), this rank's addends; with `parts` (P, rows, E) float32, which are summed; with
+            `ids` (n, E), the embeddings of this rank's tokens.
         residual: (rows, E), last dim contiguous, or None.
         weight: (E,), the weight of the norm, or None: then y is not written.
         inboxes: (size,) int64, the address of each rank's inbox.
         epochs: (most_rows,) int32, this rank's number of sums of each row so far.
         is_dealt: True if each rank adds up its share of the rows; others' rows of `total` are not
             written if there is a norm.
-        ids: (rows,) int64 tokens, of which this rank has first ... end - 1.
+        parts: the number P of parts of x, 0 for none.
+        ids: (rows,) int64 tokens, of which this rank has first ... end - 1; None for rows of x.
         is_strong: True to store words as other GPUs need it, False as the interpreter can.
     """
     rows, dim = total.shape

@@ -50,7 +50,7 @@ NUMBER = gl.constexpr(3)
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors, each seen as (batch, head, row, column)."""
+    """The TMA descriptors of q, k, v and o, each seen as (batch, head, row, column)."""
 
     q: object
     k: object

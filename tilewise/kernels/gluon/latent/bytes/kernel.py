@@ -76,7 +76,7 @@ class Shared(NamedTuple):
 def _lines(width, bits):
     """Return the layout in shared memory of a tile with rows of `width` bytes, swizzled for TMA.
 
-    Boxes that are copied one below the other are seen by it as one tile.
+    In this layout boxes that are copied one below the other are one tile.
 
     Args:
         bits: the bits of an element.
@@ -167,7 +167,9 @@ def mla_bytes_kernel(
     softmax_scale_log2,
     variant: gl.constexpr,
 ):
-    """Compute o and lse, or parts of them; see the module's docstring.
+    """Compute o and lse of attention of a few new tokens to a paged cache of 8-bit latents, for a
+    CTA's share of all tiles of keys; what it has of a sequence that other CTAs share goes to parts.
+    See the module's docstring.
 
     The first four are `Loads`, the next four `Queries`.
     """

@@ -47,7 +47,8 @@ SMALLEST = gl.constexpr(1e-30)
 
 
 class Queries(NamedTuple):
-    """Rows of q, new tokens times heads."""
+    """The rows of q (new tokens times heads) in global memory: pointers to latents and rotated
+    channels, and their strides."""
 
     latent: object  # (T Hq, 512)
     rope: object  # (T Hq, 64)
