@@ -264,7 +264,7 @@ def _peers(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
+    """Return the parser of the command line of `tilewise bench engine`."""
     parser = Parser(prog="tilewise bench engine", description=__doc__)
     add = parser.add_argument
     add(
@@ -386,7 +386,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command: measure all shapes on all engines, print the table and write the document;
+    return the exit status, 0."""
     command = parser()
     options = command.parse_args(argv)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -111,7 +111,8 @@ WORN_STEPS, WORN_SEQUENCES, WORN_BLOCKS = 4000, 24, 32
 
 
 def measure_peaks(device: str) -> dict[str, Any]:
-    """Return the fields of Machine that are measured without a model."""
+    """Return the fields of Machine that are measured without a model: name, FLOP/s by dtype,
+    bandwidths and memory; on a GPU also the link to main memory and the times of launches."""
     ceilings = measure_ceilings(device)
     flops = {"float32": product_flops(1024, device, torch.float32)}
     size = 8192 if device == "cuda" else 2048
@@ -141,7 +142,8 @@ def few_pairs_of(runner: Runner, sizes: Sizes) -> int:
 
 
 def _measure_link() -> dict[str, float]:
-    """Return bytes/s between pinned main memory and a GPU, and the fixed seconds of a copy."""
+    """Return the fields link_bandwidth, bytes/s between pinned main memory and a GPU in the slower
+    direction, and link_s, the fixed seconds of a copy."""
     num_bytes = 256 << 20
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -152,7 +154,8 @@ def _measure_link() -> dict[str, float]:
 
 
 def _measure_launches() -> dict[str, float]:
-    """Return the host's time to launch a small kernel, and the device's for one of a graph."""
+    """Return the fields launch_s, the host's seconds to launch a small kernel, and kernel_s, the
+    device's seconds for such a kernel in a CUDA graph."""
     count = 256
     x = torch.zeros(256, device="cuda")
 
@@ -181,7 +184,7 @@ class Crowd(NamedTuple):
         budget: tokens of a step.
         at_once: sequences that come before a step; 0 is all before the first.
         new_tokens: the number of tokens of each answer.
-        every: the number of steps from one that new sequences precede to the next such step.
+        every: the number of steps from one arrival of new sequences to the next.
     """
 
     sequences: int
@@ -314,8 +317,8 @@ def medians(turns: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredS
 
 
 def alone_steps(runner: Runner, sizes: Sizes, *, room: Room, turn: int) -> list[MeasuredStep]:
-    """Return the times of steps of each batch on an otherwise idle GPU, see
-    `MeasuredStep.is_alone`."""
+    """Run each batch once more on a GPU, and return those of its steps that ran alone, with nothing
+    but their own time, see `MeasuredStep.is_alone`."""
     held = _Held(turn)
     for crowd in room.crowds(large=True):
         _run_batch(runner, sizes, crowd, room, True, time.perf_counter, turn, held)

@@ -129,10 +129,11 @@ class Setting:
         budget: tokens of a step.
         max_len: tokens of a sequence; None is the model's.
         overlap: True to submit a step while one runs; None takes the profile's.
-        scheduler_options: keywords of Scheduler, before all of the above.
+        scheduler_options: keywords of Scheduler, which count before the fields above.
         tensor_parallel: machines that hold a shard of the model each.
         num_checkpoints: checkpoints of states that are kept, in a model whose layers keep states;
-            None is one for each sequence that runs and one for every `checkpoint_tokens`.
+            None is one for each of max_num_seqs sequences and one for every `checkpoint_tokens`
+            tokens of the cache.
         checkpoint_tokens: tokens between two checkpoints of a long text.
     """
 
@@ -163,7 +164,8 @@ class Setting:
 
     @property
     def slots(self) -> int:
-        """Tokens that the cache holds.
+        """The number of tokens that the cache holds: `num_slots`, or as many as the memory of a
+        machine holds beside the weights, temporaries and states.
 
         Raises:
             ValueError: the weights leave no memory.

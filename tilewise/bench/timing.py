@@ -170,7 +170,8 @@ def time_graph(call: Callable[[], object], *, budget: float = 0.3) -> Timing:
 
 
 def peak_memory(call: Callable[[], object], device: str) -> int:
-    """Return the bytes that `call` needs at its peak beyond what was allocated before it."""
+    """Run `call` once, and return the bytes that it needs at its peak beyond what was allocated
+    before it: of GPU memory, or on Linux of the process's resident memory."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -158,7 +158,7 @@ def of_trace(
 def arriving(
     asked: Sequence[Asked], rate: float, *, burstiness: float = 1.0, burst: int = 1, seed: int = 0
 ) -> list[Asked]:
-    """Return the same requests with random arrivals, `rate` a second on average.
+    """Return the same requests with random times of arrival, `rate` a second on average.
 
     The first request arrives at 0. A request that follows another has no time of its own: its
     `seconds` are None.

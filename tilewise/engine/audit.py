@@ -124,7 +124,7 @@ class Auditor:
         self._noted[request.request_id] = _Noted(request, 0)
 
     def begin(self, request_id: str, seed: int) -> None:
-        """Note the seed of a request that the engine has taken."""
+        """Note the seed of the draws of a request that the engine has taken; others are ignored."""
         noted = self._noted.get(request_id)
         if noted is not None:
             noted.seed = seed

@@ -392,7 +392,7 @@ class PlainTokens(dict[int, SampledToken]):
     """
 
     def __missing__(self, token_id: int) -> SampledToken:
-        """Make the token of an id that is asked for the first time."""
+        """Make, keep and return the token of an id that is asked for the first time."""
         token = self[token_id] = SampledToken(token_id)
         return token
 

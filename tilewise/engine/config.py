@@ -309,7 +309,7 @@ class Choice:
 
     @property
     def values(self) -> str:
-        """The range in words, for people."""
+        """The allowed strings, with commas between them, for people."""
         return ", ".join(self.texts)
 
     def check(self, name: str, value: Any) -> None:

@@ -132,7 +132,7 @@ class EngineLoop:
 
     @property
     def num_restarts(self) -> int:
-        """How often a scheduler that broke was replaced."""
+        """The number of times that a scheduler that broke was replaced."""
         return self._core.num_restarts
 
     @property
@@ -252,7 +252,7 @@ class EngineLoop:
         self.call(functools.partial(self._core.set_paused, True))
 
     def resume(self) -> None:
-        """Undo pause()."""
+        """Let steps begin again after pause(); nothing changes without one."""
         self.call(functools.partial(self._core.set_paused, False))
 
     def end(self, error: EngineClosedError) -> None:
@@ -402,13 +402,18 @@ class _Core:
             thread.join(PATIENCE)
 
     def exit(self) -> None:
-        """End the thread because the interpreter ends; callers that still wait are not told."""
+        """End the thread because the interpreter ends, and wait for it at most PATIENCE seconds.
+
+        Callers that still wait are not told.
+        """
         self._is_exiting = True
         self.close(EngineClosedError("the interpreter is ending"), PATIENCE)
 
     def become_child(self) -> None:
-        """Reset this object in a forked process, which lacks the parent's thread and its
-        requests."""
+        """Reset this object in a forked process, which lacks the parent's thread and its requests.
+
+        A new thread starts when a task comes; it begins with a new scheduler.
+        """
         self._begin_life()
         self.live = {}
         self.is_paused = False

@@ -270,7 +270,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the argmax."""
+        """Whether each token is the argmax: the temperature is 0."""
         return self.temperature == 0
 
     @property

@@ -98,7 +98,7 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def is_int8(self) -> bool:
-        """Whether weights are held in 8 bits."""
+        """Whether weights are held in 8 bits: weight_dtype is "int8"."""
         return self.weight_dtype == "int8"
 
     @property
@@ -278,7 +278,8 @@ def check_groups(config: ModelConfig, speculative: object) -> None:
 
 
 def compute_device(device: str | torch.device) -> torch.device:
-    """Return the device that a user means: a name, or "auto" for a GPU if there is one.
+    """Return the device that a user means: a name, or "auto" for a GPU if there is one, else the
+    CPU.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA device, or torch sees no such GPU.
@@ -300,10 +301,12 @@ def compute_device(device: str | torch.device) -> torch.device:
 
 
 def device_of(model: nn.Module, device: str | torch.device) -> torch.device:
-    """Return the device of a model that lives in this process.
+    """Return the device of a model that lives in this process, which all of its parameters must be
+    on.
 
     Raises:
-        ValueError: its parameters lie on several devices, or a user means another one.
+        ValueError: the parameters lie on several devices, or `device` is of another kind and not
+            "auto".
     """
     found = {parameter.device for parameter in model.parameters()}
     if len(found) != 1:

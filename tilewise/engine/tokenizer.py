@@ -182,7 +182,7 @@ class Tokenizer:
         return self._piece_bytes(text)
 
     def decode_whole(self, token_ids: list[int]) -> str:
-        """Return the text of `token_ids`, special tokens by their names."""
+        """Return the text of `token_ids`, with special tokens as the texts that stand for them."""
         text: str = self._library.decode(token_ids, skip_special_tokens=False)
         return _tidy(text) if self._tidies else text
 

@@ -7,6 +7,7 @@ them where the old ones lie, so that addresses stay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from tilewise.errors import CheckpointError, shown
 from tilewise.models.config import ModelConfig
-from tilewise.models.registry import empty_model, load_model
+from tilewise.models.decoder import Decoder
+from tilewise.models.registry import load_model
 from tilewise.models.trained_adapter import adapted_linears
 
 __all__ = [
@@ -134,8 +137,7 @@ class NamedWeights:
     Args:
         tensors: names and tensors, in any order; each has memory of its own until the update is
             done.
-        config: the configuration of the engine's model.
-        dtype: the dtype of the engine's parameters.
+        unpacked: the decoder of the engine before it was packed, on "meta".
 
     Raises:
         CheckpointError: a name comes twice.
@@ -145,8 +147,7 @@ class NamedWeights:
     def __init__(
         self,
         tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        config: ModelConfig,
-        dtype: torch.dtype,
+        unpacked: Decoder,
     ) -> None:
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         self._given: dict[str, Tensor] = {}
@@ -155,7 +156,7 @@ class NamedWeights:
             if name in self._given:
                 raise CheckpointError(f"tensor {name} must come once, got it twice")
             self._given[name] = tensor.detach()
-        self._meta = empty_model(config, dtype, "meta")
+        self._meta = unpacked
         self._table = {weight.name: weight for weight in self._meta.weight_table()}
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
@@ -200,10 +201,13 @@ class NamedWeights:
         check_finite({name: self._given[name] for name in known & self._given.keys()})
 
     def held(self, name: str) -> Tensor:
-        """Return a parameter as a new tensor, put together from the checkpoint's tensors that it is
-        made of."""
+        """Return a parameter, put together from the checkpoint's tensors that it is made of: a new
+        tensor, or the given one where that is the parameter as it stands."""
         weight, shape = self._table[name], self._meta.get_parameter(name)
         sources = [self._given[self._name_of(source)] for source in weight.sources]
+        is_as_given = len(sources) == 1 and weight.order is None and not weight.transposed
+        if is_as_given and sources[0].shape == shape.shape:
+            return sources[0]
         whole = torch.empty_like(shape, device=sources[0].device)
         for place, (_, part) in enumerate(weight.parts(whole)):
             tensor = sources[place]
@@ -253,7 +257,9 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
         if tensor.is_floating_point() and tensor.numel():
             by_device.setdefault(tensor.device, []).append(name)
     for names in by_device.values():
-        are_finite = torch.stack([tensors[name].isfinite().all() for name in names]).tolist()
+        # The greatest magnitude is NaN or infinite if a number is, and takes one kernel a tensor.
+        greatest = [vector_norm(tensors[name], math.inf).isfinite() for name in names]
+        are_finite = torch.stack(greatest).tolist()
         for name, is_finite in zip(names, are_finite, strict=True):
             if not is_finite:
                 raise CheckpointError(f"tensor {name} must be finite, got NaN or infinity")

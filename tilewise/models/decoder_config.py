@@ -107,7 +107,7 @@ class DecoderConfig:
 
     @property
     def has_states(self) -> bool:
-        """Whether a layer keeps a state of each sequence."""
+        """Whether a layer keeps a recurrent state of each sequence."""
         return any(layer.mixer is not None for layer in self.layers)
 
     def states(self, dtype: torch.dtype) -> tuple[tuple[int, StateSpec], ...]:
@@ -185,7 +185,7 @@ class DecoderConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotary settings of the layers, each once."""
+        """The different rotary settings of the layers, each once, in the order of the layers."""
         found = (attention.rope for attention in self.attentions)
         return tuple(dict.fromkeys(rope for rope in found if rope is not None))
 

@@ -104,7 +104,7 @@ class Sizes:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The keyword arguments of `ModelConfig` that are sizes."""
+        """The keyword arguments of `ModelConfig` for the width and the positions."""
         return {"hidden_size": self.hidden_size, "max_position_embeddings": self.positions}
 
     def wider(self, factor: int) -> Sizes:

@@ -62,7 +62,7 @@ Norm = RMSNorm | UnitRMSNorm | ShiftedRMSNorm | LayerNorm
 
 
 def new_norm(config: NormConfig, dim: int) -> Norm:
-    """Return a new norm of `dim` channels."""
+    """Return a new norm module of `dim` channels, of the class that the configuration describes."""
     if config.kind == "rms":
         return RMSNorm(dim, config.eps) if config.has_weight else UnitRMSNorm(dim, config.eps)
     if config.kind == "shifted_rms":

@@ -897,7 +897,8 @@ def _angles_of(
 
 
 def _norm_of(module: nn.Module | None, dtype: torch.dtype) -> step.Norm:
-    """Return a norm module as the program's operation."""
+    """Return the `step.Norm` that describes a norm module to the program; it reads the module's
+    present weight."""
     if isinstance(module, UnitRMSNorm):
         ones = torch.ones(module.dim, dtype=dtype)
         return step.Norm(lambda: ones, module.eps, rounds=True)
@@ -914,7 +915,7 @@ def _norm_of(module: nn.Module | None, dtype: torch.dtype) -> step.Norm:
 
 
 def _panels_of(linear: nn.Module | None) -> Panels:
-    """Return the weights of a packed linear."""
+    """Return the packed weight of a PackedLinear."""
     assert isinstance(linear, PackedLinear)
     return linear.panels
 

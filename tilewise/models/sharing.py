@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.native import NativeDecoder, for_device
 from tilewise.models.registry import empty_model
@@ -22,14 +21,9 @@ from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.packed import PackedEmbedding, PackedLinear
 from tilewise.nn.quantised import QuantisedEmbedding, QuantisedLinear
 
-__all__ = ["move", "refill", "shapes_of", "sharing", "why_not_refill"]
+__all__ = ["move", "refill", "sharing", "why_not_refill"]
 
 _NARROW = (QuantisedLinear, QuantisedEmbedding)
-
-
-def shapes_of(config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the parameters of a decoder before it is packed, on "meta", by name."""
-    return dict(empty_model(config, dtype, "meta").named_parameters())
 
 
 def sharing(
@@ -105,7 +99,7 @@ def refill(model: Decoder, names: Iterable[str], held: Callable[[str], Tensor]) 
 
     Args:
         model: the decoder, packed or with products of fixed tiles; `why_not_refill` is None.
-        names: the names of its parameters before it was packed, see `shapes_of`.
+        names: the names of its parameters before it was packed.
         held: a function that returns the new weight by its name.
     """
     by_place: dict[str, list[str]] = {}

@@ -101,7 +101,7 @@ class AttentionCall:
 
     @property
     def config(self) -> AttentionConfig:
-        """The call as the attention of a layer."""
+        """The `AttentionConfig` of a layer that makes this call."""
         return AttentionConfig(
             self.num_q_heads,
             self.num_kv_heads,

@@ -33,7 +33,8 @@ def use_our_experts(inner: Any) -> None:
 
 
 def use_their_experts(inner: Any) -> None:
-    """Let all mixtures multiply by transformers' own loop over experts."""
+    """Let all mixtures of a model of transformers multiply by transformers' own loop over
+    experts."""
     if _mixtures(inner):
         inner.set_experts_implementation("eager")
 

@@ -306,7 +306,7 @@ def _narrow_linears(model: nn.Module) -> list[tuple[str, QuantisedLinear]]:
 
 
 def _is_bare(model: Decoder | Encoder, found: Found) -> bool:
-    """Return whether the names in a file lack the model's prefix."""
+    """Return whether no name in a checkpoint begins with the model's prefix."""
     return not any(name.startswith(model.weight_prefix) for name in found)
 
 
@@ -353,10 +353,11 @@ def _check_size(name: str, made: QuantisedLinear, linear: nn.Linear) -> None:
 def _targets(
     model: Decoder | Encoder, found: Found, part: CutOf | None, modules: QuantisedModules
 ) -> Iterator[tuple[str, Tensor, Part | None]]:
-    """Yield each tensor's name, the view of a parameter to fill, and the part to read.
+    """Yield for each tensor to read its name in the file, the view of a parameter to fill, and the
+    part of the tensor, None for all.
 
-    A name that is not in the file belongs to experts in MXFP4, which are stored as blocks and
-    scales.
+    A name that is not in the file belongs to a quantised module, or to experts in MXFP4, which are
+    stored as blocks and scales. A tensor that is missing raises CheckpointError.
     """
     prefix = model.weight_prefix if _is_bare(model, found) else ""
     for weight in model.weight_table():
@@ -660,17 +661,17 @@ def _renamed_norm(name: str) -> str:
 
 
 class _Renamed:
-    """One tensor of an open file, returned whatever name is asked for."""
+    """One tensor of an open file, as a reader that returns it whatever name is asked for."""
 
     def __init__(self, reader: Any, name: str) -> None:
         self._reader, self._name = reader, name
 
     def get_slice(self, _: str) -> Any:
-        """Return the tensor, under its old name, for reading by slices."""
+        """Return the one tensor for reading by slices, whatever the name that is asked for."""
         return self._reader.get_slice(self._name)
 
     def get_tensor(self, _: str) -> Tensor:
-        """Return the tensor."""
+        """Return the one tensor, whatever the name that is asked for."""
         tensor: Tensor = self._reader.get_tensor(self._name)
         return tensor
 
@@ -726,7 +727,12 @@ def _shards(model: Decoder, max_shard_bytes: int) -> list[dict[str, Tensor]]:
 
 
 def _as_stored(rows: Tensor, part: Part) -> Tensor:
-    """Return the rows of a parameter in the order of its fused source."""
+    """Return the rows of a parameter put back into the order of its fused source, a new tensor.
+
+    Args:
+        rows: the rows in the order of the parameter.
+        part: the ranges of the source that follow one another in the parameter, see `_in_order`.
+    """
     stored, at = torch.empty_like(rows), 0
     for first, end in part.spans:
         stored[first:end] = rows[at : at + end - first]

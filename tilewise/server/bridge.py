@@ -104,12 +104,14 @@ class AsyncEngine(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """End all requests and close the engine."""
+        """End the requests that were made through this object, and wait until the engine has
+        dropped them; the engine itself goes on."""
         ...
 
 
 class Loop(Protocol):
-    """The methods of `tilewise.engine.loop.EngineLoop` that the server needs."""
+    """The methods of `tilewise.engine.loop.EngineLoop`, the thread that runs the engine's steps,
+    that the server needs; `RemoteEngine` has them, too."""
 
     @property
     def is_alive(self) -> bool:
@@ -190,7 +192,8 @@ class Bridge:
 
     @property
     def max_prompt_len(self) -> int:
-        """The largest number of tokens of a prompt."""
+        """The largest number of tokens of a prompt that the engine takes; the server or a key may
+        allow fewer."""
         return int(self.llm.limits.max_prompt_len)
 
     def trouble(self) -> str | None:
@@ -459,8 +462,8 @@ class Bridge:
         """Generate answers to the prompts of a job; yield (index of a prompt, its output so far)
         until all prompts have finished.
 
-        The prompts are checked and wait in the queue first. `job.outputs` has the newest output of
-        each prompt, those that `sink` takes included.
+        The prompts are checked and get places in the queue first. `job.outputs` has the newest
+        output of each prompt, those that `sink` takes included.
 
         Args:
             job: the HTTP request.

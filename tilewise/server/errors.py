@@ -61,7 +61,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients expect."""
+        """The body of the answer: the JSON object `{"error": ...}` that OpenAI's clients expect."""
         error = {
             "message": self.message,
             "type": self.kind,
@@ -83,7 +83,8 @@ class ApiError(Exception):
 
 
 class ClientLeft(ApiError):
-    """The client has closed its connection. It is logged with nginx's status 499, and not sent."""
+    """The client has closed its connection: an error that is logged with nginx's status 499, and
+    not sent."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has closed the connection", code="client_closed_request")
@@ -95,7 +96,8 @@ def invalid(message: str, param: str | None = None, *, code: str = "invalid_valu
 
 
 def renamed(error: ApiError, names: Sequence[tuple[str, str]]) -> ApiError:
-    """Return a chat's error with the field renamed as another form of the API names it.
+    """Return a chat's error with its field renamed, in `param` and in the message, as another form
+    of the API names it; the error itself if no name fits.
 
     Args:
         names: pairs (name in a chat, name in the other form); the first pair whose name is the

@@ -51,7 +51,8 @@ class Turns:
         self._is_taken = False  # True if a request has started in this turn
 
     async def take(self, key: str) -> None:
-        """Wait until a request of a key may start: at once if none has started in this turn."""
+        """Wait until a request of a key may start: not at all if no request has started in this
+        turn of the event loop, else until the requests before it have started."""
         loop = asyncio.get_running_loop()
         if not self._is_taken:
             self._is_taken = True

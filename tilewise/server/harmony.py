@@ -83,7 +83,8 @@ class HarmonyParser:
         self._joint = ""
 
     def push(self, text: str) -> list[Part]:
-        """Process more text and return the parts that are certain."""
+        """Process the next piece of the answer's text, and return the parts that are certain now;
+        text that may belong to a mark or a header is held back."""
         place = 0
         while place < len(text):
             if self._header is None and not self._held and not self._is_between:
@@ -319,8 +320,8 @@ def messages_for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, 
 
 
 def tools_for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as the template of gpt-oss expects them: with a description, maybe an empty
-    one."""
+    """Return a request's tools as the template of gpt-oss expects them: each function has a
+    description, "" if the client gave none."""
     return [{**tool, "function": {"description": "", **tool.get("function", {})}} for tool in tools]
 
 

@@ -22,6 +22,7 @@ def with_ids(messages: Sequence[Message], form: ToolFormat | None) -> list[Messa
 
     Args:
         messages: the result of `chat.messages_of`; it is not changed.
+        form: the model's format of calls; None, or a format without ids, keeps the clients' ids.
     """
     if form is None or not form.call_ids:
         return list(messages)
@@ -46,7 +47,8 @@ def with_ids(messages: Sequence[Message], form: ToolFormat | None) -> list[Messa
 
 
 def with_text(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the arguments of calls as JSON texts, as older templates expect them."""
+    """Return messages with the arguments of calls as texts of JSON instead of objects, as older
+    templates expect them."""
     made = []
     for message in messages:
         if "tool_calls" in message:
@@ -61,9 +63,12 @@ def with_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def shows_python(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a rendered prompt shows the arguments of a call as Python prints a dict.
+    """Return whether a rendered prompt shows the arguments of a call as Python prints a dict, which
+    tells that its template expects arguments as texts of JSON.
 
-    Its template expects arguments as strings of JSON then.
+    Args:
+        messages: the messages, with arguments as objects.
+        text: the prompt that a template made of them.
     """
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -76,7 +81,8 @@ def shows_python(messages: Sequence[Message], text: str) -> bool:
 
 
 def with_calls_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
-    """Return messages with calls as a part of the text, for a template that writes none."""
+    """Return messages whose calls are a part of their text, as a model of the format `form` writes
+    them, for a template that writes no calls."""
     made = []
     for message in messages:
         if "tool_calls" in message:
@@ -97,7 +103,8 @@ def with_calls_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Me
 def with_responses(messages: Sequence[Message]) -> list[Message]:
     """Return messages with the results of calls in the message of the calls, as `tool_responses`.
 
-    So Gemma 4's first templates expect them. A result that is a JSON object is given as an object.
+    Gemma 4's first templates expect them so. A result that is a JSON object is given as an object.
+    Results without calls before them stay messages.
     """
     made: list[Message] = []
     names: dict[object, str] = {}

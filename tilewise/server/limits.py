@@ -105,7 +105,12 @@ class RequestLimits:
                 )
 
     def check(self, request: GenerationRequest, num_prompts: int = 1) -> None:
-        """Refuse a request that is too large before any work is done for it.
+        """Refuse a request that is too large before any work is done for it: its samples, messages,
+        tools, schemas, patterns and biases.
+
+        Args:
+            request: the parsed body.
+            num_prompts: number of prompts of a completion.
 
         Raises:
             ApiError: 400, with the limit and the value.
@@ -148,9 +153,10 @@ class RequestLimits:
                 )
 
     def check_told(self, sampling: SamplingParams, tokens: int) -> None:
-        """Refuse an answer with too many log-probabilities of a prompt of `tokens` tokens.
+        """Refuse a request whose answer would have too many log-probabilities of prompts, of
+        `tokens` tokens together, counted once for each sample.
 
-        They cost the request nothing to ask for: a small request could get an answer of half a
+        A client asks for them with one number: a small request could get an answer of half a
         gigabyte.
 
         Raises:
@@ -175,7 +181,8 @@ class RequestLimits:
         return min(max_prompt_len, self.max_prompt_tokens or max_prompt_len)
 
     def longest_count(self, max_model_len: int) -> int:
-        """Return the largest number of tokens of a text that is only counted or truncated."""
+        """Return the largest number of tokens of a text that is only counted or truncated:
+        `max_counted_tokens`, and at least four times the model's context."""
         return max(self.max_counted_tokens, 4 * max_model_len)
 
     def deadline_s(self, timeout: float | None) -> float | None:
@@ -248,7 +255,12 @@ def refuse_uncountable(text: str, most: int, count: Callable[[str], int]) -> Non
 
 
 def _refuse_crowded_arguments(messages: Iterable[dict[str, Any]]) -> None:
-    """Refuse arguments of calls, which are JSON texts, that would take long to parse."""
+    """Refuse a chat's messages if the arguments of a call in them, a text of JSON, would take long
+    to parse.
+
+    Raises:
+        ApiError: 400, as of `refuse_crowded`.
+    """
     for message in messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
@@ -333,12 +345,12 @@ class Queue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a first token."""
+        """Number of accepted prompts that have no first token yet."""
         return self._all.waiting
 
     @property
     def num_live(self) -> int:
-        """Number of requests that are accepted and have not ended."""
+        """Number of accepted prompts that have not ended."""
         return self._all.live
 
     def enter(self, caller: Caller, tokens: int, requests: int = 1) -> Ticket:

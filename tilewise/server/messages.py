@@ -100,7 +100,7 @@ def messages_router(service: Service) -> APIRouter:
 
 
 class _Count:
-    """One request of /v1/messages/count_tokens."""
+    """One request of /v1/messages/count_tokens, checked and converted to a chat."""
 
     def __init__(self, service: Service, request: CountRequest) -> None:
         self._request = request
@@ -330,7 +330,7 @@ def _wrong(param: str, rule: str, value: object) -> ApiError:
 
 
 class _MessagesJob:
-    """One request of /v1/messages."""
+    """One request of /v1/messages, checked and converted to a chat."""
 
     def __init__(self, service: Service, request: MessagesRequest) -> None:
         self._service = service

@@ -191,7 +191,8 @@ class StreamOptions(_Body):
 
 
 class GenerationRequest(_Body):
-    """The fields that completions and chats have in common, with OpenAI's defaults."""
+    """The fields that the bodies of completions and of chats have in common; None is a field that
+    the client has left out."""
 
     model: str | None = None
     stream: bool | None = None
@@ -446,7 +447,8 @@ def refuse_unknown(
     served: Collection[str] = (),
     **neutral: tuple[Any, ...],
 ) -> None:
-    """Refuse entries of an object that ask for something unsupported.
+    """Refuse an object in a request with an unknown entry, or with a known one that asks for
+    something unsupported.
 
     Args:
         where: the path of the object.
@@ -455,7 +457,7 @@ def refuse_unknown(
         neutral: the values without effect of other known entries; null is always one.
 
     Raises:
-        ApiError: 400, names the first.
+        ApiError: 400, which names the first such entry.
     """
     for name, value in given.items():
         if name in served:

@@ -32,7 +32,8 @@ class ThinkParser:
         self._has_text = False
 
     def push(self, text: str) -> list[Part]:
-        """Process more text and return the parts that are certain."""
+        """Process the next piece of the answer's text, and return the parts that are certain now;
+        text that may belong to a mark is held back."""
         parts: list[Part] = []
         reasoning: list[str] = []
         for place, char in enumerate(text):
@@ -104,7 +105,8 @@ class ThinkParser:
 
 
 class _Unwrapped:
-    """A parser of an answer that may stand between marks of its own.
+    """A parser of content that may stand between two marks, which are dropped with the white space
+    beside them.
 
     Args:
         inner: the parser of what stands between them, or of an answer without them.
@@ -119,7 +121,8 @@ class _Unwrapped:
         self._space: list[str] = []  # white space before it, which belongs to the last mark
 
     def push(self, text: str) -> list[Part]:
-        """Process more text and return the parts that are certain."""
+        """Process the next piece of the answer's text, and return the parts that are certain now;
+        text that may belong to a mark is held back."""
         passed: list[str] = []
         for char in text:
             if self._state == "plain":

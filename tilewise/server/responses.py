@@ -258,7 +258,7 @@ def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ResponsesJob:
-    """One request of /v1/responses."""
+    """One request of /v1/responses, checked and converted to a chat."""
 
     def __init__(self, service: Service, request: ResponsesRequest) -> None:
         self._service = service

@@ -182,8 +182,8 @@ class Service:
     ) -> list[Prompt]:
         """Return the prompts of texts to embed or classify, with their token ids.
 
-        Of a text that is truncated the beginning is kept; of token ids, and for a model that is
-        made to generate, the end is kept, as by `prompt`.
+        Of a text that is truncated the beginning is kept; of token ids, of a text without special
+        tokens, and for a model that is made to generate, the end is kept, as by `prompt`.
 
         Args:
             given: the texts or token ids.
@@ -215,7 +215,8 @@ class Service:
         return found
 
     def cut_at(self, truncate: int) -> int:
-        """Return the number of tokens that `truncate` leaves; -1 is as many as are accepted."""
+        """Return the number of tokens to which `truncate` cuts a prompt: itself, or for -1 as many
+        as the server accepts."""
         longest = self.bridge.limits.longest_prompt(self.bridge.max_prompt_len)
         return longest if truncate == -1 else truncate
 

@@ -141,7 +141,12 @@ class Templates:
         return self._worker
 
     def _kill(self, *, is_ending: bool = False) -> int | None:
-        """Stop the worker; return its exit code, or None if there is none."""
+        """Stop the worker; return its exit code, or None if there is no worker.
+
+        Args:
+            is_ending: True if the worker is about to exit by itself; it is then given some seconds,
+                so that the exit code is its own.
+        """
         worker, self._worker = self._worker, None
         return None if worker is None else end(worker, is_ending=is_ending)
 

@@ -16,7 +16,7 @@ _MICRO_BATCH = 512  # tokens of a prompt that are multiplied together, llama.cpp
 
 
 class Measured:
-    """llama.cpp through llama-cpp-python; see `worker.Engine`.
+    """llama.cpp, through llama-cpp-python on a CPU, as a `worker.Engine` of the benchmark.
 
     Args:
         settings: "gguf" (the model's file), "threads" (None is one a core), and those of

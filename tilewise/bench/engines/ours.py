@@ -70,7 +70,7 @@ class Compilations:
 
 
 class Measured:
-    """The engine of this package; see `worker.Engine`.
+    """The engine of this package, `LLM`, as a `worker.Engine` of the benchmark.
 
     Args:
         settings: "directory", "device", "dtype", "random_weights", "max_num_seqs", "max_len",

@@ -10,7 +10,7 @@ __all__ = ["Measured"]
 
 
 class Measured:
-    """transformers; see `worker.Engine`.
+    """transformers as a `worker.Engine` of the benchmark.
 
     Args:
         settings: the settings of `ours.Measured`; "engine" is "transformers" for `generate`, or

@@ -29,7 +29,7 @@ SERVER_ENVIRONMENT = {
 
 
 class Measured:
-    """vLLM; see `worker.Engine`.
+    """vLLM's offline class as a `worker.Engine` of the benchmark.
 
     Args:
         settings: the settings of `ours.Measured`.

@@ -68,7 +68,7 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value."""
+        """Count one value in its bucket, and add it to the total."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 

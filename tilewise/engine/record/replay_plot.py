@@ -58,7 +58,8 @@ def draw(timeline: Timeline, path: str | Path) -> None:
 
 
 def summary(timeline: Timeline) -> str:
-    """Return one line with the counts that the picture shows."""
+    """Return one line with the numbers of requests, tokens and seconds, of blocks in use and shared
+    at most, and of each kind of event that happened."""
     used = _used(timeline)
     parts = [
         f"{len(timeline.names)} requests",

@@ -273,7 +273,8 @@ class Trace:
             self._ended.append(request_id)
 
     def free(self, blocks: list[int]) -> None:
-        """Record that blocks have one owner less."""
+        """Record that each of some blocks has one owner less; no event is added for an empty
+        list."""
         if blocks:
             self.note("free", tuple(blocks))
 
@@ -294,7 +295,7 @@ def write_trace(path: str | Path, events: Iterable[dict[str, Any]]) -> None:
 
 
 def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file that write_trace has written.
+    """Yield the events of a file that write_trace has written, one by one, each checked.
 
     Raises:
         ValueError: a line is no event (the message has its number), or there is no line.

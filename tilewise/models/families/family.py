@@ -59,7 +59,7 @@ class Names:
 
     @property
     def embedding(self) -> str:
-        """The name of the embedding's tensor."""
+        """The checkpoint's name of the embedding's tensor."""
         return f"{self.outer['embed_tokens']}.weight"
 
     def weight(
@@ -130,7 +130,7 @@ class Family:
     own_fields: tuple[str, ...] = ()
 
     def names_of(self, config: DecoderConfig) -> Names:
-        """Return the names of the tensors of a model of this family."""
+        """Return the checkpoint's names of the tensors of a model of this family."""
         return self.names if isinstance(self.names, Names) else self.names(config)
 
 

@@ -32,7 +32,7 @@ class GgufCheckpoint:
         self._sources = sources_of(Fields(self.file))
 
     def names(self) -> set[str]:
-        """Return the names of all tensors."""
+        """Return Hugging Face's names of all tensors."""
         return set(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -62,7 +62,11 @@ class GgufCheckpoint:
         return _shaped(found, source)
 
     def is_narrow(self, name: str) -> bool:
-        """Return whether `read` gives the rows of a matrix as a `QuantisedWeight`."""
+        """Return whether a tensor is a matrix of codes of few bits, which `read` returns as a
+        `QuantisedWeight`.
+
+        Any unknown name, and a matrix that must be changed in its numbers, gives False.
+        """
         source = self._sources.get(name)
         if source is None or len(source.shape) != 2 or source.heads is not None:
             return False

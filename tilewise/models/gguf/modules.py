@@ -17,7 +17,8 @@ __all__ = ["GgufModules"]
 
 
 class GgufModules(QuantisedModules):
-    """The matrices of a file that are stored narrow, in the order of Hugging Face's rows.
+    """The matrices of a GGUF file that are stored as codes of few bits, in the order of Hugging
+    Face's rows.
 
     Args:
         checkpoint: the file's tensors.
@@ -35,7 +36,12 @@ class GgufModules(QuantisedModules):
         return self._checkpoint.is_narrow(source)
 
     def weight(self, source: str, *, is_meta: bool = False) -> QuantisedWeight:
-        """Return a quantised weight; on "meta" only one row is read, for its dtypes."""
+        """Return the quantised weight of a matrix for which `has` is True.
+
+        Args:
+            source: Hugging Face's name of the weight.
+            is_meta: True to return it on "meta"; only one row is read then, for its dtypes.
+        """
         if not is_meta:
             found = self._checkpoint.read(source)
             assert isinstance(found, QuantisedWeight)

@@ -50,7 +50,8 @@ class QuantisedModules:
         return names is not None and any(mark in names for mark in self.format.marks)
 
     def weight(self, source: str, *, is_meta: bool = False) -> QuantisedWeight:
-        """Return a quantised weight; on "meta" only its shapes and dtypes are read.
+        """Return the quantised weight of a name for which `has` is True; with is_meta it is on
+        "meta", and only shapes and dtypes are read.
 
         Raises:
             CheckpointError: a tensor is missing, cannot be read, or breaks the format's rules.

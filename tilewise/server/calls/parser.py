@@ -42,7 +42,7 @@ class ReadSyntax(Protocol):
 
 
 class CallParser:
-    """A `Parser` of one answer's content and calls, in any format with marks.
+    """A `Parser` of one answer's content and calls, in any format of `table.FORMATS`.
 
     White space between content and calls is dropped. Text that looked like a call and is none is
     content, its marks included.
@@ -68,7 +68,8 @@ class CallParser:
         next(self._flow)
 
     def push(self, text: str) -> list[Part]:
-        """Process more text and return the parts that are certain."""
+        """Process the next piece of the answer's text, and return the parts that are certain now;
+        text that may belong to a mark or a call is held back."""
         place = 0
         while place < len(text):
             if self._is_plain:

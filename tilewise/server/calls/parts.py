@@ -30,7 +30,8 @@ class Parser(Protocol):
     """A parser of one choice of an answer, which takes its text in pieces and returns parts."""
 
     def push(self, text: str) -> list[Part]:
-        """Process more text and return the parts that are certain."""
+        """Process the next piece of the answer's text, and return the parts that are certain now;
+        text that may become something else with more text is held back."""
         ...
 
     def finish(self) -> list[Part]:
@@ -39,10 +40,10 @@ class Parser(Protocol):
 
 
 class PlainParser:
-    """A parser for which everything is content."""
+    """A parser of answers without calls and reasoning: all text is content."""
 
     def push(self, text: str) -> list[Part]:
-        """Return the text as one part of content."""
+        """Return the text at once, as one part of content."""
         return [Part("content", text)]
 
     def finish(self) -> list[Part]:
@@ -64,7 +65,8 @@ class CallsOnly:
         self._inner = inner
 
     def push(self, text: str) -> list[Part]:
-        """Process more text and return the parts of calls that are certain."""
+        """Process the next piece of the answer's text, and return the parts of calls that are
+        certain now; content is dropped."""
         return [part for part in self._inner.push(text) if part.kind == "call"]
 
     def finish(self) -> list[Part]:
@@ -73,7 +75,7 @@ class CallsOnly:
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """Return parts with neighbours of the same kind and call joined."""
+    """Return the parts in order, with neighbours of one kind and one call joined to one part."""
     made: list[Part] = []
     for part in parts:
         last = made[-1] if made else None

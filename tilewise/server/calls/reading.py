@@ -25,7 +25,7 @@ class NotACall(Exception):
 
 
 class TextEnds(Exception):
-    """Thrown into a reader that waits for a character when the text has ended."""
+    """Thrown into a reader, a generator that waits for a character, when the text has ended."""
 
 
 class Call:
@@ -45,7 +45,7 @@ class Call:
         self._new: list[str] = []
 
     def add(self, text: str) -> None:
-        """Append JSON text to the arguments."""
+        """Append a piece of JSON text to the arguments; `taken` returns it."""
         if text:
             self._new.append(text)
 
@@ -128,11 +128,13 @@ class CallText:
         return held
 
     def until(self, *stops: str, most: int, held: list[str] | None = None) -> Reader[str]:
-        """Return the text up to one of several marks, which is read again afterwards.
+        """Return the text before the first of several marks; the mark itself is given back and
+        will be read again.
 
         Args:
+            stops: the marks to look for.
             most: the largest number of characters.
-            held: a list to which each character is appended as it is read.
+            held: a list to which each character is appended as it is read, the mark's included.
 
         Raises:
             NotACall: no mark comes within `most` characters.
@@ -152,7 +154,8 @@ class CallText:
                 raise NotACall
 
     def fail(self, char: str) -> None:
-        """Give a character back and end the call or the list of calls before it.
+        """Give the character `char` back to be read again, and raise NotACall, which ends the
+        reading of calls.
 
         Raises:
             NotACall: always.
@@ -168,17 +171,18 @@ class CallText:
         self._read = list(mark)
 
     def begin(self) -> Call:
-        """Begin to read a call."""
+        """Begin to read a call, and return it; `tell` and `end` then concern this call."""
         self._call = Call()
         return self._call
 
     def admits(self, name: str) -> bool:
-        """Return whether a call of the tool `name` counts as a call: with `names_only`, if this is
-        one of the tools or none are known."""
+        """Return whether a call of the tool `name` counts as a call: always without `names_only`;
+        with it, if `name` is one of the tools, or if there are no tools."""
         return not self._names_only or not self.tools or name in self.tools
 
     def end(self) -> None:
-        """End the call that is being read.
+        """End the call that is being read: pass its last arguments on, {} if it has none, and count
+        it.
 
         Raises:
             NotACall: the call has no name, or no name that may be called.
@@ -225,7 +229,8 @@ class CallText:
         return read
 
     def cut(self) -> str:
-        """End the reading at the end of the answer: pass on an unfinished call whose name is known.
+        """End the reading at the end of the answer: an unfinished call whose name is known is
+        passed on as it is.
 
         Returns:
             The rest of the text, which is no call.
@@ -240,5 +245,5 @@ class CallText:
 
     @property
     def reads_certain_call(self) -> bool:
-        """True while a call is read of which a part was passed on."""
+        """True while a call is being read of which a part was passed on already."""
         return self._call is not None and self._call.is_told

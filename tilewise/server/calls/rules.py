@@ -39,7 +39,8 @@ class Tool:
 
 
 class Unwritable(Exception):
-    """A tool's schema that no call of a format can follow for certain.
+    """Raised for a tool with a name or a schema that no call in the model's format can follow for
+    certain.
 
     Args:
         place: the index of the tool.
@@ -89,11 +90,12 @@ class WriteSyntax(Protocol):
 
 
 class Rules:
-    """The rules of one grammar while it is built; str() returns the grammar but its start rule.
+    """The rules of one grammar while it is built; str() returns them as text, to which the caller
+    adds the start rule.
 
     Args:
         tools: the tools that may be called.
-        special_id: a function that returns the id of the special token that is a mark; None if the
+        special_id: a function from a mark to the id of the special token that it is; None if the
             mark is ordinary text.
     """
 

@@ -395,6 +395,9 @@ def format_in(
 ) -> ToolFormat | None:
     """Return the format in which a model calls tools; None if it is not known.
 
+    It is found by marks in the templates, or, if the templates write tools without marks, by the
+    vocabulary and then by the model's type.
+
     Args:
         template: the sources of the model's chat templates.
         tokens: the tokens that were added to its vocabulary.

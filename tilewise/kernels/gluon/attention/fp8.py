@@ -51,7 +51,8 @@ _L2_BYTES = 16 << 20  # of keys and values at work at a time; the cache has 50 M
 
 
 def why_not(spec: AttentionSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec`, or return None when it can: on Hopper, with D = Dv of
+    64, 128 or 256, mask tiles of 128 x 128, a bounded softcap and a positive scale."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     # Without a GPU at hand the answer is for Hopper, as that of the other backends is.

@@ -292,7 +292,8 @@ def add_qkv(
 
 
 def _why_not(call: Call) -> str | None:
-    """Say why the kernels cannot read a tensor (..., S, H, D), or return None when they can."""
+    """Say why the kernels cannot quantise the call's tensor x (..., S, H, D), or return None when
+    they can: 16 bits, on Hopper, D of at most 256 (at least 16 with a rotation), and not empty."""
     x, *_, rotation = call.layouts
     assert x is not None
     head_dim = x.shape[-1]

@@ -64,7 +64,8 @@ ALWAYS_ZERO = gl.constexpr(1 << 20)  # no CTA has so many steps
 
 @gluon.constexpr_function
 def _dq_columns(variant):
-    """Return how many columns of dq one warpgroup makes."""
+    """Return how many columns of dq one warpgroup makes: half of d if a step has 64 queries, else
+    d, of half of the queries."""
     return variant.d // 2 if variant.tile_m == 64 else variant.d
 
 

@@ -81,7 +81,9 @@ def power_of_2(number: int) -> int:
 
 
 def why_not_bwd(spec: AttentionSpec) -> str | None:
-    """Say why these kernels cannot run the backward pass of `spec`, or return None."""
+    """Say why these kernels cannot run the backward pass of `spec`, or return None: they need
+    Triton, CUDA, 16 bits, head dims that are multiples of 8 up to 256, and mask tiles of 128 x
+    128."""
     if not device.has_triton():
         return "triton is not installed"
     if spec.device_type != "cuda":
@@ -381,7 +383,15 @@ class PrePostPlan(NamedTuple):
 def prepost_of(
     spec: AttentionSpec, section: int, num_tiles: int, num_sms: int, turns: Turns = _ONE_EACH
 ) -> PrePostPlan:
-    """Return the PrePostPlan of a call whose heads are launched in sections."""
+    """Return the PrePostPlan of a call: how far ahead and behind CTAs pre- and postprocess other
+    heads, and how many rows each.
+
+    Args:
+        section: the number of heads that are launched together.
+        num_tiles: the tiles of keys of a head.
+        num_sms: the multiprocessors of the GPU.
+        turns: the number of tiles that CTAs take.
+    """
     heads = spec.batch * spec.num_kv_heads
     sections, share = (SHORT_AHEAD, SHORT_SHARE) if is_short(spec) else (1, 2)
     ctas = num_tiles // turns.each

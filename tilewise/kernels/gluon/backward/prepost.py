@@ -40,7 +40,8 @@ PIECE_COLUMNS = gl.constexpr(64)
 
 
 class PrePost(NamedTuple):
-    """The tensors that pre- and postprocessing read and write without TMA; None for absent ones."""
+    """The tensors that pre- and postprocessing read and write without TMA: dq and its sums, dlse,
+    delta and counters; None for absent ones."""
 
     dq: object  # contiguous
     dq_sum: object  # float32 (planes, rows, d)

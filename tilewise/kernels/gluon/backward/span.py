@@ -138,7 +138,8 @@ class Work(NamedTuple):
 
 @gluon.jit
 def head_of_cta(shape, num_heads):
-    """Return (tile, head) of this CTA: sections of heads, in them tiles, in them the heads."""
+    """Return (tile, head) of this CTA; programs go section of heads by section, in a section tile
+    by tile, and for each tile head by head."""
     pid = gl.program_id(0)
     per_section = shape.num_tiles * shape.heads_per_section
     first_head = pid // per_section * shape.heads_per_section
@@ -149,7 +150,8 @@ def head_of_cta(shape, num_heads):
 
 @gluon.jit
 def turns_of_cta(shape):
-    """Return how many tiles of keys this CTA takes, all of one head."""
+    """Return how many tiles of keys this CTA takes, all of one head: shape.turns if the head is one
+    of the first shape.turning_heads, else 1."""
     turning = shape.turning_heads * (shape.num_tiles // shape.turns)
     return gl.where(gl.program_id(0) < turning, shape.turns, 1)
 
@@ -392,7 +394,8 @@ def tile_of_masked_step(work, step):
 
 @gluon.jit
 def tile_of_step(work, step, group_size, variant: gl.constexpr):
-    """Return (query head of the group, tile of queries) of a step of this CTA."""
+    """Return (query head of the group, tile of queries) of step number `step` of this CTA: masked
+    steps of all heads first with variant.two_loops, else head after head from work.start on."""
     if variant.two_loops:
         masked = masked_steps(work)
         full = work.full_end - work.full_begin

@@ -50,7 +50,8 @@ WIDEST_SOFTCAP = 1024.0
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec`, or return None when it can: on CUDA, in 16 bits, head
+    dims that are multiples of 8 up to 256, mask tiles of 128 queries, and a bounded softcap."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     if spec.dtype not in (torch.bfloat16, torch.float16):
@@ -265,7 +266,8 @@ def alibi_stride(slopes: Tensor | None) -> int:
 
 
 def mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
-    """Return how many spans lie between sequences and between heads, 0 where they share them."""
+    """Return how many spans of a block mask lie between sequences and between heads, 0 where they
+    share them or there is no mask."""
     if mask is None:
         return 0, 0
     batch, heads, tiles, _ = mask.rows.shape

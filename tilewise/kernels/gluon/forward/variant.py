@@ -115,7 +115,8 @@ def _is_short(spec: AttentionSpec, tile: Tile) -> bool:
 
 
 def _heads_per_section(spec: AttentionSpec) -> int:
-    """Return how many query heads are computed side by side; groups stay whole."""
+    """Return how many query heads are computed side by side, so that their K and V fit L2 together;
+    groups stay whole."""
     row_bytes = (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
     key_heads = max(2, _SECTION_BYTES // max(1, spec.max_seqlen_k * row_bytes))
     num_heads = spec.num_q_heads * (1 if spec.is_varlen else spec.batch)

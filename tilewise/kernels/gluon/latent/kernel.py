@@ -41,7 +41,8 @@ class Variant(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The tensors of the results and of partial results."""
+    """The tensors of the results and of partial results of attention over latents, and the plan by
+    which parts are merged."""
 
     o: object  # (T, Hq, 512)
     lse: object  # float32 (Hq, T)

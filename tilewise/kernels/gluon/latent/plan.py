@@ -58,12 +58,15 @@ class _Work(NamedTuple):
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why these kernels cannot run `spec`, or return None when one can."""
+    """Say why these kernels cannot run `spec` on the GPU at hand, which must be a Hopper, or return
+    None when one can; `why_not_on_hopper` has the other rules."""
     return device.why_not_hopper(spec.device_type, needs_gpu=True) or why_not_on_hopper(spec)
 
 
 def why_not_on_hopper(spec: PagedSpec) -> str | None:
-    """Say why these kernels cannot run `spec` on any Hopper GPU, or return None when one can."""
+    """Say why these kernels cannot run `spec` on any Hopper GPU, or return None when one can:
+    16-bit queries, a cache of their dtype or of 8 bits, R 512 and Dr 64, blocks of 16, 32 or
+    multiples of 64, runs of at most 8 tokens, no batch invariance, and a positive scale."""
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype must be float16 or bfloat16, got {spec.dtype}"
     if spec.cache_dtype != spec.dtype and spec.cache_dtype not in _KINDS:

@@ -64,7 +64,9 @@ def is_served(arch: int) -> bool:
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec`, or return None when it can: on CUDA, in 16 bits, head
+    dims that are multiples of 8 up to 512, above 256 without bias, mask or dropout, and a bounded
+    softcap."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     if spec.dtype not in (torch.bfloat16, torch.float16):

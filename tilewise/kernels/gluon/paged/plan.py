@@ -52,12 +52,16 @@ _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec` on the device at hand, which must be a Hopper GPU, or
+    return None when it can; `why_not_decode` has the other rules."""
     return device.why_not_hopper(spec.device_type) or why_not_decode(spec)
 
 
 def why_not_decode(spec: PagedSpec) -> str | None:
-    """Say why the kernel cannot run `spec` on Hopper, or return None when it can."""
+    """Say why the kernel cannot run `spec` on Hopper, or return None when it can: a cache of 8 or 4
+    bits, D = Dv of 64 or 128 (256 of 4 bits), at most 16 rows (new tokens times group), blocks of a
+    power of two from 8 on, key heads in fours, and none of softcap, ALiBi, trees, shared prefixes
+    and batch invariance."""
     if spec.cache_dtype not in _KINDS:
         return f"dtype of the cache must be int8, float8_e4m3fn or uint8, got {spec.cache_dtype}"
     if spec.dtype not in (torch.bfloat16, torch.float16):

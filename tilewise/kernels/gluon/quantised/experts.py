@@ -106,7 +106,7 @@ def _acc_layout(shape):
 
 @gluon.constexpr_function
 def _channels(shape):
-    """Return the channels of a stage."""
+    """Return the number of channels of K in a stage of the ring."""
     return shape.blocks * BLOCK_WORDS.value * 32 // bits_of(shape.kind)
 
 

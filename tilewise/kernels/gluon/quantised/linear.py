@@ -49,7 +49,10 @@ _WORDS = 8
 
 
 def why_not(spec: QuantisedLinearSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why these kernels cannot run `spec`, or return None when they can: on an NVIDIA GPU of
+    compute capability 8.0 or newer, in 16 bits, with blocks and K of the multiples that they need,
+    and few enough rows unless batch invariance is asked for; weights in the order of lanes need
+    Hopper."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     if torch.version.hip is not None:

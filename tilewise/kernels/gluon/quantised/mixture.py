@@ -44,7 +44,9 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def why_not(spec: QuantisedExpertsSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec`, or return None when it can: on Hopper, in 16 bits,
+    both weights in the order of lanes without a permutation, experts of whole blocks, and widths
+    that are multiples of 64."""
     reason = device.why_not_hopper(spec.up.device_type)
     if reason is not None:
         return reason

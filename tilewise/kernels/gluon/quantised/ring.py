@@ -99,7 +99,7 @@ class Ring(NamedTuple):
 
 @gluon.constexpr_function
 def channels_of(shape):
-    """Return the channels of a stage."""
+    """Return the number of channels of K in a stage of the ring."""
     return shape.blocks * BLOCK_WORDS.value * 32 // bits_of(shape.kind)
 
 

@@ -22,12 +22,14 @@ __all__ = ["launch", "launch_many", "why_not", "why_not_product"]
 
 
 def why_not(spec: LinearSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why these kernels cannot run `spec` on the device at hand, which must be a Hopper GPU, or
+    return None when they can; `why_not_product` has the other rules."""
     return device.why_not_hopper(spec.device_type) or why_not_product(spec)
 
 
 def why_not_product(spec: LinearSpec) -> str | None:
-    """Say why the kernels cannot run `spec` on Hopper, or return None when they can."""
+    """Say why the kernels cannot run `spec` on Hopper, or return None when they can: N must be a
+    multiple of 8, and the rules of `linear.why_not_product` hold, too."""
     if spec.outputs % 8:
         return f"N must be a multiple of 8, got {spec.outputs}"
     return linear.why_not_product(spec)

@@ -25,12 +25,14 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def why_not(spec: LinearSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec` on the device at hand, which must be a Hopper GPU, or
+    return None when it can; `why_not_product` has the other rules."""
     return device.why_not_hopper(spec.device_type) or why_not_product(spec)
 
 
 def why_not_product(spec: LinearSpec) -> str | None:
-    """Say why the kernel cannot run `spec` on Hopper, or return None when it can."""
+    """Say why the kernel cannot run `spec` on Hopper, or return None when it can: 16 bits, K a
+    multiple of 8, and a weight that TMA can read."""
     if spec.dtype not in _DTYPES:
         return f"dtype must be float16 or bfloat16, got {spec.dtype}"
     if spec.channels % 8:

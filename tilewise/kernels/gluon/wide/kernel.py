@@ -131,7 +131,7 @@ def _load_part(x, at, index, channel: gl.constexpr, full, memory, stage):
 
 @gluon.jit
 def _load_keys(loads, at, index, shared):
-    """Start to load all keys of step `index`."""
+    """Start to load all three parts of the keys of step `index` into the ring."""
     stage = 2 * index % STAGES
     left, x = loads.k_left, loads.k
     _load_part(left, at, index, 0, shared.k_left_full, shared.left, stage)
@@ -141,7 +141,7 @@ def _load_keys(loads, at, index, shared):
 
 @gluon.jit
 def _load_values(loads, at, index, shared):
-    """Start to load all values of step `index`."""
+    """Start to load all three parts of the values of step `index` into the ring."""
     stage = (2 * index + 1) % STAGES
     left, x = loads.v_left, loads.v
     _load_part(left, at, index, 0, shared.v_left_full, shared.left, stage)
@@ -186,7 +186,8 @@ def _fold_block(
     RIGHT: gl.constexpr,
     LEFT: gl.constexpr,
 ):
-    """Fold logits into m and l, and return both; store p and alpha in shared memory.
+    """Take the softmax of logits s of step `index`: return the new m and l, and store p and alpha
+    in shared memory.
 
     The caller arrives at `p_full` afterwards, which lets others read p and alpha.
 

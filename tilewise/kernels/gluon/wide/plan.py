@@ -44,7 +44,9 @@ def is_wide(spec: AttentionSpec) -> bool:
 
 
 def why_not(spec: AttentionSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Say why this kernel cannot run `spec`, or return None when it can: on CUDA, in 16 bits, both
+    head dims multiples of 8 from 264 to 512, at least 64 queries, a positive scale, and a dense
+    call without lengths, bias, ALiBi, softcap, mask, dropout and row maxima."""
     if spec.device_type != "cuda":
         return f"device must be cuda, got {spec.device_type}"
     if spec.dtype not in (torch.bfloat16, torch.float16):

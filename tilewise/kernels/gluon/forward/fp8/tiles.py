@@ -40,7 +40,7 @@ class Variant:
 
     @property
     def keys(self) -> int:
-        """Keys of a block."""
+        """Keys of a tile of keys."""
         return self.TILE_N
 
     @property
