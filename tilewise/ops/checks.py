@@ -276,8 +276,8 @@ def window_bounds(
     """Convert the user's `causal` and `window` to (left, right) numbers of keys; -1 is unlimited.
 
     An integer w is the last w keys, the query's own included: (w - 1, 0). A pair (left, right) does
-    not count the query's own key, as in flash-attn; None in it is unlimited. causal sets right to
-    0.
+    not count the query's own key, as in flash-attn; None in it is unlimited, and so is a number of
+    2**31 - 1 or more. causal sets right to 0.
 
     Raises:
         ValueError, TypeError: window is no integer of at least 1 and no pair of numbers of at least

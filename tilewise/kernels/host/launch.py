@@ -173,7 +173,7 @@ class Calls:
 
 
 class _Config(ctypes.Structure):
-    """CUlaunchConfig of the driver's interface."""
+    """The C structure CUlaunchConfig of the CUDA driver: grid, block, shared memory and stream."""
 
     _fields_ = [
         *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),

@@ -127,7 +127,8 @@ def span_of_rows(
 ):
     """Return the five bounds of `span_of_tile` for the keys that a tile of queries sees.
 
-    The queries are [first, first + TILE) of a sequence; windows of -1 are unlimited.
+    The queries are [first, first + TILE) of a sequence; a side that `variant` does not name has no
+    window.
     """
     return span_of_tile(
         first,

@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     @property
     def query_heads(self) -> slice:
-        """The heads of the queries that read `heads`."""
+        """The slice of query heads that read the key heads `heads`."""
         group = self.spec.group_size
         return slice(self.heads.start * group, self.heads.stop * group)
 

@@ -16,7 +16,11 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 def launch(logits: Tensor, *arguments: Tensor | None) -> None:
-    """Change logits in place to the oracle's result."""
+    """Write the oracle's result of `ops.adjust_logits` to `logits`, in place, all rows.
+
+    Args:
+        arguments: the further arguments of `ops.adjust_logits` in its order, `rows` first.
+    """
     rows = arguments[0]
     assert rows is not None
     logits.copy_(adjust_logits(logits, rows, *arguments[1:]))

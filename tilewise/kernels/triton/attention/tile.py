@@ -31,7 +31,11 @@ class Sequences(NamedTuple):
 
 
 class HeadDims(NamedTuple):
-    """Compile-time sizes of one head: its channels, as they are and padded for tl.dot."""
+    """Constexpr: the sizes of one head, its channels as they are and padded to powers of two.
+
+    `geometry.head_dims` makes it for each launch. `unit` is the number of elements in which strides
+    are counted, and `narrow` is True if offsets inside a tile fit 32 bits.
+    """
 
     d: int  # channels of q and k, up to 512
     dv: int  # channels of v and o
@@ -44,7 +48,10 @@ class HeadDims(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Constexpr: the options that change the code of the loops."""
+    """Constexpr: the options of a call for which the loops are compiled anew.
+
+    `geometry.variant_of` makes it for each launch.
+    """
 
     left: bool  # True if keys far to the left of the diagonal are hidden
     right: bool  # True if keys far to its right are hidden
@@ -62,7 +69,8 @@ class Variant(NamedTuple):
 class Extras(NamedTuple):
     """The tensors and numbers that a call adds to plain attention; None for unused ones.
 
-    Flat: beside plain fields, triton 3.6 loses the constants of a tuple in a tuple.
+    `geometry.extras_of` makes it for each launch: ALiBi, bias, block mask and dropout. It is flat,
+    because beside plain fields triton 3.6 loses the constants of a tuple in a tuple.
     """
 
     alibi: object = None  # slopes, float32 (Hq,) or (B, Hq)
@@ -107,10 +115,10 @@ class Scores(NamedTuple):
 def tile_of_program(num_tiles, heads_per_section, LAST_FIRST: tl.constexpr):
     """Return the tile of this program, and the number b H + h of its sequence b and head h.
 
-    With LAST_FIRST the last tile of each head comes first.
-    Heads are divided into sections whose keys and values stay in L2 together. Inside a section all
-    heads of one tile index are neighbours, and tile indices are ordered from much to little work,
-    so that the programs that start last are the cheapest.
+    Heads are divided into sections of heads_per_section, whose keys and values stay in L2 together.
+    Inside a section all heads of one tile index are neighbours. Tile indices ascend, or with
+    LAST_FIRST descend: from much to little work, so that the programs that start last are the
+    cheapest.
     """
     num_heads = tl.num_programs(0) // num_tiles
     section = tl.program_id(0) // (num_tiles * heads_per_section)

@@ -88,7 +88,7 @@ class Memory(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Compile-time sizes of a cache of latents, and of the heads that share it."""
+    """Constexpr: the sizes of a cache of latents and of the heads that share it, and its format."""
 
     heads: int
     tile_h: int  # a power of two

@@ -51,7 +51,10 @@ LOWEST = tl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a k
 
 
 class Form(NamedTuple):
-    """Constexpr: the cache, its heads and the options of logits."""
+    """Constexpr: the sizes and the format of a cache, its heads, and the options of logits.
+
+    `Form.of` makes it for each launch of the split kernel and of the rows kernel.
+    """
 
     kv_heads: int
     group: int  # query heads of each
