@@ -22,7 +22,7 @@ _COPIED_BYTES = 4  # asynchronous copies need rows that start at a multiple of t
 def head_dims(spec: AttentionSpec, *tensors: Tensor, is_aligned: bool = True) -> HeadDims:
     """Return the sizes of a head for kernels: its channels, their padding and the unit of strides.
 
-    The unit is 16 bytes if all strides are multiples of 16 bytes, else one element.
+    The unit is the elements of 16 bytes if all strides are multiples of these, else one element.
 
     Args:
         tensors: the tensors of the call, whose last dim is contiguous.
