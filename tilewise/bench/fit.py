@@ -105,8 +105,8 @@ def fit(
 ) -> Machine:
     """Return the profile whose predictions are nearest to measured steps.
 
-    Memory and products either overlap or add up in it, whichever is nearer; so is what a CPU's
-    caches hold of keys and values.
+    Whether reads of memory and products overlap or add up, and how many keys and values a CPU's
+    caches hold, is chosen so that the predictions are nearest.
 
     Args:
         peaks: the result of measure_peaks.
@@ -146,7 +146,8 @@ def fit_device(
 
 
 def of_device(steps: Sequence[MeasuredStep]) -> Sequence[MeasuredStep]:
-    """Return the steps that tell of the device: those that ran alone, all where none did."""
+    """Return the steps to which the device's times are fitted: those that ran alone, or all steps
+    if none did."""
     return [step for step in steps if step.is_alone] or steps
 
 
@@ -385,7 +386,8 @@ def by_class(found: Sequence[tuple[MeasuredStep, float]]) -> list[dict[str, Any]
 def errors(
     machine: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], options: dict[str, Any]
 ) -> list[float]:
-    """Return predicted over measured device time, less 1, of each step."""
+    """Return the relative error of each step's predicted device time: predicted over measured,
+    less 1."""
     cost = StepCost(sizes, machine, **options)
     return [cost.device(step.work) / step.device - 1 for step in steps]
 

@@ -184,7 +184,7 @@ class Crowd(NamedTuple):
         budget: tokens of a step.
         at_once: sequences that come before a step; 0 is all before the first.
         new_tokens: the number of tokens of each answer.
-        every: the number of steps from one that new sequences precede to the next such step.
+        every: the number of steps from one arrival of new sequences to the next.
     """
 
     sequences: int

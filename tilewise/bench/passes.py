@@ -55,12 +55,12 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Seconds since this budget was made, at the start of the run."""
         return time.monotonic() - self._start
 
     @property
     def is_spent(self) -> bool:
-        """Whether the time is up."""
+        """Whether the seconds of the run have passed."""
         return time.monotonic() >= self._end
 
     def finish(self, measurements: int) -> None:

@@ -132,7 +132,8 @@ class Setting:
         scheduler_options: keywords of Scheduler, which count before the fields above.
         tensor_parallel: machines that hold a shard of the model each.
         num_checkpoints: checkpoints of states that are kept, in a model whose layers keep states;
-            None is one for each sequence that runs and one for every `checkpoint_tokens`.
+            None is one for each of max_num_seqs sequences and one for every `checkpoint_tokens`
+            tokens of the cache.
         checkpoint_tokens: tokens between two checkpoints of a long text.
     """
 

@@ -114,8 +114,8 @@ class Keeper(Protocol):
         ...
 
     def keep(self, group: int, block: int, node: PrefixNode) -> None:
-        """Copy the content of a block, which is about to be reused, to main memory, and note the
-        slot in `node`."""
+        """Copy the content of a known block, which is about to be reused, to main memory if there
+        is room, and note the slot in `node`."""
         ...
 
     def take_off(self, group: int, node: PrefixNode) -> None:

@@ -62,8 +62,10 @@ def num_chunks(size: int, layout: str) -> int:
 
 
 def layout_rule(layout: str, edges: Sequence[int] | None) -> str | None:
-    """Return why `layout` cannot be used for a sequence, or None: it is unknown, or "documents"
-    without edges."""
+    """Return why `layout` cannot be used, as the text of an error; None if it can.
+
+    An unknown name is refused, and "documents" for a sequence without edges.
+    """
     if layout not in LAYOUTS:
         return f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}"
     if layout == "documents" and edges is None:

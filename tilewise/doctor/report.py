@@ -29,7 +29,7 @@ class Report:
     Attributes:
         version: the version of the package.
         packages: the requirements against what is installed, None for a package without metadata.
-        machine: the machine, None where torch cannot be imported.
+        machine: the facts about the machine; None if the package or torch cannot be imported.
         support: the backend of each op on each type of device.
         trials: the rows of the self-test.
         problems: sentences about what does not work or is slow, each with a remedy where there is

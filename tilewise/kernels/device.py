@@ -82,8 +82,8 @@ def sm_count_of(device: torch.device) -> int:
 def why_not_hopper(device_type: str, *, needs_gpu: bool = False) -> str | None:
     """Return why kernels of Hopper's own cannot run on a device of this type, or None if they can.
 
-    On a machine without a GPU "cuda" is treated as Hopper, so that calls can be planned there,
-    unless `needs_gpu`. Any type but "cuda" is refused.
+    On a machine without a GPU "cuda" is treated as Hopper, so that calls can be planned there; with
+    `needs_gpu` such a machine is refused. Any type but "cuda" is refused.
     """
     return why_not_gpu(device_type, (9,), needs_gpu=needs_gpu)
 
@@ -94,8 +94,8 @@ def why_not_gpu(
     """Return why the current GPU has none of these major compute capabilities, or None if it has
     one.
 
-    On a machine without a GPU "cuda" is treated as Hopper (9), unless `needs_gpu`. Any type but
-    "cuda" is refused.
+    On a machine without a GPU "cuda" is treated as Hopper (9), so that calls can be planned there;
+    with `needs_gpu` such a machine is refused. Any type but "cuda" is refused.
     """
     if device_type != "cuda":
         return f"device must be cuda, got {device_type}"

@@ -62,8 +62,8 @@ _state = _State()
 @contextmanager
 def launching(modes: Mapping[str, int] | None = None) -> Iterator[None]:
     """Let kernels of this thread be launched early inside of this context: while the kernel before
-    them still runs. `modes` gives OFF, FIRST or AFTER by kind of kernel; None is CHOSEN. What held
-    before returns at the end.
+    them still runs. `modes` gives OFF, FIRST or AFTER by kind of kernel; None is CHOSEN. The modes
+    that held before are restored at the end.
 
     No kernel in here may write what others read before they wait: weights, and of a step its plan,
     its table, its lengths and its slots. Those are to be written before, and after them there must
@@ -79,8 +79,8 @@ def launching(modes: Mapping[str, int] | None = None) -> Iterator[None]:
 
 
 def chosen() -> tuple[tuple[str, int], ...]:
-    """Return the (kind, mode) pairs of the kernels of this thread that are launched early, sorted
-    by kind: the modes of the `launching` around the call; () outside of any."""
+    """Return the (kind, mode) pairs of the `launching` around the call, which say how kernels of
+    this thread are launched early, sorted by kind; () outside of any."""
     return _state.chosen
 
 

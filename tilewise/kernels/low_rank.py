@@ -50,11 +50,13 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """The rows that use adapters, in tiles of one slot each.
+    """The rows of a batch that use adapters, in M tiles of up to TILE rows, all rows of a tile with
+    the adapters of one slot.
 
     Attributes:
-        slots: (M,) int32, -1 for a tile without rows.
-        rows: (M, TILE) int32, -1 behind the last row of a tile. A row is in one tile at most.
+        slots: (M,) int32, the slot of each tile, -1 for a tile without rows.
+        rows: (M, TILE) int32, the numbers of a tile's rows, -1 behind the last one. A row is in one
+            tile at most.
     """
 
     slots: Tensor

@@ -362,7 +362,7 @@ class LaunchPlan:
 
         The plan has run for tensors of the same sizes and strides before. None means that repeating
         would save nothing: always so here, where Triton's own launcher starts each kernel; plans
-        whose launches take addresses return an object.
+        whose launches take addresses may return an object.
         """
         return None
 
@@ -421,7 +421,8 @@ def device_of(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 
 class Maker:
-    """Writes down a plan while a planner says what is to be done, in its order.
+    """A recorder of a plan: a planner calls its methods in the order of the plan's steps, and
+    `finish` returns the plan. Nothing is launched or computed meanwhile.
 
     Memory that is only written by launches is torch.empty's, on "meta"; whatever torch computes
     goes through `compute`.

@@ -113,10 +113,12 @@ class QuantisedWeight:
         return replace(self, **moved)  # type: ignore[arg-type]
 
     def check(self, name: str = "weight") -> None:
-        """Raise unless shapes, dtypes and devices follow the rules above; values are not read.
+        """Raise unless shapes, dtypes and devices of the tensors follow the rules of the class;
+        values are not read.
 
         Raises:
-            ValueError, TypeError: a tensor breaks a rule; the message names it.
+            ValueError, TypeError: a tensor breaks a rule; the message names the tensor, after
+                `name`.
         """
         if self.codes.dim() != 2:
             raise ValueError(

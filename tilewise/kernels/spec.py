@@ -68,6 +68,7 @@ class AttentionTensors(NamedTuple):
     """The tensors of an attention call, None for those that were not given.
 
     Attributes:
+        q, k, v: (B, Sq, Hq, D), (B, Sk, Hk, D) and (B, Sk, Hk, Dv), or packed (T, H, D).
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), when spec.is_varlen.
         seqlens_k: int32 (B,), when spec.has_seqlens_k.
         bias: a tensor that broadcasts to (B, Hq, Sq, Sk), Sq and Sk those of the spec.
@@ -191,8 +192,9 @@ class PagedSpec:
     """One call of paged attention.
 
     Sequence b owns rows cu_seqlens_q[b]:cu_seqlens_q[b + 1] of q, its last positions: row i of n
-    sees keys j <= seqlens_k[b] - n + i, and j >= that - window_left when window_left >= 0.
-    With a tree mask it sees all keys before the n new ones, and of these those of its mask's row.
+    stands at position p = seqlens_k[b] - n + i and sees keys j <= p, and of these j >= p -
+    window_left when window_left >= 0. With a tree mask a row sees all keys before the n new ones,
+    and of the new ones those of its row of the mask.
 
     Attributes:
         dtype, cache_dtype: the dtype of q and o, and of k_cache and v_cache, where int8 and
@@ -245,7 +247,7 @@ class PagedSpec:
     def of_level(self, level: SharedLevel) -> PagedSpec:
         """Return the spec of the pass over one level of shared prefixes: its groups take the place
         of sequences, and every row of a group sees all keys that the group shares. Sinks, trees and
-        causality belong to the other pass."""
+        causality are left to the pass over each sequence's own keys."""
         return replace(
             self,
             num_seqs=level.block_table.shape[0],
@@ -260,14 +262,16 @@ class PagedSpec:
 
 
 class SharedLevel(NamedTuple):
-    """Groups of sequences with cache blocks in common; no sequence is in two groups of a level.
+    """One level of shared prefixes: G groups of sequences with cache blocks in common; no sequence
+    is in two groups of a level.
 
     Attributes:
         block_table: int32 (G, max_shared_blocks), the blocks that a group shares.
-        seqlens_k: int32 (G,), the tokens in them.
+        seqlens_k: int32 (G,), the number of tokens in a group's shared blocks.
         cu_seqlens_q: int32 (G + 1,), the edges of the groups in `rows`.
-        rows: int32 (R,), rows of q, each at most once.
-        max_rows: the rows of the largest group.
+        rows: int32 (R,), the rows of q of all groups, one group after another, each row at most
+            once.
+        max_rows: the number of rows of the largest group.
     """
 
     block_table: Tensor

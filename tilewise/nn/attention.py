@@ -394,8 +394,8 @@ class Attention(nn.Module):
         """Split `heads` into q (..., Hq, D), k and v (..., Hk, D); normalise and rotate q and k,
         return all.
 
-        The values get `v_norm`, if there is one, but no rotation; with one `kv_parts` they are k
-        before norm and rotation.
+        The values get `v_norm`, if there is one, but no rotation; with kv_parts 1 they are k before
+        norm and rotation.
         """
         hq, hk = self.num_q_heads, self.num_kv_heads
         if self.q_norm is None and self.kv_parts == 2:

@@ -32,8 +32,14 @@ class ExpertsConfig:
         num_experts: N, the number of experts.
         num_active: the number of experts of a token.
         intermediate_size: I of each expert.
-        scores, normalised, norm_eps, num_groups, num_active_groups, best_in_group, jitter: the
-            choice of a token's experts and their routing weights, see `ops.choose_experts`.
+        scores: the scores of experts, which choose and weigh them: the "softmax" or "sigmoid" of
+            the logits, or "sparse_mixer", a rule for two experts; see `ops.choose_experts`.
+        normalised, norm_eps: whether a token's routing weights are divided by their sum, and the
+            term that is added to that sum with sigmoids.
+        num_groups, num_active_groups, best_in_group: the number of groups of consecutive experts,
+            the number of groups among which a token chooses, and the number of best scores, 1 or 2,
+            whose sum is the score of a group.
+        jitter: the relative distance of logits in "sparse_mixer".
         weight_scale: a factor of all routing weights.
         has_correction_bias: True if a term that is learnt is added to the scores for the choice.
         router_bias: True if the router has a bias.

@@ -151,7 +151,7 @@ def _check(
 
 
 def words_of(vocab: int) -> int:
-    """Return the number of 32-bit words that hold one bit for each of `vocab` tokens."""
+    """Return the number of 32-bit words of a mask's row: one bit for each of `vocab` tokens."""
     return -(-vocab // 32)
 
 

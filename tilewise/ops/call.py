@@ -453,11 +453,12 @@ def _numbers_of(signature: type[Any]) -> list[tuple[str, tuple[type, ...]]]:
 
 
 class Last:
-    """The last call into an output with a step's plan, repeated for layers whose tensors lie alike.
+    """The memory of the last call that ran with a step's plan and `out`, to be repeated by `run`.
 
-    The layers of a step differ in their tensors and not in how these lie. So the call of the first
-    one is checked and planned; for the others torch's own guard says that their tensors lie alike,
-    and the launches are started with other addresses, in the buffers of the first.
+    A PagedPlan has one. The layers of a step call attention with different tensors that lie alike.
+    So the call of the first layer is checked and planned, and `follow` remembers it; for the others
+    torch's own guards say that their tensors lie alike, and `run` starts the same launches with
+    other addresses, in the buffers of the first. A copy or pickle of it remembers nothing.
     """
 
     def __init__(self) -> None:

@@ -149,7 +149,10 @@ def check_choice(
     num_active_groups: int,
     best_in_group: int,
 ) -> None:
-    """Raise ValueError unless the options of `choose_experts` go together."""
+    """Raise ValueError unless the options of `choose_experts` are in range and go together.
+
+    No tensor is needed, so that a model may check its configuration by it.
+    """
     if not 1 <= num_experts <= MOST_EXPERTS:
         raise ValueError(f"num_experts must be in 1 ... {MOST_EXPERTS}, got {num_experts}")
     most = min(num_experts, MOST_ACTIVE)

@@ -108,7 +108,9 @@ def check_triton() -> None:
 
 
 def pack(path: Path, requests: Iterable[Request], *, arch: int, about: str) -> Manifest:
-    """Write the compiled kernels of `requests` to one file, and return what it contains.
+    """Write the compiled kernels of `requests` to one file, and return its manifest.
+
+    Requests that are not compiled are left out; ValueError is raised if none is compiled.
 
     Args:
         path: the file to write.

@@ -130,7 +130,7 @@ def finish_decode(
         is_finite: (B,) bool or int32, whether the row's logits were finite.
         token, position, counter: (B,) int64, changed where a row is active.
         active: (B,) int64, 1 for rows that run, 0 for others.
-        place: (1,) int64, see `begin_decode`.
+        place: (1,) int64, the index in `results` at which this step is stored; not changed.
         results: (ring, at least B, 2) int64; token and is_finite of all rows, written at `place`.
         backend: "triton" or "reference"; None chooses by the device.
     """

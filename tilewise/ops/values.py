@@ -140,7 +140,11 @@ def check_longest(name: str, edges: Tensor, most: int) -> None:
 
 
 def check_ids(name: str, ids: Tensor, least: int, most: int) -> None:
-    """Raise ValueError unless all ids lie in [least, most]."""
+    """Raise ValueError unless all ids lie in [least, most]; ids that are not read pass.
+
+    Args:
+        name: the name of the argument in the message.
+    """
     if not _looks(ids):
         return
     stray = ids[(ids < least) | (ids > most)]

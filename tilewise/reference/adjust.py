@@ -42,7 +42,20 @@ def adjust_logits(
     counts_of: Tensor | None = None,
     penalties: Tensor | None = None,
 ) -> Tensor:
-    """Return logits (R, V) in float64, with `rows` adjusted as `ops.adjust_logits` does."""
+    """Return a copy of logits (R, V) in float64, adjusted as `ops.adjust_logits` does.
+
+    First bias is added at (bias_rows, bias_ids). Then in each row of `rows` tokens whose bit in the
+    row's mask is 0 become -inf, and with counts every logit is replaced by `penalised`.
+
+    Args:
+        rows: the rows with a mask or penalties.
+        mask, mask_of: the masks, int32 words of 32 tokens each, and for each of `rows` the index of
+            its mask, -1 for none.
+        bias_rows, bias_ids, bias: the row, the token and the value of each bias.
+        counts, counts_of: counts of each token, twice its number in the output plus 1 if it is in
+            the prompt, and for each of `rows` the index of its counts, -1 for none.
+        penalties: repetition, frequency and presence of each of `rows`.
+    """
     after = logits.double().clone()
     if bias_rows is not None:
         assert bias_ids is not None

@@ -462,8 +462,8 @@ class Bridge:
         """Generate answers to the prompts of a job; yield (index of a prompt, its output so far)
         until all prompts have finished.
 
-        The prompts are checked and wait in the queue first. `job.outputs` has the newest output of
-        each prompt, those that `sink` takes included.
+        The prompts are checked and get places in the queue first. `job.outputs` has the newest
+        output of each prompt, those that `sink` takes included.
 
         Args:
             job: the HTTP request.

@@ -47,7 +47,8 @@ def calls_alone(
     Args:
         syntax: the syntax of the calls that the model writes.
         tools: the tools that may be called.
-        special_id: the id of the special token that is a mark; None if the mark is ordinary text.
+        special_id: a function from a mark to the id of the special token that it is; None if the
+            mark is ordinary text.
         is_one: True for exactly one call, False for one or more.
 
     Raises:

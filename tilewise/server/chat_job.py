@@ -172,8 +172,8 @@ class ChatJob:
         return is_open_in(form.reasoning, text)
 
     def _is_content(self, text: str) -> bool:
-        """Return whether answers to the rendered prompt `text` are content alone: it ends within
-        the text of an answer, behind the reasoning, which they continue."""
+        """Return whether the rendered prompt `text` ends within the content of an answer, so that
+        the model continues this content and writes no reasoning."""
         if self._service.form.is_harmony:
             return HarmonyParser(begun=prompt_end(text)).kind == "content"
         if self.request.continue_final_message:
@@ -238,7 +238,7 @@ class ChatJob:
 
         Args:
             job: the HTTP request.
-            prompt: the prompt, of `prompt`.
+            prompt: the prompt for the engine, as the method `prompt` returns it.
             sink: the receiver of streamed outputs; None yields all.
 
         Raises:

@@ -72,10 +72,10 @@ class Steps:
 
 
 def serve(model: str, given: Mapping[str, Any]) -> int:
-    """Serve a model until the process is told to stop.
+    """Run `tilewise serve`: load a model and serve it until the process is told to stop.
 
     Args:
-        model: the model, see LLM.
+        model: a folder, a GGUF file, a name on the hub, or "story", the packaged model.
         given: options by name, see `options.FLAGS`; a missing option is read from the environment
             or the configuration file, or has its default.
 
@@ -280,7 +280,7 @@ def new_service(
     printed.
 
     Args:
-        model: the model, see LLM.
+        model: a folder, a GGUF file, a name on the hub, or "story", the packaged model.
         options, keys: the results of `checked`.
         steps: the reporter of the start's steps.
 

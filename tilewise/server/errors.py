@@ -61,7 +61,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients expect."""
+        """The body of the answer: the JSON object `{"error": ...}` that OpenAI's clients expect."""
         error = {
             "message": self.message,
             "type": self.kind,

@@ -27,8 +27,8 @@ NEVER = 1 << 30
 
 @contextmanager
 def leaving_large_ones() -> Iterator[None]:
-    """Let Python collect only young objects during the block, and freeze all objects that exist
-    now.
+    """Run a full collection, freeze all objects that exist now, and let Python itself collect only
+    young objects during the block of a `with`.
 
     Afterwards the settings are restored: a program that has served may go on.
     """
@@ -70,7 +70,7 @@ class Collections:
         return is_due
 
     def look(self, is_idle: bool) -> None:
-        """Run a full collection if it is due."""
+        """Run a full collection of Python's garbage now, if one is due."""
         has_worked = gc.get_count()[1:] != (0, 0)
         if self.is_due(time.monotonic(), is_idle=is_idle, has_worked=has_worked):
             gc.collect()

@@ -153,9 +153,10 @@ class RequestLimits:
                 )
 
     def check_told(self, sampling: SamplingParams, tokens: int) -> None:
-        """Refuse an answer with too many log-probabilities of a prompt of `tokens` tokens.
+        """Refuse a request whose answer would have too many log-probabilities of prompts, of
+        `tokens` tokens together, counted once for each sample.
 
-        They cost the request nothing to ask for: a small request could get an answer of half a
+        A client asks for them with one number: a small request could get an answer of half a
         gigabyte.
 
         Raises:
@@ -180,7 +181,8 @@ class RequestLimits:
         return min(max_prompt_len, self.max_prompt_tokens or max_prompt_len)
 
     def longest_count(self, max_model_len: int) -> int:
-        """Return the largest number of tokens of a text that is only counted or truncated."""
+        """Return the largest number of tokens of a text that is only counted or truncated:
+        `max_counted_tokens`, and at least four times the model's context."""
         return max(self.max_counted_tokens, 4 * max_model_len)
 
     def deadline_s(self, timeout: float | None) -> float | None:

@@ -52,7 +52,7 @@ class Roof:
         return self._products(rows, rows) + reading + self.read_cache(cached_tokens)
 
     def read_cache(self, tokens: float) -> float:
-        """Return the seconds to read the keys and values of `tokens` tokens."""
+        """Return the least seconds to read the keys and values of `tokens` tokens in all layers."""
         return tokens * self.sizes.cache_bytes(self.cache_bytes) / self.read_bytes
 
     def prefill(self, prompts: Sequence[int]) -> float:
@@ -84,7 +84,7 @@ class Roof:
     def _wave(
         self, members: dict[int, int], lengths: Sequence[int], new_tokens: Sequence[int]
     ) -> float:
-        """Return the seconds of all decode steps of some prompts.
+        """Return the least seconds of all decode steps of some prompts, which run at once.
 
         Args:
             members: the number of samples of each prompt, by the prompt's index.

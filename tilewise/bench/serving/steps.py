@@ -330,7 +330,8 @@ def foreseen(
     """Serve a server's requests again in virtual time, by the clock of its own steps.
 
     Args:
-        setting: the setting of the server's engine; of the profile the peaks count.
+        setting: the setting of the server's engine; only the peaks of its profile count, as the
+            other times are fitted to the server's steps.
         requests: the requests that were answered, in the order in which they were sent.
         events: the events of the server's trace since before the first of them.
         told: a function that computes numbers from the timings of requests.

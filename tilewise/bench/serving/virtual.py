@@ -34,8 +34,8 @@ def simulated(
     Args:
         options: the options of the command line.
         answers: the answers, with the requests that were sent and what the client saw.
-        idle: the answers to requests that ran alone before, from which the time that a server adds
-            is known; () takes the times of the engine called directly.
+        idle: the probes of the idle server, from which the time that a server adds is known; ()
+            takes the times of the engine called directly.
         events: the events of the server's trace since before the requests were sent; then its own
             steps are the clock.
         ids_of: a function that tokenises a prompt that was sent as text.

@@ -135,7 +135,8 @@ class StepBackend(AttentionBackend):  # type: ignore[misc]
         )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the length of rows that pad a graph: they attend to one key of the first page."""
+        """Return 1, the length of the sequences that pad a graph: they attend to one key of the
+        first page."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:

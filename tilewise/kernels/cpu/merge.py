@@ -25,14 +25,16 @@ ROWS_PER_TASK = 256  # a decode step of 8 sequences and 32 heads stays on one th
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernel that merges partial outputs cannot run `spec`, or None if it
+    can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
 
 
 def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partial outputs, weighted by the log-sum-exp of their keys.
+    """Merge two partial outputs of attention over disjoint keys, weighted by the log-sum-exps of
+    their keys, into new tensors.
 
     lse = log(exp(lse_a) + exp(lse_b)); o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b. A side with
     lse = -inf has weight 0; if both are -inf, o = 0 and lse = -inf.

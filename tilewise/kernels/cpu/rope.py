@@ -23,7 +23,7 @@ TOKENS_PER_TASK = 64  # about 100 us of work for 8 heads of 128, several times a
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
+    """Return why the CPU's kernel of rotary embeddings cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)

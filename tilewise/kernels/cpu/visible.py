@@ -216,7 +216,7 @@ def next_tile(mask, view, key, end):
 @inner
 def distance_to(q_len, k_len, query, key):
     """Return the number of keys from `key` to the one on the query's diagonal, negative if the key
-    lies behind it: the distance of ALiBi."""
+    comes after that: the distance of ALiBi."""
     return query + k_len - q_len - key
 
 

@@ -31,7 +31,7 @@ __all__ = ["Answer", "StubDriver", "main"]
 
 
 class Answer(NamedTuple):
-    """The result of a request to compile a kernel.
+    """The answer of a compiling process to a request for one kernel.
 
     Attributes:
         what: "compiled", "found" on disk, "busy" (another process compiles it) or "failed".

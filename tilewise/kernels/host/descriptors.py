@@ -55,7 +55,9 @@ class Form(NamedTuple):
     """The parts that all descriptors of one dtype and tile have in common.
 
     Attributes:
+        layout: the layout of the tile in shared memory.
         kind: the dtype and the tile, for each of which kernels are compiled anew.
+        map_type: the driver's number of the dtype.
         numbers: the other arguments of the driver. The first two point to memory to which `write`
             writes the sizes and steps of a descriptor before the driver encodes it.
     """

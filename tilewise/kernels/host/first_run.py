@@ -68,8 +68,10 @@ class FirstRun:
 
     @property
     def line(self) -> str | None:
-        """The line on how many precompiled kernels were used; None before a kernel was asked
-        for."""
+        """The text that says how many precompiled kernels were used and how many were compiled.
+
+        It is None before a kernel was asked for.
+        """
         if not (self._num_hits or self._num_others or self._num_misses):
             return None
         others = f", {self._num_others} were there before" if self._num_others else ""

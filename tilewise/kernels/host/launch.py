@@ -457,10 +457,10 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...], calls: Calls) -> Prepare
 
 
 def _is_usual(compiled: Any) -> bool:
-    """Return whether a kernel is for NVIDIA's GPUs and is launched in the plain way.
+    """Return whether a compiled kernel is for NVIDIA's GPUs and is launched in the plain way.
 
-    That is without clusters, a cooperative grid or an early start, and without scratch memory of
-    Triton's own.
+    The plain way has no clusters, no cooperative grid, no early start (programmatic dependent
+    launch), and no scratch memory of Triton's own.
     """
     if "ptx" not in getattr(compiled, "asm", ()):
         return False
@@ -538,7 +538,12 @@ def _compiled_in(compiled: Any, leaves: list[Any], specialised: list[int]) -> se
 
 
 def _kinds(kinds: tuple[Any, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the type of each leaf of a signature, and the path of indices to it."""
+    """Yield the type of each leaf of a kernel's signature, and the path of indices to it.
+
+    Args:
+        kinds: the types of the arguments, as Triton names them; a tuple for a tuple.
+        path: the path to `kinds` itself.
+    """
     for index, kind in enumerate(kinds):
         if isinstance(kind, tuple):
             yield from _kinds(kind, (*path, index))

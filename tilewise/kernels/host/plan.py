@@ -133,7 +133,11 @@ class Launch(plan.Launch):
         self._is_tritons = False  # only its launcher starts this
 
     def run(self, run: plan.Run) -> None:
-        """Start the kernel on the buffers of a run."""
+        """Start the kernel on the buffers of a run.
+
+        It is started by addresses if it is prepared, else by `launch_now`, which prepares it. While
+        launches are observed, see `requests.observed`, it goes through `launch_now`, too.
+        """
         assert isinstance(run, Run)
         addressed = self.addressed
         if addressed is None and run.plan.has_addresses and not self._is_tritons:
@@ -199,7 +203,10 @@ class NestedLaunch(plan.Launch):
         self._is_decided = False
 
     def run(self, run: plan.Run) -> None:
-        """Start the kernel on the buffers of a run."""
+        """Start the kernel on the buffers of a run, by addresses if it is prepared, else by Triton.
+
+        The first launch by Triton prepares it, where that is possible.
+        """
         assert isinstance(run, Run)
         if self.addressed is not None and not observed():
             self.addressed.run(run)

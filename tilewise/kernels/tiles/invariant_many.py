@@ -109,7 +109,8 @@ def row_candidates(outputs: int, channels: int, rows: int) -> tuple[RowsTile, ..
 def cut(rows: int, outputs: int, channels: int, *, leaves: bool = False) -> RowsTile | None:
     """Return the tile of the kernel of few rows with which it takes a product of more than
     _FEW_ROWS rows faster than the kernel of many, or None. With `leaves` the other kernel is not
-    compared.
+    compared. Few rows, up to _FEW_ROWS, and more than MOST_IN_TILES (with `leaves` MOST_LEFT) give
+    None.
 
     Args:
         rows, outputs, channels: the sizes of the product.

@@ -64,7 +64,7 @@ class PagedWork:
 
     Attributes:
         split_run: sequences with 1 ... split_run new tokens have their keys split; 0 is none.
-        split_config, split_plan: tiles and plan of that kernel.
+        split_config, split_plan: tiles and plan of the kernel that splits keys.
         rows_config: tiles of the kernel for the longer runs; None when there cannot be any.
     """
 
@@ -117,7 +117,8 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 class KeyPart(NamedTuple):
-    """The channels of q and k that one product multiplies."""
+    """The channels of q and k that one product of q k^T multiplies: their number, and the number
+    with the zeros to which a tile is padded."""
 
     channels: int
     padded: int  # channels of a tile, padded with zeros
@@ -129,10 +130,11 @@ _LEAST_PART = 64  # channels of a second part: rows of 64 and more are swizzled 
 
 
 def parts_of_keys(head_dim: int) -> tuple[KeyPart, KeyPart]:
-    """Return the parts of the products q k^T; the second has no channels where one has them all.
+    """Return the two parts of D channels whose products add up to q k^T; the second has no channels
+    where one product takes them all.
 
-    Two take less room than one where the power of two below D and the padded rest do: 192 are 128
-    and 64, 576 are 512 and 64.
+    There are two where the power of two below D and the padded rest take less room than one padded
+    D: 192 channels are 128 and 64, 576 are 512 and 64.
     """
     padded = padded_head_dim(head_dim)
     first = padded // 2

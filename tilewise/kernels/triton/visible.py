@@ -125,7 +125,10 @@ def span_of_rows(
     STEP: tl.constexpr,
     variant: tl.constexpr,
 ):
-    """Return the `span_of_tile` of the keys that queries [first, first + TILE) meet."""
+    """Return the five bounds of `span_of_tile` for the keys that a tile of queries sees.
+
+    The queries are [first, first + TILE) of a sequence; windows of -1 are unlimited.
+    """
     return span_of_tile(
         first,
         TILE,
@@ -151,9 +154,9 @@ def span_of_keys(
     STEP: tl.constexpr,
     variant: tl.constexpr,
 ):
-    """Return the range of queries that see some of keys [first, first + TILE).
+    """Return the five bounds of `span_of_tile` of the queries that see keys [first, first + TILE).
 
-    The result is that of `span_of_tile` with queries in the place of columns.
+    Queries stand in the place of columns, and keys in the place of rows.
     """
     limit = tl.where(first < length_k, length_q, 0)
     return span_of_tile(
@@ -263,7 +266,7 @@ def keys_of_row_tile(
 
 @triton.jit
 def inside_window(key, pos, WINDOW_LEFT: tl.constexpr):
-    """Return which keys lie in the windows of rows at `pos`, (rows, keys)."""
+    """Return which keys lie not left of the windows of rows at positions `pos`, (rows, keys)."""
     return key[None, :] >= pos[:, None] - WINDOW_LEFT
 
 

@@ -324,9 +324,9 @@ def attention_varlen(
             and Tk at most (rows behind get o = 0); looked at on a CPU only.
         max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence; they size the grid of
             a GPU, up to the rows that there are.
-        bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), and
-        mask: a BlockMask that covers at least (max_seqlen_q, max_seqlen_k): sequence b reads the
-            upper left corner of its part, in its own rows and keys.
+        bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k); sequence b reads the upper left
+            corner of its part, by the rows and keys of the sequence.
+        mask: a BlockMask that covers at least (max_seqlen_q, max_seqlen_k), read as bias is.
         causal, window, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, seed,
             deterministic, return_lse, return_max_logits, backend: as in `attention`.
 

@@ -132,10 +132,11 @@ class AttentionSignature(NamedTuple):
         check_mask_type(self.mask)
 
     def options(self, check_dtype: Callable[[str, Tensor], None]) -> AttentionOptions:
-        """Check the arguments' shapes and values; return all but q, k and v as kernels read them.
+        """Check the arguments' shapes and numbers; return all but q, k and v as kernels read them.
 
         The arguments' types were checked before. Defaults are filled in: the softmax scale, the
-        bounds of the window, the longest sequences.
+        bounds of the window, the longest sequences. Raises ValueError or TypeError where an
+        argument breaks a rule; tensors' values are not read.
 
         Args:
             check_dtype: a function that is called with "q" and q, and raises an error if this

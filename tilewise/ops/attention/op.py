@@ -35,7 +35,12 @@ from tilewise.ops.library import register
 
 
 class AttentionOptions(NamedTuple):
-    """All of an attention call but q, k and v; the order is that of the op's schema."""
+    """The checked arguments of an attention call but q, k and v, in the order of the op's schema.
+
+    Absent tensors are None. `philox` is the seed and offset of dropout, int64 (2,); the fields
+    mask_* are the tensors of a block mask, see `kernels.spec.MaskTensors`; a window bound of -1 is
+    unlimited.
+    """
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -447,7 +452,7 @@ def _row_bias_gradient(
     bias: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Return the gradient of a bias that all keys of a row share.
+    """Return the gradient of a bias that all keys of a row share, in its shape and dtype.
 
     Such a bias moves all logits of a row alike, lse with them, and o where a sink stays behind.
     With the sink's share of the row, w = exp(sink - lse), sum_j ds_ij = w delta + dlse. A kernel

@@ -79,7 +79,7 @@ class MaskStrip:
         return slice(first // self._walk.tile_k, -(-last // self._walk.tile_k))
 
     def sees_any(self, first: int, last: int) -> bool:
-        """Whether some query sees some of keys first ... last - 1."""
+        """Return whether a mask tile with some of keys first ... last - 1 is not empty."""
         return bool(self._seen[self._columns(first, last)].any())
 
     def visible(self, first: int, last: int) -> Tensor:

@@ -23,9 +23,10 @@ class PagedPlan:
             and must follow one another, as those of one stream do.
         spec: the facts that calls must have in common with the one that the plan was made for.
         backend: the backend with kernels that read it.
-        made_for: both in words; a call that differs is refused when it runs, compiled ones too.
-        last: the plan's last call with ``out=``: one for another layer whose tensors lie alike
-            repeats it, past its checks and in its buffers.
+        made_for: the spec and the backend in words; a call that differs from them is refused by a
+            ValueError when it runs, compiled ones too.
+        last: the memory of the plan's last call with ``out=``, which a call for another layer whose
+            tensors lie alike repeats, past all checks and in the same buffers.
     """
 
     records: Tensor

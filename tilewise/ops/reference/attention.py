@@ -65,7 +65,11 @@ class OraclePlan:
 
 
 def _rule(spec: AttentionSpec, tensors: _Tensors) -> dict[str, Any]:
-    """Return the oracle's keywords that are the same for all sequences."""
+    """Return the keyword arguments of the oracle's functions for a call, for the whole batch.
+
+    Args:
+        tensors: the optional tensors of the call by name; "mask" is a MaskTensors or None.
+    """
     rule: dict[str, Any] = {
         "window": (spec.window_left, spec.window_right),
         "softmax_scale": spec.softmax_scale,
@@ -85,7 +89,10 @@ def _rule(spec: AttentionSpec, tensors: _Tensors) -> dict[str, Any]:
 
 
 def visible_by_mask(mask: MaskTensors, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return the keys that a block mask lets each query see, bool (Bm, Hm, Sq, Sk)."""
+    """Return a block mask as a dense tensor, bool (Bm, Hm, Sq, Sk), True where a key is visible.
+
+    Bm and Hm are 1 where all sequences or heads share the mask.
+    """
     tile_q, tile_k = mask.bits.shape[1], mask.bits.shape[2] * 32
     shifts = torch.arange(32, device=mask.bits.device, dtype=torch.int32)
     bits = (mask.bits.unsqueeze(-1) >> shifts & 1).bool().flatten(2)  # (n, tile_q, tile_k)
@@ -193,6 +200,9 @@ def _packed_backward(
     Args:
         do, dlse: the gradients of o and lse; dlse may be None.
         rule: the other arguments of `standard.attention_backward`, for the whole batch.
+
+    Returns:
+        dq, dk, dv, dbias and dsinks; the last two are None without bias or sinks.
     """
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     bias, sinks, slopes = (rule[name] for name in ("bias", "sinks", "alibi_slopes"))

@@ -18,7 +18,7 @@ def plan_fwd(call: Call) -> LatentForwardPlan:
 
 
 class LatentForwardPlan:
-    """Latents gathered by sequence, then attention by definition.
+    """The plan of a call over latents: they are gathered by sequence, and attended by definition.
 
     Attributes:
         tiles: an empty table, since there are none.

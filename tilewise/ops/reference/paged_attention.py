@@ -18,7 +18,7 @@ def plan_fwd(call: Call) -> PagedForwardPlan:
 
 
 class PagedForwardPlan:
-    """Keys gathered by sequence, then attention by definition.
+    """The plan of a paged call: keys are gathered by sequence, and attended by definition.
 
     Attributes:
         tiles: an empty table, since there are none.
@@ -31,7 +31,7 @@ class PagedForwardPlan:
         self._spec = call.spec
 
     def run(self, *tensors: Tensor | None) -> Results:
-        """Compute o (T, Hq, Dv) in q's dtype and lse (Hq, T) in float32 (float64 for float64 q).
+        """Return o (T, Hq, Dv) in q's dtype and lse (Hq, T) in float32 (float64 for float64 q).
 
         The reference reads each sequence's keys separately, also where sequences share a prefix.
 

@@ -42,7 +42,7 @@ class ReadSyntax(Protocol):
 
 
 class CallParser:
-    """A `Parser` of one answer's content and calls, in any format with marks.
+    """A `Parser` of one answer's content and calls, in any format of `table.FORMATS`.
 
     White space between content and calls is dropped. Text that looked like a call and is none is
     content, its marks included.

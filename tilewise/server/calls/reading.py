@@ -176,8 +176,8 @@ class CallText:
         return self._call
 
     def admits(self, name: str) -> bool:
-        """Return whether a call of the tool `name` counts as a call: with `names_only`, if this is
-        one of the tools or none are known."""
+        """Return whether a call of the tool `name` counts as a call: always without `names_only`;
+        with it, if `name` is one of the tools, or if there are no tools."""
         return not self._names_only or not self.tools or name in self.tools
 
     def end(self) -> None:
@@ -229,7 +229,8 @@ class CallText:
         return read
 
     def cut(self) -> str:
-        """End the reading at the end of the answer: pass on an unfinished call whose name is known.
+        """End the reading at the end of the answer: an unfinished call whose name is known is
+        passed on as it is.
 
         Returns:
             The rest of the text, which is no call.

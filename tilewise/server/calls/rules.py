@@ -90,11 +90,12 @@ class WriteSyntax(Protocol):
 
 
 class Rules:
-    """The rules of one grammar while it is built; str() returns the grammar but its start rule.
+    """The rules of one grammar while it is built; str() returns them as text, to which the caller
+    adds the start rule.
 
     Args:
         tools: the tools that may be called.
-        special_id: a function that returns the id of the special token that is a mark; None if the
+        special_id: a function from a mark to the id of the special token that it is; None if the
             mark is ordinary text.
     """
 

@@ -231,8 +231,8 @@ class RemoteEngine(asyncio.Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output of one prompt, with all text so far, each time it has grown.
 
-        A yielded output is the same object each time and changes with the next await. A reader that
-        stops early drops the request in the engine. The arguments are those of
+        Until the last one a yielded output is the same object each time, and changes with the next
+        await. A reader that stops early drops the request in the engine. The arguments are those of
         `AsyncLLM.generate`.
         """
         asked = RequestTerms.given_to(RemoteEngine.generate, terms)

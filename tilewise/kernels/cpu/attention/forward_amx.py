@@ -60,7 +60,8 @@ ACC_PAD = 16  # floats between rows of sums: rows 2 KB apart would share two set
 
 
 class _Keys(NamedTuple):
-    """Scratch of a tile of keys: 16 rows, zero past the head dim, and operands of both products."""
+    """The scratch of a tile of keys: `rows`, 16 rows, zero past the head dim, and the packed
+    operands of both products, K and V in panels."""
 
     rows: np.ndarray
     k_panels: np.ndarray

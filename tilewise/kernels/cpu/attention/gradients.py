@@ -67,8 +67,8 @@ class BackwardTasks(NamedTuple):
     def over(self, longest: int) -> BackwardTasks:
         """Return the tasks of packed sequences with at most `longest` keys.
 
-        The call may state any larger number, and chunks without keys would take their time and
-        memory.
+        max_seqlen_k of the call, by which `of` counts chunks, may be any larger number, and chunks
+        without keys would take time and memory.
         """
         chunks = min(self.num_chunks, max(1, -(-longest // CHUNK_KEYS)))
         copies = min(self.dbias_shape[0], chunks)

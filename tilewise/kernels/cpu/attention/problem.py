@@ -76,7 +76,8 @@ class Sizes(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The computation of a logit from a product q . k.
+    """The computation of a logit from a product q . k: times `scale`, bounded by `softcap` (0 for
+    none), plus a bias and minus ALiBi's term if there are these.
 
     is_scaled_only: True without softcap, bias and ALiBi, and with a positive scale, so that the
     largest product is the largest logit and the scale can be applied in exp2.
@@ -90,7 +91,7 @@ class Rule(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call.
+    """The arrays of a call of attention, as kernels take them.
 
     Attributes:
         like: an empty array of the float type to compute in.
@@ -142,7 +143,8 @@ class Gradients(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """A block mask, its lists as in `spec.MaskTensors` but flat.
+    """A block mask as kernels take it, its bits, spans and entries as in `spec.MaskTensors` but
+    flat; and the tree mask of a call of paged attention.
 
     Attributes:
         shift_q, shift_k: the binary logarithms of a mask tile's queries and keys; 0 without a mask.
@@ -204,16 +206,17 @@ class Problem(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The gradient of a call as the kernels take it.
+    """The backward pass of a call of attention as the kernels take it: its problem, and the arrays
+    that the tasks of all threads share.
 
     Attributes:
-        sizes, rule, arrays, mask, dropout: the parts of its `Problem`; arrays.starts contains the
-            addresses of gradients, too.
+        sizes, rule, arrays, mask, dropout: the parts of the call's `Problem`; arrays.starts
+            contains the addresses of gradients, too.
         grads: the strides of the gradients.
         lse, delta: flat arrays, laid out alike; delta contains dlse until `delta.py` has replaced
             it by rowsum(do * o) - dlse.
-        dq: (rows, Hq, D), flat, zeroed.
-        dbias: a flat, zeroed array, or an empty one.
+        dq: (rows, Hq, D), flat, zeroed: the sums of dq.
+        dbias: a flat, zeroed array for the sums of the gradient of the bias, or an empty one.
         done: (tasks of keys + 1,) int64, zeroed, see `Turn`; the last counts tasks of rows.
     """
 

@@ -57,7 +57,8 @@ def why_not(spec: PagedSpec) -> str | None:
 
 
 def plan_fwd(call: Call) -> LatentForwardPlan | Refusal:
-    """Return the plan by which each sequence's new rows attend to its cached latents, causally.
+    """Return the plan by which each sequence's new rows attend to its cached latents, causally, or
+    a Refusal.
 
     Its results are o (T, Hq, R) of q's dtype, and lse (Hq, T), float32, float64 for float64.
 

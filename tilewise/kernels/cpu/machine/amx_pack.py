@@ -39,8 +39,8 @@ def split_rows(like, source, count, target, base, part, parts):
 
 @inner
 def take_part(like, rest, count, target):
-    """Round rest[0 : count], floats, to bfloat16 in target, and subtract target from `rest` in
-    place: what stays is the next part's."""
+    """Round rest[0 : count], floats, to bfloat16 in target, and subtract the rounded numbers from
+    `rest` in place: what stays is the rest for the next part."""
     for at in range(0, count, _SIDE):
         whole = simd.load(rest, at)
         simd.store(target, at, whole)
@@ -53,7 +53,8 @@ def load_key_rows(like, code, target, ld, dim, first, count, start, row_bytes):
     target[(r - first) ld : ], converted to target's type; return 0.0, or NaN if not all numbers are
     finite.
 
-    `code` is the tensor's dtype code, `dim` its channels. The rows AHEAD are prefetched.
+    `code` is the tensor's dtype code, `dim` its channels. Rows that lie AHEAD rows further on are
+    prefetched.
     """
     check = like.dtype.type(0.0)
     size = 4 if code == F32 else 2

@@ -139,7 +139,7 @@ def block_of(rows, num_vectors, start, unrolled=1):
     """Return an intrinsic that sets `rows` rows of num_vectors registers of c to initial sums + a
     b.
 
-    Its arguments are those of `multiply_add_rows`, without `columns`.
+    The intrinsic's arguments are those of `multiply_add_rows`, without `columns`.
 
     Args:
         rows: the number of rows of c.

@@ -114,7 +114,8 @@ def transpose_tile(like, source, count, ld, panels):
 
 @inner
 def transpose_rows(like, source, source_row, first, end, ld, panels):
-    """Do as `transpose_tile` for rows first ... end - 1, source_row elements apart.
+    """Pack rows first ... end - 1 of `ld` elements, source_row elements apart, into transposed
+    panels: word w of row r goes to panels[r // P][w][r % P], P = panel_columns.
 
     Row `first` begins at source[0].
 

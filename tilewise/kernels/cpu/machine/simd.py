@@ -229,8 +229,8 @@ def store_pair(typingctx, array, index, even, odd):
 
 @intrinsic
 def store_line(typingctx, array, index, low, high, total):
-    """Store a cache line of 32 bfloat16, to array[index:]: the Vector `low`, then `high`; return
-    the Vector `total` plus the stored numbers.
+    """Store a cache line of 32 bfloat16 to array[index:]: the Vector `low`, then `high`; return the
+    Vector `total` plus the stored numbers.
 
     Lane i adds numbers 2 i and 2 i + 1. Two stores of half a line cannot be forwarded to a load of
     the whole line. For float arrays, and without instructions for bfloat16, nothing is stored and
@@ -344,7 +344,7 @@ def fma(typingctx, a, b, c):
 
 @intrinsic
 def maximum(typingctx, a, b):
-    """Return the larger, lane by lane; `b` where either is NaN."""
+    """Return the larger of a and b, lane by lane; `b` where either is NaN."""
     return a(a, a), _elementwise(
         lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y)
     )
@@ -352,7 +352,7 @@ def maximum(typingctx, a, b):
 
 @intrinsic
 def minimum(typingctx, a, b):
-    """Return the smaller, lane by lane; `a` where either is NaN."""
+    """Return the smaller of a and b, lane by lane; `a` where either is NaN."""
     return a(a, a), _elementwise(
         lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), y, x)
     )
@@ -472,8 +472,8 @@ def horner(builder, x, coefficients):
 
 
 def _emit_exp2(builder, x):
-    """Emit 2^x = 2^n 2^f with f in [-1/2, 1/2]; adding 1.5 * 2^mantissa leaves n in the low
-    bits."""
+    """Emit 2^x = 2^n 2^f of a vector, with f in [-1/2, 1/2], 0 where it would be subnormal; adding
+    1.5 * 2^mantissa to x leaves n in the low bits."""
     kind = x.type
     is_double = kind.element == _f64
     word = ir.VectorType(_i64 if is_double else _i32, kind.count)

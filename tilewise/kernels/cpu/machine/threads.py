@@ -205,7 +205,8 @@ def bare(typingctx, array):
 
 @intrinsic
 def keep_alive(typingctx, owner):
-    """Keep the memory of `owner`, an array or a tuple of them, alive until here."""
+    """Keep the memory of `owner`, an array or a tuple of them, alive until this call; it does
+    nothing else."""
 
     def codegen(context, builder, sig, args):
         return context.get_dummy_value()

@@ -70,8 +70,8 @@ SPLIT = 512  # keys of a task: 256 KiB of bfloat16 at D = 128, far more work tha
 
 
 def chunk_of(key_bytes: int) -> int:
-    """Return the keys of a chunk, CHUNK or fewer down to FEWEST, so that a chunk and the next one,
-    with `key_bytes` for a key and its value of all heads, fill a quarter of the L2 cache."""
+    """Return the keys of a chunk: CHUNK, halved down to FEWEST until a chunk and the next one, with
+    `key_bytes` for a key and its value of all heads, fill at most a quarter of the L2 cache."""
     chunk = CHUNK
     while chunk > FEWEST and 8 * chunk * key_bytes > l2_bytes():
         chunk //= 2

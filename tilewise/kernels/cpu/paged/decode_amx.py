@@ -414,7 +414,8 @@ def _pack_group(address, v_row, column, low, high, zeros, panels, units):
 
 @inlined
 def _fetch_group(address, row_bytes, head_bytes, row_size, index, heads):
-    """Prefetch this head's share of the rows of a group of 16 keys: all heads of some rows.
+    """Prefetch the share of head `index` of `heads` in a group of 16 keys, from the address of its
+    first row on: all heads of some of the rows.
 
     So memory is read in its own order. A head's own part of every row would be one line in each
     few, which the hardware's prefetcher does not follow.

@@ -76,7 +76,8 @@ def why_not(spec: PagedSpec) -> str | None:
 
 
 def plan_fwd(call: Call) -> PagedForwardPlan | Refusal:
-    """Return the plan by which each sequence's new rows attend to its cached keys, causally.
+    """Return the plan by which each sequence's new rows attend to its cached keys, causally, or a
+    Refusal.
 
     Its results are o (T, Hq, Dv) of q's dtype, and lse (Hq, T), float32, float64 for float64.
 

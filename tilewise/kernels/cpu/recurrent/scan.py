@@ -74,6 +74,8 @@ def launch(
     """Return o (T, H, V) and the states (N, H, K, V) after whole sequences, by the gated delta
     rule, or Mamba-2's recurrence if not is_delta.
 
+    q, k, v, g, beta and initial_state are shaped as for `ops.gated_delta`.
+
     Args:
         edges: int32 (N + 1,), the first row of each sequence, and the end of the last.
     """
@@ -106,6 +108,8 @@ def step(
 ) -> Tensor:
     """Return o (T, H, V) of new tokens of running sequences, and write the tokens' keys, gates and
     updates, and the state after each full chunk, to their slots in place.
+
+    q, k, v, g and beta are shaped as for `ops.gated_delta_step`.
 
     Args:
         slots: int64 (N,); -1 skips a sequence, whose o is 0.

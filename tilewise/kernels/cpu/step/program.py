@@ -766,6 +766,7 @@ class Program:
 
         Args:
             columns: the columns of a row.
+            function: the name of f, see `functions.py`.
             norm: the norm, of `parts` parts of a row, whose weights are those of a part or of all;
                 None for none.
             gate_first: True if the gate multiplies before the norm.
@@ -876,10 +877,11 @@ class Program:
         Args:
             q, o: the buffers of the queries and of the result.
             heads: the places of the heads, and the cache.
+            scale, softcap: the factor of q . k, and the bound of logits, 0 for none.
             window: the keys that a query sees, its own included; None for all.
             is_chunked: True if a query sees only its own chunk of `window` keys, at multiples of
                 `window`, a multiple of the block size.
-            sinks: the sink of each head; None for none.
+            sinks: a function that returns the sink of each head; None for none.
             slopes: the ALiBi slopes; None for none.
         """
         op = self._append(ATTEND, q, o)

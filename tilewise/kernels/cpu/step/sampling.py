@@ -47,8 +47,8 @@ def sample_tokens(
     seeds: Tensor | None,
     counters: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids, int64 (R,), drawn from float32 logits (R, V), and whether each row is
-    finite, bool (R,): its largest logit; a row that is not gets the token 0.
+    """Return token ids, int64 (R,), drawn from float32 logits (R, V), and bool (R,), whether the
+    largest logit of each row is finite; a row where it is not gets the token 0.
 
     Args:
         temperature: float32 (R,); 0, or None, takes the first of the largest logits.

@@ -20,8 +20,9 @@ _COPIED_BYTES = 4  # asynchronous copies need rows that start at a multiple of t
 
 
 def head_dims(spec: AttentionSpec, *tensors: Tensor, is_aligned: bool = True) -> HeadDims:
-    """Return the sizes of a head for kernels, with the unit in which strides of `tensors` are
-    counted.
+    """Return the sizes of a head for kernels: its channels, their padding and the unit of strides.
+
+    The unit is 16 bytes if all strides are multiples of 16 bytes, else one element.
 
     Args:
         tensors: the tensors of the call, whose last dim is contiguous.
@@ -101,7 +102,11 @@ def extras_of(
     mask: MaskTensors | None = None,
     philox: Tensor | None = None,
 ) -> Extras:
-    """Return the tensors and numbers that a call adds to plain attention, in the kernels' form."""
+    """Return the tensors and numbers that a call adds to plain attention, as kernels take them.
+
+    Slopes, lists of a mask and the seed are made contiguous where needed; tensors that are None
+    leave their fields None.
+    """
     given: dict[str, object] = {}
     if alibi_slopes is not None:
         batch = alibi_slopes.shape[-1] if alibi_slopes.dim() == 2 else 0

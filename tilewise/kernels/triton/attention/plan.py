@@ -88,7 +88,9 @@ def tile_config(spec: AttentionSpec, part: Part = "fwd", arch: int = 90) -> Tile
 
 
 def plan_fwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPlan | Refusal:
-    """Return the plan of the forward pass; its results are o, lse and row maxima if requested.
+    """Return the plan of the forward pass, or a Refusal with the reason.
+
+    Its results are o and lse, and the largest logit of each row if the spec asks for it.
 
     Args:
         tiles: tile configurations by part that override the table, for tuning.
@@ -104,7 +106,11 @@ def plan_fwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPl
 def plan_bwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPlan:
     """Return the plan of the backward pass; it is bitwise reproducible.
 
-    Its results are dq, dk, dv, dbias and dsinks, the last two None if they are not requested.
+    Its results are dq, dk, dv, dbias and dsinks; dbias is None unless the spec asks for it, dsinks
+    without sinks. Nothing is refused: the call's forward pass was planned before.
+
+    Args:
+        tiles: tile configurations by part that override the table, for tuning.
     """
     maker, spec = Maker(call, GRADIENT_TENSORS), call.spec
     do, dlse, o, lse = maker.inputs[:4]
@@ -176,7 +182,7 @@ def _tiles(
 
 
 def given_of(spec: AttentionSpec, tensors: AttentionTensors) -> dict[str, Any]:
-    """Return the arguments "sequences" and "extras", which all launches of a backward pass take."""
+    """Return a dict of "sequences" and "extras", keyword arguments of all launches but of rows."""
     lengths = sequences_of(tensors)
     extras = extras_of(
         spec,
@@ -202,8 +208,8 @@ def add_fwd(
     """Add the forward pass to a plan; see `ops.attention` for shapes and rules.
 
     Returns:
-        o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T); with spec.needs_max the
-        largest logits, lying as lse does.
+        Tensors of the plan: o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T); with
+        spec.needs_max the largest logit of each row, in the shape of lse.
     """
     q, k, v = tensors[:3]
     o = _allocate(maker, q, (*q.shape[:-1], spec.v_head_dim), spec)
@@ -487,8 +493,9 @@ def _sees_every_pair(spec: AttentionSpec, variant: Variant) -> bool:
 
 
 def _with_reach(maker: Maker, extras: Extras, tile: TileConfig) -> Extras:
-    """Add to `extras` the bits of the keys that any row of a compute tile sees.
+    """Return `extras` with the bits of the keys that any row of a compute tile sees.
 
+    The launch that computes them is added to the plan; without a block mask `extras` is returned.
     The bits are int32 (n, mask_q / tile_m, words), of 32 keys a word, for n bit tiles: tiles of the
     mask stored as one bit a pair. A kernel loads no key that no row of its tile sees, so that NaN
     in such a key has no effect.

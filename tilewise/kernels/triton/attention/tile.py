@@ -154,14 +154,17 @@ def head_base(ptr, b, first, h, strides, unit: tl.constexpr):
 def row_pointers(
     base, first, count: tl.constexpr, row_stride, width: tl.constexpr, dims: tl.constexpr
 ):
-    """Return (count, width) addresses of rows first, first + 1, ..."""
+    """Return the addresses (count, width) of the elements of rows first, first + 1, ...
+
+    base: the address of row 0; row_stride: in units of dims.unit elements.
+    """
     start = row_start(base, first, row_stride, dims.unit)
     return start + row_offsets(count, row_stride, width, dims)
 
 
 @triton.jit
 def row_start(base, first, row_stride, unit: tl.constexpr):
-    """Return the address of row `first`."""
+    """Return the address of row `first`, of rows from `base` on that lie row_stride units apart."""
     return base + (tl.zeros([], tl.int64) + first) * row_stride * unit
 
 
@@ -183,13 +186,16 @@ def row_offsets(count: tl.constexpr, row_stride, width: tl.constexpr, dims: tl.c
 
 @triton.jit
 def row_step(count: tl.constexpr, row_stride, unit: tl.constexpr):
-    """Return the distance of `count` rows, in elements, int64."""
+    """Return the distance from a row to the row `count` rows later, in elements, int64."""
     return tl.full([], count, tl.int64) * row_stride * unit
 
 
 @triton.jit
 def load_rows(ptrs, valid, d: tl.constexpr, d_pad: tl.constexpr, MASKED: tl.constexpr):
-    """Load a (rows, d_pad) tile, zero where a row is not valid or a channel lies past d."""
+    """Return the (rows, d_pad) tile at `ptrs`, zero for channels from d on.
+
+    With MASKED it is zero in rows that are not `valid`, too; without it all rows are loaded.
+    """
     if MASKED and d < d_pad:
         inside = tl.arange(0, d_pad) < d
         tile = tl.load(ptrs, mask=valid[:, None] & inside[None, :], other=0.0)
@@ -207,7 +213,11 @@ def load_rows(ptrs, valid, d: tl.constexpr, d_pad: tl.constexpr, MASKED: tl.cons
 def load_rest(
     base, first, count: tl.constexpr, row_stride, valid, dims: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load the channels past `dims.d` of rows first, first + 1, ... of q or k; None if none are."""
+    """Return the channels from `dims.d` on of rows first, first + 1, ... of q or k.
+
+    The tile is (count, rest_pad), or None for heads without a rest. base: the address of row 0;
+    valid, MASKED: as in `load_rows`.
+    """
     rest = None
     if dims.rest > 0:
         ptrs = row_pointers(base + dims.d, first, count, row_stride, dims.rest_pad, dims)
@@ -241,7 +251,7 @@ def tanh(x):
 
 @triton.jit
 def probabilities(logits):
-    """Return exp2 of logits minus lse, both in base 2; rounding never makes one larger than 1."""
+    """Return 2^x of x = logits minus lse in base 2, with x above 0, by rounding, taken as 0."""
     return tl.exp2(tl.minimum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -273,9 +283,10 @@ def load_bias(
     KEYS_FIRST: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load the float32 bias of (rows, keys), or transposed; 0 where `loaded`, of axis 1, is False.
+    """Return the float32 bias of pairs, (rows, keys), or (keys, rows) with KEYS_FIRST.
 
-    The caller clamps rows and keys to their sequence, except for those that `loaded` excludes.
+    loaded: with MASKED, which rows or keys along axis 1 are loaded; others get 0. The caller clamps
+    rows and keys to their sequence, except for those that `loaded` excludes.
     """
     at_keys = keys.to(tl.int64) * scores.bias_key
     if KEYS_FIRST:

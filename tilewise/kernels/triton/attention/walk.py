@@ -104,7 +104,10 @@ def place_of_program(
     variant: tl.constexpr,
     TILE_M: tl.constexpr,
 ):
-    """Return the Place of this program."""
+    """Return the Place of this program: which tile of queries, of which head and sequence, it owns.
+
+    Its `first` may lie past the end of the sequence; such a program has no work.
+    """
     tile, head = tile_of_program(num_tiles, heads_per_section, variant.right)
     b, h = head // num_q_heads, head % num_q_heads
     first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q, sequences.rows_q)
@@ -201,10 +204,11 @@ def walk(
     KEYS_FIRST: tl.constexpr,
     MOVES_ALL: tl.constexpr,
 ):
-    """Fold all rows of a head that a tile meets into `sums`, a tuple; return it.
+    """Fold all rows of `others` that the tile `own` meets into `sums`, a tuple; return the sums.
 
-    KEYS_FIRST: True if the tile is one of keys. own.first: its first row or key; edges: the bounds
-    of the three ranges, see `visible.span_of_tile`. MOVES_ALL: True if a step advances the address
+    fold: the kernel's function that adds the rows of one step to the sums, see the module's
+    docstring. own: the program's tile, Queries, or Keys with KEYS_FIRST; edges: the bounds of the
+    three ranges of rows, see `visible.span_of_tile`. MOVES_ALL: True if a step advances the address
     of each element. Otherwise it advances the address of its first row alone, which saves
     registers: 8 to 14 percent of the time of dk, dv (D 128, H200).
     """

@@ -156,7 +156,11 @@ def _unpacked(
 
 @triton.jit
 def _scales(scale_ptr, output, is_output, k, channels, TILE_K: tl.constexpr):
-    """Return the scales (TILE_N, TILE_K / 32) of an expert's MXFP4 weight, from channel k on."""
+    """Return the scales, bytes (TILE_N, TILE_K / 32), of an expert's MXFP4 weight from channel k.
+
+    output, is_output: the weight's rows (TILE_N,) and whether they exist; scales that do not exist
+    are 0.
+    """
     groups = channels // 32
     group = k // 32 + tl.arange(0, TILE_K // 32)
     inside = is_output[:, None] & (group < groups)[None, :]

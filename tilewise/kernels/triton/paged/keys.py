@@ -223,7 +223,7 @@ def _load_codes(
     form: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load channels of TILE_N rows of a cache of 4 or 8 bits, and widen them to `dtype`.
+    """Return WIDTH channels of TILE_N rows of a cache of 4 or 8 bits, widened to `dtype`, unscaled.
 
     Args:
         row_ptrs: the addresses of the rows.

@@ -100,7 +100,10 @@ def _multiplied(goal: Tensor, *operands: Tensor) -> Tensor:
 def values_of(
     maker: Maker, weight: QuantisedWeight, first: int, end: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return rows first ... end - 1 of W in a dtype, their columns in the order of the codes."""
+    """Return rows first ... end - 1 of a weight W, dequantised to `dtype`, (end - first, K).
+
+    Columns are in the order of the codes: a permutation of the weight is not undone.
+    """
     columns = weight.shape[1]
     w = maker.empty((end - first, columns), dtype)
     outer = weight.outer if weight.outer is not None else weight.outer_minimums

@@ -67,9 +67,9 @@ def _rounded(x, COMPUTED: tl.constexpr):
 
 @triton.jit
 def _byte_of(k, BITS: tl.constexpr):
-    """Return the byte of a row that has column k's code in the order of lanes.
+    """Return the index of the byte that has column k's code in a row of codes in lanes' order.
 
-    See `QuantisedWeight.lanes`.
+    `QuantisedWeight.lanes` puts codes in this order. BITS: 4 or 8, the bits of a code.
     """
     lane, pair, half = (k // 2) % 4, k % 2, (k // 8) % 2
     if BITS == 4:
@@ -82,9 +82,9 @@ def _byte_of(k, BITS: tl.constexpr):
 
 @triton.jit
 def _gathered(word, k):
-    """Return the codes of columns k from words in which their bits are spread.
+    """Return the 4-bit codes of columns k from the 32-bit words that hold them.
 
-    See `quantised_weight`.
+    The bits of the eight codes of a word are spread over it, see `kernels.quantised_weight`.
     """
     place, half = k // 8 % 4, k % 2 * 16
     right = tl.where(place == 0, 28, tl.where(place == 1, 0, tl.where(place == 2, 6, 2)))

@@ -98,7 +98,10 @@ def _before_silu(
     HAS_BIAS: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
-    """Return the convolution plus the bias, before silu, (rows, channels) in float32."""
+    """Return the convolution plus the bias, before silu, (rows, channels) in float32.
+
+    The arguments are those of `_tap`, which loads the tokens of each of the WIDTH taps.
+    """
     total = tl.zeros((position.shape[0], channel.shape[0]), tl.float32)
     if HAS_BIAS:
         total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -452,7 +455,7 @@ def _dkept_kernel(
     TILE_C: tl.constexpr,
     HAS_DSTATES: tl.constexpr,
 ):
-    """Write the gradient of the W - 1 rows before each sequence."""
+    """Write the gradient of the W - 1 rows before each sequence (initial_state), some channels."""
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = channel < CHANNELS
@@ -539,7 +542,9 @@ def step(
     *,
     has_silu: bool,
 ) -> Tensor:
-    """Compute y (T, C) of new tokens of running sequences, and write the tokens to their slots.
+    """Return y (T, C) of new tokens of running sequences, and write the tokens to their slots.
+
+    y is 0 for a sequence without a slot.
 
     Args:
         x: (T, C), packed.

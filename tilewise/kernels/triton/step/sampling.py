@@ -296,10 +296,10 @@ def _count_from(row_ptr, vocab, bound, TILE: tl.constexpr):
 
 @triton.jit
 def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl.constexpr):
-    """Return the sums of weights of logits at or above each of three bounds, as integers.
+    """Return the sums of the integer weights of a row's logits at or above each of three bounds.
 
     Args:
-        bound_1, bound_2, bound_3: the bounds, as ordered integers of logits.
+        bound_1, bound_2, bound_3: the bounds, in the numbers of `_order`.
         top, slope: the largest logit, and log2(e) / temperature.
     """
     mass_1 = tl.zeros([TILE], tl.int64)
