@@ -49,8 +49,8 @@ _VALUES = gl.constexpr(
 
 @gluon.constexpr_function
 def _words_of_a_lane(width):
-    """Return how many neighbouring words (4 bytes, 8 codes) of a key one lane has: 2, or 4 (from
-    `width` 256 on in two pieces of the key)."""
+    """Return how many neighbouring words (4 bytes, 8 codes) of a key one lane has: 2 if `width` is
+    64, else 4; of width 256 a lane has two such pieces."""
     return min(4, width // 32)
 
 

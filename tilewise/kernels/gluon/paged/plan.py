@@ -52,8 +52,9 @@ _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why this kernel cannot run `spec` on the device at hand, which must be a Hopper GPU, or
-    return None when it can; `why_not_decode` has the other rules."""
+    """Say why this kernel cannot run `spec` on the device at hand, which must be a Hopper GPU (or
+    "cuda" where no GPU is seen), or return None when it can; `why_not_decode` has the other
+    rules."""
     return device.why_not_hopper(spec.device_type) or why_not_decode(spec)
 
 

@@ -22,8 +22,9 @@ __all__ = ["launch", "launch_many", "why_not", "why_not_product"]
 
 
 def why_not(spec: LinearSpec) -> str | None:
-    """Say why these kernels cannot run `spec` on the device at hand, which must be a Hopper GPU, or
-    return None when they can; `why_not_product` has the other rules."""
+    """Say why these kernels cannot run `spec` on the device at hand, which must be a Hopper GPU (or
+    "cuda" where no GPU is seen), or return None when they can; `why_not_product` has the other
+    rules."""
     return device.why_not_hopper(spec.device_type) or why_not_product(spec)
 
 

@@ -25,8 +25,9 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def why_not(spec: LinearSpec) -> str | None:
-    """Say why this kernel cannot run `spec` on the device at hand, which must be a Hopper GPU, or
-    return None when it can; `why_not_product` has the other rules."""
+    """Say why this kernel cannot run `spec` on the device at hand, which must be a Hopper GPU (or
+    "cuda" where no GPU is seen), or return None when it can; `why_not_product` has the other
+    rules."""
     return device.why_not_hopper(spec.device_type) or why_not_product(spec)
 
 
