@@ -85,6 +85,8 @@ def run(engine, requests):
     tokens: dict[tuple[str, int], list[int]] = {}
     while engine.has_unfinished():
         for event in engine.step():
+            if event.error is not None:
+                raise event.error
             tokens.setdefault((event.request_id, event.index), []).append(event.token.token_id)
         engine.scheduler.check_integrity()
     assert engine.stats().scheduler.blocks_used == 0

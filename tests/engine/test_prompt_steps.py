@@ -113,8 +113,8 @@ def test_a_step_captured_in_pieces_is_the_step_bit_for_bit(tmp_path, case, dtype
         seen: list[torch.Tensor] = []
         compute = runner.prompts.run
 
-        def noting(ids, positions, ctx, compute=compute, seen=seen):
-            hidden = compute(ids, positions, ctx)
+        def noting(*args, compute=compute, seen=seen):
+            hidden = compute(*args)
             seen.append(hidden.clone())
             return hidden
 
