@@ -76,11 +76,8 @@ class WriteSyntax(Protocol):
         """
         ...
 
-    def repeats(self, mark: str) -> bool:
-        """Return whether a mark stands before each call; False if one mark begins all calls.
-
-        The answer is the same for each `mark`.
-        """
+    def repeats(self) -> bool:
+        """Return whether a mark stands before each call; False if one mark begins all calls."""
         ...
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
