@@ -134,7 +134,7 @@ class Trials:
         here.
 
         The turn is held until the block ends. A description that used up its time of a processor or
-        its memory is remembered, and later refused without a trial.
+        its memory is remembered, and later refused without a turn.
 
         Args:
             kind: the form of the description: "json", "regex", "choice" or "grammar".
@@ -147,17 +147,21 @@ class Trials:
             QueueFullError: the turn has not come for long, or the user has had his time.
             RuntimeError: the processes were ended from outside, twice.
         """
+        asked = kind, description, lead
+        self._check_known(asked)
         with self._turn(user):
-            asked = kind, description, lead
-            known = self._failed.get(asked)
-            if known is not None:
-                raise RequestError(known)
+            self._check_known(asked)  # another user may have asked for it meanwhile
             found = self._tried(asked, user) or self._tried(asked, user)
             if found is None:
                 raise RuntimeError("the process that compiles grammars was ended from outside")
             if "error" in found:
                 raise refusal_of(kind, found["error"])
             yield
+
+    def _check_known(self, asked: Asked) -> None:
+        known = self._failed.get(asked)
+        if known is not None:
+            raise RequestError(known)
 
     @contextmanager
     def _turn(self, user: str) -> Iterator[None]:
