@@ -245,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command: send the load, and print what the requests saw.
+    """Run `tilewise bench serve`: send the load, and print what the requests saw.
 
     Returns the exit status: 0, 1 if a request failed, 2 for a wrong option.
     """

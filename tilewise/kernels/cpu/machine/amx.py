@@ -125,8 +125,8 @@ add_1, add_2 = _add(1), _add(2)
 @intrinsic
 def pair_rows(typingctx, even, odd, values, vi, panel, units):
     """Interleave two rows of `units` x 32 bfloat16, at the addresses `even` and `odd`, and store
-    the words (even[i], odd[i]): 32 words from values[vi] on, the next 32 `panel` elements further,
-    and so on.
+    the pairs (even[i], odd[i]) in `values`, uint16: 32 pairs, 64 elements, from values[vi] on, the
+    next 32 pairs `panel` elements further, and so on.
 
     Without AMX, or for arrays of floats, it does nothing.
     """
