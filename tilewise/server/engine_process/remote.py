@@ -130,8 +130,9 @@ class _Pending:
 class RemoteEngine(asyncio.Protocol):
     """An engine in a process of its own, which this object starts and ends.
 
-    It is used by one event loop. If the process dies, all requests fail with EngineClosedError, and
-    `is_alive` is False. The process ends when this one does.
+    It is used by one event loop. If the process dies, all requests fail with EngineClosedError, as
+    do later calls that ask the engine, and `is_alive` is False. The process ends when this one
+    does.
 
     Args:
         model: the model, see LLM.

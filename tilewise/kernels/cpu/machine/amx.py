@@ -166,7 +166,8 @@ def _score(num_columns):
     @intrinsic
     def score(typingctx, c, ci, ldc, a_0, a_1, a_row, b, bi, steps, f_0, f_1, fetches):
         """Set c[ci:], rows ldc apart, to 16 rows of bfloat16 at each of the addresses a_0 and a_1,
-        a_row bytes apart, times panels of words b[bi:], over `steps` x 32 elements of K.
+        a_row bytes apart, times panels of paired words from b[bi] on (uint16, two to a word), over
+        `steps` x 32 elements of K.
 
         Each step along K also prefetches its part of `fetches` rows at the address f_0 and of as
         many at f_1. Without AMX, or for floats, it does nothing.
