@@ -13,16 +13,19 @@ TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 ROWS ?= not gpu and not slow
 PROMPT ?= Once upon a time, there was a little rabbit
 
-.PHONY: site docs-test demo test test-slow test-newest test-oldest check lint mutants compile-matrix bench docs dist clean
+.PHONY: site docs-test demo test test-rest test-slow test-newest test-oldest check lint mutants compile-matrix bench docs dist clean
 
 demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
 
-test: lint ## everything that must hold before a change lands
+test: lint ## what a change should pass while it is made: rules, types, a part of each test's rows
 	@# Types are checked beside the tests: mypy has one thread, and tests wait here and there.
 	@mkdir -p .cache; $(BIN)/mypy > .cache/types.log 2>&1 & types=$$!; \
-	$(PYTEST); tests=$$?; \
+	$(PYTEST) -m 'not gpu and not slow and everyday'; tests=$$?; \
 	wait $$types; types=$$?; cat .cache/types.log; test $$tests = 0 -a $$types = 0
+
+test-rest: $(VENV)/.installed-test ## the other quick tests: all must hold before a change lands
+	$(PYTEST) -m 'not gpu and not slow and not everyday'
 
 test-slow: $(VENV)/.installed-test ## the rows and sweeps that make test leaves out; far longer
 	$(PYTEST) -m 'slow and not gpu'

@@ -34,6 +34,7 @@ import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.card import turn_of
+from tests.everyday import everyday_of
 from tests.quick_rows import asks_for_gpu_alone, is_quick_row, names_a_gpu
 from tests.slow_rows import is_slow_row
 from tilewise.errors import UnsupportedError
@@ -110,6 +111,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
                 f"`pytest -m gpu` would not see {item.nodeid}: its file must name a GPU, see "
                 "names_a_gpu in tests/quick_rows.py"
             )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` runs, before tests are chosen by their marks."""
+    for item in everyday_of(items):
+        item.add_marker(pytest.mark.everyday)
 
 
 if _HAS_GPU:
