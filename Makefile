@@ -21,11 +21,11 @@ demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a s
 test: lint ## what a change should pass while it is made: rules, types, a part of each test's rows
 	@# Types are checked beside the tests: mypy has one thread, and tests wait here and there.
 	@mkdir -p .cache; $(BIN)/mypy > .cache/types.log 2>&1 & types=$$!; \
-	$(PYTEST) -m 'not gpu and not slow and everyday'; tests=$$?; \
+	$(PYTEST) -m 'not gpu and not slow and brief'; tests=$$?; \
 	wait $$types; types=$$?; cat .cache/types.log; test $$tests = 0 -a $$types = 0
 
 test-rest: $(VENV)/.installed-test ## the other quick tests: all must hold before a change lands
-	$(PYTEST) -m 'not gpu and not slow and not everyday'
+	$(PYTEST) -m 'not gpu and not slow and not brief'
 
 test-slow: $(VENV)/.installed-test ## the rows and sweeps that make test leaves out; far longer
 	$(PYTEST) -m 'slow and not gpu'

@@ -33,8 +33,8 @@ if not torch.cuda.is_available():
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.brief import brief_of
 from tests.card import turn_of
-from tests.everyday import everyday_of
 from tests.quick_rows import asks_for_gpu_alone, is_quick_row, names_a_gpu
 from tests.slow_rows import is_slow_row
 from tilewise.errors import UnsupportedError
@@ -116,8 +116,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test` runs, before tests are chosen by their marks."""
-    for item in everyday_of(items):
-        item.add_marker(pytest.mark.everyday)
+    for item in brief_of(items):
+        item.add_marker(pytest.mark.brief)
 
 
 if _HAS_GPU:

@@ -1,4 +1,4 @@
-"""What runs every day: tests that are named are there, and each other test has a row."""
+"""The brief tests: those that are left out are there, and each other test has a row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import everyday
+from tests import brief
 
 TESTS = Path(__file__).parent
 
@@ -23,14 +23,14 @@ def item_of(file: str, name: str, row: int | None = None, *marks: str) -> Simple
     )
 
 
-@pytest.mark.parametrize("file", everyday.LATER)
+@pytest.mark.parametrize("file", brief.LATER)
 def test_each_test_that_is_named_is_there(file: str) -> None:
     text = (TESTS / file).read_text()
-    assert [name for name in everyday.LATER[file] if f"def {name}(" not in text] == []
+    assert [name for name in brief.LATER[file] if f"def {name}(" not in text] == []
 
 
 def test_a_test_has_its_first_row_and_every_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(everyday, "LATER", {"ops/test_a.py": ("test_long",)})
+    monkeypatch.setattr(brief, "LATER", {"ops/test_a.py": ("test_long",)})
     items = [
         item_of("ops/test_a.py", "test_rows", 100, "slow"),
         item_of("ops/test_a.py", "test_rows", 101, "gpu"),
@@ -40,7 +40,7 @@ def test_a_test_has_its_first_row_and_every_fourth(monkeypatch: pytest.MonkeyPat
         item_of("ops/test_b.py", "test_long"),
         *(item_of("test_rules.py", "test_rows", n) for n in range(3)),
     ]
-    found = [item.nodeid.removeprefix("tests/") for item in everyday.everyday_of(items)]
+    found = [item.nodeid.removeprefix("tests/") for item in brief.brief_of(items)]
     assert found == [
         "ops/test_a.py::test_rows[0]",
         "ops/test_a.py::test_rows[4]",

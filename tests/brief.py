@@ -1,10 +1,10 @@
-"""What `make test` runs of the quick tests; `make test-rest` runs the others, and CI runs both.
+"""The brief part of the quick tests, which `make test` runs; `make test-rest` runs the others.
 
 A developer waits for `make test`, seven minutes on two cores from an empty clone. Of a test with
 many rows it has every fourth, the first among them: most mistakes show in any row. It leaves out
-what takes more than a second or two of a core, or compiles a kernel for itself alone; those tests
-are named here. All rows of the files beside this one run every day, since each holds a rule for one
-file of the package. A new test runs every day, until it is named here.
+what takes more than a second or so of a core; those tests are named here. All rows of the files
+beside this one are brief, since each holds a rule for one file of the package. A new test is brief,
+until it is named here. CI runs both parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 _TESTS = Path(__file__).parent
-SHARE = 4  # one row of so many runs every day
+SHARE = 4  # one row of so many is brief
 
 # File, below tests/ -> the tests, by name, that `make test-rest` runs.
 LATER: dict[str, tuple[str, ...]] = {
@@ -163,8 +163,8 @@ LATER: dict[str, tuple[str, ...]] = {
 }
 
 
-def everyday_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return those of the collected tests that run every day; none is slow or needs a GPU."""
+def brief_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the brief ones of the collected tests; none is slow or needs a GPU."""
     rows: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         is_quick = not any(item.get_closest_marker(mark) for mark in ("slow", "gpu"))
