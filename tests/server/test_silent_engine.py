@@ -267,6 +267,20 @@ def test_long_work_of_a_process_that_hangs_is_not_waited_for(process, monkeypatc
     asyncio.run(main())
 
 
+def test_an_engine_that_was_closed_takes_no_more_requests(process, monkeypatch):
+    monkeypatch.setattr(remote, "SILENCE_S", 0.01)
+
+    async def main():
+        with pytest.raises(EngineSilent):  # it is closed all the same
+            await process.aclose()
+        with pytest.raises(EngineClosedError, match="was closed"):
+            await anext(process.generate({"prompt_token_ids": [1]}))
+        with pytest.raises(EngineClosedError, match="was closed"):
+            await process.embed({"prompt_token_ids": [1]})
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -177,6 +177,7 @@ class RemoteEngine(asyncio.Protocol):
         self._names = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._ended: str | None = None
+        self._is_closed = False
         self.last_step_time: float | None = None
         self.num_restarts = 0
         try:
@@ -269,7 +270,9 @@ class RemoteEngine(asyncio.Protocol):
         pooling: str | None = None,
         sink: Sink | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        self._check_open()
         transport = await self._connected()
+        self._check_open()  # it may have been closed meanwhile
         number, ids, text = next(self._numbers), prompt["prompt_token_ids"], prompt.get("prompt")
         if request_id is None:
             request_id = f"remote-{next(self._names)}"
@@ -396,8 +399,9 @@ class RemoteEngine(asyncio.Protocol):
         await asyncio.wrap_future(beside(lambda: self._call("unload_lora_adapter", name)))
 
     async def aclose(self) -> None:
-        """End the requests that have not ended with EngineClosedError, and wait until the engine
-        has handled all calls before this one; its process goes on."""
+        """Refuse new requests, end those that have not ended with EngineClosedError, and wait until
+        the engine has handled all calls before this one; its process goes on."""
+        self._is_closed = True
         for pending in list(self._pending.values()):
             pending.end(None, EngineClosedError("the engine was closed"))
         with suppress(EngineClosedError):
@@ -428,6 +432,10 @@ class RemoteEngine(asyncio.Protocol):
         return has_ended
 
     # ---- the sockets
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine was closed")
 
     async def _connected(self) -> asyncio.Transport:
         if self._ended is not None:
