@@ -305,7 +305,7 @@ class Experts(nn.Module):
 
         Args:
             up, down: (N 2 I, E), or (N I, E) without gates, and (N E, I), all experts one below
-                another, perhaps on "meta"; columns of zeros may follow.
+                another, perhaps on "meta"; columns may follow, see `QuantisedWeight.padded`.
             dtype: the dtype of the model.
         """
         for name, weight in (("up", up), ("down", down)):
