@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "lab" / "results"
 PEERS = {
     "tilewise": ("#1f77b4", "tilewise"),
+    "fa4": ("#9467bd", "FlashAttention-4"),
     "fa3": ("#d62728", "FlashAttention-3"),
     "sdpa_cudnn": ("#2ca02c", "SDPA cuDNN"),
     "tilewise_triton": ("#aec7e8", "tilewise, portable Triton"),
@@ -116,8 +117,8 @@ def draw_speed(document: dict[str, Any], path: Path) -> None:
                 heights = [found.get((d, n)) or 0.0 for d in head_dims for n in seqlens]
                 if not any(heights):
                     continue
-                at = [i + 0.2 * (place - 1.5) for i in range(len(heights))]
-                axes.bar(at, heights, width=0.19, color=colour, label=name)
+                at = [i + 0.165 * (place - 2) for i in range(len(heights))]
+                axes.bar(at, heights, width=0.155, color=colour, label=name)
                 if peer == "tilewise":
                     for x, height in zip(at, heights, strict=True):
                         axes.text(x, height + 6, f"{height:.0f}", ha="center", fontsize=7)
@@ -130,7 +131,7 @@ def draw_speed(document: dict[str, Any], path: Path) -> None:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False)
     versions = f"torch {document['ceilings']['torch_version']}, triton {document['triton']}"
     figure.suptitle(
         f"Attention on one {document['ceilings']['name']}: bfloat16, 16,384 tokens, "
@@ -144,7 +145,7 @@ def draw_speed(document: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Draw what there is."""
     draw_pipelines(IMAGES / "hopper_pipeline.png")
-    result = RESULTS / "hopper_h200.json"
+    result = RESULTS / "libraries_h200.json"
     if result.exists():
         draw_speed(json.loads(result.read_text()), IMAGES / "hopper_speed.png")
     else:

@@ -629,13 +629,13 @@ def test_a_weight_that_changes_while_requests_run_is_found() -> None:
 
 def test_a_seed_that_is_anothers_is_found() -> None:
     with make() as llm:
-        real = llm.engine.auditor.begin
+        real = llm.engine.auditor.note
 
-        def begin(request_id: str, seed: int) -> None:
-            real(request_id, seed)
-            llm.engine.scheduler.roster.requests[request_id][0].seed = seed ^ 1
+        def note(request: Any, seed: int) -> None:
+            real(request, seed)
+            llm.engine.scheduler.roster.requests[request.request_id][0].seed = seed ^ 1
 
-        llm.engine.auditor.begin = begin
+        llm.engine.auditor.note = note
         llm.generate(PROMPTS, ASKED)
         assert settle(llm).num_audits_different == 4
 

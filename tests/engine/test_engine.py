@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 
@@ -17,6 +18,7 @@ from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.steps.runner import ModelRunner
 from tilewise.engine.steps.sampler import sample
+from tilewise.errors import RequestError
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -242,6 +244,20 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(make_engine):
     rest = run(engine)  # the third had only waited
     assert rest == {("2", 0): expected_tokens(prompt_of(6, 2), GREEDY)}
     assert engine.stats().scheduler.blocks_used == 0
+
+
+def test_a_refused_request_is_as_it_was_and_the_live_one_of_its_id_stays_under_audit():
+    engine = build_engine()
+    engine.use_version("2")
+    engine.watch(1.0, 0.0, seed=0, stops=False)
+    live, refused = (Request("a", prompt_of(9, seed=i), GREEDY) for i in range(2))
+    engine.add_request(live)
+    before = copy.copy(refused)
+    with pytest.raises(RequestError, match="unique among unfinished requests"):
+        engine.add_request(refused)
+    assert refused == before
+    assert list(engine.auditor.watched) == ["a"]
+    assert live.row_sampling.logprobs == 0
 
 
 def test_a_step_without_work_does_nothing(make_engine):

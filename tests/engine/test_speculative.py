@@ -618,6 +618,17 @@ def test_drafts_are_turned_off_where_they_cost_and_on_where_they_gain():
     assert steps_with(pace, 2000, gain=3.0, cost=1.5) > 1200  # what has changed is found
 
 
+@pytest.mark.parametrize("gain", [1.2, 2.0], ids=["drafts lose", "drafts win"])
+def test_the_slower_choice_is_tried_after_64_steps_and_then_after_twice_as_many(gain):
+    pace, is_on = Pace(), []
+    for _ in range(8 + 8 + 64 + 8 + 128 + 8):
+        is_on.append(pace.is_on(4))
+        steps_with(pace, 1, gain, cost=1.5)
+    best = gain > 1.5
+    trial = [not best] * 8
+    assert is_on == [*[True] * 8, *[False] * 8, *[best] * 64, *trial, *[best] * 128, *trial]
+
+
 def test_rare_long_steps_turn_nothing_off():
     pace, rng, num_on = Pace(), random.Random(0), 0
     for _ in range(2000):

@@ -108,6 +108,19 @@ def test_a_process_that_somebody_ends_is_started_again(made):
     assert str(thread.error).startswith("the process that compiles grammars")
 
 
+def test_a_description_that_is_known_to_fail_waits_for_no_turn(scripted, monkeypatch):
+    monkeypatch.setattr(trials, "WAIT_SECONDS", 0.0)
+    scripted._failed["json", "bad", None] = "json must compile, got one that does not"
+    running = [ask(scripted, "", d) for d in "12"]
+    wait_for(lambda: len(scripted.begun) == 2)
+    with pytest.raises(RequestError, match="got one that"), scripted.passed("json", "bad", ""):
+        pass
+    for gate in scripted.gates.values():
+        gate.set()
+    for thread in running:
+        thread.join(60)
+
+
 def test_one_process_is_left_for_others(scripted):
     first, second = ask(scripted, "a", "1"), ask(scripted, "a", "2")
     wait_for(lambda: len(scripted.begun) == 1 and len(scripted._waiting) == 1)

@@ -111,27 +111,22 @@ class Auditor:
         self._replay: tuple[str, _Noted, _Noted] | None = None
         self._numbers = itertools.count()
 
-    def prepare(self, request: Request) -> None:
-        """Choose at random whether a new request is audited; if so, change it to compute logprobs.
+    def note(self, request: Request, seed: int) -> None:
+        """Choose at random whether a request that the engine has just taken is audited; if so,
+        change it to compute logprobs.
 
         Requests with beams, pooling or logits processors are never chosen.
+
+        Args:
+            request: the request, no step of which has been scheduled.
+            seed: the seed of its draws.
         """
         if not _can_repeat(request) or self._draw.random() >= self.share:
             return
         if request.row_sampling.logprobs is None:
             request.row_sampling = dataclasses.replace(request.row_sampling, logprobs=0)
         request.is_plain = False
-        self._noted[request.request_id] = _Noted(request, 0)
-
-    def begin(self, request_id: str, seed: int) -> None:
-        """Note the seed of the draws of a request that the engine has taken; others are ignored."""
-        noted = self._noted.get(request_id)
-        if noted is not None:
-            noted.seed = seed
-
-    def drop(self, request_id: str) -> None:
-        """Forget a request that `prepare` chose and the engine has refused."""
-        self._noted.pop(request_id, None)
+        self._noted[request.request_id] = _Noted(request, seed)
 
     @property
     def is_watching(self) -> bool:

@@ -239,8 +239,8 @@ class Engine:
         A second computation of the auditor that runs is given up, and begins anew later.
 
         Raises:
-            RequestError: the request can never be served, or the engine sleeps; its `salt` is as it
-                was.
+            RequestError: the request can never be served, or the engine sleeps; the request is as
+                it was.
             QueueFullError: as many requests or tokens wait as may.
             EngineClosedError: a check has found a difference, after which no request is taken.
         """
@@ -252,18 +252,14 @@ class Engine:
             self.abort(replay)
         with self.lock:
             salt, request.salt = request.salt, versioned(request.salt, self.version)
-            if self.auditor is not None:
-                self.auditor.prepare(request)
             try:
                 self.scheduler.add(request)
             except BaseException:
                 request.salt = salt
-                if self.auditor is not None:
-                    self.auditor.drop(request.request_id)
                 raise
             if self.auditor is not None:
                 [sample] = self.scheduler.roster.requests[request.request_id]
-                self.auditor.begin(request.request_id, sample.seed)
+                self.auditor.note(request, sample.seed)
 
     def watch(self, auditor_share: float, canary_share: float, *, seed: int, stops: bool) -> None:
         """Begin to compute a share of new requests again, and to check a share of newly filled

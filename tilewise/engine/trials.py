@@ -134,7 +134,7 @@ class Trials:
         here.
 
         The turn is held until the block ends. A description that used up its time of a processor or
-        its memory is remembered, and later refused without a trial.
+        its memory is remembered, and later refused without a turn.
 
         Args:
             kind: the form of the description: "json", "regex", "choice" or "grammar".
@@ -147,17 +147,21 @@ class Trials:
             QueueFullError: the turn has not come for long, or the user has had his time.
             RuntimeError: the processes were ended from outside, twice.
         """
+        asked = kind, description, lead
+        self._check_known(asked)
         with self._turn(user):
-            asked = kind, description, lead
-            known = self._failed.get(asked)
-            if known is not None:
-                raise RequestError(known)
+            self._check_known(asked)  # another user may have asked for it meanwhile
             found = self._tried(asked, user) or self._tried(asked, user)
             if found is None:
                 raise RuntimeError("the process that compiles grammars was ended from outside")
             if "error" in found:
                 raise refusal_of(kind, found["error"])
             yield
+
+    def _check_known(self, asked: Asked) -> None:
+        known = self._failed.get(asked)
+        if known is not None:
+            raise RequestError(known)
 
     @contextmanager
     def _turn(self, user: str) -> Iterator[None]:
@@ -309,9 +313,12 @@ def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def work() -> None:
-    """Run as the process of trials: answer each description on standard input until the input ends.
+    """Run as a process of `Trials`: compile the description (kind, description, lead) in each line
+    of standard input, and answer with the error, if there is one, and the seconds of CPU time,
+    until the input ends.
 
-    The first line is the tokenizer. Memory is limited once, and the time of a processor for each.
+    The first line is the tokenizer, which is answered once it is loaded. The memory of the process
+    is limited once, its CPU time anew for each description; beyond a limit the process ends.
     """
     import resource
 

@@ -315,7 +315,8 @@ def filled(argument: Any, run: Run) -> Any:
 
 
 class LaunchPlan:
-    """A plan of launches and of what torch computes between them; made by a `Maker`."""
+    """The steps of a call in order, launches and what torch computes between them; made by a
+    `Maker`, and run by `run` for any tensors with the layouts of the call."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ def calls_alone(
     else:
         mark = syntax.begin[0]
         one, between = f"{rules.either(mark)} {syntax.section(rules, mark, is_one)}", W
-    more = f" ({between} {one})*" if syntax.repeats(one) and not is_one else ""
+    more = f" ({between} {one})*" if syntax.repeats() and not is_one else ""
     return f"start: {one}{more}\n{rules}"
 
 

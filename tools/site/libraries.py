@@ -20,9 +20,8 @@ HEAD = """# Attention beside other libraries
 How fast tilewise's attention is on a Hopper GPU beside FlashAttention-4, FlashAttention-3,
 FlashAttention-2 and cuDNN (as torch's SDPA calls them), FlexAttention, torch's varlen_attn and
 FlashMLA. Each table is one run on one card, with all of its rows, read from a committed file.
-Clocks and cards differ from run to run: compare within a table only. No run has all libraries
-yet, since FlashAttention-3 and FlashAttention-4 were installed on different days. To measure all
-of them in one run on your card:
+Clocks and cards differ from run to run: compare within a table only. The first table has all
+libraries in one run. To measure them on your card:
 
 ```sh
 python lab/hopper.py --only dense window varlen --json all.json  # the GPU's own time, in turns
@@ -166,11 +165,9 @@ def _latent(data: Any) -> tuple[list[str], list[list[str]]]:
 
 
 BOARDS = (
-    Board("FlashAttention-4 and cuDNN", "attention_fa4_h200", "NVIDIA H200, 2026-11-28",
-          "flash-attn-4 4.0.0b36.", _of("dense")),
-    Board("FlashAttention-3 and cuDNN", "hopper_h200", "NVIDIA H200, 2026-11-22",
-          "FlashAttention-3 is the build in vLLM 0.25.1, which has no backward pass.",
-          _of("dense")),
+    Board("All of them in one run", "libraries_h200", "NVIDIA H200, 2026-11-30",
+          "flash-attn-4 4.0.0b36; FlashAttention-3 is the build in vLLM 0.25.1, which has no "
+          "backward pass; the others are torch's 2.11.", _of("dense")),
     Board("Every backend of torch", "attention_h200", "NVIDIA H200, 2026-11-20",
           "These times hold what the host needs where a call is too short to hide it. Beyond N "
           "16,384 one sequence.", _of("dense")),

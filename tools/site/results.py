@@ -426,7 +426,7 @@ def _five() -> list[list[str]]:
     waste = [r for trace in load("waste")["traces"] for r in trace["rows"]]
     blocks = [r["tokens"] for r in waste if r["block"] == 16]
     whole = [r["tokens"] for r in waste if r["block"] is None]
-    fa4, cudnn = (_mean_ratios("attention_fa4_h200", peer) for peer in ("fa4", "sdpa_cudnn"))
+    fa4, cudnn = (_mean_ratios("libraries_h200", peer) for peer in ("fa4", "sdpa_cudnn"))
     served = load("serve_vllm_h200")["servers"]
     most = {who: served[who]["most"]["tokens_per_second"] for who in ("tilewise", "vllm")}
     return [
@@ -445,7 +445,7 @@ def _five() -> list[list[str]]:
          f"forward {fa4[0]} x FlashAttention-4, {cudnn[0]} x cuDNN; "
          f"backward {fa4[1]} x FlashAttention-4, {cudnn[1]} x cuDNN",
          "[row by row, with FlashAttention-3 and FlexAttention](docs/results/libraries.md)",
-         "`tilewise bench attention --device cuda --peers fa4`"],
+         "`python lab/hopper.py --only dense`"],
         ["a server on an H200, Qwen3-0.6B's shape with random weights, 256 requests at once, "
          "the better of two turns",
          f"{number(most['tilewise'])} tokens/s", f"vLLM 0.25.1 {number(most['vllm'])}",

@@ -68,8 +68,7 @@ def measure(spec: Json, wait: Callable[[], object] = lambda: None) -> Json:
 
     spec: shape, way (one of WAYS), N and B, device, text (a prepared folder, or None), losses (how
     many first steps' losses are returned), seconds (of measuring), lr, seed, compile (mode of our
-    own step's torch.compile), memory_gib (a limit of the process, or None), rows (of the dense
-    form of each batch).
+    own step's torch.compile), memory_gib (a limit of the process, or None).
     """
     device = torch.device(spec["device"])
     if device.type == "cuda" and spec.get("memory_gib"):

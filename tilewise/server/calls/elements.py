@@ -205,11 +205,8 @@ class ElementCalls:
             function += f" {W} {rules.either(self.end[0])}"
         return function
 
-    def repeats(self, mark: str) -> bool:
-        """Return whether a mark stands before each call; False if one mark begins all calls.
-
-        The answer is the same for each `mark`.
-        """
+    def repeats(self) -> bool:
+        """Return whether a mark stands before each call; False if one mark begins all calls."""
         return self.is_one
 
     def _function_rule(self, rules: Rules) -> str:

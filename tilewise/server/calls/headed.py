@@ -126,11 +126,8 @@ class HeadedCalls:
         end = f" {W} {rules.either(self.end[-1])}" if mark != self.call else ""
         return f"{first}{more}{end}"
 
-    def repeats(self, mark: str) -> bool:
-        """Return whether a mark stands before each call; False if one mark begins all calls.
-
-        The answer is the same for each `mark`.
-        """
+    def repeats(self) -> bool:
+        """Return whether a mark stands before each call; False if one mark begins all calls."""
         return not self.call
 
     def _written(self, rules: Rules, part: str, name: str) -> str:

@@ -89,11 +89,8 @@ class JsonCalls:
         end = f" {W} {rules.either(self.end[0])}" if mark and self.end else ""
         return f"{W} {body}{end}"
 
-    def repeats(self, mark: str) -> bool:
-        """Return whether a mark stands before each call; False if one mark begins all calls.
-
-        The answer is the same for each `mark`.
-        """
+    def repeats(self) -> bool:
+        """Return whether a mark stands before each call; False if one mark begins all calls."""
         return not self.is_listed
 
     def _item(self, rules: Rules) -> str:

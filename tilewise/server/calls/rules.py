@@ -76,11 +76,8 @@ class WriteSyntax(Protocol):
         """
         ...
 
-    def repeats(self, mark: str) -> bool:
-        """Return whether a mark stands before each call; False if one mark begins all calls.
-
-        The answer is the same for each `mark`.
-        """
+    def repeats(self) -> bool:
+        """Return whether a mark stands before each call; False if one mark begins all calls."""
         ...
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
@@ -90,8 +87,8 @@ class WriteSyntax(Protocol):
 
 
 class Rules:
-    """The rules of one grammar while it is built; str() returns them as text, to which the caller
-    adds the start rule.
+    """The rules of one grammar while it is built; str() returns them in llguidance's dialect of
+    Lark, to which the caller adds the start rule.
 
     Args:
         tools: the tools that may be called.
