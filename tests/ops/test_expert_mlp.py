@@ -322,6 +322,23 @@ def test_mxfp4_there_and_back():
     assert pack_mxfp4(torch.zeros(1, 32))[0].eq(0).all()
 
 
+def test_mxfp4_in_float64_is_exact_at_every_scale():
+    """float32 has no numbers of 2 ** 128 and above. Scale 255 is NaN, as the format says."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 16).expand(256, 16, 16)
+    scales = torch.arange(256, dtype=torch.uint8).view(256, 1).expand(256, 16)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    values = torch.cat((magnitudes, -magnitudes))
+    bytes_ = torch.arange(256)
+    pairs = torch.stack((values[bytes_ & 15], values[bytes_ >> 4]), -1).flatten()
+    wanted = pairs * 2.0 ** (torch.arange(255, dtype=torch.float64) - 127).unsqueeze(1)
+    found = unpack_mxfp4(blocks, scales, torch.float64).flatten(1)
+    assert torch.equal(found[:255], wanted)
+    assert found[255].isnan().all()
+    rounded = unpack_mxfp4(blocks, scales, torch.float32).flatten(1)
+    assert torch.equal(rounded[:255], wanted.float())
+    assert rounded[255].isnan().all()
+
+
 def test_mxfp4_is_that_of_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

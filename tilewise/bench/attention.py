@@ -115,7 +115,12 @@ def plan(tables: Sequence[str], scale: Scale) -> list[Problem]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status, 1 where nothing could be measured."""
+    """Run `tilewise bench attention`: measure the tables that the options name, and print them;
+    then all results as JSON in one line, unless standard output is a terminal and no --json names a
+    file for them.
+
+    Returns the exit status: 1 where nothing could be measured, else 0.
+    """
     parser = Parser(prog="tilewise bench attention", description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any"

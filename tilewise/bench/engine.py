@@ -386,8 +386,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command: measure all shapes on all engines, print the table and write the document;
-    return the exit status, 0."""
+    """Run `tilewise bench engine`: measure all shapes on all engines, and print the table; then all
+    results as JSON in one line, unless standard output is a terminal and no --json names a file for
+    them.
+
+    Returns the exit status, 0; wrong options end in argparse's SystemExit.
+    """
     command = parser()
     options = command.parse_args(argv)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -507,8 +507,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure this machine and fit its profile; print how near its predictions come to the measured
-    steps, and for a program the document with the profile as the last line. Returns 0."""
+    """Run `tilewise bench machine`, which measures this machine and fits its profile.
+
+    Prints how near the profile's predictions come to the measured steps; then a document with the
+    profile as JSON in one line, unless standard output is a terminal and no --json names a file for
+    the profile. Returns 0.
+    """
     options = _parser().parse_args(argv)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.threads:

@@ -44,7 +44,12 @@ def plan(device: str, seqlens: Sequence[int] | None, passes: Sequence[str]) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status, 1 where nothing could be measured."""
+    """Run `tilewise bench ops`: measure dense attention and decoding, or what --only names of them,
+    and print tables; then all results as JSON in one line, unless standard output is a terminal and
+    no --json names a file for them.
+
+    Returns the exit status: 1 where nothing could be measured, else 0.
+    """
     parser = Parser(prog="tilewise bench ops", description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any"

@@ -81,6 +81,8 @@ class WrongResult(Exception):
 def numbers_of(case: Case, truth: Truth, run: Run, budget: Budget) -> Iterator[tuple[str, Numbers]]:
     """Yield (op, numbers) for each op of the problem, checked against the truth and timed.
 
+    `run` is the peer's function and tensors.
+
     Raises:
         WrongResult: the result of an op differs from the truth.
         Exception: the peer's own, where it cannot run an op.

@@ -59,10 +59,9 @@ def write(document: dict[str, Any], json_path: str) -> None:
 
 
 def emit(document: dict[str, Any], json_path: str | None) -> None:
-    """Write `document` to `json_path` if given, and print it as the last line for a program.
-
-    A terminal gets that line only where a file was asked for.
-    """
+    """Write `document` to the file `json_path` if that is not None, and print it as JSON in one
+    line, to be the last of standard output: always with a file, else unless standard output is a
+    terminal."""
     if json_path is not None:
         write(document, json_path)
     if json_path is not None or not sys.stdout.isatty():

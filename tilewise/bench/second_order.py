@@ -19,8 +19,15 @@ LIMIT = 0.05  # two derivatives of bfloat16 products
 
 
 def call_of(op: str, case: Case, run: Run) -> tuple[Callable[[], object], str | None]:
-    """Return the call of `op`, "jvp" or "double backward", to time, and a text that says how the
-    result of a first run differs from the truth; None if it does not."""
+    """Return the call to time of a peer's `run`, and a text that says how the result of a first run
+    differs from the truth by more than LIMIT; None if it does not.
+
+    Args:
+        op: "jvp", the tangent of o; or "double backward", of which only the second gradient is
+            timed. If that is wrong, the call does nothing.
+        case: the tensors of the problem, from which the truth is computed.
+        run: the peer's function and tensors.
+    """
     return _jvp(case, run) if op == "jvp" else _double_backward(case, run)
 
 

@@ -7,8 +7,7 @@
 
 What is sent and when is in `workload`. --simulate serves what was sent, when it was sent, in
 virtual time as well, by the clock of the server's own steps, and sets the two beside one another.
-The first request of all is left out. The last line is JSON for a program, and on a terminal with
---json.
+The first request of all is left out. The last line is JSON, on a terminal only with --json.
 """
 
 from __future__ import annotations
@@ -245,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command: send the load, and print what the requests saw.
+    """Run `tilewise bench serve`: send the load, and print what the requests saw.
 
     Returns the exit status: 0, 1 if a request failed, 2 for a wrong option.
     """

@@ -606,8 +606,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `tilewise simulate`: print a row for each combination, and for a program the document as
-    JSON in the last line. Returns 0."""
+    """Run `tilewise simulate`, which serves a trace in virtual time.
+
+    Prints a table with a row for each combination of the options' values; then all results as JSON
+    in one line, unless standard output is a terminal and no --json names a file for them. Returns
+    0.
+    """
     options = _parser().parse_args(argv)
     profile = read_machine(options.machine) if options.machine else machine(options.gpu)
     setting = Setting(

@@ -67,8 +67,9 @@ _TINY = ([128], 1024)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command: measure the rows that the options select, print the table and write the
-    document.
+    """Run `tilewise bench train`: measure the rows that the options select, and print the table to
+    standard error; then all results as JSON in one line, unless standard output is a terminal and
+    no --json names a file for them.
 
     Returns the exit status: 0, or 1 if a row failed; being out of memory is a result, not a
     failure.

@@ -172,8 +172,11 @@ def replay(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: print a table for each trace, and for a program the document as JSON in the
-    last line. Returns 0."""
+    """Run `tilewise bench waste`, which measures how much of the cache's memory holds tokens.
+
+    Prints for each trace a table of allocators and one of sharing; then all results as JSON in one
+    line, unless standard output is a terminal and no --json names a file for them. Returns 0.
+    """
     parser = Parser(prog="tilewise bench waste", description=__doc__)
     parser.add_argument(
         "--trace",

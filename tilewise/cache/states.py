@@ -172,8 +172,8 @@ class StateStorage:
                 parts[0][targets] = found.transpose(0, 1)
 
     def _rows(self, stack: _Stack, positions: Tensor) -> Tensor:
-        """Return the rows in a slot's convolution tensor of the W - 1 tokens before positions (n,):
-        (n, W - 1)."""
+        """Return the indices of the rows, in a slot's convolution tensor (a ring), of the W - 1
+        tokens before each of positions (n,), oldest first: (n, W - 1)."""
         assert stack.convolution is not None
         back = torch.arange(1 - stack.spec.conv_width, 0, device=positions.device)
         return (positions.unsqueeze(1) + back) % stack.convolution.shape[2]

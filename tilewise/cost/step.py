@@ -260,12 +260,13 @@ class StepCost:
         return 4 * self.sizes.num_layers * self.sizes.num_q_heads * self.sizes.head_dim
 
     def parts(self, work: StepWork) -> dict[str, float]:
-        """Return the terms whose weighted sum is a step's time if memory and products do not
-        overlap.
+        """Return the terms whose weighted sum is a step's time on the device, before
+        `Machine.factors`, if memory and products do not overlap.
 
         Keys are the fields of Machine that weight the terms: a count for a field that is a fixed
-        time, and seconds at full speed for an efficiency, which divides them. States, sums over
-        ranks and copies are left out. `bench.machine` fits the weights to measured steps.
+        time (for reading_s a fraction), and seconds at full speed for an efficiency, which divides
+        them. The host's time, states, sums over ranks and copies are left out. `bench.fit` fits the
+        weights to measured steps.
         """
         m, sizes = self.machine, self.sizes
         rows, logits = self.rows(work)

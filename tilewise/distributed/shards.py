@@ -442,10 +442,11 @@ def _clear_biases(model: Decoder) -> None:
 
 
 class _Cut:
-    """A function that tells which part of each tensor of a checkpoint a rank reads, for
+    """A function that tells which part of a checkpoint's tensors a rank reads: `part` of
     `load_weights`.
 
-    `config` is that of the whole model.
+    It takes a weight of the model and the index of one of the weight's sources, and returns the
+    Part of that source; None for all of it. `config` is that of the whole model.
     """
 
     def __init__(self, config: ModelConfig, group: ShardGroup) -> None:

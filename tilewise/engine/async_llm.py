@@ -235,7 +235,12 @@ class AsyncLLM:
         return self.llm.engine.line(most)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False, and nothing is forgotten, while requests hold some."""
+        """Forget all cached blocks and return True; False, and nothing is forgotten, while requests
+        hold some.
+
+        Raises:
+            EngineClosedError: the engine was closed; DeviceLostError if its device is lost.
+        """
         reset = self.llm.loop.post(lambda: self.llm.engine.reset_prefix_cache())
         return await asyncio.wrap_future(reset)
 

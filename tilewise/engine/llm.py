@@ -811,6 +811,9 @@ class LLM:
 
         Returns:
             False if a request runs; nothing is forgotten then.
+
+        Raises:
+            EngineClosedError: the engine was closed; DeviceLostError if its device is lost.
         """
         return self.loop.call(lambda: self.engine.reset_prefix_cache())
 
@@ -844,6 +847,7 @@ class LLM:
                 checkpoint, or runs an encoder or the modules of transformers.
             ValueError: running is something else, or weights do not go with the model.
             RuntimeError: the engine sleeps.
+            EngineClosedError: the engine was closed; DeviceLostError if its device is lost.
 
         Example:
             >>> model = load_model("path/to/checkpoint")
@@ -910,7 +914,7 @@ class LLM:
             return folder_weights(model_directory(weights), model.config, model.dtype)
         if weights is None:
             raise ValueError("weights must be tensors by name or a folder, got None")
-        return NamedWeights(weights, self._unpacked)
+        return NamedWeights(weights, self._unpacked, model)
 
     @functools.cached_property
     def _unpacked(self) -> Decoder:
@@ -1022,6 +1026,7 @@ class LLM:
             UnsupportedError: the engine has several processes, or its model is an encoder.
             ValueError: level or running is none of these values.
             RuntimeError: the engine sleeps already.
+            EngineClosedError: the engine was closed; DeviceLostError if its device is lost.
         """
         if type(level) is not int or level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {shown(level)}")
@@ -1053,6 +1058,7 @@ class LLM:
 
         Raises:
             RuntimeError: the engine is awake.
+            EngineClosedError: the engine was closed; DeviceLostError if its device is lost.
             Exception: as of `LLM`; the engine still sleeps then.
         """
         with self._changing:

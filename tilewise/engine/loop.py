@@ -248,11 +248,18 @@ class EngineLoop:
         """Let no further step begin; returns when none runs.
 
         Requests are still taken, and still end when their time is over.
+
+        Raises:
+            EngineClosedError: the loop has ended.
         """
         self.call(functools.partial(self._core.set_paused, True))
 
     def resume(self) -> None:
-        """Let steps begin again after pause(); nothing changes without one."""
+        """Let steps begin again after pause(); nothing changes without one.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+        """
         self.call(functools.partial(self._core.set_paused, False))
 
     def end(self, error: EngineClosedError) -> None:
@@ -478,7 +485,13 @@ class _Core:
         return False
 
     def _step(self, step: Callable[[], Sequence[TokenEvent]]) -> None:
-        """Call `step`, and give its events to their requests; an error ends requests or the loop.
+        """Call `step`, give its events to their requests, and end samples that have reached a stop
+        string.
+
+        If `step` raises, all live requests fail with its error, and a new scheduler replaces the
+        old one. The loop ends instead if the device is lost, if no scheduler can be made, or if a
+        new one fails before its first step is done. An error of a request's tokenizer ends that
+        request alone.
 
         Args:
             step: a step of the engine, or a function that ends requests without one.

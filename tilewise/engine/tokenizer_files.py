@@ -221,12 +221,15 @@ def _declared(
     """Return the tokens that the tokenizer's files declare besides the vocabulary, as transformers
     does.
 
+    If `config` has "added_tokens_decoder", no other file is read. Otherwise special_tokens_map.json
+    is, which counts for more than `config`, and added_tokens.json for the ids.
+
     Args:
-        directory: the folder of the files, of which older ones are read here.
-        config: the object of tokenizer_config.json.
+        directory: the folder of the files.
+        config: the object of tokenizer_config.json, over the defaults of the tokenizer's class.
         library: the tokenizer of the `tokenizers` library.
-        is_whole: True if the library's tokenizer was read from tokenizer.json, and is asked for its
-            added tokens.
+        is_whole: True if the library's tokenizer was read from tokenizer.json; without
+            "added_tokens_decoder" its own added tokens then count, too.
 
     Raises:
         CheckpointError: a token or an id is of another form.

@@ -313,9 +313,12 @@ def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def work() -> None:
-    """Run as the process of trials: answer each description on standard input until the input ends.
+    """Run as a process of `Trials`: compile the description (kind, description, lead) in each line
+    of standard input, and answer with the error, if there is one, and the seconds of CPU time,
+    until the input ends.
 
-    The first line is the tokenizer. Memory is limited once, and the time of a processor for each.
+    The first line is the tokenizer, which is answered once it is loaded. The memory of the process
+    is limited once, its CPU time anew for each description; beyond a limit the process ends.
     """
     import resource
 

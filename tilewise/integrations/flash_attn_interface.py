@@ -358,9 +358,10 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
-        UnsupportedError: packed queries or an 8-bit cache, if a sequence has several queries that
-            are not causal, or with head dims that `tilewise.paged_attention` does not take; k, v or
-            rotary tables with these; or as in `tilewise.paged_attention`.
+        UnsupportedError: packed queries or an 8-bit cache come with k, v or rotary tables, with
+            several queries of a sequence that are not causal, or with head dims that
+            `tilewise.paged_attention` does not take; qv or cu_seqlens_k_new is given; or as in
+            `tilewise.paged_attention`.
 
     Source: the interface of FlashAttention-3 (hopper/flash_attn_interface.py).
 

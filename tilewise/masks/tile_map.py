@@ -181,8 +181,9 @@ def _flag_tiles(flags: Bools, length: int) -> tuple[Ints, Bools, Bools]:
 
 
 def everything(shape: tuple[int, int, int, int], tile: tuple[int, int]) -> TileMap:
-    """Return the tile map of the mask that hides nothing; tiles that stick out over (Sq, Sk) are
-    partial."""
+    """Return the tile map (1, 1, Sq, Sk) of all pairs inside (Sq, Sk) of `shape`, to `combine` with
+    others: tiles that reach beyond are bit tiles, in which the pairs outside are hidden, and the
+    other tiles are full."""
     queries = by_query(np.ones((1, shape[2]), dtype=bool), shape[3], tile)
     keys = by_key(np.ones((1, shape[3]), dtype=bool), shape[2], tile)
     return combine(queries, keys, np.bitwise_and)

@@ -339,8 +339,8 @@ class Attention(nn.Module):
         return ctx.attended(self._over(kv), q, self.head_dim)
 
     def _over(self, kv: KVLayer) -> Attend:
-        """Return `attention_over` of the cache `kv` with this layer's window, scale, softcap, sinks
-        and slopes."""
+        """Return `attention_over` of the cache `kv`, a function of rotated queries and their
+        context, with this layer's window (or chunks), scale, softcap, sinks and slopes."""
         return attention_over(
             kv,
             window=self.window,

@@ -328,10 +328,11 @@ class MultiheadLatentAttention(nn.Module):
         ctx: AttentionContext,
         kv: LatentLayer,
     ) -> Tensor:
-        """Attend from latent queries c_q (T, m) to the cached latents themselves; return the output
-        (T, E).
+        """Attend from latent queries c_q (T, m) to the cached latents themselves; return the
+        layer's output (T, hidden_size).
 
-        E and F of `absorb` are used where they were made. m is q_rank, or E without one.
+        m is q_rank; without one it is hidden_size, and c_q is x. The matrices `self.e` and
+        `self.f`, each if `absorb` has made it, take the place of two products in a row.
         """
         is_invariant = ctx.batch_invariant
         if self.e is None:

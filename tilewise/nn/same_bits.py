@@ -79,13 +79,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        """Map input (..., in) to (..., out) by the product of inference, see `product`."""
+        """Return input (..., in) @ weight.T + bias, (..., out), with the bits of a batch-invariant
+        engine; differentiable, see `product`."""
         return product(input, self.weight, self.bias)
 
 
 class _AdaptedLinear(AdaptedLinear):
     def multiply(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias by the product of inference, without the adapter's term."""
+        """Return x @ weight.T + bias with the bits of a batch-invariant engine, without the
+        adapter's term; differentiable, see `product`."""
         return product(x, self.weight, self.bias)
 
 

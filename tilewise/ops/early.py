@@ -22,7 +22,8 @@ def launching_early(where: torch.device, *, largest_weight: int = 0) -> Iterator
     Args:
         where: the device of the kernels.
         largest_weight: elements of the largest weight of a layer, which decides when each kernel
-            lets the next one begin.
+            lets the next one begin: by `early.CHOSEN_LARGE` from `early.LARGE` elements on, by
+            `early.CHOSEN` below, and so by default.
 
     Example:
         >>> with launching_early(x.device):  # of a decode step that is being captured

@@ -21,9 +21,11 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         blocks: uint8 (..., G, 16), two numbers a byte, the lower nibble first.
-        scales: uint8 (..., G), 127 + the exponent of 2 of each group.
-        dtype: the dtype of the result; float32 and bfloat16 represent all numbers but those below
-            2 ** -126.
+        scales: uint8 (..., G), 127 + the exponent of 2 of each group; 255 makes the whole group
+            NaN.
+        dtype: the dtype of the result. float64 represents all numbers; float32 and bfloat16 those
+            of 2 ** -126 to below 2 ** 128: larger ones become inf, smaller ones may become 0.
+            Narrower dtypes round.
 
     Returns:
         (..., 32 G).
@@ -39,11 +41,13 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
             f"blocks must be (..., G, 16) of scales (..., G), got shapes {tuple(blocks.shape)} "
             f"and {tuple(scales.shape)}"
         )
-    table = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), device=blocks.device)
+    wide = torch.promote_types(dtype, torch.float32)
+    magnitudes = _MAGNITUDES + tuple(-m for m in _MAGNITUDES)
+    table = torch.tensor(magnitudes, dtype=wide, device=blocks.device)
     # One of a byte's two numbers at a time: an index tensor is 8 times as large as its values.
     pairs = torch.stack([table[(b).int()] for b in (blocks & 15, blocks >> 4)], dim=-1)
-    wide = torch.ldexp(pairs.flatten(-2), (scales.int() - _BIAS).unsqueeze(-1))
-    return wide.flatten(-2).to(dtype)
+    powers = scales.view(torch.float8_e8m0fnu).to(wide).unsqueeze(-1)
+    return (pairs.flatten(-2) * powers).flatten(-2).to(dtype)
 
 
 def mxfp4_rows(blocks: Tensor, scales: Tensor) -> QuantisedWeight:

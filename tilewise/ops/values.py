@@ -46,9 +46,11 @@ def _are_on(devices: tuple[str, ...], tensors: tuple[Tensor, ...]) -> bool:
 
 
 def check_edges(name: str, edges: Tensor, num_rows: int) -> None:
-    """Raise ValueError unless edges (B + 1,) start at 0, never fall, and end at num_rows at most.
+    """Raise ValueError unless edges (B + 1,) start at 0, never fall, and end at num_rows at most;
+    edges that are not read pass.
 
-    Edges that `_looks` says are not to be read pass.
+    Args:
+        name: the name of the argument in the message.
     """
     if not _looks(edges):
         return
@@ -109,12 +111,15 @@ def check_step(
 ) -> Tensor:
     """Raise ValueError unless a step refers only to num_rows new rows and a cache (N, P, ...).
 
+    Tensors that are not read (see the head of this module), as those on a GPU, pass.
+
     Args:
         block_table, seqlens_k, cu_seqlens_q: as in `paged_attention`.
-        window_left: the keys before its own that a row sees; -1 for all.
+        window_left: the keys before its own that a row sees; -1 for all. Blocks that the window of
+            all new rows has passed are not checked.
 
     Returns:
-        seqlens_k, 0 for a sequence without new rows: its keys are not read.
+        seqlens_k, with 0 for a sequence without new rows: its keys are not read.
     """
     check_edges("cu_seqlens_q", cu_seqlens_q, num_rows)
     runs = cu_seqlens_q.diff()

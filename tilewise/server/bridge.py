@@ -125,11 +125,19 @@ class Loop(Protocol):
         ...
 
     def pause(self) -> None:
-        """Let no further step begin, and return when none runs; requests are still accepted."""
+        """Let no further step begin, and return when none runs; requests are still accepted.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+        """
         ...
 
     def resume(self) -> None:
-        """Let steps begin again after pause()."""
+        """Let steps begin again after pause(); nothing changes without one.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+        """
         ...
 
 
@@ -221,6 +229,7 @@ class Bridge:
 
         Raises:
             EngineSilent: the engine has not answered in time; it does not count as paused.
+            EngineClosedError: the engine's loop has ended.
         """
         self.is_paused = True
         try:
@@ -234,6 +243,7 @@ class Bridge:
 
         Raises:
             EngineSilent: the engine has not answered in time; steps are expected all the same.
+            EngineClosedError: the engine's loop has ended.
         """
         self.is_paused = False
         self._last_output = time.monotonic()

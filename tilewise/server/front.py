@@ -134,8 +134,8 @@ class Front:
                 self._bodies.give_back(state["caller"], state["body_bytes"])
 
     def _allowed_origin(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
-        """Return the Origin header of a request if it names a site in `allowed_origins`; None
-        otherwise."""
+        """Return the Origin header of a request if `allowed_origins` has that site, in any case of
+        letters, or "*", which allows all sites; None otherwise, and without the header."""
         if not self._origins:
             return None
         origin = next((value for name, value in headers if name == b"origin"), None)

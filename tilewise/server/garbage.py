@@ -70,7 +70,11 @@ class Collections:
         return is_due
 
     def look(self, is_idle: bool) -> None:
-        """Run a full collection of Python's garbage now, if one is due."""
+        """Run a full collection of Python's garbage now, if `is_due` says so.
+
+        Args:
+            is_idle: True if no request is there; a collection is then due much sooner.
+        """
         has_worked = gc.get_count()[1:] != (0, 0)
         if self.is_due(time.monotonic(), is_idle=is_idle, has_worked=has_worked):
             gc.collect()

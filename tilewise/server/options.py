@@ -295,12 +295,15 @@ def resolve(
 
 
 def model_of(parsed: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the model of a parsed command line of serve or deploy, and the options given there.
+    """Return the model of a parsed command line of serve or deploy, and its other options by name.
 
     The model is the argument or --model; if neither is given, it is the one that `resolve` finds.
+    Options of the server that were not given are absent; deploy's own are there with their
+    defaults.
 
     Raises:
-        ValueError: the argument and --model differ, or `resolve` finds a wrong value or name.
+        ValueError: the argument and --model differ, or neither is given and `resolve` finds a wrong
+            value or name.
     """
     given = {n: v for n, v in parsed.items() if n not in ("MODEL", "run", "debug")}
     found = once(parsed["MODEL"], given.get("model"))

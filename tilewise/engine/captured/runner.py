@@ -611,8 +611,8 @@ class DeviceRunner:
             logits: (R, V), a row for each sequence that draws.
             words: temperature, top_p, min_p (bits of float32) and top_k of each sample.
             seeds, counters: the key and the counter of each sample's random number.
-            repeats: the row of logits of each sample.
-            counts: the number of samples of each row.
+            repeats: the row of logits of each sample; not read if each row has one sample.
+            counts: the number of samples of each row, on the host.
         """
         temperature, top_p, min_p = (part.view(torch.float32) for part in words[:3])
         # A multiple of eight rows, so that all parts begin aligned.

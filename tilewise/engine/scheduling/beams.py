@@ -128,14 +128,14 @@ class BeamSearchParams(SamplingParams):
 
     @staticmethod
     def _check_others(others: Mapping[str, object]) -> None:
-        """Refuse sampling arguments that a beam search does not take, unless they have their
-        defaults.
+        """Refuse sampling arguments that a beam search does not take, unless they have the values
+        of every beam search: temperature 0, and the defaults of `SamplingParams` for all others.
 
         dataclasses.replace() passes all arguments of `SamplingParams`.
 
         Raises:
             TypeError: there is no argument of that name.
-            ValueError: an argument differs from its default.
+            ValueError: an argument has another value.
         """
         known = {f.name: f.default for f in fields(SamplingParams)} | {"temperature": 0.0}
         for name, value in others.items():

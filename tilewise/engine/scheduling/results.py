@@ -116,9 +116,10 @@ class Results:
     def finish(
         self, request_id: str, index: int, reason: FinishReason, stop_reason: int | str | None
     ) -> bool:
-        """End one sample of a request from outside; return whether it was unfinished until now.
+        """End one sample of a request from outside; return whether it was unfinished until now,
+        False also where there is no such request or sample.
 
-        A beam search is ended as a whole.
+        A sample that has not forked yet ends at the fork. A beam search is ended as a whole.
 
         Args:
             index: the number of the sample.

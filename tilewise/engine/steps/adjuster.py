@@ -375,9 +375,11 @@ class _Step:
     Attributes:
         rows, mask_of, counts_of, penalties, masks, bias_rows, bias_ids, biases: the arguments of
             `adjust_logits`.
-        cleared: slots of counts to begin from 0.
-        places, values: the places in the flat counts, and the numbers that are added there.
-        pending: (first place of a slot, row that has the token) of tokens that the device knows.
+        cleared: slots of counts that begin anew; they become 0 before anything is added.
+        places, values: the places in the flat counts, and the numbers that are added there: 1 for
+            each distinct token of a prompt, 2 for each generated token.
+        pending: (first place of a slot, row of `tokens`) for each generated token whose id only the
+            device knows; the device adds 2 to that token's count.
     """
 
     def __init__(self, vocab: int) -> None:

@@ -305,10 +305,12 @@ class Guesser:
         )
 
     def _catch_up(self, asking: list[ScheduledSequence]) -> None:
-        """Run the draft model over known tokens that it lacks, `max_chunk` tokens at a time.
+        """Run the draft model over known tokens that it lacks, `max_chunk` tokens of one sequence
+        in a pass.
 
-        At most `max_chunk` tokens of each sequence are left, which come with its first guess.
-        Tokens that the window has passed are left out.
+        The last of each sequence, at most `max_chunk`, are left for the pass of its first guess.
+        Tokens in blocks that the window has passed are left out: another sequence may have these
+        blocks.
         """
         for run in asking:
             size, most = self.draft.block_size, self.max_chunk

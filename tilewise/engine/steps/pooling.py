@@ -49,12 +49,14 @@ class Pooling:
 
 
 class Part(NamedTuple):
-    """The rows of a step that belong to one prompt whose states are pooled.
+    """The rows of a step that are pooled for one prompt: the first row of the prompt for "cls", its
+    last for "last", and for other kinds all rows of the chunk.
 
     Attributes:
         first, last: the rows first ... last - 1 of the step.
-        start: the position of the first row in the prompt.
-        pooling: the pooling of the prompt, to which `Pooled.finish` adds.
+        start: the position of row `first` in the prompt.
+        pooling: the pooling of the prompt; `Pooled.finish` appends the sum of the rows' states, or
+            their maximum for "max".
     """
 
     first: int
@@ -143,7 +145,8 @@ class Pooled:
         self.host: list[Tensor] = []
 
     def finish(self) -> None:
-        """Add the vectors that have reached the host to the poolings of their prompts."""
+        """Append the vectors that have reached the host to the poolings of their prompts, a vector
+        for each part."""
         for part, vector in zip(self.parts, self.host[0], strict=True):
             part.pooling.sums.append((part.start, vector))
 

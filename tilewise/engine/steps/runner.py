@@ -178,7 +178,11 @@ class Finished:
 
 
 class CausalModel(Protocol):
-    """The interface of a model for a runner; every class of `tilewise.models` has it."""
+    """The interface that a runner needs of a model: hidden states from tokens, and logits from
+    those.
+
+    Every `Decoder` has it; an `Encoder` has not.
+    """
 
     def __call__(
         self,

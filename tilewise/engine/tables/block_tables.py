@@ -771,8 +771,10 @@ class BlockTables(Holdings):
         return copies
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes, on the device, in main memory and in files; no block has an
-        owner."""
+        """Forget all prefixes, on the device, in main memory and in files.
+
+        The caller must have made sure that no sequence owns a block.
+        """
         if self.prefix is not None:
             self.prefix.reset()
         for store in self.memory.stores if self.memory is not None else ():

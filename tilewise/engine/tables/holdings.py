@@ -144,7 +144,8 @@ class Holdings:
         return -(-num_tokens // self.block_size)
 
     def table(self, seq: Sequence, number: int) -> list[int]:
-        """Return the block table of a sequence in group `number`, the list itself.
+        """Return the block table of a sequence in group `number`: the list itself, which callers
+        change in place; of group 0 it is `Sequence.block_ids`.
 
         Its first entries may be blocks that the window has passed and the sequence holds no longer.
         """
@@ -152,7 +153,7 @@ class Holdings:
 
     def held(self, seq: Sequence, number: int) -> list[int]:
         """Return the blocks that a sequence holds in group `number`, without those its window has
-        passed."""
+        passed; the table itself where it has passed none."""
         gone = self.places[seq].gone[number]
         table = self.table(seq, number)
         return table[gone:] if gone else table

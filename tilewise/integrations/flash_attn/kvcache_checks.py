@@ -29,7 +29,8 @@ def check_call(
     *,
     pages_are_padded: bool = False,
 ) -> None:
-    """Raise ValueError or TypeError unless these arguments of `append_and_attend` fit together."""
+    """Raise ValueError or TypeError unless these arguments of `append_and_attend` fit together;
+    values of tensors are looked at on a CPU only."""
     checks.check_dims("q", q, "(B, Sq, Hq, D)")
     batch = q.shape[0]
     check_caches(q, k_cache, v_cache, q.dtype)
@@ -82,7 +83,7 @@ def check_rows(
     k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None
 ) -> None:
     """Raise unless each of `batch` sequences has a row in k_cache (Bc, S, ...), with a valid index
-    and leftpad."""
+    and leftpad; these two are looked at on a CPU only."""
     rows, capacity = k_cache.shape[:2]
     if cache_batch_idx is None and rows < batch:
         raise ValueError(f"k_cache must have a row for each of {batch} sequences, got {rows}")
@@ -129,7 +130,8 @@ def _check_new(
 def check_seqlens(
     seqlens: int | Tensor | None, most: int, batch: int, device: torch.device
 ) -> None:
-    """Raise unless cache_seqlens is None, an int in [0, most] or an int32 (B,) on `device`."""
+    """Raise unless cache_seqlens is None, an int in [0, most] or an int32 (B,) on `device`, the
+    values of which are not looked at."""
     if isinstance(seqlens, Tensor):
         checks.check_int32("cache_seqlens", seqlens, (batch,), device)
     elif isinstance(seqlens, int | torch.SymInt):

@@ -85,7 +85,8 @@ def repack(data: Tensor, kind: GgufType) -> Tensor | QuantisedWeight:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """Return the float16 at byte `at` of each block, (N, blocks)."""
+    """Return the float16 at byte `at` of each of blocks, uint8 (N, blocks, size): float16 (N,
+    blocks)."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 

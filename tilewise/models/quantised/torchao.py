@@ -91,11 +91,13 @@ def _pairs(stored: Stored, codes: Tensor, scales: Tensor, terms: Tensor) -> Quan
 
 
 def _tiles(stored: Stored, words: Tensor, both: Tensor) -> QuantisedWeight:
-    """Return a weight (codes - 8) * scale + term from words in tiles of 8 outputs by 16 inputs, 8
-    tiles side by side.
+    """Return a weight (codes - 8) * scale + term from int32 words (N / 8, K / 128, 32, 4) in tiles
+    of 8 outputs by 16 inputs, 8 tiles side by side; `both` (K / group, N, 2) has the scales and
+    terms.
 
-    A word has 8 codes of an output: of two tiles the inputs 2 i, 2 i + 1, 2 i + 8 and 2 i + 9, for
-    the i-th of the output's four words.
+    A word has 8 codes of one output, at _SHIFTS: the inputs 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of
+    each of two tiles, for the i-th of the output's four words. Tensors of another shape raise
+    CheckpointError, which `stored` makes.
     """
     if words.dtype != torch.int32 or words.dim() != 4 or words.shape[2:] != (32, _TILES // 2):
         wanted = f"be int32 (N / {_ROWS}, K / {_TILE * _TILES}, 32, {_TILES // 2})"

@@ -125,9 +125,10 @@ def attention(
             (left, right): keys i - left ... i + right, None or -1 unlimited.
         softmax_scale: the factor of q . k; D ** -0.5 when None.
         softcap: bound of the logits, 0 is off.
-        bias: broadcastable to (B, Hq, Sq, Sk), in q's dtype or float32; has a gradient. That of a
-            bias which all keys of a row share is computed by what it moves, lse and the share of a
-            sink: without a gradient of lse and sinks it is exactly 0.
+        bias: broadcastable to (B, Hq, Sq, Sk), in q's dtype or float32; has a gradient. A bias
+            of last dimension 1 moves all logits of a row alike, and so only lse and the share of a
+            sink: its gradient is computed from these, and is exactly 0 without sinks and without a
+            gradient of lse.
         alibi_slopes: (Hq,) or (B, Hq) float, no gradient.
         sinks: (Hq,) float; one learnable logit a head in the denominator only; has a gradient.
         mask: a BlockMask over (Sq, Sk), see `tilewise.masks`; a key must be visible by it and by
@@ -148,8 +149,7 @@ def attention(
             it: scaled, capped and biased, over all sequences, queries and the keys that they see; a
             sink is no key. What QK-clip compares with its threshold. It has no gradient.
         backend: "cpu", "triton", "gluon" (compute capability 8.x, 9.x, 12.x) or "reference"; None
-            chooses. A name is obeyed or
-            refused.
+            chooses. A name is obeyed or refused.
 
     Returns:
         o (B, Sq, Hq, Dv) in q's dtype; with return_lse also lse (B, Hq, Sq), float32, natural log,

@@ -166,7 +166,8 @@ def check_states(
 
 
 def check_edges(cu_seqlens: Tensor | None, v: Tensor) -> Tensor:
-    """Return cu_seqlens (N + 1,) of a step, checked.
+    """Return cu_seqlens (N + 1,) of a step, checked by `check_lengths`, which reads values on a CPU
+    only.
 
     For None it is 0, 1, ... T, int32: each of the T rows of v is a sequence of its own.
     """

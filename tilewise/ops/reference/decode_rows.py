@@ -71,7 +71,8 @@ def finish(
     place: Tensor,
     results: Tensor,
 ) -> None:
-    """Advance token, position and counter of active rows, and write the drawn tokens to `results`.
+    """Advance token, position and counter of active rows; write the drawn tokens and is_finite of
+    all rows to results[place].
 
     The arguments are those of `ops.decode_rows.finish_decode`.
     """

@@ -266,8 +266,11 @@ class _Values:
         return f"{quoted(open_)} {W} {begun} {W} {quoted(close)}"
 
     def value(self, name: str, schema: Any) -> str:
-        """Add the rule of a value by its JSON schema; return the rule's name, which is `name`
-        unless a rule of the same reference exists."""
+        """Add the rule of a value by its JSON schema; return the rule's name.
+
+        The name is `name`, unless the schema is a "$ref" that was met before: then nothing is
+        added, and that rule's name is returned.
+        """
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if isinstance(reference, str):
             if reference not in self._named:

@@ -87,8 +87,8 @@ class WriteSyntax(Protocol):
 
 
 class Rules:
-    """The rules of one grammar while it is built; str() returns them as text, to which the caller
-    adds the start rule.
+    """The rules of one grammar while it is built; str() returns them in llguidance's dialect of
+    Lark, to which the caller adds the start rule.
 
     Args:
         tools: the tools that may be called.

@@ -84,8 +84,11 @@ class _Pending:
         self.is_told = self.is_hurried = False
 
     def take(self, delta: Delta) -> None:
-        """Append the new tokens and text of a delta to the output; the reader sees them at the next
-        `read`."""
+        """Append the new tokens, text and log-probabilities of a delta to the output, and take over
+        its other numbers and reasons to finish.
+
+        It wakes no one: `Mailbox` calls `read`, which shows the reader the output.
+        """
         output = self.output
         output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
@@ -131,8 +134,9 @@ class _Pending:
 class RemoteEngine(asyncio.Protocol):
     """An engine in a process of its own, which this object starts and ends.
 
-    It is used by one event loop. If the process dies, all requests fail with EngineClosedError, and
-    `is_alive` is False. The process ends when this one does.
+    It is used by one event loop. If the process dies, all requests fail with EngineClosedError, as
+    do later calls that ask the engine, and `is_alive` is False. The process ends when this one
+    does.
 
     Args:
         model: the model, see LLM.
@@ -216,11 +220,19 @@ class RemoteEngine(asyncio.Protocol):
         return self._ended is None
 
     def pause(self) -> None:
-        """Let no further step begin, and return when none runs; requests are still accepted."""
+        """Let no further step begin, and return when none runs; requests are still accepted.
+
+        Raises:
+            EngineClosedError: the engine was closed, or its process has ended.
+        """
         self._call("pause")
 
     def resume(self) -> None:
-        """Let steps begin again after pause()."""
+        """Let steps begin again after pause(); nothing changes without one.
+
+        Raises:
+            EngineClosedError: the engine was closed, or its process has ended.
+        """
         self._call("resume")
 
     # ---- the methods of `bridge.AsyncEngine`, see AsyncLLM

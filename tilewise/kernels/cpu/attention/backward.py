@@ -348,10 +348,11 @@ def _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, f
 
     Args:
         place: the tile of keys, a `Place`.
-        keys, queries, scores: the thread's scratch.
+        keys, queries, scores: the thread's scratch; `keys` holds the tile of keys.
         seen: the range of keys that each block of rows sees.
-        is_finite: whether all keys are finite; otherwise only visible ones are multiplied.
-        turn: the Turn in which tasks add to dq.
+        is_finite: whether all keys (K) of the tile are finite; otherwise only visible ones are
+            multiplied.
+        turn: the Turn in which tasks add to dq; the function waits for it.
         first_row, rows: the rows of the tile.
         ld: the elements of a row of scratch.
     """
@@ -396,8 +397,17 @@ def _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, f
 @inner
 def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, first_row, ld, ldv):
     """Compute P and dS of one tile of query rows, from first_row on, and the tile of keys at
-    `place`; add their terms to the sums of dk and dv in scratch, to dq and, where wanted, to
-    dbias."""
+    `place`; add their terms to the sums of dk and dv in scratch and, after the task before, to dq
+    and, where wanted, to dbias.
+
+    Args:
+        keys, queries, scores: the thread's scratch; `keys` holds the tile of keys and the sums.
+        seen: the pairs that are visible, as `see_tile` filled it.
+        is_finite: whether all keys (K) of the tile are finite; otherwise only visible ones are
+            multiplied for dq.
+        turn: the Turn in which tasks add to dq and dbias; the function waits for it.
+        ld, ldv: the padded channels of keys and of values.
+    """
     sizes, grads, like = call.sizes, call.grads, call.arrays.like
     start, first_head = call.arrays.starts[place.sequence], place.kv_head * sizes.group
     num_rows = start[Q_LEN] * sizes.group

@@ -124,7 +124,9 @@ def new_sight(tiles, words_like, index_like):
 
 @inner
 def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key):
-    """List the strips of rows that see a tile of keys in `sight`; return how many there are.
+    """Fill `sight` for one tile of keys; return how many strips of rows see a key of it.
+
+    Of each such strip `sight.strips` gets the number and the range of keys that the strip sees.
 
     Args:
         view: the part of the block mask that the task needs, from `view_rows`.

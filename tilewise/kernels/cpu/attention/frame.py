@@ -58,8 +58,11 @@ _NOTHING = words_of((NO_MASK, NO_DROPOUT))
 
 
 def frame_of(problem: Problem, grads: Gradients | None = None) -> np.ndarray:
-    """Return the int64 words of a problem and, if given, of its gradients; the caller keeps their
-    arrays alive."""
+    """Return the int64 words of a problem and, if given, of `grads`: the strides of its gradients
+    and the numbers of their tasks.
+
+    The addresses of the problem's arrays are among the words: the caller keeps these arrays alive.
+    """
     sizes, rule, arrays, mask, dropout = problem
     is_plain = mask is NO_MASK and dropout is NO_DROPOUT
     words = [*_numbers(sizes, rule), *(_NOTHING if is_plain else words_of((mask, dropout)))]

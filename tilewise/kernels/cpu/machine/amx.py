@@ -125,8 +125,8 @@ add_1, add_2 = _add(1), _add(2)
 @intrinsic
 def pair_rows(typingctx, even, odd, values, vi, panel, units):
     """Interleave two rows of `units` x 32 bfloat16, at the addresses `even` and `odd`, and store
-    the words (even[i], odd[i]): 32 words from values[vi] on, the next 32 `panel` elements further,
-    and so on.
+    the pairs (even[i], odd[i]) in `values`, uint16: 32 pairs, 64 elements, from values[vi] on, the
+    next 32 pairs `panel` elements further, and so on.
 
     Without AMX, or for arrays of floats, it does nothing.
     """
@@ -166,7 +166,8 @@ def _score(num_columns):
     @intrinsic
     def score(typingctx, c, ci, ldc, a_0, a_1, a_row, b, bi, steps, f_0, f_1, fetches):
         """Set c[ci:], rows ldc apart, to 16 rows of bfloat16 at each of the addresses a_0 and a_1,
-        a_row bytes apart, times panels of words b[bi:], over `steps` x 32 elements of K.
+        a_row bytes apart, times panels of paired words from b[bi] on (uint16, two to a word), over
+        `steps` x 32 elements of K.
 
         Each step along K also prefetches its part of `fetches` rows at the address f_0 and of as
         many at f_1. Without AMX, or for floats, it does nothing.

@@ -52,10 +52,11 @@ def _mix(builder, product, word, key):
 
 
 def _encrypt(builder, counter, key):
-    """Emit the seven rounds of Philox, and return the four words that they draw; words of `counter`
-    (4) and `key` (2) are i64 numbers or vectors, of which the low half counts.
+    """Emit the seven rounds of Philox, and return the four words that they draw.
 
-    Values that are equal for the whole row stay scalar, for two of the rounds.
+    Words of `counter` (4) are i64 numbers or vectors, words of `key` (2) are i64 numbers; the low
+    half of each counts, also of the results. A word of the counter that is equal for the whole row
+    is a number: values that depend on such words alone stay scalar in the first two rounds.
     """
     c0, c1, c2, c3 = counter
     for turn in range(ROUNDS):

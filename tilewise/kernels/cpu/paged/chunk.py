@@ -245,7 +245,8 @@ def _weigh(
         at, shift: the first key of the chunk, and the byte offset of the head in a row.
         later: the index of the addresses to prefetch.
         count: the number of keys.
-        fetches: whether rows of the next chunk are prefetched.
+        fetches: whether rows of the next chunk are prefetched; those of columns that fill no span
+            always are.
     """
     unit, span, dim = unit_of(cache_like, like), span_of(cache_like, like), sizes.v_head_dim
     unit_bytes = unit * sizes.k_size
@@ -389,17 +390,21 @@ def attend_chunk(
     ci,
     state,
 ):
-    """Fold one chunk of keys for the padded query heads of one key head into acc, m and l.
+    """Fold one chunk of keys into acc, m and l of the query heads of one key head, padding
+    included.
 
     Args:
         like, cache_like: bare pointers of the types to compute in and to read.
         lanes: the lanes of a register.
         distance: the positions from the chunk's first key to the query.
         at, count: the index of the chunk's first key in `rows`, and the number of its keys.
-        fetches: True if rows of `rows.ahead` are prefetched; for several heads those of keys always
-            are.
-        later, chunk: the start of this head's share in `rows.ahead`, and half of its length.
-        qi, ci, state: the starts of the key head's queries, of its sums, and of m and l.
+        fetches: True to prefetch the rows of the next chunk, which `rows.ahead` names. If False,
+            passes of several heads over keys, and columns of values that fill no span, prefetch the
+            rows in `rows.ahead` all the same.
+        later, chunk: the start of this head's share in `rows.ahead`, and the keys of a whole chunk.
+            The pass over keys prefetches the first `chunk` rows of the share, the pass over values
+            the next `chunk`.
+        qi, ci, state: the starts of the key head's queries, of its sums in acc, and of m and l.
     """
     unit = unit_of(cache_like, like)
     heads = heads_of_pass(sizes.group, lanes)

@@ -604,8 +604,15 @@ def _decode_task(
     sizes, rule, arrays, work, pointers, sequence, first_head, heads, side, ld, ldv, is_direct
 ):
     """Let the one query row of a sequence attend to all of its visible keys, tile by tile, for key
-    heads first_head ... first_head + heads - 1; their sums stay in `work`, whose bare pointers are
-    `pointers`."""
+    heads first_head ... first_head + heads - 1, from rows and sums that `_load_rows` prepared in
+    `work`; the sums stay there.
+
+    Args:
+        work, pointers: the thread's scratch, and bare pointers to the same arrays.
+        side: the rows of scratch for each key head: its query heads, padded to a multiple of 16.
+        ld, ldv: the padded channels of keys and of values.
+        is_direct: True to read keys and values in the cache itself, False to gather them first.
+    """
     length = arrays.starts[sequence, K_LEN]
     first = first_seen(sizes.window_left, 1, length, 0)
     like, area = bare(arrays.like), heads * side

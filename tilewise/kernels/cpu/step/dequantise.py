@@ -273,8 +273,10 @@ def _look_up(builder, table, index):
 
 
 class _Place:
-    """An emitter of the values of one place: 8 registers of codes of a panel, a quarter of its
-    step, of one kind of codes."""
+    """An emitter of code that dequantises codes of one kind, a place at each call of `values`.
+
+    A place is 8 registers of 16 codes, a quarter of what a panel has in a step of 32 inputs.
+    """
 
     def __init__(self, builder, kind, has_term, lookup):
         self.builder, self.kind, self.has_term = builder, kind, has_term

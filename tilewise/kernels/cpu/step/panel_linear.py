@@ -29,7 +29,8 @@ GROUPS_PER_TASK = 4
 def launch(x: Tensor, weight: Panels) -> Tensor:
     """Return x (T, K) times the packed weight (N, K)^T plus its bias, (T, N) in the weight's dtype.
 
-    Memory for the rows is padded to full blocks and freed: no state is kept between calls.
+    Each call copies x to memory of its own, padded to a multiple of BLOCK_ROWS rows, and frees it:
+    no state is kept between calls.
     """
     rows, dtype = x.shape[0], weight.dtype
     blocks = -(-rows // BLOCK_ROWS) * BLOCK_ROWS

@@ -132,8 +132,8 @@ def _tile_block(num_rows, num_panels):
 
 
 class _Words:
-    """An emitter of the loads and products of a register of packed weights of one array type; one
-    step along K is one word."""
+    """An emitter of code that loads packed weights of one array type and multiplies by them, a word
+    at a time: one weight, or two of bfloat16, of each of COLUMNS outputs."""
 
     def __init__(self, builder, weight_type):
         self.builder, self.dtype = builder, weight_type.dtype

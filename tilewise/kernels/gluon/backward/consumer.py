@@ -158,8 +158,8 @@ def _draws_ahead(variant):
 
 @gluon.jit
 def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr):
-    """Return dropout's words for this warpgroup's 64 keys and a tile of queries of head g of the
-    group."""
+    """Return dropout's words, see `draw_words`, for the 64 keys of this warpgroup, number PART, and
+    a tile of queries of query head g of the group."""
     head = work.head * shape.group_size + g
     plane = work.b * (shape.num_kv_heads * shape.group_size) + head
     draw = draw_of(scores.philox, places.drop_limit)  # in registers all along it would spill
@@ -171,12 +171,14 @@ def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl
 def _drawn_ahead(
     step, more, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr
 ):
-    """Return dropout's words for the next step, or for this one again if it is the last.
+    """Return dropout's words, see `draw_words`, of this warpgroup's keys for the next step, or for
+    this one again if it is the last.
 
     Args:
         more: whether another step follows.
         work, shape, scores, places: the CTA's `Work`, and the call's `Shape`, `BwdScores`,
             `Places`.
+        PART: the number of this warpgroup.
     """
     following = gl.where(more, step + 1, step)
     g, tile = tile_of_step(work, following, shape.group_size, variant)

@@ -102,7 +102,8 @@ class Shape(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tile of one head of one sequence that a CTA works on; made inside a kernel."""
+    """One head of one sequence: its number, its first rows and its lengths; scalars, made inside a
+    kernel by `place_of_head`."""
 
     index: object  # number of the head among those of all sequences, as they are launched
     b: object
@@ -115,7 +116,12 @@ class Place(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The keys of one CTA and the tiles of queries that see them; made inside a kernel."""
+    """A CTA's tile of keys in one turn, and the tiles of queries that see it; scalars, made inside
+    a kernel by `work_of_cta`.
+
+    Tiles full_begin ... full_end - 1 need no mask, the others of begin ... end - 1 do. With a block
+    mask these are places in the walk over its entries, see `listed_tiles`.
+    """
 
     index: object  # the index of Place
     b: object
@@ -387,7 +393,8 @@ def masked_steps(work):
 
 @gluon.jit
 def tile_of_masked_step(work, step):
-    """Return the tile of queries of masked step number `step` of one query head."""
+    """Return the tile of queries of step number `step`, from 0, among the steps of one query head
+    that need a mask: those before work.full_begin, then those from work.full_end on."""
     head = work.full_begin - work.begin
     return gl.where(step < head, work.begin + step, work.full_end + step - head)
 

@@ -73,8 +73,8 @@ def mla_merge_kernel(
 
 @triton.jit
 def _clear_padding(o, lse, first, tokens, heads, WIDTH: tl.constexpr):
-    """Write o = 0 and lse = -inf to rows behind the last sequence: to row `first` and every further
-    one as many rows on as there are programs."""
+    """Write o = 0 and lse = -inf, for all heads, to this program's share of the rows behind the
+    last sequence: row `first` and each num_programs-th one after it, below row `tokens`."""
     column = tl.arange(0, WIDTH)
     for token in range(first, tokens, tl.num_programs(0)):
         start = tl.full([WIDTH], token, tl.int64) * heads

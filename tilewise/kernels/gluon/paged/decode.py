@@ -656,8 +656,12 @@ def _finish(
 
 @gluon.jit
 def _part_of(pair, row, group, max_run, shape: gl.constexpr):
-    """Return the index in part_lse, and of the vector in part_o, of each row of a pair; rows are
-    numbered as in `_place_of`."""
+    """Return where the part of each row lies: its index in part_lse, and of its vector in part_o.
+
+    pair: the number of a sequence's split in the plan; group: the number of the group of HEADS key
+    heads; row: numbers of rows in the group's tile, as in `_place_of`; max_run: the most new tokens
+    of a sequence.
+    """
     head = group * HEADS + row // shape.rows
     first = (pair.to(gl.int64) * shape.num_kv_heads + head) * (max_run * shape.group)
     return first + row % shape.rows

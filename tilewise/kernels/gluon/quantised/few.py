@@ -234,8 +234,12 @@ def _added_groups(acc, words, inputs, raw, constants, shape: gl.constexpr, DTYPE
 
 @gluon.jit
 def _multiply_stages(given, shape: gl.constexpr):
-    """Run the four warps that multiply: compute and write the outputs of a CTA, or add its part of
-    K to those of other CTAs."""
+    """Run the four warps that multiply: compute the CTA's outputs, over its part of K, and write
+    them.
+
+    Of several parts each is stored in `sums`; the last CTA of the tile to end adds them, in their
+    order, and writes the outputs.
+    """
     tensors, at, bias, y, sums, arrived, ring, constants = given
     output, first, steps, rows, outputs, grid, outer_grid, block_rows, outer_rows = at
     DTYPE: gl.constexpr = ring.x.dtype

@@ -374,8 +374,12 @@ def _multiply(tensors, bases, ring, first, steps, group, grid, constants, shape:
 
 @gluon.jit
 def _multiply_stages(given, group: gl.constexpr, shape: gl.constexpr):
-    """Run a warpgroup that multiplies: compute and write its outputs, number `group` of the tile,
-    or add its part of K to those of other CTAs."""
+    """Run warpgroup number `group` of those that multiply: compute its outputs of the tile, over
+    this CTA's part of K, and write them.
+
+    Of several parts each is stored in `sums`; the last CTA of the tile to end adds them, in their
+    order, and writes the outputs.
+    """
     tensors, at, bias, y, sums, arrived, ring, constants = given
     output, row, first, steps, rows, outputs, grid, outer_grid, block_rows, outer_rows = at
     output += group * shape.tile_n

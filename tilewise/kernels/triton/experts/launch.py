@@ -238,8 +238,9 @@ def placed(
         row_tiles: the most tiles that any choices may need.
 
     Returns:
-        Three int32 tensors: the number of tiles and then expert, first place and end of each; the
-            place of each choice; and the choice (t k + i) at each place.
+        Three flat int32 tensors: the number of tiles and then, tile by tile, its expert, first
+            place and end; the place of each choice, unwritten for a choice of no expert; and the
+            choice (t k + i) at each place.
     """
     tokens, active = chosen.shape
     experts = max(triton.next_power_of_2(num_experts), 32)  # a histogram has a bin a lane at least

@@ -100,7 +100,8 @@ def _before_silu(
 ):
     """Return the convolution plus the bias, before silu, (rows, channels) in float32.
 
-    The arguments are those of `_tap`, which loads the tokens of each of the WIDTH taps.
+    The arguments are those of `_tap`, which loads the tokens of each of the WIDTH taps from x, or
+    from the states before the first row of a sequence; bias is read if HAS_BIAS.
     """
     total = tl.zeros((position.shape[0], channel.shape[0]), tl.float32)
     if HAS_BIAS:
