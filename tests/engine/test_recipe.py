@@ -113,13 +113,35 @@ def test_the_first_difference_is_named_and_how_large_it_is(llm: LLM, good: Any) 
     assert (verdict.position, verdict.recorded) == (9, None)
 
 
+def test_other_reasons_and_samples_are_differences(llm: LLM, good: Any) -> None:
+    told = copy.deepcopy(good)
+    told["answers"][1]["finish_reason"] = "stop"
+    verdict = llm.verify(signed(told))
+    assert (verdict.is_equal, verdict.num_tokens) == (False, 20)
+    assert (verdict.sample, verdict.position) == (1, -1)
+    assert str(verdict) == (
+        "different: sample 1: the recipe has finish_reason 'stop', computed is 'length'"
+    )
+    told["answers"].pop()
+    verdict = llm.verify(signed(told))
+    assert (verdict.sample, verdict.position, verdict.recorded) == (1, 0, None)
+    assert "the recipe has no token" in str(verdict)
+    told["answers"] = [*good["answers"], {"finish_reason": "stop", "token_ids": [], "logprobs": []}]
+    verdict = llm.verify(signed(told))
+    assert (verdict.is_equal, verdict.sample) == (False, 2)
+    assert str(verdict).endswith("the recipe has finish_reason 'stop', computed is None")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda r: r.update(form="mine"), "must be an object of form 'tilewise recipe 1'"),
         (lambda r: r.pop("digest"), "must have digest, got none"),
         (lambda r: r["answers"][0]["token_ids"].append(3), "tokens with their log-prob"),
+        (lambda r: r["answers"][0]["logprobs"].__setitem__(0, 1e300), "tokens with their log"),
         (lambda r: r["answers"][0]["logprobs"].__setitem__(0, -9.0), "it was changed"),
+        (lambda r: r["answers"][0].pop("finish_reason"), "finish_reason 'stop' or 'length', got N"),
+        (lambda r: r["answers"][0].update(finish_reason=[]), r"or 'length', got \[\]"),
         (lambda r: r["facts"].update(weights="0" * 64), "this engine's weights, .*got '0000"),
         (lambda r: r["facts"].update(config="0" * 64), "this engine's config"),
         (

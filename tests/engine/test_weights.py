@@ -122,6 +122,59 @@ def test_blocks_of_the_old_weights_are_found_no_more(story: LLM, tensors: Any) -
     assert last.outputs[0].logprobs == before
 
 
+def test_given_tensors_are_only_read_and_no_longer_needed_afterwards(
+    story: LLM, tensors: Any
+) -> None:
+    story.update_weights(tensors)
+    expected = answers(story)
+    story.update_weights(packaged_model())
+    before = answers(story)
+    buffer = torch.empty(sum(x.numel() for x in tensors.values()) + 1)
+    given, at = {}, 1
+    for name, x in tensors.items():  # of one buffer, matrices by columns
+        view = buffer[at : at + x.numel()].view(x.shape[::-1])
+        given[name] = (view.mT if x.dim() > 1 else view).copy_(x)
+        at += x.numel()
+    story.update_weights(given)
+    assert all(torch.equal(x, tensors[name]) for name, x in given.items())
+    buffer.zero_()
+    assert answers(story) == expected != before
+    story.update_weights(packaged_model())
+
+
+def test_the_engines_own_parameters_may_change_places(story: LLM, tensors: Any) -> None:
+    def norm(layer: int) -> torch.Tensor:
+        return story.model.get_parameter(f"layers.{layer}.attention_norm.weight")
+
+    names = [f"model.layers.{i}.input_layernorm.weight" for i in (0, 1)]
+    story.update_weights(tensors)
+    story.update_weights(tensors | {names[0]: norm(1).clone(), names[1]: norm(0).clone()})
+    expected = answers(story)
+    story.update_weights(tensors)
+    before = answers(story)
+    places = [norm(i).data_ptr() for i in (0, 1)]
+    story.update_weights(tensors | {names[0]: norm(1), names[1]: norm(0)})
+    assert [norm(i).data_ptr() for i in (0, 1)] == places
+    assert answers(story) == expected != before
+    story.update_weights(packaged_model())
+
+
+def test_a_bfloat16_engine_takes_parts_of_one_buffer_wherever_they_begin(tensors: Any) -> None:
+    buffer = torch.empty(sum(x.numel() for x in tensors.values()) + 1, dtype=torch.bfloat16)
+    given, at = {}, 1
+    for name, x in tensors.items():
+        given[name] = buffer[at : at + x.numel()].view(x.shape).copy_(x)
+        at += x.numel()
+    settings: dict[str, Any] = {"num_blocks": 128, "block_size": 4, "device": "cpu"}
+    with LLM("story", dtype="bfloat16", **settings) as llm:
+        llm.update_weights({name: x.clone() for name, x in given.items()})
+        expected = answers(llm)
+        llm.update_weights(packaged_model())
+        before = answers(llm)
+        llm.update_weights(given)
+        assert answers(llm) == expected != before
+
+
 def test_no_salt_of_a_caller_is_the_namespace_of_other_weights() -> None:
     assert versioned("a", "") == "a"
     assert unversioned(versioned("a", "0f"), "0f") == "a"

@@ -232,3 +232,33 @@ def test_rows_off_the_blocks_of_lanes_are_refused():
     weight = QuantisedWeight(torch.zeros(2, 48, dtype=torch.uint8), torch.ones(2, 3), (1, 32))
     with pytest.raises(ValueError, match="codes must have a multiple of 64 bytes, got 48"):
         weight.lanes()
+
+
+def one_group(columns, size, **more):
+    """Return a weight of 4 bits, a row of which is one group of `size` columns."""
+    codes = torch.randint(0, 256, (24, columns // 2), dtype=torch.uint8)
+    zeros = torch.randint(1, 16, (24, 1), dtype=torch.uint8)
+    return QuantisedWeight(codes, torch.rand(24, 1) + 0.5, (1, size), zeros=zeros, **more)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        *(random_weight(kind) for kind in KINDS if kind != "act_order"),
+        one_group(64, 64),
+        one_group(192, 192),
+        one_group(64, 1024, minimums=torch.rand(24, 1)),
+        one_group(64, 64, outer=torch.rand(24, 1), outer_block=(1, 192)),
+        replace(
+            random_weight("int4_zeros", columns=96), outer=torch.rand(24, 1), outer_block=(1, 96)
+        ),
+    ],
+    ids=lambda weight: f"{weight.shape[1]}-{weight.block[1]}-{weight.outer_block[1]}",
+)
+def test_columns_that_follow_leave_the_values_of_the_others(weight):
+    weight.check()
+    whole = weight.padded()
+    whole.check()
+    assert whole.codes.shape[1] % 64 == 0
+    values = whole.dequantise()[:, : weight.shape[1]]
+    assert torch.equal(values, weight.dequantise())

@@ -11,10 +11,10 @@ import re
 import pytest
 import torch
 
-from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, config_of, save_hf
+from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, PagedLoop, config_of, save_hf
 from tilewise.engine.settings import context_length
 from tilewise.errors import CheckpointError
-from tilewise.models import ModelConfig, load_model
+from tilewise.models import ModelConfig, build_model, load_model
 from tilewise.models.config import read_config
 from tilewise.models.families import llama as llama_families
 from tilewise.nn.mla import LatentConfig
@@ -288,6 +288,25 @@ def test_a_config_that_rotates_part_of_a_head_is_not_written():
 )
 def test_windows_follow_each_familys_rule(changes, windows):
     assert llama(num_key_value_heads=4, **changes).windows == windows
+
+
+def test_shared_keys_are_found_in_a_model_with_layers_without_attention():
+    """The layer read is told by its number among all layers, a cache by its place."""
+    config = llama(num_hidden_layers=4)
+    layers = list(config.layers)
+    layers[0] = dataclasses.replace(layers[0], attention=None)
+    reading = dataclasses.replace(layers[3].attention, kv_layer=2)
+    layers[3] = dataclasses.replace(layers[3], attention=reading)
+    config = dataclasses.replace(config, layers=tuple(layers))
+    assert config.kv_sources == (0, 1, 1)
+    torch.manual_seed(0)
+    model = build_model(config, dtype="float32").eval()
+    ids = torch.randint(0, 32, (1, 9))
+    with torch.inference_mode():
+        expected = model.compute_logits(model(ids))[0]
+    loop = PagedLoop(model, max_tokens=9, num_seqs=1)
+    got = torch.cat([loop.step({0: ids[0, :5].tolist()}), loop.step({0: ids[0, 5:].tolist()})])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_each_family_sets_its_own_switches():

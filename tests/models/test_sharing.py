@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.models.tiny import make_hf, save_hf
 from tilewise.models import Decoder, load_model
 from tilewise.models.sharing import move, refill, sharing, why_not_refill
+from tilewise.nn.experts import Experts
 
 # Whatever a decoder may be packed into: tied heads, gates, biases, mixtures, latents, learnt
 # positions, norms of other kinds.
@@ -28,13 +29,13 @@ CASES = (
 IDS = torch.tensor([[5, 9, 30, 12, 7, 3]])
 
 
-def pair(tmp_path: Path, case: str) -> tuple[Decoder, Decoder]:
+def pair(tmp_path: Path, case: str, dtype: str = "float32") -> tuple[Decoder, Decoder]:
     """Return two models of one shape with other weights."""
     made = []
     for seed in (1, 2):
         folder = tmp_path / str(seed)
         save_hf(make_hf(case, seed), folder)
-        made.append(load_model(folder, dtype="float32"))
+        made.append(load_model(folder, dtype=dtype))
     return made[0], made[1]
 
 
@@ -71,6 +72,59 @@ def test_a_packed_model_has_the_new_weights_where_the_old_ones_lay(
     assert [m.panels.words.data_ptr() for m in engine.modules() if hasattr(m, "panels")] == places
     assert not torch.equal(logits(engine), before)
     assert torch.equal(logits(engine), logits(fresh))
+
+
+def scattered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same tensors as views of one, at odd places, matrices with strides in turns."""
+    buffer = torch.zeros(sum(x.numel() + x.numel() % 2 for x in tensors.values()) + 1).bfloat16()
+    found, at = {}, 1
+    for i, (name, x) in enumerate(tensors.items()):
+        view = buffer[at : at + x.numel()]
+        view = view.view(x.mT.shape).mT if i % 2 and x.dim() > 1 else view.view(x.shape)
+        found[name] = view.copy_(x)
+        at += x.numel() + x.numel() % 2
+    return found
+
+
+def words(model: Decoder) -> list[Tensor]:
+    """Return all that products read, in order."""
+    panels = [m.panels for m in model.modules() if hasattr(m, "panels")]
+    for mixture in (m.packed for m in model.modules() if isinstance(m, Experts)):
+        panels += [] if mixture is None else [*mixture.up, *mixture.down]
+    held = [x for each in panels for x in (each.words, each.bias) if x is not None]
+    return [*held, *model.parameters()]
+
+
+@pytest.mark.parametrize("case", [*CASES, "llama, int8", "llama_mha_tied, int8"])
+def test_new_weights_may_be_views_of_anything_and_stay_the_callers(
+    case: str, tmp_path: Path
+) -> None:
+    case, _, is_int8 = case.partition(", ")
+    first, second = pair(tmp_path, case, "bfloat16")
+    engine, fresh = (sharing(m, "auto", torch.device("cpu"), held(m)) for m in (first, second))
+    new = {name: x.detach().clone() for name, x in second.named_parameters()}
+    given = scattered(new)
+    for model in (engine, fresh):
+        model.pack_for_inference(is_int8=bool(is_int8))
+    refill(engine, given, given.__getitem__)
+    assert all(torch.equal(x, new[name]) for name, x in given.items())
+    for x in given.values():
+        x.zero_()
+    for mine, wanted in zip(words(engine), words(fresh), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["llama_mqa_biases", "gpt_oss", "deepseek"])
+def test_weights_on_a_gpu_are_written_into_a_model_on_a_cpu(case: str, tmp_path: Path) -> None:
+    first, second = pair(tmp_path, case)
+    engine, fresh = (sharing(m, "auto", torch.device("cpu"), held(m)) for m in (first, second))
+    given = {name: x.detach().cuda() for name, x in second.named_parameters()}
+    for model in (engine, fresh):
+        model.pack_for_inference()
+    refill(engine, given, given.__getitem__)
+    for mine, wanted in zip(words(engine), words(fresh), strict=True):
+        assert torch.equal(mine, wanted)
 
 
 def test_parameters_are_the_others_own_where_dtype_and_device_agree(tmp_path: Path) -> None:

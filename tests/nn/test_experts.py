@@ -197,6 +197,21 @@ def test_experts_of_8_bits_are_near():
     assert 0 < (got - expected).norm() / expected.norm() < 0.02
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["wide", "int8"])
+def test_panels_that_are_refilled_are_those_of_the_new_weights(is_int8):
+    (_, mine), (_, other) = build("qwen3_moe"), build("qwen3_moe", seed=1)
+    given = {name: getattr(other, name).detach().clone() for name in ("up", "down")}
+    for block in (mine, other):
+        block.pack_for_inference(is_int8=is_int8)
+    mine.refill(given)
+    for all_panels, expected in (
+        (mine.packed.up, other.packed.up),
+        (mine.packed.down, other.packed.down),
+    ):
+        for panels, wanted in zip(all_panels, expected, strict=True):
+            assert torch.equal(panels.words, wanted.words)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_router_of_inference_chooses_as_the_one_that_learns(seed):
     """The op's oracle against the torch operations of the module, over all families."""

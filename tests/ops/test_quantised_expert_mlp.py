@@ -21,9 +21,10 @@ def call(kind="mxfp4", tokens=5, width=192, inner=64, experts=4, active=2, **cha
     return given | changes
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "float_zeros", "one_scale_a_row"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_reference_is_the_definition(padded):
-    given = call()
+def test_the_reference_is_the_definition(padded, kind):
+    given = call(kind)
     values = {name: given[name].dequantise().double() for name in ("up", "down")}
     plain = {n: x.double() if x.is_floating_point() else x for n, x in given.items()
              if isinstance(x, torch.Tensor)}  # fmt: skip

@@ -124,6 +124,19 @@ def test_bad_arguments_are_named(change, error, sentence):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (1, 1, 64)], ids=str)
+def test_float32_beside_a_float32_residual_is_a_row(shape):
+    *given, bias = _problem(64, 20, torch.float32, "cpu")
+    given[:2] = (x.view(shape) for x in given[:2])
+    wide, narrow = (
+        ops.add_rms_norm_linear(*each[:3], 1e-6, *each[3:], bias.to(each[0]), backend="reference")
+        for each in ([x.double() for x in given], given)
+    )
+    assert narrow[0].shape == (*shape[:-1], 20)
+    for mine, other in zip(narrow, wide, strict=True):
+        torch.testing.assert_close(mine, other.float())
+
+
 def test_a_row_of_many_channels_is_refused():
     wide = torch.zeros(1, 4096).bfloat16()
     with pytest.raises(ValueError, match="residual must have at most 2048 channels, got 4096"):

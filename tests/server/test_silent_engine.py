@@ -19,11 +19,13 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
 from tilewise.errors import EngineClosedError
 from tilewise.server import questions
+from tilewise.server.adapters import adapters_router
 from tilewise.server.engine_process import remote
 from tilewise.server.engine_process.remote import RemoteEngine
 from tilewise.server.live import live_router
 from tilewise.server.questions import EngineSilent, Questions
 from tilewise.server.routes import admin_router
+from tilewise.server.weights import weights_router
 
 # Says that it is made, as `engine_process.host` does, and then nothing any more.
 HANGS = """
@@ -212,7 +214,9 @@ def test_an_engine_that_hangs_is_not_asked_for_ever(engine, monkeypatch):
     asyncio.run(ask())
 
 
-def test_a_process_that_hangs_is_killed_when_its_time_is_over(monkeypatch):
+@pytest.fixture
+def process(monkeypatch):
+    """An engine whose process hangs; one that has not been closed is killed."""
     begin = subprocess.Popen
 
     def started(command, **options):
@@ -221,7 +225,13 @@ def test_a_process_that_hangs_is_killed_when_its_time_is_over(monkeypatch):
 
     monkeypatch.setattr(remote.subprocess, "Popen", started)
     monkeypatch.setattr(remote, "ANSWER_S", 0.0)
-    engine = RemoteEngine("story", {})
+    made = RemoteEngine("story", {})
+    yield made
+    made.close(0.0)
+
+
+def test_a_process_that_hangs_is_killed_when_its_time_is_over(process):
+    engine = process
 
     def ask():
         with pytest.raises(EngineClosedError):
@@ -233,6 +243,74 @@ def test_a_process_that_hangs_is_killed_when_its_time_is_over(monkeypatch):
     assert engine._process.returncode == -signal.SIGKILL
     waiting.join(60)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda engine: engine.sleep(),
+        lambda engine: engine.wake(),
+        lambda engine: engine.update_weights("story"),
+        lambda engine: engine.load_lora_adapter("a", "a"),
+        lambda engine: engine.facts(),
+    ],
+    ids=["sleep", "wake", "update_weights", "load_lora_adapter", "facts"],
+)
+def test_long_work_of_a_process_that_hangs_is_not_waited_for(process, monkeypatch, work):
+    monkeypatch.setattr(remote, "SILENCE_S", 0.01)
+
+    async def main():
+        with pytest.raises(EngineSilent, match="must answer within 0.01 s"):
+            await asyncio.wait_for(work(process), 10)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_was_closed_takes_no_more_requests(process, monkeypatch):
+    monkeypatch.setattr(remote, "SILENCE_S", 0.01)
+
+    async def main():
+        with pytest.raises(EngineSilent):  # it is closed all the same
+            await process.aclose()
+        with pytest.raises(EngineClosedError, match="was closed"):
+            await anext(process.generate({"prompt_token_ids": [1]}))
+        with pytest.raises(EngineClosedError, match="was closed"):
+            await process.embed({"prompt_token_ids": [1]})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/sleep", {}),
+        ("/wake_up", {}),
+        ("/update_weights", {"path": "story"}),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}),
+        ("/v1/completions", {"prompt": [1], "recipe": True}),
+    ],
+)
+def test_long_work_of_an_engine_that_hangs_is_503(engine, monkeypatch, path, body):
+    monkeypatch.setattr(questions, "WORK_S", 0.05)
+
+    async def hang(*arguments, **keywords):
+        await asyncio.sleep(60)
+
+    for name in ("sleep", "wake", "update_weights", "load_lora_adapter", "unload_lora_adapter",
+                 "facts"):  # fmt: skip
+        monkeypatch.setattr(engine, name, hang, raising=False)
+
+    def routers(service):
+        return [weights_router(service), adapters_router(service)]
+
+    with serving(engine, routers=routers, changes_weights=True) as running:
+        told = httpx.post(running.url + path, json=body, timeout=10)
+        assert (told.status_code, told.json()["error"]["code"]) == (503, "engine_silent")
+        assert (
+            told.json()["error"]["message"] == "the engine must answer within 0.05 s, and did not"
+        )
 
 
 @pytest.mark.slow

@@ -914,7 +914,7 @@ class LLM:
             return folder_weights(model_directory(weights), model.config, model.dtype)
         if weights is None:
             raise ValueError("weights must be tensors by name or a folder, got None")
-        return NamedWeights(weights, self._unpacked)
+        return NamedWeights(weights, self._unpacked, model)
 
     @functools.cached_property
     def _unpacked(self) -> Decoder:

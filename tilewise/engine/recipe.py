@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from tilewise.engine.outputs import CompletionOutput, RequestOutput
@@ -34,6 +35,7 @@ __all__ = [
 
 FORM = "tilewise recipe 1"
 _FIELDS = ("form", "facts", "adapter", "prompt_token_ids", "sampling", "answers", "digest")
+_REASONS = ("stop", "length")  # of an answer that has come to its own end
 Recipe = dict[str, Any]
 
 
@@ -63,11 +65,15 @@ class Verdict:
     """The result of a second computation of an answer.
 
     Attributes:
-        is_equal: True if all tokens and log-probabilities are those of the recipe.
+        is_equal: True if all tokens, log-probabilities and finish reasons are those of the recipe.
         num_tokens: the number of tokens that were found equal.
-        sample, position: the place of the first token that differs; -1 where none does.
+        sample: the number of the first sample that differs; -1 where none does.
+        position: the place of the first token that differs in it; -1 where only its finish reason
+            does.
         recorded, found: the token ids at that place; None where an answer is shorter.
         difference: |log-probability - recorded one| at that place; 0 where tokens differ.
+        recorded_reason, found_reason: the finish reasons of the sample, if no token of it differs;
+            None where there is no such sample.
     """
 
     is_equal: bool
@@ -77,12 +83,19 @@ class Verdict:
     recorded: int | None = None
     found: int | None = None
     difference: float = 0.0
+    recorded_reason: str | None = None
+    found_reason: str | None = None
 
     def __str__(self) -> str:
         """Return one sentence that says that all is equal, or where and how the answers differ
         first."""
         if self.is_equal:
             return f"equal: all of {self.num_tokens} tokens and log-probabilities, to the bit"
+        if self.position < 0:
+            return (
+                f"different: sample {self.sample}: the recipe has finish_reason "
+                f"{shown(self.recorded_reason)}, computed is {shown(self.found_reason)}"
+            )
         place = f"sample {self.sample}, token {self.position}"
         if self.recorded != self.found:
             told = ["no token" if t is None else f"token {t}" for t in (self.recorded, self.found)]
@@ -124,7 +137,7 @@ def recipe_of(
     if reason is not None:
         raise RequestError(f"an answer must be one that can be computed again: {reason}")
     for each in output.outputs:
-        if each.finish_reason not in ("stop", "length"):
+        if each.finish_reason not in _REASONS:
             raise RequestError(
                 f"an answer must have come to its own end for a recipe, got {each.finish_reason}"
             )
@@ -267,24 +280,38 @@ def _check_answers(recipe: Recipe) -> None:
             or not isinstance(scores, list)
             or len(tokens) != len(scores)
             or not all(is_integer(t) and 0 <= t < 1 << 31 for t in tokens)
-            or not all(map(is_number, scores))
+            or not _are_floats(scores)
         ):
             raise RequestError(
                 f"recipe must have tokens with their log-probabilities, got {shown(answer)}"
             )
+        if answer.get("finish_reason") not in _REASONS:
+            raise RequestError(
+                f"recipe must have finish_reason 'stop' or 'length', got "
+                f"{shown(answer.get('finish_reason'))}"
+            )
+
+
+def _are_floats(scores: list[object]) -> bool:
+    """Return whether all of `scores` are numbers that float32 can hold."""
+    try:
+        struct.pack(f"<{len(scores)}f", *scores)
+    except (struct.error, OverflowError):
+        return False
+    return all(map(is_number, scores))
 
 
 def verdict_of(recipe: Recipe, output: RequestOutput) -> Verdict:
-    """Return the verdict on a recipe: whether a second computation gave the same tokens and the
-    same bits of log-probabilities.
+    """Return the verdict on a recipe: whether a second computation gave as many samples, the same
+    tokens, the same bits of log-probabilities and the same finish reasons.
 
     Args:
         recipe: the recorded request and its answers.
         output: the result of the second computation.
     """
-    total, found = 0, [_answer(each) for each in output.outputs]
-    for sample, wanted in enumerate(recipe["answers"]):
-        own = found[sample] if sample < len(found) else {"token_ids": [], "logprobs": []}
+    total, none = 0, dict[str, Any](finish_reason=None, token_ids=[], logprobs=[])
+    pairs = zip_longest(recipe["answers"], map(_answer, output.outputs), fillvalue=none)
+    for sample, (wanted, own) in enumerate(pairs):
         tokens, scores = own["token_ids"], own["logprobs"]
         for at, (token, score) in enumerate(
             zip(wanted["token_ids"], wanted["logprobs"], strict=True)
@@ -299,6 +326,11 @@ def verdict_of(recipe: Recipe, output: RequestOutput) -> Verdict:
         if len(tokens) > len(wanted["token_ids"]):
             at = len(wanted["token_ids"])
             return Verdict(False, total, sample, at, None, tokens[at])
+        reasons = wanted["finish_reason"], own["finish_reason"]
+        if reasons[0] != reasons[1]:
+            return Verdict(
+                False, total, sample, recorded_reason=reasons[0], found_reason=reasons[1]
+            )
     return Verdict(True, total)
 
 

@@ -132,12 +132,14 @@ class LiveWeights:
 
 
 class NamedWeights:
-    """Tensors by a checkpoint's names, all of a model's; they are referred to, not copied.
+    """Tensors by a checkpoint's names, all of a model's; they are referred to, not copied, but for
+    those in the memory of the model, which an update overwrites in an order of its own.
 
     Args:
         tensors: names and tensors, in any order; each has memory of its own until the update is
             done.
         unpacked: the decoder of the engine before it was packed, on "meta".
+        model: the decoder of the engine.
 
     Raises:
         CheckpointError: a name comes twice.
@@ -148,14 +150,17 @@ class NamedWeights:
         self,
         tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         unpacked: Decoder,
+        model: Decoder,
     ) -> None:
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         self._given: dict[str, Tensor] = {}
+        own = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
         for pair in pairs:
             name, tensor = _pair(pair)
             if name in self._given:
                 raise CheckpointError(f"tensor {name} must come once, got it twice")
-            self._given[name] = tensor.detach()
+            tensor = tensor.detach()
+            self._given[name] = tensor.clone() if _memory(tensor) in own else tensor
         self._meta = unpacked
         self._table = {weight.name: weight for weight in self._meta.weight_table()}
 
@@ -275,6 +280,11 @@ def check_shape(name: str, found: Tensor, wanted: Tensor, *, either: bool = Fals
     shape, right = tuple(found.shape), tuple(wanted.shape)
     if shape != right and not (either and shape == tuple(wanted.mT.shape)):
         raise CheckpointError(f"tensor {name} must have shape {right}, got {shape}")
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is a part of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _pair(pair: object) -> tuple[str, Tensor]:

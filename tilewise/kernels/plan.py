@@ -453,11 +453,11 @@ class Maker:
             kind = (layout.dtype, layout.is_aligned, self.device)
             self._places[id(x)] = _new(Place, (index, 0, None, kind, index))
 
-    @property
+    @functools.cached_property
     def tensors(self) -> AttentionTensors:
         """The fields of `AttentionTensors` of the call, as tensors on "meta" without memory. All
-        but q, k, v and bias may be indexed without strides: each reading of the property adds a
-        copy of one that is not contiguous to the plan."""
+        but q, k, v and bias may be indexed without strides: the first reading of the property adds
+        a copy of each that is not contiguous to the plan."""
         given = self.inputs[-len(AttentionTensors._fields) :]
         for index, x in enumerate(given):
             if x is not None and index not in _STRIDED and not x.is_contiguous():

@@ -248,8 +248,12 @@ class QuantisedWeight:
 
     def padded(self) -> QuantisedWeight:
         """Return the weight with columns behind its own, to a multiple of 64 bytes of codes in a
-        row; itself if there are no missing ones. The new codes are 0, and so are the scales, zeros
-        and minimums of the new groups. A permutation keeps its length."""
+        row; itself if there are no missing ones.
+
+        The new codes are 0, and so are the scales, zeros and minimums of the new groups. Where a
+        row has one group, the new columns join it, and their values need not be 0: the other factor
+        of a product must be. A permutation keeps its length: no product takes one with new columns.
+        """
         missing = -self.codes.shape[1] % LANES_BLOCK
         if missing == 0:
             return self
@@ -258,14 +262,19 @@ class QuantisedWeight:
         codes = torch.cat((raw, raw.new_zeros(rows, missing)), 1).view(self.codes.dtype)
         found = {"codes": codes}
         padded = codes.shape[1] * (8 // self.bits)
-        for names, size in ((_INNER, self.block[1]), (_OUTER, self.outer_block[1])):
-            for name in self.tensors().keys() & names if columns > size else ():
+        blocks = {"block": self.block, "outer_block": self.outer_block}
+        for label, names in (("block", _INNER), ("outer_block", _OUTER)):
+            height, size = blocks[label]
+            if columns <= size:
+                blocks[label] = (height, padded)
+                continue
+            for name in self.tensors().keys() & names:
                 tensor = getattr(self, name)
                 more = -(-padded // size) - tensor.shape[1]
                 found[name] = torch.nn.functional.pad(
                     tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor, (0, more)
                 ).view(tensor.dtype)
-        return replace(self, **found)  # type: ignore[arg-type]
+        return replace(self, **found, **blocks)  # type: ignore[arg-type]
 
     def columns(self) -> QuantisedWeight:
         """Return the weight with its codes in the order of columns, the inverse of `lanes`; itself

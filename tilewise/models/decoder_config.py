@@ -157,16 +157,18 @@ class DecoderConfig:
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
-        """The layer whose keys and values each layer with attention reads; empty if each has its
-        own.
+        """The source of the keys and values of each layer with attention: its own place or that of
+        an earlier layer; empty if each layer has its own.
 
-        Both are counted among the layers with attention.
+        Places are counted among the layers with attention, as those of caches are;
+        `AttentionConfig.kv_layer` is counted among all layers.
         """
         if all(attention.kv_layer is None for attention in self.attentions):
             return ()
+        numbers = [i for i, layer in enumerate(self.layers) if layer.attention is not None]
         return tuple(
-            i if attention.kv_layer is None else attention.kv_layer
-            for i, attention in enumerate(self.attentions)
+            place if attention.kv_layer is None else numbers.index(attention.kv_layer)
+            for place, attention in enumerate(self.attentions)
         )
 
     @property

@@ -114,8 +114,8 @@ class AttentionConfig:
         v_norm: True if values are divided by the root mean square of their head, with the eps of
             `qk_norm`.
         v_is_k: True if the projection of the keys, before their norm and rotation, is the values'.
-        kv_layer: the number of the earlier layer whose keys and values this layer reads; None if it
-            has its own.
+        kv_layer: the number, among all layers of the model, of the earlier layer whose keys and
+            values this layer reads; None if it has its own.
         is_chunked: True if the window begins anew at each multiple of its size: a query sees the
             keys of its own chunk up to its own.
         query_growth: the growth of queries with their position; None for none.

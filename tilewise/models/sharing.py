@@ -100,7 +100,8 @@ def refill(model: Decoder, names: Iterable[str], held: Callable[[str], Tensor]) 
     Args:
         model: the decoder, packed or with products of fixed tiles; `why_not_refill` is None.
         names: the names of its parameters before it was packed.
-        held: a function that returns the new weight by its name.
+        held: a function that returns the new weight by its name, on any device. The tensor is only
+            read, and not kept; it may be what is overwritten itself, but no other part of it.
     """
     by_place: dict[str, list[str]] = {}
     for name in names:
@@ -122,6 +123,7 @@ def _refill_one(model: Decoder, place: str, given: Mapping[str, Tensor]) -> None
         module = model.packed_head  # they are one weight
     if isinstance(module, PackedLinear):
         bias = given.get("bias")
+        bias = None if bias is None else bias.to("cpu")
         module.refill(given["weight"].to("cpu", module.dtype), bias)
     elif isinstance(module, Experts) and module.packed is not None:
         dtype = model.dtype

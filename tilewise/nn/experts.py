@@ -305,7 +305,7 @@ class Experts(nn.Module):
 
         Args:
             up, down: (N 2 I, E), or (N I, E) without gates, and (N E, I), all experts one below
-                another, perhaps on "meta"; columns of zeros may follow.
+                another, perhaps on "meta"; columns may follow, see `QuantisedWeight.padded`.
             dtype: the dtype of the model.
         """
         for name, weight in (("up", up), ("down", down)):
@@ -331,8 +331,8 @@ class Experts(nn.Module):
             self.hold(*placed, dtype)
 
     def refill(self, given: Mapping[str, Tensor]) -> None:
-        """Write other weights of the experts into the packed panels, in place; for panels that are
-        not int8.
+        """Write other weights of the experts into the packed panels, in place; int8 panels get the
+        weights rounded to int8.
 
         `given` maps the names that the parameters had before `pack_for_inference` to tensors: up
         and down, their biases and scales, correction_bias and expert_scale. Router and shared block
@@ -346,7 +346,7 @@ class Experts(nn.Module):
             setattr(whole, name, nn.Parameter(tensor.detach(), requires_grad=False))
         for name, all_panels in (("up", packed.up), ("down", packed.down)):
             for e, into in enumerate(all_panels):
-                whole._panels_of(name, e, is_int8=False, into=into)
+                whole._panels_of(name, e, is_int8=into.is_narrow, into=into)
         for name in ("correction_bias", "expert_scale"):
             own = getattr(self, name)
             if own is not None and name in given:

@@ -58,8 +58,8 @@ def quantised_expert_mlp(
     Args:
         x, chosen, weights, activation, interleaved, limit, alpha, weighs_input, batch_invariant: as
             of `expert_mlp`.
-        up: the experts' rows one below another, (N 2 I, E), or (N I, E) without gates; columns of
-            zeros may follow, see `QuantisedWeight.padded`.
+        up: the experts' rows one below another, (N 2 I, E), or (N I, E) without gates; columns that
+            are not read may follow, see `QuantisedWeight.padded`.
         down: likewise (N E, I).
         inner_size: I, the channels between both products.
         up_bias, down_bias: (N, 2 I) and (N, E), the dtype of x, contiguous; None is 0.

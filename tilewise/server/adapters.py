@@ -48,7 +48,7 @@ def adapters_router(service: Service) -> APIRouter:
     not loaded is 404.
     """
     router = APIRouter()
-    llm = service.bridge.llm
+    llm, questions = service.bridge.llm, service.bridge.questions
 
     @router.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadRequest))
     async def load(request: Request) -> Response:
@@ -62,7 +62,7 @@ def adapters_router(service: Service) -> APIRouter:
             raise invalid(f"lora_name must not be the model's name, got {shown(name)}", "lora_name")
         work = engine_method(llm, "load_lora_adapter")
         try:
-            await work(name, path, replaces=body.load_inplace)
+            await questions.finish(work(name, path, replaces=body.load_inplace))
         except (CheckpointError, RequestError) as error:
             field = "lora_name" if isinstance(error, RequestError) else "lora_path"
             raise invalid(str(error), field) from None
@@ -76,7 +76,7 @@ def adapters_router(service: Service) -> APIRouter:
         name = body.lora_name
         work = engine_method(llm, "unload_lora_adapter")
         try:
-            await work(name)
+            await questions.within(work(name))
         except RequestError as error:
             raise ApiError(404, str(error), param="lora_name", code="adapter_not_found") from None
         service.adapters.pop(name, None)

@@ -53,7 +53,7 @@ async def facts_before(service: Service, request: GenerationRequest) -> Facts | 
         return None
     facts_of = engine_method(service.bridge.llm, "facts")
     try:
-        facts: Facts = await facts_of()
+        facts: Facts = await service.bridge.questions.finish(facts_of())
     except UnsupportedError as error:
         raise ApiError(501, str(error), code="not_implemented") from None
     return facts
@@ -79,14 +79,16 @@ async def recipe_for(
         ApiError: 409: weights have changed since the facts were read, or the answer has not come to
             its own end.
     """
-    llm = service.bridge.llm
+    llm, questions = service.bridge.llm, service.bridge.questions
     if await facts_before(service, request) != facts:
         raise ApiError(409, "weights must stay for a recipe, got others while the request ran")
     template = "\n".join(service.template.sources)
     told = replace(facts, template=hashlib.sha256(template.encode()).hexdigest())
     adapter = service.adapter_of(request.model)
     try:
-        fingerprint = await engine_method(llm, "fingerprint_of")(adapter) if adapter else ""
+        fingerprint = ""
+        if adapter:
+            fingerprint = await questions.finish(engine_method(llm, "fingerprint_of")(adapter))
         return recipe_of(told, output, sampling, fingerprint)
     except RequestError as error:
         raise ApiError(409, str(error)) from None

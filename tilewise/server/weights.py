@@ -43,10 +43,10 @@ def weights_router(service: Service) -> APIRouter:
     """Return the routes /update_weights, /sleep and /wake_up, which answer when the work is done.
 
     A caller that is no administrator, or a server without --enable-weight-updates, is an error 403;
-    an engine in the wrong state is 409.
+    an engine in the wrong state is 409; one that hangs is 503.
     """
     router = APIRouter()
-    llm = service.bridge.llm
+    llm, questions = service.bridge.llm, service.bridge.questions
 
     def check(request: Request) -> None:
         admin_only(request)
@@ -65,7 +65,7 @@ def weights_router(service: Service) -> APIRouter:
             raise invalid("path must not be empty, got ''", "path")
         work = engine_method(llm, "update_weights")
         try:
-            await work(body.path, running=body.running)
+            await questions.finish(work(body.path, running=body.running))
         except CheckpointError as error:
             raise invalid(str(error), "path") from None
         except UnsupportedError as error:
@@ -80,7 +80,7 @@ def weights_router(service: Service) -> APIRouter:
         body = await service.read(request, SleepRequest, lambda body: body)
         work = engine_method(llm, "sleep")
         try:
-            await work(body.level, running=body.running)
+            await questions.finish(work(body.level, running=body.running))
         except UnsupportedError as error:
             raise ApiError(501, str(error), code="not_implemented") from None
         except RuntimeError as error:
@@ -91,7 +91,7 @@ def weights_router(service: Service) -> APIRouter:
     async def wake(request: Request) -> Response:
         check(request)
         try:
-            await engine_method(llm, "wake")()
+            await questions.finish(engine_method(llm, "wake")())
         except RuntimeError as error:
             raise ApiError(409, str(error)) from None
         return JSONResponse({"asleep": False})

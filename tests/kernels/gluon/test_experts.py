@@ -79,6 +79,10 @@ CASES = [
     ("int8", 9, 128, 64, 4, 2, (16, TOKENS, 1, 1, 4), BARE | {"activation": "gelu"}),
     ("q6", 33, 128, 128, 5, 2, (32, SORTED, 2, 1, 1), {}),
     ("mxfp4", 70, 256, 64, 2, 1, (64, SORTED, 4, 1, 1), CLAMPED),
+    # one group in a row, whose zero points the columns of the padding have, too
+    ("float_zeros", 3, 192, 64, 4, 2, (8, TOKENS, 1, 2, 4), NO_BIAS),
+    ("float_zeros", 21, 64, 64, 2, 1, (32, SORTED, 2, 1, 1), BARE),
+    ("one_scale_a_row", 3, 192, 64, 4, 2, (16, TOKENS, 1, 1, 4), {}),
 ]  # fmt: skip
 
 

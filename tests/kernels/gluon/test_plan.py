@@ -381,6 +381,16 @@ def test_a_result_is_all_of_an_allocation(driver):
         maker.finish((torch.empty(4, device="meta")[:2],))
 
 
+def test_a_tensor_that_kernels_index_without_strides_is_copied_once():
+    q = torch.empty(1, 4, 2, 16).transpose(1, 2)
+    given = tensors_of_call(q, q, q, sinks=torch.empty(8)[::2], seqlens_k=torch.empty(1).int())
+    maker = Maker(Call.of(None, given))
+    for tensors in (maker.tensors, maker.tensors):
+        assert tensors.q.stride() == q.stride()
+        assert tensors.sinks.is_contiguous()
+    assert maker.finish([]).steps == ["torch: _contiguous_copy"]
+
+
 class TestNested:
     """Launches with numbers inside of tuples."""
 

@@ -29,10 +29,11 @@ def add_rms_norm_linear(
     """Return y (..., N) and the new residual x + residual (..., E); the product is float64.
 
     Args:
-        x: (..., E); if it is float32, (P, ..., E): parts of which x is the sum.
+        x: (..., E) of residual's dtype; or float32 parts (P, ..., E), of which x is the sum, beside
+            a residual of another dtype.
         is_gated: True if weight has 2 N rows, gates above values, and y is silu(gate) * value.
     """
-    if x.dtype == torch.float32:
+    if x.dtype == torch.float32 and residual.dtype != torch.float32:
         total = x[0]
         for part in x[1:]:
             total = total + part

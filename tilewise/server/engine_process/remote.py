@@ -56,12 +56,16 @@ from tilewise.server.engine_process.wire import (
     receive,
     told_sampling,
 )
+from tilewise.server.questions import within
 
 __all__ = ["RemoteEngine"]
 
 Sink = Callable[[RequestOutput], bool]
 ANSWER_S = 1.0  # seconds to answer that it has ended in time
 LOAD_POLL_S = 0.05  # seconds between two questions whether an adapter is loaded
+# Seconds until a question about long work must be answered: the engine's process answers questions
+# in turn, and another one may wait for work of minutes, such as the capture of graphs.
+SILENCE_S = 300.0
 PATIENCE_S = 5.0  # seconds before a process that was told to end is killed
 
 
@@ -177,6 +181,7 @@ class RemoteEngine(asyncio.Protocol):
         self._names = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._ended: str | None = None
+        self._is_closed = False
         self.last_step_time: float | None = None
         self.num_restarts = 0
         try:
@@ -277,7 +282,9 @@ class RemoteEngine(asyncio.Protocol):
         pooling: str | None = None,
         sink: Sink | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        self._check_open()
         transport = await self._connected()
+        self._check_open()  # it may have been closed meanwhile
         number, ids, text = next(self._numbers), prompt["prompt_token_ids"], prompt.get("prompt")
         if request_id is None:
             request_id = f"remote-{next(self._names)}"
@@ -370,7 +377,7 @@ class RemoteEngine(asyncio.Protocol):
         """Return the facts, besides the request, on which the bits of an answer depend; see
         `LLM.facts`."""
         await self._until_ended("read_weights")  # the first time
-        told = await asyncio.wrap_future(beside(partial(self._call, "facts")))
+        told = await self._asked("facts")
         return Facts(**told)
 
     async def fingerprint_of(self, adapter: str) -> str:
@@ -386,23 +393,31 @@ class RemoteEngine(asyncio.Protocol):
         Args:
             name: the name of a call that returns a task's number, see `Host`.
             arguments: the task's arguments.
+
+        Raises:
+            EngineSilent: the process has answered nothing for `SILENCE_S` seconds.
         """
-        number = await asyncio.wrap_future(beside(partial(self._call, name, *arguments)))
-        ask = partial(self._call, "has_ended", number)
-        while not await asyncio.wrap_future(beside(ask)):
+        number = await self._asked(name, *arguments)
+        while not await self._asked("has_ended", number):
             await asyncio.sleep(LOAD_POLL_S)
+
+    async def _asked(self, name: str, *arguments: Any) -> Any:
+        """Return the answer of a call that waits `SILENCE_S` seconds at most, see `_call`."""
+        answer = asyncio.wrap_future(beside(partial(self._call, name, *arguments)))
+        return await within(answer, SILENCE_S)
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter by its name, see `LLM.unload_lora_adapter`."""
         await asyncio.wrap_future(beside(lambda: self._call("unload_lora_adapter", name)))
 
     async def aclose(self) -> None:
-        """End the requests that have not ended with EngineClosedError, and wait until the engine
-        has handled all calls before this one; its process goes on."""
+        """Refuse new requests, end those that have not ended with EngineClosedError, and wait until
+        the engine has handled all calls before this one; its process goes on."""
+        self._is_closed = True
         for pending in list(self._pending.values()):
             pending.end(None, EngineClosedError("the engine was closed"))
         with suppress(EngineClosedError):
-            await asyncio.wrap_future(beside(lambda: self._call("caught_up")))
+            await self._asked("caught_up")
 
     def close(self, timeout_s: float | None = None) -> bool:
         """End the engine's process; return whether it ended by itself, with everything written.
@@ -429,6 +444,10 @@ class RemoteEngine(asyncio.Protocol):
         return has_ended
 
     # ---- the sockets
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine was closed")
 
     async def _connected(self) -> asyncio.Transport:
         if self._ended is not None:

@@ -128,7 +128,8 @@ def applied(like, function, x):
 
     Args:
         like: an empty array of float32.
-        function: the number of f, one of `CODES`; an unknown number is silu.
+        function: the number of f, one of `CODES`. It is not checked here: the names are looked up
+            in `CODES` where a call or a program is made, and raise KeyError there if unknown.
     """
     if function == IDENTITY:
         return x

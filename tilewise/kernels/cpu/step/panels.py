@@ -160,7 +160,10 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, into: Panels | None = No
     if (rows, columns) != (outputs, inputs):
         wide = torch.zeros((rows, columns), dtype=dtype)
         wide[:outputs, :inputs] = weight.detach()
-    words = wide.contiguous().view(torch.int32 if width == 2 else dtype)
+    wide = wide.contiguous()
+    if wide.storage_offset() % width:  # a part of a buffer, which begins inside a word
+        wide = wide.clone()
+    words = wide.view(torch.int32 if width == 2 else dtype)
     parts = words.view(rows // WIDTH, GROUP, COLUMNS, columns // STEP, STEP // width)
     packed = (fresh_words(words.nbytes) if into is None else into.words).view(words.dtype)
     packed.view(parts.permute(0, 3, 1, 4, 2).shape).copy_(parts.permute(0, 3, 1, 4, 2))
