@@ -11,6 +11,7 @@ from tests import warm
 from tests.server.serving import serving
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM, packaged_model
+from tilewise.errors import EngineClosedError
 from tilewise.server.engine_process import remote as process_remote
 from tilewise.server.engine_process.remote import RemoteEngine
 from tilewise.server.keys import Caller, hash_of
@@ -113,3 +114,18 @@ def test_it_is_off_by_default():
             refused = httpx.post(f"{running.url}{path}", json=body, timeout=60)
             assert refused.status_code == 403
             assert "--enable-weight-updates" in refused.json()["error"]["message"]
+
+
+def test_an_engine_that_has_ended_is_no_conflict(monkeypatch):
+    def ended(*_, **__):
+        raise EngineClosedError("the engine has ended")
+
+    with LLM("story", **SETTINGS) as llm:
+        for name in ("sleep", "wake"):
+            monkeypatch.setattr(llm, name, ended)
+        with serving(
+            AsyncLLM(llm), loop=llm.loop, routers=routers, keys=KEYS, changes_weights=True
+        ) as running:
+            for path in ("/sleep", "/wake_up"):
+                response = post(running, path, {})
+                assert (response.status_code, "ended" in response.text) == (503, True)

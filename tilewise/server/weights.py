@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
-from tilewise.errors import CheckpointError, UnsupportedError
+from tilewise.errors import CheckpointError, EngineClosedError, UnsupportedError
 from tilewise.server.errors import ApiError, invalid
 from tilewise.server.routes import admin_only, engine_method
 from tilewise.server.schema import body_of
@@ -70,6 +70,8 @@ def weights_router(service: Service) -> APIRouter:
             raise invalid(str(error), "path") from None
         except UnsupportedError as error:
             raise ApiError(501, str(error), code="not_implemented") from None
+        except EngineClosedError:
+            raise  # the app answers 503
         except RuntimeError as error:
             raise ApiError(409, str(error)) from None
         return JSONResponse({"updated": True})
@@ -83,6 +85,8 @@ def weights_router(service: Service) -> APIRouter:
             await questions.finish(work(body.level, running=body.running))
         except UnsupportedError as error:
             raise ApiError(501, str(error), code="not_implemented") from None
+        except EngineClosedError:
+            raise  # the app answers 503
         except RuntimeError as error:
             raise ApiError(409, str(error)) from None
         return JSONResponse({"asleep": True})
@@ -92,6 +96,8 @@ def weights_router(service: Service) -> APIRouter:
         check(request)
         try:
             await questions.finish(engine_method(llm, "wake")())
+        except EngineClosedError:
+            raise  # the app answers 503
         except RuntimeError as error:
             raise ApiError(409, str(error)) from None
         return JSONResponse({"asleep": False})
