@@ -108,12 +108,13 @@ def capture_steps(runner: DeviceRunner, *, is_lazy: bool, show: Show = silent) -
     The seconds of each kind are added to the runner's `start_seconds`.
 
     Args:
-        runner: the runner; for one on a CPU, which has no graphs, nothing is done.
+        runner: the runner; for one on a CPU, which has no graphs, `is_lazy` must be True and
+            nothing is done.
         is_lazy: True to capture only one decode step of every kind, as the others launch the same
             kernels, and no steps with prompts.
         show: a function that takes lines of progress.
     """
-    if runner.device.type != "cuda":
+    if is_lazy and runner.device.type != "cuda":
         return
     prompts = [] if is_lazy or runner.prompts is None else runner.prompts.sizes
     decode = sizes_of_kinds(runner) if is_lazy else runner.buckets
