@@ -338,6 +338,7 @@ class World:
         remote._loop, remote._mailbox = self.loop, Mailbox(self.loop, 0.04)
         remote._connecting = asyncio.Lock()
         remote._buffer, remote._pending, remote._ended = bytearray(), {}, None
+        remote._is_closed = False
         remote._decode = msgspec.msgpack.Decoder(wire.News | wire.End).decode
         remote._numbers, remote._names = iter(range(1 << 30)), iter(range(1 << 30))
         remote.last_step_time, remote.num_restarts = None, 0
