@@ -70,10 +70,8 @@ def weights_router(service: Service) -> APIRouter:
             raise invalid(str(error), "path") from None
         except UnsupportedError as error:
             raise ApiError(501, str(error), code="not_implemented") from None
-        except EngineClosedError:
-            raise  # the app answers 503
         except RuntimeError as error:
-            raise ApiError(409, str(error)) from None
+            raise _conflict(error) from None
         return JSONResponse({"updated": True})
 
     @router.post("/sleep", openapi_extra=body_of(SleepRequest))
@@ -85,10 +83,8 @@ def weights_router(service: Service) -> APIRouter:
             await questions.finish(work(body.level, running=body.running))
         except UnsupportedError as error:
             raise ApiError(501, str(error), code="not_implemented") from None
-        except EngineClosedError:
-            raise  # the app answers 503
         except RuntimeError as error:
-            raise ApiError(409, str(error)) from None
+            raise _conflict(error) from None
         return JSONResponse({"asleep": True})
 
     @router.post("/wake_up")
@@ -96,10 +92,14 @@ def weights_router(service: Service) -> APIRouter:
         check(request)
         try:
             await questions.finish(engine_method(llm, "wake")())
-        except EngineClosedError:
-            raise  # the app answers 503
         except RuntimeError as error:
-            raise ApiError(409, str(error)) from None
+            raise _conflict(error) from None
         return JSONResponse({"asleep": False})
 
     return router
+
+
+def _conflict(error: RuntimeError) -> Exception:
+    """Return the answer 409 for what the engine cannot do now; the error itself of an engine that
+    has ended, which the app answers with 503."""
+    return error if isinstance(error, EngineClosedError) else ApiError(409, str(error))
