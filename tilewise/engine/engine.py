@@ -152,7 +152,7 @@ class Engine:
             without.
         stops_at_difference: True if no request is taken after the first difference.
         differences: the last differences that auditor and canary have found.
-        asleep: the message with which requests are refused for now; "" while they are taken.
+        asleep: the sentence that says why requests are refused now; "" while they are taken.
 
     Example:
         >>> engine.add_request(Request("a", [1, 2, 3], SamplingParams(max_tokens=8)))

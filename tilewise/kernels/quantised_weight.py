@@ -262,19 +262,19 @@ class QuantisedWeight:
         codes = torch.cat((raw, raw.new_zeros(rows, missing)), 1).view(self.codes.dtype)
         found = {"codes": codes}
         padded = codes.shape[1] * (8 // self.bits)
-        blocks = {"block": self.block, "outer_block": self.outer_block}
-        for label, names in (("block", _INNER), ("outer_block", _OUTER)):
-            height, size = blocks[label]
-            if columns <= size:
-                blocks[label] = (height, padded)
-                continue
-            for name in self.tensors().keys() & names:
+        for names, size in ((_INNER, self.block[1]), (_OUTER, self.outer_block[1])):
+            for name in self.tensors().keys() & names if columns > size else ():
                 tensor = getattr(self, name)
                 more = -(-padded // size) - tensor.shape[1]
                 found[name] = torch.nn.functional.pad(
                     tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor, (0, more)
                 ).view(tensor.dtype)
-        return replace(self, **found, **blocks)  # type: ignore[arg-type]
+        block, outer_block = (
+            (height, size if columns > size else padded)
+            for height, size in (self.block, self.outer_block)
+        )
+        joined = replace(self, block=block, outer_block=outer_block)
+        return replace(joined, **found)  # type: ignore[arg-type]
 
     def columns(self) -> QuantisedWeight:
         """Return the weight with its codes in the order of columns, the inverse of `lanes`; itself

@@ -57,7 +57,8 @@ class TransformersEncoder(nn.Module):
         head: None: a classifier's is inside.
         gives_vectors: True if `forward` returns a row of a classifier's logits for each text, False
             if it returns a row for each token.
-        embedding_source, lm_head: placeholders with the meaning that they have in `Encoder`.
+        embedding_source: the empty name of no tensor: transformers reads the checkpoint.
+        lm_head: None: no token is drawn.
     """
 
     lm_head: None = None
