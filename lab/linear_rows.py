@@ -1,10 +1,11 @@
 """Products of few rows with the weights of two models: cuBLAS, our Triton kernel, Hopper's own.
 
-    python lab/linear_rows.py --json FILE [--seconds 110]
+    python lab/linear_rows.py --json FILE [--seconds 110] [--weights o=2560x4096 ...]
 
-Every form of Hopper's kernel (`RowsTile`) is checked against float64, its rows for the same bits at
-every number of rows, and its results in a graph for those outside; then timed in a CUDA graph over
-copies of the weight that together are several times the L2 cache. All forms are compiled first, by
+Every form of Hopper's kernel (`RowsTile`), and for small weights of the Triton kernel
+(`LinearTile`), is checked against float64, its rows for the same bits at every number of rows, and
+its results in a graph for those outside; then timed in a CUDA graph over copies of the weight that
+together are several times the L2 cache. All forms are compiled first, by
 processes that need no GPU; each weight is measured by a process of its own, one at a time, so that
 one that fails or hangs loses its own rows alone. A row of the JSON is one (weight, rows, form); a
 person reads the best ones and commits them to `kernels.tiles.linear_rows`.
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from tilewise.children import spawning
 from tilewise.kernels.tiles import linear_rows as tiles
-from tilewise.kernels.tiles.linear import MOST_ROWS
+from tilewise.kernels.tiles.linear import MOST_ROWS, LinearTile
 from tilewise.kernels.tiles.linear_rows import RowsTile
 
 # (name, outputs, channels)
@@ -56,8 +57,14 @@ FORMS = ((64, 64, 3), (64, 64, 4), (64, 128, 2), (64, 128, 3), (128, 64, 2), (12
 PARTS = (1, 2, 3, 4, 6, 7, 8, 14, 16)
 SMS, FEWEST_CTAS = 132, 96
 SMALL, FEWEST_OF_SMALL = 1 << 23, 60  # elements of a weight whose parts cost more than they gain
+# The Triton kernel's forms for weights of so few elements: outputs of a program, channels of a
+# slice, warps that take slices in turn, parts.
+PORTABLE_FORMS = ((8, 256, 4), (8, 256, 2), (8, 128, 4), (16, 256, 2), (16, 128, 4), (16, 256, 4),
+                  (32, 128, 1), (8, 512, 4))  # fmt: skip
+PORTABLE_PARTS = (1, 2, 4)
 _CONTEXT = multiprocessing.get_context("spawn")
-Asked = list[tuple[int, str, RowsTile | None]]
+Form = RowsTile | LinearTile
+Asked = list[tuple[int, str, Form | None]]
 
 
 def forms_of(outputs: int, channels: int) -> Iterator[RowsTile]:
@@ -78,6 +85,17 @@ def forms_of(outputs: int, channels: int) -> Iterator[RowsTile]:
             if 0 not in stages and same not in seen:
                 seen.add(same)
                 yield form
+
+
+def portable_forms_of(outputs: int, channels: int) -> Iterator[LinearTile]:
+    """Yield the forms of the Triton kernel to try for a small weight; none for a large one."""
+    if outputs * channels >= SMALL:
+        return
+    for tile_n, tile_k, ways in PORTABLE_FORMS:
+        for parts in PORTABLE_PARTS:
+            if parts * ways * tile_k > channels or -(-outputs // tile_n) * parts > 4 * SMS:
+                continue
+            yield LinearTile(tile_n, tile_k, ways, parts, ways if ways > 1 else 4, 3)
 
 
 class _Stub:
@@ -115,7 +133,7 @@ def prepare_compiling() -> None:
     JITFunction.run = compile_only
 
 
-def compile_one(job: tuple[int, int, int, RowsTile | None]) -> str | None:
+def compile_one(job: tuple[int, int, int, Form | None]) -> str | None:
     """Compile a form, or our Triton kernel; return what went wrong."""
     outputs, channels, rows, form = job
     from tilewise.kernels.gluon.step import linear as own
@@ -126,10 +144,10 @@ def compile_one(job: tuple[int, int, int, RowsTile | None]) -> str | None:
         for shape in ((rows, channels), (outputs, channels))
     )
     try:
-        if form is None:
-            portable.launch(x, weight, None)
-        else:
+        if isinstance(form, RowsTile):
             own.launch(x, weight, None, form)
+        else:
+            portable.launch(x, weight, None, form)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[-300:]}"
     return None
@@ -144,13 +162,13 @@ class Compilers:
         self._done: set[Any] = set()
         self.failed: list[str] = []
 
-    def run(self, jobs: Sequence[tuple[int, int, int, RowsTile | None]]) -> None:
+    def run(self, jobs: Sequence[tuple[int, int, int, Form | None]]) -> None:
         """Compile what has not been compiled for a weight of these divisors."""
         waiting = {}
         for outputs, channels, rows, form in jobs:
             padded = tiles.row_tile(rows)
-            if form is None:  # has tiles of its own for each weight
-                kind: tuple[Any, ...] = (outputs, channels, rows > 16)
+            if not isinstance(form, RowsTile):  # has tiles of its own for each weight
+                kind: tuple[Any, ...] = (outputs, channels, rows > 16, form)
             else:
                 if padded > tiles.most_rows(form):
                     continue
@@ -191,10 +209,10 @@ class Problem:
         self.weights = [first, *(first.clone() for _ in range(count - 1))]
         self.truth = F.linear(self.x.double(), first.double())
         self.eager = F.linear(self.x, first)
-        self.bits: dict[RowsTile, Tensor] = {}
+        self.bits: dict[Form, Tensor] = {}
 
 
-def call_of(name: str, form: RowsTile | None) -> Callable[[Tensor, Tensor], Tensor]:
+def call_of(name: str, form: Form | None) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the product that a row of the JSON is about."""
     from tilewise.kernels.gluon.step import linear as own
     from tilewise.kernels.triton.step import linear as portable
@@ -202,11 +220,11 @@ def call_of(name: str, form: RowsTile | None) -> Callable[[Tensor, Tensor], Tens
     if name == "cublas":
         return F.linear
     if name == "triton":
-        return lambda x, weight: portable.launch(x, weight, None)
+        return lambda x, weight: portable.launch(x, weight, None, form)
     return lambda x, weight: own.launch(x, weight, None, form)
 
 
-def measure(problem: Problem, rows: int, name: str, form: RowsTile | None) -> dict[str, Any]:
+def measure(problem: Problem, rows: int, name: str, form: Form | None) -> dict[str, Any]:
     """Check one form and time it; a wrong or failing one has no time, only its reason."""
     row: dict[str, Any] = {"rows": rows, "name": name}
     if form is not None:
@@ -229,7 +247,7 @@ def measure(problem: Problem, rows: int, name: str, form: RowsTile | None) -> di
     return {**row, "us": round(seconds * 1e6, 2), "percent": round(100 * share, 1)}
 
 
-def _what_is_wrong(problem: Problem, y: Tensor, form: RowsTile | None) -> str | None:
+def _what_is_wrong(problem: Problem, y: Tensor, form: Form | None) -> str | None:
     from tilewise.testing import budget_violation
 
     rows = y.shape[0]
@@ -294,6 +312,7 @@ class Weight:
     def __init__(self, name: str, outputs: int, channels: int, where: str) -> None:
         self.name, self.outputs, self.channels = name, outputs, channels
         self.forms = list(forms_of(outputs, channels))
+        self.portable = list(portable_forms_of(outputs, channels))
         self.rows: list[dict[str, Any]] = []
         self.error: str | None = None
         self._pipe, other = _CONTEXT.Pipe()
@@ -334,7 +353,7 @@ class Weight:
         """Return the forms that are fastest at the swept rows, together."""
         times: dict[RowsTile, list[float]] = {}
         for row in self.rows:
-            if "form" in row and row["rows"] in SWEPT_ROWS:
+            if row["name"] == "own" and row["rows"] in SWEPT_ROWS:
                 times.setdefault(RowsTile(*row["form"]), []).append(row.get("us", float("inf")))
         return sorted(times, key=lambda form: (-len(times[form]), sum(times[form])))[:count]
 
@@ -356,7 +375,7 @@ def run(weights: Sequence[Weight], compilers: Compilers, seconds: float) -> None
     end = time.time() + seconds
     compilers.run([
         (w.outputs, w.channels, rows, form)
-        for w in weights for rows in SWEPT_ROWS for form in (None, *w.forms)
+        for w in weights for rows in SWEPT_ROWS for form in (None, *w.forms, *w.portable)
     ])  # fmt: skip
     _told(f"forms compiled, {end - time.time():.0f} s left")
     kept = 0.4 * (end - time.time())  # for the other rows
@@ -364,6 +383,7 @@ def run(weights: Sequence[Weight], compilers: Compilers, seconds: float) -> None
         asked: Asked = []
         for rows in SWEPT_ROWS:
             asked += [*baselines(rows), *((rows, "own", form) for form in w.forms)]
+            asked += [(rows, "triton", form) for form in w.portable]
         left = end - time.time() - kept
         w.ask(asked, max(2.0, left / (len(weights) - number)))
         _told(w.error or f"{w.name}: {len(w.rows)} of {len(asked)} rows, best {w.best(1)}")
@@ -396,11 +416,14 @@ def summary(weights: Sequence[Weight]) -> list[str]:
     for w in weights:
         for rows in sorted({row["rows"] for row in w.rows}):
             mine = [row for row in w.rows if row["rows"] == rows]
-            named = {row["name"]: row for row in mine if row["name"] != "own"}
+            named = {row["name"]: row for row in mine if "form" not in row}
             timed = [row for row in mine if row["name"] == "own" and "us" in row]
-            late = [row for row in timed if not row["form"][-1]]
+            late = [row for row in timed if not RowsTile(*row["form"]).early]
             words = [f"{name} {row.get('us', row.get('wrong'))}" for name, row in named.items()]
-            for kind, found in (("own", late), ("early", [r for r in timed if r["form"][-1]])):
+            early = [row for row in timed if row not in late]
+            portable = [row for row in mine if row["name"] == "triton" and "form" in row]
+            portable = [row for row in portable if "us" in row]
+            for kind, found in (("own", late), ("early", early), ("portable", portable)):
                 if found:
                     best = min(found, key=lambda row: row["us"])
                     words.append(f"{kind} {best['us']} ({best['percent']} %) {best['form']}")
@@ -418,9 +441,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--weights", nargs="+", metavar="NAME=NxK", help="others than the models'")
     args = parser.parse_args()
+    chosen = [*WEIGHTS]
+    if args.weights:
+        parts = [
+            each.replace("=", " ").replace("x", " ").rsplit(maxsplit=2) for each in args.weights
+        ]
+        chosen = [(name, int(outputs), int(channels)) for name, outputs, channels in parts]
     compilers = Compilers(args.workers)
-    weights = [Weight(*each, "cuda") for each in WEIGHTS]
+    weights = [Weight(*each, "cuda") for each in chosen]
     try:
         run(weights, compilers, args.seconds)
     finally:

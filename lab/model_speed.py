@@ -40,6 +40,7 @@ from tilewise.bench.engines import shapes
 from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.models.config import read_config
 from tilewise.models.registry import empty_model
+from tilewise.nn.quantised import QuantisedLinear
 
 _NEW: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16"}
 # Of Qwen3.5's layers, three of four keep a state.
@@ -197,6 +198,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+SHAPES["llama-3-8b"] = shapes.SHAPES["llama-3-8b"]
+SHAPES["llama-3-8b-4-bits"] = SHAPES["llama-3-8b"] | {
+    "quantization_config": {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
+    }
+}  # fmt: skip
 WANTED = {  # shares of the roof at 1, 32 and 256 rows
     "qwen3-30b-a3b": (0.35, 0.5, 0.6),
     "gemma-4-12b": (0.6, 0.7, 0.8),
@@ -255,6 +262,9 @@ def bytes_of_weights(model: torch.nn.Module, config: dict[str, Any], rows: int) 
             continue
         is_routed = experts > 0 and tensor.shape[0] == experts and "router" not in name
         total += tensor.nbytes * (hit if is_routed else 1.0)
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            total += sum(part.nbytes for part in module.parts)
     return total
 
 
@@ -382,7 +392,8 @@ def measure(name: str, options: argparse.Namespace, peak: Ceilings) -> dict[str,
                 )  # graphs of as few rows as remain at the end are captured, too
                 rates = [decode_rate(llm, given, []) for _ in range(options.turns)]
                 rate = statistics.median(rates)
-                weights = bytes_of_weights(model, config, rows)
+                read_model = llm.model if "quantization_config" in config else model
+                weights = bytes_of_weights(read_model, config, rows)
                 cache = bytes_of_cache(config, rows, options.prompt + options.tokens // 2)
                 found[str(rows)] = {
                     "tokens_per_s": round(rate, 1),
