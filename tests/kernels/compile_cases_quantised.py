@@ -148,7 +148,7 @@ def launch_experts(name: str, tile: NarrowTile | None = None) -> None:
     mixture.launch(
         meta(tokens, width, dtype=torch.bfloat16),
         meta(tokens, active, dtype=torch.int32), meta(tokens, active, dtype=_WIDE),
-        up, bias[0] if is_gpt else None, down, bias[1] if is_gpt else None, inner=inner,
+        up, bias[0] if is_gpt else None, down, bias[1] if is_gpt else None, None, None, inner=inner,
         activation="clamped" if is_gpt else "silu", interleaved=is_gpt, limit=7.0, alpha=1.702,
         weighs_input=False, batch_invariant=False, tile=tile,
     )  # fmt: skip

@@ -194,6 +194,9 @@ def launch_experts(tokens: int, *, packed: bool) -> None:
             given[name] = meta(experts, rows, columns // 32, 16, dtype=torch.uint8)
             given[f"{name}_scale"] = meta(experts, rows, columns // 32, dtype=torch.uint8)
     x, logits = meta(tokens, width, dtype=dtype), meta(tokens, experts, dtype=dtype)
+    # As of Qwen3.5-35B-A3B a block of all tokens, with a gate.
+    given["shared"] = None if packed else x
+    given["shared_gate"] = None if packed else meta(tokens, 1, dtype=dtype)
     scores, groups = ("softmax", (1, 1, 1)) if packed else ("sigmoid", (8, 4, 2))
     correction = None if packed else meta(experts, dtype=torch.float32)
     chosen, weights = choose.launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import pytest
@@ -243,6 +244,31 @@ def test_what_is_float32_in_a_model_of_16_bits_stays_so():
         x = torch.randn(5, E, generator=torch.Generator().manual_seed(0)).bfloat16()
         assert mine(x).dtype == torch.bfloat16
     assert mine.double().router.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_the_ops_of_inference_add_the_block_of_all_tokens(family, place, monkeypatch):
+    _, mine = build(family)
+    mine = mine.to(place)
+    x = torch.randn(9, E, generator=torch.Generator().manual_seed(1)).to(place)
+    if place == "cpu":
+        for name in ("choose_experts", "expert_mlp"):
+            op = functools.partial(getattr(ops, name), backend="reference")
+            monkeypatch.setattr(ops, name, op)
+    with torch.no_grad():
+        shared, logits = mine._shared(x), mine._logits(x)
+        y = mine._in_one(x, logits, shared)
+        expected = mine._added(mine._in_one(x, logits, None), shared)
+        torch.testing.assert_close(y, expected, rtol=0 if place == "cuda" else 1e-6, atol=1e-6)
+        torch.testing.assert_close(y, mine(x), rtol=1e-4, atol=1e-4)
+    if place == "cuda":
+        assert torch.equal(y, expected)
+        mine.has_inference_bits = True
+        learning = mine(x)
+        assert torch.equal(learning, y)
+        learning.sum().backward()
+        assert mine.shared.down_proj.weight.grad.any()
 
 
 def test_settings_that_cannot_be_are_refused():

@@ -99,6 +99,11 @@ def without_biases(given):
 CLAMPED = {"activation": "clamped", "interleaved": True}
 
 
+def with_shared(y, shared, gate):
+    """Return what torch's operations make of the result, rounded one after another."""
+    return y + (shared if gate is None else torch.sigmoid(gate) * shared)
+
+
 @on_triton
 @pytest.mark.parametrize(
     ("tokens", "width", "inner", "experts", "active", "packed", "options"),
@@ -155,6 +160,49 @@ def test_a_row_does_not_depend_on_others(backend, place):
     for rows in (slice(3, 4), slice(10, 51), slice(1, 70, 9)):
         some = {name: given[name][rows].contiguous() for name in ("x", "chosen", "weights")}
         assert torch.equal(ops.expert_mlp(**(given | some), **options), together[rows])
+
+
+@pytest.mark.parametrize(
+    ("backend", "place"), [pytest.param("reference", "cpu", id="reference"), *BACKENDS[1:]]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [40, 3])
+def test_a_block_of_all_tokens_is_added_as_by_torch(tokens, dtype, backend, place):
+    given = problem(tokens, 48, 32, 5, 2, dtype, place)
+    plain = ops.expert_mlp(**given, backend=backend)
+    draw = torch.Generator().manual_seed(1)
+    wide = torch.randn(tokens, 96, generator=draw).to(place, dtype)
+    shared, gate = wide[:, :48], 3 * wide[:, 50:51]  # rows that lie apart
+    y = ops.expert_mlp(**given, shared=shared, backend=backend)
+    assert torch.equal(y, with_shared(plain, shared, None))
+    y = ops.expert_mlp(**given, shared=shared, shared_gate=gate, backend=backend)
+    expected = with_shared(plain, shared, gate)
+    if place == "cuda":
+        assert torch.equal(y, expected)
+    else:  # another exponential
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(y, expected, rtol=2 * eps, atol=2 * eps)
+    given["chosen"][:] = -1
+    alone = ops.expert_mlp(**given, shared=shared, shared_gate=gate, backend=backend)
+    torch.testing.assert_close(alone, torch.sigmoid(gate) * shared, rtol=1e-2, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_gate_of_16_bits_has_the_bits_of_torch(dtype):
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
+    source = torch.bfloat16 if dtype == torch.float32 else dtype
+    gate = bits.view(source).to(dtype)[:, None]
+    tokens = len(gate)
+    if dtype == torch.float32:
+        gate = gate * 1.0009765
+    given = problem(4, 16, 16, 2, 1, dtype, "cuda")
+    given |= {name: given[name].repeat(tokens // 4, 1) for name in ("x", "chosen", "weights")}
+    shared = torch.randn(tokens, 16, device="cuda").to(dtype)
+    y = ops.expert_mlp(**given, shared=shared, shared_gate=gate)
+    expected = with_shared(ops.expert_mlp(**given), shared, gate)
+    assert expected.isfinite().any(1).sum() > 60_000
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @on_triton
@@ -285,6 +333,16 @@ REFUSED = {
                                  "up must be contiguous"),
     "rows of a gate alone": (lambda g: g | {"up": g["up"][:, :3]}, ValueError,
                              r"up must be \(N, 2 I, E\)"),
+    "a block of other tokens": (lambda g: g | {"shared": g["x"][:2]}, ValueError,
+                                "shared must have shape"),
+    "a block of another dtype": (lambda g: g | {"shared": g["x"].half()}, TypeError,
+                                 "shared must have dtype"),
+    "channels that lie apart": (lambda g: g | {"shared": g["x"].T.contiguous().T}, ValueError,
+                                "shared must have stride 1 in its last"),
+    "a gate for each channel": (lambda g: g | {"shared": g["x"], "shared_gate": g["x"]}, ValueError,
+                                "shared_gate must have shape"),
+    "a gate of no block": (lambda g: g | {"shared_gate": g["x"][:, :1]}, ValueError,
+                           "shared_gate must be None without shared"),
     "an unknown activation": (lambda g: g | {"activation": "tanh"}, ValueError,
                               "activation must be one of silu"),
     "an unknown backend": (lambda g: g | {"backend": "mps"}, ValueError, "backend must be one of"),
@@ -354,6 +412,6 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.tilewise.expert_mlp.default,
         (given["x"], given["chosen"], given["weights"], given["up"], None, given["up_bias"],
-         given["down"], None, given["down_bias"], "clamped", True, 7.0, 1.702, False, False,
-         "reference"),
+         given["down"], None, given["down_bias"], given["x"], given["x"][:, :1],
+         "clamped", True, 7.0, 1.702, False, False, "reference"),
     )  # fmt: skip

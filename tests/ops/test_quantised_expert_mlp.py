@@ -36,6 +36,9 @@ def test_the_reference_is_the_definition(padded, kind):
         assert given["up"].shape == (512, 256)
     y = ops.quantised_expert_mlp(**given)
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=2**-8)
+    shared, gate = y.flip(0), y[:, :1]
+    both = ops.quantised_expert_mlp(**given, shared=shared, shared_gate=gate)
+    torch.testing.assert_close(both, y + torch.sigmoid(gate) * shared, rtol=2**-7, atol=2**-7)
 
 
 REFUSED = {
@@ -49,6 +52,8 @@ REFUSED = {
         lambda g: g | {"up": replace(g["up"], scales=g["up"].scales[:, :2])},
         "up.scales must have shape"),
     "biases of other rows": (lambda g: g | {"up_bias": g["down_bias"]}, "up_bias must have shape"),
+    "a block of other channels": (lambda g: g | {"shared": g["x"][:, :64]},
+                                  "shared must have shape"),
     "clamped without gates": (
         lambda g: g | {"up": g["up"]._by_row(torch.arange(256)), "up_bias": None},
         "activation must not be clamped without gates"),

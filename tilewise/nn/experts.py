@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +137,18 @@ ACTIVATION_OF: dict[str, ExpertActivation] = {
 assert {*ACTIVATION_OF.values(), _CLAMPED} == {*get_args(ExpertActivation)}
 
 
+class _Shared(NamedTuple):
+    """The output of the block that all tokens use.
+
+    Attributes:
+        rows: (T, E).
+        gate: (T, 1), the logit of each row's gate; None for a block without gates.
+    """
+
+    rows: Tensor
+    gate: Tensor | None
+
+
 class Experts(nn.Module):
     """y = sum over a token's experts e of weight[e] down[e](act(gate[e](x)) up[e](x)), and the
     block that all tokens use; see `ops.choose_experts` and `ops.expert_mlp`. Without gates an
@@ -250,29 +262,34 @@ class Experts(nn.Module):
         logits = self._logits(rows if router_input is None else router_input.reshape(rows.shape))
         if self.latent_proj is not None:
             rows = project(self.latent_proj, rows)
-        if self.packed is not None:
-            y = cpu_step.mix(rows, logits, self.packed)
-        elif torch.is_grad_enabled() and (
-            rows.requires_grad or any(p.requires_grad for p in self.parameters())
-        ):
-            y = self._by_expert(rows, *self._choose(logits))
-            if self.has_inference_bits:
-                with torch.no_grad():
-                    value = (
-                        self._in_one(rows, logits)
-                        if rows.is_cuda
-                        else cpu_step.mix(rows, logits, self._packed())
-                    )
-                y = valued(y, value)
-        elif rows.is_cuda and rows.dtype != torch.float64:
-            y = self._in_one(rows, logits)
+        shared = None if self.shared is None else self._shared(tokens)
+        if self.latent_out_proj is None:
+            y = self._mixed(rows, logits, shared)
         else:
-            y = self._by_expert(rows, *self._choose(logits))
-        if self.latent_out_proj is not None:
-            y = project(self.latent_out_proj, y)
-        if self.shared is not None:
-            y = y + self._shared(tokens)
+            y = self._added(project(self.latent_out_proj, self._mixed(rows, logits, None)), shared)
         return y.view(x.shape)
+
+    def _mixed(self, rows: Tensor, logits: Tensor, shared: _Shared | None) -> Tensor:
+        """Return (T, E), each token's weighted sum of its chosen experts, plus `shared`, if any.
+
+        `logits` (T, N) are those of the router, before logit_scale, for rows (T, E).
+        """
+        if self.packed is not None:
+            return self._added(cpu_step.mix(rows, logits, self.packed), shared)
+        learns = torch.is_grad_enabled() and (
+            rows.requires_grad or any(p.requires_grad for p in self.parameters())
+        )
+        if rows.is_cuda and rows.dtype != torch.float64 and not learns:
+            return self._in_one(rows, logits, shared)
+        y = self._added(self._by_expert(rows, *self._choose(logits)), shared)
+        if learns and self.has_inference_bits:
+            with torch.no_grad():
+                if rows.is_cuda:
+                    value = self._in_one(rows, logits, shared)
+                else:
+                    value = self._added(cpu_step.mix(rows, logits, self._packed()), shared)
+            y = valued(y, value)
+        return y
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
         """Replace the experts' weights and the router by the layout that this CPU reads fastest.
@@ -431,11 +448,10 @@ class Experts(nn.Module):
         scale = self.config.logit_scale
         return logits if scale == 1.0 else logits.float() * scale
 
-    def _in_one(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Return (T, E), each token's weighted sum of its chosen experts, by the ops of inference
-        on a GPU.
+    def _in_one(self, x: Tensor, logits: Tensor, shared: _Shared | None) -> Tensor:
+        """Return the result of `_mixed`, by the ops of inference on a GPU.
 
-        Nothing is differentiable. `logits` (T, N) are those of the router, before logit_scale.
+        Nothing is differentiable.
         """
         config = self.config
         chosen, weights = ops.choose_experts(
@@ -469,12 +485,16 @@ class Experts(nn.Module):
                 up_scale=self.up_scale,
                 down_scale=self.down_scale,
             )
+        # Under autocast the block's rows may have another dtype.
+        beside = [None if part is None else part.to(x.dtype) for part in shared or (None, None)]
         return call(
             x,
             chosen,
             weights.float(),
             up_bias=self.up_bias,
             down_bias=self.down_bias,
+            shared=beside[0],
+            shared_gate=beside[1],
             activation=cast(ExpertActivation, ACTIVATION_OF.get(config.activation, _CLAMPED)),
             interleaved=config.is_interleaved,
             limit=config.limit,
@@ -591,14 +611,21 @@ class Experts(nn.Module):
         y: Tensor = (other + 1) * (gate * self._sigmoid(config.alpha * gate))
         return y
 
-    def _shared(self, x: Tensor) -> Tensor:
-        """Return the output (T, E) of the shared block, times sigmoid(shared_gate(x)) if it has a
-        gate."""
+    def _shared(self, x: Tensor) -> _Shared:
         assert self.shared is not None
-        y: Any = self.shared(x)
-        if self.shared_gate is None:
-            return cast(Tensor, y)
-        return self._sigmoid(project(self.shared_gate, x)) * cast(Tensor, y)
+        y = cast(Tensor, self.shared(x))
+        return _Shared(y, None if self.shared_gate is None else project(self.shared_gate, x))
+
+    def _added(self, y: Tensor, shared: _Shared | None) -> Tensor:
+        """Return y (T, E) plus the shared block's rows times the sigmoids of their gates.
+
+        None adds nothing.
+        """
+        if shared is None:
+            return y
+        if shared.gate is None:
+            return y + shared.rows
+        return y + self._sigmoid(shared.gate) * shared.rows
 
     def _plain(self, name: str, e: int) -> Tensor:
         """Return weight `name` ("up" or "down") of expert `e` as floats (rows, columns),

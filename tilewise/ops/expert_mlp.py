@@ -31,6 +31,8 @@ def expert_mlp(
     down_bias: Tensor | None = None,
     up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
     activation: ExpertActivation = "silu",
     interleaved: bool = False,
     limit: float = 7.0,
@@ -46,6 +48,10 @@ def expert_mlp(
     `weighs_input` the weight multiplies x instead. Without gates, where `up` has half as many rows,
     a[e] = act(x up[e]^T + up_bias[e]).
 
+    With `shared` the result is round(y) + shared, and with `shared_gate`, too, it is
+    round(y) + round(round(sigmoid(shared_gate)) shared): rounded as by torch's operations one after
+    another.
+
     Rows are sorted by expert on the device, so that each weight is read once a tile of rows;
     nothing waits for the device. A token's experts are added in the order of its choices. Nothing
     is differentiable.
@@ -60,6 +66,9 @@ def expert_mlp(
         down: (N, E, I), the dtype of x, contiguous; or uint8 (N, E, I / 32, 16), MXFP4.
         up_bias, down_bias: (N, 2 I) and (N, E), the dtype of x, contiguous; None is 0.
         up_scale, down_scale: uint8 (N, 2 I, E / 32) and (N, E, I / 32), with MXFP4 and only then.
+        shared: (T, E), the dtype of x, last dim contiguous: the output of a block that all tokens
+            use.
+        shared_gate: (T, 1), the dtype of x: the logit of each token's gate of `shared`.
         activation: act, "silu", "gelu", "gelu_tanh", "relu" or "relu_squared"; or, with gates,
             "clamped".
         interleaved: True if row 2 i of up[e] is that of g[i] and row 2 i + 1 that of u[i]; False
@@ -92,6 +101,8 @@ def expert_mlp(
         down,
         down_scale,
         down_bias,
+        shared,
+        shared_gate,
         activation,
         interleaved,
         float(limit),
@@ -113,6 +124,8 @@ def _check(
     down: Tensor,
     down_scale: Tensor | None,
     down_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
     activation: str,
     interleaved: bool,
     limit: float,
@@ -122,6 +135,7 @@ def _check(
     backend: str | None,
 ) -> None:
     _check_tensors(x, chosen, weights, up, up_scale, up_bias, down, down_scale, down_bias)
+    check_shared(x, shared, shared_gate)
     check_activation(activation, has_gates=_has_gates(up, down, down_scale))
     dispatch.check_backend_name(backend)
     if values.WAITS:
@@ -206,6 +220,24 @@ def check_choices(tokens: int, chosen: Tensor, weights: Tensor, num_experts: int
     checks.check_same_dtype("weights", weights, torch.float32)
 
 
+def check_shared(x: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -> None:
+    """Raise unless `shared` fits x (T, E), and `shared_gate` is (T, 1); None for both fits.
+
+    The error is TypeError for a dtype, otherwise ValueError.
+    """
+    if shared is None:
+        if shared_gate is not None:
+            raise ValueError("shared_gate must be None without shared, got a tensor")
+        return
+    for name, tensor, channels in (("shared", shared, x.shape[1]), ("shared_gate", shared_gate, 1)):
+        if tensor is None:
+            continue
+        checks.check_same_dtype(name, tensor, x.dtype)
+        checks.check_shape(name, tensor, (len(x), channels))
+        checks.check_device(name, tensor, x.device)
+    checks.check_last_dim_contiguous("shared", shared)
+
+
 def check_activation(activation: str, *, has_gates: bool) -> None:
     """Raise ValueError unless `activation` is a known name; "clamped" needs experts with gates."""
     if activation not in get_args(ExpertActivation):
@@ -229,6 +261,8 @@ def _chosen(
     down: Tensor,
     down_scale: Tensor | None,
     down_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
     activation: str,
     interleaved: bool,
     limit: float,
@@ -249,6 +283,8 @@ def _chosen(
         down,
         down_scale,
         down_bias,
+        shared,
+        shared_gate,
         activation=activation,
         interleaved=interleaved,
         limit=limit,
@@ -264,9 +300,9 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 register_step(
     "expert_mlp(Tensor x, Tensor chosen, Tensor weights, Tensor up, Tensor? up_scale, "
-    "Tensor? up_bias, Tensor down, Tensor? down_scale, Tensor? down_bias, str activation, "
-    "bool interleaved, float limit, float alpha, bool weighs_input, bool batch_invariant, "
-    "str? backend) -> Tensor",
+    "Tensor? up_bias, Tensor down, Tensor? down_scale, Tensor? down_bias, Tensor? shared, "
+    "Tensor? shared_gate, str activation, bool interleaved, float limit, float alpha, "
+    "bool weighs_input, bool batch_invariant, str? backend) -> Tensor",
     _chosen,
     _fake,
 )

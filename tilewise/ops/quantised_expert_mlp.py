@@ -17,6 +17,7 @@ from tilewise.ops.expert_mlp import (
     ExpertActivation,
     check_activation,
     check_choices,
+    check_shared,
     check_tokens,
 )
 from tilewise.ops.quantised_linear import (
@@ -42,6 +43,8 @@ def quantised_expert_mlp(
     inner_size: int,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
     activation: ExpertActivation = "silu",
     interleaved: bool = False,
     limit: float = 7.0,
@@ -56,8 +59,8 @@ def quantised_expert_mlp(
     registers of the multiplying warps. Nothing is differentiable.
 
     Args:
-        x, chosen, weights, activation, interleaved, limit, alpha, weighs_input, batch_invariant: as
-            of `expert_mlp`.
+        x, chosen, weights, shared, shared_gate, activation, interleaved, limit, alpha,
+            weighs_input, batch_invariant: as of `expert_mlp`.
         up: the experts' rows one below another, (N 2 I, E), or (N I, E) without gates; columns that
             are not read may follow, see `QuantisedWeight.padded`.
         down: likewise (N E, I).
@@ -83,6 +86,8 @@ def quantised_expert_mlp(
         *arguments_of(down),
         up_bias,
         down_bias,
+        shared,
+        shared_gate,
         inner_size,
         activation,
         interleaved,
@@ -131,7 +136,9 @@ def _spec_of(
 def _check(x: Tensor, chosen: Tensor, weights: Tensor, *given: Any) -> None:
     up = weight_of(*given[:NUM_ARGUMENTS])
     down = weight_of(*given[NUM_ARGUMENTS : 2 * NUM_ARGUMENTS])
-    up_bias, down_bias, inner_size, activation, *_, backend = given[2 * NUM_ARGUMENTS :]
+    up_bias, down_bias, shared, shared_gate, inner_size, activation, *_, backend = given[
+        2 * NUM_ARGUMENTS :
+    ]
     width = check_tokens(x, chosen)
     if width == 0 or down.shape[0] % width:
         raise ValueError(f"down must have a multiple of {width} rows, got {down.shape[0]}")
@@ -162,6 +169,7 @@ def _check(x: Tensor, chosen: Tensor, weights: Tensor, *given: Any) -> None:
         checks.check_device(name, tensor, x.device)
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    check_shared(x, shared, shared_gate)
     check_activation(activation, has_gates=outputs != inner_size)
     dispatch.check_backend_name(backend)
     if values.WAITS:
@@ -171,7 +179,9 @@ def _check(x: Tensor, chosen: Tensor, weights: Tensor, *given: Any) -> None:
 def _chosen(x: Tensor, chosen: Tensor, weights: Tensor, *given: Any) -> partial[Tensor]:
     up = weight_of(*given[:NUM_ARGUMENTS])
     down = weight_of(*given[NUM_ARGUMENTS : 2 * NUM_ARGUMENTS])
-    up_bias, down_bias, inner_size, *options, backend = given[2 * NUM_ARGUMENTS :]
+    up_bias, down_bias, shared, shared_gate, inner_size, *options, backend = given[
+        2 * NUM_ARGUMENTS :
+    ]
     names = ("activation", "interleaved", "limit", "alpha", "weighs_input", "batch_invariant")
     name = dispatch.choose("quantised_expert_mlp", _spec_of(x, up, down, inner_size), backend)
     return partial(
@@ -183,6 +193,8 @@ def _chosen(x: Tensor, chosen: Tensor, weights: Tensor, *given: Any) -> partial[
         up_bias,
         down,
         down_bias,
+        shared,
+        shared_gate,
         inner=inner_size,
         **dict(zip(names, options, strict=True)),
     )
@@ -194,9 +206,9 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 register_step(
     f"quantised_expert_mlp(Tensor x, Tensor chosen, Tensor weights, {schema_of('up_')}, "
-    f"{schema_of('down_')}, Tensor? up_bias, Tensor? down_bias, int inner_size, str activation, "
-    "bool interleaved, float limit, float alpha, bool weighs_input, bool batch_invariant, "
-    "str? backend) -> Tensor",
+    f"{schema_of('down_')}, Tensor? up_bias, Tensor? down_bias, Tensor? shared, "
+    "Tensor? shared_gate, int inner_size, str activation, bool interleaved, float limit, "
+    "float alpha, bool weighs_input, bool batch_invariant, str? backend) -> Tensor",
     _chosen,
     _fake,
 )

@@ -36,8 +36,10 @@ def problem(kind, tokens, width, inner, experts, active, dtype, *, has_gates=Tru
     return given | {"chosen": chosen.int(), "weights": top.softmax(-1)}, up, down
 
 
-def check(kind, tokens, width, inner, experts, active, tile, dtype, place="cpu", **options):
-    """Compare a call with float64."""
+def check(
+    kind, tokens, width, inner, experts, active, tile, dtype, place="cpu", shared=None, **options
+):
+    """Compare a call with float64; with `shared`, what it is added to."""
     has = {n: options.pop(n) for n in ("has_gates", "has_bias") if n in options}
     given, up, down = problem(kind, tokens, width, inner, experts, active, dtype, **has)
     told = {"activation": "silu", "interleaved": False, "limit": 7.0, "alpha": 1.702,
@@ -47,7 +49,7 @@ def check(kind, tokens, width, inner, experts, active, tile, dtype, place="cpu",
     read = [weight.padded().to(place).lanes() for weight in (up, down)]
     y = mixture.launch(
         moved["x"], moved["chosen"], moved["weights"], read[0], biases[0], read[1], biases[1],
-        inner=inner, batch_invariant=False, tile=tile, **told,
+        shared, None, inner=inner, batch_invariant=False, tile=tile, **told,
     )  # fmt: skip
     wide = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
     values = {
@@ -58,6 +60,8 @@ def check(kind, tokens, width, inner, experts, active, tile, dtype, place="cpu",
                      has_gates=has.get("has_gates", True))  # fmt: skip
     plain = eager(**given, **{n: v.to(dtype) for n, v in values.items()}, **told,
                   has_gates=has.get("has_gates", True))  # fmt: skip
+    if shared is not None:
+        expected, plain = expected + shared, plain + shared
     assert_within_budget(y.cpu(), expected, plain)
     return y
 
@@ -96,6 +100,13 @@ def test_every_form_keeps_the_budget(kind, tokens, width, inner, experts, active
             **options,
         )  # fmt: skip
     assert names == ["experts_kernel"] * 2
+
+
+def test_a_block_of_all_tokens_is_added():
+    shared = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tile = NarrowTile(8, TOKENS, 1, 2, 4)
+    with emulated(3):
+        check("int4", 3, 256, 128, 4, 2, tile, torch.bfloat16, shared=shared)
 
 
 def run_many_items(program: Program | None = None) -> None:

@@ -25,6 +25,8 @@ def launch(
     down: Tensor,
     down_scale: Tensor | None,
     down_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
     *,
     activation: str,
     interleaved: bool,
@@ -54,7 +56,12 @@ def launch(
             if down_bias is not None:
                 part += down_bias[e].double()
             y[token] += part * (1.0 if weighs_input else weight)
-    return y.to(x.dtype)
+    y = y.to(x.dtype)
+    if shared is None:
+        return y
+    if shared_gate is not None:
+        shared = torch.sigmoid(shared_gate.double()).to(x.dtype) * shared
+    return y + shared
 
 
 def _activated(gate: Tensor, up: Tensor, activation: str, limit: float, alpha: float) -> Tensor:

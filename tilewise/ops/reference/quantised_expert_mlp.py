@@ -26,6 +26,8 @@ def launch(
     up_bias: Tensor | None,
     down: QuantisedWeight,
     down_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
     *,
     inner: int,
     **options: Any,
@@ -47,5 +49,7 @@ def launch(
         wide(down, inner),
         None,
         down_bias,
+        shared,
+        shared_gate,
         **options,
     )

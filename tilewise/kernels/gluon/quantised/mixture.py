@@ -77,6 +77,8 @@ def launch(
     up_bias: Tensor | None,
     down: QuantisedWeight,
     down_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
     *,
     inner: int,
     activation: str,
@@ -92,8 +94,8 @@ def launch(
     Args:
         up, down: the experts' weights one below another, with codes in the order of lanes.
         inner: the channels between both.
-        activation, interleaved, limit, alpha, weighs_input, batch_invariant: as for
-            `ops.expert_mlp`.
+        shared, shared_gate, activation, interleaved, limit, alpha, weighs_input, batch_invariant:
+            as for `ops.expert_mlp`.
         tile: the tile sizes, for tuning and tests; None takes the table's.
     """
     y = maker.empty(x.shape, x.dtype)
@@ -166,6 +168,8 @@ def launch(
         weights,
         chosen,
         place,
+        shared,
+        shared_gate,
         y,
         num_experts,
         is_sorted=is_sorted,

@@ -42,6 +42,8 @@ def launch(
     down: Tensor,
     down_scale: Tensor | None,
     down_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
     *,
     activation: str,
     interleaved: bool,
@@ -50,7 +52,7 @@ def launch(
     weighs_input: bool,
     batch_invariant: bool,
 ) -> Tensor:
-    """Return y (T, E), the weighted sum of each token's experts.
+    """Return y (T, E), the weighted sum of each token's experts, and `shared` if there is one.
 
     The arguments are those of `ops.expert_mlp`, whose docstring has the formula.
     """
@@ -141,6 +143,8 @@ def launch(
         weights,
         chosen,
         place,
+        shared,
+        shared_gate,
         y,
         num_experts,
         is_sorted=is_sorted,
@@ -155,19 +159,23 @@ def combine(
     weights: Tensor,
     chosen: Tensor,
     place: Tensor,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
     y: Tensor,
     num_experts: int,
     *,
     is_sorted: bool,
     weighed: bool,
 ) -> None:
-    """Add to a plan: write to y (T, E) the sum of the rows of each token's experts.
+    """Add to a plan: write to y (T, E) the sum of the rows of each token's experts, and of a block
+    that all tokens use.
 
     Args:
         o: the rows (places, E), or (parts, places, E) whose parts are to be added.
         weights, chosen: (T, k), the weight of each choice and its expert.
         place: the row of o of each choice, (T, k), if `is_sorted`; otherwise not read: choice i of
             token t is row t k + i.
+        shared, shared_gate: as of `ops.expert_mlp`.
         num_experts: the number of experts; a choice of another number adds nothing.
         is_sorted: whether the rows of o lie in the order of experts.
         weighed: whether rows are multiplied by their weights.
@@ -182,11 +190,17 @@ def combine(
         weights,
         chosen,
         place,
+        y if shared is None else shared,
+        y if shared_gate is None else shared_gate,
         y,
         num_experts,
         width,
         parts,
         o.shape[-2],
+        0 if shared is None else shared.stride(0),
+        0 if shared_gate is None else shared_gate.stride(0),
+        HAS_SHARED=shared is not None,
+        GATED=shared_gate is not None,
         WEIGHED=weighed,
         SORTED=is_sorted,
         ACTIVE=chosen.shape[1],

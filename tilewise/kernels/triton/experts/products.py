@@ -2,7 +2,8 @@
 
 what     up: a = act([gate, u]), [gate, u] = x W1[e]^T + b1[e], where the gate's rows of W1 are
          every second one or the first half, or a = act(u) without gates; down: a W2[e]^T + b2[e];
-         combine: y = sum over a token's experts of weight * row; gather: rows of x at their places
+         combine: y = sum over a token's experts of weight * row, and the row of the block that all
+         tokens use, times the sigmoid of its gate; gather: rows of x at their places
 grid     (tiles of rows x tiles of outputs,), a row's outputs one after another, so that rows and
          weights of neighbours meet in the L2 cache. The tiles of rows are as many as there may be,
          since the host knows no counts. SORTED: their table is `place_kernel`'s, and a program
@@ -15,13 +16,15 @@ traffic  the weights of the experts that are hit, once for each of their tiles o
          element where they are MXFP4, unpacked in registers
 numerics sums in float32 along K; an MXFP4 weight is exact in 16 bits, so packed and unpacked ones
          give the same bits. The activation is float32, rounded once. A token's experts are added
-         in the order of its choices, in float32
+         in the order of its choices, in float32, and rounded; gate and gated row of the shared
+         block are rounded, too, each with the bits of torch's operation
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -374,11 +377,17 @@ def combine_kernel(
     weight_ptr,
     chosen_ptr,
     place_ptr,
+    shared_ptr,
+    gate_ptr,
     y_ptr,
     experts,
     channels,
     tiles,
     places,
+    stride_shared,
+    stride_gate,
+    HAS_SHARED: tl.constexpr,
+    GATED: tl.constexpr,
     WEIGHED: tl.constexpr,
     SORTED: tl.constexpr,
     ACTIVE: tl.constexpr,
@@ -388,6 +397,16 @@ def combine_kernel(
     token = (tl.program_id(0) // tiles).to(tl.int64)
     channel = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     inside = channel < channels
+    dtype = y_ptr.dtype.element_ty
+    if HAS_SHARED:
+        at = shared_ptr + token * stride_shared + channel
+        shared = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            gate = tl.load(gate_ptr + token * stride_gate).to(tl.float32)
+            # Not tl.exp, whose last bits are not those of torch.
+            gate = tl.div_rn(1.0, 1.0 + libdevice.exp(-gate)).to(dtype).to(tl.float32)
+            # A sum with 0, so that float32, too, is rounded before the sum with y.
+            shared = tl.fma(gate, shared, 0.0).to(dtype).to(tl.float32)
     acc = tl.zeros([TILE], tl.float32)
     for j in tl.static_range(ACTIVE):
         place = token * ACTIVE + j
@@ -402,7 +421,9 @@ def combine_kernel(
             more = part * places.to(tl.int64) * channels
             row += tl.load(at + more, mask=inside & is_expert, other=0.0).to(tl.float32)
         acc += weight * row
-    tl.store(y_ptr + token * channels + channel, acc.to(y_ptr.dtype.element_ty), mask=inside)
+    if HAS_SHARED:
+        acc = acc.to(dtype).to(tl.float32) + shared
+    tl.store(y_ptr + token * channels + channel, acc.to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["experts"])
