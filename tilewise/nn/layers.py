@@ -460,13 +460,13 @@ class GatedMLP(nn.Module):
             gate_up = gate_up + added
         is_plain = self.activation is F.silu and self.gate_scale == 1
         if is_plain and fuses(gate_up, on_cpu=self.fuses_on_cpu):
-            down = project_in_parts if self.leaves_parts else project
-            return down(self.down_proj, ops.silu_mul(gate_up), adapters)
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate = gate if self.gate_scale == 1 else gate * self.gate_scale
-        return adapted(
-            self.down_proj, activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up, adapters
-        )
+            y = ops.silu_mul(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            gate = gate if self.gate_scale == 1 else gate * self.gate_scale
+            y = activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up
+        down = project_in_parts if self.leaves_parts else project
+        return down(self.down_proj, y, adapters)
 
 
 class MLP(nn.Module):
@@ -483,9 +483,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Map x (..., E) to (..., E); `adapters` add their terms to both products."""
-        up = adapted(self.up_proj, x, adapters)
+        up = project(self.up_proj, x, adapters)
         y = activate(self.activation, up, on_cpu=self.fuses_on_cpu)
-        return adapted(self.down_proj, y, adapters)
+        return project(self.down_proj, y, adapters)
 
 
 FUSED_MODULES = (RMSNorm, UnitRMSNorm, ShiftedRMSNorm, LayerNorm, GatedMLP, MLP)

@@ -15,7 +15,7 @@ from tilewise.cache.spec import LatentLayer
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.invariant_linear import InvariantLinear
-from tilewise.nn.layers import RMSNorm, adapted
+from tilewise.nn.layers import RMSNorm, project
 from tilewise.nn.packed import PackedLinear, can_pack
 
 __all__ = ["LatentConfig", "MultiheadLatentAttention"]
@@ -152,8 +152,8 @@ class MultiheadLatentAttention(nn.Module):
         adapters = None if ctx is None else ctx.adapters
         c_q = x
         if self.q_a_proj is not None and self.q_a_norm is not None:
-            c_q = self.q_a_norm(adapted(self.q_a_proj, x, adapters))
-        both = adapted(self.kv_a_proj, x, adapters)
+            c_q = self.q_a_norm(project(self.q_a_proj, x, adapters))
+        both = project(self.kv_a_proj, x, adapters)
         latent, k_rope = both.split_with_sizes((self.kv_rank, self.rope_dim), dim=-1)
         latent = self.kv_a_norm(latent)
         k_rope = self._turned(k_rope.unsqueeze(-2), rope).squeeze(-2)
@@ -173,7 +173,7 @@ class MultiheadLatentAttention(nn.Module):
                 raise ValueError(f"ctx.{given} must be None after absorb(), got one")
             q = torch.cat(self._queries(c_q, rope, adapters), dim=-1)
             o = ctx.attended(partial(self._attend, kv), q, self.v_head_dim)
-            return adapted(self.o_proj, o.flatten(-2), adapters)
+            return project(self.o_proj, o.flatten(-2), adapters)
         expanded = self._expanded_sequences(ctx)
         if not expanded:
             return self._absorbed(c_q, rope, ctx, kv)
@@ -291,7 +291,7 @@ class MultiheadLatentAttention(nn.Module):
             rope: cosines and sines that rotate the second part; None leaves it as it is.
             adapters: the adapters of low rank that this step uses; None for none.
         """
-        q = adapted(self.q_b_proj, c_q, adapters).unflatten(-1, (self.num_heads, -1))
+        q = project(self.q_b_proj, c_q, adapters).unflatten(-1, (self.num_heads, -1))
         q_nope, q_rope = q.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
         return q_nope, self._turned(q_rope, rope)
 
@@ -346,8 +346,7 @@ class MultiheadLatentAttention(nn.Module):
         o = self.attend_latents(q_latent, q_rope, ctx, kv)
         if self.f is not None:
             return torch.einsum("thr,hre->te", o, self.f)
-        y: Tensor = self.o_proj(self._times_up(o, is_invariant, is_key=False).flatten(-2))
-        return y
+        return project(self.o_proj, self._times_up(o, is_invariant, is_key=False).flatten(-2))
 
     def _attend_absorbed(self, q: Tensor, ctx: AttentionContext, kv: LatentLayer) -> Tensor:
         """Attend from queries (T, Hq, Dn + Dr) to the latents themselves; return o (T, Hq, Dv)."""

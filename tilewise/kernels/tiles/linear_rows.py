@@ -59,6 +59,19 @@ class RowsTile(NamedTuple):
 # The Triton kernel, which is the peer for 1 row of the second and third, takes 46 and 17 us for 32.
 # The last four were chosen in a whole decode step of 32 rows, where products begin early: 1,790 us
 # with them and other forms, 2,077 without (early_decode_h200.json).
+#
+# Of other weights, by the rule below, begun early, then cuBLAS and our Triton kernel (2026-11-30,
+# lab/results/linear_rows_rule_h200.json):
+#
+#     channels -> outputs      1 row                    32 rows
+#       4,096 ->   2,560     7.44   10.55    8.77     8.86   10.24   16.41
+#       4,096 ->   2,048     6.39    9.29    7.62     8.14    9.20   11.56
+#       4,096 ->   3,840     9.80   13.34   10.70    11.08   12.84   17.09
+#       4,096 ->   2,880     8.12   11.70    9.20    10.45   11.44   16.60
+#       2,048 ->   3,072     5.56    6.56    7.16     6.42    6.48    7.72
+#       2,816 ->   2,048     5.34    8.11    6.66     6.69    7.70   10.27
+#         512 ->   2,048     3.24    3.74    3.90     3.89    3.55    6.31
+#      15,360 ->   3,840    31.13   33.80   29.94    32.46   33.23   49.18
 _TABLE: dict[tuple[int, int], tuple[RowsTile, bool]] = {
     (28672, 4096): (RowsTile(128, 128, 1, 2), True),
     (4096, 14336): (RowsTile(64, 128, 2, 2), True),
@@ -69,11 +82,14 @@ _TABLE: dict[tuple[int, int], tuple[RowsTile, bool]] = {
     (1024, 2048): (RowsTile(64, 128, 4, 1), True),
     (1024, 3072): (RowsTile(64, 128, 4, 2), True),
 }
-# Other weights are cut by the rule that gives the first four, and chosen between their sizes: small
-# ones wait for one another (three microseconds of each product), and of heads nothing is known.
-_ENOUGH_TILES, _WANTED_CTAS = 96, 128  # for an H200's 132 multiprocessors
+# Other weights are cut by the rule that gives the first four. They are chosen between the sizes of
+# those, and of 2,048 to 4,096 outputs also if they are smaller. Yet smaller ones wait for one
+# another (three microseconds of each product), and of heads nothing is known.
+_ENOUGH_TILES, _MOST_CTAS = 96, 136  # about an H200's 132 multiprocessors
 _LEAST_CHANNELS = 256  # of a part
 _LEAST_ELEMENTS, _MOST_OUTPUTS = 1 << 24, 1 << 16
+_NARROW = range(2048, 4097)  # outputs of which weights with _NARROW_CHANNELS are chosen
+_NARROW_CHANNELS = 512
 
 
 def tile_of(outputs: int, channels: int) -> RowsTile:
@@ -84,7 +100,7 @@ def tile_of(outputs: int, channels: int) -> RowsTile:
         return found[0]
     tile_n = 128 if outputs > 16384 else 64
     tiles = -(-outputs // tile_n)
-    parts = 1 if tiles >= _ENOUGH_TILES else -(-_WANTED_CTAS // tiles)
+    parts = 1 if tiles >= _ENOUGH_TILES else max(2, _MOST_CTAS // tiles)
     return RowsTile(tile_n, 128, min(parts, max(1, channels // _LEAST_CHANNELS), 8), 2)
 
 
@@ -93,7 +109,7 @@ def pays(outputs: int, channels: int) -> bool:
 
     The table says so for weights that were measured against cuBLAS and the Triton kernel, alone or
     in a whole decode step. Other weights are chosen from _LEAST_ELEMENTS elements on, if they have
-    at most _MOST_OUTPUTS outputs.
+    at most _MOST_OUTPUTS outputs, and of _NARROW outputs from _NARROW_CHANNELS channels on.
 
     Args:
         outputs, channels: the output and the input channels of the weight.
@@ -101,6 +117,8 @@ def pays(outputs: int, channels: int) -> bool:
     found = _TABLE.get((outputs, channels))
     if found is not None:
         return found[1]
+    if outputs in _NARROW:
+        return channels >= _NARROW_CHANNELS
     return outputs * channels >= _LEAST_ELEMENTS and outputs <= _MOST_OUTPUTS
 
 
