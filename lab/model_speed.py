@@ -4,14 +4,15 @@
     python lab/model_speed.py --trace --layers 6 gpt-oss-20b     # a step's time by kernel
     python lab/model_speed.py --device cpu --tiny --rows 1 2 --tokens 8   # tries without a GPU
 
-Weights are random, of the published sizes. A step of B rows reads all weights but the table of
-embeddings, of experts those that are hit (of E experts with k a token E (1 - (1 - k / E)^B) on
-average), and the keys and values of its rows, of a layer with a window no more than that, of a
-layer with a state the state. The roof
-is the time in which a read of a large tensor, measured in the same run, gives these bytes. Times
-are of decode steps alone, of requests that begin together, the median of the turns. With
---prefill N the step of a prompt of N tokens is timed, too, beside the peak of products: its FLOPs
-are those of the weights and of attention.
+Weights are random, of the published sizes; those of 4 bits are written to a file first. A step of
+B rows reads all weights but the table of embeddings, of experts those that are hit (of E experts
+with k a token E (1 - (1 - k / E)^B) on average), and the keys and values of its rows, of a layer
+with a window no more than that, of a layer with a state the state. The roof is the time in which a
+read of a large tensor, measured in the same run, gives these bytes; in the floor a weight counts
+for the time of its products, at their measured peak, where that is longer. Times are of decode
+steps alone, of requests that begin together, the median of the turns. With --prefill N the step of
+a prompt of N tokens is timed, too, beside the peak of products: its FLOPs are those of the weights
+and of attention.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -237,14 +239,61 @@ def write(
         config["num_hidden_layers"] = layers
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][-layers:]
+    if tiny and "quantization_config" in config:
+        config["quantization_config"] = config["quantization_config"] | {"group_size": 32}
     path = folder / name
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     return path, config
 
 
-def bytes_of_weights(model: torch.nn.Module, config: dict[str, Any], rows: int) -> float:
-    """Return what a step of so many rows reads of the weights, on average."""
+def write_four_bits(path: Path, config: dict[str, Any], device: str) -> None:
+    """Write random weights of Llama's kind in GPTQ's format beside a config.json."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    width = config.get("head_dim", hidden // config["num_attention_heads"])
+    heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    group = config["quantization_config"]["group_size"]
+    sizes = {  # outputs, channels
+        "self_attn.q_proj": (heads * width, hidden),
+        "self_attn.k_proj": (key_heads * width, hidden),
+        "self_attn.v_proj": (key_heads * width, hidden),
+        "self_attn.o_proj": (hidden, heads * width),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+    def words(rows: int, columns: int) -> torch.Tensor:
+        drawn = torch.randint(-(2**31), 2**31, (rows, columns), device=device)
+        return drawn.to(torch.int32).cpu()
+
+    def table() -> torch.Tensor:
+        shape = (config["vocab_size"], hidden)
+        return (0.02 * torch.randn(shape, device=device)).bfloat16().cpu()
+
+    tensors = {"model.embed_tokens.weight": table(), "lm_head.weight": table()}
+    tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{at}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        for name, (outputs, channels) in sizes.items():
+            scales = torch.full((channels // group, outputs), 0.2 * channels**-0.5)
+            tensors[f"{at}.{name}.qweight"] = words(channels // 8, outputs)
+            tensors[f"{at}.{name}.qzeros"] = words(channels // group, outputs // 8)
+            tensors[f"{at}.{name}.scales"] = scales.half()
+    save_file(tensors, path / "model.safetensors")
+
+
+class Read(NamedTuple):
+    """What a step reads of one weight, and the FLOPs of its products."""
+
+    nbytes: float
+    flops: float
+
+
+def reads_of_weights(model: torch.nn.Module, config: dict[str, Any], rows: int) -> list[Read]:
+    """Return what a step of so many rows reads of each weight, on average."""
     experts = next(
         (
             config[n]
@@ -253,19 +302,27 @@ def bytes_of_weights(model: torch.nn.Module, config: dict[str, Any], rows: int) 
         ),
         0,
     )
-    hit = 1.0
+    hit = share = 1.0
     if experts:
-        hit = 1 - (1 - config["num_experts_per_tok"] / experts) ** rows
-    total = 0.0
+        share = config["num_experts_per_tok"] / experts
+        hit = 1 - (1 - share) ** rows
+    found = []
     for name, tensor in model.state_dict().items():
         if "embed" in name and not config["tie_word_embeddings"]:
             continue
         is_routed = experts > 0 and tensor.shape[0] == experts and "router" not in name
-        total += tensor.nbytes * (hit if is_routed else 1.0)
+        numbers = tensor.numel() * (2 if tensor.dtype == torch.uint8 else 1)  # of 4 bits
+        is_factor = tensor.dim() > 1 and not name.endswith(("_scale", "_bias"))
+        flops = 2.0 * rows * numbers if is_factor else 0.0
+        if is_routed:
+            found.append(Read(tensor.nbytes * hit, flops * share))
+        else:
+            found.append(Read(tensor.nbytes, flops))
     for module in model.modules():
         if isinstance(module, QuantisedLinear):
-            total += sum(part.nbytes for part in module.parts)
-    return total
+            nbytes = sum(part.nbytes for part in module.parts)
+            found.append(Read(nbytes, 2.0 * rows * module.in_features * module.out_features))
+    return found
 
 
 def bytes_of_cache(config: dict[str, Any], rows: int, context: int) -> float:
@@ -371,12 +428,15 @@ def measure(name: str, options: argparse.Namespace, peak: Ceilings) -> dict[str,
         length = options.prompt + options.tokens
         blocks = max(max(options.rows) * (length // 16 + 2), options.prefill // 16 + 2)
         settings: dict[str, Any] = {"graphs": "lazy"} if options.device == "cuda" else {}
+        is_quantised = "quantization_config" in config
+        if is_quantised:
+            write_four_bits(path, config, options.device)
         began = time.perf_counter()
         with LLM(
             path,
             device=options.device,
             dtype="bfloat16",
-            random_weights=True,
+            random_weights=not is_quantised,
             num_blocks=blocks,
             max_num_seqs=max(options.rows),
             max_model_len=max(length, options.prefill + 16, 256),
@@ -392,15 +452,20 @@ def measure(name: str, options: argparse.Namespace, peak: Ceilings) -> dict[str,
                 )  # graphs of as few rows as remain at the end are captured, too
                 rates = [decode_rate(llm, given, []) for _ in range(options.turns)]
                 rate = statistics.median(rates)
-                read_model = llm.model if "quantization_config" in config else model
-                weights = bytes_of_weights(read_model, config, rows)
+                weights = reads_of_weights(llm.model if is_quantised else model, config, rows)
                 cache = bytes_of_cache(config, rows, options.prompt + options.tokens // 2)
+                roof = (sum(each.nbytes for each in weights) + cache) / read
+                floor = cache / read + sum(
+                    max(each.nbytes / read, each.flops / peak.matmul_flops) for each in weights
+                )
                 found[str(rows)] = {
                     "tokens_per_s": round(rate, 1),
                     "spread": round((max(rates) - min(rates)) / rate, 3),
                     "ms": round(1e3 * rows / rate, 3),
-                    "roof_ms": round(1e3 * (weights + cache) / read, 3),
-                    "share": round((weights + cache) / read * rate / rows, 3),
+                    "roof_ms": round(1e3 * roof, 3),
+                    "share": round(roof * rate / rows, 3),
+                    "floor_ms": round(1e3 * floor, 3),
+                    "share_of_floor": round(floor * rate / rows, 3),
                 }
                 print(name, rows, found[str(rows)], flush=True)
                 if options.trace:

@@ -30,8 +30,33 @@ def test_a_step_reads_the_experts_that_are_hit(tmp_path, name, all_weights, rows
     assert sum(t.nbytes for t in model.state_dict().values()) == pytest.approx(
         all_weights, rel=1e-3
     )
-    found = model_speed.bytes_of_weights(model, config, rows)
-    assert found == pytest.approx(read, rel=5e-3)
+    found = model_speed.reads_of_weights(model, config, rows)
+    assert sum(each.nbytes for each in found) == pytest.approx(read, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("qwen3-30b-a3b", 3.04e9), ("gpt-oss-20b", 3.61e9), ("gemma-4-12b", 11.9e9)],
+)
+def test_a_step_multiplies_the_experts_of_each_token(tmp_path, name, numbers):
+    path, config = model_speed.write(name, tmp_path, tiny=False)
+    model = empty_model(read_config(path), "bfloat16", "meta")
+    found = model_speed.reads_of_weights(model, config, rows=5)
+    assert sum(each.flops for each in found) == pytest.approx(2 * 5 * numbers, rel=1e-2)
+
+
+def test_4_bits_are_written_and_count_as_they_are_held(tmp_path):
+    options = Namespace(
+        device="cpu", tiny=True, rows=[2], prompt=16, tokens=6, turns=1, layers=2, prefill=0,
+        trace=False,
+    )  # fmt: skip
+    peak = Ceilings("cpu", "", "", 1e15, 1e10, 1e10)
+    narrow, wide = (
+        model_speed.measure(name, options, peak)["2"]
+        for name in ("llama-3-8b-4-bits", "llama-3-8b")
+    )
+    assert narrow["roof_ms"] < 0.8 * wide["roof_ms"]
+    assert narrow["floor_ms"] == narrow["roof_ms"]
 
 
 def test_windows_and_shared_tensors_bound_what_is_read_of_a_cache():
