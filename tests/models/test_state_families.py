@@ -18,7 +18,8 @@ from tilewise import LLM, SamplingParams
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, load_model, save_model
 from tilewise.models.native import NativeDecoder
-from tilewise.nn import Mamba2Config
+from tilewise.nn import Mamba2Config, states
+from tilewise.nn.layers import Parts
 
 _SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -250,6 +251,38 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(pair: tuple[A
     scale = theirs.abs().max().item()
     torch.testing.assert_close(ours.embed_tokens.weight.grad, theirs, rtol=1e-3, atol=1e-4 * scale)
     assert all(p.grad is not None for p in ours.parameters() if p.requires_grad)
+
+
+# The layers whose blocks with a state leave parts: a norm is right behind, and can add them.
+LEAVING = {
+    "kimi_linear": [True, False, True], "lfm2": [True, False, True], "bamba": [True, False, True],
+    "qwen3_5": [False] * 3, "falcon_h1": [False] * 3, "nemotron_h": [False] * 5,
+    "granitemoehybrid": [False] * 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEAVING)
+def test_a_norm_right_behind_a_block_with_a_state_adds_up_its_parts(
+    case: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    ours = load_model(save_hf(make(case), tmp_path))
+    mixers = [layer.mixer for layer in ours.layers]
+    assert [getattr(mixer, "leaves_parts", False) for mixer in mixers] == LEAVING[case]
+    projected = []
+
+    def in_parts(linear: Any, x: torch.Tensor, adapters: Any) -> Parts:
+        assert adapters is None
+        projected.append(linear)
+        halves = zip(x.chunk(2, -1), linear.weight.chunk(2, -1), strict=True)
+        parts = [part @ weight.T for part, weight in halves]
+        return Parts(torch.stack([parts[0] if linear.bias is None else parts[0] + linear.bias,
+                                  parts[1]]))  # fmt: skip
+
+    ids = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
+    want = ours(ids)
+    monkeypatch.setattr(states, "project_in_parts", in_parts)
+    torch.testing.assert_close(ours(ids), want, rtol=1e-4, atol=1e-4)
+    assert projected == [mixer.o_proj for mixer in mixers if mixer and mixer.leaves_parts]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.nn.state_layers import MAKERS, WIDTH, make
+from tilewise import ops
+from tilewise.nn import layers
 from tilewise.nn.gated_delta_net import GatedDeltaConfig, GatedDeltaNet
 from tilewise.nn.packed import pack_linears
 from tilewise.nn.short_conv import ShortConvConfig
@@ -67,6 +69,37 @@ def test_a_step_has_the_bits_of_the_whole_sequence_however_it_is_cut(case: str) 
                 found.append(part)
     for found, want in zip(parts, whole, strict=True):
         assert torch.equal(torch.cat(found), want)
+
+
+@on_each_layer
+def test_the_last_product_of_few_rows_is_that_of_other_projections(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ops.linear` in inference on a GPU, whose place this CPU takes."""
+    _, ours, _ = make(case)
+    ours = ours.bfloat16()
+    mixed = torch.randn(3, ours.o_proj.in_features, dtype=torch.bfloat16)
+    given = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        given.append((x, weight, *bias))
+        return x.new_zeros(3, WIDTH)
+
+    monkeypatch.setattr(layers, "FUSED_ON", ("cpu",))
+    for name in ("linear_pays", "linear_leaves_parts"):
+        monkeypatch.setattr(layers, name, lambda _: True)
+    monkeypatch.setattr(ops, "linear", multiply)
+    monkeypatch.setattr(ops, "linear_parts", multiply)
+    bias = ours.o_proj.bias
+    with torch.inference_mode():
+        ours.out(mixed, None)
+        ours.leaves_parts = True
+        found = ours.out(mixed, None)
+    assert isinstance(found, layers.Parts) == (bias is None)
+    (_, weight, *rest), last = given
+    assert weight is ours.o_proj.weight
+    assert rest == [bias]
+    assert last == ((mixed, weight) if bias is None else (mixed, weight, bias))
 
 
 @on_each_layer

@@ -171,6 +171,8 @@ class NativeLayer(nn.Module):
         for module in (self.attention, self.mlp):
             if isinstance(module, Attention | GatedMLP):
                 module.leaves_parts = is_added_by_a_norm and self.mixer is None
+        if self.mixer is not None:
+            self.mixer.leaves_parts = is_added_by_a_norm and self.attention is None
 
     def forward(
         self,
@@ -292,7 +294,7 @@ class NativeLayer(nn.Module):
             ctx, kv: the context and the layer's cache or states; None for a dense batch.
             options: further arguments of the attention layer.
         """
-        mixed: Tensor | None = None
+        mixed: Tensor | Parts | RankPart | None = None
         if self.mixer is not None and ctx is None:
             mixed = self.mixer(h)
         elif self.mixer is not None:
@@ -317,6 +319,7 @@ class NativeLayer(nn.Module):
         if mixed is None and behind == 1:
             return o
         assert isinstance(o, Tensor)  # nothing but a norm right behind it adds up parts
+        assert mixed is None or isinstance(mixed, Tensor)
         o = o if behind == 1 else o * behind
         return o if mixed is None else mixed + o
 

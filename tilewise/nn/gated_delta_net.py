@@ -12,7 +12,7 @@ from tilewise import ops
 from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.gated_norm import UNIT_EPS, GatedRMSNorm, unit_length
-from tilewise.nn.layers import activate, adapted, fuses, project
+from tilewise.nn.layers import Parts, RankPart, activate, fuses, project
 from tilewise.nn.states import Memory, StateLayer
 
 __all__ = ["GatedDeltaConfig", "GatedDeltaNet"]
@@ -113,7 +113,9 @@ class GatedDeltaNet(StateLayer):
         self.norm = GatedRMSNorm(config.value_dim, config.norm_eps)
         self.o_proj = nn.Linear(config.parts[2], hidden_size, bias=False)
 
-    def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
+    def mix(
+        self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None
+    ) -> Tensor | Parts | RankPart:
         """Return the layer's output for x (..., E), same shape: each row sees earlier rows of its
         sequence.
 
@@ -132,7 +134,7 @@ class GatedDeltaNet(StateLayer):
         else:
             q, k, g, beta = self.inputs(mixed, ba)
         o = memory.gated_delta(q, k, v, g, beta)
-        return adapted(self.o_proj, self.norm(o, z).flatten(-2), adapters)
+        return self.out(self.norm(o, z).flatten(-2), adapters)
 
     def fused_inputs(self, mixed: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
         """Return q and k (..., Hk, K) of unit length, g and beta (..., H), by one kernel for

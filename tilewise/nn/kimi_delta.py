@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.gated_norm import GatedRMSNorm, unit_length
-from tilewise.nn.layers import activate, adapted, project
+from tilewise.nn.layers import Parts, RankPart, activate, project
 from tilewise.nn.states import Memory, StateLayer
 
 __all__ = ["KimiDeltaAttention", "KimiDeltaConfig"]
@@ -87,7 +87,9 @@ class KimiDeltaAttention(StateLayer):
         self.norm = GatedRMSNorm(dim, config.norm_eps, activation="sigmoid", rounds_first=False)
         self.o_proj = nn.Linear(width, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
+    def mix(
+        self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None
+    ) -> Tensor | Parts | RankPart:
         """Return the layer's output for x (..., E), same shape: each row sees earlier rows of its
         sequence.
 
@@ -107,4 +109,4 @@ class KimiDeltaAttention(StateLayer):
         g = -decay[:, None] * activate(F.softplus, shifted, on_cpu=True)
         beta = activate(torch.sigmoid, b, on_cpu=True)
         o = memory.gated_delta(unit_length(q), unit_length(k), v, g, beta)
-        return adapted(self.o_proj, self.norm(o, z).flatten(-2), adapters)
+        return self.out(self.norm(o, z).flatten(-2), adapters)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.gated_norm import GatedRMSNorm
-from tilewise.nn.layers import activate, adapted, project
+from tilewise.nn.layers import Parts, RankPart, activate, project
 from tilewise.nn.states import Memory, StateLayer
 
 __all__ = ["Mamba2", "Mamba2Config"]
@@ -142,7 +142,9 @@ class Mamba2(StateLayer):
         self._factors: Tensor | None = None  # of the parts, on the device; no buffer to be saved
         self.o_proj = nn.Linear(width, hidden_size, bias=config.has_out_bias)
 
-    def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
+    def mix(
+        self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None
+    ) -> Tensor | Parts | RankPart:
         """Return the layer's output for x (..., E), same shape: each row sees earlier rows of its
         sequence.
 
@@ -169,8 +171,9 @@ class Mamba2(StateLayer):
             y = (y * activate(F.silu, z.to(wide), on_cpu=True)).to(y.dtype)
         else:
             y = self.norm(y, z)
-        out = adapted(self.o_proj, y, adapters)
-        return out if config.output_scale == 1 else out * config.output_scale
+        if config.output_scale == 1:
+            return self.out(y, adapters)
+        return project(self.o_proj, y, adapters) * config.output_scale
 
     def factors_like(self, parts: Tensor) -> Tensor:
         """Return config.part_scales repeated for each channel of in_proj, in the dtype and device

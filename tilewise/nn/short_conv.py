@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
-from tilewise.nn.layers import adapted, project
+from tilewise.nn.layers import Parts, RankPart, project
 from tilewise.nn.states import Memory, StateLayer
 
 __all__ = ["ShortConv", "ShortConvConfig"]
@@ -70,7 +70,9 @@ class ShortConv(StateLayer):
         self.register_parameter("conv_bias", nn.Parameter(torch.zeros(width)) if has_bias else None)
         self.o_proj = nn.Linear(width, hidden_size, bias=has_bias)
 
-    def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
+    def mix(
+        self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None
+    ) -> Tensor | Parts | RankPart:
         """Return the layer's output for x (..., E), same shape: each row sees the last W - 1 rows
         before it.
 
@@ -78,4 +80,4 @@ class ShortConv(StateLayer):
         """
         b, c, u = project(self.in_proj, x, adapters).chunk(3, -1)
         y = c * memory.convolve(b * u, self.conv, self.conv_bias, None)
-        return adapted(self.o_proj, y, adapters)
+        return self.out(y, adapters)

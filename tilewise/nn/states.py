@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.cache.spec import StateSpec
 from tilewise.nn.adapted import StepAdapters
+from tilewise.nn.layers import Parts, RankPart, project, project_in_parts
 from tilewise.ops import RecurrentStates
 
 __all__ = ["LayerStates", "Memory", "StateLayer"]
@@ -155,10 +156,15 @@ class StateLayer(nn.Module):
         config: the sizes of the layer.
         wide: the names of parameters that stay float32 in a model of 16 bits, as they decide how
             fast a state decays.
+        o_proj: the projection of the layer's output.
+        leaves_parts: True if `forward` and `step` may return partial sums for `RMSNorm.add`, see
+            `project_in_parts`.
     """
 
     config: StateConfig
     wide: tuple[str, ...] = ()
+    o_proj: nn.Linear
+    leaves_parts = False
 
     def allocate(
         self,
@@ -202,7 +208,7 @@ class StateLayer(nn.Module):
             convolution = torch.empty(shape, dtype=dtype, device=device)
         return LayerStates(recurrence, convolution)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor | Parts | RankPart:
         """Return the layer's output for whole sequences, which start from an empty state.
 
         Args:
@@ -211,7 +217,7 @@ class StateLayer(nn.Module):
                 last; None for a dense batch.
 
         Returns:
-            Same shape as x.
+            Same shape as x; with `leaves_parts` perhaps partial sums.
 
         Raises:
             ValueError, TypeError: cu_seqlens does not cut the rows of x; the message names it.
@@ -227,7 +233,7 @@ class StateLayer(nn.Module):
         starts: Tensor,
         cu_seqlens: Tensor | None = None,
         adapters: StepAdapters | None = None,
-    ) -> Tensor:
+    ) -> Tensor | Parts | RankPart:
         """Compute the next tokens of running sequences; nothing is differentiable.
 
         Args:
@@ -241,7 +247,7 @@ class StateLayer(nn.Module):
             adapters: the adapters of the step's rows; None if no row uses one.
 
         Returns:
-            (T, E).
+            (T, E); with `leaves_parts` perhaps partial sums.
 
         Raises:
             ValueError, TypeError: the slots, lengths or states do not match; the message names
@@ -249,7 +255,9 @@ class StateLayer(nn.Module):
         """
         return self.mix(x, Memory(cu_seqlens, states, slots, starts), adapters)
 
-    def mix(self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None) -> Tensor:
+    def mix(
+        self, x: Tensor, memory: Memory, adapters: StepAdapters | None = None
+    ) -> Tensor | Parts | RankPart:
         """Return the layer's output for x (..., E), same shape: each row sees earlier rows of its
         sequence.
 
@@ -257,6 +265,11 @@ class StateLayer(nn.Module):
         some, are updated in place.
         """
         raise NotImplementedError
+
+    def out(self, x: Tensor, adapters: StepAdapters | None) -> Tensor | Parts | RankPart:
+        """Return o_proj(x) plus the terms of `adapters`; with `leaves_parts` perhaps as parts."""
+        projected = project_in_parts if self.leaves_parts else project
+        return projected(self.o_proj, x, adapters)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StateLayer:
         """Apply `fn` to all tensors as Module._apply does, but do not narrow the parameters named
