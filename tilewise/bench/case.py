@@ -112,7 +112,11 @@ def make_case(problem: Problem, device: str) -> Case:
 
 
 def block_mask(problem: Problem, device: torch.device | str) -> masks.BlockMask:
-    """Return the problem's rule (causal, window or random blocks) as a BlockMask."""
+    """Return the problem's rule as a BlockMask of (N, N).
+
+    With a density, the rule is the problem's layout of random blocks alone; otherwise causal, a
+    window or both. A problem without a rule shows all pairs.
+    """
     n = problem.seqlen
     if problem.density:
         layout = problem.layout()

@@ -19,12 +19,14 @@ LIMIT = 0.05  # two derivatives of bfloat16 products
 
 
 def call_of(op: str, case: Case, run: Run) -> tuple[Callable[[], object], str | None]:
-    """Return the call to time of a peer's `run`, and a text that says how the result of a first run
-    differs from the truth by more than LIMIT; None if it does not.
+    """Return the call to time of a peer's `run`, and a text or None.
+
+    The text says how the result of a first run differs from the truth, if by more than LIMIT of its
+    norm. A call with a text is not to be timed; that of "double backward" does nothing.
 
     Args:
         op: "jvp", the tangent of o; or "double backward", of which only the second gradient is
-            timed. If that is wrong, the call does nothing.
+            timed.
         case: the tensors of the problem, from which the truth is computed.
         run: the peer's function and tensors.
     """

@@ -165,8 +165,8 @@ class _Replicas:
         """Send a request to replica `name`; yield the start of the answer, then its parts.
 
         Raises ReplicaLostError if the replica is gone or takes no requests any more; one that Ray
-        reports dead is removed from the directory. If the caller stops early, the request is
-        cancelled.
+        reports dead is removed from the directory of replicas. If the caller stops early, the
+        request is cancelled.
         """
         answer = self._handle.remote(
             call.method, call.path, call.query, list(call.headers), call.body, target=name

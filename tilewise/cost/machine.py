@@ -151,8 +151,8 @@ class Machine:
                 _check(f"factors[{kind!r}][{rows}]", factor, above=True)
 
     def peaks(self, dtype: str) -> DevicePeaks:
-        """Return the device's name, its FLOP/s in `dtype` and its bandwidths, as `Cost.time` needs
-        them.
+        """Return the device's name, its FLOP/s in `dtype`, a key of `flops`, and its memory's
+        bandwidths for reading and for copying, as `Cost.time` needs them.
 
         Raises:
             ValueError: the profile has no FLOP/s for this dtype.

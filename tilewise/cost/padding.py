@@ -8,9 +8,9 @@ __all__ = ["buckets", "padded_rows", "prompt_sizes"]
 
 
 def buckets(max_num_seqs: int) -> list[int]:
-    """Return the numbers of rows for which decode steps are captured, ascending to `max_num_seqs`.
+    """Return the numbers of rows for which decode steps are captured as CUDA graphs, ascending.
 
-    1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32 from there, and `max_num_seqs` last.
+    1, 2, 4, 8, then in steps of 8 to 64, of 16 to 256 and of 32 from there; `max_num_seqs` is last.
     Less than half of a step's rows are padding, and from 64 rows on less than a fifth.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]

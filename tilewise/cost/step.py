@@ -263,10 +263,11 @@ class StepCost:
         """Return the terms whose weighted sum is a step's time on the device, before
         `Machine.factors`, if memory and products do not overlap.
 
-        Keys are the fields of Machine that weight the terms: a count for a field that is a fixed
-        time (for reading_s a fraction), and seconds at full speed for an efficiency, which divides
-        them. The host's time, states, sums over ranks and copies are left out. `bench.fit` fits the
-        weights to measured steps.
+        Keys are the fields of Machine that weight the terms. A field that is a time multiplies its
+        term, a count (for reading_s the fraction of that time that the step takes); a field that is
+        an efficiency divides its term, the seconds at full speed. The host's time, recurrent
+        states, sums over ranks and copies are left out. `bench.fit` fits the fields to measured
+        steps.
         """
         m, sizes = self.machine, self.sizes
         rows, logits = self.rows(work)

@@ -445,8 +445,12 @@ class _Cut:
     """A function that tells which part of a checkpoint's tensors a rank reads: `part` of
     `load_weights`.
 
-    It takes a weight of the model and the index of one of the weight's sources, and returns the
-    Part of that source; None for all of it. `config` is that of the whole model.
+    It takes a Weight of the model and the index of one of the weight's sources, and returns the
+    Part of that source; None for all of it.
+
+    Args:
+        config: the configuration of the whole model.
+        group: the ranks, of which this one reads.
     """
 
     def __init__(self, config: ModelConfig, group: ShardGroup) -> None:

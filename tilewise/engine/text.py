@@ -89,10 +89,8 @@ class Detokenizer:
         return max(_unfinished(text), 0 if self._open_end is None else self._open_end(text))
 
     def _from_a_character(self, tokens: list[int]) -> list[int]:
-        """Return the tokens from the first one on with which a character begins.
-
-        A token that begins inside a character would decode to a replacement.
-        """
+        """Return the tokens without the first ones that begin inside a character, which would
+        decode to replacement characters; [] if no token begins with a character."""
         for start in range(len(tokens)):
             text = self._decode(tokens[start:])
             if REPLACEMENT not in text[: len(text) - _unfinished(text)]:

@@ -30,9 +30,11 @@ _DECODE = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, logit_bia
 
 
 def warm_up(llm: LLM) -> None:
-    """Run the usual steps on a CPU in one process, where kernels are compiled when first called.
+    """Compile the kernels of ordinary requests on a CPU, by running `usual_steps` once.
 
-    A GPU's kernels are compiled when its engine is made. No request may run yet.
+    It does nothing for an encoder, for several processes and on a GPU, whose kernels are compiled
+    when its engine is made. The caller sees to it that no request waits or runs: the runner is
+    reset afterwards.
     """
     if llm.devices != "cpu" or llm.purpose.is_encoder:
         return

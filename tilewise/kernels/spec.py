@@ -172,11 +172,11 @@ class AttentionSpec(NamedTuple):
 
     @property
     def drop_limit(self) -> int:
-        """65,536 * dropout_threshold - 1, as kernels take the threshold: the third byte of this
-        number is the largest random byte that drops a probability.
+        """65,536 * dropout_threshold - 1, as kernels take the threshold: bits 16 to 23 of this
+        number are the largest random byte that drops a probability.
 
         The number is odd and never 1, so that no value of it is compiled specially. It is -1
-        without dropout.
+        without dropout, where kernels draw nothing.
         """
         return (self.dropout_threshold << 16) - 1
 

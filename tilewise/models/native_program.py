@@ -713,9 +713,10 @@ class _Writer:
         )
 
     def _to_unit_length(self, rows: step.Buffer, num_heads: int, dim: int) -> None:
-        """Append the operation that divides each head of the first columns by its length, in place.
+        """Append the operation that divides each head by its length, in place; heads are the first
+        num_heads * dim columns of `rows`.
 
-        It is a norm whose weight is dim ** -0.5.
+        The operation is an RMS norm whose weight is dim ** -0.5.
         """
         zeros = torch.zeros(dim, dtype=self.model.dtype)
         norm = step.Norm(lambda: zeros, UNIT_EPS / dim, shift=dim**-0.5)

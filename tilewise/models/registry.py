@@ -57,14 +57,15 @@ def load_model(
 
     Args:
         path: the directory with config.json and model.safetensors, or its shards and index; or the
-            name of a model on the hub, as "owner/model" or "owner/model@revision".
+            name of a model on the hub, as "owner/model" or "owner/model@revision", of which files
+            that this machine lacks are downloaded.
         dtype: the dtype of the parameters, as "bfloat16" or torch.bfloat16; "auto" takes the
             checkpoint's.
         device: the device of the parameters.
-        random_weights: True to draw the weights on the device instead of reading them, the same
-            ones each time on a device; config.json is then enough.
+        random_weights: True to draw the weights on the device instead of reading them, with the
+            same seed each time; config.json is then enough.
         before: a function called with the model, its parameters on "meta", before memory is
-            allocated.
+            allocated; it may raise to refuse the model.
         model_impl: "tilewise" for a decoder of this package, "transformers" for the modules of
             transformers over the paged cache; "auto" takes the first that knows the checkpoint.
         show: a function that takes lines of progress.
@@ -73,7 +74,9 @@ def load_model(
         The decoder in eval mode; its parameters do require gradients.
 
     Raises:
-        CheckpointError: the directory is incomplete or wrong; the message names the file.
+        CheckpointError: the directory is incomplete or wrong, in which case the message names the
+            file; the download fails; or no decoder of `model_impl` knows the checkpoint.
+        ValueError: model_impl is none of the three.
 
     Example:
         >>> model = load_model("path/to/checkpoint", dtype="bfloat16")

@@ -194,6 +194,8 @@ def tell_unread(file: str, names: Iterable[str]) -> None:
 def must_be(fields: Mapping[str, Any], name: str, *allowed: object) -> None:
     """Refuse an unsupported value of a field; absent and null are allowed.
 
+    A value is allowed if it equals one of `allowed` and has the same type: 1.0 and True are not 1.
+
     Raises:
         CheckpointError: the value is none of `allowed`.
     """

@@ -352,10 +352,10 @@ class Attention(nn.Module):
         )
 
     def _heads(self, x: Tensor, adapters: StepAdapters | None) -> tuple[Tensor, Tensor | None]:
-        """Project x; return the query, key and value heads (..., Hq + 2 Hk, D), and the gate (...,
-        Hq D).
+        """Project x; return the query, key and value heads (..., Hq + kv_parts * Hk, D), and the
+        gate (..., Hq D), None without `has_gate`.
 
-        The gate is None without `has_gate`; fewer key and value heads come with fewer `kv_parts`.
+        Norms, rotation and the gate's sigmoid are not applied yet.
         """
         num_heads = self.num_q_heads + self.kv_parts * self.num_kv_heads
         qkv, gate = project(self.qkv_proj, x, adapters), None

@@ -10,11 +10,14 @@ __all__ = ["InvariantLinear"]
 
 
 class InvariantLinear(nn.Module):
-    """Compute x @ weight.T + bias so that a row's bits depend on no other row: inference only.
+    """Compute x @ weight.T + bias so that a row's bits depend on no other row.
+
+    It is for inference only: results have no gradient. See `ops.invariant_linear` for dtypes,
+    devices and errors.
 
     Args:
-        weight: (out, in); referenced, not copied.
-        bias: (out,) or None.
+        weight: (out, in); held as a buffer that shares its memory.
+        bias: (out,), held in the same way; or None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:

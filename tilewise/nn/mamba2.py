@@ -176,10 +176,11 @@ class Mamba2(StateLayer):
         return project(self.o_proj, y, adapters) * config.output_scale
 
     def factors_like(self, parts: Tensor) -> Tensor:
-        """Return config.part_scales repeated for each channel of in_proj, in the dtype and device
-        of `parts`.
+        """Return the factors of the output channels of in_proj, (sum(config.parts),): for each the
+        number in config.part_scales of the part that has the channel.
 
-        The tensor (sum(config.parts),) is kept for the next call.
+        The dtype and the device are those of `parts`, of which nothing else is read. The tensor is
+        kept for later calls with the same ones.
         """
         found = self._factors
         if found is None or found.device != parts.device or found.dtype != parts.dtype:

@@ -59,7 +59,10 @@ def check_edges(name: str, edges: Tensor, num_rows: int) -> None:
 
 
 def check_lengths(name: str, lengths: Tensor, most: int | Tensor) -> None:
-    """Raise ValueError unless lengths (B,) are in [0, most]; lengths that are not read pass.
+    """Raise ValueError unless lengths (B,) are in [0, most].
+
+    Nothing is checked where reading values would cost a wait or fail: for a tensor on a GPU (but
+    see `WAITS`), while torch compiles, and under its transforms.
 
     Args:
         name: the name of the argument in the message.

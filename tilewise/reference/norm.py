@@ -21,7 +21,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return rms_norm(r, weight, eps) and r = x + residual, rounded to the dtype of x."""
+    """Return rms_norm(r, weight, eps) and r, where r is x + residual, rounded to the dtype of x
+    before the norm is taken."""
     total = (x.double() + residual.double()).to(x.dtype)
     return rms_norm(total, weight, eps), total
 

@@ -61,14 +61,16 @@ class ChatAnswer:
         model: name of the model as the client wrote it.
         tokenizer: the tokenizer that turns the ids of log-probabilities into text.
         new_parser: a function that returns a parser for the text of one choice.
-        logprobs: number of most likely tokens to list per position; None lists none.
+        logprobs: number of most likely tokens to list beside each generated one; None leaves
+            log-probabilities out.
         echo: the text of a continued message, with which the answer begins; may be empty.
         tells_ids: True if the answer contains token ids.
         tells_prompt_logprobs: True if the answer contains the log-probabilities of its prompt.
-        tells_reasoning: False leaves the reasoning out.
-        most_calls: the largest number of tool calls kept, further ones are dropped; None keeps all.
-        reasoning_tokens: a function that counts the reasoning tokens of an ended output; None for a
-            model without reasoning.
+        tells_reasoning: False leaves the reasoning out; its tokens are counted all the same.
+        most_calls: the largest number of tool calls kept in a choice, further ones are dropped;
+            None keeps all.
+        reasoning_tokens: a function that counts the reasoning tokens of a finished RequestOutput;
+            None for a model without reasoning.
     """
 
     def __init__(

@@ -28,9 +28,9 @@ NEVER = 1 << 30
 @contextmanager
 def leaving_large_ones() -> Iterator[None]:
     """Run a full collection, freeze all objects that exist now, and let Python itself collect only
-    young objects during the block of a `with`.
+    young objects during the block of a `with`; full collections are left to the program.
 
-    Afterwards the settings are restored: a program that has served may go on.
+    Afterwards the thresholds are restored and the objects are no longer frozen.
     """
     before = gc.get_threshold()
     gc.collect()

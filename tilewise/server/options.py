@@ -225,13 +225,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def nearest(
     unknown: Sequence[str], command: str = "serve", known: Iterable[str] | None = None
 ) -> str:
-    """Return a message that an option is unknown, with the most similar known option, or with what
-    stands for an option of vLLM here.
+    """Return a message that an option is unknown.
+
+    For an option of vLLM in `ELSEWHERE` the message says how to get the same here; otherwise it
+    names the most similar option, if one is similar.
 
     Args:
-        unknown: the unknown options, of which the first is named.
+        unknown: the unknown options, at least one; the first is named, without "=" and a value.
         command: the name of the command.
-        known: the options of the command; None for those of serve.
+        known: options of the command beside those of serve; None for none.
     """
     asked = unknown[0].split("=", 1)[0]
     if asked in ELSEWHERE:

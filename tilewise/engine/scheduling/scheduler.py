@@ -469,7 +469,10 @@ class Scheduler:
         return self.insight.stats(self.speculation)
 
     def explain(self, request_id: str) -> str:
-        """Return the state of a request in one line: how far it is computed, or why it waits."""
+        """Return the state of a request in one line: how far it is computed, or why it waits.
+
+        The line says "unknown or finished" for any other request.
+        """
         return self.insight.explain(request_id)
 
     def check_integrity(self) -> None:

@@ -44,7 +44,8 @@ class Compilations:
 
     @property
     def count(self) -> int:
-        """The number of kernels since this object was made."""
+        """The number of kernels compiled, or loaded from the disk cache, since this object was
+        made."""
         return _total - self._first
 
     @property

@@ -70,10 +70,13 @@ def runner_for(
     num_parameters: int | None = None,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """Return a `CompiledRunner` where the model and its storage allow it, else a `ModelRunner`.
+    """Return a `CompiledRunner` where `why_not` finds no reason against it, else a `ModelRunner`.
 
-    On a CPU, `why_not_compiled` of the `ModelRunner` then says why. `num_parameters` is for it
-    only.
+    On a CPU, `why_not_compiled` of the `ModelRunner` is that reason.
+
+    Args:
+        model, storage, batch_invariant: as of `ModelRunner`; both kinds of runner take them.
+        num_parameters: as of `ModelRunner`; a `CompiledRunner` does not need it.
     """
     reason = why_not(model, storage)
     if reason is None:

@@ -323,10 +323,15 @@ class Guesser:
             self._num_known[run.seq_id] = first
 
     def _run_of(self, run: ScheduledSequence, guesses: list[int]) -> ScheduledSequence:
-        """Return the draft model's run that draws the next guess of a sequence.
+        """Return the run by which the draft model draws the next guess of a sequence.
 
-        The run has the tokens that the draft model lacks: known ones, and `guesses` made so far.
-        The guess is drawn by the random number with which the model will draw the same token.
+        Its tokens are those that the draft model has not computed yet: of the known ones, and of
+        `guesses`, the guesses so far. The guess is drawn by the random number with which the
+        model that verifies it will draw the token at that position.
+
+        Args:
+            run: the sequence's run in the batch of the model that verifies the guesses.
+            guesses: the guesses after the known tokens, in order.
         """
         first = self._num_known[run.seq_id]
         tokens = (*run.known[first:], *guesses[max(first - len(run.known), 0) :])

@@ -192,7 +192,14 @@ class CausalModel(Protocol):
         ctx: AttentionContext,
         kv: list[CacheLayer],
     ) -> Tensor:
-        """Map (T,) ids and positions to (T, E) hidden states; write keys and values to `kv`."""
+        """Map (T,) ids and positions of packed tokens to (T, E) hidden states, normalised; write
+        keys and values to `kv`.
+
+        Args:
+            ctx: the context, which says to which sequences the tokens belong, and has the states of
+                recurrent layers.
+            kv: the cache of each layer with attention; other layers have none.
+        """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

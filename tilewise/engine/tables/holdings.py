@@ -152,8 +152,8 @@ class Holdings:
         return self.places[seq].tables[number - 1] if number else seq.block_ids
 
     def held(self, seq: Sequence, number: int) -> list[int]:
-        """Return the blocks that a sequence holds in group `number`, without those its window has
-        passed; the table itself where it has passed none."""
+        """Return the blocks that a sequence holds in group `number`, without those that the group's
+        window has passed. If there are none of these, it is the table itself, not a copy."""
         gone = self.places[seq].gone[number]
         table = self.table(seq, number)
         return table[gone:] if gone else table

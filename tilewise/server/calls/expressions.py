@@ -210,9 +210,15 @@ def _is_name(text: str) -> bool:
 
 
 class _Values:
-    """Add the grammar rules of one tool's arguments in a dialect to `rules`.
+    """A writer of the grammar rules of one tool's arguments: its methods add them to `rules`.
 
-    A schema that cannot be followed is a ValueError, with the reason as its message.
+    A method raises ValueError, with the reason as its message, for a schema that the grammar cannot
+    express; rules that it added before stay.
+
+    Args:
+        rules: the rules of the whole grammar.
+        dialect: the notation in which the model writes values.
+        root: the tool's JSON schema, in which references are looked up.
     """
 
     def __init__(self, rules: Rules, dialect: Dialect, root: Mapping[str, Any]) -> None:

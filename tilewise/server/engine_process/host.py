@@ -319,10 +319,11 @@ def _end_with(stream: socket.socket, is_made: threading.Event) -> None:
 
 
 def main(stream_number: int, calls_number: int) -> None:
-    """Run the engine's process: make the engine that the server asks for, and serve until the
-    server has gone; then the process exits.
+    """Run the engine's process: make the engine that the server asks for, serve until the server
+    has gone, and end the process.
 
-    If the engine cannot be made, the server is sent the error, and the function returns.
+    If the engine cannot be made, the server is sent the error as the answer to its first call, and
+    the function returns.
 
     Args:
         stream_number, calls_number: the file descriptors of two sockets: outputs, and calls.

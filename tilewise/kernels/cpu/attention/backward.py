@@ -405,7 +405,8 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
         seen: the pairs that are visible, as `see_tile` filled it.
         is_finite: whether all keys (K) of the tile are finite; otherwise only visible ones are
             multiplied for dq.
-        turn: the Turn in which tasks add to dq and dbias; the function waits for it.
+        turn: the Turn in which tasks add to dq and dbias; the function waits for it. The caller
+            publishes the rows afterwards, for the next task.
         ld, ldv: the padded channels of keys and of values.
     """
     sizes, grads, like = call.sizes, call.grads, call.arrays.like

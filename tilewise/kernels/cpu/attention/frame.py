@@ -58,8 +58,8 @@ _NOTHING = words_of((NO_MASK, NO_DROPOUT))
 
 
 def frame_of(problem: Problem, grads: Gradients | None = None) -> np.ndarray:
-    """Return the int64 words of a problem and, if given, of `grads`: the strides of its gradients
-    and the numbers of their tasks.
+    """Return the int64 words of a problem and, if given, of `grads`: the strides of the gradients,
+    and how many tasks compute them.
 
     The addresses of the problem's arrays are among the words: the caller keeps these arrays alive.
     """

@@ -41,8 +41,11 @@ def num_words(kind: types.Type) -> int:
 
 
 def reader(kind: types.Type) -> Any:
-    """Return a function read(frame, at) for kernels, which returns the value of type `kind` that
-    begins at word `at` of a frame; arrays are views of the writer's memory."""
+    """Return a function read(frame, at) for compiled code, which returns the value of type `kind`
+    whose words, as of `words_of`, begin at index `at` of an int64 array.
+
+    Arrays are views of the writer's memory. The next value begins at `at + num_words(kind)`.
+    """
 
     @intrinsic
     def read(typingctx, frame, at):

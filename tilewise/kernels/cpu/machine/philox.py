@@ -54,9 +54,10 @@ def _mix(builder, product, word, key):
 def _encrypt(builder, counter, key):
     """Emit the seven rounds of Philox, and return the four words that they draw.
 
-    Words of `counter` (4) are i64 numbers or vectors, words of `key` (2) are i64 numbers; the low
-    half of each counts, also of the results. A word of the counter that is equal for the whole row
-    is a number: values that depend on such words alone stay scalar in the first two rounds.
+    Words of `counter` (4) are i64 numbers or vectors, words of `key` (2) are i64 numbers. Only the
+    low half of each has a meaning, in the results too. A word of the counter that is equal for the
+    whole row is a number: values that depend on such words alone stay scalar in the first two
+    rounds.
     """
     c0, c1, c2, c3 = counter
     for turn in range(ROUNDS):

@@ -394,16 +394,23 @@ def attend_chunk(
     included.
 
     Args:
+        sizes, rule: the sizes and the rule of the call's `Problem`.
         like, cache_like: bare pointers of the types to compute in and to read.
         lanes: the lanes of a register.
-        distance: the positions from the chunk's first key to the query.
+        has_scales: True if the cache is one of 8 bits with scales.
+        kv_head: the number of the key head.
+        distance: the query's position minus that of the chunk's first key.
+        slopes: the ALiBi slopes, of all query heads.
+        rows, strip, sums: the addresses of keys and values, the scratch of a chunk, and the state
+            of the task.
         at, count: the index of the chunk's first key in `rows`, and the number of its keys.
-        fetches: True to prefetch the rows of the next chunk, which `rows.ahead` names. If False,
-            passes of several heads over keys, and columns of values that fill no span, prefetch the
-            rows in `rows.ahead` all the same.
-        later, chunk: the start of this head's share in `rows.ahead`, and the keys of a whole chunk.
-            The pass over keys prefetches the first `chunk` rows of the share, the pass over values
-            the next `chunk`.
+        fetches: True to prefetch the rows of the next chunk, which `look_ahead` has put into
+            `rows.ahead`. If False, some loops prefetch from there all the same: passes of several
+            heads over keys, and the last columns of values, of which fewer than `span_of` are left.
+            For these the caller fills `rows.ahead` with the address of one row.
+        later, chunk: the start of this head's share of 2 * chunk addresses in `rows.ahead`, and the
+            keys of a whole chunk. The pass over keys prefetches the first half of the share, the
+            pass over values the second.
         qi, ci, state: the starts of the key head's queries, of its sums in acc, and of m and l.
     """
     unit = unit_of(cache_like, like)

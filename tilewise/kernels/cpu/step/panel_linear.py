@@ -27,10 +27,11 @@ GROUPS_PER_TASK = 4
 
 
 def launch(x: Tensor, weight: Panels) -> Tensor:
-    """Return x (T, K) times the packed weight (N, K)^T plus its bias, (T, N) in the weight's dtype.
+    """Return x (T, K) times the packed weight (N, K)^T plus its bias, if it has one: (T, N) in the
+    weight's dtype.
 
-    Each call copies x to memory of its own, padded to a multiple of BLOCK_ROWS rows, and frees it:
-    no state is kept between calls.
+    Each call copies x to memory of its own, in the weight's dtype and padded to a multiple of
+    BLOCK_ROWS rows, and frees it: no state is kept between calls.
     """
     rows, dtype = x.shape[0], weight.dtype
     blocks = -(-rows // BLOCK_ROWS) * BLOCK_ROWS

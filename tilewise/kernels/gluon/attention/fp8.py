@@ -118,10 +118,12 @@ def made_fwd(call: Call) -> LaunchPlan:
 def plan_quantized(call: Call, variant: Variant | None = None) -> LaunchPlan:
     """Return the plan of attention over already quantised q, k and v; its results are o and lse.
 
+    The caller has asked `why_not` whether the kernel can run the call.
+
     Args:
         call: the tensors are those of `Quantized`, then those of `AttentionTensors`, whose q, k and
-            v are not read.
-        variant: the form of the kernel; None takes the table's.
+            v are not read and may be None. q and k have at least one row.
+        variant: the form of the kernel; None takes that of `variant_of`.
     """
     maker = Maker(call)
     ready = Quantized(*maker.inputs[: len(Quantized._fields)])
