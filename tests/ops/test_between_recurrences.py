@@ -104,6 +104,10 @@ def test_inputs_of_the_delta_rule_keep_the_budget(
     given = [t.cpu() for t in (mixed, ba, a_log, dt_bias)]
     wide = inputs_of(*(t.double() for t in given), key_heads, width, scale)
     plain = inputs_of(*given, key_heads, width, scale)
+    *others, beta = found
+    assert beta.dtype == torch.float32
+    assert torch.equal(beta.to(dtype).float(), beta)
+    found = (*others, beta.to(dtype))
     for name, got, truth, eager in zip(("q", "k", "g", "beta"), found, wide, plain, strict=True):
         assert (got.shape, got.dtype) == (truth.shape, eager.dtype), name
         assert got.is_contiguous()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
+from tilewise.kernels.plan import Maker
 from tilewise.reference import norm as oracle
 from tilewise.testing import assert_within_budget
 
@@ -122,6 +123,26 @@ def test_rows_may_be_strided_and_there_may_be_none(backend, place):
     )
     none = ops.add_rms_norm(x[:0], residual[:0], weight, EPS, backend=backend)
     assert [t.shape for t in none] == [(0, 3, 40)] * 2
+
+
+@on_each_backend
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_heads_are_read_where_a_projection_wrote_them(tokens, backend, place, monkeypatch):
+    both, _, _ = _rows((tokens, 9, 40), torch.bfloat16, place)
+    weight = torch.randn(40).to(place, torch.bfloat16)
+    if backend == "triton":
+        monkeypatch.setattr(Maker, "copy", None)
+    for heads in (both[:, 1:6], both[:, 7:8], both.transpose(0, 1)):
+        y = ops.rms_norm(heads, weight, EPS, backend=backend)
+        assert y.is_contiguous()
+        assert torch.equal(y, ops.rms_norm(heads.contiguous(), weight, EPS, backend=backend))
+        rows = heads.reshape(-1, 40)
+        flat = ops.rms_norm(rows, weight, EPS, backend=backend)
+        assert torch.equal(y, flat.view(heads.shape))
+        if backend != "cpu":
+            y = ops.shifted_rms_norm(heads, weight, EPS, backend=backend)
+            flat = ops.shifted_rms_norm(rows, weight, EPS, backend=backend)
+            assert torch.equal(y, flat.view(heads.shape))
 
 
 @on_each_backend

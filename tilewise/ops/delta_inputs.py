@@ -31,8 +31,8 @@ def delta_inputs(
     """Give queries and keys unit length, and make decays and betas, in one kernel.
 
     q = x / sqrt(sum(x^2) + eps) of the first Hk heads of `mixed`, k of the next Hk;
-    beta = round(sigmoid(b)) * beta_scale; g = -exp(a_log) softplus(a + dt_bias). All is float32,
-    rounded once, beta once more. Nothing is differentiable.
+    beta = round(round(sigmoid(b)) * beta_scale); g = -exp(a_log) softplus(a + dt_bias). All is
+    float32, rounded once to the dtype of `mixed`, but for g. Nothing is differentiable.
 
     Args:
         mixed: (T, C), float32, float16 or bfloat16, last dim contiguous: first Hk heads of queries
@@ -45,7 +45,8 @@ def delta_inputs(
         backend: "triton" or "reference"; None chooses.
 
     Returns:
-        q and k (T, Hk, K) and beta (T, H) in the dtype of mixed, g (T, H) float32: q, k, g, beta.
+        q and k (T, Hk, K) in the dtype of mixed, g and beta (T, H) float32, as `gated_delta_step`
+        reads them: q, k, g, beta.
 
     Raises:
         ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
@@ -105,8 +106,10 @@ def _fake(
     mixed: Tensor, ba: Tensor, a_log: Tensor, dt_bias: Tensor, heads: int, dim: int, *_: Any
 ) -> tuple[Tensor, ...]:
     q, k = (mixed.new_empty(len(mixed), heads, dim) for _ in range(2))
-    each = (len(mixed), a_log.shape[-1])
-    return q, k, mixed.new_empty(each, dtype=torch.float32), mixed.new_empty(each)
+    g, beta = (
+        mixed.new_empty((len(mixed), a_log.shape[-1]), dtype=torch.float32) for _ in range(2)
+    )
+    return q, k, g, beta
 
 
 register_step(

@@ -33,4 +33,4 @@ def delta_inputs(
     g = -a_log.double().exp() * F.softplus(a + dt_bias.double(), threshold=50.0)
     beta = (torch.sigmoid(b).to(ba.dtype).double() * beta_scale).to(ba.dtype)
     q, k = (part.contiguous() for part in unit.chunk(2, 1))
-    return q, k, g.float(), beta
+    return q, k, g.float(), beta.float()

@@ -4,8 +4,9 @@ what     q and k of unit length, beta = sigmoid(b) and g = -exp(a_log) softplus(
 grid     (tokens, tiles of heads of queries and keys)
 program  TILE_H heads of a token; the first of a token has its betas and decays, too
 traffic  every element read once and written once
-numerics float32, rounded where torch's separate operations round; log(1 + e) by a logarithm of the
-         rounded sum u and e / (u - 1), which has the sum's rounding, too
+numerics float32, rounded where torch's separate operations round, beta to the dtype of the
+         projections although it is written in float32, as the recurrence reads it; log(1 + e) by
+         a logarithm of the rounded sum u and e / (u - 1), which has the sum's rounding, too
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _inputs_kernel(
             * beta_scale
         )
         g = -_exp(a_log) * _softplus(a + dt_bias)
-        tl.store(beta_ptr + token * NUM_HEADS + each, beta.to(dtype), mask=is_head)
+        beta = beta.to(dtype).to(tl.float32)
+        tl.store(beta_ptr + token * NUM_HEADS + each, beta, mask=is_head)
         tl.store(g_ptr + token * NUM_HEADS + each, g, mask=is_head)
 
 
@@ -115,7 +117,7 @@ def delta_inputs(
     """Return q, k, g and beta as `ops.delta_inputs` defines them; the arguments are the same."""
     tokens, heads = len(mixed), len(a_log)
     q, k = (maker.empty((tokens, num_key_heads, key_dim), mixed.dtype) for _ in range(2))
-    g, beta = maker.empty((tokens, heads), torch.float32), maker.empty((tokens, heads), mixed.dtype)
+    g, beta = (maker.empty((tokens, heads), torch.float32) for _ in range(2))
     if tokens == 0:
         return q, k, g, beta
     columns = triton.next_power_of_2(key_dim)

@@ -2,7 +2,8 @@
 
 what     r = round(x + residual), if there is a residual; y = round(r / rms(r)) * weight, or SHIFTED
          y = round(r / rms(r) * (1 + weight)). x may be float32 partial sums of a product, which are
-         added in order and rounded
+         added in order and rounded; HAS_HEADS its rows are the heads of tokens, which lie as a
+         projection wrote them, among others
 grid     (rows,)
 program  holds one row in registers, whatever its width
 traffic  every element read once and written once; the weight from the L2 cache
@@ -23,7 +24,7 @@ from tilewise.kernels.triton.elements import why_not as why_not
 ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def _norm_kernel(
     x_ptr,
     residual_ptr,
@@ -33,10 +34,13 @@ def _norm_kernel(
     stride_x,
     stride_residual,
     stride_part,
+    heads,
+    stride_head,
     eps,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     SHIFTED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -49,10 +53,14 @@ def _norm_kernel(
     # Loaded first: it does not depend on the kernel before.
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     await_previous(EARLY)
-    x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_HEADS:
+        token, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+        x_ptr += token.to(tl.int64) * stride_x + head * stride_head
+    else:
+        x_ptr += row * stride_x
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        at = x_ptr + part * stride_part + row * stride_x + column
-        x += tl.load(at, mask=inside, other=0.0)
+        x += tl.load(x_ptr + part * stride_part + column, mask=inside, other=0.0)
     if PARTS > 0:
         x = x.to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
@@ -142,12 +150,13 @@ def _launch(
     if x.numel() == 0:
         return
     dim = x.shape[-1]
-    rows = rows_of(maker, x)
+    has_heads = x.dim() == 3 and residual is None  # even of one token, for one kernel of all
+    rows = x if has_heads else rows_of(maker, x)
     added = rows if residual is None else rows_of(maker, residual)
     tile = triton.next_power_of_2(dim)
     maker.launch(
         _norm_kernel,
-        rows.shape[0],
+        x.numel() // dim,
         rows,
         added,
         weight,
@@ -156,10 +165,13 @@ def _launch(
         rows.stride(0),
         added.stride(0),
         0 if parts is None else parts.stride(0),
+        x.shape[1] if has_heads else 1,
+        x.stride(1) if has_heads else 0,
         eps,
         DIM=dim,
         TILE=tile,
         HAS_RESIDUAL=residual is not None,
+        HAS_HEADS=has_heads,
         PARTS=0 if parts is None else len(parts),
         SHIFTED=shifted,
         num_warps=min(16, max(1, tile // ELEMENTS_PER_WARP)),
