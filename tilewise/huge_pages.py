@@ -23,7 +23,8 @@ _SMALLEST = 2 << 20  # bytes of a large page on x86; smaller tensors gain nothin
 
 @functools.cache
 def _madvise() -> Any:
-    """Return the C library's madvise, or None on a platform without it or without large pages."""
+    """Return the C library's madvise, or None where it or Python's `mmap.MADV_HUGEPAGE` is
+    missing."""
     if os.name != "posix" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     return getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)

@@ -174,8 +174,9 @@ def replay(
 def main(argv: Sequence[str]) -> int:
     """Run `tilewise bench waste`, which measures how much of the cache's memory holds tokens.
 
-    Prints for each trace a table of allocators and one of sharing; then all results as JSON in one
-    line, unless standard output is a terminal and no --json names a file for them. Returns 0.
+    Prints for each trace a table of allocators, and one of the memory that samples of a prompt save
+    by sharing its blocks. Then it prints all results as JSON in one line, also written to the file
+    that --json names; on a terminal the line is left out if there is no such file. Returns 0.
     """
     parser = Parser(prog="tilewise bench waste", description=__doc__)
     parser.add_argument(

@@ -173,7 +173,8 @@ class StateStorage:
 
     def _rows(self, stack: _Stack, positions: Tensor) -> Tensor:
         """Return the indices of the rows, in a slot's convolution tensor (a ring), of the W - 1
-        tokens before each of positions (n,), oldest first: (n, W - 1)."""
+        tokens before each of positions (n,), oldest first: (n, W - 1); W is the convolution's
+        width. Places before a sequence's first token wrap round the ring."""
         assert stack.convolution is not None
         back = torch.arange(1 - stack.spec.conv_width, 0, device=positions.device)
         return (positions.unsqueeze(1) + back) % stack.convolution.shape[2]

@@ -300,7 +300,8 @@ class Choice:
 
     Attributes:
         texts: the strings that are allowed.
-        phrase: the words of an error message before the strings; "" is "one of".
+        phrase: the words of an error message after "must be", strings included; "" for "one of"
+            and all strings.
     """
 
     texts: tuple[str, ...]

@@ -273,7 +273,8 @@ class EngineLoop:
             timeout_s: seconds to wait for the step that runs; None waits for its end.
 
         Returns:
-            Whether the thread has ended.
+            Whether the thread has ended. After False it ends when the step has ended; on the
+            loop's own thread the result is always False.
         """
         return self._core.close(EngineClosedError("the engine was closed"), timeout_s)
 
@@ -591,8 +592,11 @@ class _Core:
         self.is_paused = is_paused
 
     def when_idle(self, task: _Task) -> None:
-        """Run a task when no request is left in the engine; requests that come before are held
-        back."""
+        """Let a task run as soon as no request is left in the engine, and return at once.
+
+        Requests that come before the task has run are held back, and added after it. A loop that
+        ends first refuses the task.
+        """
         self.idle_tasks.append(task)
 
     def when_ended(self, task: _Task) -> None:

@@ -297,7 +297,8 @@ def _add(library: tokenizers.Tokenizer, declared: _Declared) -> None:
     """Add the declared tokens to a tokenizer: those with ids first, then special ones that it
     lacks.
 
-    A token that is declared twice in different ways is added twice, and the last way counts.
+    A token whose text is declared twice with different flags is added twice; it keeps one id, and
+    the last flags count.
 
     Raises:
         CheckpointError: a token would get another id than is declared.

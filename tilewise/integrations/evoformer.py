@@ -243,7 +243,9 @@ def _with_channels(x: Tensor, added: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of `dtype` whose sum is x: one, if x has that dtype, else three for a wider x.
+    """Return tensors of `dtype` whose sum is x: x alone if it has that dtype, else three.
+
+    Each of the three is the part of x that those before leave over, rounded.
 
     The gradient of x flows through the first tensor alone.
     """

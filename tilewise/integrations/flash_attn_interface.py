@@ -330,10 +330,11 @@ def flash_attn_with_kvcache(
     """Write new keys and values into a cache, in place, and attend to all that it then holds.
 
     Args:
-        q: (B, Sq, Hq, D), or with cu_seqlens_q packed (T, Hq, D), without k and v.
+        q: (B, Sq, Hq, D); or packed (T, Hq, D) with cu_seqlens_q, and then without k and v. 8-bit
+            queries, float8_e4m3fn, need an 8-bit cache.
         k_cache, v_cache: (Bc, S, Hk, D) and (Bc, S, Hk, Dv), or with page_table the pages
             (num_blocks, block_size, Hk, D) and (..., Dv), of any block_size; in q's dtype, or
-            float8_e4m3fn, without k and v.
+            float8_e4m3fn also for wider q, and then without k and v.
         cache_batch_idx: (B,) int32, the row of the cache, or of the page_table, that each sequence
             has.
         page_table: (B, max_blocks) int32; more rows with cache_batch_idx.
@@ -342,22 +343,23 @@ def flash_attn_with_kvcache(
             k_descale and v_descale only with an 8-bit cache, q_descale with 8-bit q.
         k, v, rotary_cos, rotary_sin, cache_seqlens, cache_leftpad, softmax_scale, causal,
             window_size, softcap, rotary_interleaved, num_splits: as in
-            `tilewise.integrations.flash_attn.flash_attn_with_kvcache`; cache_leftpad with a
-            page_table, too.
+            `tilewise.integrations.flash_attn.flash_attn_with_kvcache`, but cache_leftpad may come
+            with a page_table.
         rotary_seqlens: (B,) int32, the position of the first new token in the rotary tables;
             cache_seqlens when None.
-        attention_chunk: as in `flash_attn_func`; positions count from where a sequence starts.
+        attention_chunk: as in `flash_attn_func`; positions count from the first key after the left
+            padding.
         qv, cu_seqlens_k_new: refused unless None.
         scheduler_metadata, pack_gqa, sm_margin: arguments without effect.
         return_softmax_lse: True to also return softmax_lse and, as FlashAttention-3 does, its two
             buffers of partial results, which are empty here.
 
     Returns:
-        out shaped as q with Dv channels, in q's dtype, bfloat16 for 8 bits; softmax_lse (B, Hq, Sq)
-        or (Hq, T), float32.
+        out shaped as q with Dv channels, in q's dtype, or bfloat16 for 8-bit q; softmax_lse (B, Hq,
+        Sq) or (Hq, T), float32.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        ValueError, TypeError: an argument breaks another rule above; the message names it.
         UnsupportedError: packed queries or an 8-bit cache come with k, v or rotary tables, with
             several queries of a sequence that are not causal, or with head dims that
             `tilewise.paged_attention` does not take; qv or cu_seqlens_k_new is given; or as in

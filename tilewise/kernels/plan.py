@@ -334,7 +334,8 @@ class LaunchPlan:
 
     @property
     def tiles(self) -> dict[str, TileConfig]:
-        """The tile sizes of each kernel, by its part of the computation."""
+        """The tile sizes of the kernels that have a choice of tiles, by the part that each
+        computes: for example "fwd", "split", "dkdv" or "dq"."""
         return self._tiles()
 
     @property

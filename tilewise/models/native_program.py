@@ -419,12 +419,18 @@ class _Writer:
         into: step.Buffer | None = None,
         scale: step.Held | None = None,
     ) -> None:
-        """Append the operations of a mixture of experts, which add to the residual stream.
+        """Append the operations of a mixture of experts, whose last adds its result to the residual
+        stream.
 
         Args:
+            block: the mixture of experts.
+            h: the rows that the experts read.
+            out_norm: the norm of the result before it is added; None adds the result as it is.
             chosen_by: the rows that the router reads; None for h.
-            into: the rows to which the normalised result is added; None for the residual stream.
-            scale: a function that returns the factor of the stream behind the norm, or None.
+            into: the rows to which the normalised result is added; None for the residual stream;
+                without out_norm it is not used.
+            scale: a function that returns the factor of the stream after the addition, or None;
+                without out_norm or with `into` it is not used.
         """
         program, dtype = self.program, self.model.dtype
         source = h if chosen_by is None else chosen_by

@@ -180,9 +180,17 @@ class _Step:
 def _paged(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return the attention of a layer's next call, (B, S, Hq, Dv), and None for its probabilities.
+    """Return the attention of the model's next call, (B, S, Hq, Dv), and None for its
+    probabilities.
 
-    It is registered in transformers' AttentionInterface; the module's `paged_step` computes it.
+    This is the function in transformers' AttentionInterface. The module's `paged_step`, which all
+    layers share, counts the calls of a pass and computes each with the scale, window and softcap
+    that `survey` found. The mask and the options are ignored, but for the sinks, `s_aux`.
+
+    Args:
+        module: the module of attention that calls.
+        query, key, value: (B, H, S, D), each with its own number of heads.
+        options: the options that the layer gives.
     """
     sinks = options.get("s_aux")
     step: Any = module.paged_step

@@ -111,6 +111,9 @@ class QuantisedEmbedding(nn.Module):
         parts: the weights whose rows are stacked to the table (num_embeddings, embedding_dim), of
             one format. An output head that is tied to the embedding may share their tensors.
         dtype: the dtype of the rows that are looked up.
+
+    Raises:
+        ValueError: the parts differ in format.
     """
 
     def __init__(self, parts: Sequence[QuantisedWeight], dtype: torch.dtype) -> None:

@@ -186,12 +186,14 @@ def _first(
     """Return the name of the first backend that does not refuse, and what `ask` returned for it.
 
     Args:
-        op, device_type: the op and the device, which decide the order of backends.
-        backend: the only backend to ask; None for all.
-        ask: a function from a backend's name to a plan or a Refusal.
+        op, device_type: the op and the type of its device, which decide the order of backends.
+        backend: the only backend to ask; None for those of the device. The reference is not among
+            them, but for ops without kernels.
+        ask: a function from a backend's name to the result, or to a Refusal.
 
     Raises:
-        UnsupportedError: all refuse; the message has their reasons.
+        UnsupportedError: all that were asked refuse, and the message has their reasons; or no
+            backend runs on such a device.
     """
     names = (backend,) if backend is not None else _AUTOMATIC.get(device_type, ())
     if backend is None and op in _WITHOUT_KERNELS:

@@ -221,9 +221,11 @@ def check_choices(tokens: int, chosen: Tensor, weights: Tensor, num_experts: int
 
 
 def check_shared(x: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -> None:
-    """Raise unless `shared` fits x (T, E), and `shared_gate` is (T, 1); None for both fits.
+    """Raise unless `shared` is like x, (T, E), and `shared_gate` is (T, 1), in x's dtype and on its
+    device.
 
-    The error is TypeError for a dtype, otherwise ValueError.
+    Either may be None, but a gate without `shared` is an error. The error is TypeError for a
+    dtype, otherwise ValueError.
     """
     if shared is None:
         if shared_gate is not None:

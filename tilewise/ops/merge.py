@@ -135,8 +135,8 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
 def _jvp(ctx: Any, *dots: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the tangents of o and lse from those of o_a, lse_a, o_b and lse_b; None is 0.
 
-    With w = exp(lse_x - lse), lse' = sum w lse_x' and o' = sum w (o_x' + (lse_x' - lse') o_x), over
-    both sides.
+    With w = exp(lse_x - lse), or 0 for a side without keys, lse' = sum w lse_x' and
+    o' = sum w (o_x' + (lse_x' - lse') o_x), over both sides.
     """
     sides, o, lse = _sides(ctx)
     zeros = (torch.zeros_like(o), torch.zeros_like(lse)) * 2

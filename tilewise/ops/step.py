@@ -45,7 +45,7 @@ class _Bound:
 
     Args:
         run_plan: the plan's `run`, a function of its tensors.
-        places: the places of these tensors among the arguments of the call.
+        places: the places of these tensors among the arguments of the call, tuples unpacked.
         is_one: True if the call returns one tensor, False for a tuple or nothing.
     """
 

@@ -63,8 +63,8 @@ class Turns:
         await turn
 
     def _next(self) -> None:
-        """Start the oldest waiting request of the first key, and move that key to the end; if none
-        waits, let the next request start at once."""
+        """Start the oldest waiting request of the first key, and move that key to the end if it has
+        more; if none waits, let the next request that comes start at once."""
         while self._waiting:
             key = next(iter(self._waiting))
             queue = self._waiting.pop(key)

@@ -686,8 +686,8 @@ class DeviceRunner:
 
 
 class _Scored:
-    """The log-probabilities of prompts that one step computed, on the device and, once read, on the
-    host."""
+    """The log-probabilities of prompts that one step computed: `tensors` on the device, and in
+    `host` their copies, valid after the step's event; `finish` hands these over."""
 
     def __init__(self, chunks: list[Chunk], parts: list[Logprobs]) -> None:
         self.chunks, self.tensors = chunks, [x for part in parts for x in part]

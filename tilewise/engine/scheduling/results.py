@@ -137,7 +137,14 @@ class Results:
         return False
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> bool:
-        """End all unfinished sequences of a request; return whether there were any."""
+        """End all unfinished sequences of a request, and release their blocks, without an event;
+        return whether there were any, False also for an unknown request.
+
+        Args:
+            request_id: the id of the request.
+            reason, stop_reason: the reason to report, and the token or text that stopped it or
+                None.
+        """
         unfinished = self.roster.unfinished(request_id)
         for seq in unfinished:
             self._finish(seq, reason, stop_reason)

@@ -173,7 +173,11 @@ class CompiledRunner(ModelRunner):
         self.program.begin_step(number)
 
     def stop(self, number: int) -> None:
-        """Stop the step of this number before its next operation; from any thread."""
+        """Stop the step of this number before its next operation, or as it begins; any thread may
+        call.
+
+        `submit` of that step then raises StepStoppedError; nothing happens to one that ended.
+        """
         self.program.stop(number)
 
     def decode_inputs(self, batch: Batch) -> DecodeArrays | None:

@@ -66,7 +66,11 @@ class Part(NamedTuple):
 
 
 class Pools:
-    """Follows the sequences of a runner whose hidden states are pooled."""
+    """The `Pooling` of each running sequence that asks for its hidden states, pooled to a vector.
+
+    A runner passes each batch to `follow`, which says which rows to pool, and hands over the
+    pooling of a prompt once it is whole.
+    """
 
     def __init__(self) -> None:
         self._poolings: dict[int, Pooling] = {}

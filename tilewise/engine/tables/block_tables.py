@@ -785,9 +785,9 @@ class BlockTables(Holdings):
         any before.
 
         Args:
-            holders: sequences that hold blocks.
-            num_empty: the number of slots without a token in blocks of `holders`, if no last block
-                is shared; None computes it.
+            holders: all sequences that hold blocks.
+            num_empty: the number of slots without a token in blocks of `holders`, from a caller who
+                knows that no last block is shared; None computes it.
         """
         if self.allocator.num_used > self.blocks_peak:
             self.blocks_peak = self.allocator.num_used

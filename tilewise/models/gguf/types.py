@@ -91,8 +91,8 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Return the codes of 4 bits of each block; the lower halves of its bytes are the first half of
-    the codes."""
+    """Return the 4-bit codes of blocks, (..., 2 n) from uint8 (..., n): the lower halves of a
+    block's bytes first, then all upper halves."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 

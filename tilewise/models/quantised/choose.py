@@ -70,7 +70,8 @@ def format_of(told: Mapping[str, Any]) -> Format:
         told: the configuration, whose quant_method names a format.
 
     Raises:
-        CheckpointError: the format is not served, or an option of it; the message names it.
+        CheckpointError: the format is missing or not served, or an option of it is not; the message
+            names the format or the option.
     """
     method = str(told.get("quant_method", "unknown"))
     if method == "modelopt":

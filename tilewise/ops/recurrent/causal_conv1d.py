@@ -204,13 +204,14 @@ class _Taps:
 
 
 def _rows_of(x: Tensor, width: int, state: Tensor | None, edges: Tensor) -> Tensor:
-    """Return the rows of all states and then of all tokens as one tensor, which `_Taps` indexes.
+    """Return the rows of all states and then of all tokens as one tensor, which `_Taps` indexes:
+    (N (width - 1) + T, C), where T is B S for a batch.
 
     Args:
         x: (T, C) or (B, S, C), the tokens.
         width: the taps of the convolution; a state has width - 1 rows.
         state: (N, width - 1, C), None for zeros.
-        edges: (N + 1,), the edges of sequences.
+        edges: (N + 1,), the edges of sequences, read only for N.
     """
     if state is None:
         state = x.new_zeros(edges.shape[0] - 1, width - 1, x.shape[-1])

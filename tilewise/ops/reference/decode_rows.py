@@ -25,9 +25,10 @@ def begin(
     slot_mapping: Tensor,
     seqlens_k: Tensor,
 ) -> None:
-    """Prepare a decode step in place: enter new blocks in the table, compute positions and slots.
+    """Prepare a decode step in place: enter new blocks in the table, compute positions, slots and
+    numbers of keys, and advance `place`, the index of the step's results among `ring` places.
 
-    The arguments are those of `ops.decode_rows.begin_decode`.
+    The arguments are those of `ops.decode_rows.begin_decode`, without backend.
     """
     positions.copy_(position * active)
     column = (positions // block_size).unsqueeze(1)

@@ -71,7 +71,7 @@ class Sight(NamedTuple):
         words, begin, end, is_whole: the arrays of the `Seen` of each tile t of rows, which begin at
             t * TILE_M * WORDS, at t * TILE_M / BLOCK (begin and end) and at t.
         strips: (strips, 3) int64, flat, of each strip that sees keys: its number, and the first and
-            the end of its range of keys.
+            the end of its range of keys, from the tile's first.
     """
 
     words: np.ndarray
@@ -124,14 +124,16 @@ def new_sight(tiles, words_like, index_like):
 
 @inner
 def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key):
-    """Fill `sight` for one tile of keys; return how many strips of rows see a key of it.
+    """Fill `sight` for one tile of keys; return how many strips of 32 query rows see a key of it.
 
-    Of each such strip `sight.strips` gets the number and the range of keys that the strip sees.
+    Of each such strip `sight.strips` gets the number, from 0 at `first_row`, and the first and the
+    end of the keys that any of its rows sees. These count from the tile's first key.
 
     Args:
+        sizes, mask: the sizes of the call, and its rule of the keys that a query sees.
         view: the part of the block mask that the task needs, from `view_rows`.
-        q_len, k_len: the lengths of the sequence.
-        first_row, num_rows: the rows of the task.
+        q_len, k_len: the sequence's numbers of queries and of keys.
+        first_row, num_rows: the first query row of the task, and the number of them.
         key: the first key of the tile.
     """
     blocks, count = TILE_M // BLOCK, 0

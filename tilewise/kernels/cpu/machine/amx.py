@@ -126,9 +126,9 @@ add_1, add_2 = _add(1), _add(2)
 def pair_rows(typingctx, even, odd, values, vi, panel, units):
     """Interleave two rows of `units` x 32 bfloat16, at the addresses `even` and `odd`, and store
     the pairs (even[i], odd[i]) in `values`, uint16: 32 pairs, 64 elements, from values[vi] on, the
-    next 32 pairs `panel` elements further, and so on.
+    next 32 pairs from values[vi + panel] on, and so on.
 
-    Without AMX, or for arrays of floats, it does nothing.
+    Nothing is done, nor compiled, without AMX or where `values` holds floats.
     """
 
     def codegen(context, builder, sig, args):

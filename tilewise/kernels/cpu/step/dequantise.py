@@ -273,9 +273,11 @@ def _look_up(builder, table, index):
 
 
 class _Place:
-    """An emitter of code that dequantises codes of one kind, a place at each call of `values`.
+    """An emitter of code that dequantises codes of one kind, 8 registers of 16 codes at each call
+    of `values`.
 
-    A place is 8 registers of 16 codes, a quarter of what a panel has in a step of 32 inputs.
+    These 128 codes are a place: a quarter of the codes of a panel, 16 outputs, in a step of 32
+    inputs. The caller gives the address of each place.
     """
 
     def __init__(self, builder, kind, has_term, lookup):

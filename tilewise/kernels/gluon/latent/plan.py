@@ -49,12 +49,18 @@ _MOST_PARTS = 128  # merged at once: 128 x 64 float32 are 64 registers a thread
 
 
 class _Work(NamedTuple):
-    """The arguments that both kernels share: the number of shares of keys, the tiles of rows, and
-    the tensors of results and parts."""
+    """The cut of a call's work and its tensors, which `mla_decode_kernel` and `mla_bytes_kernel`
+    take alike.
+
+    Attributes:
+        shares: the number of shares into which all keys are cut.
+        row_tiles: the number of tiles of rows of a sequence.
+        outputs: o and lse, the partial o and lse of shares, and the plan of their merge.
+    """
 
     shares: int
     row_tiles: int
-    outputs: tuple[Tensor, ...]  # o, lse, and the parts and the plan of the merge
+    outputs: tuple[Tensor, ...]
 
 
 def why_not(spec: PagedSpec) -> str | None:

@@ -682,8 +682,13 @@ def _merge(
     max_run,
     shape: gl.constexpr,
 ):
-    """Merge the parts of a sequence's splits, in their order, and write its rows of o and lse of a
-    group of heads."""
+    """Merge the parts of a sequence's splits, in their order, and write its rows of o and lse for a
+    group of HEADS key heads. Rows that see no key get o = 0 and lse = -inf.
+
+    first_pair: the number of the sequence's first split in the plan; num_splits: the number that follow
+    one another; start, run: its first row in o, and its new tokens; group: the number of the group;
+    num_tokens: all rows of o; max_run: the most new tokens of a sequence.
+    """
     R: gl.constexpr = HEADS * shape.rows
     W: gl.constexpr = shape.width
     heads: gl.constexpr = shape.num_kv_heads * shape.group

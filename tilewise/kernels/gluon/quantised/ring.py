@@ -451,10 +451,13 @@ def quantised_ring_kernel(
     """Compute y = x W^T + bias, (rows, outputs), by WGMMA, from codes of 8 or 4 bits in the order
     of lanes; see the module's docstring.
 
-    codes, x: descriptors of int32 (outputs, words) and of (rows, K); words: the codes; grid,
-    outer_grid: columns of scales and of outer; block_rows, outer_rows: the rows that share them;
-    stages, part_stages: the stages of K, and of a part of it; sums and arrived: as
-    `linear_rows_kernel` has them.
+    codes, x: descriptors of the codes, int32 (outputs, K * bits / 32), and of x (rows, K); words:
+    the tensor of the codes. scales, zeros, minimums, outer, outer_minimums: tensors of
+    `QuantisedWeight`, any where `shape` says that there is none; scales are int32 words where they
+    are folded. grid, outer_grid: columns of scales and of outer; block_rows, outer_rows: the
+    weight's rows that share a scale, and an outer one. table0 ... table7: the words of
+    `linear.kind_and_table`; magic_word: a number of MAGIC_WORDS. stages, part_stages: the number of
+    stages that K takes, and a part of K. sums and arrived: as `linear_rows_kernel` has them.
     """
     WARPGROUPS: gl.constexpr = shape.warpgroups
     ring = Ring(

@@ -25,10 +25,13 @@ def _choices(
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Return the choices of the TOKENS tokens of a tile, in order of token, then of slot.
+    """Return the choices of the TOKENS tokens of tile number `tile`, in order of token, then of
+    slot.
 
-    The results have an entry for each choice: its number t k + i, its expert, and whether it exists
-    and names an expert below `experts`.
+    chosen_ptr: (tokens, ACTIVE), the experts of each token; SLOTS: ACTIVE, rounded up to a power of
+    two. The three results have TOKENS * SLOTS entries: the number t * ACTIVE + i of choice i of
+    token t, its expert, int32, and whether the choice exists and its expert is one of
+    0 ... experts - 1.
     """
     pair = tl.arange(0, TOKENS * SLOTS)
     token, slot = tile * TOKENS + pair // SLOTS, pair % SLOTS

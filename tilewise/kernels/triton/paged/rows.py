@@ -53,7 +53,7 @@ TILE_B = 128  # sequences scanned at once
 class Memory(NamedTuple):
     """The tensors that the rows kernel reads and writes.
 
-    A field that a launch does not use holds some other tensor, which is not touched.
+    A field that a launch does not use holds any tensor, which is not touched through that field.
     """
 
     q: object

@@ -229,7 +229,9 @@ def _last_kernel(
 ):
     """Write the last W - 1 rows of each sequence, oldest first, for a tile of channels.
 
-    A sequence shorter than that takes rows of its initial state first, or zeros without one.
+    Before the rows of a shorter sequence come the newest of its initial state, or zeros without
+    one. before_ptr and after_ptr: the initial and the written states, (N, W - 1, CHANNELS);
+    edges_ptr: (N + 1,), the edges of the sequences in x.
     """
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)

@@ -688,10 +688,11 @@ def why_not(spec: ElementSpec) -> str | None:
 
 
 class Moved(NamedTuple):
-    """The rows of a decode batch that sampling advances in the same launch, and their results.
+    """The state of a decode batch that sampling brings to the next token in the same launch.
 
-    The fields are the arguments of `ops.decode_rows.finish_decode`; `counter` counts the random
-    numbers that each row has used.
+    Each field is the argument of `ops.decode_rows.finish_decode` of that name: the last token and
+    the position of each row, the count of the random numbers that it has used, 1 for rows that run,
+    and the place in `results` at which this step stores its tokens.
     """
 
     token: Tensor
