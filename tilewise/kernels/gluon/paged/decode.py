@@ -685,8 +685,8 @@ def _merge(
     """Merge the parts of a sequence's splits, in their order, and write its rows of o and lse for a
     group of HEADS key heads. Rows that see no key get o = 0 and lse = -inf.
 
-    first_pair: the number of the sequence's first split in the plan; num_splits: the number that follow
-    one another; start, run: its first row in o, and its new tokens; group: the number of the group;
+    first_pair, num_splits: the number of the sequence's first split in the plan, and how many it
+    has; start, run: its first row in o, and its new tokens; group: the number of the group;
     num_tokens: all rows of o; max_run: the most new tokens of a sequence.
     """
     R: gl.constexpr = HEADS * shape.rows
