@@ -208,6 +208,16 @@ def launch_experts(tokens: int, *, packed: bool) -> None:
     )  # fmt: skip
 
 
+def launch_key_bias(dtype: torch.dtype) -> None:
+    """Make channels of a mask and of a float bias, for heads of 32 and of 20 channels."""
+    from tilewise.kernels.triton.attention import key_bias
+
+    for kind in (torch.bool, torch.float32):
+        for dim in (32, 20):
+            x, keys = meta(256, 256, 4, dim, dtype=dtype), meta(256, 256, dtype=kind)
+            key_bias.key_bias_channels(x, x.transpose(1, 2), keys[:, :4], dim**-0.5)
+
+
 def step_cases() -> Iterator[Case]:
     """Yield small and large widths for every architecture."""
     for arch in ARCHITECTURES:
@@ -218,6 +228,14 @@ def step_cases() -> Iterator[Case]:
                 lambda dim=dim, dtype=dtype: launch_norms(dim, dtype),  # type: ignore[misc]
                 products=False,
                 slow=True,  # every day they are compiled as they begin early
+            )
+        for dtype in (torch.bfloat16, torch.float32):
+            yield Case(
+                f"sm_{arch}-key-bias-{str(dtype)[6:]}",
+                arch,
+                lambda dtype=dtype: launch_key_bias(dtype),  # type: ignore[misc]
+                products=False,
+                slow=arch != 90 or dtype != torch.bfloat16,
             )
         for dim, size, dtype in (
             (4096, 4, torch.bfloat16), (8192, 4, torch.bfloat16), (2880, 2, torch.float32),

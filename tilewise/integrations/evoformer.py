@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tilewise.errors import UnsupportedError
-from tilewise.ops import attention
+from tilewise.ops import attention, key_bias_channels
 
 __all__ = ["DS4Sci_EvoformerAttention", "triangle_attention"]
-
-# A key bias below this is this: exp of it is 0 in float32 beside any key that is not masked, and
-# where all keys are, differences of logits are still there after its addition. float16 holds it.
-_LEAST = -61440.0
-_CHANNELS = 8  # added to q and k; heads are multiples of so many
 
 
 def DS4Sci_EvoformerAttention(
@@ -168,17 +161,23 @@ def _rows(
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
+    none = [None] * q.shape[0]
     found = []
-    for b in range(q.shape[0]):
-        q_b, k_b = q[b], k[b]
-        if keys is not None:
-            q_b, k_b = _with_key_bias(q_b, k_b, keys[b], scale)
+    for q_b, k_b, v_b, pairs_b, keys_b, lengths_b in zip(
+        *map(_batches, (q, k, v)),
+        none if pairs is None else _batches(pairs),
+        none if keys is None else _batches(keys),
+        none if lengths is None else lengths,
+        strict=True,
+    ):
+        if keys_b is not None:
+            q_b, k_b = key_bias_channels(q_b, k_b, keys_b, scale)
         o = attention(
             q_b,
             k_b,
-            v[b],
-            bias=None if pairs is None else pairs[b : b + 1],
-            seqlens_k=None if lengths is None else lengths[b],
+            v_b,
+            bias=None if pairs_b is None else pairs_b.unsqueeze(0),
+            seqlens_k=lengths_b,
             softmax_scale=scale,
         )
         found.append(o)
@@ -187,72 +186,10 @@ def _rows(
     return found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
 
 
-def _with_key_bias(q: Tensor, k: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return q and k with channels whose product is keys / scale, so that it is added to logits.
+def _batches(x: Tensor) -> Sequence[Tensor]:
+    """Return x[0], x[1] ... as views.
 
-    The added channels of q are a power of two. Those of k are the bias, in three parts where the
-    dtype of k has fewer bits than float32, then zeros; of a bool `keys`, 0 for a visible key and
-    -61,440 for others.
-
-    Args:
-        q, k: (N, Sq, H, D) and (N, Sk, H, D).
-        keys: (N, Sk), float or bool.
-        scale: the factor of q . k.
+    The gradient of x is that of the only batch, uncopied, or all of them put together once; that of
+    each x[b] would be copied into zeros of x's size.
     """
-    power = 2.0 ** math.ceil(-math.log2(scale))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    if keys.dtype == torch.bool:
-        parts = [torch.where(keys, 0.0, _LEAST).to(q.dtype)]  # far below any other logit
-    else:
-        parts = _parts(keys.to(wide).clamp(min=_LEAST) / (scale * power), q.dtype)
-    added = pad(torch.stack(parts, dim=-1), (0, _CHANNELS - len(parts))).unsqueeze(2)
-    factors = q.new_full((1, 1, 1, _CHANNELS), power)
-    return _with_channels(q, factors), _with_channels(k, added)
-
-
-class _Channels(torch.autograd.Function):
-    """x (..., D) with the channels of `added` (broadcast) behind its own; the gradient of x is a
-    view.
-
-    torch's own `cat` and `pad` would copy the tensor twice, and the gradients once more.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, added: Tensor) -> Tensor:
-        whole = x.new_empty(*x.shape[:-1], x.shape[-1] + added.shape[-1])
-        whole[..., : x.shape[-1]] = x
-        whole[..., x.shape[-1] :] = added
-        return whole
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.width, ctx.shape = inputs[0].shape[-1], inputs[1].shape
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        of_x, of_added = ctx.needs_input_grad
-        added = grad[..., ctx.width :].sum_to_size(ctx.shape) if of_added else None
-        return grad[..., : ctx.width] if of_x else None, added
-
-
-def _with_channels(x: Tensor, added: Tensor) -> Tensor:
-    """Return (N, S, H, D + C): x (N, S, H, D) followed by the channels of `added`, broadcast to (N,
-    S, H, C)."""
-    whole: Tensor = _Channels.apply(x, added)  # type: ignore[no-untyped-call, unused-ignore]
-    return whole
-
-
-def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of `dtype` whose sum is x: x alone if it has that dtype, else three.
-
-    Each of the three is the part of x that those before leave over, rounded.
-
-    The gradient of x flows through the first tensor alone.
-    """
-    first = x.to(dtype)
-    if x.dtype == dtype:
-        return [first]
-    # The first part carries the gradient of all of x, as what is left of it has a slope of 0.
-    left = (x - first.to(x.dtype)).detach()
-    second = left.to(dtype)
-    return [first, second, (left - second.to(x.dtype)).to(dtype)]
+    return (x.squeeze(0),) if len(x) == 1 else x.unbind(0)

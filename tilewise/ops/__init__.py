@@ -15,6 +15,7 @@ from tilewise.ops.expert_mlp import expert_mlp
 from tilewise.ops.explain import Explanation, explain
 from tilewise.ops.gated_norm import gated_rms_norm
 from tilewise.ops.invariant_linear import invariant_linear, invariant_linear_leaves_parts
+from tilewise.ops.key_bias_channels import key_bias_channels
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
 from tilewise.ops.latent.expanded import mla_attention, mla_prefill
 from tilewise.ops.linear import (
@@ -87,6 +88,7 @@ __all__ = [
     "gated_rms_norm",
     "invariant_linear",
     "invariant_linear_leaves_parts",
+    "key_bias_channels",
     "launching_early",
     "linear",
     "linear_leaves_parts",

@@ -27,12 +27,16 @@ T = TypeVar("T")
 _ROOT = __name__.removesuffix(".ops.dispatch")
 BACKENDS = ("reference", "cpu", "triton", "gluon")
 _AUTOMATIC = {"cpu": ("cpu",), "cuda": ("gluon", "triton")}
-_WITHOUT_KERNELS = {"quantize"}  # ops that `reference` computes if no backend can
+_WITHOUT_KERNELS = {
+    "quantize",
+    "key_bias_channels",
+}  # ops that `reference` computes if no backend can
 # The module of an op's launcher in a backend's folder, if it differs from the op's name.
 _MODULES = {
     "attention": "attention.plan",
     "attention_fp8": "attention.fp8",
     "quantize": "attention.quantise",
+    "key_bias_channels": "attention.key_bias",
     "paged_attention": "paged.plan",
     "cache_ops": "paged.cache",
     "rope_write": "paged.rope_write",
