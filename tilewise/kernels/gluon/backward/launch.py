@@ -138,7 +138,13 @@ def add_around(
     dbias = dsinks = None
     if bias is not None and spec.needs_dbias:
         # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
-        row_terms = portable.launch_rows(maker, o, do, lse, dlse, given)
+        if given.is_varlen:  # whose rows lie at other places here
+            row_terms = portable.launch_rows(maker, o, do, lse, dlse, given)
+        else:
+            planes = (given.batch, given.num_q_heads, -1)
+            row_terms = tuple(
+                x.view(planes)[..., : given.max_seqlen_q] for x in (rows.lse_log2, rows.delta)
+            )
         beside = {"sequences": portable.sequences_of(tensors), "extras": extras}
         dbias = portable.launch_dbias(maker, do, q, k, v, *row_terms, bias, given, **beside)
     if sinks is not None:

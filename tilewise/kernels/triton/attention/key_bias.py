@@ -28,26 +28,34 @@ _LEAST = tl.constexpr(LEAST)
 
 
 @triton.jit
-def _pieces(pid, count, seqlen, PARTS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
-            LONG: tl.constexpr):  # fmt: skip
+def _pieces(
+    pid,
+    count,
+    seqlen,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LONG: tl.constexpr,
+):
     """Return of CHUNKS pieces of a wide tensor, each PARTS-th of a row: the number, which exist,
-    the place in the row, and the batch, token and head of the row, int64."""
+    the place in the row, and the batch, token and head of the row.
+
+    All are 64 bits where LONG; else 32, unsigned to be divided in fewer instructions.
+    """
     if LONG:
-        pid = pid.to(tl.int64)
-    piece = pid * CHUNKS + tl.arange(0, CHUNKS)
+        piece = pid.to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+    else:
+        piece = (pid * CHUNKS + tl.arange(0, CHUNKS)).to(tl.uint32)
+        seqlen = seqlen.to(tl.uint32)
     row = piece // PARTS
     token = row // HEADS
     n = token // seqlen
-    s = token - n * seqlen
-    h = row - token * HEADS
-    return (
-        piece.to(tl.int64),
-        piece < count,
-        piece - row * PARTS,
-        n.to(tl.int64),
-        s.to(tl.int64),
-        h.to(tl.int64),
-    )
+    part = piece - row * PARTS
+    s, h = token - n * seqlen, row - token * HEADS
+    if not LONG:
+        part, n, s, h = part.to(tl.int32), n.to(tl.int32), s.to(tl.int32), h.to(tl.int32)
+        piece = piece.to(tl.int32)
+    return piece, piece < count, part, n, s, h
 
 
 @triton.jit(
@@ -112,35 +120,36 @@ def attention_key_bias_kernel(
     if pid < q_programs:
         piece, exists, part, n, s, h = _pieces(pid, q_count, seqlen_q, PARTS, HEADS_Q, CHUNKS, LONG)
         at = (n * q_batch + s * q_row + h * q_head) * UNIT
-        channel = part[:, None] * VEC + within
-        loaded = (exists & (part < OWN))[:, None]
-        x = tl.load(q_ptr + at[:, None] + channel * q_channel, mask=loaded, other=0.0)
-        x = tl.where((part < OWN)[:, None], x, POWER)
+        at = at[:, None] + (part[:, None] * VEC + within) * q_channel
+        copied = (exists & (part < OWN))[:, None]
+        x = tl.load(q_ptr + at, mask=copied, other=POWER)
         tl.store(wide_q_ptr + piece[:, None] * VEC + within, x, mask=exists[:, None])
     else:
         piece, exists, part, n, s, h = _pieces(
             pid - q_programs, k_count, seqlen_k, PARTS, HEADS_K, CHUNKS, LONG
         )
-        at = (n * k_batch + s * k_row + h * k_head) * UNIT
-        channel = part[:, None] * VEC + within
-        loaded = (exists & (part < OWN))[:, None]
-        x = tl.load(k_ptr + at[:, None] + channel * k_channel, mask=loaded, other=0.0)
         keys = tl.load(keys_ptr + n * keys_batch + s * keys_row, mask=exists & (part >= OWN))
+        place = within  # among the added channels, known to the compiler
+        if VEC < _ADDED:
+            place = part[:, None] * VEC + within - D
         if IS_MASK:
             first = tl.where(keys != 0, 0.0, _LEAST).to(dtype)
-            added = tl.where(channel == D, first[:, None], 0.0)
+            added = tl.where(place == 0, first[:, None], 0.0)
         else:
             bias = keys.to(tl.float32)
             bias = tl.where(bias < _LEAST, _LEAST, bias) * factor  # a NaN stays
             first = bias.to(dtype)
-            added = tl.where(channel == D, first[:, None], 0.0)
+            added = tl.where(place == 0, first[:, None], 0.0)
             if dtype != tl.float32:
                 left = bias - first.to(tl.float32)
                 second = left.to(dtype)
                 third = (left - second.to(tl.float32)).to(dtype)
-                added = tl.where(channel == D + 1, second[:, None], added)
-                added = tl.where(channel == D + 2, third[:, None], added)
-        x = tl.where((part < OWN)[:, None], x, added.to(dtype))
+                added = tl.where(place == 1, second[:, None], added)
+                added = tl.where(place == 2, third[:, None], added)
+        at = (n * k_batch + s * k_row + h * k_head) * UNIT
+        at = at[:, None] + (part[:, None] * VEC + within) * k_channel
+        copied = (exists & (part < OWN))[:, None]
+        x = tl.load(k_ptr + at, mask=copied, other=added.to(dtype))
         tl.store(wide_k_ptr + piece[:, None] * VEC + within, x, mask=exists[:, None])
 
 
@@ -166,6 +175,10 @@ def key_bias_channels(
     # Multiples of a constant are seen to be so, and neighbours come by one load.
     unit = math.gcd(vec, *steps)
     steps = [step // unit for step in steps]
+    farthest = max(
+        sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+        for x in (q, k, keys, wide_q, wide_k)
+    )
     power, factor = factors(scale, torch.float32)
     maker.launch(
         attention_key_bias_kernel,
@@ -193,7 +206,7 @@ def key_bias_channels(
         VEC=vec,
         UNIT=unit,
         CHUNKS=chunks,
-        LONG=max(counts) + chunks >= 2**31,
+        LONG=farthest + _ELEMENTS >= 2**31,
         num_warps=4,
         # A part of the bias is what those before it left of a product, which must be rounded.
         enable_fp_fusion=False,
