@@ -88,6 +88,8 @@ CASES = {
     "bias_d128": Call(300, 400, (4, 2), D128, 2, BRAIN, CAUSAL, bias=(2, 4, 300, 400)),
     "bias_d64": Call(300, 400, (2, 2), D64, 2, HALF, bias=(2, 300, 400)),
     "bias_shared": Call(300, 400, (4, 2), D64, 3, BRAIN, bias=(1, 4, 300, 400)),
+    "bias_narrow": Call(300, 400, (4, 4), (40, 32), 3, BRAIN, bias=(1, 4, 300, 400)),
+    "bias_half": Call(300, 400, (4, 2), (24, 32), 2, HALF, CAUSAL, bias=(1, 4, 300, 400)),
     "bias_of_keys": Call(300, 400, (4, 2), D128, 2, BRAIN, bias=(2, 1, 1, 400)),
     "bias_packed": Call(
         heads=(4, 2), dims=D64, dtype=BRAIN, bias=(2, 4, 330, 300), lengths=((330, 300), (64, 190))
@@ -242,7 +244,8 @@ REPRODUCIBLE = [
     "window_d128", "window_d64", "packed_d128", "packed_d64", "groups_of_3_d128", "wide_causal",
     "packed_full", "packed_full_d64", "window_to_the_left_only", "key_lengths_d64", "many_heads",
     "many_heads_causal", "mask_d128", "mask_d64", "mask_of_heads", "mask_window", "mask_packed",
-    "mixed_d128", "dropout_packed", "bias_packed", "wide_mixed", "wide_bias", "wide_mask_of_heads",
+    "mixed_d128", "dropout_packed", "bias_packed", "bias_narrow", "bias_half", "wide_mixed",
+    "wide_bias", "wide_mask_of_heads",
 ]  # fmt: skip
 
 

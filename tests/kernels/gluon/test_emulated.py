@@ -10,6 +10,7 @@ import math
 import zlib
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -406,6 +407,13 @@ THREE_ADD = {
     ),
     "narrow_heads": Call(193, 136, (2, 2), (40, 24), 2, HALF, bias=(2, 193, 136)),
 }  # fmt: skip
+# Whose sums of dq have fewer channels than a tile: those of attention with a bias of keys as eight
+# more channels, and those of which the second half of a tile holds none.
+NARROW_BIAS = {
+    "narrow": Call(150, 200, (2, 2), (40, 32), 2, BRAIN, bias=(1, 2, 150, 200)),
+    "half": Call(140, 136, (2, 1), (24, 32), 1, HALF, CAUSAL, bias=(2, 140, 136)),
+}
+QUICK_COPIED_BIAS = ("even", "mixed", "narrow")
 
 
 class TestCopiedBias:
@@ -429,16 +437,36 @@ class TestCopiedBias:
     @pytest.mark.parametrize(
         "name",
         [
-            pytest.param(name, marks=[] if name in ("even", "mixed") else pytest.mark.slow)
-            for name in COPIED_BIAS
+            pytest.param(name, marks=[] if name in QUICK_COPIED_BIAS else pytest.mark.slow)
+            for name in COPIED_BIAS | NARROW_BIAS
         ],
     )
     def test_both_directions_match_float64(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         taken = self.noted(monkeypatch)
-        judge(COPIED_BIAS[name], seed=zlib.crc32(name.encode()))
+        judge((COPIED_BIAS | NARROW_BIAS)[name], seed=zlib.crc32(name.encode()))
         assert taken == ["fwd", "bwd"]
+
+    @pytest.mark.parametrize("name", NARROW_BIAS)
+    def test_sums_of_dq_have_the_channels_of_a_head(self, name: str) -> None:
+        """Also where their order is fixed and a first tile is stored, not added."""
+        torch.manual_seed(0)
+        problem = make_problem(NARROW_BIAS[name], "cpu")
+        problem.spec = problem.spec._replace(deterministic=True)
+        seen = []
+        allocate = Maker.empty
+
+        def noted(self: Maker, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            seen.append((shape, dtype))
+            return allocate(self, shape, dtype)
+
+        with mock.patch.object(Maker, "empty", noted):
+            results = forward(problem)
+            assert_right(problem, results | backward(problem, **results))
+        sums = [shape[-1] for shape, dtype in seen if dtype == torch.float32 and len(shape) == 3]
+        assert problem.call.dims[0] in sums
+        assert 64 not in sums
 
     @pytest.mark.parametrize(
         "name", ["shared_by_heads", "negative_scale", "zero_scale", "packed", *THREE_ADD]

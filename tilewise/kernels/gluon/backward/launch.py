@@ -15,6 +15,7 @@ from tilewise.kernels.gluon.backward.logits import BwdScores
 from tilewise.kernels.gluon.backward.plan import (
     has_separate_dq,
     splits_groups,
+    sum_width_of,
     variant_of,
     why_not_bwd,
     with_copied_bias,
@@ -152,16 +153,17 @@ def add_around(
     return dq, dk, dv, dbias, dsinks
 
 
-def rows_before(maker: Maker, x: Parts, variant: BwdVariant, *, has_sums: bool) -> Rows:
+def rows_before(maker: Maker, x: Parts, variant: BwdVariant, *, sum_width: int | None) -> Rows:
     """Add to the plan the launches before the main kernels, which compute delta and lse in base 2,
     and return these tensors.
 
     Args:
         x: the tensors of the pass.
-        has_sums: True to zero a float32 sum of dq, too.
+        sum_width: the channels of a row of the float32 sums of dq, which are zeroed, too; None for
+            no sums.
     """
     return launch_before(
-        maker, x.q, x.o, x.do, x.lse, x.dlse, x.spec, x.sequences, variant, has_sums=has_sums
+        maker, x.q, x.o, x.do, x.lse, x.dlse, x.spec, x.sequences, variant, sum_width=sum_width
     )
 
 
@@ -175,7 +177,8 @@ def _add_kernels(maker: Maker, x: Parts) -> Rows:
     if tiles_of_bias is not None:
         is_shared = spec.batch > 1 and extras.bias_batch == 0
         variant = with_copied_bias(variant, is_shared=is_shared)
-    rows = rows_before(maker, x, variant, has_sums=not is_separate)
+    width = sum_width_of(variant)
+    rows = rows_before(maker, x, variant, sum_width=None if is_separate else width)
     scores, places = scores_of(spec, extras)
     call = (rows, spec, x.sequences, scores, places, variant)
     if is_separate:

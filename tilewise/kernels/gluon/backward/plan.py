@@ -158,6 +158,14 @@ def with_copied_bias(variant: BwdVariant, *, is_shared: bool) -> BwdVariant:
     )
 
 
+def sum_width_of(variant: BwdVariant) -> int:
+    """Return the channels of a row of the float32 sums of dq: those of a head where only the copy
+    engine and the kernels before and after reach the sums, which cut tiles off, else those of a
+    tile."""
+    is_cut = not variant.flat and variant.prepost == "none"
+    return variant.width if is_cut else variant.d
+
+
 def features_of(spec: AttentionSpec, keys: int) -> dict[str, Any]:
     """Return the fields of a variant that a call's features decide on any device.
 

@@ -95,6 +95,7 @@ def attention_bwd_before_kernel(
     lse_head,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
+    SUM_WIDTH: tl.constexpr,
     D_SUM: tl.constexpr,
     UNIT: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -105,7 +106,8 @@ def attention_bwd_before_kernel(
     or, in later programs, write lse in base 2 of RUN rows of any head.
 
     The later programs also set the semaphores of their tiles and the counts of their head to 0.
-    Strides of o and do are in units of UNIT elements.
+    Strides of o and do are in units of UNIT elements. A row of the sums has SUM_WIDTH channels, at
+    most D_SUM.
     """
     pid = tl.program_id(0)
     if pid < tile_programs:
@@ -131,8 +133,13 @@ def attention_bwd_before_kernel(
                 delta -= tl.load(dlse_ptr + at, mask=real, other=0.0)
             tl.store(delta_ptr + buffer + rows, delta)
             if dq_sum_ptr is not None:
-                sums = dq_sum_ptr + (buffer + rows)[:, None] * D_SUM
-                tl.store(sums + tl.arange(0, D_SUM)[None, :], tl.zeros([TILE, D_SUM], tl.float32))
+                channels = tl.arange(0, D_SUM)[None, :]
+                sums = dq_sum_ptr + (buffer + rows)[:, None] * SUM_WIDTH + channels
+                zeros = tl.zeros([TILE, D_SUM], tl.float32)
+                if SUM_WIDTH < D_SUM:
+                    tl.store(sums, zeros, mask=channels < SUM_WIDTH)
+                else:
+                    tl.store(sums, zeros)
     else:
         heads = batch * num_heads
         n = (pid - tile_programs) % heads
@@ -187,6 +194,7 @@ def attention_bwd_after_kernel(
     dq_head,
     scale,
     WIDTH: tl.constexpr,
+    SUM_WIDTH: tl.constexpr,
     D: tl.constexpr,
     UNIT: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -196,8 +204,8 @@ def attention_bwd_after_kernel(
     """Scale the float32 sums of a tile of dq of one of the last `heads_after` heads, and write them
     to dq in its dtype.
 
-    FLAT: the layout of the sums: 0 row by row, 1 as `consumer.flat_dq` left them, 2 as
-    `mma.backward` did. Strides of dq are in units of UNIT elements.
+    FLAT: the layout of the sums: 0 row by row, of SUM_WIDTH channels, 1 as `consumer.flat_dq` left
+    them, 2 as `mma.backward` did. Strides of dq are in units of UNIT elements.
     """
     pid = tl.program_id(0)
     first = pid // heads_after * TILE
@@ -226,7 +234,11 @@ def attention_bwd_after_kernel(
             in_columns += columns // 2 % 4 * 4 + columns % 2
             dq = tl.load(dq_sum_ptr + (block + in_rows)[:, None] + in_columns[None, :])
         else:
-            dq = tl.load(dq_sum_ptr + (buffer + rows)[:, None] * D + columns[None, :])
+            at = dq_sum_ptr + (buffer + rows)[:, None] * SUM_WIDTH + columns[None, :]
+            if SUM_WIDTH < D:
+                dq = tl.load(at, mask=(columns < SUM_WIDTH)[None, :], other=0.0)
+            else:
+                dq = tl.load(at)
         if semaphores_ptr is not None:  # a tile that sees nothing holds anything
             dq = tl.where(tl.load(semaphores_ptr + (buffer + first) // TILE_M) > 0, dq, 0.0)
         stored = (rows < length)[:, None]

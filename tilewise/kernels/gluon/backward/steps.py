@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
     lse_log2: Tensor
     delta: Tensor
-    dq_sum: Tensor | None  # (planes, rows, d)
+    dq_sum: Tensor | None  # (planes, rows, d), or as many channels as a head has
     semaphores: Tensor | None  # int32 (planes, rows / tile_m): CTAs that have added to a tile of dq
     counts: Tensor | None  # int32, see prepost.PrePost
     dlse: Tensor | None  # float32, contiguous
@@ -76,7 +76,7 @@ def launch_before(
     sequences: Sequences,
     variant: BwdVariant,
     *,
-    has_sums: bool,
+    sum_width: int | None,
 ) -> Rows:
     """Allocate the tensors that the kernels of a backward pass share; compute the first row terms.
 
@@ -84,8 +84,8 @@ def launch_before(
     the batch; the main kernel computes delta of the others.
 
     Args:
-        has_sums: True to allocate float32 sums of dq, and the counts by which their heads are known
-            to be complete.
+        sum_width: the channels of a row of the float32 sums of dq, which are allocated together
+            with the counts by which their heads are known to be complete; None for no sums.
     """
     planes, count = _planes(o, spec)
     lse_log2, delta = (maker.empty((planes, count), torch.float32) for _ in range(2))
@@ -101,8 +101,8 @@ def launch_before(
     dq_sum = semaphores = counts = None
     plan = PrePostPlan(heads, heads, 0, 0)
     turns = turns_of(spec, variant, section, num_sms)
-    if has_sums:
-        dq_sum = maker.empty((planes, count, variant.d), torch.float32)
+    if sum_width is not None:
+        dq_sum = maker.empty((planes, count, sum_width), torch.float32)
         counts = maker.empty((2 * spec.batch * spec.num_q_heads,), torch.int32)
         if variant.prepost != "none":
             plan = prepost_of(spec, section, num_tiles, num_sms, turns)
@@ -142,6 +142,7 @@ def launch_before(
         lse_head,
         WIDTH=spec.v_head_dim,
         D=d,
+        SUM_WIDTH=sum_width or 0,
         D_SUM=variant.d,
         UNIT=UNIT,
         TILE_M=variant.tile_m,
@@ -192,6 +193,7 @@ def launch_after(
         *strides_of(dq, is_packed=spec.is_varlen),
         spec.softmax_scale,
         WIDTH=spec.head_dim,
+        SUM_WIDTH=rows.dq_sum.shape[2],
         D=variant.d,
         UNIT=UNIT,
         TILE_M=variant.tile_m,

@@ -200,7 +200,7 @@ def _add_kernels(maker: Maker, x: Parts, *, tile: BwdTile) -> Rows:
     if tile.has_room and spec.max_seqlen_k % _UNIT == 0:
         tiles_of_bias = copied_bias(maker, spec, x.bias)
     variant = variant._replace(bias_copied=tiles_of_bias is not None)
-    rows = rows_before(maker, x, variant, has_sums=True)
+    rows = rows_before(maker, x, variant, sum_width=variant.d)
     scores, places = scores_of(spec, x.extras)
     if tiles_of_bias is not None:
         scores = scores._replace(bias=tiles_of_bias)
