@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.errors import UnsupportedError
 from tilewise.integrations.evoformer import DS4Sci_EvoformerAttention, triangle_attention
@@ -189,6 +190,43 @@ def test_rows_share_the_bias_of_pairs_without_a_copy(monkeypatch):
     assert wide.shape == (5, 16, 2, 40)
     assert bias.shape == (1, 2, 16, 16)
     assert bias.data_ptr() == pairs.data_ptr()
+
+
+class Watch(TorchDispatchMode):
+    """Notes what torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def watched(batch):
+    """Return the names of torch's operations in a forward pass, and in a backward pass."""
+    q, k, v = (drawn(batch, 3, 20, 2, 32, dtype=torch.float32, seed=i) for i in range(3))
+    pairs = drawn(batch, 1, 2, 20, 20, dtype=torch.float32, seed=3)
+    mask = torch.zeros(batch, 3, 1, 1, 20)
+    with Watch() as forward:
+        o = DS4Sci_EvoformerAttention(q, k, v, [mask, pairs])
+    with Watch() as backward:
+        torch.autograd.grad(o, (q, k, v, pairs), torch.ones_like(o))
+    return forward.names, backward.names
+
+
+def test_a_batch_of_one_copies_nothing_but_what_gets_more_channels():
+    forward, backward = watched(1)
+    views = {"view", "_unsafe_view", "slice", "squeeze", "unsqueeze", "alias", "detach"}
+    assert set(forward) - views == {"key_bias_channels", "attention_fwd"}
+    assert set(backward) - views - {"ones_like"} == {"attention_bwd"}
+
+
+def test_gradients_of_several_batches_are_put_together_once():
+    _, backward = watched(3)
+    assert backward.count("stack") == 4
+    assert not {"zeros", "new_zeros", "add", "select_backward", "copy_"} & set(backward)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,15 @@ def test_any_strides_are_read_in_place(way, place):
     assert_bits(ops.key_bias_channels(*given, 0.3, backend="triton"), wanted)
 
 
+@on_each_kernel
+def test_rows_may_be_further_apart_than_integers_of_32_bits_count(place):
+    q, k, keys = (x.to(place) for x in draw("heads", torch.bfloat16, torch.float32))
+    apart = torch.empty(2**31 + q[0].numel(), dtype=q.dtype, device=place)  # 4 GiB, hardly touched
+    apart = apart.as_strided(q[:2].shape, (2**31, *q.stride()[1:])).copy_(q[:2])
+    wanted = formula(q[:2].cpu(), k[:2].cpu(), keys[:2].cpu(), 0.3)
+    assert_bits(ops.key_bias_channels(apart, k[:2], keys[:2], 0.3, backend="triton"), wanted)
+
+
 def test_a_cpu_and_float64_have_torchs_operations():
     q, k, keys = draw("heads", torch.float64, torch.float64)
     assert_bits(ops.key_bias_channels(q, k, keys, 0.3), formula(q, k, keys, 0.3))

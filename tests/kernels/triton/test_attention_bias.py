@@ -21,6 +21,7 @@ from tests.kernels.attention_problem import (
     everyday,
     make_problem,
 )
+from tilewise.kernels.triton.attention.plan import bias_parts
 
 CASES = {
     "full": Call(36, 70, (2, 1), (16, 16), 2, bias=(2, 2, 36, 70)),
@@ -66,6 +67,22 @@ NAMES = everyday(CASES, EVERYDAY)
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_and_gradients_match_float64(name: str, device: str) -> None:
     assert_right(make_problem(CASES[name], device))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "pairs", "parts"),
+    [
+        (64, 256, 4),  # 256 programs at a time; 320 would take two waves
+        (144, 384, 3),  # two waves of 128 steps, in place of one of 384
+        (256, 256, 1),
+        (1024, 1024, 1),
+        (1, 5, 5),
+        (264, 7, 1),
+        (500, 1, 1),
+    ],
+)
+def test_parts_of_a_shared_bias_fill_waves_of_programs(tiles: int, pairs: int, parts: int) -> None:
+    assert bias_parts(tiles, pairs, at_once=2 * 132) == parts
 
 
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])

@@ -417,8 +417,11 @@ def launch_dbias(
         tile_m, tile_n, num_warps, num_stages = _BIAS_TILE, _BIAS_TILE, 4, 2
     tiles = batch * heads * triton.cdiv(rows, tile_m) * triton.cdiv(keys, tile_n)
     pairs = spec.batch // batch * (spec.num_q_heads // heads)
-    wanted = triton.cdiv(_BIAS_PROGRAMS_PER_SM * device.sm_count_of(q.device), tiles)
-    num_parts = max(1, min(pairs, wanted))
+    at_once = _BIAS_PROGRAMS_PER_SM * device.sm_count_of(q.device)
+    if is_straight:
+        num_parts = bias_parts(tiles, pairs, at_once)
+    else:  # programs take unlike times, so that no wave is the last
+        num_parts = max(1, min(pairs, triton.cdiv(at_once, tiles)))
     dtype = bias.dtype if num_parts == 1 else torch.float32
     parts = maker.empty((num_parts, *bias.shape), dtype)
     dims, strides = _bwd_strides(spec, q, k, v, do, q, k, v, lse_log2)
@@ -479,6 +482,26 @@ def launch_dbias(
         return parts[0]
     like = torch.empty(bias.shape, dtype=bias_dtype, device="meta")
     return maker.compute(sum_parts, parts, like=like)
+
+
+def bias_parts(tiles: int, pairs: int, at_once: int) -> int:
+    """Return into how many parts the sum over `pairs` sequences and heads is split, of a bias whose
+    tiles are programs of equal length.
+
+    It is the split with the fewest steps, each of a pair, in all waves of programs, of those with
+    one part and of those with at most two waves; of equal ones the split with the fewest parts.
+
+    Args:
+        tiles: the tiles of the bias, each a program for each part.
+        pairs: at least 1.
+        at_once: the programs that run at a time, two on a multiprocessor: of 64 x 64 numbers they
+            hold 226 registers a thread.
+    """
+    most = max(1, min(pairs, 2 * at_once // tiles))
+    return min(
+        range(1, most + 1),
+        key=lambda parts: triton.cdiv(tiles * parts, at_once) * triton.cdiv(pairs, parts),
+    )
 
 
 def _sees_every_pair(spec: AttentionSpec, variant: Variant) -> bool:
