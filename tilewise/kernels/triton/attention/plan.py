@@ -404,7 +404,8 @@ def launch_dbias(
 ) -> Tensor:
     """Add the kernel of dbias to a plan, and return dbias, in shape and dtype as bias.
 
-    The row terms, lse_log2 and delta, are the results of `launch_rows`.
+    The row terms, lse_log2 and delta, are the results of `launch_rows`, or of another kernel of the
+    same numbers; both have the shape of lse and the same strides.
     """
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     batch, heads, rows, keys = shape
