@@ -104,10 +104,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _first_part(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what the first of k's added channels is along x (N, Sk), a direction of the bias, or
-    the transpose of that map: x times the factor, 0 where the bias is clamped.
+    """Return x (N, Sk) times the factor of the bias, 0 where the bias is clamped, in `dtype`.
 
-    The other parts are what rounding left, and have a slope of 0.
+    It is the first of k's added channels along x, a direction of the bias, and the transpose of
+    that map, too. The other channels are what rounding left, and have a slope of 0.
     """
     (keys,) = ctx.saved_tensors
     _, factor = factors(ctx.scale, x.dtype)
