@@ -277,6 +277,17 @@ def test_layers_with_a_state_are_cut_at_their_heads(case, tmp_path):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(("case", "leaves"), [("qwen3_5", False), ("lfm2", True)])
+def test_ranks_leave_their_sums_to_norms_that_add_over_ranks(case, leaves, tmp_path):
+    save_hf(states.make(case), tmp_path)
+    alone = load_model(tmp_path)
+    assert alone.layers[0].mixer.leaves_parts
+    assert alone.layers[1].attention.leaves_parts
+    for shard in on_ranks(2, lambda group: load_shard(tmp_path, group)):
+        assert shard.layers[0].mixer.leaves_parts == leaves
+        assert shard.layers[1].attention.leaves_parts == leaves
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "size", "message"),
     [

@@ -230,3 +230,10 @@ def test_a_norm_by_one_plus_its_weight_keeps_the_budget(shape, dtype, backend, p
     assert y.dtype == dtype
     assert_within_budget(y, truth, eager, name="y")
     assert torch.equal(ops.shifted_rms_norm(total, weight, EPS, backend=backend), y)
+    parts = torch.randn(3, *shape).to(place)
+    wanted = ((parts[0] + parts[1]) + parts[2]).to(dtype)
+    both = (
+        ops.add_parts_shifted_rms_norm(parts, residual, weight, EPS, backend=backend),
+        ops.add_shifted_rms_norm(wanted, residual, weight, EPS, backend=backend),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))

@@ -61,6 +61,7 @@ from tilewise.nn.layers import (
 )
 from tilewise.nn.mamba2 import Mamba2, Mamba2Config
 from tilewise.nn.short_conv import ShortConvConfig
+from tilewise.nn.states import StateLayer
 from tilewise.ops.mxfp4 import GROUP
 
 __all__ = [
@@ -666,6 +667,10 @@ def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
             child = getattr(module, name, None)
             if isinstance(child, nn.Module) and id(module) not in shared:
                 setattr(module, name, RowParallel(child, group))
+        if isinstance(module, NativeLayer) and not isinstance(module.mlp_norm, RMSNorm):
+            for block in (module.attention, module.mixer, module.mlp):
+                if isinstance(block, Attention | StateLayer | GatedMLP):
+                    block.leaves_parts = False  # other norms do not add up over ranks
         if isinstance(module, NativeLayer) and isinstance(module.mlp, Experts):
             leaves_parts = bool(getattr(module.attention, "leaves_parts", False))
             module.mlp = SummedExperts(module.mlp, group, leaves_parts)  # type: ignore[assignment]

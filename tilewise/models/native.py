@@ -164,7 +164,7 @@ class NativeLayer(nn.Module):
             and not size
             and self.scale is None
             and own.experts is None
-            and isinstance(self.mlp_norm, RMSNorm)
+            and isinstance(self.mlp_norm, RMSNorm | ShiftedRMSNorm)
             and not own.is_parallel
             and self.residual_scale == self.fed_scale == 1
         )
@@ -348,6 +348,8 @@ class NativeLayer(nn.Module):
         if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return False
         if not mlp.leaves_parts or mlp.activation is not F.silu or attention.has_gate:
+            return False
+        if not isinstance(self.mlp_norm, RMSNorm):
             return False
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         if any(type(linear) is not nn.Linear for linear in linears):

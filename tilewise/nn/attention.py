@@ -61,7 +61,7 @@ class Attention(nn.Module):
             True, of the channels of all heads at once (OLMo 2); None for none.
         norms_after_rope: True if the norms follow the rotation.
         v_norm: the norm of the values of a head; None for none.
-        leaves_parts: True if `forward` may return partial sums for `RMSNorm.add`, see
+        leaves_parts: True if `forward` may return partial sums for the next norm's `add`, see
             `project_in_parts`.
         layer: the number of this layer in the model, from 0.
         kv_layer: the number of the layer whose keys and values are read instead of own ones, or

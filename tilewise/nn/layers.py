@@ -326,7 +326,7 @@ class UnitRMSNorm(nn.Module):
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim); x must be a tensor, not
         parts."""
-        assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
+        assert isinstance(x, Tensor)  # blocks leave parts for other norms
         total = residual + x
         return self(total), total
 
@@ -359,9 +359,16 @@ class ShiftedRMSNorm(nn.Module):
         return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
 
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and that sum, both (..., dim); x must be a tensor, not
-        parts."""
-        assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
+        """Return the norm of x + residual, and that sum, both (..., dim).
+
+        x may be the partial sums of a product, which are added first, but not a `RankPart`.
+        """
+        assert not isinstance(x, RankPart)  # ranks leave their parts for `RMSNorm` alone
+        if isinstance(x, Parts):
+            learns = residual.requires_grad or self.weight.requires_grad
+            if not (torch.is_grad_enabled() and learns):
+                return ops.add_parts_shifted_rms_norm(x.sums, residual, self.weight, self.eps)
+            x = x.sums.sum(0).to(residual.dtype)
         if fuses(x, residual, self.weight):
             return ops.add_shifted_rms_norm(x, residual, self.weight, self.eps)
         total = residual + x
@@ -416,7 +423,7 @@ class LayerNorm(nn.LayerNorm):
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim); x must be a tensor, not
         parts."""
-        assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
+        assert isinstance(x, Tensor)  # blocks leave parts for other norms
         total = residual + x
         return self(total), total
 
@@ -428,7 +435,7 @@ class GatedMLP(nn.Module):
 
     Attributes:
         gate_scale: the factor of the gate, before its activation.
-        leaves_parts: True if `forward` may return partial sums for `RMSNorm.add`, see
+        leaves_parts: True if `forward` may return partial sums for the next norm's `add`, see
             `project_in_parts`.
         fuses_on_cpu: True if inference on a CPU gives the bits of a compiled step.
     """

@@ -157,8 +157,8 @@ class StateLayer(nn.Module):
         wide: the names of parameters that stay float32 in a model of 16 bits, as they decide how
             fast a state decays.
         o_proj: the projection of the layer's output.
-        leaves_parts: True if `forward` and `step` may return partial sums for `RMSNorm.add`, see
-            `project_in_parts`.
+        leaves_parts: True if `forward` and `step` may return partial sums for the next norm's
+            `add`, see `project_in_parts`.
     """
 
     config: StateConfig

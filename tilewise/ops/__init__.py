@@ -30,6 +30,7 @@ from tilewise.ops.low_rank import add_low_rank
 from tilewise.ops.merge import merge_states
 from tilewise.ops.norm import (
     add_parts_rms_norm,
+    add_parts_shifted_rms_norm,
     add_rms_norm,
     add_shifted_rms_norm,
     rms_norm,
@@ -67,6 +68,7 @@ __all__ = [
     "activate",
     "add_low_rank",
     "add_parts_rms_norm",
+    "add_parts_shifted_rms_norm",
     "add_rms_norm",
     "add_rms_norm_linear",
     "add_shifted_rms_norm",

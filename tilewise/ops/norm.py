@@ -161,6 +161,29 @@ def add_parts_rms_norm(
     return y, new_residual
 
 
+def add_parts_shifted_rms_norm(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream and normalise the sum by `shifted_rms_norm`; x comes in parts.
+
+    Args:
+        parts, residual, weight, eps: as of `add_parts_rms_norm`.
+        backend: "triton" or "reference"; None chooses.
+
+    Returns:
+        y and new_residual, new contiguous tensors of residual's shape and dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `rms_norm`.
+
+    Example:
+        >>> parts, residual = torch.randn(4, 3, 64), torch.randn(3, 64)
+        >>> y, residual = add_parts_shifted_rms_norm(parts, residual, torch.zeros(64), 1e-6)
+    """
+    y, new_residual = _add_parts_shifted_rms_norm(parts, residual, weight, eps, backend)
+    return y, new_residual
+
+
 def _check_rows(x: Tensor, weight: Tensor) -> None:
     checks.check_float("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
@@ -235,10 +258,24 @@ def _chosen_add_parts(
     module = _module("norm", residual, backend)
     if hasattr(module, "add_parts_rms_norm"):
         return partial(module.add_parts_rms_norm, parts, residual, weight, eps)
+    return partial(module.add_rms_norm, _sum_of(parts, residual), residual, weight, eps)
+
+
+def _chosen_add_parts_shifted(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
+) -> partial[Any]:
+    module = _module("shifted_norm", residual, backend)
+    if hasattr(module, "add_parts_shifted_rms_norm"):
+        return partial(module.add_parts_shifted_rms_norm, parts, residual, weight, eps)
+    return partial(module.add_shifted_rms_norm, _sum_of(parts, residual), residual, weight, eps)
+
+
+def _sum_of(parts: Tensor, residual: Tensor) -> Tensor:
+    """Return the sum of parts (P, ..., E) in their order, rounded to the residual's dtype."""
     x = parts[0]
     for part in parts[1:]:
         x = x + part
-    return partial(module.add_rms_norm, x.to(residual.dtype), residual, weight, eps)
+    return x.to(residual.dtype)
 
 
 def _one_like(x: Tensor, *_: Any) -> Tensor:
@@ -277,15 +314,23 @@ register_step(
     _chosen_add_shifted,
     _two_like,
 )
+register_step(
+    "add_parts_shifted_rms_norm(Tensor parts, Tensor residual, Tensor weight, float eps, "
+    "str? backend) -> (Tensor, Tensor)",
+    _chosen_add_parts_shifted,
+    lambda parts, residual, *_: _two_like(residual),
+)
 for _name in (
     "rms_norm",
     "add_rms_norm",
     "add_parts_rms_norm",
     "shifted_rms_norm",
     "add_shifted_rms_norm",
+    "add_parts_shifted_rms_norm",
 ):
     refuse_gradient(_name)
 _shifted_rms_norm = step("shifted_rms_norm", _check)
 _add_shifted_rms_norm = step("add_shifted_rms_norm", _check_add)
 _rms_norm, _add_rms_norm = step("rms_norm", _check), step("add_rms_norm", _check_add)
 _add_parts_rms_norm = step("add_parts_rms_norm", _check_add_parts)
+_add_parts_shifted_rms_norm = step("add_parts_shifted_rms_norm", _check_add_parts)

@@ -127,6 +127,16 @@ def add_parts_rms_norm(
     return y, total
 
 
+@planned
+def add_parts_shifted_rms_norm(
+    maker: Maker, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return `add_shifted_rms_norm` of x and the residual; x comes as in `add_parts_rms_norm`."""
+    y, total = (maker.empty(residual.shape, residual.dtype) for _ in range(2))
+    _launch(maker, parts[0], residual, weight, eps, y, total, parts, shifted=True)
+    return y, total
+
+
 def _launch(
     maker: Maker,
     x: Tensor,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from tilewise.kernels.triton.elements import why_not
-from tilewise.kernels.triton.step.norm import add_shifted_rms_norm, shifted_rms_norm
+from tilewise.kernels.triton.step.norm import (
+    add_parts_shifted_rms_norm,
+    add_shifted_rms_norm,
+    shifted_rms_norm,
+)
 
-__all__ = ["add_shifted_rms_norm", "shifted_rms_norm", "why_not"]
+__all__ = ["add_parts_shifted_rms_norm", "add_shifted_rms_norm", "shifted_rms_norm", "why_not"]
