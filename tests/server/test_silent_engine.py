@@ -253,10 +253,17 @@ def test_a_process_that_hangs_is_killed_when_its_time_is_over(process):
         lambda engine: engine.update_weights("story"),
         lambda engine: engine.load_lora_adapter("a", "a"),
         lambda engine: engine.facts(),
+        lambda engine: engine.abort("a"),
+        lambda engine: engine.reset_prefix_cache(),
+        lambda engine: engine.fingerprint_of("a"),
+        lambda engine: engine.unload_lora_adapter("a"),
     ],
-    ids=["sleep", "wake", "update_weights", "load_lora_adapter", "facts"],
-)
-def test_long_work_of_a_process_that_hangs_is_not_waited_for(process, monkeypatch, work):
+    ids=[
+        "sleep", "wake", "update_weights", "load_lora_adapter", "facts", "abort",
+        "reset_prefix_cache", "fingerprint_of", "unload_lora_adapter",
+    ],
+)  # fmt: skip
+def test_a_process_that_hangs_is_not_waited_for(process, monkeypatch, work):
     monkeypatch.setattr(remote, "SILENCE_S", 0.01)
 
     async def main():

@@ -325,7 +325,7 @@ class RemoteEngine(asyncio.Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request of any caller with finish_reason "abort"; unknown ids are ignored."""
         with suppress(EngineClosedError):
-            await asyncio.wrap_future(beside(lambda: self._call("abort", request_id)))
+            await self._asked("abort", request_id)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters and times."""
@@ -354,7 +354,7 @@ class RemoteEngine(asyncio.Protocol):
 
     async def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks and return True; return False if requests hold some."""
-        return bool(await asyncio.wrap_future(beside(lambda: self._call("reset_prefix_cache"))))
+        return bool(await self._asked("reset_prefix_cache"))
 
     async def load_lora_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
         """Load an adapter, see `LLM.load_lora_adapter`; other calls are answered meanwhile."""
@@ -382,8 +382,7 @@ class RemoteEngine(asyncio.Protocol):
 
     async def fingerprint_of(self, adapter: str) -> str:
         """Return the digest of an adapter by its name, see `LLM.fingerprint_of`."""
-        ask = partial(self._call, "fingerprint_of", adapter)
-        return str(await asyncio.wrap_future(beside(ask)))
+        return str(await self._asked("fingerprint_of", adapter))
 
     async def _until_ended(self, name: str, *arguments: Any) -> None:
         """Start a long task in the engine's process, and wait for its end; other calls go on.
@@ -393,22 +392,23 @@ class RemoteEngine(asyncio.Protocol):
         Args:
             name: the name of a call that returns a task's number, see `Host`.
             arguments: the task's arguments.
-
-        Raises:
-            EngineSilent: the process has answered nothing for `SILENCE_S` seconds.
         """
         number = await self._asked(name, *arguments)
         while not await self._asked("has_ended", number):
             await asyncio.sleep(LOAD_POLL_S)
 
     async def _asked(self, name: str, *arguments: Any) -> Any:
-        """Return the answer of a call that waits `SILENCE_S` seconds at most, see `_call`."""
+        """Return the answer of a call, see `_call`.
+
+        Raises:
+            EngineSilent: the process has answered nothing for `SILENCE_S` seconds.
+        """
         answer = asyncio.wrap_future(beside(partial(self._call, name, *arguments)))
         return await within(answer, SILENCE_S)
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter by its name, see `LLM.unload_lora_adapter`."""
-        await asyncio.wrap_future(beside(lambda: self._call("unload_lora_adapter", name)))
+        await self._asked("unload_lora_adapter", name)
 
     async def aclose(self) -> None:
         """Refuse new requests, end those that have not ended with EngineClosedError, and wait until
