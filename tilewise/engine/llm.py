@@ -86,7 +86,7 @@ from tilewise.engine.tensor_parallel.runner import (
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.versions import new_version
 from tilewise.engine.waiter import Waiter, progress_text, raise_first, share_done
-from tilewise.engine.weights import LiveWeights, NamedWeights, Weights, folder_weights
+from tilewise.engine.weights import LiveWeights, NamedWeights, Unpacked, Weights, folder_weights
 from tilewise.errors import RequestError, UnsupportedError, shown
 from tilewise.keywords import keywords_of, taking_fields_of
 from tilewise.models.adapters import MAX_RANK, AdapterSite, AdapterTensors, adapter_sites
@@ -861,7 +861,7 @@ class LLM:
         with self._changing:
             if self._sleep_level:
                 raise RuntimeError("the engine must be awake to take weights: call wake()")
-            shapes = dict(self._unpacked.named_parameters())
+            shapes = self._unpacked.shapes
             source = self._source(weights, model)
             stays = isinstance(source, LiveWeights) and source.stays
             if not stays:
@@ -917,13 +917,10 @@ class LLM:
         return NamedWeights(weights, self._unpacked, model)
 
     @functools.cached_property
-    def _unpacked(self) -> Decoder:
-        """The engine's decoder before it was packed, on "meta": what an update of weights fills.
-
-        Made by the first update and kept: to make it takes 20 to 40 ms.
-        """
+    def _unpacked(self) -> Unpacked:
+        """The engine's decoder before it was packed, made by the first update and kept."""
         model = self._refillable()
-        return empty_model(model.config, model.dtype, "meta")
+        return Unpacked(model.config, model.dtype)
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
