@@ -142,7 +142,7 @@ class Unpacked:
         dtype: the dtype of its parameters.
 
     Attributes:
-        model: the decoder.
+        model: the decoder without values, on "meta".
         shapes: the parameters of the decoder by their names.
         table: what a checkpoint has for each parameter, by the parameter's name.
     """
