@@ -144,7 +144,7 @@ class Unpacked:
     Attributes:
         model: the decoder without values, on "meta".
         shapes: the parameters of the decoder by their names.
-        table: what a checkpoint has for each parameter, by the parameter's name.
+        table: the checkpoint's tensors for each parameter, by the parameter's name.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
