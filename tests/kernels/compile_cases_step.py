@@ -20,6 +20,9 @@ def launch_norms(dim: int, dtype: torch.dtype) -> None:
     x, weight = meta(8, dim, dtype=dtype), meta(dim, dtype=dtype)
     norm.rms_norm(x, weight, 1e-6)
     norm.add_rms_norm(x, x, weight, 1e-6)
+    norm.shifted_rms_norm(meta(8, 9, dim, dtype=dtype)[:, 1:5], weight, 1e-6)
+    parts = meta(4, 8, dim, dtype=torch.float32)
+    norm.add_parts_shifted_rms_norm(parts, x, weight, 1e-6)
     activation.silu_mul(meta(8, 6 * dim, dtype=dtype))
 
 
