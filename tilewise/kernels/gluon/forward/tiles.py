@@ -45,11 +45,13 @@ class _Row(NamedTuple):
 #          K and V of a step released together, or q in registers where tiles are even: 1 % less.
 #   D 256: even 676 / 758 / 738 (626 / 725 / 695); causal 484 / 675 / 711 (450 / 594 / 644);
 #          shared memory has room for two stages because o leaves in halves; K and V released
-#          together at 4,096, causal: 2.7 % more (2026-11-22), the loader asking early 7 % less;
+#          together at 4,096, causal: 2.7 % more (2026-11-22);
 #          acc rescaled late (2026-11-23, in turns with acc rescaled at once and FlashAttention-4):
 #          651 / 695 / 721, at once 651 / 681 / 698, FlashAttention-4 617 / 686 / 740; causal
 #          476 / 709 / 706, at once 477 / 701 / 677, FlashAttention-4 439 / 709 / 717. At D 64 and
 #          128 it gains nothing or loses up to 10 %.
+#   The loader asking early for its next tile: causal at D 128 1 % more, 2 and 3 % less, at D 256
+#          8, 14 and 13 % less (H200, 2026-11-30, lab/results/asks_early_h200.json).
 #   D 192 with Dv 128 at 4,096: even 715, causal 676; padded to 256 channels 569 and 506.
 # At D 128, N 4,096: an even cap 602 in turns, 540 without, 532 with q in registers; a causal one
 # 519 and 507 (without turns); dropout, even and causal, 429 and 430, without turns 427 and 425,
