@@ -241,7 +241,19 @@ def test_arguments_that_break_a_rule_are_named(change, error, message):
         ops.key_bias_channels(**(given | change))
 
 
+def test_a_tangent_of_the_bias_alone_has_the_dtype_of_the_results():
+    q, k, keys = draw("heads", torch.bfloat16, torch.float32)
+    both, tangents = torch.func.jvp(
+        lambda x: ops.key_bias_channels(q, k, x, 0.3), (keys,), (torch.ones_like(keys),)
+    )
+    assert [x.dtype for x in (*both, *tangents)] == [torch.bfloat16] * 4
+    assert not tangents[0].any()
+    assert tangents[1].any()
+
+
 def test_a_scale_whose_power_a_dtype_cannot_hold_is_refused():
     q = torch.randn(1, 3, 2, 16).half()
+    with pytest.raises(ValueError, match="scale must be at least 1.53e-05 for float16, got 1e-320"):
+        ops.key_bias_channels(q, q, torch.zeros(1, 3), 1e-320)
     with pytest.raises(ValueError, match="scale must be at least 1.53e-05 for float16, got 1e-05"):
         ops.key_bias_channels(q, q, torch.zeros(1, 3), 1e-5)

@@ -146,6 +146,15 @@ def test_heads_are_read_where_a_projection_wrote_them(tokens, backend, place, mo
 
 
 @on_each_backend
+def test_heads_may_lie_more_than_2_31_elements_apart(backend, place):
+    few, _, weight = _rows((2, 3, 40), torch.bfloat16, place)
+    far = torch.empty(2**31 + 80, dtype=few.dtype, device=place)  # 4 GiB, hardly touched
+    far = far.as_strided(few.shape, (40, 2**30, 1)).copy_(few)
+    expected = ops.rms_norm(few, weight, EPS, backend=backend)
+    assert torch.equal(ops.rms_norm(far, weight, EPS, backend=backend), expected)
+
+
+@on_each_backend
 def test_the_edges_of_the_activation_are_those_of_torch(backend, place):
     gate = torch.tensor([math.inf, -math.inf, math.nan, -200.0, 200.0, -90.0, 0.0, -0.0])
     gate_up = torch.cat([gate, torch.ones(8)]).to(place)

@@ -154,7 +154,7 @@ class Attention(nn.Module):
 
         Returns:
             Same shape as x; with `leaves_parts` perhaps `Parts` or a `RankPart`, partial sums that
-            `RMSNorm.add` adds.
+            the next norm adds.
 
         Raises:
             ValueError: only one of ctx and kv is given, or on_max_logits with a cache.

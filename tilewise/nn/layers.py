@@ -166,8 +166,8 @@ def _product(linear: nn.Module, x: Tensor) -> Tensor:
 def project_in_parts(
     linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None
 ) -> Tensor | Parts | RankPart:
-    """Return linear(x) for `RMSNorm.add`: as partial sums where it is faster that the norm adds
-    them.
+    """Return linear(x) for the `add` of a norm: as partial sums where it is faster that the norm
+    adds them.
 
     The result is `Parts` of a product that several programs compute, a `RankPart` of one that
     several devices share, else a tensor as from `project`. The terms of adapters are added to the
@@ -215,7 +215,8 @@ def adapted(linear: nn.Module, x: Tensor, adapters: StepAdapters | None) -> Tens
 
 
 class Parts(NamedTuple):
-    """A product as P partial sums that are not yet added, as `RMSNorm.add` takes it.
+    """A product as P partial sums that are not yet added, as the `add` of `RMSNorm` and of
+    `ShiftedRMSNorm` takes it.
 
     Attributes:
         sums: (P, ..., E) float32, the result of `ops.linear_parts`.
@@ -448,7 +449,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.activation = ACTIVATIONS[activation]
         self.fuses_on_cpu = False
-        self.leaves_parts = False  # for `RMSNorm.add`
+        self.leaves_parts = False
         self.gate_scale = 1.0
 
     def forward(

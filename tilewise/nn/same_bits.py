@@ -171,7 +171,7 @@ class _ShiftedRMSNorm(_Valued, ShiftedRMSNorm):
     def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim), by the bits of inference;
         x is a tensor."""
-        assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
+        assert isinstance(x, Tensor)  # blocks leave parts for other norms
         total = residual + x
         return self(total), total
 

@@ -21,7 +21,7 @@ class _Valued(torch.autograd.Function):
 
 
 def valued(smooth: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor with the numbers of `value`, whose gradient flows to `smooth` alone; both
-    have one shape and dtype."""
+    """Return a tensor with the numbers of `value`, whose gradient flows to `smooth` alone, in
+    its dtype; both have one shape."""
     y: Tensor = _Valued.apply(smooth, value)  # type: ignore[no-untyped-call, unused-ignore]
     return y

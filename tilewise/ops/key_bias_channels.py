@@ -75,7 +75,7 @@ def _check(q: Tensor, k: Tensor, keys: Tensor, scale: float, backend: str | None
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     largest = torch.finfo(q.dtype).max
-    if 2.0 ** math.ceil(-math.log2(scale)) > largest:
+    if math.ceil(-math.log2(scale)) > math.log2(largest):  # the power of two may be infinite
         raise ValueError(
             f"scale must be at least {1 / largest:.3g} for {checks.dtype_name(q.dtype)}, "
             f"got {scale}"
@@ -99,7 +99,7 @@ def _fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, keys, ctx.scale = inputs[:4]
     save(ctx, keys)
-    ctx.shapes = q.shape, k.shape
+    ctx.shapes, ctx.dtype = (q.shape, k.shape), q.dtype
     ctx.set_materialize_grads(False)
 
 
@@ -132,8 +132,8 @@ def _jvp(
     """Return the tangents of both results from those of q, k and keys; None is 0."""
     some = next(x for x in (q_dot, k_dot, keys_dot) if x is not None)
     q_shape, k_shape = ctx.shapes
-    q_dot = some.new_zeros(q_shape) if q_dot is None else q_dot
-    k_dot = some.new_zeros(k_shape) if k_dot is None else k_dot
+    q_dot = some.new_zeros(q_shape, dtype=ctx.dtype) if q_dot is None else q_dot
+    k_dot = some.new_zeros(k_shape, dtype=ctx.dtype) if k_dot is None else k_dot
     added = k_dot.new_zeros((*k_shape[:2], 1, CHANNELS))
     if keys_dot is not None:
         wide = torch.promote_types(k_dot.dtype, torch.float32)
@@ -149,12 +149,13 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, 
 
     Returns the results, and 0 as the mapped dim of each.
     """
-    tensors = (
+    tensors = [
         x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(args[:3], in_dims, strict=False)
-    )
+    ]
+    num_rows = tensors[0].shape[1]
     found = _key_bias_channels(*(x.flatten(0, 1) for x in tensors), *args[3:])
-    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
+    return tuple(x.unflatten(0, (info.batch_size, num_rows)) for x in found), (0, 0)
 
 
 register_step(

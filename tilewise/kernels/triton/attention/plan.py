@@ -405,7 +405,8 @@ def launch_dbias(
     """Add the kernel of dbias to a plan, and return dbias, in shape and dtype as bias.
 
     The row terms, lse_log2 and delta, are the results of `launch_rows`, or of another kernel of the
-    same numbers; both have the shape of lse and the same strides.
+    same numbers; both have the shape of lse and the same strides. Hopper's kernel gives rows with
+    an lse of 2^24 and more an infinite one: they add nothing to dbias, as to dq, dk and dv there.
     """
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     batch, heads, rows, keys = shape

@@ -54,8 +54,7 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     await_previous(EARLY)
     if HAS_HEADS:
-        token, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-        x_ptr += token.to(tl.int64) * stride_x + head * stride_head
+        x_ptr += row // heads * stride_x + row % heads * stride_head
     else:
         x_ptr += row * stride_x
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
