@@ -253,29 +253,24 @@ def _chosen_add_shifted(
 
 
 def _chosen_add_parts(
-    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
+    op: str,
+    norm: str,
+    parts: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    backend: str | None,
 ) -> partial[Any]:
-    module = _module("norm", residual, backend)
-    if hasattr(module, "add_parts_rms_norm"):
-        return partial(module.add_parts_rms_norm, parts, residual, weight, eps)
-    return partial(module.add_rms_norm, _sum_of(parts, residual), residual, weight, eps)
-
-
-def _chosen_add_parts_shifted(
-    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None
-) -> partial[Any]:
-    module = _module("shifted_norm", residual, backend)
-    if hasattr(module, "add_parts_shifted_rms_norm"):
-        return partial(module.add_parts_shifted_rms_norm, parts, residual, weight, eps)
-    return partial(module.add_shifted_rms_norm, _sum_of(parts, residual), residual, weight, eps)
-
-
-def _sum_of(parts: Tensor, residual: Tensor) -> Tensor:
-    """Return the sum of parts (P, ..., E) in their order, rounded to the residual's dtype."""
+    """Return the launch of `add_parts_<norm>` of the backend of `op`, or of its `add_<norm>` for
+    the sum of the parts in their order, rounded, where it has no such kernel."""
+    module = _module(op, residual, backend)
+    launcher = getattr(module, f"add_parts_{norm}", None)
+    if launcher is not None:
+        return partial(launcher, parts, residual, weight, eps)
     x = parts[0]
     for part in parts[1:]:
         x = x + part
-    return x.to(residual.dtype)
+    return partial(getattr(module, f"add_{norm}"), x.to(residual.dtype), residual, weight, eps)
 
 
 def _one_like(x: Tensor, *_: Any) -> Tensor:
@@ -300,7 +295,7 @@ register_step(
 register_step(
     "add_parts_rms_norm(Tensor parts, Tensor residual, Tensor weight, float eps, str? backend) "
     "-> (Tensor, Tensor)",
-    _chosen_add_parts,
+    partial(_chosen_add_parts, "norm", "rms_norm"),
     lambda parts, residual, *_: _two_like(residual),
 )
 register_step(
@@ -317,7 +312,7 @@ register_step(
 register_step(
     "add_parts_shifted_rms_norm(Tensor parts, Tensor residual, Tensor weight, float eps, "
     "str? backend) -> (Tensor, Tensor)",
-    _chosen_add_parts_shifted,
+    partial(_chosen_add_parts, "shifted_norm", "shifted_rms_norm"),
     lambda parts, residual, *_: _two_like(residual),
 )
 for _name in (
