@@ -8,7 +8,7 @@ from torch import nn
 
 from tilewise import ops
 from tilewise.nn.adapted import StepAdapters
-from tilewise.nn.layers import MLP, GatedMLP, adapted, project, project_in_parts
+from tilewise.nn.layers import MLP, GatedMLP, project, project_in_parts
 from tilewise.nn.quantised import QuantisedLinear
 from tilewise.ops import QuantisedWeight
 
@@ -48,7 +48,7 @@ def test_every_way_of_a_product_adds_the_same():
     wanted = linear(x)
     for row, slot in ((0, 1), (2, 0)):
         wanted[row] = with_delta(linear, own, slot)(x[row])
-    for way in (adapted, project, project_in_parts):
+    for way in (project, project_in_parts):
         torch.testing.assert_close(way(linear, x, given), wanted, rtol=1e-4, atol=1e-4)
         assert torch.equal(way(linear, x, None), linear(x))
     other = nn.Linear(40, 48)

@@ -33,7 +33,6 @@ __all__ = [
     "ShiftedRMSNorm",
     "UnitRMSNorm",
     "activate",
-    "adapted",
     "fuses",
     "name_of",
     "project",
@@ -145,8 +144,10 @@ def project(linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None) 
     """
     if adapters is None:
         return _product(linear, x)
-    if hasattr(linear, "leave_sum"):
-        return adapted(linear, x, adapters)
+    y: Tensor
+    if hasattr(linear, "leave_sum"):  # of a rank: added before the sum
+        y = linear(x, adapters)
+        return y
     y = _product(linear, x)
     adapters.add(linear, x, y)
     return y
@@ -200,18 +201,6 @@ def _product_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts:
         if linear.bias is None and fuses(x, weight) and leaves_parts(weight):
             return Parts(ops.linear_parts(x, weight))
     return _product(linear, x)
-
-
-def adapted(linear: nn.Module, x: Tensor, adapters: StepAdapters | None) -> Tensor:
-    """Return linear(x) plus the terms that `adapters` add for this layer; None adds nothing."""
-    y: Tensor
-    if adapters is not None and hasattr(linear, "leave_sum"):  # of a rank: added before the sum
-        y = linear(x, adapters)
-        return y
-    y = linear(x)
-    if adapters is not None:
-        adapters.add(linear, x, y)
-    return y
 
 
 class Parts(NamedTuple):
