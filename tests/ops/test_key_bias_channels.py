@@ -241,6 +241,16 @@ def test_arguments_that_break_a_rule_are_named(change, error, message):
         ops.key_bias_channels(**(given | change))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_the_least_scale_is_the_one_that_is_named(dtype):
+    q, keys = torch.zeros(1, 3, 2, 16, dtype=dtype), torch.zeros(1, 3)
+    least = {torch.float16: 2.0**-15, torch.float64: 2.0**-1023}[dtype]
+    for made in ops.key_bias_channels(q, q, keys, least):
+        assert made.isfinite().all()
+    with pytest.raises(ValueError, match=f"scale must be at least {least:.3g}"):
+        ops.key_bias_channels(q, q, keys, least * 0.99)
+
+
 def test_a_tangent_of_the_bias_alone_has_the_dtype_of_the_results():
     q, k, keys = draw("heads", torch.bfloat16, torch.float32)
     both, tangents = torch.func.jvp(
@@ -253,7 +263,7 @@ def test_a_tangent_of_the_bias_alone_has_the_dtype_of_the_results():
 
 def test_a_scale_whose_power_a_dtype_cannot_hold_is_refused():
     q = torch.randn(1, 3, 2, 16).half()
-    with pytest.raises(ValueError, match="scale must be at least 1.53e-05 for float16, got 1e-320"):
+    with pytest.raises(ValueError, match="scale must be at least 3.05e-05 for float16, got 1e-320"):
         ops.key_bias_channels(q, q, torch.zeros(1, 3), 1e-320)
-    with pytest.raises(ValueError, match="scale must be at least 1.53e-05 for float16, got 1e-05"):
+    with pytest.raises(ValueError, match="scale must be at least 3.05e-05 for float16, got 1e-05"):
         ops.key_bias_channels(q, q, torch.zeros(1, 3), 1e-5)

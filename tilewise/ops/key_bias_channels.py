@@ -74,11 +74,12 @@ def _check(q: Tensor, k: Tensor, keys: Tensor, scale: float, backend: str | None
         checks.check_device(name, tensor, q.device)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
-    largest = torch.finfo(q.dtype).max
-    if math.ceil(-math.log2(scale)) > math.log2(largest):  # the power of two may be infinite
+    # The power of two that is added to q is at least 1 / scale, and below 2 ** exponent.
+    exponent = math.frexp(torch.finfo(q.dtype).max)[1]
+    least = 2.0 ** (1 - exponent)
+    if scale < least:
         raise ValueError(
-            f"scale must be at least {1 / largest:.3g} for {checks.dtype_name(q.dtype)}, "
-            f"got {scale}"
+            f"scale must be at least {least:.3g} for {checks.dtype_name(q.dtype)}, got {scale}"
         )
     dispatch.check_backend_name(backend)
 
