@@ -435,22 +435,26 @@ def _told(line: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
 
 
+def weight_of(text: str) -> tuple[str, int, int]:
+    """Return the name, the outputs and the channels that NAME=NxK names."""
+    name, _, sizes = text.partition("=")
+    outputs, channels = map(int, sizes.split("x"))
+    return name, outputs, channels
+
+
 def main() -> int:
     """Measure and print; the JSON has every row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--weights", nargs="+", metavar="NAME=NxK", help="others than the models'")
+    parser.add_argument(
+        "--weights", nargs="+", type=weight_of, metavar="NAME=NxK", default=WEIGHTS,
+        help="others than the models'",
+    )  # fmt: skip
     args = parser.parse_args()
-    chosen = [*WEIGHTS]
-    if args.weights:
-        parts = [
-            each.replace("=", " ").replace("x", " ").rsplit(maxsplit=2) for each in args.weights
-        ]
-        chosen = [(name, int(outputs), int(channels)) for name, outputs, channels in parts]
     compilers = Compilers(args.workers)
-    weights = [Weight(*each, "cuda") for each in chosen]
+    weights = [Weight(*each, "cuda") for each in args.weights]
     try:
         run(weights, compilers, args.seconds)
     finally:

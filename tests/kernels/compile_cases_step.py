@@ -236,7 +236,7 @@ def step_cases() -> Iterator[Case]:
             yield Case(
                 f"sm_{arch}-key-bias-{str(dtype)[6:]}",
                 arch,
-                lambda dtype=dtype: launch_key_bias(dtype),  # type: ignore[misc]
+                partial(launch_key_bias, dtype),
                 products=False,
                 slow=arch != 90 or dtype != torch.bfloat16,
             )
