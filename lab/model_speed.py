@@ -4,15 +4,15 @@
     python lab/model_speed.py --trace --layers 6 gpt-oss-20b     # a step's time by kernel
     python lab/model_speed.py --device cpu --tiny --rows 1 2 --tokens 8   # tries without a GPU
 
-Weights are random, of the published sizes; those of 4 bits are written to a file first. A step of
-B rows reads all weights but the table of embeddings, of experts those that are hit (of E experts
-with k a token E (1 - (1 - k / E)^B) on average), and the keys and values of its rows, of a layer
-with a window no more than that, of a layer with a state the state. The roof is the time in which a
-read of a large tensor, measured in the same run, gives these bytes; in the floor a weight counts
-for the time of its products, at their measured peak, where that is longer. Times are of decode
-steps alone, of requests that begin together, the median of the turns. With --prefill N the step of
-a prompt of N tokens is timed, too, beside the peak of products: its FLOPs are those of the weights
-and of attention.
+Weights are random, of the published sizes; those in GPTQ's format are written to a file first. A
+step of B rows reads all weights but the table of embeddings, of experts those that are hit (of E
+experts with k a token E (1 - (1 - k / E)^B) on average), and the keys and values of its rows, of a
+layer with a window no more than that, of a layer with a state the state. The roof is the time in
+which a read of a large tensor, measured in the same run, gives these bytes; in the floor a weight
+counts for the time of its products, at their measured peak, where that is longer. Times are of
+decode steps alone, of requests that begin together, the median of the turns. With --prefill N the
+step of a prompt of N tokens is timed, too, beside the peak of products: its FLOPs are those of the
+weights and of attention.
 """
 
 from __future__ import annotations
@@ -239,12 +239,17 @@ def write(
         config["num_hidden_layers"] = layers
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][-layers:]
-    if tiny and "quantization_config" in config:
+    if tiny and is_gptq(config):
         config["quantization_config"] = config["quantization_config"] | {"group_size": 32}
     path = folder / name
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     return path, config
+
+
+def is_gptq(config: dict[str, Any]) -> bool:
+    """Return whether the weights are in GPTQ's format; the engine draws all others itself."""
+    return config.get("quantization_config", {}).get("quant_method") == "gptq"
 
 
 def write_four_bits(path: Path, config: dict[str, Any], device: str) -> None:
@@ -428,15 +433,15 @@ def measure(name: str, options: argparse.Namespace, peak: Ceilings) -> dict[str,
         length = options.prompt + options.tokens
         blocks = max(max(options.rows) * (length // 16 + 2), options.prefill // 16 + 2)
         settings: dict[str, Any] = {"graphs": "lazy"} if options.device == "cuda" else {}
-        is_quantised = "quantization_config" in config
-        if is_quantised:
+        is_written = is_gptq(config)
+        if is_written:
             write_four_bits(path, config, options.device)
         began = time.perf_counter()
         with LLM(
             path,
             device=options.device,
             dtype="bfloat16",
-            random_weights=not is_quantised,
+            random_weights=not is_written,
             num_blocks=blocks,
             max_num_seqs=max(options.rows),
             max_model_len=max(length, options.prefill + 16, 256),
@@ -452,7 +457,7 @@ def measure(name: str, options: argparse.Namespace, peak: Ceilings) -> dict[str,
                 )  # graphs of as few rows as remain at the end are captured, too
                 rates = [decode_rate(llm, given, []) for _ in range(options.turns)]
                 rate = statistics.median(rates)
-                weights = reads_of_weights(llm.model if is_quantised else model, config, rows)
+                weights = reads_of_weights(llm.model if is_written else model, config, rows)
                 cache = bytes_of_cache(config, rows, options.prompt + options.tokens // 2)
                 roof = (sum(each.nbytes for each in weights) + cache) / read
                 floor = cache / read + sum(

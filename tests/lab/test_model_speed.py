@@ -59,6 +59,18 @@ def test_4_bits_are_written_and_count_as_they_are_held(tmp_path):
     assert narrow["floor_ms"] == narrow["roof_ms"]
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "llama-3-8b-4-bits"])
+def test_a_tiny_model_of_each_format_of_4_bits_decodes(tmp_path, name):
+    options = Namespace(
+        device="cpu", tiny=True, rows=[1, 2], prompt=16, tokens=6, turns=1, layers=2, prefill=0,
+        trace=False,
+    )  # fmt: skip
+    found = model_speed.measure(name, options, Ceilings("cpu", "", "", 1e12, 1e10, 1e10))
+    assert all(found[rows]["tokens_per_s"] > 0 for rows in ("1", "2"))
+    told = model_speed.write(name, tmp_path, tiny=True)[1]["quantization_config"]
+    assert ("group_size" in told) == (told["quant_method"] == "gptq")
+
+
 def test_windows_and_shared_tensors_bound_what_is_read_of_a_cache():
     config = model_speed.SHAPES["gemma-4-12b"]
     local, all_tokens = 40 * 8 * 256 * 2, 8 * 2 * 512
