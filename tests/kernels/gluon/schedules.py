@@ -224,7 +224,7 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
         Call(200, 304, (2, 1), (64, 64), 1, BRAIN, CAUSAL, bias=(1, 2, 200, 304)),
         tile=(
             ("warpgroups", 3), ("stages", 3), ("release_together", True), ("bias_stages", 1),
-            ("q_in_registers", False), ("next_early", False),
+            ("q_in_registers", False),
         ),
     ).run,
     "backward": Attention(Call(500, 130, (1, 1), (64, 64), 1, BRAIN), "backward").run,

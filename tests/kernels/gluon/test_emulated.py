@@ -337,12 +337,12 @@ class TestTiles:
         ],
         ids=["short", "causal", "packed"],
     )
-    @pytest.mark.parametrize("early", [False, True])
+    @pytest.mark.parametrize("q_in_registers", [False, True])
     def test_warpgroups_without_rows_let_the_others_multiply(
-        self, call: Call, early: bool, monkeypatch: pytest.MonkeyPatch
+        self, call: Call, q_in_registers: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        changes = {"warpgroups": 3, "stages": 2, "dynamic": True, "next_early": early}
-        self.judge(monkeypatch, call, q_in_registers=early, **changes)
+        changes = {"warpgroups": 3, "stages": 2, "dynamic": True}
+        self.judge(monkeypatch, call, q_in_registers=q_in_registers, **changes)
 
     @pytest.mark.parametrize(
         "call",
@@ -361,12 +361,9 @@ class TestTiles:
         self.judge(monkeypatch, call, ping_pong=ping_pong)
 
     @pytest.mark.parametrize("dynamic", [False, True])
-    @pytest.mark.parametrize("early", [False, True])
-    def test_tiles_in_any_order(
-        self, dynamic: bool, early: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_tiles_in_any_order(self, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         call = Call(400, 300, (3, 1), (64, 64), 1, BRAIN, CAUSAL)
-        self.judge(monkeypatch, call, dynamic=dynamic, next_early=early, stages=2)
+        self.judge(monkeypatch, call, dynamic=dynamic, stages=2)
 
     @pytest.mark.parametrize("ping_pong", [False, True])
     @pytest.mark.parametrize("q_in_registers", [False, True])

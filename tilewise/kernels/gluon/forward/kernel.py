@@ -42,7 +42,6 @@ class Tile(NamedTuple):
     ping_pong: bool  # warpgroups take turns at issuing products
     q_in_registers: bool  # q is an operand in registers; frees its shared memory at once
     release_together: bool  # K and V of a step are given back at once, with one barrier
-    next_early: bool  # the loader asks for the next tile before it loads this one
     scale_late: bool  # acc is rescaled while the next scores are multiplied, not before they are
     registers: int  # registers of a thread that computes
     loader_registers: int

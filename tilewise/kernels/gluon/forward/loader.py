@@ -41,9 +41,6 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
         b = rows.b
         if variant.packed:
             b = rows.b * 0
-        following = number + grid
-        if tile.dynamic and tile.next_early:
-            following = gl.atomic_add(counter, 1) + grid
         _load_queries(q, q_high, shared, rows, b, number, visit, 0, tile)
         for index in range(walk.steps):
             block, _ = block_of_step(walk, index, mask, tile, variant)
@@ -69,9 +66,10 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
                 for group in gl.static_range(1, GROUPS):
                     _load_bias(bias, shares, shared, rows, block, step, group, tile)
             step += 1
-        if tile.dynamic and not tile.next_early:
-            following = gl.atomic_add(counter, 1) + grid
-        number = following
+        if tile.dynamic:
+            number = gl.atomic_add(counter, 1) + grid
+        else:
+            number += grid
         visit += 1
     if tile.dynamic:
         # A launch adds once a tile, so this number comes from its last add.

@@ -26,7 +26,6 @@ class _Row(NamedTuple):
     ping_pong: bool = True
     q_in_registers: bool = False
     release_together: bool = False
-    next_early: bool = False
     scale_late: bool = False
     halves: bool = False  # o leaves through a buffer of half its columns
     bias_stages: int = 0
@@ -50,8 +49,6 @@ class _Row(NamedTuple):
 #          651 / 695 / 721, at once 651 / 681 / 698, FlashAttention-4 617 / 686 / 740; causal
 #          476 / 709 / 706, at once 477 / 701 / 677, FlashAttention-4 439 / 709 / 717. At D 64 and
 #          128 it gains nothing or loses up to 10 %.
-#   The loader asking early for its next tile: causal at D 128 1 % more, 2 and 3 % less, at D 256
-#          8, 14 and 13 % less (H200, 2026-11-30, lab/results/asks_early_h200.json).
 #   D 192 with Dv 128 at 4,096: even 715, causal 676; padded to 256 channels 569 and 506.
 # At D 128, N 4,096: an even cap 602 in turns, 540 without, 532 with q in registers; a causal one
 # 519 and 507 (without turns); dropout, even and causal, 429 and 430, without turns 427 and 425,
@@ -61,11 +58,11 @@ class _Row(NamedTuple):
 # (0.47 and 0.44; blocks of 64 keys 0.72 and 0.61).
 _ROWS = {
     (64, 64, "even"): _Row(warpgroups=3, stages=3, release_together=True),
-    (64, 64, "uneven"): _Row(stages=4, q_in_registers=True, next_early=True),
+    (64, 64, "uneven"): _Row(stages=4, q_in_registers=True),
     (64, 64, "long"): _Row(warpgroups=3, stages=3, release_together=True),
-    (64, 64, "shaped"): _Row(stages=4, q_in_registers=True, next_early=True),
+    (64, 64, "shaped"): _Row(stages=4, q_in_registers=True),
     (64, 64, "crowded"): _Row(stages=4),
-    (64, 64, "biased"): _Row(stages=4, q_in_registers=True, next_early=True, bias_stages=2),
+    (64, 64, "biased"): _Row(stages=4, q_in_registers=True, bias_stages=2),
     (64, 64, "three biased"): _Row(warpgroups=3, stages=3, release_together=True, bias_stages=1),
     (64, 128, "even"): _Row(stages=3),
     (64, 256, "even"): _Row(keys=64, ping_pong=False),
@@ -147,7 +144,6 @@ def _tile_of(
         ping_pong=row.ping_pong,
         q_in_registers=row.q_in_registers,
         release_together=row.release_together,
-        next_early=row.next_early,
         scale_late=row.scale_late,
         # Of 64 Ki registers: 168 a thread with three warpgroups, 128 with four, then shared out.
         registers=240 if row.warpgroups == 2 else 160,

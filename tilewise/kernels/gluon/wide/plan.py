@@ -31,7 +31,6 @@ TILE = Tile(
     ping_pong=False,
     q_in_registers=True,
     release_together=False,
-    next_early=False,
     scale_late=False,
     registers=160,
     loader_registers=0,
