@@ -117,8 +117,8 @@ def main() -> None:
     def row() -> dict[str, Any]:
         stats = llm.engine.stats().scheduler
         return {
+            **{name: str(value) for name, value in vars(options).items() if name != "json"},
             **machine(options.device),
-            **{name: str(value) for name, value in vars(options).items()},
             "rounds": number + 1,
             "tokens": total,
             "max_difference": worst,
