@@ -419,7 +419,7 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
     },
     "engine/tensor_parallel/test_on_gpus.py": {
         "test_gpus_give_the_tokens_of_one": "auto-bfloat16-2",
-        "test_windows_and_latents_on_two_gpus_give_the_tokens_of_one": None,
+        "test_other_models_on_gpus_give_the_tokens_of_one": None,
         "test_many_greedy_rows_of_two_gpus_are_those_of_one": "lazy",
         "test_blocks_are_counted_on_every_gpu": None,
     },

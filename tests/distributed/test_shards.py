@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.thread_group import on_ranks
+from tests.distributed.thread_group import DealtGroup, on_ranks
 from tests.models import test_mixtures as mixtures
 from tests.models import test_state_families as states
 from tests.models.test_families import make
@@ -286,6 +286,24 @@ def test_ranks_leave_their_sums_to_norms_that_add_over_ranks(case, leaves, tmp_p
     for shard in on_ranks(2, lambda group: load_shard(tmp_path, group)):
         assert shard.layers[0].mixer.leaves_parts == leaves
         assert shard.layers[1].attention.leaves_parts == leaves
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_ranks_that_add_up_a_share_of_the_rows_give_the_logits_of_the_whole(activation, tmp_path):
+    path = save_hf(make_hf("llama", hidden_act=activation), tmp_path)
+    model = load_model(path, dtype="float64")
+    want = _logits(model)
+
+    def work(group):
+        shard = load_shard(path, group, dtype="float64")
+        before = group.num_calls
+        logits = _logits(shard)
+        assert group.inbox is not None
+        return logits, group.num_calls - before
+
+    for got, calls in on_ranks(2, work, DealtGroup):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        assert calls == 2 * len(model.layers) + 2  # and of the embedding and the head
 
 
 @pytest.mark.parametrize(

@@ -394,13 +394,7 @@ def _always_normalises(model: Decoder) -> bool:
     the parts."""
     layers: list[nn.Module] = list(getattr(model, "layers", []))
     blocks = [m for layer in layers for m in layer.modules() if _sums(m)]
-    return bool(blocks) and all(map(_leaves_sums, blocks))
-
-
-def _leaves_sums(block: nn.Module) -> bool:
-    if isinstance(block, GatedMLP) and block.activation is not F.silu:
-        return False
-    return bool(getattr(block, "leaves_parts", False))
+    return bool(blocks) and all(getattr(block, "leaves_parts", False) for block in blocks)
 
 
 def _sums(block: nn.Module) -> bool:

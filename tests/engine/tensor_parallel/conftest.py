@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2Config,
@@ -70,6 +72,14 @@ def write_model(path, head_dim: int = 8):
         head_dim=head_dim,
         attention_bias=True,
     )
+
+
+def write_gelu(path):
+    """Save one whose feed-forward blocks have a gelu, with heads of 64 as GPUs like them."""
+    return write(
+        LlamaForCausalLM, LlamaConfig, path, hidden_act="gelu_pytorch_tanh", hidden_size=512,
+        intermediate_size=1024, num_key_value_heads=4, head_dim=64,
+    )  # fmt: skip
 
 
 def write_windows(path):

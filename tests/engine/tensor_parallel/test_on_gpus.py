@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.tensor_parallel.conftest import write_latents, write_model, write_windows
+from tests.engine.tensor_parallel.conftest import (
+    write_gelu,
+    write_latents,
+    write_model,
+    write_windows,
+)
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 
@@ -75,8 +80,12 @@ def test_gpus_give_the_tokens_of_one(checkpoint, graphs, dtype, size):
         llm.close()
 
 
-@pytest.mark.parametrize("write", [write_windows, write_latents])
-def test_windows_and_latents_on_two_gpus_give_the_tokens_of_one(write, tmp_path):
+@pytest.mark.parametrize(
+    ("write", "size"), [(write_windows, 2), (write_latents, 2), (write_gelu, 2), (write_gelu, 4)]
+)
+def test_other_models_on_gpus_give_the_tokens_of_one(write, size, tmp_path):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
     path = write(tmp_path)
     settings = {
         "device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_blocks": 64,
@@ -85,7 +94,7 @@ def test_windows_and_latents_on_two_gpus_give_the_tokens_of_one(write, tmp_path)
     whole = LLM(path, **settings)
     want = generate(whole)
     whole.close()
-    llm = LLM(path, tensor_parallel_size=2, **settings)
+    llm = LLM(path, tensor_parallel_size=size, **settings)
     try:
         assert_same_up_to_ties(generate(llm), want, MARGINS["float32"])
     finally:
